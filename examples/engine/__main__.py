@@ -36,6 +36,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--step-us", type=float, default=0.0, help="microseconds per generated token"
     )
+    parser.add_argument(
+        "--mode",
+        choices=("null", "prefill", "decode"),
+        default=usual.mode,
+        help="its disaggregation_mode (sglang); of vllm each engine prefills and decodes as asked",
+    )
     parser.add_argument("--no-events", action="store_true", help="publish no KV events")
     args = parser.parse_args(argv)
     options = EngineOptions(
@@ -46,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prefill_s=args.prefill_us / 1e6,
         step_s=args.step_us / 1e6,
         events=not args.no_events,
+        mode=args.mode,
     )
     try:
         trio.run(run, options, args.port)

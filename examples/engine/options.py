@@ -19,6 +19,8 @@ class Fault(StrEnum):
     GARBAGE = "garbage"  # something that is not HTTP
     ERROR_EVENT = "error-event"  # status 200, and an error as the first event of the stream
     BYTES = "bytes"  # the answer comes byte by byte
+    KEEPS_NOTHING = "keeps-nothing"  # of a prompt that it computes for another engine (vllm)
+    FORGETS = "forgets"  # what it has just said that it keeps for another engine (vllm)
     REFUSE_429 = "429"
     REFUSE_500 = "500"
     REFUSE_503 = "503"
@@ -38,6 +40,7 @@ class EngineOptions:
     step_s: float = 0.0  # per token that is generated
     events: bool = True  # it publishes what it caches
     renders: bool = False  # it has vLLM's render routes
+    mode: str = "null"  # sglang's disaggregation_mode: null, prefill or decode
     retry_after: str | None = None  # what it says with a 429 or 503
     idle_s: float = 5.0  # a connection without a request is closed after that
     faults: deque[Fault] = field(default_factory=deque)

@@ -7,6 +7,9 @@ import socket
 import struct
 import time
 from collections import deque
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import httptools
@@ -17,6 +20,17 @@ from examples.engine import api
 from examples.engine.caches import BLOCK_SIZE, Engine, Publisher, SglangEngine, VllmEngine
 from examples.engine.options import EngineOptions, Fault
 from examples.engine.tokenizer import ids_of_messages, ids_of_text
+from examples.engine.transfers import (
+    HAS_PREFILL,
+    WANTS_PREFILL,
+    EngineDied,
+    Leases,
+    Room,
+    Rooms,
+    TransferFailed,
+    enter_room,
+    fetch_lease,
+)
 
 RECEIVE_BYTES = 64 * 1024
 KEPT = 16  # requests of which it remembers what they said
@@ -63,8 +77,17 @@ class EngineServer:
         self.options = options
         self.cache = empty_cache(options)
         self.publisher = Publisher(context) if context is not None and options.events else None
+        # Where it says that it publishes, which an operator can get wrong.
+        self.announced = "" if self.publisher is None else self.publisher.endpoint
         self.requests = 0  # that generate, as far as they came
         self.aborted = 0  # that their clients gave up
+        self.computed = 0  # tokens of prompts
+        self.prefilled = 0  # requests whose prompt it computed for another engine
+        self.taken_over = 0  # requests whose prompt another engine has computed
+        self.leases = Leases()  # vllm
+        self.rooms = Rooms()  # sglang
+        self.address = ("", 0)  # where it serves, once somebody has connected
+        self.dead = False  # it answers nothing more but that it is
         # Bodies and headers of the last of those, the last first.
         self.received: deque[bytes] = deque(maxlen=KEPT)
         self.heads: deque[dict[bytes, bytes]] = deque(maxlen=KEPT)
@@ -72,6 +95,7 @@ class EngineServer:
 
     async def serve(self, stream: trio.SocketStream) -> None:
         """Serves one connection until either side ends it."""
+        self.address = stream.socket.getsockname()[:2]
         async with stream:
             try:
                 while await self._serve_request(stream):
@@ -96,6 +120,9 @@ class EngineServer:
         method = parser.get_method().decode()
         if method == "POST" and request.path in api.FORMS:
             await self._generate(stream, request, api.FORMS[request.path])
+        elif method == "POST" and request.path == "/room":
+            here = await self.rooms.take(json.loads(request.body)["room"])
+            await send_json(stream, 200 if here else 404, {})
         else:
             status, answer = self._answer(method, request)
             await send_json(stream, status, answer)
@@ -106,7 +133,9 @@ class EngineServer:
     def _answer(self, method: str, request: Request) -> tuple[int, Any]:
         path = request.path
         if path in ("/health", "/ready"):
-            return 200, {}
+            return 503 if self.dead else 200, {}
+        if path == "/transfer":
+            return 200 if self.leases.redeem(json.loads(request.body)) else 404, {}
         if path == "/metrics":
             return 200, api.metrics(self.options.kind, BLOCK_SIZE, self.options.blocks)
         if path == "/v1/models":
@@ -156,7 +185,7 @@ class EngineServer:
         if self.publisher is None:
             return {}
         source = {"enable_kv_cache_events": True, "publisher": "zmq", "topic": ""}
-        return {"0": {**source, "endpoint": self.publisher.endpoint, "replay_endpoint": None}}
+        return {"0": {**source, "endpoint": self.announced, "replay_endpoint": None}}
 
     def _server_info(self) -> dict[str, Any]:
         info: dict[str, Any] = {
@@ -165,9 +194,11 @@ class EngineServer:
             "dp_size": 1,
             "max_total_num_tokens": self.options.blocks * BLOCK_SIZE,
             "kv_events": None,
+            "disaggregation_mode": self.options.mode,
+            "disaggregation_bootstrap_port": self.address[1],
         }
         if self.publisher is not None:
-            host, _, port = self.publisher.endpoint.removeprefix("tcp://").rpartition(":")
+            host, _, port = self.announced.removeprefix("tcp://").rpartition(":")
             events = {"publisher": "zmq", "endpoint_host": host, "endpoint_port_base": int(port)}
             info["kv_events"] = {**events, "block_size": BLOCK_SIZE, "dp_size": 1}
         return info
@@ -189,6 +220,8 @@ class EngineServer:
         fault = self.options.faults.popleft() if self.options.faults else None
         if fault is not None:
             await refuse(stream, fault, self.options.retry_after)
+        if self.dead:
+            return await send_json(stream, 500, api.error(500, "EngineCore has died"))
         members = json.loads(request.body)
         names = (self.options.model, *self.options.adapters)
         model = members.get("model") or names[0]
@@ -199,20 +232,89 @@ class EngineServer:
         cached = min(
             self.cache.held(ids)[1] * BLOCK_SIZE, (len(ids) - 1) // BLOCK_SIZE * BLOCK_SIZE
         )
-        async with self._computing:
-            await trio.sleep((len(ids) - cached) * self.options.prefill_s)
-            self._publish(self.cache.serve(ids))
-        bounds = [members[name] for name in form.limits if members.get(name)]
-        words = api.words(bounds[0] if bounds else api.DEFAULT_TOKENS)
-        used = api.Usage(len(ids), cached, len(words))
         request_id = request.headers.get(b"x-request-id", b"none").decode("latin-1")
+        room: Room | None = None
+        try:
+            if self.options.mode == "prefill":
+                room = self.rooms.open(_room_of(members))
+            if await self._takes_over(members):
+                self.taken_over += 1
+                cached = len(ids) - 1  # the last one's logits are its own to compute
+        except EngineDied as error:
+            self.dead = True
+            return await send_json(stream, 500, api.error(500, str(error)))
+        except TransferFailed as error:
+            return await send_json(stream, 500, api.error(500, str(error)))
+        except KeyError:
+            text = "a request to an engine of a pair needs a bootstrap_room"
+            return await send_json(stream, 400, api.error(400, text, "BadRequestError"))
+        async with self._computing:
+            if self.options.prefill_s:
+                seconds = (len(ids) - cached) * self.options.prefill_s
+                await self._unless_left(stream, partial(trio.sleep, seconds), room)
+            self._publish(self.cache.serve(ids))
+        self.computed += len(ids) - cached
+        if room is not None:
+            room.computed.set()
+            await self._unless_left(stream, room.taken.wait, room)
+            self.prefilled += 1
+        bounds = [members[name] for name in form.limits if members.get(name)]
+        words = api.words(1 if room else bounds[0] if bounds else api.DEFAULT_TOKENS)
+        used = api.Usage(len(ids), cached, len(words))
         answer = Answer(stream, form(request_id, model), words, used, fault)
+        if self.options.kind == "vllm":
+            answer.more = self._kept(members, request_id, len(ids), fault)
         if members.get("stream"):
             options = members.get("stream_options") or {}
             await answer.stream(self.options.step_s, with_usage=bool(options.get("include_usage")))
         else:
             await trio.sleep(len(words) * self.options.step_s)
             await answer.whole()
+
+    async def _takes_over(self, members: dict[str, Any]) -> bool:
+        """Has another engine hand a prompt over if it has computed it; says whether that was so.
+
+        Raises TransferFailed, EngineDied, or KeyError for a request without a room.
+        """
+        if self.options.mode == "decode":
+            _room_of(members)
+            await enter_room(members)
+            return True
+        params = members.get("kv_transfer_params")
+        if self.options.kind != "vllm" or not (params and params.get(HAS_PREFILL)):
+            return False
+        await fetch_lease(params)
+        return True
+
+    async def _unless_left(
+        self, stream: trio.SocketStream, wait: Callable[[], Awaitable[None]], room: Room | None
+    ) -> None:
+        """Waits for something; raises Hangup if the client leaves before, which ends its room."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_watch, stream, nursery.cancel_scope)
+            await wait()
+            nursery.cancel_scope.cancel()
+            return
+        self.aborted += 1
+        if room is not None:
+            room.left = True
+            room.computed.set()
+        raise Hangup
+
+    def _kept(
+        self, members: dict[str, Any], request_id: str, count: int, fault: Fault | None
+    ) -> dict[str, Any]:
+        """Returns what the answer says of a prompt that another engine wants."""
+        params = members.get("kv_transfer_params") or {}
+        if not params.get(WANTS_PREFILL):
+            return {}
+        self.prefilled += 1
+        if fault is Fault.KEEPS_NOTHING:
+            return {"kv_transfer_params": None}
+        granted = self.leases.grant(request_id, count // BLOCK_SIZE, self.address)
+        if fault is Fault.FORGETS:
+            self.leases.redeem(granted)
+        return {"kv_transfer_params": granted}
 
     def _publish(self, events: list[dict[str, Any]]) -> None:
         if self.publisher is not None:
@@ -235,9 +337,11 @@ class Answer:
         self._words = words
         self._used = used
         self._fault = fault
+        self.more: dict[str, Any] = {}  # members of a whole answer
 
     async def whole(self) -> None:
-        body = json.dumps(self._form.whole("".join(self._words), self._used)).encode()
+        answer = self._form.whole("".join(self._words), self._used) | self.more
+        body = json.dumps(answer).encode()
         head = json_head(200, len(body))
         if self._fault is Fault.AFTER_HEAD:
             await hang_up_behind(self._stream, head)
@@ -279,6 +383,17 @@ class Answer:
             return await self._stream.send_all(data)
         for at in range(len(data)):
             await self._stream.send_all(data[at : at + 1])
+
+
+def _room_of(members: dict[str, Any]) -> int:
+    return int(members["bootstrap_room"])
+
+
+async def _watch(stream: trio.SocketStream, scope: trio.CancelScope) -> None:
+    """Ends a wait if the client leaves."""
+    with suppress(trio.BrokenResourceError):  # it has left all the more
+        await stream.receive_some(1)
+    scope.cancel()
 
 
 def empty_cache(options: EngineOptions) -> Engine:

@@ -28,6 +28,7 @@ from kvd.http.tls import TlsServer
 from kvd.http.types import LONG_BODY_LIMIT, Route
 from kvd.platform.activation import Passed, address
 from kvd.telemetry.metrics import (
+    METRICS_PATH,
     Family,
     RequestMetrics,
     Source,
@@ -142,7 +143,9 @@ class ApiServer:
         task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
     ) -> None:
         """Serves `routes` and those of every face until `stop` is set and all is answered."""
-        routes = with_document(self.name, (*routes, metrics_route(self.sources)), self._description)
+        if all(route.path != METRICS_PATH for route in routes):
+            routes = (*routes, metrics_route(self.sources))
+        routes = with_document(self.name, routes, self._description)
         routes = tuple(self._bounded(each) for each in routes)
         app = build_app(routes, self._limits, self._context, not_found)
         async with trio.open_nursery() as nursery:

@@ -6,7 +6,7 @@ Components ──> routes of the indexer, the slot tracker, the selection servic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,7 +21,9 @@ from kvd.faces.conductor import routes as conductor
 from kvd.faces.conductor import schemas as conductor_schemas
 from kvd.faces.conductor.msgpack import FORMS
 from kvd.faces.gateway import schemas as gateway_schemas
+from kvd.faces.gateway.engines import upstream_routes
 from kvd.faces.gateway.metrics import gateway_families
+from kvd.faces.gateway.processes import metrics_route
 from kvd.faces.gateway.routes import OpenAiFailures, gateway_routes
 from kvd.faces.indexer import routes as indexer
 from kvd.faces.indexer import schemas as indexer_schemas
@@ -41,9 +43,14 @@ from kvd.fleet_file.targets import (
     ReplicaTarget,
     SelectionTarget,
     SlotTrackerTarget,
+    UpstreamTarget,
 )
+from kvd.gateway.choices import Choices, LocalChoices
 from kvd.gateway.exchanges import Exchanges
 from kvd.gateway.forwarding import Forwarder
+from kvd.gateway.names import Wanted
+from kvd.gateway.remote import RemoteChoices
+from kvd.gateway.siblings import Place, Siblings
 from kvd.gateway.stats import GatewayStats
 from kvd.gateway.tokens import Tokens
 from kvd.gateway.upstreams import Upstreams
@@ -60,38 +67,85 @@ from kvd.net.recovery import RecoveryStats
 from kvd.replica_sync.replicas import Replicas
 from kvd.selection.service import Selections
 from kvd.slots.trackers import SlotTrackers
-from kvd.telemetry.metrics import Family, by_label, counter, gauge
+from kvd.telemetry.metrics import Family, Source, by_label, counter, gauge
 
 
 class Gateway:
     """The gateway's parts; without upstreams it serves nothing."""
 
-    def __init__(self, config: Config, selections: Selections, dialer: Dialer) -> None:
+    def __init__(
+        self,
+        config: Config,
+        selections: Selections,
+        registry: Registry,
+        dialer: Dialer,
+        place: Place | None,
+    ) -> None:
+        """One of several processes has a `place` among them."""
         self._body_limit = config.gateway_body_bytes
         self.stats = GatewayStats()
         self.exchanges = Exchanges(config.relay)
+        self.choices = _choices(config, selections, registry, self.exchanges, dialer)
+        self._siblings = None if place is None else Siblings(place, self.exchanges)
+        wanted = [Wanted(url) for url in config.upstreams or ()]
+        wanted += [Wanted(url, prefills=True) for url in config.prefills or ()]
         self.upstreams = Upstreams(
-            config.upstreams or (), self.exchanges, selections, dialer, config.upstream_key
+            wanted,
+            self.exchanges,
+            self.choices,
+            dialer,
+            config.upstream_key,
+            proves=config.gateway_canary,
         )
         self.tokens = Tokens(
             self.exchanges, self.stats, config.gateway_memory_bytes, config.gateway_tokenize_s
         )
         self._forwarder = Forwarder(
-            self.upstreams, selections, self.exchanges, self.stats, self.tokens
+            self.upstreams,
+            self.choices,
+            self.exchanges,
+            self.stats,
+            self.tokens,
+            config.gateway_remote_prefill_tokens,
         )
 
     async def run(self) -> None:
         """Moves bytes and follows the engines until it is cancelled."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self.exchanges.run)
+            nursery.start_soon(self.choices.run)
             nursery.start_soon(self.upstreams.run)
             nursery.start_soon(self.tokens.run)
 
-    def routes(self) -> tuple[Route, ...]:
-        return gateway_routes(self.upstreams, self._forwarder, self._body_limit)
+    async def met(self) -> None:
+        """Waits until engines and kvds elsewhere have been asked once, whatever came of it."""
+        await self.choices.met()
+        await self.upstreams.all_met()
+
+    def routes(self, sources: Sequence[Source]) -> tuple[Route, ...]:
+        """Returns the face's routes; /metrics of one of several processes shows all of them."""
+        own = self.upstreams, self.choices, self._forwarder, self._body_limit
+        if self._siblings is None:
+            return (*gateway_routes(*own), *upstream_routes(self.upstreams))
+        routes = gateway_routes(*own, self._siblings.place.name)
+        return (*routes, metrics_route(self._siblings, sources))
 
     def families(self) -> Iterator[Family]:
-        return gateway_families(self.upstreams, self.exchanges, self.tokens, self.stats)
+        yield from gateway_families(self.upstreams, self.exchanges, self.tokens, self.stats)
+        yield from self.choices.families()
+
+
+def _choices(
+    config: Config,
+    selections: Selections,
+    registry: Registry,
+    exchanges: Exchanges,
+    dialer: Dialer,
+) -> Choices:
+    if config.gateway_kvd is None:
+        return LocalChoices(selections, registry)
+    told = config.gateway_kvd_s, config.gateway_kvd_token
+    return RemoteChoices(config.gateway_kvd, exchanges, dialer, *told)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +255,7 @@ class Apis:
                 *of_replicas,
             ),
             self.conductor: conductor.routes(state, known.publishers),
-            self.gateway: known.gateway.routes(),
+            self.gateway: known.gateway.routes(self.gateway.sources),
         }
 
     def _add_sources(
@@ -234,6 +288,7 @@ class Apis:
             self.slot_tracker: ("slot_tracker", SlotTrackerTarget(known.slots)),
             self.selection: ("selection", SelectionTarget(known.selections.workers)),
             self.conductor: ("conductor", ConductorTarget(known.publishers)),
+            self.gateway: ("upstream", UpstreamTarget(known.gateway.upstreams)),
         }
         found = dict(targets[face] for face in self.served if face in targets)
         if "selection" in found:

@@ -44,6 +44,7 @@ from kvd.app.unmatched_log import UnmatchedLog
 from kvd.config.load import Config, StartError
 from kvd.config.reload import Reader
 from kvd.fleet_file.follower import FleetFileFollower
+from kvd.gateway.siblings import Place
 from kvd.index.capacity import ListenerCapacity
 from kvd.index.partitions import State
 from kvd.index.peers import Peers
@@ -78,6 +79,9 @@ EXPIRY_PAUSE_S = 1.0  # pause between two looks for requests that are too old
 
 DECISION_LOG_CLOSE_S = 2.0  # that the disk has at the end, to write what waits
 
+# Longest wait of one of several processes, before it serves, for what the engines say they are.
+MEET_S = 5.0
+
 # Little here is cyclic garbage, and a full collection looks at all that listeners are made of:
 # 40 ms at 400 of them. Allocations for a small collection, small ones for a middle one, and those
 # for a full one.
@@ -94,8 +98,16 @@ class Bounds:
     waiting: int  # selections
 
 
-def run(config: Config, reader: Reader) -> int:
-    """Runs until a signal ends it and returns the exit code; raises StartError."""
+def run(
+    config: Config,
+    reader: Reader,
+    passed: activation.Passed | None = None,
+    place: Place | None = None,
+) -> int:
+    """Runs until a signal ends it and returns the exit code; raises StartError.
+
+    One of several processes is given its sockets and its `place` among them.
+    """
     faulthandler.enable()  # the watchdog kills with SIGABRT: the journal says where the loop was
     keep_freed_memory()
     limit = raise_limit()
@@ -105,7 +117,7 @@ def run(config: Config, reader: Reader) -> int:
     if len(config.workers) > bounds.listeners:
         raise StartError(f"the descriptors (ulimit -n) allow only {bounds.listeners} workers")
     try:
-        passed = activation.receive(os.environ)
+        passed = passed or activation.receive(os.environ)
     except ValueError as error:
         raise StartError(str(error)) from None
     hangup = (signal.SIGHUP,) if is_reloadable(config, reader) else ()
@@ -114,7 +126,7 @@ def run(config: Config, reader: Reader) -> int:
         closing(Signals(signal.SIGTERM, signal.SIGINT)) as ends,
         closing(Signals(*hangup)) as reloads,
     ):
-        return trio.run(serve, config, reader, bounds, passed, ends, reloads)
+        return trio.run(serve, config, reader, bounds, passed, ends, reloads, place)
 
 
 async def serve(
@@ -124,6 +136,7 @@ async def serve(
     passed: activation.Passed,
     ends: Signals,
     reloads: Signals,
+    place: Place | None = None,
 ) -> int:
     """Serves until a signal comes by `ends` and returns the exit code; raises StartError."""
     stop = Stop()
@@ -131,7 +144,7 @@ async def serve(
     async with trio.open_nursery() as root:
         root.start_soon(stop.watch, ends)
         try:
-            await _open_and_serve(config, reader, bounds, passed, reloads, stop)
+            await _open_and_serve(config, reader, bounds, passed, reloads, stop, place)
         except StartError as error:  # by itself, not in a group
             fault = error
         root.cancel_scope.cancel()
@@ -148,6 +161,7 @@ async def _open_and_serve(
     passed: activation.Passed,
     reloads: Signals,
     stop: Stop,
+    place: Place | None,
 ) -> None:
     context = make_context()
     with ExitStack() as opened:
@@ -160,7 +174,9 @@ async def _open_and_serve(
         warn_of_secrets(config)
         decisions = _open_decision_log(config, opened)
         async with trio.open_nursery() as background, trio.open_nursery() as listening:
-            daemon = _Daemon(config, reader, bounds, ports, context, listening, stop, decisions)
+            daemon = _Daemon(
+                config, reader, bounds, ports, context, listening, stop, decisions, place
+            )
             daemon.run_in(background, reloads)
             await daemon.serve(listening)
             listening.cancel_scope.cancel()
@@ -180,6 +196,7 @@ class _Daemon:
         listening: trio.Nursery,
         stop: Stop,
         decisions: RotatingWriter | None,
+        place: Place | None,
     ) -> None:
         self._stop = stop
         self._ports = ports
@@ -197,7 +214,8 @@ class _Daemon:
             begin=self._serving,
             space=ports.space,
         )
-        self._parts = _components(config, bounds, ports, self._listeners, context, listening)
+        self._place = place
+        self._parts = _components(config, bounds, ports, self._listeners, context, listening, place)
         self._decisions: DecisionLog | None = None  # None: none is written
         if decisions is not None:
             selections, shares_blocks = self._parts.selections, config.router.assumes_kv_reuse
@@ -236,14 +254,11 @@ class _Daemon:
             with self._stop.gives_up():
                 await self._fleet.read()
             listening.start_soon(self._fleet.run)
-        indexing = (
-            config.indexer_bind,
-            config.selection_bind,
-            config.conductor_bind,
-            config.gateway_bind,
-        )
+        indexing = [config.indexer_bind, config.selection_bind, config.conductor_bind]
         if config.gateway_bind is not None:
             listening.start_soon(self._parts.gateway.run)
+            if config.gateway_kvd is None:
+                indexing.append(config.gateway_bind)
         if any(bind is not None for bind in indexing):
             listening.start_soon(self._start_up)
         else:
@@ -323,6 +338,9 @@ class _Daemon:
 
     async def _serve_faces(self) -> None:
         """Serves the faces until a signal, then until what is under way is answered."""
+        if self._place is not None:  # clients wait, or are served by the other processes
+            with self._stop.gives_up(), trio.move_on_after(MEET_S):
+                await self._parts.gateway.met()
         stop = trio.Event()
         async with trio.open_nursery() as serving:
             apis = self._ports.apis.routes(self._parts, lambda: self._config)
@@ -353,8 +371,9 @@ class _Daemon:
         """Returns what /metrics of every face says of the process."""
         followers = () if self._fleet is None else (self._fleet.families,)
         decisions = () if self._decisions is None else (self._decisions.families,)
+        places = () if self._place is None else (self._place.families,)
         own = self._reloader.families, self._families, self._ports.sync.families
-        return [*own, *followers, *decisions]
+        return [*own, *followers, *decisions, *places]
 
     def _families(self) -> Iterator[Family]:
         space, outgoing = self._ports.space, self._ports.outgoing
@@ -377,6 +396,7 @@ def _components(
     listeners: ListenerTasks,
     context: Context,
     listening: trio.Nursery,
+    place: Place | None,
 ) -> Components:
     """Returns what the faces answer from, empty; replicas are listened to in `listening`."""
     state = State(config.hash_seed, config.index_max_blocks, config.max_partitions)
@@ -405,14 +425,15 @@ def _components(
         slots,
         selections,
         ports.sync.start(listening, context, slots, selections),
-        Gateway(config, selections, ports.dialer),
+        Gateway(config, selections, registry, ports.dialer, place),
     )
 
 
 def _open_decision_log(config: Config, opened: ExitStack) -> RotatingWriter | None:
     """Opens the decision log if one is set and there are decisions; raises StartError."""
     path = config.decision_log
-    if path is None or (config.selection_bind is None and config.gateway_bind is None):
+    chooses = config.gateway_bind is not None and config.gateway_kvd is None
+    if path is None or (config.selection_bind is None and not chooses):
         return None
     try:
         writer = RotatingWriter(path, config.decision_log_bytes, config.decision_log_files)

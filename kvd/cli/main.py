@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         unused = (*config.without_effect(os.environ), *config.outweighed(loaded))
         for option, why in (*args.without_effect, *unused):
             log.warning("option_without_effect", option=option, reason=why)
-        from kvd.app.daemon import run  # here, so that --help and --version need not load trio
+        from kvd.app.processes import run  # here, so that --help and --version need not load trio
         from kvd.config.reload import Reader
 
         try:
@@ -174,6 +174,13 @@ def add_gateway(commands: Any) -> None:
         type=_usage(parsers.parse_upstreams),
         metavar="URL",
         help="engine behind the gateway, as http://HOST:PORT; repeat it for each engine",
+    )
+    gateway.add_argument(
+        "--prefill",
+        action="append",
+        type=_usage(parsers.parse_upstreams),
+        metavar="URL",
+        help="vLLM engine that computes prompts for the upstreams and hands them over; repeat it",
     )
     add_settings(gateway, settings.SETTINGS)
     gateway.set_defaults(given=gateway_settings)
@@ -538,9 +545,10 @@ def gateway_settings(
     parser: argparse.ArgumentParser, args: argparse.Namespace
 ) -> dict[str, object]:
     given = serve_settings(parser, args)
-    if args.upstream is not None:
-        named = [url for each in (given["upstreams"] or (), *args.upstream) for url in each]
-        given["upstreams"] = tuple(dict.fromkeys(named))
+    for setting, flags in (("upstreams", args.upstream), ("prefills", args.prefill)):
+        if flags is not None:
+            named = [url for each in (given[setting] or (), *flags) for url in each]
+            given[setting] = tuple(dict.fromkeys(named))
     if (bind := address(args, settings.DEFAULT_GATEWAY_BIND)) is not None:
         given["gateway_bind"] = bind
     others = dict.fromkeys(config.FACE_BINDS, parsers.OFF)

@@ -63,6 +63,7 @@ SECRETS = (
     "curve_secret_key_file",
     "peers_token_file",
     "upstream_key_file",
+    "gateway_kvd_token_file",
 )
 
 # The configuration file: what the command line calls it, and its variable.
@@ -124,7 +125,14 @@ class Config:
     conductor_bind: Binds | None
     gateway_bind: Binds | None
     upstreams: tuple[str, ...] | None  # URLs of the engines behind the gateway
-    upstream_key: bytes = field(repr=False)  # shown to them; empty: none
+    prefills: tuple[str, ...] | None  # URLs of those that compute prompts for these
+    gateway_canary: bool  # engines with KV events prove that these are of their tokens
+    upstream_key: bytes = field(repr=False)  # shown to all of them; empty: none
+    gateway_remote_prefill_tokens: int
+    gateway_processes: int
+    gateway_kvd: tuple[str, ...] | None  # where the gateway's kvds are; None: in this process
+    gateway_kvd_s: float
+    gateway_kvd_token: bytes = field(repr=False)  # shown to them; empty: none
     gateway_body_bytes: int
     gateway_memory_bytes: int
     gateway_tokenize_s: float
@@ -296,6 +304,11 @@ def build(values: Mapping[str, Any], environ: Mapping[str, str]) -> Config:
         raise StartError("every face is off")
     if plain["upstreams"] is not None and plain["gateway_bind"] is None:
         raise StartError("--upstreams needs --gateway-bind")
+    both = set(plain["upstreams"] or ()).intersection(plain["prefills"] or ())
+    if both:
+        raise StartError(f"{min(both)} is both an upstream and a prefill engine")
+    if plain["gateway_kvd"] is not None and plain["gateway_bind"] is None:
+        raise StartError("--gateway-kvd needs --gateway-bind")
     outgoing = EgressPolicy(values["outgoing_allow"])
     policy = _policy(values, environ)
     link = _link(values)
@@ -317,6 +330,7 @@ def build(values: Mapping[str, Any], environ: Mapping[str, str]) -> Config:
         "catalog": _catalog(workers),
         "peers": _peers(values, outgoing),
         "peers_token": read_token("peers_token_file", values["peers_token_file"]),
+        "gateway_kvd_token": read_token("gateway_kvd_token_file", values["gateway_kvd_token_file"]),
         "upstream_key": read_token("upstream_key_file", values["upstream_key_file"]),
         "relay": _options(RelayLimits, values),
         "http": _options(HttpLimits, values),

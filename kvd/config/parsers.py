@@ -19,7 +19,14 @@ from kvd.model import is_name
 from kvd.wire.egress import AllowedNetworks, parse_places
 from kvd.wire.endpoints import check_replica_endpoint
 from kvd.wire.hosts import literal
-from kvd.wire.urls import parse_url
+from kvd.wire.urls import (
+    MAX_UNIX_PATH_BYTES,
+    UNIX_PREFIX,
+    parse_dns,
+    parse_kvd,
+    parse_upstream,
+    parse_url,
+)
 from kvd_core.selector.selector import MAX_ISL_TOKENS
 from kvd_core.selector.settings import MAX_WEIGHT
 
@@ -78,8 +85,6 @@ class Binds:
 
 
 TLS_PREFIX = "tls:"
-# Longest path of a Unix socket: Linux has 108 bytes with the zero at its end.
-MAX_UNIX_PATH_BYTES = 107
 MAX_GROUP = 2**32 - 2  # chown(2) takes the number above for none at all
 
 
@@ -96,8 +101,8 @@ def parse_bind(text: str) -> Bind:
     """Reads `HOST:PORT`, `[IPV6]:PORT`, these behind `tls:`, or `unix:PATH`; raises ValueError."""
     if text.startswith(TLS_PREFIX):
         return replace(parse_tcp_bind(text.removeprefix(TLS_PREFIX)), tls=True)
-    if text.startswith("unix:"):
-        path = text.removeprefix("unix:")
+    if text.startswith(UNIX_PREFIX):
+        path = text.removeprefix(UNIX_PREFIX)
         if not path or "\0" in path:
             raise ValueError("the path of the socket is missing")
         if len(os.fsencode(path)) > MAX_UNIX_PATH_BYTES:
@@ -302,14 +307,19 @@ def parse_peers(text: str) -> tuple[str, ...]:
 
 
 def parse_upstreams(text: str) -> tuple[str, ...]:
-    """Reads URLs of engines between commas."""
+    """Reads URLs of engines, and names that lead to engines, between commas."""
     urls = parse_list(text)
     for url in urls:
-        target = parse_url(url)
-        if target.path != "/":
-            raise ValueError("the URL of an engine has no path: expected http://HOST:PORT")
-        if target.tls:
-            raise ValueError("engines are reached by http: only")
+        if parse_dns(url) is None:
+            parse_upstream(url)
+    return tuple(dict.fromkeys(urls))
+
+
+def parse_kvds(text: str) -> tuple[str, ...]:
+    """Reads where kvds are asked, between commas."""
+    urls = parse_list(text)
+    for url in urls:
+        parse_kvd(url)
     return tuple(dict.fromkeys(urls))
 
 

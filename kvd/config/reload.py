@@ -8,6 +8,7 @@ from functools import partial
 
 from kvd.config.load import CONFIG, CONFIG_VARIABLE, TLS_FILES, Config, build, read
 from kvd.config.settings import SETTINGS
+from kvd.http.auth import Token
 
 
 def _digest(name: str, config: Config) -> object:
@@ -40,11 +41,17 @@ class Reader:
 
     given: Mapping[str, object]
     environ: Mapping[str, str]
+    own_tokens: tuple[Token, ...] = ()  # of the daemon's own processes, beside those of the file
 
     @property
     def has_file(self) -> bool:
         """Whether there is a file of settings."""
         return bool(self.given.get(CONFIG) or self.environ.get(CONFIG_VARIABLE))
+
+    def completed(self, config: Config) -> Config:
+        """Returns a configuration that takes the processes' own tokens, too."""
+        tokens = (*config.policy.tokens, *self.own_tokens)
+        return replace(config, policy=replace(config.policy, tokens=tokens))
 
     def again(self, running: Config) -> Reloaded:
         """Returns what the file says now, as far as a running daemon can follow.
@@ -58,7 +65,7 @@ class Reader:
         held = TLS_FILES if wanted.tls is None and running.tls is not None else ()
         taken = [each.name for each in differ if each.live and each.name not in held]
         changes = {name: said[name] for name in taken}
-        config = build({**running.values, **changes}, self.environ)
+        config = self.completed(build({**running.values, **changes}, self.environ))
         # The same file may say something else.
         changed = dict.fromkeys([*changes, *_other(READ_AGAIN, config, running)])
         waiting = [each.name for each in differ if each.name not in changes]

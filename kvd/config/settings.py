@@ -14,6 +14,8 @@ from typing import Any
 from kvd.config import parsers
 from kvd.config.parsers import OFF, Binds, Setting, TcpBind
 from kvd.gateway.exchanges import RelayLimits
+from kvd.gateway.pools import DEFAULT_REMOTE_TOKENS
+from kvd.gateway.remote import DEFAULT_DEADLINE_S
 from kvd.gateway.tokens import DEFAULT_TOKENIZE_S
 from kvd.http.limits import HttpLimits
 from kvd.http.types import DEFAULT_BODY_LIMIT
@@ -579,16 +581,63 @@ BIND_SETTINGS = section(
     gateway_bind=binds(f"addresses of the gateway; `kvd gateway` uses {DEFAULT_GATEWAY_BIND}", OFF),
 )
 
+# Processes of a gateway: more than a machine has cores for are of no use.
+MAX_PROCESSES = 256
+
 GATEWAY_SETTINGS = section(
     RelayLimits,
     "gateway_",
     upstreams=Setting(
         parsers.parse_upstreams,
         "URL,...",
-        "engines behind the gateway, as http://HOST:PORT",
+        "engines behind the gateway, as http://HOST:PORT; dns:NAME:PORT stands for every address "
+        "of a name",
         common=True,
     ),
+    prefills=Setting(
+        parsers.parse_upstreams,
+        "URL,...",
+        "vLLM engines that compute prompts for the upstreams and hand them over; SGLang's say so "
+        "themselves",
+        common=True,
+    ),
+    gateway_remote_prefill_tokens=Setting(
+        parsers.at_least(0),
+        "TOKENS",
+        "tokens of a prompt that no other engine caches, from which on a prefill engine computes "
+        "it",
+        DEFAULT_REMOTE_TOKENS,
+    ),
+    gateway_canary=switch(
+        "have engines with KV events prove with a short prompt of kvd's own that these are of "
+        "their tokens",
+        default=True,
+    ),
     upstream_key_file=file("file with the API key of the engines, for the gateway's own requests"),
+    gateway_processes=Setting(
+        parsers.within(1, MAX_PROCESSES),
+        "N",
+        "processes that share the gateway's port; several ask one more, which chooses for all",
+        1,
+        also="--processes",
+    ),
+    gateway_kvd=Setting(
+        parsers.parse_kvds,
+        "URL,...",
+        "kvds that choose for the gateway, as http://HOST:PORT or unix:/PATH of their selection "
+        "service; the first that answers is asked (default: this process chooses)",
+        also="--kvd",
+    ),
+    gateway_kvd_s=Setting(
+        parsers.parse_seconds,
+        "SECONDS",
+        "time a kvd of gateway_kvd has to choose; without one the request goes by load",
+        DEFAULT_DEADLINE_S,
+    ),
+    gateway_kvd_token_file=file(
+        "file with the bearer token for the kvds of gateway_kvd, of scopes read, lifecycle and "
+        "admin"
+    ),
     gateway_body_bytes=Setting(
         parsers.within(1024, 2**31),
         "BYTES",

@@ -10,6 +10,7 @@
     [[selection]]                   # of POST /workers
     [[policy]]                      # of POST /policy
     [[conductor]]                   # of POST /register there
+    [[upstream]]                    # of POST /upstreams, and names as dns:NAME:PORT
     [[replica]]                     # of POST /replica_sync/register_peer
 
 Entries are read by what reads the bodies of these calls. Here is no clock and nothing that waits;
@@ -29,6 +30,7 @@ from kvd.config import toml
 from kvd.errors import KvdError
 from kvd.faces.common import replica_sync
 from kvd.faces.conductor import routes as conductor
+from kvd.faces.gateway import engines
 from kvd.faces.indexer import routes as indexer
 from kvd.faces.selection import tuning, workers
 from kvd.faces.slot_tracker import routes as slot_tracker
@@ -115,6 +117,12 @@ TABLES = {
     ),
     "conductor": Table(
         conductor.DESCRIBED, conductor.read_publisher, lambda wanted: wanted.key, _check_listened
+    ),
+    "upstream": Table(
+        engines.UPSTREAM_MEMBERS,
+        engines.read_upstream,
+        lambda wanted: wanted.url,
+        lambda wanted, outgoing: None,  # each address is judged when it is connected to
     ),
     "replica": Table(
         replica_sync.REGISTERED,

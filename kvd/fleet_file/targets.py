@@ -13,6 +13,8 @@ from kvd.faces.common import replica_sync
 from kvd.faces.indexer import routes as indexer
 from kvd.faces.selection.tuning import PlacedPolicy
 from kvd.faces.slot_tracker import routes as slot_tracker
+from kvd.gateway.names import Wanted
+from kvd.gateway.upstreams import Upstreams
 from kvd.index.publishers import Described, Narrowing, Publisher, Publishers
 from kvd.index.registry import INDEXER, Registration, Registry
 from kvd.replica_sync.replicas import Replicas
@@ -22,6 +24,8 @@ from kvd.selection.workers import Workers
 from kvd.slots.trackers import SlotTrackers
 from kvd.telemetry.logs import get_logger
 from kvd.wire.replica import Replica
+
+FILE = "fleet file"  # who wants the engines of the fleet file
 
 log = get_logger(__name__)
 
@@ -104,6 +108,22 @@ class PolicyTarget(_Target):
 
     async def remove(self, wanted: PlacedPolicy) -> None:
         self._tuning.take_back(wanted.place, wanted.policy.row)
+
+
+class UpstreamTarget(_Target):
+    """Engines behind the gateway."""
+
+    def __init__(self, upstreams: Upstreams) -> None:
+        self._upstreams = upstreams
+
+    async def add(self, wanted: Wanted, *, over: bool = False) -> object:
+        return self._upstreams.want(wanted, FILE)
+
+    def holds(self, wanted: Wanted, known: object) -> bool:
+        return self._upstreams.holds(wanted, FILE) is known
+
+    async def remove(self, wanted: Wanted) -> None:
+        self._upstreams.unwant(wanted, FILE)
 
 
 class ConductorTarget(_Target):

@@ -4,12 +4,18 @@
     probing     what an engine says of itself: models, block size, ranks, where its events are
     asking      what a request wants: model, prompt, session, limits
     tokens      the prompt's token ids, from the request or from an engine
+    choices     who chooses and books: this process, or
+    remote      kvds elsewhere, which are told of engines, and by
+    steps       what becomes of bookings
+    siblings    other gateway processes, asked what they count
+    choosing    who of the engines that are well and untried serves a request
+    pools       two engines for one request: one computes the prompt, another one answers
     forwarding  one request: a choice, tries, the answer on its way, the booking's end
     heads       heads of requests and answers, as they go on to the other side
     exchanges   the relay (kvd_core.relay) for tasks that wait
     errors      the gateway's own errors, in the form that clients of each API know
     stats       what has become of requests, counted
 
-Choices are those of kvd.selection, of which every upstream is a worker. Bytes of answers pass from
-engine to client without Python.
+Choices are those of kvd.selection, here or elsewhere, of which every upstream is a worker. Bytes of
+answers pass from engine to client without Python.
 """

@@ -4,6 +4,7 @@
                           ^                          │ nothing begun, or 429, 502, 503, 504
                           └──── another engine <─────┘
 
+Where a model has prefill engines, two may be chosen and booked (pools).
 Another engine is tried only while the client has been sent nothing, at most MAX_TRIES in all. An
 answer of 500 is passed on: a prompt that breaks an engine must not meet the next one.
 """
@@ -12,31 +13,35 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from contextlib import nullcontext
 from functools import partial
 from itertools import count
 from uuid import uuid4
 
-from kvd.errors import KvdError, NotFound
 from kvd.gateway import errors
-from kvd.gateway.asking import Api, Asked, read
+from kvd.gateway.asking import Api, read
+from kvd.gateway.choices import Choices
+from kvd.gateway.choosing import Attempt, Chooser, Chosen
 from kvd.gateway.errors import GatewayError, Reason
 from kvd.gateway.exchanges import Exchange, Exchanges
-from kvd.gateway.heads import EngineHead, read_head, request_head, request_id_of
-from kvd.gateway.stats import Decision, Ended, GatewayStats
-from kvd.gateway.tokens import BYTES_PER_TOKEN, Later, PromptTokens, Tokens
+from kvd.gateway.heads import EngineHead, read_head, request_id_of
+from kvd.gateway.pools import (
+    Beside,
+    Place,
+    compute,
+    handed_over,
+    judge_host,
+    meeting,
+    taking_over,
+)
+from kvd.gateway.probing import Kind
+from kvd.gateway.stats import Ended, GatewayStats
+from kvd.gateway.tokens import Tokens
 from kvd.gateway.upstreams import Served, Upstream, Upstreams
 from kvd.http.relayed import RelayedRequest
 from kvd.http.types import Headers, Response
 from kvd.http.untasked import in_task
-from kvd.model import DEFAULT_TENANT, PartitionKey
-from kvd.selection.at_once import AtOnce, Booked, StepsAtOnce
-from kvd.selection.requests import Constraints, Look, QueuedRequest, SelectRequest
-from kvd.selection.service import Selections
 from kvd_core.relay.relay import Answer, Ending, Outcome
-from kvd_core.selector.selector import Pool
 
 MAX_TRIES = 3  # engines that one request is sent to
 # Payload that is held before a client is sent anything: answers that are no streams mostly fit.
@@ -57,51 +62,27 @@ NOT_BEGUN = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """Who serves a request, and what was expected of that."""
-
-    upstream: Upstream
-    dp_rank: int
-    reservation_id: str
-    decision: Decision
-    matched_tokens: int  # of a prompt whose tokens are known
-
-
-@dataclass(slots=True)
-class Attempt:
-    """What is known of a request while engines are tried."""
-
-    asked: Asked
-    served: Served
-    tokens: PromptTokens | None
-    request_id: bytes
-    body: bytes
-    tried: set[int] = field(default_factory=set)  # worker ids
-    refused: Answer | None = None  # what the last one that refused has said
-    failed: str | None = None  # why the last one that failed did
-    later: Later | None = None  # the tokens to ask for once the answer has begun
-
-
 class Forwarder:
     """Serves the requests of a gateway's clients."""
 
     def __init__(
         self,
         upstreams: Upstreams,
-        selections: Selections,
+        choices: Choices,
         exchanges: Exchanges,
         stats: GatewayStats,
         tokens: Tokens,
+        remote_tokens: int,
     ) -> None:
+        """Prefill engines compute prompts of which `remote_tokens` are cached by no other."""
         self._upstreams = upstreams
-        self._selections = selections
-        self._at_once, self._steps = AtOnce(selections), StepsAtOnce(selections)
+        self._choices = choices
         self._exchanges = exchanges
         self._stats = stats
         self._tokens = tokens
         self._prefix = f"gateway-{uuid4().hex[:12]}"
         self._counter = count(1)
+        self._chooser = Chooser(upstreams, choices, stats, tokens, remote_tokens, self._prefix)
 
     async def serve(self, api: Api, request: RelayedRequest) -> bool:
         """Serves one request; returns whether its connection persists.
@@ -132,20 +113,23 @@ class Forwarder:
         tokens = await self._tokens.of(asked, served, request.body, engines)
         made = f"{self._prefix}-{next(self._counter)}"
         request_id = request_id_of(request.headers, made)
-        attempt = Attempt(asked, served, tokens, request_id, request.body)
-        for _ in range(min(MAX_TRIES, len(engines))):
-            chosen = await self._choose(attempt)
+        path = request.target.partition(b"?")[0]
+        attempt = Attempt(asked, served, tokens, request_id, request.body, path)
+        for _ in range(MAX_TRIES):
+            chosen = await self._chooser.choose(attempt)
             if chosen is None:
                 break
             try:
                 done = await self._try(request, attempt, chosen)
             finally:
-                self._free(chosen.reservation_id)
+                self._choices.free(chosen.reservation_id)
             if done is not None:
                 return done
-            attempt.tried.add(chosen.upstream.worker_id)
-        if attempt.refused is not None:
-            return await self._pass_refusal(request, attempt.refused, attempt.request_id)
+        refused = attempt.refused
+        if refused is None and isinstance(failure := attempt.prefill_failure, Answer):
+            refused = failure if _refuses(failure) is not None else None
+        if refused is not None:
+            return await self._pass_refusal(request, refused, attempt.request_id)
         raise GatewayError(
             Reason.UPSTREAM_FAILED, f"no engine has answered: {attempt.failed or 'none is left'}"
         )
@@ -163,119 +147,107 @@ class Forwarder:
             raise GatewayError(Reason.MODEL_NOT_FOUND, text, param="model")
         return served
 
-    async def _choose(self, attempt: Attempt) -> Chosen | None:
-        """Chooses and books; None if nobody is left. Raises GatewayError."""
-        asked, served = attempt.asked, attempt.served
-        usable = {one.worker_id: one for one in self._upstreams.serving(served)}
-        allowed = frozenset(usable.keys() - attempt.tried)
-        if not allowed:
-            return None
-        reservation_id = f"{self._prefix}-{next(self._counter)}"
-        key = PartitionKey(served.model, DEFAULT_TENANT)
-        fleet = self._selections.fleets.get(key)  # none while its only worker is made anew
-        everybody = fleet is not None and allowed == fleet.workers.keys()
-        look: Look = partial(self._look, attempt, list(usable.values()))
-        session = self._session(attempt)
-        try:
-            if (
-                fleet is not None
-                and everybody
-                and self._at_once.suits(fleet, reservation_id, session)
-            ):
-                look(fleet.pool)
-                expected = asked.expected_output_tokens
-                booked = self._at_once.select(fleet, reservation_id, expected)
-                if booked is not None:
-                    return self._chosen(attempt, booked, reservation_id)
-                look = has_looked
-            selection = SelectRequest(
-                key,
-                self._selections.settings(key),
-                reservation_id=reservation_id,
-                constraints=None if everybody else Constraints(allowed),
-                strict_priority=asked.priority,
-                expected_output_tokens=asked.expected_output_tokens,
-                lora_name=served.adapter,
-                session_id=session,
-            )
-            reply = self._selections.scheduler.select(selection, look)
-            if isinstance(reply, QueuedRequest):
-                await in_task()
-                rendered = await self._selections.scheduler.wait(reply)
-            else:
-                rendered = reply.answer
-        except KvdError as error:
-            raise GatewayError(Reason.NO_UPSTREAM, str(error)) from None
-        said = json.loads(rendered)
-        members = said["worker_id"], said["dp_rank"], said["effective_prefill_tokens"]
-        return self._chosen(attempt, Booked(*members), reservation_id)
-
-    def _session(self, attempt: Attempt) -> str | None:
-        """Returns the session that binds a request: only where nothing better is known of it."""
-        if attempt.tokens is not None or self._selections.affinity is None:
-            return None
-        return attempt.asked.session
-
-    def _look(self, attempt: Attempt, engines: Sequence[Upstream], pool: Pool) -> None:
-        """Puts the prompt before a pool, and has it remembered, the first time."""
-        tokens, asked, served = attempt.tokens, attempt.asked, attempt.served
-        if tokens is None:
-            pool.look(b"", b"", max(1, len(attempt.body) // BYTES_PER_TOKEN))
-            return
-        tokens.look(pool, served.adapter, asked.salt)
-        if not attempt.tried:
-            attempt.later = self._tokens.note(asked, served, attempt.body, tokens, pool, engines)
-
-    def _chosen(self, attempt: Attempt, booked: Booked, reservation_id: str) -> Chosen:
-        # Engines may have come and gone while the request was queued.
-        upstream = self._upstreams.each.get(booked.worker_id)
-        if upstream is None:
-            self._free(reservation_id)
-            raise GatewayError(Reason.NO_UPSTREAM, "the engine that was chosen has just left")
-        tokens = attempt.tokens
-        decision = _decision(upstream, tokens)
-        self._stats.decisions[decision] += 1
-        matched = 0 if tokens is None else tokens.count - booked.prefill_tokens
-        return Chosen(upstream, booked.dp_rank, reservation_id, decision, matched)
-
     async def _try(self, request: RelayedRequest, attempt: Attempt, chosen: Chosen) -> bool | None:
         """Sends the request to the engine that was chosen; None if another one may be tried."""
-        upstream = chosen.upstream
-        assert upstream.engine is not None and upstream.facts is not None
-        own: Headers = []
-        if len(upstream.facts.ranks) > 1:
-            rank = chosen.dp_rank - upstream.facts.ranks.start  # it counts its own from 0
-            own.append((b"x-data-parallel-rank", b"%d" % rank))
-        head = request_head(
-            request.method,
-            request.target,
-            request.headers,
-            upstream.authority,
-            len(request.body),
-            attempt.request_id,
-            own,
+        if chosen.prefill is None:
+            return await self._send(request, attempt, chosen, attempt.body)
+        await in_task()
+        if _is_vllm(chosen.prefill):
+            return await self._send_in_turn(request, attempt, chosen, chosen.prefill)
+        body = meeting(attempt.asked, attempt.body, chosen.prefill)
+        beside = Beside(self._exchanges, request, chosen.prefill, attempt.request_id, body, fault)
+        done = await self._send(request, attempt, chosen, body, beside)
+        if beside.failure is not None:
+            return await self._without_prefill(request, attempt, chosen.prefill, beside.failure)
+        return done
+
+    async def _send_in_turn(
+        self, request: RelayedRequest, attempt: Attempt, chosen: Chosen, prefill: Place
+    ) -> bool | None:
+        """Sends the request to the engine that takes over, once the other one has computed it."""
+        assert attempt.prefill_body is not None
+        said = await compute(
+            self._exchanges, request, prefill, attempt.request_id, attempt.prefill_body
         )
-        begin = partial(self._exchanges.begin, upstream.engine, head, request.body, HOLD_BYTES)
+        params = handed_over(said) if isinstance(said, Answer) else None
+        if params is None:
+            return await self._without_prefill(request, attempt, prefill, said)
+        assert isinstance(said, Answer)
+        judge_host(params, prefill.upstream, chosen.upstream)
+        if (cached := cached_tokens(said.held)) is not None:
+            self._note_reported(attempt, chosen, cached)
+        self._choices.note_prefilled(chosen.reservation_id)
+        body = taking_over(attempt.asked, attempt.body, params)
+        return await self._send(request, attempt, chosen, body, takes_over=True)
+
+    async def _without_prefill(
+        self, request: RelayedRequest, attempt: Attempt, prefill: Place, said: Answer | Ending
+    ) -> bool | None:
+        """Takes note of a prefill that has failed; passes on what all engines would answer."""
+        if isinstance(said, Ending):
+            self._note_not_begun(attempt, prefill.upstream, said)
+            cause = said.outcome.name.lower()
+        elif (refusal := _refuses(said)) is not None:
+            cause = refusal
+        elif fault(said) is not None:
+            return await self._pass_refusal(request, said, attempt.request_id)
+        else:
+            cause = "nothing_handed_over"
+        self._stats.prefill_failures[cause] += 1
+        attempt.prefill_failure = said
+        attempt.tried.add(prefill.upstream.worker_id)
+        return None
+
+    async def _send(
+        self,
+        request: RelayedRequest,
+        attempt: Attempt,
+        chosen: Chosen,
+        body: bytes,
+        beside: Beside | None = None,
+        *,
+        takes_over: bool = False,
+    ) -> bool | None:
+        """Sends a body to the engine that answers; None if another try may be made.
+
+        An engine that answers 500 where it `takes_over` may have found nothing to take. It is the
+        only one that is asked once more, to compute the prompt itself.
+        """
+        upstream = chosen.upstream
+        assert upstream.engine is not None
+        head = upstream.head(request, attempt.request_id, len(body), chosen.dp_rank)
+        begin = partial(self._exchanges.begin, upstream.engine, head, body, HOLD_BYTES)
         async with request.lent() as client_fd:
-            with begin(client_fd) as exchange:
-                answer = await exchange.begins()
+            with beside or nullcontext(), begin(client_fd) as exchange:
+                answer = await (beside.begins(exchange) if beside else exchange.begins())
                 if answer is None:
                     ending = exchange.ending()
                 else:
-                    self._prefilled(chosen.reservation_id)
+                    self._choices.note_prefilled(chosen.reservation_id)
+                    if takes_over and fault(answer) == 500:
+                        self._stats.prefill_failures["not_taken_over"] += 1
+                        attempt.prefill_failure, attempt.bound = answer, upstream.worker_id
+                        return None
                     if (refusal := _refuses(answer)) is not None and attempt.refused is None:
                         self._stats.retries[refusal] += 1
                         attempt.refused = answer
+                        attempt.tried.add(upstream.worker_id)
                         return None
                     chunked, persists = _forward(request, attempt, chosen, exchange, answer)
                     if attempt.later is not None:
                         self._tokens.ask_later(attempt.later)
                         attempt.later = None
                     ending = await exchange.ends()
+                    if beside is not None and ending.outcome is Outcome.COMPLETE:
+                        await beside.ends()
         # Raised here, where no nursery of a lent socket makes a group of it.
         if answer is None:
-            self._note_not_begun(attempt, upstream, ending)
+            if beside is None or beside.failure is None:
+                self._note_not_begun(attempt, upstream, ending)
+                attempt.tried.add(upstream.worker_id)
             return None
+        if chosen.way is not None:
+            self._stats.ways[chosen.way] += 1
         return await self._end(request, attempt, chosen, answer, ending, chunked, persists)
 
     def _note_not_begun(self, attempt: Attempt, upstream: Upstream, ending: Ending) -> None:
@@ -322,13 +294,20 @@ class Forwarder:
             return
         self._stats.prompt_tokens += attempt.tokens.count
         self._stats.matched_tokens += chosen.matched_tokens
-        cached = cached_tokens(tail)
+        # Who takes over says of all that was handed over that it was cached.
+        cached = cached_tokens(tail) if chosen.prefill is None else None
         if cached is not None:
-            self._stats.reported_matched_tokens += chosen.matched_tokens
-            self._stats.reported_cached_tokens += cached
-            key = PartitionKey(attempt.served.model, DEFAULT_TENANT)
-            rank = key, chosen.upstream.worker_id, chosen.dp_rank
-            self._selections.regret.note_cached(rank, chosen.matched_tokens, cached)
+            self._note_reported(attempt, chosen, cached)
+
+    def _note_reported(self, attempt: Attempt, chosen: Chosen, cached: int) -> None:
+        """Counts what the engine that computed a prompt says of its cached tokens."""
+        if attempt.tokens is None:
+            return
+        count, expected = attempt.tokens.count, chosen.matched_tokens
+        self._stats.reported_matched_tokens += expected
+        self._stats.reported_cached_tokens += cached
+        prefill = chosen.prefill is not None
+        self._choices.note_cached(chosen.reservation_id, count, expected, cached, prefill=prefill)
 
     async def _pass_refusal(
         self, request: RelayedRequest, answer: Answer, request_id: bytes
@@ -338,25 +317,6 @@ class Forwarder:
         headers = [*_paced(said), (b"x-request-id", request_id)]
         self._stats.ended[Ended.COMPLETE] += 1
         return await request.respond(Response(said.status, answer.held, b"", headers))
-
-    def _prefilled(self, reservation_id: str) -> None:
-        with suppress(NotFound):  # its worker has left the fleet, with all that was booked there
-            self._steps.prefill_complete(reservation_id)
-
-    def _free(self, reservation_id: str) -> None:
-        with suppress(NotFound):  # as above
-            self._steps.free(reservation_id)
-
-
-def has_looked(pool: Pool) -> None:
-    """Does nothing: the pool has looked at the prompt already."""
-
-
-def _decision(upstream: Upstream, tokens: PromptTokens | None) -> Decision:
-    assert upstream.facts is not None
-    if tokens is None:
-        return Decision.LOAD
-    return Decision.OVERLAP if upstream.facts.events else Decision.PREDICTED
 
 
 def _forward(
@@ -378,6 +338,17 @@ def _refuses(answer: Answer) -> str | None:
     status = event_error(answer.held) if answer.events else answer.status
     whole = answer.whole or answer.events
     return str(status) if whole and status in NOT_DONE else None
+
+
+def _is_vllm(place: Place) -> bool:
+    return place.upstream.facts is not None and place.upstream.facts.kind is Kind.VLLM
+
+
+def fault(answer: Answer) -> int | None:
+    """Returns the status of an error that an answer is, None if it is none."""
+    if answer.events and answer.status == 200:
+        return event_error(answer.held)
+    return answer.status if answer.status >= 400 else None
 
 
 def _paced(said: EngineHead) -> Headers:
@@ -422,6 +393,10 @@ def _decision_headers(attempt: Attempt, chosen: Chosen) -> Headers:
             (b"x-kvd-matched-tokens", b"%d" % chosen.matched_tokens),
             (b"x-kvd-prompt-tokens", b"%d" % attempt.tokens.count),
         ]
+    if chosen.prefill is not None:
+        headers.append((b"x-kvd-prefill", chosen.prefill.upstream.url.encode()))
+    elif chosen.way is not None:
+        headers.append((b"x-kvd-prefill", chosen.way.encode()))
     rung = b"none" if attempt.tokens is None else attempt.tokens.rung.encode()
     headers.append((b"x-kvd-tokens", rung))
     return headers

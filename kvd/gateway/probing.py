@@ -23,6 +23,7 @@ import trio
 
 from kvd.gateway.exchanges import Exchanges
 from kvd.gateway.heads import own_head
+from kvd.selection.worker_record import Role
 from kvd.wire.urls import Target
 from kvd_core.relay.relay import Answer
 
@@ -33,6 +34,7 @@ DEFAULT_BLOCK_SIZE = 16  # tokens, of an engine that does not say and publishes 
 CACHE_CONFIG = re.compile(r"^vllm:cache_config_info\{(.*)\} 1(?:\.0)?$", re.MULTILINE)
 LABEL = re.compile(r'(\w+)="([^"]*)"')
 WHOLE = re.compile(r"[0-9]{1,18}")
+SGLANG_ROLES = {"prefill": Role.PREFILL, "decode": Role.DECODE}  # by disaggregation_mode
 MAX_RANKS = 4096  # of one engine, by what it says
 
 
@@ -46,6 +48,14 @@ class Kind(StrEnum):
     VLLM = "vllm"
     SGLANG = "sglang"
     OPENAI = "openai"  # some server with OpenAI's API
+
+
+# What an engine is started with to publish its events; vLLM says where since 0.31.
+EVENT_FLAGS: Mapping[Kind, str] = {
+    Kind.VLLM: """--kv-events-config '{"enable_kv_cache_events": true, "publisher": "zmq", """
+    """"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5657"}'""",
+    Kind.SGLANG: """--kv-events-config '{"publisher": "zmq", "endpoint": "tcp://*:5557"}'""",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +81,20 @@ class Facts:
     events: Mapping[int, str]  # by rank: where it publishes
     replays: Mapping[int, str]
     renders: bool  # it says the tokens of a whole request
+    role: Role | None = None  # of an engine that is run for one phase and says so (SGLang)
+    bootstrap_port: int | None = None  # where prefill engines of SGLang meet those that decode
 
     @property
     def names(self) -> list[str]:
         return [card.name for card in self.models]
+
+    @property
+    def advice(self) -> str | None:
+        """What to start it with so that it tells what it caches; None if it does."""
+        if self.events or self.kind not in EVENT_FLAGS:
+            return None
+        flag = EVENT_FLAGS[self.kind]
+        return f"it does not say where it publishes KV events, so they are predicted; add {flag}"
 
     def serves(self, name: str) -> bool:
         return name in self.names
@@ -142,7 +162,17 @@ class Probe:
         version = str(info.get("version") or "")
         models = await self._models()
         return Facts(
-            Kind.SGLANG, version, models, block_size, blocks, range(size), events, replays, False
+            Kind.SGLANG,
+            version,
+            models,
+            block_size,
+            blocks,
+            range(size),
+            events,
+            replays,
+            False,
+            SGLANG_ROLES.get(str(info.get("disaggregation_mode"))),
+            _positive(info.get("disaggregation_bootstrap_port")),
         )
 
     async def _models(self) -> tuple[Card, ...]:

@@ -33,6 +33,16 @@ class Decision(StrEnum):
     PREDICTED = "predicted"  # the same, by what the engine was sent before: it tells no events
     SESSION = "session"
     LOAD = "load"
+    FALLBACK = "fallback"  # the load that this process knows of: no kvd has answered
+
+
+class Way(StrEnum):
+    """Who computes the prompt of a request whose model has prefill engines (kvd.gateway.pools)."""
+
+    REMOTE = "remote"  # a prefill engine
+    SHORT = "short"  # and the rest: the engine that answers
+    UNSUITED = "unsuited"
+    FALLBACK = "fallback"
 
 
 @dataclass(slots=True)
@@ -44,6 +54,8 @@ class GatewayStats:
     retries: Counter[str] = field(default_factory=Counter)  # on another engine, by cause
     rungs: Counter[str] = field(default_factory=Counter)
     decisions: Counter[str] = field(default_factory=Counter)
+    ways: Counter[str] = field(default_factory=Counter)  # of answered requests, by Way
+    prefill_failures: Counter[str] = field(default_factory=Counter)  # by cause
     rung_failures: Counter[str] = field(default_factory=Counter)  # by rung that gave no tokens
     prompt_tokens: int = 0  # of requests whose tokens are known
     matched_tokens: int = 0  # of these, expected to be cached where they were sent

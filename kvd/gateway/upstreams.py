@@ -5,29 +5,38 @@
        └──────────── well again: asked anew, as another engine may be there now
 
 An upstream is a worker of the selection service, by an id made of its URL, so that it is the same
-worker after a restart and for every gateway.
+worker after a restart and for every gateway. It stays for as long as anybody wants it: the
+settings, the fleet file, a call, or a name that leads to it (`kvd.gateway.names`). Then it is sent
+nothing new, and what it is answering goes on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import partial
 from hashlib import blake2b
+from typing import NoReturn
 
 import trio
 
-from kvd.errors import KvdError, NotFound
+from kvd.errors import Conflict, KvdError, NotFound, Unavailable
+from kvd.gateway.canary import Canary
+from kvd.gateway.choices import Choices
 from kvd.gateway.exchanges import ExchangeFailed, Exchanges
-from kvd.gateway.heads import own_head
+from kvd.gateway.heads import own_head, request_head
+from kvd.gateway.names import FollowedName, Wanted
 from kvd.gateway.probing import Facts, Kind, NotAnEngine, Probe
+from kvd.http.relayed import RelayedRequest
+from kvd.http.types import Headers
 from kvd.model import DEFAULT_TENANT
 from kvd.net.dialing import Dialer, Unreachable
-from kvd.selection.service import Selections
-from kvd.selection.worker_record import WorkerRecord
+from kvd.selection.worker_record import Role, WorkerRecord
 from kvd.telemetry.logs import get_logger
-from kvd.wire.urls import Target, parse_url
+from kvd.wire.urls import Target, parse_upstream
 
 HEALTH_S = 5.0  # pause between two health checks of an engine
 # Pause before the second try to reach an engine that is out; each next one is twice as long.
@@ -36,6 +45,14 @@ HEALTH_TIMEOUT_S = 3.0
 MAX_FAILURES = 3  # health checks in a row before a serving engine is out
 REFRESH_S = 30.0  # pause between two questions to a serving engine of what it serves
 HEALTH_BYTES = 64 * 1024  # of an answer to a health check
+# Engines and names that lead to engines, some 2 KB each; beyond them nobody is followed.
+MAX_UPSTREAMS = 4096
+
+SETTINGS = "settings"  # who wants the engines that the settings name
+DISAGREE = (
+    "tokens and events do not agree: what it computed for a prompt of its own tokens was not in "
+    "its events, so what it caches is predicted. Is its event endpoint another engine's?"
+)
 
 log = get_logger(__name__)
 
@@ -56,6 +73,8 @@ class Upstream:
     target: Target
     worker_id: int
     key: bytes = b""  # its API key, shown with requests of the gateway's own
+    prefills: bool = False  # the operator says that it computes prompts for others
+    host_judged: bool = False  # whether others reach the host that it names for that
     engine: int | None = None  # its number in the relay, once its address is known
     address: str | None = None
     standing: Standing = Standing.UNKNOWN
@@ -63,11 +82,44 @@ class Upstream:
     problem: str | None = None  # why requests are not sent there, for operators
     failures: int = 0  # health checks in a row
     asked_at: float = 0.0  # when it last said what it is, seconds of trio's clock
+    advice: str | None = None  # what would have more be known of it, for operators
+    owners: set[str] = field(default_factory=set)  # who wants it
+    following: trio.CancelScope = field(default_factory=trio.CancelScope)
     failed: trio.Event = field(default_factory=trio.Event)  # a request found it gone
+    met: trio.Event = field(default_factory=trio.Event)  # it has been asked once, with any outcome
 
     @property
     def authority(self) -> bytes:
         return self.target.authority.encode()
+
+    @property
+    def role(self) -> Role | None:
+        """What of a request it serves, None for all of it."""
+        if self.prefills:
+            return Role.PREFILL
+        return None if self.facts is None else self.facts.role
+
+    def head(
+        self, request: RelayedRequest, request_id: bytes, length: int, dp_rank: int | None
+    ) -> bytes:
+        """Returns the head of a client's request as this engine gets it.
+
+        Its body has `length` bytes; with None for its rank the engine chooses that itself.
+        """
+        assert self.facts is not None
+        own: Headers = []
+        if dp_rank is not None and len(self.facts.ranks) > 1:
+            rank = dp_rank - self.facts.ranks.start  # it counts its own from 0
+            own.append((b"x-data-parallel-rank", b"%d" % rank))
+        return request_head(
+            request.method,
+            request.target,
+            request.headers,
+            self.authority,
+            length,
+            request_id,
+            own,
+        )
 
     def note_gone(self, why: str) -> None:
         """Takes it out until a health check succeeds, which comes at once."""
@@ -90,28 +142,117 @@ class Upstreams:
 
     def __init__(
         self,
-        urls: Iterable[str],
+        wanted: Iterable[Wanted],
         exchanges: Exchanges,
-        selections: Selections,
+        choices: Choices,
         dialer: Dialer,
         key: bytes = b"",
+        *,
+        proves: bool = True,
     ) -> None:
-        """Raises ValueError for a URL that none can have."""
-        self.each = {one.worker_id: one for one in (_upstream(url, key) for url in urls)}
+        """Those `wanted` are the settings' own.
+
+        Each one that publishes events is asked to prove that its tokens agree with them, unless
+        `proves` is False.
+        """
+        self.each: dict[int, Upstream] = {}
+        self.followed: dict[Wanted, FollowedName] = {}
+        self.refused = 0  # beyond MAX_UPSTREAMS
         self._exchanges = exchanges
-        self._selections = selections
+        self._choices = choices
         self._dialer = dialer
+        self._key = key
+        self._canary = Canary(exchanges, choices) if proves else None
         self._changing = trio.Lock()
         self.names: dict[str, Served] = {}  # by the names that clients may use
+        # Whoever comes waits here for the task that follows it.
+        self._put_task, self._tasks = trio.open_memory_channel[Callable[[], Awaitable[None]]](
+            math.inf
+        )
+        for each in wanted:
+            self.want(each, SETTINGS)
 
     def __iter__(self) -> Iterator[Upstream]:
         return iter(self.each.values())
 
     async def run(self) -> None:
-        """Follows every engine until it is cancelled."""
+        """Follows every engine, and every name, until it is cancelled."""
         async with trio.open_nursery() as nursery:
-            for upstream in self:
-                nursery.start_soon(self._watch, upstream)
+            async for task in self._tasks:
+                nursery.start_soon(task)
+
+    async def all_met(self) -> None:
+        """Waits until every name has been looked up and every engine asked once what it is.
+
+        Whatever came of it.
+        """
+        for name in list(self.followed.values()):
+            await name.met.wait()
+        for upstream in list(self):
+            await upstream.met.wait()
+
+    # ---- who comes and goes
+
+    def want(self, wanted: Wanted, owner: str) -> Upstream | FollowedName:
+        """Has an engine, or those behind a name, be followed; returns what stands for it.
+
+        Raises Conflict if the owner has said so before, or where it has another role; Unavailable
+        beyond MAX_UPSTREAMS.
+        """
+        found = self._find(wanted)
+        if found is None:
+            found = self._admit(wanted)
+        elif owner in found.owners:
+            raise Conflict(f"{wanted.url} is there already")
+        elif isinstance(found, Upstream) and found.prefills != wanted.prefills:
+            raise Conflict(f"{wanted.url} is there already, with another role")
+        found.owners.add(owner)
+        return found
+
+    def unwant(self, wanted: Wanted, owner: str) -> None:
+        """Has an engine, or those behind a name, be left, if nobody else wants it.
+
+        What it is answering goes on. Raises NotFound for one that the owner does not want.
+        """
+        found = self._find(wanted)
+        if found is None or owner not in found.owners:
+            raise NotFound(f"{wanted.url} is not there")
+        found.owners.discard(owner)
+        if found.owners:
+            return
+        if isinstance(found, FollowedName):
+            del self.followed[wanted]
+            for url in list(found.urls):
+                self.unwant(Wanted(url, wanted.prefills), wanted.url)
+        else:
+            del self.each[found.worker_id]
+            self._name()
+            log.info("upstream_left", url=found.url)
+        found.following.cancel()
+
+    def holds(self, wanted: Wanted, owner: str) -> Upstream | FollowedName | None:
+        """Returns what stands for what an owner wants, None if it does not."""
+        found = self._find(wanted)
+        return found if found is not None and owner in found.owners else None
+
+    def _find(self, wanted: Wanted) -> Upstream | FollowedName | None:
+        if wanted.name is not None:
+            return self.followed.get(wanted)
+        return self.each.get(worker_id_of(parse_upstream(wanted.url)))
+
+    def _admit(self, wanted: Wanted) -> Upstream | FollowedName:
+        if len(self.each) + len(self.followed) >= MAX_UPSTREAMS:
+            self.refused += 1
+            raise Unavailable(f"there are {MAX_UPSTREAMS} upstreams, which is the limit")
+        found: Upstream | FollowedName
+        if wanted.name is not None:
+            found = self.followed[wanted] = FollowedName(wanted)
+            self._put_task.send_nowait(partial(found.run, self, self._dialer))
+        else:
+            found = _upstream(wanted, self._key)
+            self.each[found.worker_id] = found
+            self._put_task.send_nowait(partial(self._watch, found))
+        return found
 
     def serving(self, served: Served) -> list[Upstream]:
         """Returns the engines that serve a model and are well."""
@@ -123,12 +264,30 @@ class Upstreams:
             and upstream.facts.serves(served.adapter or served.model)
         ]
 
+    def prefills(self, served: Served) -> bool:
+        """Says whether prefill engines are meant for a model, well or not."""
+        name = served.adapter or served.model
+        return any(
+            upstream.role is Role.PREFILL
+            and (upstream.facts is None or upstream.facts.serves(name))
+            for upstream in self
+        )
+
     def only_name(self) -> str | None:
         """Returns the one base model there is, None for any other number of them."""
         bases = {served.model for served in self.names.values()}
         return next(iter(bases)) if len(bases) == 1 else None
 
     async def _watch(self, upstream: Upstream) -> None:
+        with upstream.following:
+            await self._keep_known(upstream)
+        async with self._changing:  # nobody wants it any more; it may be there again meanwhile
+            if upstream.worker_id not in self.each:
+                await self._choices.deregister(upstream.worker_id)
+        if upstream.engine is not None:
+            self._exchanges.relay.remove_engine(upstream.engine)
+
+    async def _keep_known(self, upstream: Upstream) -> NoReturn:
         retry_s = RETRY_S
         while True:
             upstream.failed = trio.Event()
@@ -136,6 +295,8 @@ class Upstreams:
                 await self._check(upstream)
             else:
                 await self._meet(upstream)
+                upstream.met.set()
+                await self._prove(upstream)
             serving = upstream.standing is Standing.SERVING
             retry_s = RETRY_S if serving else min(2 * retry_s, HEALTH_S)
             with trio.move_on_after(HEALTH_S if serving else retry_s):
@@ -163,10 +324,26 @@ class Upstreams:
             events=len(facts.events),
         )
 
+    async def _prove(self, upstream: Upstream) -> None:
+        """Has an engine show that its events are of its tokens; else its cache is predicted."""
+        facts = upstream.facts
+        if self._canary is None or facts is None or upstream.standing is not Standing.SERVING:
+            return
+        assert upstream.engine is not None
+        whom = upstream.engine, upstream.authority, upstream.key
+        if await self._canary.agrees(*whom, record_of(upstream, facts), facts) is not False:
+            return
+        log.warning("upstream_events_disagree", url=upstream.url)
+        upstream.advice = DISAGREE
+        with suppress(NotAnEngine, KvdError):  # its next health check tells
+            await self._register(upstream, facts)
+
     async def _ask(self, upstream: Upstream) -> Facts:
         """Asks an engine what it is, and has the selection service know it."""
         assert upstream.engine is not None
         facts = await Probe(self._exchanges, upstream.engine, upstream.target, upstream.key).ask()
+        if upstream.advice != DISAGREE or upstream.standing is not Standing.SERVING:
+            upstream.advice = facts.advice
         await self._register(upstream, facts)
         upstream.asked_at = trio.current_time()
         self._name()
@@ -216,15 +393,30 @@ class Upstreams:
     async def _register(self, upstream: Upstream, facts: Facts) -> None:
         """Makes it a worker, or the worker anew if it says other things than before."""
         async with self._changing:
-            record = record_of(upstream, facts)
-            known = self._selections.workers.entries.get(upstream.worker_id)
-            if known is None or known.record != record:
-                if known is not None and not known.reasons:
-                    await self._selections.workers.delete(upstream.worker_id)
-                entry = await self._selections.workers.put(record)
-                if entry.reasons:
-                    raise NotAnEngine("; ".join(entry.reasons))
+            self._check_role(upstream, facts)
+            if upstream.advice == DISAGREE:
+                facts = replace(facts, events={}, replays={})
+            reasons = await self._choices.register(record_of(upstream, facts))
+            if reasons:
+                raise NotAnEngine("; ".join(reasons))
             upstream.facts = facts
+
+    def _check_role(self, upstream: Upstream, facts: Facts) -> None:
+        """Raises NotAnEngine for one that cannot hand over to any other of its model."""
+        if not upstream.prefills and facts.role is not Role.PREFILL:
+            return
+        if facts.kind is Kind.OPENAI:
+            raise NotAnEngine("it is named with --prefill, and is neither vLLM nor SGLang")
+        if facts.kind is Kind.SGLANG and facts.role is not Role.PREFILL:
+            mode = "null" if facts.role is None else facts.role
+            raise NotAnEngine(f"it is named with --prefill, and its disaggregation_mode is {mode}")
+        for other in self:
+            beside = other.facts
+            if other is upstream or beside is None or other.role is not Role.PREFILL:
+                continue
+            if beside.models[0].name == facts.models[0].name and beside.kind is not facts.kind:
+                text = f"it is {facts.kind}, and {other.url} prefills its model as {beside.kind}"
+                raise NotAnEngine(text)
 
     def _name(self) -> None:
         """Finds what each name stands for now."""
@@ -237,26 +429,16 @@ class Upstreams:
                 adapter = card.name if card.parent is not None else None
                 self.names.setdefault(card.name, Served(base, adapter))
 
-    async def remove(self, upstream: Upstream) -> None:
-        """Forgets an engine; what is under way with it goes on."""
-        del self.each[upstream.worker_id]
-        with suppress(NotFound):  # it never was one
-            await self._selections.workers.delete(upstream.worker_id)
-        if upstream.engine is not None:
-            self._exchanges.relay.remove_engine(upstream.engine)
-        self._name()
 
-
-def _upstream(url: str, key: bytes) -> Upstream:
-    target = parse_url(url)
-    if target.path != "/":
-        raise ValueError("the URL of an upstream has no path: give http://HOST:PORT")
-    if target.tls:
-        raise ValueError("upstreams are reached by http: only")
-    # 53 bits, so that every reader of JSON keeps them.
+def worker_id_of(target: Target) -> int:
+    """Returns the id of the worker at an address: 53 bits, which every reader of JSON keeps."""
     digest = blake2b(target.authority.encode(), digest_size=8).digest()
-    worker_id = int.from_bytes(digest, "big") >> 11
-    return Upstream(url, target, worker_id, key)
+    return int.from_bytes(digest, "big") >> 11
+
+
+def _upstream(wanted: Wanted, key: bytes) -> Upstream:
+    target = parse_upstream(wanted.url)
+    return Upstream(wanted.url, target, worker_id_of(target), key, wanted.prefills)
 
 
 def record_of(upstream: Upstream, facts: Facts) -> WorkerRecord:
@@ -270,6 +452,7 @@ def record_of(upstream: Upstream, facts: Facts) -> WorkerRecord:
         data_parallel_start_rank=facts.ranks.start,
         data_parallel_size=len(facts.ranks),
         total_kv_blocks=facts.blocks,
+        role=Role.PREFILL if upstream.prefills else facts.role,
     )
     events: Mapping[int, str] = facts.events
     if len(events) < len(facts.ranks):  # what it caches is predicted from what it is sent

@@ -263,7 +263,7 @@ class Connection(Transport):
         if signal is IN_TASK:
             self._rest = None
             return Handoff(b"", b"", True, None, rest)
-        signal.tell = self._tell
+        signal.subscribe(self._tell)
         return None
 
     def _tell(self) -> None:

@@ -53,6 +53,34 @@ async def open_listeners(bind: str, rights: UnixRights = OWN_RIGHTS) -> list[soc
     return listeners
 
 
+def open_shared(
+    bind: str, count: int, rights: UnixRights = OWN_RIGHTS
+) -> list[list[socket.socket]]:
+    """Returns listening sockets for `count` processes that share an address: a list for each.
+
+    The kernel deals out the connections of a TCP address. A Unix socket is one socket in all lists.
+    Names are looked up while the caller waits. Raises what `open_listeners` does.
+    """
+    if bind.startswith(_UNIX_PREFIX):
+        sock = _open_unix(bind.removeprefix(_UNIX_PREFIX), rights)
+        return [[sock] for _ in range(count)]
+    host, port = split_host_port(bind)
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise _explained(error, bind) from None
+    opened: list[list[socket.socket]] = [[] for _ in range(count)]
+    with contextlib.ExitStack() as undone:
+        for family, address in sorted({(family, address) for family, *_, address in found}):
+            # A stranger's socket that is shared, too, would otherwise get some of the connections.
+            with _open_tcp(family, address, bind) as alone:
+                taken = alone.getsockname()  # with the port that 0 has come to
+            for each in opened:
+                each.append(undone.enter_context(_open_tcp(family, taken, bind, shared=True)))
+        undone.pop_all()
+    return opened
+
+
 def split_host_port(bind: str) -> tuple[str, int]:
     """Returns host and port of `host:port` or `[v6]:port`; raises ValueError."""
     host, separator, port = bind.rpartition(":")
@@ -64,9 +92,9 @@ def split_host_port(bind: str) -> tuple[str, int]:
     return host[1:-1] if bracketed else host, int(port)
 
 
-def _open_tcp(family: int, address: _Address, bind: str) -> socket.socket:
+def _open_tcp(family: int, address: _Address, bind: str, *, shared: bool = False) -> socket.socket:
     try:
-        sock = bound_tcp(family, address)
+        sock = bound_tcp(family, address, shared=shared)
     except OSError as error:
         raise _explained(error, bind) from None
     try:

@@ -21,9 +21,17 @@ import trio
 class Signal:
     """What a coroutine without a task waits for; whoever knows it calls `tell`, once."""
 
-    __slots__ = ("tell",)
+    __slots__ = ("_subscriber",)
 
-    tell: Callable[[], None]
+    _subscriber: Callable[[], None]
+
+    def subscribe(self, subscriber: Callable[[], None]) -> None:
+        """Has a function called by `tell`."""
+        self._subscriber = subscriber
+
+    def tell(self) -> None:
+        """Says that it has come."""
+        self._subscriber()
 
 
 IN_TASK: Final = Signal()  # never told: the coroutine wants a task

@@ -33,6 +33,11 @@ class Passed:
         """Takes the sockets that listen on this address, whatever their name."""
         return self._take([sock for _, sock in self._sockets if address(sock) == bind])
 
+    def take_all(self) -> list[tuple[str, socket.socket]]:
+        """Takes all that are left, with their names."""
+        sockets, self._sockets = self._sockets, []
+        return sockets
+
     def _take(self, chosen: list[socket.socket]) -> list[socket.socket]:
         self._sockets = [each for each in self._sockets if each[1] not in chosen]
         return chosen

@@ -65,11 +65,16 @@ def _shared_out(limit: int) -> int:
     return limit - min(OTHER_DESCRIPTORS, limit // 2)
 
 
-def bound_tcp(family: int, address: Any) -> socket.socket:
-    """Returns a TCP socket of that family on that address, not listening yet; raises OSError."""
+def bound_tcp(family: int, address: Any, *, shared: bool = False) -> socket.socket:
+    """Returns a TCP socket of that family on that address, not listening yet; raises OSError.
+
+    Several that are `shared` may have one address: each gets a part of its connections.
+    """
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         if family == socket.AF_INET6:
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)  # [::] beside 0.0.0.0
         sock.bind(address)

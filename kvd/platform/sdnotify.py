@@ -12,6 +12,7 @@ import trio
 READY = b"READY=1"
 STOPPING = b"STOPPING=1"
 WATCHDOG = b"WATCHDOG=1"
+EXTENSION = b"EXTEND_TIMEOUT_USEC="
 
 # Time that systemd grants a long start with each feeding of the watchdog.
 START_EXTENSION_US = 60_000_000
@@ -63,7 +64,7 @@ async def feed_watchdog(starting: Callable[[], bool]) -> None:
     limit_us = os.environ.get("WATCHDOG_USEC")
     if limit_us is None:
         return
-    extension = b"\nEXTEND_TIMEOUT_USEC=%d" % START_EXTENSION_US
+    extension = b"\n%b%d" % (EXTENSION, START_EXTENSION_US)
     while True:
         tell(WATCHDOG + (extension if starting() else b""))
         await trio.sleep(int(limit_us) / 2_000_000)

@@ -22,6 +22,10 @@ _SET_BYTES = 128  # sizeof(sigset_t)
 _INFO_BYTES = 128  # sizeof(struct signalfd_siginfo), whose first member is the number
 _NUMBER_BYTES = 4
 
+# <linux/prctl.h>
+_PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
+
 
 class Signals:
     """Some signals, for one task that waits for them; with none there is nothing to wait for.
@@ -42,16 +46,37 @@ class Signals:
         if self._fd < 0:
             raise OSError(ctypes.get_errno(), "signalfd")
 
+    def fileno(self) -> int:
+        """Returns the descriptor, which is readable when a signal has come."""
+        return self._fd
+
     async def wait(self) -> signal.Signals:
         """Returns the next one; of those that came since the last call, each comes once."""
         while True:
             await trio.lowlevel.wait_readable(self._fd)
-            try:
-                info = os.read(self._fd, _INFO_BYTES)
-            except BlockingIOError:  # readable once, and somebody else has had the signal
-                continue
-            return signal.Signals(int.from_bytes(info[:_NUMBER_BYTES], sys.byteorder))
+            if (number := self.read()) is not None:  # else somebody else has had it
+                return number
+
+    def read(self) -> signal.Signals | None:
+        """Returns the next one as `wait` does, None if there is none now."""
+        try:
+            info = os.read(self._fd, _INFO_BYTES)
+        except BlockingIOError:
+            return None
+        return signal.Signals(int.from_bytes(info[:_NUMBER_BYTES], sys.byteorder))
 
     def close(self) -> None:
         """Closes the descriptor; the signals stay blocked."""
         os.close(self._fd)
+
+
+def end_with_parent(parent: int, name: str) -> None:
+    """Has this process get SIGTERM when its parent ends, whatever ends that, and names it for `ps`.
+
+    Only the first 15 bytes of the name are kept. A process whose `parent` has ended already ends.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    libc.prctl(_PR_SET_NAME, name.encode())
+    if os.getppid() != parent:
+        signal.raise_signal(signal.SIGTERM)

@@ -183,9 +183,9 @@ def dropped() -> int:
 
 
 def complain(error: Exception | str) -> None:
-    """Writes the one line that says what is wrong, where there is no log."""
+    """Writes the one line that says what is wrong, where there is no log; whole, in one write."""
     prefix = f"<{PRIORITIES['error']}>" if is_journal(STDERR, os.environ) else ""
-    print(f"{prefix}kvd: {plain(str(error))}", file=sys.stderr)
+    sys.stderr.write(f"{prefix}kvd: {plain(str(error))}\n")
 
 
 def plain(text: str) -> str:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import NamedTuple
 from urllib.parse import SplitResult, urlsplit
 
 from kvd.wire.hosts import literal
 
 PORTS = {"http": 80, "https": 443}
+UNIX_PREFIX = "unix:"
+DNS_PREFIX = "dns:"
+# Longest path of a Unix socket: Linux has 108 bytes with the zero at its end.
+MAX_UNIX_PATH_BYTES = 107
 FORM = "http://HOST[:PORT][/PATH], or https://"
 
 # Up to the last @: a password may hold anything, commas and slashes too. Without a scheme it is no
@@ -55,6 +60,56 @@ def parse_url(url: str) -> Target:
     host, port = _host(parts), _port(parts)
     authority = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     return Target(host, port, parts.scheme == "https", authority, parts.path or "/")
+
+
+def parse_upstream(url: str) -> Target:
+    """Reads the URL of an engine behind the gateway; raises ValueError as `parse_url` does."""
+    target = parse_url(url)
+    if target.path != "/":
+        raise ValueError("the URL of an engine has no path: expected http://HOST:PORT")
+    if target.tls:
+        raise ValueError("engines are reached by http: only")
+    return target
+
+
+class DnsName(NamedTuple):
+    """A name whose addresses are engines, each at this port."""
+
+    host: str
+    port: int
+
+
+def parse_dns(url: str) -> DnsName | None:
+    """Reads dns:NAME:PORT; None for what does not begin so, ValueError for what is wrong in it."""
+    if not url.startswith(DNS_PREFIX):
+        return None
+    try:
+        target = parse_url("http://" + url.removeprefix(DNS_PREFIX))
+    except ValueError:
+        raise ValueError("the name is not valid: expected dns:NAME:PORT") from None
+    named = target.path == "/" and not url.endswith("/") and literal(target.host) is None
+    if not named or f":{target.port}" != url[-len(str(target.port)) - 1 :]:
+        raise ValueError("expected dns:NAME:PORT, with a name and a port")
+    return DnsName(target.host, target.port)
+
+
+def parse_kvd(url: str) -> Target:
+    """Reads where a kvd is asked: a Unix socket, whose path is the host then, or an http: URL.
+
+    Raises ValueError as `parse_url` does.
+    """
+    form = "expected http://HOST:PORT or unix:/PATH"
+    if url.startswith(UNIX_PREFIX):
+        path = url.removeprefix(UNIX_PREFIX)
+        if not path.startswith("/") or not path.isprintable():
+            raise ValueError(f"the path of a Unix socket must begin with a slash, {form}")
+        if len(path.encode()) > MAX_UNIX_PATH_BYTES:
+            raise ValueError(f"the path is longer than {MAX_UNIX_PATH_BYTES} bytes")
+        return Target(path, 0, False, "localhost", "/")
+    target = parse_url(url)
+    if target.tls or target.path != "/":
+        raise ValueError(f"a kvd is asked by http: without a path, {form}")
+    return target
 
 
 def _host(parts: SplitResult) -> str:

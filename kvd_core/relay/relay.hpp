@@ -221,7 +221,7 @@ class Relay {
   size_t idle(EngineId id) const { return engines_[id].idle.size(); }
 
   // Sends a request to an engine. The answer is held up to `hold` bytes; without a client
-  // (kNoSocket) it is never forwarded. `body` is read until END or `drop`.
+  // (kNoSocket) it is never forwarded, and a stream is held to its end as well. `body` is read until END or `drop`.
   ExchangeId begin(EngineId engine, int client_fd, const char* head, size_t head_size,
                    const char* body, size_t body_size, size_t hold) {
     const ExchangeId id = take();
@@ -537,7 +537,9 @@ class Relay {
     x.completes = x.decoder.complete();
     if (x.phase == Phase::kHolding) {
       x.held.append(data, n);
-      const bool event = x.head.events && first_event(x.held.data(), x.held.size()) != 0;
+      const bool forwarded = x.client_fd != kNoSocket;  // else the first event is of no use
+      const bool event =
+          forwarded && x.head.events && first_event(x.held.data(), x.held.size()) != 0;
       if (x.completes || event || x.held.size() >= x.hold) make_ready(id);
       return;
     }

@@ -100,8 +100,8 @@ cdef class Relay:
               size_t hold):
         """Sends a request; returns the exchange.
 
-        The answer is held until its first event is there, if it is a stream, else until it is
-        whole; and at `hold` bytes of payload whatever it is.
+        The answer is held until its first event is there, if it is a stream with a client, else
+        until it is whole; and at `hold` bytes of payload whatever it is.
         """
         cdef uint64_t exchange = self.core.begin(
             engine, client_fd, PyBytes_AS_STRING(head), PyBytes_GET_SIZE(head),

@@ -57,6 +57,7 @@ class Explained(NamedTuple):
     reachable: bool
 
 class Prompt:
+    def render(self) -> bytes: ...
     @property
     def isl_tokens(self) -> int: ...
     @property

@@ -36,7 +36,7 @@ from kvd_core.selector.cost cimport (
 )
 from kvd_core.selector.loads cimport find_live, find_loads
 from kvd_core.selector.rows cimport (
-    choice_room, put_choice, put_loads, put_overlaps, put_text, rows_room
+    choice_room, kMaxDigits, put_choice, put_loads, put_number, put_overlaps, put_text, rows_room
 )
 from kvd_core.selector.settings cimport Settings, kTurns
 from kvd_core.selector.types cimport CCandidate, CStanding, kMaxIslTokens
@@ -92,6 +92,16 @@ cdef bytes bytes_of(const vector[uint64_t]& hashes):
     return PyBytes_FromStringAndSize(<const char*>hashes.data(), hashes.size() * sizeof(uint64_t))
 
 
+cdef char* put_array(char* to, const char* opening, const vector[uint64_t]& numbers) noexcept nogil:
+    cdef size_t at
+    to = put_text(to, opening)
+    for at in range(numbers.size()):
+        if at:
+            to = put_text(to, ",")
+        to = put_number(to, numbers[at])
+    return put_text(to, "]")
+
+
 cdef bytes cut(PyObject* answer, Py_ssize_t size):
     # Gives back what rendering did not need; takes over the reference.
     _PyBytes_Resize(&answer, size)
@@ -120,6 +130,17 @@ cdef class Prompt:
     def sequence_hashes(self):
         """Native 64-bit integers."""
         return bytes_of(self.c.sequence)
+
+    def render(self):
+        """Returns the members of a selection's body that say it, in JSON, between commas."""
+        cdef size_t n = self.c.used().size() + self.c.sequence.size()
+        cdef size_t most = 64 + (n + 1) * (kMaxDigits + 1)  # 64: names and brackets
+        cdef PyObject* text = PyBytes_New(NULL, most)
+        cdef char* begin = PyBytes_AS_STRING(<object>text)
+        cdef char* to = put_number(put_text(begin, '"isl_tokens":'), self.c.isl_tokens)
+        to = put_array(to, ',"block_hashes":[', self.c.used())
+        to = put_array(to, ',"sequence_hashes":[', self.c.sequence)
+        return cut(text, to - begin)
 
     @property
     def bytes(self):

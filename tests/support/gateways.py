@@ -131,32 +131,46 @@ class Client:
 
 @asynccontextmanager
 async def serving(
-    start: Callable[..., Server], *options: EngineOptions, flags: Sequence[str] = ()
+    start: Callable[..., Server],
+    *options: EngineOptions,
+    flags: Sequence[str] = (),
+    prefills: int = 0,
+    unusable: int = 0,
 ) -> AsyncIterator[tuple[Client, list[Running]]]:
-    """Yields a client of a gateway that serves all of these engines, and the engines."""
-    async with (
-        engines(*options) as running,
-        gateway_of(start, [each.url for each in running], flags) as client,
-    ):
-        for each in running:
-            if each.server.publisher is not None:
-                await each.server.publisher.subscribed()
-        yield client, running
+    """Yields a client of a gateway that serves all of these engines, and the engines.
+
+    The first `prefills` of them are named as such; so many are `unusable`.
+    """
+    async with engines(*options) as running:
+        urls = [each.url for each in running]
+        named = [part for url in urls[:prefills] for part in ("--prefill", url)]
+        async with gateway_of(
+            start, urls[prefills:], [*named, *flags], len(urls) - unusable
+        ) as client:
+            for each in running:
+                if each.server.publisher is not None:
+                    await each.server.publisher.subscribed()
+            yield client, running
 
 
 @asynccontextmanager
 async def gateway_of(
-    start: Callable[..., Server], urls: Sequence[str], flags: Sequence[str] = ()
+    start: Callable[..., Server],
+    urls: Sequence[str],
+    flags: Sequence[str] = (),
+    count: int | None = None,
 ) -> AsyncIterator[Client]:
-    """Yields a client of a gateway that serves all engines at these URLs."""
+    """Yields a client of a gateway of the engines at these URLs, once so many serve: else all."""
     named = [part for url in urls for part in ("--upstream", url)]
     named += ["--gateway-tokenize-s", str(NOT_MY_FAULT_S)]  # however busy the machine is
+    if "--gateway-canary" not in flags:  # it would be one more request
+        named += ["--gateway-canary", "false"]
     server = await trio.to_thread.run_sync(lambda: start(*named, *flags, face="gateway"))
     async with httpx.AsyncClient(
         base_url=server.base_url, trust_env=False, verify=False, timeout=60
     ) as http:
         client = Client(http)
-        await wait_serving(client, len(urls))
+        await wait_serving(client, len(urls) if count is None else count)
         yield client
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -333,3 +334,22 @@ def test_status_finds_sockets_of_the_manager(
         monkeypatch.setattr(status, "TIMEOUT_S", 0.1)
         code, faces = shown(conductor)  # the manager's sockets are open, and nobody answers
         assert code == 2 and all("timed out" in face["error"] for face in faces.values())
+
+
+def test_several_processes_share_a_passed_socket_and_one_that_hangs_is_replaced(
+    tmp_path: Path,
+) -> None:
+    """The manager hears of the parent alone, which does for the others what a manager does."""
+    started = re.compile(r"process=gateway-0 pid=(\d+) restarts=(\d)")
+    with ExitStack() as stack:
+        sockets = [listening(stack)]
+        flags = ("gateway", "--processes", "2")
+        watched = {"WATCHDOG_USEC": "1000000"}
+        with managed(tmp_path, sockets, "gateway", *flags, **watched) as (manager, _):
+            assert get(port_of(sockets[0])) == 200
+            manager.heard(b"WATCHDOG=1")
+            [(pid, _)] = started.findall(manager.stderr)
+            os.kill(int(pid), signal.SIGSTOP)
+            while len(started.findall(manager.stderr)) < 2:
+                manager.heard(b"WATCHDOG=1")
+            assert "event=process_hangs process=gateway-0" in manager.stderr

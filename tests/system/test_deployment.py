@@ -31,6 +31,7 @@ from tests.support.running import running, running_kvd
 
 PACKAGING = REPOSITORY / "packaging"
 SERVICE = REPOSITORY / "systemd" / "kvd.service"
+GATEWAY = REPOSITORY / "systemd" / "kvd-gateway.service"
 SOCKET = REPOSITORY / "systemd" / "kvd.socket"
 MOST_EXPOSED = 1.2
 
@@ -75,6 +76,21 @@ def test_the_service_comes_back_unless_it_cannot() -> None:
     )
     # Given up are starts that fail within seconds; a crash that takes a minute to come never.
     assert 10 * int(pause) * int(most) < int(within) < 60 * int(most)
+
+
+def test_the_gateways_service_is_confined_as_that_of_kvd() -> None:
+    """All but what it runs, when it may run, and how it is told to reload and to end."""
+    own = {"Description", "ConditionPathExists", "After", "ExecStart", "ExecReload", "KillMode"}
+    own |= {"RuntimeDirectory", "RuntimeDirectoryPreserve"}
+    lines = [
+        [line for line in unit.read_text().splitlines() if line and not line.startswith("#")]
+        for unit in (SERVICE, GATEWAY)
+    ]
+    kvd, gateway = ([each for each in unit if each.split("=")[0] not in own] for unit in lines)
+    assert gateway == kvd
+    assert said(GATEWAY, "ExecStart") == ["/usr/bin/kvd gateway --config /etc/kvd/gateway.toml"]
+    # The first signal is for the parent alone: it has the gateways drain before their kvd ends.
+    assert said(GATEWAY, "KillMode") == ["mixed"]
 
 
 def test_the_service_is_hardly_exposed() -> None:

@@ -41,14 +41,15 @@ TOKENS = 24
 class Engine:
     """A simulated engine as a process of its own, so that it can be killed and stopped."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *flags: str) -> None:
         self._folder = folder
+        self._flags = flags
         self.port = find_free_port()
         self.start()
 
     def start(self) -> None:
         flags = ("--port", str(self.port), "--step-us", str(STEP_US), "--prefill-us", "20")
-        command = [sys.executable, "-m", "examples.engine", *flags]
+        command = [sys.executable, "-m", "examples.engine", *flags, *self._flags]
         self._server = Server(command, self._folder, self.port, clean_environment())
         self._server.wait_healthy()
 

@@ -92,7 +92,7 @@ def test_every_setting_reaches_the_configuration() -> None:
         "replica_sync_queue_messages",
         *("router_mode", "router_policy", "router_event_threads"),
         *("tls_certfile", "tls_keyfile", "tls_client_ca", "peers_token_file"),
-        "upstream_key_file",
+        *("upstream_key_file", "gateway_kvd_token_file"),
         *("unix_socket_mode", "unix_socket_group"),
         *("tokens_file", "allowed_hosts", "allowed_origins"),
         *("curve_secret_key_file", "replica_sync_client_keys"),

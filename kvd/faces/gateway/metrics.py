@@ -18,7 +18,7 @@ def gateway_families(
     """Yields the metrics of requests, of engines and of the relay."""
     of_requests = (
         ("relayed_requests", "requests for engines, by how they ended", "outcome", stats.ended),
-        ("errors", "requests that the gateway refused, by code", "code", stats.errors),
+        ("refusals", "requests that the gateway refused, by code", "code", stats.errors),
         ("retries", "requests sent to another engine, by cause", "cause", stats.retries),
         ("prompts", "prompts, by the source of their token ids", "source", stats.rungs),
         (
@@ -28,6 +28,18 @@ def gateway_families(
             stats.rung_failures,
         ),
         ("decisions", "choices, by what decided", "by", stats.decisions),
+        (
+            "ways",
+            "answered requests of models with prefill engines, by who computed the prompt",
+            "way",
+            stats.ways,
+        ),
+        (
+            "prefill_failures",
+            "prompts that a prefill engine did not compute, by cause",
+            "cause",
+            stats.prefill_failures,
+        ),
     )
     for name, what, label, values in of_requests:
         help = f"Number of {what}"

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from kvd.faces.common.monitoring import HEALTH
 from kvd.gateway.asking import Api
+from kvd.gateway.choices import Choices
 from kvd.gateway.errors import GatewayError, Reason, openai_error
 from kvd.gateway.forwarding import Forwarder
 from kvd.gateway.upstreams import Standing, Upstreams
@@ -51,9 +52,16 @@ class OpenAiFailures(Failures):
 
 
 def gateway_routes(
-    upstreams: Upstreams, forwarder: Forwarder, body_limit: int
+    upstreams: Upstreams,
+    choices: Choices,
+    forwarder: Forwarder,
+    body_limit: int,
+    process: str | None = None,
 ) -> tuple[Route, ...]:
-    """Returns the face's routes; bodies have `body_limit` bytes at most."""
+    """Returns the face's routes; bodies have `body_limit` bytes at most.
+
+    One of several processes shows its name.
+    """
     relayed = tuple(
         Route(
             "POST",
@@ -72,7 +80,7 @@ def gateway_routes(
         Route("GET", "/v1/models", partial(list_models, upstreams), scope=Scope.OPEN),
         Route("GET", "/v1/models/{model}", partial(show_model, upstreams), scope=Scope.OPEN),
         Route("GET", "/ready", partial(ready, upstreams), scope=Scope.OPEN),
-        Route("GET", "/status", partial(status, upstreams)),
+        Route("GET", "/status", partial(status, upstreams, choices, process)),
         HEALTH,
     )
 
@@ -118,9 +126,23 @@ def ready(upstreams: Upstreams, request: Request) -> Response:
     return Response(200 if serving else 503, body)
 
 
-def status(upstreams: Upstreams, request: Request) -> Response:
-    """Shows every engine: what it has said of itself, and how it is."""
-    return _json({"upstreams": [_shown(upstream) for upstream in upstreams]})
+def status(
+    upstreams: Upstreams, choices: Choices, process: str | None, request: Request
+) -> Response:
+    """Shows every engine: what it has said of itself, and how it is; and the kvds that choose."""
+    names = [
+        {"name": wanted.url, "addresses": len(name.urls), "problem": name.problem}
+        for wanted, name in upstreams.followed.items()
+    ]
+    shown: dict[str, object] = {
+        "upstreams": [_shown(upstream) for upstream in upstreams],
+        "names": names,
+    }
+    if (kvds := choices.shown()) is not None:
+        shown["kvds"] = kvds
+    if process is not None:
+        shown["process"] = process
+    return _json(shown)
 
 
 def _shown(upstream: Any) -> dict[str, Any]:
@@ -128,7 +150,9 @@ def _shown(upstream: Any) -> dict[str, Any]:
         "url": upstream.url,
         "worker_id": upstream.worker_id,
         "standing": upstream.standing.value,
+        "role": upstream.role,
         "problem": upstream.problem,
+        "advice": upstream.advice,
     }
     facts = upstream.facts
     if facts is not None:

@@ -145,3 +145,21 @@ def test_an_answer_is_heard_behind_which_the_engine_resets(turns: Turns) -> None
     assert (answer.status, answer.held) == (413, b"no")
     assert relay.idle(engine) == 0
     relay.drop(exchange)
+
+
+def test_a_stream_that_nobody_gets_is_held_to_its_end(turns: Turns) -> None:
+    relay = turns.relay
+    listener, engine = turns.engine()
+    exchange = relay.begin(engine, -1, REQUEST, b"{}", HOLD)
+    turns.until(lambda: relay.stats()["connected"] == 1)
+    stream = turns.accept(listener)
+    received(stream, b"{}")
+    stream.sendall(STREAM + b"9\r\ndata: 1\n\n\r\n")
+    assert select.select([relay.fileno()], [], [], NOT_MY_FAULT_S)[0]
+    turns.serve()
+    assert not relay.ready(exchange)
+    stream.sendall(b"9\r\ndata: 2\n\n\r\n0\r\n\r\n")
+    turns.until(lambda: relay.ready(exchange))
+    assert relay.answer(exchange).held == b"data: 1\n\ndata: 2\n\n"
+    assert relay.idle(engine) == 1
+    relay.drop(exchange)

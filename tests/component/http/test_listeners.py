@@ -6,6 +6,7 @@ import grp
 import os
 import socket
 import stat
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from kvd.http.app import build_app
 from kvd.http.context import ServerContext
 from kvd.http.front import Front
 from kvd.http.limits import HttpLimits
-from kvd.http.listeners import file_remover, open_listeners, split_host_port
+from kvd.http.listeners import file_remover, open_listeners, open_shared, split_host_port
 from kvd.http.options import UnixRights
 from tests.support.serving import ROUTES, Client
 
@@ -137,3 +138,27 @@ def test_rights_are_said_in_octal() -> None:
     for bad in ("600", "0o600", "0800", "432", "00600"):  # as TOML would hand on a number
         with pytest.raises(StartError, match="four octal digits"):
             load({}, {"KVD_UNIX_SOCKET_MODE": bad})
+
+
+def test_processes_share_an_address_and_strangers_do_not() -> None:
+    [[first], [second]] = open_shared("127.0.0.1:0", 2)
+    with first, second:
+        assert first.getsockname() == second.getsockname()
+        address = f"127.0.0.1:{first.getsockname()[1]}"
+        met = set()
+        with ExitStack() as clients:
+            for _ in range(40):  # 2^-39 that all meet one
+                clients.enter_context(socket.create_connection(first.getsockname()))
+            for sock in (first, second):
+                with suppress(BlockingIOError):
+                    sock.accept()[0].close()
+                    met.add(sock)
+        assert met == {first, second}
+        with pytest.raises(OSError, match=f"cannot listen on {address}: Address already in use"):
+            open_shared(address, 2)
+
+
+def test_a_shared_unix_socket_is_one(tmp_path: Path) -> None:
+    [[first], [second]] = open_shared(f"unix:{tmp_path}/s", 2)
+    with first:
+        assert first is second

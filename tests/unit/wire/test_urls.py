@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.wire.urls import Target, masked, parse_url
+from kvd.wire.urls import Target, masked, parse_kvd, parse_url
 
 
 @pytest.mark.parametrize(
@@ -88,3 +88,25 @@ def test_what_is_shown_of_a_text(text: str, shown: str) -> None:
 @given(st.text(min_size=1), st.text(min_size=1), st.sampled_from(["http://a,", "", "x, "]))
 def test_no_user_and_no_password_is_ever_shown(user: str, password: str, before: str) -> None:
     assert masked(f"{before}http://{user.strip('@') or 'u'}:{password}@h").endswith("://***@h")
+
+
+def test_where_a_kvd_is_asked() -> None:
+    assert parse_kvd("unix:/run/kvd/s").host == "/run/kvd/s"
+    over_tcp = parse_kvd("http://kvd:8092")
+    assert (over_tcp.host, over_tcp.port) == ("kvd", 8092)
+
+
+@pytest.mark.parametrize(
+    ("url", "fault"),
+    [
+        ("unix:kvd.sock", "must begin with a slash"),
+        ("unix:/a\nb", "must begin with a slash"),
+        ("unix:/" + "a" * 107, "longer than 107 bytes"),
+        ("https://kvd:8092", "asked by http:"),
+        ("http://kvd:8092/select", "without a path"),
+        ("kvd:8092", "not of http:"),
+    ],
+)
+def test_where_no_kvd_is_asked(url: str, fault: str) -> None:
+    with pytest.raises(ValueError, match=fault):
+        parse_kvd(url)

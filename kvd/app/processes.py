@@ -1,0 +1,358 @@
+"""Several gateway processes on one port, the kvd that chooses for them, and who minds them all.
+
+    parent ── forks ──> kvd         the index and all other faces; chooses, over a Unix socket
+       │      forks ──> gateway-0   a listening socket of the shared port, and one of its own
+       │      forks ──> gateway-1   ...
+       ├ starts again who ends, at once if it lived for a while, else after a pause
+       └ SIGTERM: the gateways drain, then kvd ends
+
+The parent opens the shared port before it forks, so that an address in use is one line at the
+start, and keeps the sockets: connections that a killed process had not taken yet wait for the next
+one. It runs no loop and no thread, and so may fork at any time. Each process tells it what it
+would tell the service manager; the parent tells that one.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import select
+import shutil
+import signal
+import socket
+import tempfile
+import time
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+
+from kvd.app import daemon
+from kvd.app.control import FOLDER_VARIABLE
+from kvd.app.reloading import is_reloadable
+from kvd.app.stopping import EXIT_SECOND_SIGNAL
+from kvd.config.load import FACE_BINDS, AddressError, Config, StartError
+from kvd.config.parsers import Binds, UnixBind
+from kvd.config.reload import Reader
+from kvd.gateway.siblings import KVD, Place
+from kvd.http.auth import Token
+from kvd.http.listeners import file_remover, open_shared
+from kvd.http.options import UnixRights
+from kvd.http.types import Scope
+from kvd.platform import activation, sdnotify
+from kvd.platform.activation import Passed
+from kvd.platform.signals import Signals, end_with_parent
+from kvd.telemetry.logs import get_logger
+from kvd.wire.urls import UNIX_PREFIX
+
+# Pause before a process is started again that has ended soon after its start; each next one is
+# twice as long. The connections that come to it meanwhile wait.
+FIRST_PAUSE_S = 0.1
+MAX_PAUSE_S = 2.0
+WELL_S = 10.0  # after so long a process may end and be started again at once
+
+OWN_RIGHTS = UnixRights(0o600)  # of the sockets between the processes
+MESSAGE_BYTES = 4096  # of a process to its service manager
+
+log = get_logger(__name__)
+
+Named = tuple[str, socket.socket]  # a socket, and the face that listens there
+
+
+@dataclass(eq=False, slots=True)
+class Child:
+    """One process, or the place of one that is to be started."""
+
+    name: str
+    config: Config
+    listening: list[Named]
+    notices: socket.socket  # what it tells its service manager
+    due_at: float | None = 0.0  # when it is to be started; None: it runs, or is not to run
+    pid: int | None = None
+    restarts: int = 0
+    started_at: float = 0.0
+    heard_at: float = 0.0
+    pause_s: float = 0.0
+    is_ready: bool = False
+    is_told: bool = False  # that it hangs
+
+    def signal(self, number: signal.Signals) -> None:
+        """Signals the process, if there is one."""
+        if self.pid is not None:  # no other has its number before it is waited for
+            os.kill(self.pid, number)
+
+
+def run(config: Config, reader: Reader) -> int:
+    """Runs the daemon, as several processes if there are to be; as `daemon.run` does."""
+    if config.gateway_bind is None or config.gateway_processes == 1:
+        return daemon.run(config, reader)
+    parent = os.getpid()
+    try:
+        passed = activation.receive(os.environ)
+    except ValueError as error:
+        raise StartError(str(error)) from None
+    folder = tempfile.mkdtemp(prefix="kvd-", dir=_runtime_folder())
+    opened = ExitStack()
+    try:
+        opened.enter_context(closing(passed))
+        supervisor = _Supervisor(config, reader, folder, passed, opened)
+        return supervisor.run(reloads=is_reloadable(config, reader))
+    finally:
+        if os.getpid() == parent:  # and not in a child, which returns by here as well
+            opened.close()
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _runtime_folder() -> str | None:
+    return os.environ.get(FOLDER_VARIABLE, "").partition(":")[0] or None
+
+
+class _Supervisor:
+    """The parent."""
+
+    def __init__(
+        self, config: Config, reader: Reader, folder: str, passed: Passed, opened: ExitStack
+    ) -> None:
+        """Opens the shared port; raises StartError."""
+        assert config.gateway_bind is not None
+        token = Token("processes", Scope.ANY, secrets.token_hex(32).encode())
+        if config.policy.tokens:  # then the processes need one for each other, too
+            reader = replace(reader, own_tokens=(token,))
+            config = reader.completed(config)
+        self._reader, self._token, self._opened = reader, token, opened
+        self._folder = folder
+        self._pid = os.getpid()
+        shared = self._open_shared(config, passed)
+        gateways = [f"gateway-{number}" for number in range(config.gateway_processes)]
+        others = any(getattr(config, name) for name in FACE_BINDS if name != "gateway_bind")
+        names = [KVD, *gateways] if config.gateway_kvd is None or others else gateways
+        self._paths = {name: f"{folder}/{name}.sock" for name in names}
+        self._children: list[Child] = []
+        if KVD in names:
+            path = self._paths[KVD]
+            own = self._open_own(path)
+            self._add(KVD, _of_kvd(config, path), [("processes", own), *passed.take_all()])
+        kvd, kvd_token = config.gateway_kvd, config.gateway_kvd_token
+        if kvd is None:
+            kvd, kvd_token = (f"{UNIX_PREFIX}{self._paths[KVD]}",), token.secret
+        for name, sockets in zip(gateways, shared, strict=True):
+            path = self._paths[name]
+            own = self._open_own(path)
+            self._add(name, _of_gateway(config, path, kvd, kvd_token), [("gateway", own), *sockets])
+        self._announced = False
+        self._stopping = False
+        self._code = 0
+        limit_us = os.environ.get("WATCHDOG_USEC")
+        self._watchdog_s = None if limit_us is None else int(limit_us) / 1e6
+
+    def _open_shared(self, config: Config, passed: Passed) -> list[list[Named]]:
+        """Returns the sockets of the gateway's port, a list for each process that shares it."""
+        count = config.gateway_processes
+        found: list[list[Named]] = [[] for _ in range(count)]
+        assert config.gateway_bind is not None
+        for name, is_tls in (("gateway", False), ("gateway-tls", True)):
+            binds = [bind for bind in config.gateway_bind.each if bind.tls == is_tls]
+            taken = passed.named(name) if binds else []
+            shares = [[taken] * count] if taken else []
+            for bind in [] if taken else binds:
+                at = passed.at(bind.address)
+                shares.append(
+                    [at] * count if at else self._open(bind.address, config.unix_rights, count)
+                )
+            for each in shares:
+                for mine, sockets in zip(found, each, strict=True):
+                    mine += [(name, sock) for sock in sockets]
+        for sock in {sock for each in found for _, sock in each}:
+            self._opened.enter_context(sock)
+        return found
+
+    def _open(self, bind: str, rights: UnixRights, count: int) -> list[list[socket.socket]]:
+        try:
+            found = open_shared(bind, count, rights)
+        except (OSError, ValueError) as error:
+            why = error.strerror if isinstance(error, OSError) else error
+            raise AddressError(str(why)) from None
+        if bind.startswith(UNIX_PREFIX):
+            self._opened.callback(file_remover(found[0][0]))
+        return found
+
+    def _open_own(self, path: str) -> socket.socket:
+        [[sock]] = open_shared(f"{UNIX_PREFIX}{path}", 1, OWN_RIGHTS)
+        return self._opened.enter_context(sock)
+
+    def _add(self, name: str, config: Config, sockets: list[Named]) -> None:
+        notices = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        notices.bind(self._notices_path(name))
+        self._opened.enter_context(notices)
+        self._children.append(Child(name, config, sockets, notices))
+
+    def _notices_path(self, name: str) -> str:
+        return f"{self._folder}/{name}.notices"
+
+    def run(self, *, reloads: bool) -> int:
+        """Runs until a signal ends it; returns the exit code, in each child that of its daemon."""
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, *[signal.SIGHUP] * reloads]
+        with closing(Signals(*numbers)) as signals:
+            while self._is_going_on():
+                for child in self._children:
+                    if child.due_at is None or child.due_at > time.monotonic():
+                        continue
+                    if (pid := os.fork()) == 0:
+                        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+                        return self._become(child)
+                    self._note_started(child, pid)
+                self._wait(signals)
+        return self._code
+
+    def _is_going_on(self) -> bool:
+        return not self._stopping or any(child.pid is not None for child in self._children)
+
+    # ---- in a child
+
+    def _become(self, child: Child) -> int:
+        end_with_parent(self._pid, f"kvd {child.name}")
+        mine = {sock for _, sock in child.listening}
+        for other in self._children:
+            other.notices.close()
+            for _, sock in other.listening:
+                if sock not in mine:
+                    sock.close()
+        os.environ.pop(FOLDER_VARIABLE, None)  # `kvd reload` would ask one of many
+        os.environ["NOTIFY_SOCKET"] = self._notices_path(child.name)
+        place = Place(child.name, self._paths, child.restarts, self._token.secret)
+        return daemon.run(child.config, self._reader, Passed(child.listening), place)
+
+    # ---- in the parent
+
+    def _note_started(self, child: Child, pid: int) -> None:
+        child.pid, child.due_at = pid, None
+        child.is_ready = child.is_told = False
+        child.started_at = child.heard_at = time.monotonic()
+        log.info("process_started", process=child.name, pid=pid, restarts=child.restarts)
+        if child.name == KVD and not child.restarts:
+            # While there is no kvd, who asks one is to be refused and not to wait: the next one
+            # opens its socket itself.
+            child.listening.pop(0)[1].close()
+
+    def _wait(self, signals: Signals) -> None:
+        """Waits for something to do, and does it, except for starting processes."""
+        now = time.monotonic()
+        dues = [child.due_at - now for child in self._children if child.due_at is not None]
+        if self._watchdog_s is not None:
+            dues.append(self._watchdog_s / 2)
+        waiting = select.poll()
+        waiting.register(signals.fileno(), select.POLLIN)
+        for child in self._children:
+            waiting.register(child.notices.fileno(), select.POLLIN)
+        waiting.poll(1000 * max(0.0, min(dues)) if dues else None)
+        for child in self._children:
+            self._hear(child)
+        while (number := signals.read()) is not None:
+            self._take(number)
+        if self._watchdog_s is not None:
+            self._watch(self._watchdog_s)
+
+    def _take(self, number: signal.Signals) -> None:
+        if number is signal.SIGCHLD:
+            for child in self._children:
+                self._look_after(child)
+        elif number is signal.SIGHUP:
+            for child in self._children:
+                child.signal(number)
+        elif self._stopping:  # whoever asks twice does not want to wait
+            for child in self._children:
+                child.signal(signal.SIGKILL)
+            raise SystemExit(EXIT_SECOND_SIGNAL)
+        else:
+            log.info("stopping", signal=number.name)
+            self._stop()
+
+    def _look_after(self, child: Child) -> None:
+        """Takes note of a process if it has ended."""
+        if child.pid is None:
+            return
+        ended, status = os.waitpid(child.pid, os.WNOHANG)
+        if not ended:
+            return
+        child.pid, code = None, os.waitstatus_to_exitcode(status)
+        if self._stopping:
+            self._stop_kvd()
+            return
+        if not self._announced and not child.is_ready:  # it cannot start: it has said why
+            self._code = code if code > 0 else 1
+            self._stop()
+            return
+        now = time.monotonic()
+        is_well = now - child.started_at >= WELL_S
+        child.pause_s = 0.0 if is_well else min(2 * child.pause_s, MAX_PAUSE_S) or FIRST_PAUSE_S
+        child.due_at = now + child.pause_s
+        child.restarts += 1
+        log.warning("process_ended", process=child.name, code=code, pause_s=child.pause_s)
+
+    def _stop(self) -> None:
+        """Has the gateways drain; kvd ends when they have ended."""
+        self._stopping = True
+        sdnotify.tell(sdnotify.STOPPING)
+        for child in self._children:
+            child.due_at = None
+            for _, sock in child.listening:  # nobody is to wait for an answer there
+                sock.close()
+            if child.name != KVD:
+                child.signal(signal.SIGTERM)
+        self._stop_kvd()
+
+    def _stop_kvd(self) -> None:
+        if all(child.pid is None for child in self._children if child.name != KVD):
+            for child in self._children:
+                child.signal(signal.SIGTERM)
+
+    def _hear(self, child: Child) -> None:
+        """Takes the next thing that a process tells its service manager, if there is one."""
+        try:
+            said = child.notices.recv(MESSAGE_BYTES)
+        except BlockingIOError:
+            return
+        child.heard_at = time.monotonic()
+        if not self._announced and sdnotify.EXTENSION in said:
+            sdnotify.tell(said)  # the start takes long, and goes on
+        if sdnotify.READY in said:
+            child.is_ready = True
+        if not self._announced and all(each.is_ready for each in self._children):
+            self._announced = True
+            sdnotify.tell(sdnotify.READY)
+
+    def _watch(self, limit_s: float) -> None:
+        """Ends processes whose loop stands still: they write their stack, or are killed."""
+        sdnotify.tell(sdnotify.WATCHDOG)
+        now = time.monotonic()
+        for child in self._children:
+            if child.pid is not None and now - child.heard_at > limit_s:
+                log.error("process_hangs", process=child.name, seconds=limit_s)
+                child.signal(signal.SIGKILL if child.is_told else signal.SIGABRT)
+                child.heard_at, child.is_told = now, True
+
+
+def _of_kvd(config: Config, path: str) -> Config:
+    """Returns the configuration of the process that chooses, and has all other faces."""
+    binds = (*(config.selection_bind.each if config.selection_bind else ()), UnixBind(path))
+    return replace(
+        config, gateway_bind=None, upstreams=None, gateway_kvd=None, selection_bind=Binds(binds)
+    )
+
+
+def _of_gateway(config: Config, path: str, chosen_by: tuple[str, ...], token: bytes) -> Config:
+    """Returns the configuration of a process that has nothing but a gateway."""
+    assert config.gateway_bind is not None
+    binds = Binds((*config.gateway_bind.each, UnixBind(path)))
+    return replace(
+        config,
+        indexer_bind=None,
+        slot_tracker_bind=None,
+        selection_bind=None,
+        conductor_bind=None,
+        gateway_bind=binds,
+        gateway_kvd=chosen_by,
+        gateway_kvd_token=token,
+        peers=(),
+        replica_sync=None,
+        decision_log=None,
+    )

@@ -1,0 +1,55 @@
+"""What /metrics says where several processes share the gateway's port: one answers for all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from urllib.parse import parse_qsl
+
+import trio
+
+from kvd.errors import NotFound, Unavailable
+from kvd.faces.common.monitoring import metrics
+from kvd.gateway.siblings import Siblings
+from kvd.http.types import Request, Response, Route
+from kvd.telemetry.merging import Merged
+from kvd.telemetry.metrics import CONTENT_TYPE, METRICS_PATH, Source, by_label, render
+
+
+def metrics_route(siblings: Siblings, sources: Sequence[Source]) -> Route:
+    """Returns the route that shows what all processes count, or one that the query names."""
+    return Route("GET", METRICS_PATH, partial(merged_metrics, siblings, sources))
+
+
+async def merged_metrics(
+    siblings: Siblings, sources: Sequence[Source], request: Request
+) -> Response:
+    """Joins the metrics of all processes, each with a label; `?process=` has one of them alone."""
+    query = dict(parse_qsl(request.query.decode("latin-1"), keep_blank_values=True))
+    asked, place = query.get("process"), siblings.place
+    if asked is None:
+        return Response(200, await _joined(siblings, sources, request), CONTENT_TYPE)
+    if asked == place.name:
+        return metrics(sources, request)
+    if asked not in place.sockets:
+        raise NotFound(f"no such process; there are {', '.join(place.sockets)}")
+    text = await siblings.metrics(asked)
+    if text is None:
+        raise Unavailable(f"the process {asked} does not answer", 1)
+    return Response(200, text, CONTENT_TYPE)
+
+
+async def _joined(siblings: Siblings, sources: Sequence[Source], request: Request) -> bytes:
+    pieces = metrics(sources, request).body
+    assert not isinstance(pieces, bytes)
+    own = b"".join([piece async for piece in pieces])
+    texts = await siblings.every_metrics(own)
+    merged = Merged()
+    for name, text in texts.items():
+        if text is not None:
+            merged.add(name, text)
+            await trio.lowlevel.checkpoint()
+    up = {name: float(text is not None) for name, text in texts.items()}
+    help = "Whether the process has said what it counts"
+    families = [by_label("kvd_process_up", "gauge", help, "process", up)]
+    return merged.render() + b"".join(render(families))

@@ -1,0 +1,125 @@
+"""The canary: does what an engine publishes match what it computes?
+
+    text of this moment ── /tokenize ──> ids ── /v1/completions, one token ──> the engine caches it
+                                                                                   │ its KV events
+    the ids' blocks are found at that engine in the index? <── within SEEN_S ──────┘
+
+An event endpoint that is another engine's, or another block size, would have every choice go wrong
+without a sign. The text is new each time: of blocks that are cached already an engine says nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from typing import Any
+from uuid import uuid4
+
+import trio
+
+from kvd.gateway.choices import Choices, Question
+from kvd.gateway.exchanges import ExchangeFailed, Exchanges
+from kvd.gateway.heads import own_head
+from kvd.gateway.probing import Facts
+from kvd.selection.worker_record import WorkerRecord
+from kvd_core.json.scan import BodyScanner
+from kvd_core.selector.selector import Pool
+
+BLOCKS = 3  # of the prompt
+TRIES = 2  # before an engine's events are not believed
+ANSWER_S = 10.0  # for one answer: an engine that has just started may compile first
+SEEN_S = 5.0  # for its events to be heard
+LOOK_S = 0.02  # pause between two looks
+MAX_TOKENS = 4096  # of the prompt: engines with larger blocks prove nothing
+ANSWER_BYTES = 256 * 1024  # of an engine's answer to one of its questions
+
+SCANNER = BodyScanner({"token_ids": "u32"})
+
+
+class Canary:
+    """Asks engines to prove that their tokens and their events agree."""
+
+    def __init__(self, exchanges: Exchanges, choices: Choices) -> None:
+        self._exchanges = exchanges
+        self._choices = choices
+
+    async def agrees(
+        self, engine: int, authority: bytes, key: bytes, record: WorkerRecord, facts: Facts
+    ) -> bool | None:
+        """Says whether an engine's events are of its tokens.
+
+        None where that cannot be told: it publishes none, a kvd elsewhere hears them, or it does
+        not generate from token ids.
+        """
+        if not facts.events or facts.role is not None:
+            return None
+        ask = partial(self._ask, engine, authority, key)
+        agrees: bool | None = None
+        for _ in range(TRIES):
+            agrees = await self._try(ask, record, facts)
+            if agrees is not False:
+                break
+        return agrees
+
+    async def _try(self, ask: Any, record: WorkerRecord, facts: Facts) -> bool | None:
+        model, size = facts.models[0].name, facts.block_size
+        count = BLOCKS * size + 1  # the last token is always computed
+        if not await self._heard(record) or count > MAX_TOKENS:
+            return None
+        text = f"{uuid4().hex} " + "the canary sings " * count
+        said = await ask("/tokenize", {"model": model, "prompt": text})
+        ids = said.get("tokens") if isinstance(said, dict) else None
+        if not isinstance(ids, list) or len(ids) < count:
+            return None
+        prompt = ids[:count]
+        if (
+            await ask("/v1/completions", {"model": model, "prompt": prompt, "max_tokens": 1})
+            is None
+        ):
+            return None
+        body = json.dumps({"token_ids": prompt}).encode()
+        return await self._seen(record, size, body)
+
+    async def _heard(self, record: WorkerRecord) -> bool:
+        """Waits until its events can be heard; False if that takes too long, or is not known."""
+        with trio.move_on_after(SEEN_S):
+            while (hears := self._choices.hears(record)) is False:  # noqa: ASYNC110 - once at its start
+                await trio.sleep(LOOK_S)
+            return hears is True
+        return False
+
+    async def _seen(self, record: WorkerRecord, block_size: int, body: bytes) -> bool:
+        """Waits until all but the last token are known to be cached there."""
+
+        def look(pool: Pool) -> None:
+            SCANNER.scan(body)
+            pool.look_tokens(SCANNER, 0)
+
+        question = Question(
+            record.model_name,
+            None,
+            block_size,
+            look,
+            reservation_id="",  # nothing is booked
+            allowed=frozenset({record.worker_id}),
+            session=None,
+        )
+        with trio.move_on_after(SEEN_S):
+            while self._choices.least_prefill_tokens(question) > 1:  # noqa: ASYNC110 - as above
+                await trio.sleep(LOOK_S)
+            return True
+        return False
+
+    async def _ask(
+        self, engine: int, authority: bytes, key: bytes, path: str, members: dict[str, Any]
+    ) -> Any:
+        """Returns what an engine answers, None if it does not do so in time and with success."""
+        body = json.dumps(members).encode()
+        head = own_head("POST", path, authority, len(body), key)
+        with trio.move_on_after(ANSWER_S):
+            try:
+                answer = await self._exchanges.ask(engine, head, body, ANSWER_BYTES)
+                return json.loads(answer.held) if answer.status == 200 else None
+            except (ExchangeFailed, ValueError, RecursionError):  # it proves nothing then
+                return None
+        return None

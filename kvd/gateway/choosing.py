@@ -1,0 +1,202 @@
+"""Who serves a request next: of the engines that are well and untried, by Choices.
+
+    crew of its engines (pools) ──> way ──> Question ──> Placement, booked ──> Chosen
+
+What is known of a request while engines are tried is its Attempt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+
+from kvd.errors import KvdError
+from kvd.gateway.asking import Asked
+from kvd.gateway.choices import Choices, Placement, Question
+from kvd.gateway.errors import GatewayError, Reason
+from kvd.gateway.pools import LIMITS, Crew, Place, crew_of, prefill_body
+from kvd.gateway.stats import Decision, GatewayStats, Way
+from kvd.gateway.tokens import BYTES_PER_TOKEN, Later, PromptTokens, Tokens
+from kvd.gateway.upstreams import Served, Upstream, Upstreams
+from kvd.selection.phases import Phase
+from kvd_core.relay.relay import Answer, Ending
+from kvd_core.selector.selector import Pool, Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Who serves a request, and what was expected of that."""
+
+    upstream: Upstream
+    dp_rank: int
+    reservation_id: str
+    decision: Decision
+    matched_tokens: int  # of a prompt whose tokens are known
+    way: Way | None  # None: its model has no prefill engine
+    prefill: Place | None  # who computes the prompt for `upstream`, None: itself
+
+
+@dataclass(slots=True)
+class Attempt:
+    """What is known of a request while engines are tried."""
+
+    asked: Asked
+    served: Served
+    tokens: PromptTokens | None
+    request_id: bytes
+    body: bytes
+    path: bytes
+    tried: set[int] = field(default_factory=set)  # worker ids
+    refused: Answer | None = None  # what the last one that refused has said
+    failed: str | None = None  # why the last one that failed did
+    later: Later | None = None  # the tokens to ask for once the answer has begun
+    prompt: tuple[Prompt, int] | None = None  # as a pool has looked at it, by this block size
+    prefill_body: bytes | None = None  # for a prefill engine of vLLM, once it is needed
+    # What came of a prompt that was to be handed over and was not, the last time.
+    prefill_failure: Answer | Ending | None = None
+    bound: int | None = None  # the only worker that may still be tried; None: any
+
+    def may_try(self, upstream: Upstream) -> bool:
+        worker_id = upstream.worker_id
+        return worker_id not in self.tried and self.bound in (None, worker_id)
+
+
+class Chooser:
+    """Chooses and books engines for requests."""
+
+    def __init__(
+        self,
+        upstreams: Upstreams,
+        choices: Choices,
+        stats: GatewayStats,
+        tokens: Tokens,
+        remote_tokens: int,
+        prefix: str,
+    ) -> None:
+        """Prefill engines compute prompts of which `remote_tokens` are cached by no other.
+
+        Reservations are named by `prefix`, which no other process has.
+        """
+        self._upstreams = upstreams
+        self._choices = choices
+        self._stats = stats
+        self._tokens = tokens
+        self._remote_tokens = remote_tokens
+        self._prefix = prefix
+        self._counter = count(1)
+
+    async def choose(self, attempt: Attempt) -> Chosen | None:
+        """Chooses and books; None if nobody is left. Raises GatewayError."""
+        serving = self._upstreams.serving(attempt.served)
+        crew = crew_of((one for one in serving if attempt.may_try(one)), attempt.path)
+        try:
+            way = self._way(attempt, crew)
+            engines = crew.pairs if way is Way.REMOTE else crew.alone
+            if not engines:
+                if serving and not attempt.tried:
+                    text = "prefill engines and those that take over from them are both needed"
+                    raise GatewayError(Reason.NO_UPSTREAM, f"of {attempt.served.model} {text}")
+                return None
+            phase = Phase.BOTH if way is Way.REMOTE else None
+            question = self._question(attempt, engines, phase)
+            placed = await self._choices.choose(question)
+        except GatewayError:
+            raise
+        except KvdError as error:
+            raise GatewayError(Reason.NO_UPSTREAM, str(error)) from None
+        chosen = self._chosen(attempt, placed, question.reservation_id, way, crew)
+        if chosen is None:
+            self._choices.free(question.reservation_id)
+            raise GatewayError(Reason.NO_UPSTREAM, "the engine that was chosen has just left")
+        return chosen
+
+    def _way(self, attempt: Attempt, crew: Crew) -> Way | None:
+        """Says who computes a prompt; None: its model has no prefill engine."""
+        if attempt.path not in LIMITS or not self._upstreams.prefills(attempt.served):
+            return None
+        if not crew.pairs or (attempt.prefill_failure is not None and crew.alone):
+            return Way.FALLBACK
+        if not crew.alone:
+            return Way.REMOTE
+        question = self._question(attempt, crew.alone, None)
+        if self._choices.least_prefill_tokens(question) < self._remote_tokens:
+            return Way.SHORT
+        if attempt.prefill_body is None:
+            attempt.prefill_body = prefill_body(attempt.path, attempt.body)
+        return Way.UNSUITED if attempt.prefill_body is None else Way.REMOTE
+
+    def _question(
+        self, attempt: Attempt, engines: Sequence[Upstream], phase: Phase | None
+    ) -> Question:
+        facts, asked = engines[0].facts, attempt.asked
+        assert facts is not None
+        return Question(
+            attempt.served.model,
+            attempt.served.adapter,
+            facts.block_size,
+            partial(self._look, attempt, engines),
+            f"{self._prefix}-{next(self._counter)}",
+            frozenset(one.worker_id for one in engines),
+            asked.session if attempt.tokens is None else None,
+            asked.priority,
+            asked.expected_output_tokens,
+            phase,
+        )
+
+    def _look(self, attempt: Attempt, engines: Sequence[Upstream], pool: Pool) -> None:
+        """Puts the prompt before a pool, and has it remembered, the first time."""
+        if attempt.prompt is not None and attempt.prompt[1] == pool.block_size:
+            return pool.look_again(attempt.prompt[0])
+        tokens, asked, served = attempt.tokens, attempt.asked, attempt.served
+        if tokens is None:
+            pool.look(b"", b"", max(1, len(attempt.body) // BYTES_PER_TOKEN))
+        else:
+            tokens.look(pool, served.adapter, asked.salt)
+            if not attempt.tried:
+                attempt.later = self._tokens.note(
+                    asked, served, attempt.body, tokens, pool, engines
+                )
+        attempt.prompt = pool.hold(), pool.block_size
+
+    def _chosen(
+        self,
+        attempt: Attempt,
+        placed: Placement,
+        reservation_id: str,
+        way: Way | None,
+        crew: Crew,
+    ) -> Chosen | None:
+        """Returns who is placed; None if that has gone or cannot serve it alone."""
+        tokens = attempt.tokens
+        computes = placed.prefill or placed
+        # Engines may have come and gone while the request was queued.
+        upstream = self._upstreams.each.get(placed.worker_id)
+        computing = self._upstreams.each.get(computes.worker_id)
+        if upstream is None or computing is None:
+            return None
+        if way is Way.REMOTE and placed.prefill is None:
+            if upstream not in crew.alone:
+                return None
+            way = Way.FALLBACK
+        decision = _decision(computing, tokens, placed)
+        self._stats.decisions[decision] += 1
+        return Chosen(
+            upstream,
+            placed.dp_rank,
+            reservation_id,
+            decision,
+            0 if tokens is None else tokens.count - computes.prefill_tokens,
+            way,
+            None if placed.prefill is None else Place(computing, computes.dp_rank),
+        )
+
+
+def _decision(upstream: Upstream, tokens: PromptTokens | None, placed: Placement) -> Decision:
+    assert upstream.facts is not None
+    if placed.by_load:
+        return Decision.FALLBACK
+    if tokens is None:
+        return Decision.LOAD
+    return Decision.OVERLAP if upstream.facts.events else Decision.PREDICTED

@@ -1,0 +1,96 @@
+"""Names whose addresses are engines, such as a headless service's: `dns:vllm:8000`.
+
+looked up ──> addresses ──> each is an upstream at http://ADDRESS:PORT, wanted by the name
+   ^              └── gone from the answer: not wanted by the name any more
+   └── every `look_again_s`; a lookup that fails changes nothing
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, Protocol
+
+import trio
+
+from kvd.errors import KvdError
+from kvd.net.dialing import Dialer, Unreachable
+from kvd.telemetry.logs import get_logger
+from kvd.wire.endpoints import tcp_endpoint
+from kvd.wire.urls import DnsName, parse_dns
+
+MAX_ADDRESSES = 1024  # of a name that are followed, the lowest ones
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """An engine, or a name that leads to some, as an operator says it."""
+
+    url: str  # http://HOST:PORT, or dns:NAME:PORT
+    prefills: bool = False  # it computes prompts for others
+
+    @property
+    def name(self) -> DnsName | None:
+        """The name to be followed, None for one engine's URL."""
+        return parse_dns(self.url)
+
+
+class Wanting(Protocol):
+    """Who follows single engines."""
+
+    def want(self, wanted: Wanted, owner: str) -> Any: ...
+    def unwant(self, wanted: Wanted, owner: str) -> None: ...
+
+
+@dataclass(eq=False, slots=True)
+class FollowedName:
+    """One name and the engines it leads to now."""
+
+    wanted: Wanted
+    urls: set[str] = field(default_factory=set)
+    problem: str | None = None  # why its last lookup brought nothing new, for operators
+    owners: set[str] = field(default_factory=set)  # who wants it
+    following: trio.CancelScope = field(default_factory=trio.CancelScope)
+    met: trio.Event = field(default_factory=trio.Event)  # it has been looked up once
+
+    async def run(self, upstreams: Wanting, dialer: Dialer) -> None:
+        """Keeps the engines those of the name, until nobody wants them any more."""
+        with self.following:
+            await self._keep(upstreams, dialer)
+
+    async def _keep(self, upstreams: Wanting, dialer: Dialer) -> NoReturn:
+        name = self.wanted.name
+        assert name is not None
+        while True:
+            try:
+                found = await dialer.addresses(name.host)
+            except Unreachable as error:  # a name may be gone while its service is made anew
+                self._note(str(error))
+            else:
+                # Engines bind to IPv4 unless told otherwise; an engine counts once.
+                chosen = [each for each in found if ":" not in each] or found
+                chosen = sorted(set(chosen))[:MAX_ADDRESSES]
+                urls = {tcp_endpoint(each, name.port).replace("tcp:", "http:") for each in chosen}
+                self._note(self._change(urls, upstreams))
+            self.met.set()
+            await trio.sleep(dialer.look_again_s)
+
+    def _change(self, urls: set[str], upstreams: Wanting) -> str | None:
+        """Has these be the engines; returns why one of them cannot be."""
+        problem = None
+        for url in sorted(self.urls - urls):
+            upstreams.unwant(Wanted(url, self.wanted.prefills), self.wanted.url)
+            self.urls.discard(url)
+        for url in sorted(urls - self.urls):
+            try:
+                upstreams.want(Wanted(url, self.wanted.prefills), self.wanted.url)
+                self.urls.add(url)
+            except KvdError as error:
+                problem = str(error)
+        return problem
+
+    def _note(self, problem: str | None) -> None:
+        if problem is not None and problem != self.problem:
+            log.warning("upstream_name_unusable", name=self.wanted.url, reason=problem)
+        self.problem = problem

@@ -1,0 +1,355 @@
+"""Two engines for one request: one computes the prompt, the other takes that over and answers.
+
+    vLLM     request, one token ──> prefill ── kv_transfer_params
+                                                       v
+             request with these ──────────────────> decode ──> the answer
+
+    SGLang   request, where they meet ──┬──> prefill ──> an answer that nobody needs
+                                        └──> decode ──> the answer
+
+    way        when
+    remote     a prefill engine and one that takes over from it are well
+    short      what no other engine caches of the prompt is sooner computed than handed over
+    unsuited   the answer needs what only the computing engine knows, or would be computed twice
+    fallback   no prefill engine could be used, or the one that was chosen has failed
+
+The last three are served by one engine that computes its prompts itself, as every vLLM engine can.
+One of SGLang's that runs for decoding cannot: where there is no other, each request is handed over,
+and one whose prefill fails meets another prefill engine.
+
+Who prefills is chosen by cached tokens and the tokens being prefilled, who decodes by the blocks in
+use (kvd.selection.phases), in one step; both are booked.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from random import SystemRandom
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import trio
+
+from kvd.gateway.asking import FLEET_MEMBERS, Asked
+from kvd.gateway.errors import GatewayError, Reason
+from kvd.gateway.exchanges import Exchange, Exchanges
+from kvd.gateway.probing import Kind
+from kvd.gateway.upstreams import Upstream
+from kvd.http.relayed import RelayedRequest
+from kvd.selection.worker_record import Role
+from kvd.telemetry.logs import get_logger
+from kvd.wire.hosts import literal
+from kvd_core.json.scan import BodyScanner
+from kvd_core.relay.relay import Answer, Ending, Outcome
+
+# Prompts of fewer tokens, beside what is cached, are computed where they are answered.
+DEFAULT_REMOTE_TOKENS = 2048
+# Of a prefill engine's answer: block numbers of a million tokens, several times.
+HANDED_BYTES = 16 * 1024 * 1024
+# Time for the end of one engine of SGLang when the other one has failed or is done, seconds.
+LOST_S = 1.0
+
+# By path that generates: the members that bound the length of an answer; the first is always sent.
+LIMITS = {
+    b"/v1/chat/completions": ("max_tokens", "max_completion_tokens"),
+    b"/v1/completions": ("max_tokens",),
+    b"/v1/messages": ("max_tokens",),
+    b"/v1/responses": ("max_output_tokens",),
+}
+# What a prefill engine of vLLM is not sent: its answer is one token that nobody reads.
+NOT_FOR_PREFILL = (
+    "stream_options",
+    "min_tokens",
+    "min_completion_tokens",
+    "logprobs",
+    "top_logprobs",
+    "return_token_ids",
+    "store",
+    "n",
+)
+# With these only the engine that has computed the prompt can answer, or one that has kept a state.
+UNSUITED = ("echo", "prompt_logprobs", "use_beam_search", "previous_response_id", "background")
+HAND_OVER = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+PARAMS = "kv_transfer_params"
+SCANNER = BodyScanner({}, (), (PARAMS,))
+# Rooms are whole numbers below 2^63; of a request with n answers each has one, from this one on.
+ROOM_BITS = 62
+RANDOM = SystemRandom()  # other gateways have rooms with the same engines
+
+log = get_logger(__name__)
+
+
+class Place(NamedTuple):
+    """A rank of an engine."""
+
+    upstream: Upstream
+    dp_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Crew:
+    """The engines that may serve a request now, by what of it they can."""
+
+    prefills: Sequence[Upstream]
+    takers: Sequence[Upstream]  # that take over from these
+    alone: Sequence[Upstream]  # that serve all of it
+
+    @property
+    def pairs(self) -> Sequence[Upstream]:
+        """All that can serve it by two, none if there is no such two."""
+        return [*self.prefills, *self.takers] if self.prefills and self.takers else []
+
+
+def crew_of(engines: Iterable[Upstream], path: bytes) -> Crew:
+    """Sorts engines by what they can do of a request to `path`."""
+    prefills: list[Upstream] = []
+    others: list[Upstream] = []
+    for each in engines:
+        (prefills if each.role is Role.PREFILL else others).append(each)
+    if path not in LIMITS:
+        return Crew((), (), others)
+    alone = [each for each in others if not _only_decodes(each)]
+    if not prefills:
+        return Crew((), (), alone)
+    # All prefill engines of a model are of one kind (Upstreams).
+    kinds = {_kind(each) for each in prefills}
+    takers = [each for each in others if _kind(each) in kinds and _takes_over(each)]
+    return Crew(prefills, takers, alone)
+
+
+def _kind(upstream: Upstream) -> Kind:
+    assert upstream.facts is not None
+    return upstream.facts.kind
+
+
+def _takes_over(upstream: Upstream) -> bool:
+    return _kind(upstream) is Kind.VLLM or _only_decodes(upstream)
+
+
+def _only_decodes(upstream: Upstream) -> bool:
+    """Says whether an engine refuses a prompt that nobody hands over to it."""
+    return _kind(upstream) is Kind.SGLANG and upstream.role is Role.DECODE
+
+
+def prefill_body(path: bytes, body: bytes) -> bytes | None:
+    """Returns what a prefill engine of vLLM is sent for a request; None: it is unsuited.
+
+    Its members are those of the request, but for one token in one piece.
+    """
+    try:
+        members: dict[str, Any] = json.loads(body)
+    except (ValueError, RecursionError):  # what the engine makes of it is its own to say
+        return None
+    prompt = members.get("prompt")
+    several = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
+    asked = [members.get(name) for name in UNSUITED]
+    unsuited = any(value is not None and value is not False for value in asked)
+    if several or unsuited or members.get("n") not in (None, 1):
+        return None
+    for name in NOT_FOR_PREFILL:
+        members.pop(name, None)
+    always, *others = LIMITS[path]
+    members[always] = 1
+    members.update(dict.fromkeys((name for name in others if name in members), 1))
+    members["stream"] = False
+    members[PARAMS] = HAND_OVER
+    return json.dumps(members, separators=(",", ":")).encode()
+
+
+def handed_over(answer: Answer) -> bytes | None:
+    """Returns what a prefill engine says for the one that takes over, None if it keeps nothing.
+
+    It stays the JSON that it is: only the engines know what it means.
+    """
+    if answer.status != 200 or not answer.whole:
+        return None
+    try:
+        params = SCANNER.scan(answer.held).get(PARAMS)
+    except (TypeError, ValueError):
+        return None
+    return params if isinstance(params, bytes) and params.startswith(b"{") else None
+
+
+def judge_host(params: bytes, prefill: Upstream, decode: Upstream) -> None:
+    """Warns, once, of a prefill engine that names a host which only its own machine reaches.
+
+    Another engine computes the prompt once more then, or fails, and nothing else shows why.
+    """
+    if prefill.host_judged or prefill.address == decode.address:
+        return
+    prefill.host_judged = True
+    try:
+        host = str(json.loads(params).get("remote_host"))
+        address = literal(host)
+    except (ValueError, RecursionError):  # who takes over by it says what is wrong
+        return
+    if host == "localhost" or (address is not None and address.is_loopback):
+        log.warning("prefill_unreachable", url=prefill.url, host=host)
+
+
+def taking_over(asked: Asked, body: bytes, params: bytes) -> bytes:
+    """Returns a request for the engine that takes over by these parameters."""
+    return _with(asked, body, b'"%b":%b' % (PARAMS.encode(), params))
+
+
+def meeting(asked: Asked, body: bytes, place: Place) -> bytes:
+    """Returns a request for both engines of SGLang, which says where they meet.
+
+    Raises GatewayError where its prompts cannot be counted.
+    """
+    facts = place.upstream.facts
+    assert facts is not None
+    host, port = place.upstream.target.host, facts.bootstrap_port
+    count = _prompts(asked)
+    members: dict[str, object]
+    if count is None:
+        members = {"host": host, "port": port, "room": _room(place)}
+    else:
+        members = {
+            "host": [host] * count,
+            "port": [port] * count,
+            "room": [_room(place) for _ in range(count)],
+        }
+    named = {f"bootstrap_{name}": value for name, value in members.items()}
+    return _with(asked, body, json.dumps(named, separators=(",", ":"))[1:-1].encode())
+
+
+def _room(place: Place) -> int:
+    """Returns a room that no other request has: its rest by the ranks is the rank that prefills."""
+    ranks = place.upstream.facts.ranks if place.upstream.facts is not None else range(1)
+    turn = RANDOM.getrandbits(ROOM_BITS) // len(ranks)
+    return turn * len(ranks) + place.dp_rank - ranks.start
+
+
+def _prompts(asked: Asked) -> int | None:
+    """Returns how many prompts a list of them has, None for a single one."""
+    prompt = asked.spans.get("prompt", b"")
+    if not prompt.startswith(b"[") or prompt[1:].lstrip()[:1] not in (b"[", b'"'):
+        return None
+    return len(_parsed(prompt))
+
+
+def _parsed(body: bytes) -> Any:
+    """Returns what a body or a member of it says; raises GatewayError for what none can mean."""
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise GatewayError(Reason.INVALID_JSON, f"the body is not valid: {error}") from None
+
+
+def _with(asked: Asked, body: bytes, more: bytes) -> bytes:
+    """Returns a request with more members, its own as they stand but for those that are ours."""
+    if not asked.spans.keys().isdisjoint(FLEET_MEMBERS):  # null, or it would have been refused
+        members = _parsed(body)
+        kept = {name: value for name, value in members.items() if name not in FLEET_MEMBERS}
+        body = json.dumps(kept, separators=(",", ":")).encode()
+    inside = body[: body.rindex(b"}")].rstrip()
+    return b"%b%b%b}" % (inside, b"" if inside.endswith(b"{") else b",", more)
+
+
+async def compute(
+    exchanges: Exchanges, request: RelayedRequest, place: Place, request_id: bytes, body: bytes
+) -> Answer | Ending:
+    """Has a prefill engine of vLLM compute a prompt; returns what it says, or why it does not.
+
+    A client that leaves meanwhile ends it.
+    """
+    upstream = place.upstream
+    assert upstream.engine is not None
+    head = upstream.head(request, request_id, len(body), place.dp_rank)
+    async with request.lent() as client_fd:
+        with exchanges.begin(upstream.engine, head, body, HANDED_BYTES, client_fd) as exchange:
+            return await exchange.begins() or exchange.ending()
+
+
+class Beside:
+    """A prefill engine of SGLang at work while another one waits to take over.
+
+    Its request is sent where its context begins, and given up where that ends.
+    """
+
+    def __init__(
+        self,
+        exchanges: Exchanges,
+        request: RelayedRequest,
+        place: Place,
+        request_id: bytes,
+        body: bytes,
+        fault: Callable[[Answer], int | None],
+    ) -> None:
+        """`fault` tells the status with which an engine has failed, None if it has not."""
+        engine = place.upstream.engine
+        assert engine is not None
+        head = place.upstream.head(request, request_id, len(body), None)  # its room says its rank
+        self._begin = partial(exchanges.begin, engine, head, body, HANDED_BYTES)
+        self._fault = fault
+        self._said: Answer | Ending | None = None  # None: it is at work
+        self.failure: Answer | Ending | None = None  # why the other one has nothing to take over
+
+    def __enter__(self) -> Beside:
+        self._exchange = self._begin()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._exchange.__exit__(kind, error, traceback)
+
+    async def begins(self, other: Exchange) -> Answer | None:
+        """Waits for how the other engine's answer begins.
+
+        Returns None if that has ended without one, or if there is nothing for it to take over. An
+        engine that has lost the other one answers with 500: then it is the other one's end that
+        counts, which comes as soon. So does an answer to a prompt that was handed over before its
+        engine broke off.
+        """
+        answer, begun = None, False
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._look, nursery.cancel_scope)
+            answer = await other.begins()
+            begun = True
+            nursery.cancel_scope.cancel()
+        if not begun and self._may_have_handed_over():
+            with trio.move_on_after(LOST_S):
+                answer = await other.begins()
+                begun = True
+        elif answer is not None and self._fault(answer) == 500:
+            await self._wait(LOST_S)
+            begun = not isinstance(self._said, Ending)
+        if begun:
+            return answer
+        self.failure = self._said
+        return None
+
+    def _may_have_handed_over(self) -> bool:
+        if isinstance(self._said, Answer):
+            return self._fault(self._said) == 500
+        return self._said is not None and self._said.outcome is Outcome.BROKEN
+
+    async def ends(self) -> None:
+        """Waits a little for the end of its answer, so that its connection is kept."""
+        await self._wait(LOST_S)
+
+    async def _wait(self, seconds: float) -> None:
+        with trio.move_on_after(seconds) as scope:
+            await self._look(scope)
+
+    async def _look(self, scope: trio.CancelScope) -> None:
+        """Waits for all of its answer, and ends the scope if that is a failure."""
+        if self._said is None:
+            self._said = await self._exchange.begins() or self._exchange.ending()
+        if isinstance(self._said, Ending) or self._fault(self._said) is not None:
+            scope.cancel()

@@ -1,0 +1,525 @@
+"""Choices of kvds elsewhere: asked one after the other, and told which engines there are.
+
+    choose ──> the first kvd that is up ──> booked there
+                  │ gone, or late
+                  v
+               the next one ──> ... ──> none is left: by the load that this process knows of
+
+    DOWN ── reached, told all engines ──> UP ── a question fails ──> DOWN, reached again at once
+
+A kvd that was restarted knows no engine: it is told them again when it refuses for want of them, or
+when the next look at its catalog shows it. What happens to a booking is told in order, by requests
+that nobody waits for; a kvd that misses some ends the booking when it is too old.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import trio
+
+from kvd.errors import Unavailable
+from kvd.gateway.choices import Placement, Question, placement
+from kvd.gateway.exchanges import ExchangeFailed, Exchanges
+from kvd.gateway.heads import own_head
+from kvd.gateway.steps import Steps, StepsFailed
+from kvd.http.untasked import in_task
+from kvd.net.dialing import Dialer, Unreachable
+from kvd.selection.phases import PREFILL_SUFFIX, Phase, serves
+from kvd.selection.worker_record import Lifecycle, WorkerRecord
+from kvd.telemetry.logs import get_logger
+from kvd.telemetry.metrics import Family, by_label, counter, gauge
+from kvd.wire.urls import parse_kvd
+from kvd_core.ledger.ledger import Ledger
+from kvd_core.relay.relay import Answer
+from kvd_core.selector.selector import Pool, Prompt
+
+DEFAULT_DEADLINE_S = 1.0  # for the answer to a question, on its way and in kvd's queue
+CHECK_S = 5.0  # pause between two looks at a kvd's catalog
+# Pause before the second try to reach a kvd that is down; each next one is twice as long, up to a
+# second: it is asked for its catalog alone, and meanwhile requests go by load.
+RETRY_S = 0.1
+MAX_RETRY_S = 1.0
+TELL_S = 10.0  # time for a look at the catalog and for telling what is missing there
+ANSWER_BYTES = 64 * 1024  # of an answer about one request
+CATALOG_BYTES = 64 * 1024 * 1024  # of an answer about workers, 600 bytes each and 200 a rank
+U32_MAX = 2**32 - 1
+NOT_YET = "it has not been reached yet"
+
+# What came of questions: those that no kvd has answered are decided by load.
+OUTCOMES = ("answered", "refused", "failed", "late", "by_load")
+
+_dumps = json.JSONEncoder(separators=(",", ":")).encode
+
+log = get_logger(__name__)
+
+
+class Failed(Exception):
+    """A kvd has not answered, or not as a kvd does."""
+
+
+class Refused(Failed):
+    """A kvd does not take this question; others it may."""
+
+
+class Booking(NamedTuple):
+    """Where a request is booked."""
+
+    kvd: Kvd | None  # None: in this process alone
+    booked_as: str  # its id there
+    rank: tuple[int, int]  # worker id, dp rank
+
+
+@dataclass(eq=False, slots=True)
+class Kvd:
+    """One kvd."""
+
+    url: str
+    host: str  # a Unix socket's path begins with a slash
+    port: int
+    authority: bytes
+    engine: int | None = None  # its number in the relay, once its address is known
+    address: str | None = None
+    problem: str | None = NOT_YET  # why it is not asked; None: it is
+    told: dict[int, WorkerRecord] = field(default_factory=dict)  # by this process, by worker id
+    reasons: dict[int, list[str]] = field(default_factory=dict)  # why it cannot choose a worker
+    shared: set[str] = field(default_factory=set)  # models of which it has workers of others
+    changing: trio.Lock = field(default_factory=trio.Lock)
+    looked_at: float = -1.0  # when the last look at its catalog began, and
+    changed_at: float = (
+        -1.0
+    )  # when the last one ended that found it to lack something; trio's clock
+    failed: trio.Event = field(default_factory=trio.Event)  # it is to be looked at now
+    met: trio.Event = field(default_factory=trio.Event)  # it has been asked once
+    up: trio.Event = field(default_factory=trio.Event)
+
+    def note_failed(self, why: str) -> None:
+        """Takes it out until it is reached, which is tried at once."""
+        if self.problem != why:
+            log.warning("kvd_lost", url=self.url, reason=why)
+        if self.problem is None:
+            self.up = trio.Event()
+            self.failed.set()
+        self.problem = why
+
+    def note_reached(self, workers: int) -> None:
+        if self.problem is not None:
+            log.info("kvd_reached", url=self.url, workers=workers)
+            self.problem = None
+            self.up.set()
+
+
+class RemoteChoices:
+    """Choices of the first of some kvds that answers."""
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        exchanges: Exchanges,
+        dialer: Dialer,
+        deadline_s: float = DEFAULT_DEADLINE_S,
+        token: bytes = b"",
+    ) -> None:
+        """A kvd that does not answer within `deadline_s` is left for the next one."""
+        self._kvds = [_kvd(url) for url in urls]
+        self._steps = {kvd: Steps(partial(_connect, kvd), deadline_s) for kvd in self._kvds}
+        self._exchanges = exchanges
+        self._dialer = dialer
+        self._deadline_s = deadline_s
+        self._token = token
+        self._records: dict[int, WorkerRecord] = {}
+        self._of_model: dict[str, frozenset[int]] = {}
+        self._pools: dict[int, Pool] = {}  # by block size; without ranks: they hash
+        self._bookings: dict[str, Booking] = {}
+        self._loads: Counter[tuple[int, int]] = Counter()  # bookings of this process, by rank
+        self._turn = 0
+        self._asked = 0
+        self.questions = Counter(dict.fromkeys(OUTCOMES, 0))
+
+    async def run(self) -> None:
+        async with trio.open_nursery() as nursery:
+            for kvd in self._kvds:
+                nursery.start_soon(self._look_after, kvd)
+                nursery.start_soon(self._send_steps, kvd)
+
+    async def met(self) -> None:
+        for kvd in self._kvds:
+            await kvd.met.wait()
+
+    # ---- engines
+
+    async def register(self, record: WorkerRecord) -> list[str]:
+        self._records[record.worker_id] = record
+        self._sort()
+        await self._tell_all()
+        up = (kvd for kvd in self._kvds if kvd.problem is None)
+        return next((kvd.reasons.get(record.worker_id, []) for kvd in up), [])
+
+    async def deregister(self, worker_id: int) -> None:
+        if self._records.pop(worker_id, None) is None:
+            return
+        self._sort()
+        await self._tell_all()
+
+    async def _tell_all(self) -> None:
+        """Has the kvds that are up know the engines now, and the others when they are reached."""
+        for kvd in self._kvds:
+            if kvd.problem is None:
+                await self._try_tell(kvd, trio.current_time())
+            else:
+                kvd.failed.set()  # it may just be told what there was before
+
+    def _sort(self) -> None:
+        found: dict[str, set[int]] = {}
+        for worker_id, record in self._records.items():
+            found.setdefault(record.model_name, set()).add(worker_id)
+        self._of_model = {model: frozenset(ids) for model, ids in found.items()}
+
+    async def _look_after(self, kvd: Kvd) -> None:
+        retry_s = RETRY_S
+        while True:
+            kvd.failed = trio.Event()
+            await self._try_tell(kvd, trio.current_time())
+            kvd.met.set()
+            is_up = kvd.problem is None
+            retry_s = RETRY_S if is_up else min(2 * retry_s, MAX_RETRY_S)
+            with trio.move_on_after(CHECK_S if is_up else retry_s):
+                await kvd.failed.wait()
+
+    async def _try_tell(self, kvd: Kvd, since: float) -> bool:
+        """Has a kvd know the engines, if no look at it has begun after `since`.
+
+        Says whether it has been told of one after that.
+        """
+        async with kvd.changing:
+            if kvd.looked_at <= since:
+                try:
+                    with trio.fail_after(TELL_S):
+                        await self._tell(kvd)
+                except (Failed, Unreachable, trio.TooSlowError) as error:
+                    kvd.note_failed(str(error) or "its catalog does not answer")
+            return kvd.changed_at > since
+
+    async def _tell(self, kvd: Kvd) -> None:
+        await self._resolve(kvd)
+        began = trio.current_time()
+        rows = {row["worker_id"]: row for row in await self._catalog(kvd)}
+        lacked = False
+        for worker_id in kvd.told.keys() - self._records.keys():
+            del kvd.told[worker_id]
+            kvd.reasons.pop(worker_id, None)
+            if worker_id in rows:
+                await self._change(kvd, "DELETE", f"/workers/{worker_id}")
+        for worker_id, record in list(self._records.items()):
+            row, said = rows.get(worker_id, {}), described(record)
+            if row and kvd.told.get(worker_id) != record and not says(row, said):
+                await self._change(kvd, "DELETE", f"/workers/{worker_id}")
+                row = {}
+            if not row:
+                row = await self._change(kvd, "POST", "/workers", _dumps(said).encode())
+                lacked = True
+            kvd.told[worker_id] = record
+            is_complete = row.get("lifecycle") != Lifecycle.INCOMPLETE
+            kvd.reasons[worker_id] = [] if is_complete else row["not_schedulable_reasons"]
+        kvd.looked_at = began
+        if lacked:
+            kvd.changed_at = trio.current_time()
+        kvd.note_reached(len(self._records))
+
+    async def _catalog(self, kvd: Kvd) -> list[dict[str, Any]]:
+        return _rows(await self._request(kvd, "GET", "/workers", limit=CATALOG_BYTES))
+
+    async def _change(self, kvd: Kvd, method: str, path: str, body: bytes = b"") -> dict[str, Any]:
+        """Changes a kvd's catalog; returns the worker, with reasons if it cannot be chosen."""
+        answer = await self._request(kvd, method, path, body, CATALOG_BYTES)
+        if answer.status in (400, 409, 422):
+            reasons = [_refusal(answer)]
+            return {"lifecycle": Lifecycle.INCOMPLETE, "not_schedulable_reasons": reasons}
+        if answer.status == 404 and method == "DELETE":  # another gateway was faster
+            return {}
+        return _rows(answer)[0]
+
+    async def _resolve(self, kvd: Kvd) -> None:
+        if kvd.host.startswith("/"):
+            address = kvd.host
+        else:
+            address, *_ = await self._dialer.addresses(kvd.host)
+        relay = self._exchanges.relay
+        if kvd.engine is None:
+            kvd.engine = relay.add_engine(address, kvd.port)
+        elif address != kvd.address:
+            relay.move_engine(kvd.engine, address, kvd.port)
+        kvd.address = address
+
+    # ---- requests
+
+    async def choose(self, question: Question) -> Placement:
+        await in_task()
+        prompt = self._looked(question)
+        for kvd in self._kvds:
+            if kvd.problem is not None:
+                continue
+            try:
+                with trio.fail_after(self._deadline_s):
+                    placed, booked_as = await self._ask(kvd, question, prompt)
+            except Refused as error:
+                self.questions["failed"] += 1
+                log.warning("question_refused", url=kvd.url, reason=error)
+                continue
+            except (Failed, trio.TooSlowError) as error:
+                self.questions["failed" if str(error) else "late"] += 1
+                kvd.note_failed(str(error) or "it has not answered in time")
+                continue
+            except Unavailable:
+                self.questions["refused"] += 1
+                raise
+            self.questions["answered"] += 1
+            return self._note_booked(question, placed, kvd, booked_as)
+        self.questions["by_load"] += 1
+        return self._note_booked(question, self._by_load(question, prompt))
+
+    def hears(self, record: WorkerRecord) -> bool | None:
+        return None
+
+    def least_prefill_tokens(self, question: Question) -> int:
+        return self._looked(question).isl_tokens
+
+    def _looked(self, question: Question) -> Prompt:
+        pool = self._pools.get(question.block_size)
+        if pool is None:
+            pool = self._pools[question.block_size] = Pool(None, Ledger(), question.block_size)
+        question.look(pool)
+        return pool.hold()
+
+    async def _ask(self, kvd: Kvd, question: Question, prompt: Prompt) -> tuple[Placement, str]:
+        """Asks one kvd; returns also the id that the request is booked under there.
+
+        Raises Failed, or Unavailable where it says that nobody is free.
+        """
+        while True:
+            alone = question.allowed == self._of_model.get(question.model)
+            unlimited = alone and question.model not in kvd.shared
+            self._asked += 1  # each time another id: what ends one booking must not end the next
+            booked_as = f"{question.reservation_id}.{self._asked}"
+            body = body_of(question, booked_as, prompt, None if unlimited else question.allowed)
+            since = trio.current_time()
+            is_booked = True  # as far as is known
+            try:
+                answer = await self._request(kvd, "POST", "/select_and_reserve", body)
+                is_booked = answer.status == 200
+                if answer.status == 503:
+                    if await self._try_tell(kvd, since):  # it was restarted meanwhile
+                        continue
+                    raise Unavailable(_refusal(answer))
+                placed = _placement(answer)
+                named = {placed.worker_id, (placed.prefill or placed).worker_id}
+                if named <= question.allowed:
+                    is_booked = False  # its end is not for here
+                    return placed, booked_as
+            finally:
+                if is_booked:
+                    self._put(kvd, booked_as, "DELETE")
+            if not unlimited:
+                raise Failed("it has chosen an engine that it was told not to choose")
+            kvd.shared.add(question.model)
+
+    def _by_load(self, question: Question, prompt: Prompt) -> Placement:
+        """Returns the rank with the fewest requests of this process; of equal ones the next.
+
+        Who prefills for it is the next one of those that do.
+        """
+        self._turn += 1
+        phase = question.phase
+        if phase is Phase.BOTH:
+            decode = self._least_loaded(question.allowed, Phase.DECODE, 0)
+            prefill = self._least_loaded(question.allowed, Phase.PREFILL, prompt.isl_tokens)
+            return decode._replace(prefill=prefill)
+        return self._least_loaded(question.allowed, phase, prompt.isl_tokens)
+
+    def _least_loaded(
+        self, allowed: frozenset[int], phase: Phase | None, prefill_tokens: int
+    ) -> Placement:
+        ranks = [
+            (worker_id, dp_rank)
+            for worker_id in sorted(allowed & self._records.keys())
+            if serves(self._records[worker_id].role, phase)
+            for dp_rank in self._records[worker_id].ranks
+        ]
+        if not ranks:
+            raise Unavailable("no engine is left to choose from")
+
+        def order(at: int) -> tuple[int, int]:
+            return self._loads[ranks[at]], (at - self._turn) % len(ranks)
+
+        worker_id, dp_rank = ranks[min(range(len(ranks)), key=order)]
+        return Placement(worker_id, dp_rank, prefill_tokens, by_load=True)
+
+    def _note_booked(
+        self, question: Question, placed: Placement, kvd: Kvd | None = None, booked_as: str = ""
+    ) -> Placement:
+        rank = placed.worker_id, placed.dp_rank
+        self._loads[rank] += 1
+        self._bookings[question.reservation_id] = Booking(kvd, booked_as, rank)
+        return placed
+
+    # ---- steps of bookings
+
+    def note_prefilled(self, reservation_id: str) -> None:
+        self._put_step(reservation_id, "POST", "/prefill_complete")
+
+    def note_cached(
+        self, reservation_id: str, prompt: int, expected: int, cached: int, *, prefill: bool = False
+    ) -> None:
+        # The length may be a guess, and the engine knows better.
+        said = {"prompt_tokens": max(prompt, cached), "cached_tokens": cached}
+        path = PREFILL_SUFFIX + "/report" if prefill else "/report"
+        self._put_step(reservation_id, "POST", path, _dumps(said).encode())
+
+    def free(self, reservation_id: str) -> None:
+        self._put_step(reservation_id, "DELETE")
+        booking = self._bookings.pop(reservation_id, None)
+        if booking is not None:
+            self._loads[booking.rank] -= 1
+            if not self._loads[booking.rank]:
+                del self._loads[booking.rank]
+
+    def _put_step(
+        self, reservation_id: str, method: str, step: str = "", body: bytes = b""
+    ) -> None:
+        booking = self._bookings.get(reservation_id)
+        if booking is not None and booking.kvd is not None:
+            self._put(booking.kvd, booking.booked_as, method, step, body)
+
+    def _put(
+        self, kvd: Kvd, booked_as: str, method: str, step: str = "", body: bytes = b""
+    ) -> None:
+        path = f"/reservations/{booked_as}{step}"
+        head = own_head(method, path, kvd.authority, len(body), self._token)
+        self._steps[kvd].put(head + body)
+
+    async def _send_steps(self, kvd: Kvd) -> None:
+        with closing(self._steps[kvd]) as steps:
+            while True:
+                await kvd.up.wait()
+                try:
+                    await steps.send()
+                except StepsFailed as error:
+                    kvd.note_failed(str(error))
+
+    async def _request(
+        self, kvd: Kvd, method: str, path: str, body: bytes = b"", limit: int = ANSWER_BYTES
+    ) -> Answer:
+        """Returns a kvd's answer; raises Failed for none, and for those of a kvd that is ill."""
+        assert kvd.engine is not None
+        head = own_head(method, path, kvd.authority, len(body), self._token)
+        try:
+            answer = await self._exchanges.ask(kvd.engine, head, body, limit)
+        except ExchangeFailed as error:
+            raise Failed(str(error)) from None
+        if answer.status in (401, 403) or (answer.status >= 500 and answer.status != 503):
+            raise Failed(f"it answers {answer.status}: {_refusal(answer)}")
+        return answer
+
+    # ---- what operators see
+
+    def shown(self) -> list[dict[str, object]] | None:
+        return [
+            {"url": kvd.url, "up": kvd.problem is None, "problem": kvd.problem}
+            for kvd in self._kvds
+        ]
+
+    def families(self) -> Iterator[Family]:
+        help = "Number of questions to a kvd elsewhere who serves a prompt, by outcome"
+        yield by_label("kvd_gateway_questions_total", "counter", help, "outcome", self.questions)
+        up = sum(kvd.problem is None for kvd in self._kvds)
+        standings = {"up": up, "down": len(self._kvds) - up}
+        help = "Number of kvds elsewhere, by standing"
+        yield by_label("kvd_gateway_kvds", "gauge", help, "standing", standings)
+        steps = self._steps.values()
+        help = "Number of steps of bookings that wait to be told to a kvd elsewhere"
+        yield gauge("kvd_gateway_waiting_steps", help, sum(map(len, steps)))
+        help = "Number of steps of bookings dropped because too many waited"
+        dropped = sum(each.dropped for each in steps)
+        yield counter("kvd_gateway_dropped_steps_total", help, dropped)
+
+
+def body_of(
+    question: Question, booked_as: str, prompt: Prompt, allowed: frozenset[int] | None
+) -> bytes:
+    """Returns the body of a question; `allowed` None leaves the choice to all workers."""
+    members: dict[str, object] = {"model_name": question.model, "reservation_id": booked_as}
+    if question.adapter is not None:
+        members["lora_name"] = question.adapter
+    if question.phase is not None:
+        members["phase"] = question.phase.value
+    if question.session is not None:
+        members["session_id"] = question.session
+    if question.priority:
+        members["strict_priority"] = min(question.priority, U32_MAX)
+    if question.expected_output_tokens is not None:
+        members["expected_output_tokens"] = min(question.expected_output_tokens, U32_MAX)
+    if allowed is not None:
+        members["allowed_worker_ids"] = sorted(allowed)
+    return b"%b,%b}" % (_dumps(members)[:-1].encode(), prompt.render())
+
+
+def described(record: WorkerRecord) -> dict[str, Any]:
+    """Returns what a kvd is told of an engine."""
+    row = record.shown(Lifecycle.SCHEDULABLE, [])
+    del row["lifecycle"]
+    return {name: value for name, value in row.items() if value not in (None, (), {})}
+
+
+def says(row: Mapping[str, Any], said: Mapping[str, Any]) -> bool:
+    """Says whether a kvd lists an engine as it is described."""
+    return all(row.get(name) == value for name, value in said.items())
+
+
+def _placement(answer: Answer) -> Placement:
+    if answer.status != 200:
+        raise Refused(f"it answers {answer.status}: {_refusal(answer)}")
+    try:
+        return placement(answer.held)
+    except (KeyError, TypeError, ValueError):
+        raise Failed("its answer is not that of a kvd") from None
+
+
+def _rows(answer: Answer) -> list[dict[str, Any]]:
+    """Returns the workers in an answer: those of a list, or the only one."""
+    if answer.status not in (200, 201):
+        raise Failed(f"it answers {answer.status}: {_refusal(answer)}")
+    try:
+        said = json.loads(answer.held)
+        rows = said if isinstance(said, list) else [said]
+        if all(isinstance(row["worker_id"], int) for row in rows):
+            return rows
+    except (KeyError, TypeError, ValueError):
+        pass  # whatever it is, it is no catalog
+    raise Failed("its catalog is not that of a kvd")
+
+
+def _refusal(answer: Answer) -> str:
+    """Returns what a kvd says of a request that it refuses."""
+    try:
+        return str(json.loads(answer.held)["error"])
+    except (KeyError, TypeError, ValueError):
+        return f"status {answer.status}"
+
+
+def _kvd(url: str) -> Kvd:
+    target = parse_kvd(url)
+    return Kvd(url, target.host, target.port, target.authority.encode())
+
+
+async def _connect(kvd: Kvd) -> trio.SocketStream:
+    """Connects to a kvd that has been reached; raises OSError."""
+    assert kvd.address is not None
+    if kvd.address.startswith("/"):
+        return await trio.open_unix_socket(kvd.address)
+    return await trio.open_tcp_stream(kvd.address, kvd.port)

@@ -1,0 +1,73 @@
+"""Gateway processes that share a port, and the kvd that chooses for them: what each says of itself.
+
+A client of the shared port meets any of them. For an operator one process answers for all: it asks
+the others over their own Unix sockets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import trio
+
+from kvd.gateway.exchanges import ExchangeFailed, Exchanges
+from kvd.gateway.heads import own_head
+from kvd.telemetry.metrics import Family, counter
+
+ANSWER_S = 1.0  # time for what another process says of itself
+TEXT_BYTES = 64 * 1024 * 1024  # of that
+KVD = "kvd"  # the process that chooses
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which of several processes this one is."""
+
+    name: str
+    sockets: Mapping[str, str]  # paths, by the name of the process that listens there
+    restarts: int  # of this process since the service was started
+    token: bytes = field(repr=False, default=b"")  # that opens the sockets
+
+    def families(self) -> Iterator[Family]:
+        """Yields what /metrics says of this process."""
+        help = "Number of times the process has been started again after it ended"
+        yield counter("kvd_process_restarts_total", help, self.restarts)
+
+
+class Siblings:
+    """The other processes, for one that is asked what all say."""
+
+    def __init__(self, place: Place, exchanges: Exchanges) -> None:
+        self.place = place
+        self._exchanges = exchanges
+        self._engines = {
+            name: exchanges.relay.add_engine(path, 0)
+            for name, path in place.sockets.items()
+            if name != place.name
+        }
+
+    async def metrics(self, name: str) -> bytes | None:
+        """Returns what a process says of itself; None if it does not answer in time."""
+        path = f"/metrics?process={name}"
+        head = own_head("GET", path, b"localhost", 0, self.place.token)
+        with trio.move_on_after(ANSWER_S):
+            try:
+                engine = self._engines[name]
+                answer = await self._exchanges.ask(engine, head, b"", TEXT_BYTES)
+            except ExchangeFailed:  # it has just ended; who asks is told
+                return None
+            return answer.held if answer.status == 200 else None
+        return None
+
+    async def every_metrics(self, own: bytes) -> dict[str, bytes | None]:
+        """Returns what each process says of itself, `own` for this one, in a fixed order."""
+        found: dict[str, bytes | None] = {self.place.name: own}
+
+        async def ask(name: str) -> None:
+            found[name] = await self.metrics(name)
+
+        async with trio.open_nursery() as nursery:
+            for name in self._engines:
+                nursery.start_soon(ask, name)
+        return {name: found[name] for name in self.place.sockets}

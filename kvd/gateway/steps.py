@@ -1,0 +1,111 @@
+"""Tells a kvd what becomes of bookings: many requests in a row over one connection.
+
+    put ──> waiting ──> a row of requests, sent at once ──> as many answers, of which none is read
+                 ^                  │ no answer in time, or the connection broke
+                 └─── in front ─────┘
+
+Nobody waits for a step, and there are two or three for each request of a client: exchanges of their
+own would cost more than the choice. A row is told again as a whole after a fault; to end a booking
+that has ended is an answer as good as any.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Awaitable, Callable
+from itertools import islice
+
+import httptools
+import trio
+
+# Steps that wait for a kvd, about 200 bytes each; those beyond are dropped.
+MAX_STEPS = 65_536
+# Requests on their way at a time: they and their answers fit into the sockets' buffers.
+MAX_ROW = 64
+RECEIVE_BYTES = 64 * 1024  # of answers, at once
+
+Connect = Callable[[], Awaitable[trio.SocketStream]]
+
+
+class StepsFailed(Exception):
+    """A kvd has not answered a row of steps."""
+
+
+class Steps:
+    """The steps for one kvd, in order."""
+
+    def __init__(self, connect: Connect, deadline_s: float) -> None:
+        """`connect` raises OSError. A row that is not answered in `deadline_s` has failed."""
+        self.dropped = 0
+        self._connect = connect
+        self._deadline_s = deadline_s
+        self._waiting: deque[bytes] = deque()
+        self._some = trio.Event()
+        self._stream: trio.SocketStream | None = None
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def put(self, request: bytes) -> None:
+        """Has a request be sent, head and body."""
+        if len(self._waiting) >= MAX_STEPS:
+            self.dropped += 1
+            return
+        self._waiting.append(request)
+        self._some.set()
+
+    async def send(self) -> None:
+        """Sends what waits, once there is something, and whatever comes meanwhile.
+
+        Raises StepsFailed; what has not been answered by then waits still.
+        """
+        if not self._waiting:
+            self._some = trio.Event()
+            await self._some.wait()
+        while self._waiting:
+            is_new = self._stream is None
+            try:
+                with trio.fail_after(self._deadline_s):
+                    await self._send_row()
+            except (OSError, trio.BrokenResourceError, httptools.HttpParserError) as error:
+                self.close()
+                if is_new:
+                    raise StepsFailed(str(error.__cause__ or error)) from None
+            except trio.TooSlowError:
+                self.close()
+                raise StepsFailed("it has not answered in time") from None
+
+    async def _send_row(self) -> None:
+        if self._stream is None:
+            self._stream = await self._connect()
+        row = list(islice(self._waiting, MAX_ROW))
+        await self._stream.send_all(b"".join(row))
+        answers = _Answers()
+        while answers.complete < len(row):
+            data = await self._stream.receive_some(RECEIVE_BYTES)
+            if not data:
+                raise OSError("the connection was closed")
+            answers.parser.feed_data(data)
+        for _ in row:
+            self._waiting.popleft()
+        if not answers.persist:
+            self.close()
+
+    def close(self) -> None:
+        """Closes the connection; the next row opens another one."""
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.socket.close()
+
+
+class _Answers:
+    """Counts answers. The `on_` methods are called by httptools."""
+
+    def __init__(self) -> None:
+        self.parser = httptools.HttpResponseParser(self)
+        self.complete = 0
+        self.persist = True
+
+    def on_message_complete(self) -> None:
+        self.complete += 1
+        self.persist = self.parser.should_keep_alive()

@@ -1,0 +1,399 @@
+"""Choices of kvds elsewhere, over Unix sockets, with the selection service's own routes behind."""
+
+from __future__ import annotations
+
+import json
+import os
+from array import array
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import trio
+
+from kvd.errors import Unavailable
+from kvd.faces.selection.routes import selection_routes
+from kvd.gateway.choices import Question
+from kvd.gateway.exchanges import Exchanges, RelayLimits
+from kvd.gateway.remote import RemoteChoices, body_of, described, says
+from kvd.gateway.steps import MAX_ROW, MAX_STEPS, Steps, StepsFailed
+from kvd.http.access import AccessLog
+from kvd.http.app import build_app
+from kvd.http.auth import Authorizer, Policy
+from kvd.http.context import ServerContext
+from kvd.http.front import Front
+from kvd.http.listeners import open_listeners
+from kvd.http.types import Response, Route, Scope
+from kvd.net.dialing import Dialer
+from kvd.selection.phases import PREFILL_SUFFIX, Phase
+from kvd.selection.worker_record import Lifecycle, Role, WorkerRecord
+from kvd.wire.egress import EgressPolicy
+from kvd_core.base.hashing import sequence_hashes
+from kvd_core.ledger.ledger import Ledger
+from kvd_core.selector.selector import Pool
+from tests.support.selecting import Service
+from tests.support.serving import PATIENT
+from tests.support.zmtp_fakes import NOT_MY_FAULT_S, until
+
+BLOCK_SIZE = 4
+PROMPT = list(range(1, 9))  # local hashes of blocks
+
+
+class KvdProcess:
+    """A selection service on a Unix socket, which can end and come back knowing nothing."""
+
+    def __init__(self, path: Path, nursery: trio.Nursery) -> None:
+        self.path = path
+        self.service = Service()
+        self._nursery = nursery
+        self._scope = trio.CancelScope()
+
+    @property
+    def url(self) -> str:
+        return f"unix:{self.path}"
+
+    @property
+    def booked(self) -> set[str]:
+        return set(self.service.selections.reservations.live)
+
+    @property
+    def workers(self) -> set[int]:
+        return set(self.service.selections.workers.entries)
+
+    async def start(self, *routes: Route) -> None:
+        """Starts it anew, with other routes if any are given."""
+        self.service = Service()
+        served = routes or selection_routes(self.service.selections)
+        self._scope = await self._nursery.start(self._serve, served)
+
+    async def end(self) -> None:
+        """Ends it at once, with all connections."""
+        self._scope.cancel()
+        await until(lambda: not self.path.exists())
+
+    async def _serve(
+        self, routes: Sequence[Route], *, task_status: trio.TaskStatus[trio.CancelScope]
+    ) -> None:
+        context = ServerContext(
+            Authorizer(Policy()), lambda *_: None, access=AccessLog("selection")
+        )
+        app = build_app(tuple(routes), PATIENT, context, lambda path: "not found")
+        with trio.CancelScope() as scope:
+            sockets = await open_listeners(self.url)
+            try:
+                front = Front(tuple(routes), app, PATIENT, context)
+                async with trio.open_nursery() as nursery:
+                    await nursery.start(front.serve, sockets, trio.Event())
+                    task_status.started(scope)
+                    await trio.sleep_forever()
+            finally:
+                os.unlink(self.path)
+
+
+class Gateway:
+    """What a gateway asks."""
+
+    def __init__(self, choices: RemoteChoices) -> None:
+        self.choices = choices
+        self._number = 0
+
+    def question(self, allowed: Sequence[int] = (1, 2), session: str | None = None) -> Question:
+        self._number += 1
+        return Question(
+            "m", None, BLOCK_SIZE, look(PROMPT), f"r{self._number}", frozenset(allowed), session
+        )
+
+
+def look(blocks: Sequence[int]) -> Callable[[Pool], None]:
+    local = array("Q", blocks)
+    hashes = array("Q", sequence_hashes(local))
+    return lambda pool: pool.look(local.tobytes(), hashes.tobytes(), len(blocks) * BLOCK_SIZE)
+
+
+def record(worker_id: int, block_size: int = BLOCK_SIZE) -> WorkerRecord:
+    endpoint = f"http://gpu{worker_id}:8000"
+    return WorkerRecord(
+        worker_id, "m", endpoint=endpoint, block_size=block_size, without_kv_events=True
+    )
+
+
+@asynccontextmanager
+async def asking(
+    folder: Path, kvds: int = 1, deadline_s: float = NOT_MY_FAULT_S
+) -> AsyncIterator[tuple[Gateway, list[KvdProcess]]]:
+    """Yields a gateway of engines 1 and 2, and the kvds that it asks, which are up."""
+    async with trio.open_nursery() as nursery:
+        running = [KvdProcess(folder / f"{number}.sock", nursery) for number in range(kvds)]
+        for each in running:
+            await each.start()
+        exchanges = Exchanges(RelayLimits())
+        dialer = Dialer(EgressPolicy(), 1.0, 1.0)
+        choices = RemoteChoices([each.url for each in running], exchanges, dialer, deadline_s)
+        nursery.start_soon(exchanges.run)
+        nursery.start_soon(choices.run)
+        for worker_id in (1, 2):
+            assert await choices.register(record(worker_id)) == []
+        await until(lambda: all(each.workers == {1, 2} for each in running))
+        await until(lambda: is_up(choices, *range(kvds)))
+        yield Gateway(choices), running
+        nursery.cancel_scope.cancel()
+
+
+def is_up(choices: RemoteChoices, *numbers: int) -> bool:
+    shown = choices.shown()
+    return all(shown[number]["up"] for number in numbers)
+
+
+async def test_a_booking_lives_as_long_as_the_request(tmp_path: Path) -> None:
+    async with asking(tmp_path) as (gateway, [kvd]):
+        question = gateway.question()
+        first = await gateway.choices.choose(question)
+        assert (first.prefill_tokens, first.by_load) == (len(PROMPT) * BLOCK_SIZE, False)
+        [booked] = kvd.booked
+        gateway.choices.note_prefilled(question.reservation_id)
+        reservations = kvd.service.selections.reservations
+        await until(lambda: reservations.find(booked)[1].prefill_complete)
+        gateway.choices.note_cached(question.reservation_id, 32, 0, 12)
+        gateway.choices.free(question.reservation_id)
+        await until(lambda: not kvd.booked)
+        [(rank, account)] = kvd.service.selections.regret.rows()
+        assert rank[1:] == (first.worker_id, first.dp_rank)
+        assert (account.cached_tokens, account.surplus_tokens) == (12, 12)
+        # The engine publishes no events: what it was sent is predicted to be cached there.
+        again = await gateway.choices.choose(gateway.question())
+        assert (again.worker_id, again.prefill_tokens) == (first.worker_id, 0)
+
+
+async def test_two_engines_are_booked_for_one_request(tmp_path: Path) -> None:
+    async with asking(tmp_path) as (gateway, [kvd]):
+        assert await gateway.choices.register(replace(record(1), role=Role.PREFILL)) == []
+        question = replace(gateway.question(), phase=Phase.BOTH)
+        assert gateway.choices.least_prefill_tokens(question) == len(PROMPT) * BLOCK_SIZE
+        placed = await gateway.choices.choose(question)
+        assert placed.prefill is not None
+        assert (placed.worker_id, placed.prefill.worker_id) == (2, 1)
+        assert placed.prefill.prefill_tokens == len(PROMPT) * BLOCK_SIZE
+        decode, prefill = sorted(kvd.booked)
+        assert prefill == decode + PREFILL_SUFFIX
+        gateway.choices.note_cached(question.reservation_id, 32, 0, 12, prefill=True)
+        gateway.choices.note_prefilled(question.reservation_id)
+        await until(lambda: kvd.booked == {decode})
+        [(rank, account)] = kvd.service.selections.regret.rows()
+        assert (rank[1], account.cached_tokens) == (1, 12)
+        gateway.choices.free(question.reservation_id)
+        await until(lambda: not kvd.booked)
+
+
+async def test_two_engines_are_chosen_by_load_without_a_kvd(tmp_path: Path) -> None:
+    async with asking(tmp_path) as (gateway, [kvd]):
+        assert await gateway.choices.register(replace(record(1), role=Role.PREFILL)) == []
+        await kvd.end()
+        placed = await gateway.choices.choose(replace(gateway.question(), phase=Phase.BOTH))
+        assert placed.by_load and placed.prefill is not None
+        assert (placed.worker_id, placed.prefill.worker_id) == (2, 1)
+        assert (await gateway.choices.choose(gateway.question())).worker_id == 2
+
+
+async def test_only_engines_that_are_allowed_are_chosen(tmp_path: Path) -> None:
+    async with asking(tmp_path) as (gateway, _):
+        for worker_id in (1, 2):
+            placed = await gateway.choices.choose(gateway.question((worker_id,)))
+            assert placed.worker_id == worker_id
+
+
+async def test_engines_of_others_are_not_chosen(tmp_path: Path) -> None:
+    async with asking(tmp_path) as (gateway, [kvd]):
+        for worker_id in (3, 4, 5):
+            await kvd.service.selections.workers.put(record(worker_id))
+        for _ in range(6):
+            placed = await gateway.choices.choose(gateway.question())
+            assert placed.worker_id in (1, 2)
+        await until(lambda: len(kvd.booked) == 6)  # what was chosen elsewhere has been ended
+
+
+async def test_without_a_kvd_the_load_decides(tmp_path: Path) -> None:
+    async with asking(tmp_path) as (gateway, [kvd]):
+        await kvd.end()
+        questions = [gateway.question() for _ in range(4)]
+        placed = [await gateway.choices.choose(each) for each in questions]
+        assert all(each.by_load for each in placed)
+        assert sorted(each.worker_id for each in placed) == [1, 1, 2, 2]
+        gone = [each for each, at in zip(questions, placed, strict=True) if at.worker_id == 1]
+        for each in gone:
+            gateway.choices.free(each.reservation_id)
+        for _ in gone:
+            assert (await gateway.choices.choose(gateway.question())).worker_id == 1
+        assert gateway.choices.questions["by_load"] == 6
+
+
+async def test_a_kvd_that_comes_back_is_told_all_engines(tmp_path: Path) -> None:
+    async with asking(tmp_path) as (gateway, [kvd]):
+        await kvd.end()
+        assert (await gateway.choices.choose(gateway.question())).by_load
+        assert await gateway.choices.register(record(3)) == []
+        await gateway.choices.deregister(1)
+        await kvd.start()
+        await until(lambda: is_up(gateway.choices, 0))
+        assert kvd.workers == {2, 3}
+        assert not (await gateway.choices.choose(gateway.question((2, 3)))).by_load
+
+
+async def test_a_kvd_that_was_restarted_unnoticed_is_told_when_it_refuses(tmp_path: Path) -> None:
+    async with asking(tmp_path) as (gateway, [kvd]):
+        await kvd.end()
+        await kvd.start()
+        placed = await gateway.choices.choose(gateway.question())
+        assert (placed.by_load, kvd.workers) == (False, {1, 2})
+
+
+async def test_steps_are_told_in_rows_and_again_after_a_restart(tmp_path: Path) -> None:
+    async with asking(tmp_path) as (gateway, [kvd]):
+        told = 0
+        for count in (1, 3 * MAX_ROW):
+            questions = [gateway.question() for _ in range(count)]
+            for each in questions:
+                await gateway.choices.choose(each)
+            assert len(kvd.booked) == count
+            for each in questions:
+                gateway.choices.note_prefilled(each.reservation_id)
+                gateway.choices.note_cached(each.reservation_id, 32, 0, 4)
+                gateway.choices.free(each.reservation_id)
+            await until(lambda: not kvd.booked)
+            reports = [account.reports for _, account in kvd.service.selections.regret.rows()]
+            told += count
+            assert sum(reports) == told
+        await kvd.end()
+        await kvd.start()
+        question = gateway.question()
+        assert not (await gateway.choices.choose(question)).by_load
+        gateway.choices.free(question.reservation_id)  # over a connection that is no more
+        await until(lambda: not kvd.booked)
+
+
+async def test_steps_beyond_the_bound_are_dropped_and_counted() -> None:
+    async def connect() -> trio.SocketStream:
+        raise OSError("nobody is there")
+
+    steps = Steps(connect, NOT_MY_FAULT_S)
+    for _ in range(MAX_STEPS + 3):
+        steps.put(b"x")
+    assert (len(steps), steps.dropped) == (MAX_STEPS, 3)
+    with pytest.raises(StepsFailed, match="nobody is there"):
+        await steps.send()
+    assert len(steps) == MAX_STEPS
+
+
+async def test_an_engine_that_comes_while_others_are_told_is_told_too(tmp_path: Path) -> None:
+    async with asking(tmp_path) as (gateway, [kvd]):
+        for worker_id in range(3, 20):
+            await gateway.choices.register(record(worker_id))
+        await kvd.end()
+        await kvd.start()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(gateway.choices.choose, gateway.question(range(1, 20)))
+            await until(lambda: bool(kvd.workers))  # and there are more to come
+            await gateway.choices.register(record(20))
+            assert kvd.workers == set(range(1, 21))
+
+
+async def test_the_next_replica_is_asked(tmp_path: Path) -> None:
+    async with asking(tmp_path, kvds=2) as (gateway, [first, second]):
+        question = gateway.question()
+        await gateway.choices.choose(question)
+        assert (len(first.booked), len(second.booked)) == (1, 0)
+        await first.end()
+        other = gateway.question()
+        assert not (await gateway.choices.choose(other)).by_load
+        assert len(second.booked) == 1
+        gateway.choices.free(other.reservation_id)
+        await until(lambda: not second.booked)
+        await first.start()
+        await until(lambda: is_up(gateway.choices, 0))
+        await gateway.choices.choose(gateway.question())
+        assert (len(first.booked), len(second.booked)) == (1, 0)
+
+
+async def test_a_kvd_that_hangs_costs_one_deadline(tmp_path: Path) -> None:
+    async with asking(tmp_path, kvds=2, deadline_s=0.1) as (gateway, [first, second]):
+        await first.end()
+        hangs = [
+            Route(method, path, silent, scope=Scope.OPEN)
+            for method, path in (("POST", "/select_and_reserve"), ("GET", "/workers"))
+        ]
+        await first.start(*hangs)
+        gateway.choices._kvds[0].note_reached(2)  # it seems to be up
+        assert not (await gateway.choices.choose(gateway.question())).by_load
+        assert len(second.booked) == 1
+        assert gateway.choices.questions["late"] <= 1
+        assert not is_up(gateway.choices, 0)
+
+
+async def test_what_is_refused_for_want_of_room_is_refused(tmp_path: Path) -> None:
+    async with asking(tmp_path) as (gateway, [kvd]):
+        for worker_id in (1, 2):
+            await kvd.service.selections.workers.delete(worker_id)
+        await gateway.choices.deregister(1)
+        await gateway.choices.deregister(2)
+        with pytest.raises(Unavailable, match="no schedulable workers for model=m"):
+            await gateway.choices.choose(gateway.question(()))
+
+
+async def test_an_engine_that_does_not_fit_is_named(tmp_path: Path) -> None:
+    async with asking(tmp_path) as (gateway, _):
+        reasons = await gateway.choices.register(record(3, block_size=8))
+        assert reasons == ["block_size 8 differs from 4 of its model"]
+
+
+async def test_an_engine_that_became_another_is_described_anew(tmp_path: Path) -> None:
+    async with asking(tmp_path) as (gateway, [kvd]):
+        await gateway.choices.deregister(2)
+        assert await gateway.choices.register(record(1, block_size=8)) == []
+        [entry] = kvd.service.selections.workers.entries.values()
+        assert entry.record == record(1, block_size=8)
+
+
+async def test_what_a_kvd_shows_is_what_it_was_told(tmp_path: Path) -> None:
+    async with asking(tmp_path) as (gateway, [kvd]):
+        told = WorkerRecord(
+            7,
+            "other",
+            endpoint="http://gpu7:8000",
+            block_size=16,
+            data_parallel_start_rank=2,
+            data_parallel_size=2,
+            total_kv_blocks=1000,
+            kv_events_endpoints={2: "tcp://127.0.0.1:1", 3: "tcp://127.0.0.1:2"},
+        )
+        assert await gateway.choices.register(told) == []
+        assert kvd.service.selections.workers.entries[7].record == told
+        assert says(told.shown(Lifecycle.SCHEDULABLE, []), described(told))
+
+
+def test_a_question_has_what_was_asked_for() -> None:
+    question = Question("m", "a", 4, look([1, 2**64 - 1]), "r", frozenset(), "s", 2**40, 2**40)
+    pool = Pool(None, Ledger(), 4)
+    question.look(pool)
+    local = [1, 2**64 - 1]
+    assert json.loads(body_of(question, "b", pool.hold(), frozenset((2, 1)))) == {
+        "model_name": "m",
+        "reservation_id": "b",
+        "isl_tokens": 8,
+        "block_hashes": local,
+        "sequence_hashes": sequence_hashes(local),
+        "lora_name": "a",
+        "session_id": "s",
+        "strict_priority": 2**32 - 1,
+        "expected_output_tokens": 2**32 - 1,
+        "allowed_worker_ids": [1, 2],
+    }
+    pool.look(b"", b"", 5)  # nothing is known of the tokens but their number
+    said = json.loads(body_of(question, "b", pool.hold(), None))
+    assert (said["isl_tokens"], said["block_hashes"], said["sequence_hashes"]) == (5, [], [])
+    assert "allowed_worker_ids" not in said
+
+
+async def silent(request: object) -> Response:
+    await trio.sleep_forever()
+    raise AssertionError

@@ -1,0 +1,159 @@
+"""Which engines are behind a gateway: from names, files and calls; whether they are believed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import trio
+
+from examples.engine.options import EngineOptions
+from tests.support.gateways import Client, Running, engines, gateway_of, serving, wait_serving
+from tests.support.processes import Server
+
+Start = Callable[..., Server]
+PROMPT = " ".join(f"w{number}" for number in range(100))
+
+
+async def rows(client: Client) -> dict[str, dict[str, object]]:
+    return {row["url"]: row for row in (await client.get("/status")).json["upstreams"]}
+
+
+async def test_engines_come_and_go_by_calls(kvd_process: Start) -> None:
+    async with serving(kvd_process, EngineOptions(), EngineOptions(step_s=0.01)) as (client, found):
+        one, other = found
+        taken = await client.http.delete(f"/upstreams/{(await rows(client))[one.url]['worker_id']}")
+        assert taken.status_code == 404  # the settings want it, and no call
+        async with engines(EngineOptions()) as (third,):
+            added = await client.post("/upstreams", {"url": third.url})
+            assert added.status == 201
+            assert (await client.post("/upstreams", {"url": third.url})).status == 409
+            await wait_serving(client, 3)
+            left = await client.http.delete(f"/upstreams/{added.json['worker_id']}")
+            assert left.json() == {"url": third.url, "worker_id": added.json["worker_id"]}
+            assert third.url not in await rows(client)
+            again = await client.http.delete(f"/upstreams/{added.json['worker_id']}")
+            assert again.status_code == 404
+        assert (await client.chat(PROMPT)).status == 200
+        assert other.server.requests + one.server.requests == 1
+
+
+async def test_an_engine_that_leaves_ends_what_it_answers(kvd_process: Start) -> None:
+    async with (
+        engines(EngineOptions(step_s=0.01)) as (one,),
+        gateway_of(kvd_process, []) as client,
+    ):
+        added = await client.post("/upstreams", {"url": one.url})
+        await wait_serving(client, 1)
+        body = {"model": "demo", "prompt": [1], "max_tokens": 100, "stream": True}
+        said = b""
+        async with client.http.stream("POST", "/v1/completions", json=body) as response:
+            async for piece in response.aiter_raw():
+                if not said:
+                    path = f"/upstreams/{added.json['worker_id']}"
+                    assert (await client.http.delete(path)).status_code == 200
+                    assert (await client.chat(PROMPT)).status == 404  # nobody has the model
+                said += piece
+        assert said.endswith(b"data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"url": "http://127.0.0.1:1/v1"},
+        {"url": "https://127.0.0.1:1"},
+        {"url": "dns:localhost:1"},
+        {"url": "http://127.0.0.1:1", "role": "decode"},
+        {"url": 7},
+        {},
+    ],
+)
+async def test_what_is_no_engine_is_refused(kvd_process: Start, body: object) -> None:
+    async with gateway_of(kvd_process, []) as client:
+        assert (await client.post("/upstreams", body)).status in (400, 422)
+        assert await rows(client) == {}
+
+
+async def test_the_fleet_file_is_followed(kvd_process: Start, tmp_path: Path) -> None:
+    fleet = tmp_path / "fleet.toml"
+    async with engines(EngineOptions(), EngineOptions()) as (one, other):
+        fleet.write_text(f'[[upstream]]\nurl = "{one.url}"\n')
+        async with gateway_of(kvd_process, [], ("--fleet-file", str(fleet))) as client:
+            await wait_serving(client, 1)
+            renamed = tmp_path / "new.toml"
+            renamed.write_text(f'[[upstream]]\nurl = "{other.url}"\n')
+            renamed.rename(fleet)
+
+            async def is_other() -> bool:
+                return set(await rows(client)) == {other.url}
+
+            with trio.fail_after(60):
+                while not await is_other():  # noqa: ASYNC110 - another process
+                    await trio.sleep(0.05)
+            await wait_serving(client, 1)
+
+
+async def test_every_address_of_a_name_is_an_engine(kvd_process: Start) -> None:
+    async with engines(EngineOptions()) as (one,):
+        name = f"dns:localhost:{one.port}"
+        async with gateway_of(kvd_process, [name], count=1) as client:
+            assert list(await rows(client)) == [one.url]
+            status = (await client.get("/status")).json
+            assert status["names"] == [{"name": name, "addresses": 1, "problem": None}]
+            assert (await client.chat(PROMPT)).status == 200
+
+
+async def test_a_name_that_means_nothing_is_shown(kvd_process: Start) -> None:
+    async with gateway_of(kvd_process, ["dns:no-such-name.invalid:8000"], count=0) as client:
+        with trio.fail_after(60):
+            while not (await client.get("/status")).json["names"][0]["problem"]:  # noqa: ASYNC110 - another process
+                await trio.sleep(0.05)
+        assert (await client.chat(PROMPT)).status == 404
+
+
+# ---- the canary
+
+
+async def canary(start: Start, *options: EngineOptions) -> dict[str, object]:
+    """Returns what /status says of the first of some engines, once it has been proven."""
+    async with serving(start, *options, flags=("--gateway-canary", "true")) as (client, found):
+        proven = found[0]
+        with trio.fail_after(60):
+            while not settled(await rows(client), proven):  # noqa: ASYNC110 - another process
+                await trio.sleep(0.05)
+        return (await rows(client))[proven.url]
+
+
+def settled(shown: dict[str, dict[str, object]], engine: Running) -> bool:
+    return bool(engine.server.requests) or shown[engine.url]["advice"] is not None
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+async def test_an_engine_proves_that_its_events_are_its_own(kvd_process: Start, kind: str) -> None:
+    row = await canary(kvd_process, EngineOptions(kind=kind))
+    assert row["advice"] is None
+    assert row["events"]
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+async def test_an_engine_without_events_is_told_what_to_add(kvd_process: Start, kind: str) -> None:
+    row = await canary(kvd_process, EngineOptions(kind=kind, events=False))
+    assert "add --kv-events-config '{" in str(row["advice"])
+    assert not row["events"]
+
+
+async def test_events_of_another_engine_are_not_believed(kvd_process: Start) -> None:
+    """Both publish at addresses that are each other's."""
+    async with engines(EngineOptions(), EngineOptions()) as found:
+        one, other = (each.server for each in found)
+        one.announced, other.announced = other.announced, one.announced
+        flags = ("--gateway-canary", "true")
+        async with gateway_of(kvd_process, [each.url for each in found], flags) as client:
+            with trio.fail_after(90):
+                while any(each["events"] for each in (await rows(client)).values()):  # noqa: ASYNC110 - another process
+                    await trio.sleep(0.05)
+            for row in (await rows(client)).values():
+                assert "tokens and events do not agree" in str(row["advice"])
+            answered = await client.chat(PROMPT)
+            assert answered.headers["x-kvd-decision"] == "predicted"

@@ -1,0 +1,266 @@
+"""`kvd gateway --processes`, and `--kvd`: whoever is killed, no client loses more than it must."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import pytest
+import trio
+
+from examples.engine.options import EngineOptions
+from tests.support.exposition import parse
+from tests.support.gateways import CHAT, Client, Running, engines, wait_serving
+from tests.support.processes import Server, clean_environment
+from tests.support.zmtp_fakes import NOT_MY_FAULT_S, until
+
+Start = Callable[..., Server]
+BODY = {"model": "demo", "max_tokens": 2, "messages": [{"role": "user", "content": "a b c"}]}
+CLIENTS = 4
+STARTED = re.compile(r"event=process_started process=(\S+) pid=(\d+) restarts=(\d+)")
+
+
+@dataclass
+class Fleet:
+    """Gateway processes, and the engines behind them."""
+
+    server: Server
+    running: list[Running]
+    failures: list[str] = field(default_factory=list)
+
+    def pid(self, name: str, restarts: int = 0) -> int:
+        """Returns the number of a process that has been started so many times before."""
+        started = {(name, int(n)): int(pid) for name, pid, n in STARTED.findall(self.server.stderr)}
+        return started[name, restarts]
+
+    def started(self) -> set[tuple[str, str]]:
+        return {(name, restarts) for name, _, restarts in STARTED.findall(self.server.stderr)}
+
+    async def ask(self) -> httpx.Response:
+        """Asks on a connection of its own, which any of the processes may get."""
+        async with self.client() as client:
+            return await client.post(CHAT, json=BODY)
+
+    def client(self) -> httpx.AsyncClient:
+        url = self.server.base_url
+        return httpx.AsyncClient(base_url=url, trust_env=False, verify=False, timeout=60)
+
+    async def until_metric(self, name: str, value: float) -> None:
+        with trio.fail_after(NOT_MY_FAULT_S):
+            while (await self.metrics()).get(name) != value:  # noqa: ASYNC110 - another process
+                await trio.sleep(0.02)
+
+    async def metrics(self, query: str = "") -> dict[str, float]:
+        async with self.client() as client:
+            answer = await client.get(f"/metrics{query}")
+            assert answer.status_code == 200, answer.text
+            return parse(answer.text)
+
+
+@asynccontextmanager
+async def fleet(start: Start, *flags: str, count: int = 2) -> AsyncIterator[Fleet]:
+    """Yields gateways in front of two engines; these flags say what else they are told."""
+    async with engines(*(EngineOptions() for _ in range(count))) as running:
+        named = [part for each in running for part in ("--upstream", each.url)]
+        patient = ["--gateway-tokenize-s", str(NOT_MY_FAULT_S)]
+        all_flags = [*named, *patient, *flags]
+        server = await trio.to_thread.run_sync(lambda: start(*all_flags, face="gateway"))
+        yield Fleet(server, running)
+
+
+async def test_all_processes_answer_as_one(kvd_process: Start) -> None:
+    async with fleet(kvd_process, "--processes", "2") as gateways:
+        shown = set()
+        for _ in range(40):  # 2^-39 that all meet one process
+            async with gateways.client() as client:
+                status = (await client.get("/status")).json()
+                shown.add(status["process"])
+                assert [each["up"] for each in status["kvds"]] == [True]
+                answered = await client.post(CHAT, json=BODY)
+                assert answered.headers["x-kvd-decision"] == "overlap"
+        assert shown == {"gateway-0", "gateway-1"}
+        metrics = await gateways.metrics()
+        served = 'kvd_gateway_relayed_requests_total{{process="gateway-{}",outcome="complete"}}'
+        assert metrics[served.format(0)] + metrics[served.format(1)] == 40
+        assert {name for name in metrics if name.startswith("kvd_process_up")} == {
+            f'kvd_process_up{{process="{name}"}}' for name in ("kvd", "gateway-0", "gateway-1")
+        }
+        alone = await gateways.metrics("?process=gateway-1")
+        assert (
+            alone['kvd_gateway_relayed_requests_total{outcome="complete"}']
+            == metrics[served.format(1)]
+        )
+
+
+@asynccontextmanager
+async def traffic(gateways: Fleet) -> AsyncIterator[list[int]]:
+    """Has clients ask all the time, each request on a connection of its own; yields statuses."""
+    statuses: list[int] = []
+    stop = trio.Event()
+
+    async def ask_always() -> None:
+        while not stop.is_set():
+            try:
+                statuses.append((await gateways.ask()).status_code)
+            except httpx.TransportError as error:
+                gateways.failures.append(repr(error))
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(CLIENTS):
+            nursery.start_soon(ask_always)
+        await until(lambda: len(statuses) > 20)
+        yield statuses
+        seen = len(statuses)
+        await until(lambda: len(statuses) > seen + 40)
+        stop.set()
+
+
+async def test_a_killed_process_is_replaced_and_costs_the_others_nothing(
+    kvd_process: Start,
+) -> None:
+    async with fleet(kvd_process, "--processes", "2") as gateways:
+        async with traffic(gateways) as statuses:
+            os.kill(gateways.pid("gateway-0"), signal.SIGKILL)
+            await until(lambda: ("gateway-0", "1") in gateways.started())
+        assert set(statuses) == {200}
+        # Connections that the killed process had accepted have died with it: at most one a client.
+        assert len(gateways.failures) <= CLIENTS
+        await gateways.until_metric('kvd_process_restarts_total{process="gateway-0"}', 1)
+        assert (await gateways.metrics())['kvd_process_up{process="gateway-0"}'] == 1
+
+
+async def test_a_killed_kvd_is_replaced_and_costs_nobody_a_request(kvd_process: Start) -> None:
+    async with fleet(kvd_process, "--processes", "2") as gateways:
+        async with traffic(gateways) as statuses:
+            os.kill(gateways.pid("kvd"), signal.SIGKILL)
+            await until(lambda: ("kvd", "1") in gateways.started())
+        assert (set(statuses), gateways.failures) == ({200}, [])
+        with trio.fail_after(NOT_MY_FAULT_S):
+            while (await gateways.ask()).headers["x-kvd-decision"] != "overlap":
+                pass
+        await gateways.until_metric('kvd_process_up{process="kvd"}', 1)
+
+
+async def test_a_stop_drains_all_processes(kvd_process: Start) -> None:
+    async with engines(EngineOptions(step_s=0.05)) as [engine]:
+        flags = ("--upstream", engine.url, "--processes", "2")
+        server = await trio.to_thread.run_sync(lambda: kvd_process(*flags, face="gateway"))
+        gateways = Fleet(server, [engine])
+        body = BODY | {"stream": True, "max_tokens": 20}
+        async with gateways.client() as client, client.stream("POST", CHAT, json=body) as answer:
+            pieces = answer.aiter_text()
+            text = await anext(pieces)
+            server.process.terminate()
+            async for piece in pieces:
+                text += piece
+        assert text.endswith("data: [DONE]\n\n")
+        assert await trio.to_thread.run_sync(server.process.wait) == 0
+        assert "process_ended" not in server.stderr
+
+
+async def test_a_second_signal_ends_all_at_once(kvd_process: Start) -> None:
+    async with engines(EngineOptions(step_s=3600.0)) as [engine]:
+        flags = ("--upstream", engine.url, "--processes", "2", "--http-graceful-s", "3600")
+        server = await trio.to_thread.run_sync(lambda: kvd_process(*flags, face="gateway"))
+        gateways = Fleet(server, [engine])
+
+        async def ask() -> None:
+            with pytest.raises(httpx.RemoteProtocolError):
+                await gateways.ask()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask)
+            await until(lambda: engine.server.requests == 1)
+            server.process.terminate()
+            await until(lambda: server.stderr.count("event=stopping") == 3)
+            server.process.terminate()
+            assert await trio.to_thread.run_sync(server.process.wait) == 130
+        await until(lambda: not Path(f"/proc/{gateways.pid('kvd')}/fd").exists())
+
+
+async def test_who_ends_the_parent_ends_all(kvd_process: Start) -> None:
+    async with fleet(kvd_process, "--processes", "2") as gateways:
+        pids = [gateways.pid(name) for name in ("kvd", "gateway-0", "gateway-1")]
+        await trio.to_thread.run_sync(gateways.server.stop, signal.SIGKILL)
+        await until(lambda: not any(Path(f"/proc/{pid}/fd").exists() for pid in pids))
+        (folder,) = set(re.findall(r"unix:(\S+)/gateway-\d\.sock", gateways.server.stderr))
+        shutil.rmtree(folder)  # which nobody could remove
+
+
+@pytest.mark.parametrize("face", ["--gateway-bind", "--indexer-bind"])
+def test_an_address_in_use_ends_all_with_one_line(face: str) -> None:
+    """Also where a stranger is ready to share it, as the processes do with each other."""
+    with socket.create_server(("127.0.0.1", 0), reuse_port=True) as taken:
+        bind = f"127.0.0.1:{taken.getsockname()[1]}"
+        binds = {"--gateway-bind": "127.0.0.1:0"} | {face: bind}
+        flags = [part for each in binds.items() for part in each]
+        command = [sys.executable, "-m", "kvd", "gateway", "--processes", "2", *flags]
+        ended = subprocess.run(
+            command, env=clean_environment(), capture_output=True, text=True, check=False
+        )
+    assert ended.returncode == 1
+    [line] = [line for line in ended.stderr.splitlines() if not line.startswith("ts=")]
+    assert bind in line and "in use" in line
+
+
+async def test_tokens_hold_between_the_processes(kvd_process: Start, tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text("operator read,admin,lifecycle 0123456789abcdef\n")
+    tokens.chmod(0o600)
+    async with fleet(kvd_process, "--processes", "2", "--tokens-file", str(tokens)) as gateways:
+        assert (await gateways.ask()).headers["x-kvd-decision"] == "overlap"
+        async with gateways.client() as client:
+            shown = {"authorization": "Bearer 0123456789abcdef"}
+            metrics = parse((await client.get("/metrics", headers=shown)).text)
+        assert metrics['kvd_process_up{process="kvd"}'] == 1
+
+
+async def test_sighup_has_all_processes_reload(kvd_process: Start, tmp_path: Path) -> None:
+    """Tokens of the file change; those that the processes have for each other stay."""
+    tokens = tmp_path / "tokens"
+    tokens.write_text("old read 0123456789abcdef\n")
+    tokens.chmod(0o600)
+    async with fleet(kvd_process, "--processes", "2", "--tokens-file", str(tokens)) as gateways:
+        tokens.write_text("new read fedcba9876543210\n")
+        gateways.server.process.send_signal(signal.SIGHUP)
+        await until(lambda: gateways.server.stderr.count("event=reloaded changed=tokens_file") == 3)
+        async with gateways.client() as client:
+            for secret, status in (("0123456789abcdef", 401), ("fedcba9876543210", 200)):
+                shown = {"authorization": f"Bearer {secret}"}
+                answer = await client.get("/metrics", headers=shown)
+                assert answer.status_code == status
+        assert parse(answer.text)['kvd_process_up{process="kvd"}'] == 1
+        assert (await gateways.ask()).headers["x-kvd-decision"] == "overlap"
+
+
+async def test_a_gateway_asks_a_kvd_elsewhere(kvd_process: Start, tmp_path: Path) -> None:
+    kvds = [kvd_process(face="select-service") for _ in range(2)]
+    urls = ",".join(each.base_url for each in kvds)
+    async with fleet(kvd_process, "--kvd", urls) as gateways:
+        async with gateways.client() as client:
+            await wait_serving(Client(client), 2)
+        assert (await gateways.ask()).headers["x-kvd-decision"] == "overlap"
+        for each in kvds:
+            async with httpx.AsyncClient(base_url=each.base_url, trust_env=False) as client:
+                workers = (await client.get("/workers")).json()
+                assert {row["endpoint"] for row in workers} == {
+                    engine.url for engine in gateways.running
+                }
+        await trio.to_thread.run_sync(kvds[0].stop, signal.SIGKILL)
+        assert (await gateways.ask()).headers["x-kvd-decision"] == "overlap"
+        await trio.to_thread.run_sync(kvds[1].stop, signal.SIGKILL)
+        answered = await gateways.ask()
+        assert answered.headers["x-kvd-decision"] == "fallback"
+        metrics = await gateways.metrics()
+        assert metrics['kvd_gateway_decisions_total{by="fallback"}'] == 1
+        assert metrics['kvd_gateway_kvds{standing="down"}'] == 2

@@ -1,0 +1,117 @@
+"""Names that lead to engines, as their addresses change."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+from kvd.errors import Unavailable
+from kvd.gateway.names import MAX_ADDRESSES, FollowedName, Wanted
+from kvd.net.dialing import Dialer, Unreachable
+
+
+class Answers(Dialer):
+    """Looks up nothing: the answers are given, one after the other, the last one for ever."""
+
+    def __init__(self, *answers: list[str] | Unreachable) -> None:
+        super().__init__()
+        self.asked = 0
+        self._answers = answers
+
+    async def addresses(self, host: str) -> list[str]:
+        await trio.lowlevel.checkpoint()
+        answer = self._answers[min(self.asked, len(self._answers) - 1)]
+        self.asked += 1
+        if isinstance(answer, Unreachable):
+            raise answer
+        return answer
+
+
+class Engines:
+    """Who follows single engines: here, a list of what was asked of it."""
+
+    def __init__(self, refuses: str = "") -> None:
+        self.changes: list[str] = []
+        self._refuses = refuses
+
+    def want(self, wanted: Wanted, owner: str) -> None:
+        if wanted.url == self._refuses:
+            raise Unavailable("there is no room")
+        self.changes.append(f"+{wanted.url}")
+
+    def unwant(self, wanted: Wanted, owner: str) -> None:
+        self.changes.append(f"-{wanted.url}")
+
+
+async def seen(dialer: Answers, engines: Engines, lookups: int) -> FollowedName:
+    """Follows a name for so many lookups."""
+    name = FollowedName(Wanted("dns:vllm:8000"))
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(name.run, engines, dialer)
+        while dialer.asked < lookups:  # noqa: ASYNC110 - under a clock that jumps
+            await trio.sleep(1)
+        await trio.sleep(dialer.look_again_s / 2)
+        name.following.cancel()
+    return name
+
+
+async def test_engines_are_those_of_the_last_answer(autojump_clock: MockClock) -> None:
+    engines = Engines()
+    dialer = Answers(["10.0.0.1", "10.0.0.2"], ["10.0.0.2", "10.0.0.3"], ["10.0.0.2"])
+    name = await seen(dialer, engines, 3)
+    assert engines.changes == [
+        "+http://10.0.0.1:8000",
+        "+http://10.0.0.2:8000",
+        "-http://10.0.0.1:8000",
+        "+http://10.0.0.3:8000",
+        "-http://10.0.0.3:8000",
+    ]
+    assert name.urls == {"http://10.0.0.2:8000"}
+
+
+async def test_a_lookup_that_fails_changes_nothing(autojump_clock: MockClock) -> None:
+    engines = Engines()
+    name = await seen(Answers(["10.0.0.1"], Unreachable("no such name")), engines, 3)
+    assert engines.changes == ["+http://10.0.0.1:8000"]
+    assert name.problem == "no such name"
+
+
+async def test_ipv4_is_preferred_and_an_address_counts_once(autojump_clock: MockClock) -> None:
+    engines = Engines()
+    await seen(Answers(["10.0.0.1", "10.0.0.1", "fd00::1"]), engines, 1)
+    assert engines.changes == ["+http://10.0.0.1:8000"]
+    alone = Engines()
+    await seen(Answers(["fd00::1"]), alone, 1)
+    assert alone.changes == ["+http://[fd00::1]:8000"]
+
+
+async def test_there_is_a_bound(autojump_clock: MockClock) -> None:
+    engines = Engines()
+    found = [f"10.0.{number // 256}.{number % 256}" for number in range(MAX_ADDRESSES + 5)]
+    await seen(Answers(found), engines, 1)
+    assert len(engines.changes) == MAX_ADDRESSES
+
+
+async def test_one_that_is_refused_is_tried_again(autojump_clock: MockClock) -> None:
+    engines = Engines(refuses="http://10.0.0.1:8000")
+    name = await seen(Answers(["10.0.0.1", "10.0.0.2"]), engines, 2)
+    assert name.urls == {"http://10.0.0.2:8000"}
+    assert name.problem == "there is no room"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "dns:",
+        "dns:vllm",
+        "dns:vllm:0",
+        "dns:vllm:99999",
+        "dns:10.0.0.1:80",
+        "dns:a b:80",
+        "dns:a:80/",
+    ],
+)
+def test_what_is_no_name(url: str) -> None:
+    with pytest.raises(ValueError):
+        Wanted(url).name  # noqa: B018 - reading it is what raises

@@ -1,0 +1,216 @@
+"""What two engines are sent for one request, and which engines can be two for it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from kvd.gateway.asking import Api, read
+from kvd.gateway.errors import GatewayError
+from kvd.gateway.pools import (
+    Place,
+    crew_of,
+    handed_over,
+    judge_host,
+    meeting,
+    prefill_body,
+    taking_over,
+)
+from kvd.gateway.probing import Card, Facts, Kind
+from kvd.gateway.upstreams import Upstream
+from kvd.selection.worker_record import Role
+from kvd.wire.urls import parse_url
+from kvd_core.relay.relay import Answer
+
+CHAT = b"/v1/chat/completions"
+PARAMS = b'{ "remote_block_ids":[[1, 2]],"n": 18446744073709551615,"t":1e-07,"\xc3\xa9":null}'
+
+
+def upstream(
+    kind: Kind, role: Role | None = None, ranks: range = range(1), *, prefills: bool = False
+) -> Upstream:
+    url = "http://10.1.2.3:8000"
+    models = (Card("m", None, None, {}),)
+    facts = Facts(kind, "", models, 16, None, ranks, {}, {}, False, role, 8998)
+    return Upstream(url, parse_url(url), 1, prefills=prefills, facts=facts)
+
+
+def joined(body: bytes, params: bytes = PARAMS) -> bytes:
+    return taking_over(read(Api.CHAT, [], body), body, params)
+
+
+def test_a_prefill_is_one_token_in_one_piece() -> None:
+    sent = {
+        "model": "m",
+        "messages": [{"role": "user", "content": "\ud800 é"}],
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "max_completion_tokens": 100,
+        "min_tokens": 5,
+        "logprobs": True,
+        "top_logprobs": 3,
+        "n": 1,
+        "seed": 2**63 - 1,
+        "echo": False,
+    }
+    body = prefill_body(CHAT, json.dumps(sent).encode())
+    assert body is not None
+    assert json.loads(body) == {
+        "model": "m",
+        "messages": sent["messages"],
+        "max_completion_tokens": 1,
+        "seed": 2**63 - 1,
+        "echo": False,
+        "max_tokens": 1,
+        "stream": False,
+        "kv_transfer_params": {
+            "do_remote_decode": True,
+            "do_remote_prefill": False,
+            "remote_engine_id": None,
+            "remote_block_ids": None,
+            "remote_host": None,
+            "remote_port": None,
+        },
+    }
+
+
+@pytest.mark.parametrize(
+    ("path", "limit"),
+    [
+        (b"/v1/completions", "max_tokens"),
+        (b"/v1/messages", "max_tokens"),
+        (b"/v1/responses", "max_output_tokens"),
+    ],
+)
+def test_each_api_limits_its_answer_in_its_own_way(path: bytes, limit: str) -> None:
+    body = prefill_body(path, b"{}")
+    assert body is not None
+    assert json.loads(body).keys() == {limit, "stream", "kv_transfer_params"}
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        {"n": 2},
+        {"echo": True},
+        {"prompt_logprobs": 0},
+        {"prompt": ["a", "b"]},
+        {"prompt": [[1], [2]]},
+        {"previous_response_id": "r"},
+    ],
+)
+def test_what_is_unsuited(members: dict[str, Any]) -> None:
+    assert prefill_body(b"/v1/completions", json.dumps(members).encode()) is None
+
+
+@pytest.mark.parametrize("prompt", ["a", [1, 2], [[1, 2]], ["a"], []])
+def test_one_prompt_in_any_form_is_suited(prompt: Any) -> None:
+    assert prefill_body(b"/v1/completions", json.dumps({"prompt": prompt}).encode()) is not None
+
+
+def test_numbers_too_long_to_read_are_unsuited() -> None:
+    assert prefill_body(CHAT, b'{"seed":' + b"9" * 5000 + b"}") is None
+
+
+def test_what_is_handed_over_stays_as_it_is() -> None:
+    held = b'{"usage":{},"kv_transfer_params":' + PARAMS + b',"x":1}'
+    assert handed_over(Answer(200, b"", held, True, False)) == PARAMS
+    body = b'{ "model":"m" ,"x":1.00,"messages":[{}] }\n'
+    assert joined(body) == b'{ "model":"m" ,"x":1.00,"messages":[{}],"kv_transfer_params":%b}' % (
+        PARAMS
+    )
+    assert joined(b" { } ") == b' {"kv_transfer_params":%b}' % PARAMS
+
+
+def test_what_a_client_leaves_empty_is_not_said_twice() -> None:
+    body = b'{"kv_transfer_params":null,"bootstrap_room":null,"a":[1]}'
+    assert joined(body, b"{}") == b'{"a":[1],"kv_transfer_params":{}}'
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        Answer(200, b"", b'{"kv_transfer_params":null}', True, False),
+        Answer(200, b"", b'{"kv_transfer_params":7}', True, False),
+        Answer(200, b"", b"{}", True, False),
+        Answer(200, b"", b"[]", True, False),
+        Answer(200, b"", b'{"kv_transfer_params":{}}', False, False),
+        Answer(500, b"", b'{"kv_transfer_params":{}}', True, False),
+    ],
+)
+def test_an_answer_may_hand_nothing_over(answer: Answer) -> None:
+    assert handed_over(answer) is None
+
+
+@pytest.mark.parametrize(
+    ("host", "other", "told"),
+    [
+        (b'"localhost"', "10.0.0.2", 1),
+        (b'"127.0.0.1"', "10.0.0.2", 1),
+        (b'"::1"', "10.0.0.2", 1),
+        (b'"localhost"', "10.0.0.1", 0),  # the same machine
+        (b'"10.0.0.1"', "10.0.0.2", 0),
+        (b'"gpu1"', "10.0.0.2", 0),
+        (b"9" * 5000, "10.0.0.2", 0),
+        (b"null", "10.0.0.2", 0),
+    ],
+)
+def test_a_host_that_others_do_not_reach_is_told_once(
+    host: bytes, other: str, told: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    prefill, decode = upstream(Kind.VLLM, prefills=True), upstream(Kind.VLLM)
+    prefill.address, decode.address = "10.0.0.1", other
+    for _ in range(2):
+        judge_host(b'{"remote_host":%b}' % host, prefill, decode)
+    assert [record.getMessage() for record in caplog.records].count("prefill_unreachable") == told
+
+
+def met(body: bytes, place: Place) -> dict[str, Any]:
+    said = json.loads(meeting(read(Api.COMPLETIONS, [], body), body, place))
+    assert isinstance(said, dict)
+    return said
+
+
+def test_a_room_says_its_rank() -> None:
+    """SGLang: the rank that prefills is the rest of the room by the number of ranks."""
+    one = upstream(Kind.SGLANG, Role.PREFILL, range(4, 7))
+    rooms = set()
+    for rank in one.facts.ranks if one.facts else ():
+        for _ in range(20):
+            said = met(b'{"prompt":"a"}', Place(one, rank))
+            assert (said["bootstrap_host"], said["bootstrap_port"]) == ("10.1.2.3", 8998)
+            assert said["bootstrap_room"] % 3 == rank - 4
+            assert 0 <= said["bootstrap_room"] < 2**63 - 2**32
+            rooms.add(said["bootstrap_room"])
+    assert len(rooms) == 60
+
+
+@pytest.mark.parametrize("prompt", [b'["a","b"]', b"[ [1],[2]]"])
+def test_each_of_several_prompts_has_a_room(prompt: bytes) -> None:
+    said = met(b'{"prompt":' + prompt + b"}", Place(upstream(Kind.SGLANG, Role.PREFILL), 0))
+    assert said["bootstrap_host"] == ["10.1.2.3"] * 2
+    assert said["bootstrap_port"] == [8998] * 2
+    assert len(set(said["bootstrap_room"])) == 2
+
+
+@pytest.mark.parametrize("members", [b'"prompt":[[%b]]', b'"bootstrap_room":null,"seed":%b'])
+def test_numbers_too_long_to_read_are_refused(members: bytes) -> None:
+    place = Place(upstream(Kind.SGLANG, Role.PREFILL), 0)
+    with pytest.raises(GatewayError, match="the body is not valid"):
+        met(b"{" + members % (b"9" * 5000) + b"}", place)
+
+
+def test_who_can_be_two_for_a_request() -> None:
+    prefill = upstream(Kind.VLLM, prefills=True)
+    taker, other = upstream(Kind.VLLM), upstream(Kind.SGLANG)
+    crew = crew_of([prefill, taker, other], CHAT)
+    assert (crew.pairs, crew.alone) == ([prefill, taker], [taker, other])
+    assert crew_of([prefill, other], CHAT).pairs == []
+    assert crew_of([taker], CHAT).pairs == []
+    assert crew_of([prefill, taker], b"/tokenize").pairs == []
+    first, second = upstream(Kind.SGLANG, Role.PREFILL), upstream(Kind.SGLANG, Role.DECODE)
+    crew = crew_of([first, second, other], CHAT)
+    assert (crew.pairs, crew.alone) == ([first, second], [other])
+    assert crew_of([first, second], b"/tokenize").alone == [second]
