@@ -34,12 +34,14 @@ struct Mode {
 
 constexpr Mode kModes[] = {
     {"ingest", run_ingest}, {"hold", run_hold},     {"admit", run_admit},
-    {"http", run_http},     {"engine", run_engine},
-    {"streams", run_streams}, {"rounds", run_rounds}, {"bodies", run_bodies},
+    {"http", run_http},     {"engine", run_engine}, {"streams", run_streams},
+    {"rounds", run_rounds}, {"bodies", run_bodies},
 };
 
 int usage() {
-  std::fprintf(stderr, "usage: kvbench ingest|hold|admit|http|engine|streams|rounds|bodies [--option value]...\n");
+  std::fprintf(
+      stderr,
+      "usage: kvbench ingest|hold|admit|http|engine|streams|rounds|bodies [--option value]...\n");
   for (const OptionSpec& option : kOptions)
     std::fprintf(stderr, "  --%-14s %s (%s)\n", option.name, option.help, option.fallback);
   return 2;

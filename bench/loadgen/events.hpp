@@ -25,7 +25,7 @@ class MsgPack {
     else tagged(0xdd, length, 4);
   }
   void map(size_t length) { big_endian(0x80 | length, 1); }  // up to 15 members
-  void short_text(const char* text) {  // up to 31 bytes: all that events need
+  void short_text(const char* text) {                        // up to 31 bytes: all that events need
     big_endian(0xa0 | std::strlen(text), 1);
     bytes_ += text;
   }

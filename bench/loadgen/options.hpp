@@ -18,7 +18,8 @@ struct OptionSpec {
 };
 
 inline constexpr OptionSpec kOptions[] = {
-    {"url", "127.0.0.1:8090", "server: HOST:PORT or unix:/path; of streams also several, by commas"},
+    {"url", "127.0.0.1:8090",
+     "server: HOST:PORT or unix:/path; of streams also several, by commas"},
     {"pid", "0", "process of the server, for its CPU and RSS; 0 leaves those figures out"},
     {"model", "bench", "model name to register and to ask for"},
     // data set
