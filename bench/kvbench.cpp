@@ -5,6 +5,9 @@
 //   hold     the same, then the engines stay up and obey commands on standard input
 //   admit    workers and live requests for a slot tracker; RSS a request
 //   http     closed-loop HTTP load; rate, latencies, server CPU per request
+//   engine   a simulated engine with OpenAI's API, for gateways to stand before it
+//   streams  next turns of conversations, answered by streams; latencies, gateway CPU
+//   rounds   every turn of every conversation once
 //   bodies   print request bodies, one a line, as `http` would send them
 //
 // See README.md for what the figures mean.
@@ -16,7 +19,9 @@
 #include "loadgen/ingest.hpp"
 #include "loadgen/load.hpp"
 #include "loadgen/options.hpp"
+#include "loadgen/sim_engine.hpp"
 #include "loadgen/slots.hpp"
+#include "loadgen/streams.hpp"
 
 namespace {
 
@@ -29,11 +34,14 @@ struct Mode {
 
 constexpr Mode kModes[] = {
     {"ingest", run_ingest}, {"hold", run_hold},     {"admit", run_admit},
-    {"http", run_http},     {"bodies", run_bodies},
+    {"http", run_http},     {"engine", run_engine}, {"streams", run_streams},
+    {"rounds", run_rounds}, {"bodies", run_bodies},
 };
 
 int usage() {
-  std::fprintf(stderr, "usage: kvbench ingest|hold|admit|http|bodies [--option value]...\n");
+  std::fprintf(
+      stderr,
+      "usage: kvbench ingest|hold|admit|http|engine|streams|rounds|bodies [--option value]...\n");
   for (const OptionSpec& option : kOptions)
     std::fprintf(stderr, "  --%-14s %s (%s)\n", option.name, option.help, option.fallback);
   return 2;

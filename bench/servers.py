@@ -10,7 +10,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from errors import BenchError
@@ -63,11 +63,13 @@ def end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on, each another one."""
+    with ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
 
 
 def _healthy(port: int) -> bool:
@@ -105,12 +107,20 @@ def _check_alone(server: Server) -> None:
 @contextmanager
 def running(contender: Contender, log_directory: Path) -> Iterator[Server]:
     """A healthy server; raises BenchError if it does not start or dies before the end."""
-    port = _free_port()
+    (port,) = free_ports(1)
+    on_port = replace(contender, command=(*contender.command, "--port", str(port)))
+    with running_on(on_port, port, log_directory) as server:
+        yield server
+
+
+@contextmanager
+def running_on(contender: Contender, port: int, log_directory: Path) -> Iterator[Server]:
+    """The same for a command that names its port itself."""
     log = log_directory / f"{contender.name}.log"
     with log.open("wb") as output:
         try:
             process = subprocess.Popen(
-                [*contender.command, "--port", str(port)],
+                contender.command,
                 cwd=contender.directory,
                 stdin=subprocess.DEVNULL,
                 stdout=output,

@@ -1,4 +1,5 @@
-// vLLM KV-event batches as msgpack: [timestamp, [event, ...], null], events as tagged arrays.
+// vLLM KV-event batches as msgpack: [timestamp, [event, ...], null]. Events are tagged arrays, or the
+// tagged maps of newer versions.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +24,8 @@ class MsgPack {
     else if (length <= 0xffff) tagged(0xdc, length, 2);
     else tagged(0xdd, length, 4);
   }
-  void short_text(const char* text) {  // up to 31 bytes: all that events need
+  void map(size_t length) { big_endian(0x80 | length, 1); }  // up to 15 members
+  void short_text(const char* text) {                        // up to 31 bytes: all that events need
     big_endian(0xa0 | std::strlen(text), 1);
     bytes_ += text;
   }
@@ -57,27 +59,37 @@ class MsgPack {
 // Collects events and gives them out as one batch.
 class Batch {
  public:
+  enum class Form { kArrays, kMaps };
+
+  explicit Batch(Form form = Form::kArrays) : form_(form) {}
+
   void stored(const Hashes& hashes, const uint64_t* parent, const Tokens& tokens, long block_size) {
-    events_.array(7);
-    events_.short_text("BlockStored");
+    begin("BlockStored", 7);
+    name("block_hashes");
     events_.numbers(hashes);
+    name("parent_block_hash");
     if (parent) events_.unsigned_integer(*parent);
     else events_.nil();
+    name("token_ids");
     events_.numbers(tokens);
+    name("block_size");
     events_.unsigned_integer(uint64_t(block_size));
-    events_.nil();  // lora_id
+    name("lora_id");
+    events_.nil();
+    name("medium");
     events_.short_text("GPU");
-    count_++;
     blocks_ += hashes.size();
   }
 
   void removed(const Hashes& hashes) {
-    events_.array(3);
-    events_.short_text("BlockRemoved");
+    begin("BlockRemoved", 3);
+    name("block_hashes");
     events_.numbers(hashes);
+    name("medium");
     events_.short_text("GPU");
-    count_++;
   }
+
+  void cleared() { begin("AllBlocksCleared", 1); }
 
   size_t events() const { return count_; }
   size_t blocks_stored() const { return blocks_; }
@@ -90,11 +102,24 @@ class Batch {
     out.array(count_);
     out.append(events_);
     out.nil();  // data-parallel rank: the registered one
-    *this = Batch();
+    *this = Batch(form_);
     return std::move(out.bytes());
   }
 
  private:
+  void begin(const char* type, size_t members) {
+    if (form_ == Form::kMaps) events_.map(members);
+    else events_.array(members);
+    name("type");
+    events_.short_text(type);
+    count_++;
+  }
+
+  void name(const char* text) {
+    if (form_ == Form::kMaps) events_.short_text(text);
+  }
+
+  Form form_;
   MsgPack events_;
   size_t count_ = 0;
   size_t blocks_ = 0;

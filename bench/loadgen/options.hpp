@@ -18,7 +18,8 @@ struct OptionSpec {
 };
 
 inline constexpr OptionSpec kOptions[] = {
-    {"url", "127.0.0.1:8090", "server: HOST:PORT or unix:/path"},
+    {"url", "127.0.0.1:8090",
+     "server: HOST:PORT or unix:/path; of streams also several, by commas"},
     {"pid", "0", "process of the server, for its CPU and RSS; 0 leaves those figures out"},
     {"model", "bench", "model name to register and to ask for"},
     // data set
@@ -50,6 +51,20 @@ inline constexpr OptionSpec kOptions[] = {
     {"spaces", "0", "1: JSON arrays with \", \" between items, as Python's json.dumps writes them"},
     {"path", "/health", "path of kinds get and raw"},
     {"body", "{}", "body of kind raw (POST, application/json)"},
+    // engine
+    {"port", "8000", "port of the simulated engine on 127.0.0.1"},
+    {"cache-blocks", "65536", "blocks in its prefix cache"},
+    {"prefill-us", "0", "microseconds for each token of a prompt that is not cached"},
+    // streams and conversations
+    {"rate", "0", "requests a second; 0: a connection asks again as soon as it is answered"},
+    {"chats", "64", "conversations"},
+    {"body-bytes", "2048", "bytes of a request's body, about"},
+    {"frames", "1", "frames of an answer's stream, 200 bytes each"},
+    {"pace-us", "0", "microseconds between two frames; 0: as fast as they are taken"},
+    {"turns", "6", "turns of a conversation"},
+    {"prompts", "8", "system prompts that conversations share"},
+    {"system-tokens", "976", "tokens of a system prompt"},
+    {"turn-tokens", "64", "tokens of a message of a user, and of an answer"},
     // bodies
     {"count", "16", "prompts whose bodies to print"},
 };

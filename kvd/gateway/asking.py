@@ -105,6 +105,7 @@ SESSION_HEADERS = (
 AGENT_HEADER = b"x-claude-code-agent-id"
 PRIORITY_HEADER = b"x-vllm-priority"  # wins over the member of the body, as at the engine
 _NUMBER = re.compile(rb"-?\d{1,9}")
+SESSION_NAMES = frozenset((*SESSION_HEADERS, AGENT_HEADER))
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,8 +161,8 @@ def read(api: Api, headers: Headers, body: bytes) -> Asked:
         members = SCANNER.scan(body)
     except (TypeError, ValueError) as error:
         raise GatewayError(Reason.INVALID_JSON, f"the body is not valid: {error}") from None
-    for name in FLEET_MEMBERS:
-        if name in members and members[name] != b"null":
+    for name in FLEET_MEMBERS if not members.keys().isdisjoint(FLEET_MEMBERS) else ():
+        if members.get(name, b"null") != b"null":
             text = f"{name} is set by the gateway, not by clients"
             raise GatewayError(Reason.FORBIDDEN_PARAMETER, text, param=name)
     model = members.get("model")
@@ -185,8 +186,9 @@ def read(api: Api, headers: Headers, body: bytes) -> Asked:
 
 def session_of(headers: Headers, members: Mapping[str, object]) -> str | None:
     """Returns the session that a request belongs to, None if nothing says so."""
-    said = dict(reversed(headers))  # the first of a name wins
-    for name in SESSION_HEADERS:
+    # The first of a name wins; most requests have none of them.
+    said = {name: value for name, value in reversed(headers) if name in SESSION_NAMES}
+    for name in SESSION_HEADERS if said else ():
         if value := said.get(name, b"").decode("latin-1").strip():
             if name == b"x-claude-code-session-id" and (agent := said.get(AGENT_HEADER)):
                 value = f"{value}:{agent.decode('latin-1')}"  # a subagent has its own prompt

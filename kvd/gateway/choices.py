@@ -16,8 +16,10 @@ from typing import Any, NamedTuple, Protocol
 import trio
 
 from kvd.errors import NotFound
+from kvd.http.untasked import in_task
 from kvd.index.registry import Registry
 from kvd.model import DEFAULT_TENANT, PartitionKey, RankKey
+from kvd.selection.at_once import AtOnce, StepsAtOnce
 from kvd.selection.phases import PREFILL_SUFFIX, Phase
 from kvd.selection.requests import Constraints, Look, QueuedRequest, SelectRequest
 from kvd.selection.service import Selections
@@ -115,6 +117,7 @@ class LocalChoices:
         """The `registry` has the listeners of their engines."""
         self._selections = selections
         self._registry = registry
+        self._at_once, self._steps = AtOnce(selections), StepsAtOnce(selections)
 
     async def run(self) -> None:
         await trio.sleep_forever()
@@ -139,6 +142,18 @@ class LocalChoices:
         selections, key = self._selections, question.key
         fleet = selections.fleets.get(key)  # none while its only worker is made anew
         everybody = fleet is not None and question.allowed == fleet.workers.keys()
+        session = None if selections.affinity is None else question.session
+        usual = everybody and question.phase is None
+        if (
+            fleet is not None
+            and usual
+            and self._at_once.suits(fleet, question.reservation_id, session)
+        ):
+            question.look(fleet.pool)
+            expected = question.expected_output_tokens
+            booked = self._at_once.select(fleet, question.reservation_id, expected)
+            if booked is not None:
+                return Placement(*booked)
         ask = SelectRequest(
             key,
             selections.settings(key),
@@ -148,11 +163,12 @@ class LocalChoices:
             priority_jump=question.priority_jump,
             expected_output_tokens=question.expected_output_tokens,
             lora_name=question.adapter,
-            session_id=None if selections.affinity is None else question.session,
+            session_id=session,
         )
         bound = None if selections.affinity is None else selections.affinity.target(ask)
         reply = selections.scheduler.select(ask, question.look)
         if isinstance(reply, QueuedRequest):
+            await in_task()
             placed = placement(await selections.scheduler.wait(reply))
         else:
             placed = placement(reply.answer)
@@ -173,7 +189,7 @@ class LocalChoices:
 
     def note_prefilled(self, reservation_id: str) -> None:
         with suppress(NotFound):  # its worker has left the fleet, with all that was booked there
-            self._selections.reservations.prefill_complete(reservation_id)
+            self._steps.prefill_complete(reservation_id)
 
     def note_cached(
         self, reservation_id: str, prompt: int, expected: int, cached: int, *, prefill: bool = False
@@ -186,7 +202,7 @@ class LocalChoices:
 
     def free(self, reservation_id: str) -> None:
         with suppress(NotFound):  # as above
-            self._selections.reservations.free(reservation_id)
+            self._steps.free(reservation_id)
 
     def shown(self) -> list[dict[str, object]] | None:
         return None

@@ -19,7 +19,7 @@ from kvd.gateway.errors import GatewayError, Reason
 from kvd.gateway.pools import LIMITS, Crew, Place, crew_of, prefill_body
 from kvd.gateway.probing import Kind
 from kvd.gateway.stats import Decision, GatewayStats, Way
-from kvd.gateway.tokens import BYTES_PER_TOKEN, PromptTokens, Tokens
+from kvd.gateway.tokens import BYTES_PER_TOKEN, Later, PromptTokens, Tokens
 from kvd.gateway.upstreams import Served, Upstream, Upstreams
 from kvd.selection.phases import Phase
 from kvd_core.relay.relay import Answer, Ending
@@ -52,6 +52,7 @@ class Attempt:
     tried: set[int] = field(default_factory=set)  # worker ids
     refused: Answer | None = None  # what the last one that refused has said
     failed: str | None = None  # why the last one that failed did
+    later: Later | None = None  # the tokens to ask for once the answer has begun
     prompt: tuple[Prompt, int] | None = None  # as a pool has looked at it, by this block size
     prefill_body: bytes | None = None  # for a prefill engine of vLLM, once it is needed
     # What came of a prompt that was to be handed over and was not, the last time.
@@ -157,7 +158,9 @@ class Chooser:
         else:
             tokens.look(pool, served.adapter, asked.salt)
             if not attempt.tried:
-                self._tokens.note(asked, served, attempt.body, tokens, pool, engines)
+                attempt.later = self._tokens.note(
+                    asked, served, attempt.body, tokens, pool, engines
+                )
         attempt.prompt = pool.hold(), pool.block_size
 
     def _chosen(

@@ -11,6 +11,8 @@ from types import TracebackType
 
 import trio
 
+from kvd.http.idle_poll import polled_when_idle
+from kvd.http.untasked import Signal, has_task, told
 from kvd_core.relay.relay import NO_CLIENT, SOME, Answer, Ending, Outcome, Relay
 
 # Time of a row of events before other tasks run.
@@ -45,16 +47,18 @@ class Exchanges:
         self.relay = Relay(self._notice)
         self.relay.set_limits(limits.connect_s, limits.silence_s, limits.client_s, limits.idle_s)
         self.filler_s = limits.filler_s
-        self._waiting: dict[int, trio.lowlevel.Task] = {}
+        self._waiting: dict[int, trio.lowlevel.Task | Signal] = {}
 
     async def run(self) -> None:
         """Moves bytes until it is cancelled."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._sweep)
-            while True:
-                await trio.lowlevel.wait_readable(self.relay.fileno())
-                while self.relay.serve_ready(TURN_NS) == SOME:
-                    await trio.lowlevel.checkpoint()
+            with polled_when_idle(self.relay, TURN_NS) as between:
+                while True:
+                    await trio.lowlevel.wait_readable(self.relay.fileno())
+                    between.warm = True
+                    while self.relay.serve_ready(TURN_NS) == SOME:
+                        await trio.lowlevel.checkpoint()
 
     async def _sweep(self) -> None:
         while True:
@@ -80,7 +84,15 @@ class Exchanges:
     async def changed(self, exchange: int) -> None:
         """Waits until an exchange is ready or has ended."""
         if self.relay.ready(exchange) or self.relay.ended(exchange):
-            await trio.lowlevel.checkpoint()
+            if has_task():
+                await trio.lowlevel.checkpoint()
+            return
+        if not has_task():
+            self._waiting[exchange] = signal = Signal()
+            try:
+                await told(signal)
+            finally:
+                self._waiting.pop(exchange, None)
             return
         self._waiting[exchange] = trio.lowlevel.current_task()
 
@@ -91,9 +103,11 @@ class Exchanges:
         await trio.lowlevel.wait_task_rescheduled(forget)
 
     def _notice(self, exchange: int) -> None:
-        task = self._waiting.pop(exchange, None)
-        if task is not None:
-            trio.lowlevel.reschedule(task)
+        waiting = self._waiting.pop(exchange, None)
+        if isinstance(waiting, Signal):
+            waiting.tell()
+        elif waiting is not None:
+            trio.lowlevel.reschedule(waiting)
 
 
 class Exchange:

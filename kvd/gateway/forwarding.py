@@ -43,6 +43,7 @@ from kvd.gateway.tokens import Tokens
 from kvd.gateway.upstreams import Served, Standing, Upstream, Upstreams
 from kvd.http.relayed import RelayedRequest
 from kvd.http.types import Headers, Response
+from kvd.http.untasked import in_task
 from kvd_core.relay.relay import Answer, Ending, Outcome
 
 NOT_BOOKED = ""  # of a reservation that is none
@@ -210,6 +211,7 @@ class Forwarder:
         """Sends the request to the engine that was chosen; None if another one may be tried."""
         if chosen.prefill is None:
             return await self._send(request, attempt, chosen, attempt.body)
+        await in_task()
         if _is_vllm(chosen.prefill):
             return await self._send_in_turn(request, attempt, chosen, chosen.prefill)
         body = meeting(attempt.asked, attempt.body, chosen.prefill)
@@ -295,6 +297,9 @@ class Forwarder:
                     self._chains.note_answer(attempt.asked, worker_id, answer.held)
                     told = _decision_headers(attempt, chosen) if self._tells else []
                     chunked, persists = _forward(request, attempt, exchange, answer, told)
+                    if attempt.later is not None:
+                        self._tokens.ask_later(attempt.later)
+                        attempt.later = None
                     ending = await exchange.ends()
                     if beside is not None and ending.outcome is Outcome.COMPLETE:
                         await beside.ends()
@@ -436,6 +441,8 @@ def event_error(held: bytes) -> int | None:
 
     Engines that have begun to answer with 200 say in this way that they are overloaded.
     """
+    if b'"error"' not in held:
+        return None
     for line in held.splitlines():
         if line.startswith(b"data:"):
             try:

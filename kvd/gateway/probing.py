@@ -97,7 +97,7 @@ class Facts:
         return f"it does not say where it publishes KV events, so they are predicted; add {flag}"
 
     def serves(self, name: str) -> bool:
-        return any(card.name == name for card in self.models)
+        return name in self.names
 
 
 class Probe:

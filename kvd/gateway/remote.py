@@ -29,6 +29,7 @@ from kvd.gateway.choices import Placement, Question, placement
 from kvd.gateway.exchanges import ExchangeFailed, Exchanges
 from kvd.gateway.heads import own_head
 from kvd.gateway.steps import Steps, StepsFailed
+from kvd.http.untasked import in_task
 from kvd.net.dialing import Dialer, Unreachable
 from kvd.selection.phases import PREFILL_SUFFIX, Phase, serves
 from kvd.selection.worker_record import Lifecycle, WorkerRecord
@@ -259,6 +260,7 @@ class RemoteChoices:
     # ---- requests
 
     async def choose(self, question: Question) -> Placement:
+        await in_task()
         prompt = self._looked(question)
         for kvd in self._kvds:
             if kvd.problem is not None:

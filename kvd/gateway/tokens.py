@@ -27,6 +27,7 @@ from kvd.gateway.heads import own_head
 from kvd.gateway.probing import Facts, Kind
 from kvd.gateway.stats import GatewayStats, Rung
 from kvd.gateway.upstreams import Served, Upstream
+from kvd.http.untasked import in_task
 from kvd_core.json.scan import BodyScanner
 from kvd_core.prompts.conversations import Conversations, Recalled
 from kvd_core.selector.selector import Pool
@@ -48,6 +49,9 @@ TOKENS_BYTES = 16 * 1024 * 1024
 MAX_LATER = 256
 ASKING_LATER = 2  # at a time
 BYTES_PER_TOKEN = 4  # of messages whose tokens nobody has said, for their weight alone
+
+# Members that decide about a chat's tokens beside its messages.
+DECIDING = frozenset((*CHAT_MEMBERS, *UNTOLD)) - {"messages"}
 
 SCANNER = BodyScanner({"tokens": "u32?", "token_ids": "u32?"})
 TOKENS, TOKEN_IDS = 0, 1  # its arrays
@@ -101,6 +105,7 @@ class Later:
     served: Served
     body: bytes
     pool: Pool
+    engines: Sequence[Upstream]
 
 
 class Tokens:
@@ -119,9 +124,7 @@ class Tokens:
         self._stats = stats
         self._turn = 0
         self._tokenize_s = tokenize_s
-        self._put_later, self._later = trio.open_memory_channel[tuple[Later, Sequence[Upstream]]](
-            MAX_LATER
-        )
+        self._put_later, self._later = trio.open_memory_channel[Later](MAX_LATER)
 
     async def run(self) -> None:
         """Asks for the tokens of turns that were served from memory, until it is cancelled."""
@@ -133,7 +136,10 @@ class Tokens:
         self, asked: Asked, served: Served, body: bytes, engines: Sequence[Upstream]
     ) -> PromptTokens | None:
         """Returns what is known of a request's prompt, None if nobody says it in time."""
-        found = self._recall(asked, served) or await self._ask(asked, body, engines)
+        found = self._recall(asked, served)
+        if found is None:
+            await in_task()
+            found = await self._ask(asked, body, engines)
         self._stats.rungs[Rung.NONE if found is None else found.rung] += 1
         return found
 
@@ -145,19 +151,24 @@ class Tokens:
         tokens: PromptTokens,
         pool: Pool,
         engines: Sequence[Upstream],
-    ) -> None:
-        """Remembers a prompt that the pool has just looked at, or has its tokens asked for."""
+    ) -> Later | None:
+        """Remembers a prompt that the pool has just looked at, or returns what to ask for later."""
         if not remembers(asked):
-            return
+            return None
         if tokens.rung is not Rung.MEMORY:
             self._remember(asked, served, pool, tokens.count)
-            return
+            return None
         assert isinstance(tokens, RecalledTokens)
-        if tokens.recalled.rest > 1:  # beyond the bracket at their end
-            try:
-                self._put_later.send_nowait((Later(asked, served, body, pool), engines))
-            except trio.WouldBlock:
-                self._stats.not_remembered += 1
+        if tokens.recalled.rest <= 1:  # the bracket at their end
+            return None
+        return Later(asked, served, body, pool, engines)
+
+    def ask_later(self, later: Later) -> None:
+        """Has the tokens of a turn asked for whose answer has begun: no client waits for them."""
+        try:
+            self._put_later.send_nowait(later)
+        except trio.WouldBlock:
+            self._stats.not_remembered += 1
 
     def _recall(self, asked: Asked, served: Served) -> PromptTokens | None:
         if not remembers(asked):
@@ -170,8 +181,8 @@ class Tokens:
         self.conversations.remember(context_of(asked, served), asked.messages, hashes, count)
 
     async def _ask_later(self) -> None:
-        async for later, engines in self._later:
-            found = await self._ask(later.asked, later.body, engines)
+        async for later in self._later:
+            found = await self._ask(later.asked, later.body, later.engines)
             if found is not None:
                 found.look(later.pool, later.served.adapter, None)
                 self._remember(later.asked, later.served, later.pool, found.count)
@@ -233,10 +244,11 @@ def remembers(asked: Asked) -> bool:
 
 def context_of(asked: Asked, served: Served) -> bytes:
     """Returns what beside the messages decides about the tokens."""
-    others = (name for name in (*CHAT_MEMBERS, *UNTOLD) if name != "messages")
-    members = (
-        b"%b:%b" % (name.encode(), asked.spans[name]) for name in others if name in asked.spans
-    )
+    members = [
+        b"%b:%b" % (name.encode(), value)  # in the scanner's order, whatever the body's is
+        for name, value in asked.spans.items()
+        if name in DECIDING
+    ]
     return b"\0".join((served.model.encode(), (served.adapter or "").encode(), *members))
 
 

@@ -5,12 +5,14 @@ front, server, tls           the server of a face's plain addresses, what it sha
                              and TLS
 fast_path, plain_head.hpp    connections between two requests, and the common request answered
                              in place, compiled
-idle_poll                    serves those connections between two passes of trio, while nothing
-                             else is to be done
+idle_poll                    serves those connections, and a gateway's relay, between two passes
+                             of trio, while nothing else is to be done
 hot                          the handler of a hot route, compiled: `fast_path` and `connection` call
                              the same one
 connection, transport        one client: its requests one after the other; its stream, phases
                              and deadlines
+relayed, untasked            a request whose answer somebody else writes; it needs no task for as
+                             long as it waits for nothing but that
 head, body                   bytes to a request's head and body
 render, writer, answer, errors
                              a response to bytes; a handler's outcome or failure to a response

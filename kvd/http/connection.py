@@ -23,7 +23,7 @@ from kvd.http.asgi import AsgiApp, AsgiExchange
 from kvd.http.body import read_body
 from kvd.http.context import ServerContext
 from kvd.http.errors import Refusal
-from kvd.http.fast_path import FastPath, Handoff
+from kvd.http.fast_path import FastPath, Handoff, PlainRequest
 from kvd.http.head import HEAD_END, Head, HeadParser
 from kvd.http.pages import preflight, welcome
 from kvd.http.relayed import RelayedRequest
@@ -31,6 +31,7 @@ from kvd.http.render import CLOSE_LINE, whole_response
 from kvd.http.table import Found, RouteTable
 from kvd.http.transport import Phase, Shared, Stream, Transport
 from kvd.http.types import Headers, Request, Response, Route, Scope
+from kvd.http.untasked import IN_TASK, Untasked
 from kvd.http.writer import connection_lines, persists_after
 from kvd.telemetry.logs import get_logger
 
@@ -71,6 +72,7 @@ class Service:
             Connection.note_answered,
             Connection.log_answered,
             Connection.wake,
+            Connection.relay,
             context.authorizer.rules,
         )
         self.observe = context.observe
@@ -150,7 +152,7 @@ def _request(head: Head, found: Found, body: bytes) -> Request:
 class Connection(Transport):
     """Serves one client until it leaves, misbehaves or the listener stops."""
 
-    __slots__ = ("_outcome", "_owed", "_retired", "_service", "_task", "checks_host")
+    __slots__ = ("_outcome", "_owed", "_rest", "_retired", "_service", "_task", "checks_host")
 
     def __init__(self, stream: Stream, shared: Shared, service: Service, checks_host: bool) -> None:
         super().__init__(stream, shared)
@@ -158,6 +160,7 @@ class Connection(Transport):
         self.checks_host = checks_host  # see permits.hpp
         self._task: trio.lowlevel.Task | None = None  # the one that sleeps while parked
         self._outcome: Handoff | Exception | None = None  # what it was woken with
+        self._rest: Untasked | None = None  # of a relayed request that has begun without the task
         self._owed = False  # a part of a body that nobody reads is still to come
         self._retired = False
 
@@ -235,10 +238,47 @@ class Connection(Transport):
         self._outcome = outcome
         trio.lowlevel.reschedule(self._task)
 
+    def relay(self, asked: PlainRequest) -> Handoff | Exception | None:
+        """Begins to serve a request whose answer is relayed; returns what to wake the task with."""
+        self.shared.stats.requests += 1
+        self.note_granted(asked.route.scope)
+        head = Head()
+        head.method, head.headers = asked.route.method, asked.headers
+        head.path, head.query = asked.path, asked.query
+        if self._service.context.for_pages:
+            welcome(self._service.context.authorizer, head)
+        self._rest = Untasked(self._relay(head, asked.route, asked.body))
+        return self._go_on(self._rest)
+
+    def _go_on(self, rest: Untasked) -> Handoff | Exception | None:
+        """Goes on with a relayed request until it waits for a signal, or for its task."""
+        try:
+            signal = rest.step()
+        except StopIteration as end:
+            self._rest = None
+            if not end.value:
+                return Handoff(b"", b"", False)
+            self.enter(Phase.IDLE)
+            return self._service.fast_path.park(self, self.fd)
+        except Exception as error:
+            self._rest = None
+            return error
+        if signal is IN_TASK:
+            self._rest = None
+            return Handoff(b"", b"", True, None, rest)
+        signal.subscribe(self._tell)
+        return None
+
+    def _tell(self) -> None:
+        assert self._rest is not None
+        outcome = self._go_on(self._rest)
+        if outcome is not None:
+            self.wake(outcome)
+
     async def _serve(self) -> None:
         self.enter(Phase.IDLE)
         try:
-            while await self._fill() and await self._serve_request(await self._read_head()):
+            while await self._fill() and await self._serve_next():
                 self.enter(Phase.IDLE)
                 await trio.lowlevel.checkpoint()
             if self._owed or self._unread():  # its client did not expect this end
@@ -258,9 +298,9 @@ class Connection(Transport):
         return not self._retired
 
     async def _fill_parked(self) -> bool:
-        while not self.buffer:
+        while not self.buffer and self._rest is None:
             left = await self._park()
-            self.buffer = left.received
+            self.buffer, self._rest = left.received, left.rest
             if left.unsent:
                 await self._deliver(left.unsent, left.undo)
             if not left.persists:
@@ -285,7 +325,17 @@ class Connection(Transport):
 
     def _unpark(self, _: object) -> trio.lowlevel.Abort:
         self._service.fast_path.unpark(self.fd)
+        if self._rest is not None:
+            self._rest.close()
+            self._rest = None
         return trio.lowlevel.Abort.SUCCEEDED
+
+    async def _serve_next(self) -> bool:
+        """Serves the request that has come; returns whether the connection persists."""
+        if self._rest is None:
+            return await self._serve_request(await self._read_head())
+        rest, self._rest = self._rest, None
+        return await rest.rest()
 
     async def _read_head(self) -> Head | None:
         """Returns the next head, None when the client has left in the middle."""

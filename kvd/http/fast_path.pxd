@@ -32,7 +32,7 @@ cdef class FastPath:
     cdef dict _routes, _parked
     cdef list _patterns  # (beginning, end, route) of routes with a placeholder
     cdef PlainHead _head  # of the request being served
-    cdef object _serve, _note, _log, _wake
+    cdef object _serve, _note, _log, _wake, _relay
     cdef PermitRules _permits
     cdef bint _dry  # the last receive found nothing
     # Of the head of a 200 and of a 201 answer, before its length; None: ask `serve`.
@@ -42,6 +42,7 @@ cdef class FastPath:
     cdef int _serve_ready(self, int64_t budget_ns) except -1
     cdef _step(self, connection, int fd)
     cdef _answer(self, connection, int fd, route, Text captured)
+    cdef _relayed(self, connection, route)
     cdef bytes _told(self, connection, route, int status, double seconds, bytes response)
     cdef _serve_other(self, connection, int fd, route, Text captured, error)
     cdef bint _granted(self, connection, route)

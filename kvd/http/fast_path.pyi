@@ -1,13 +1,23 @@
 from collections.abc import Callable, Sized
 from typing import Any, NamedTuple
 
+from kvd.http.idle_poll import Lane
 from kvd.http.permits import PermitRules
+from kvd.http.untasked import Untasked
+
+class PlainRequest(NamedTuple):
+    route: Any
+    path: bytes
+    query: bytes
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
 
 class Handoff(NamedTuple):
     received: bytes
     unsent: bytes
     persists: bool
     undo: Callable[[], None] | None = None
+    rest: Untasked | None = None
 
 def plain_head(
     data: bytes,
@@ -34,6 +44,7 @@ class FastPath:
         note: Callable[[Any, Any, int, float], None],
         log: Callable[[Any, Any, int, float, int, list[tuple[bytes, bytes]]], bytes],
         wake: Callable[[Any, Handoff | Exception], None],
+        relay: Callable[[Any, PlainRequest], Handoff | Exception | None],
         permits: PermitRules,
     ) -> None: ...
     def fileno(self) -> int: ...
@@ -44,7 +55,7 @@ class FastPath:
     def close(self) -> None: ...
 
 def serve_between(
-    fast_paths: list[FastPath],
+    lanes: list[Lane],
     others: int,
     runnable: Sized,
     seconds: float,

@@ -85,10 +85,16 @@ cdef extern from "<stdio.h>" nogil:
 
 # What a connection's task is woken with: `received` bytes not consumed, `unsent` bytes of a
 # response, whether the connection may carry another request (not after the client's end), and what
-# is to be called if the response cannot be sent, or None.
-Handoff = namedtuple("Handoff", ("received", "unsent", "persists", "undo"), defaults=(None,))
+# is to be called if the response cannot be sent, or None; and what is left of a relayed request
+# (kvd.http.untasked), or None.
+Handoff = namedtuple(
+    "Handoff", ("received", "unsent", "persists", "undo", "rest"), defaults=(None, None)
+)
+# A whole request that was granted, of a route whose answers are relayed.
+PlainRequest = namedtuple("PlainRequest", ("route", "path", "query", "headers", "body"))
 
 _LEFT = object()  # not answered here
+_TAKEN = object()  # the connection is not parked, and its task sleeps on
 
 cdef enum:
     kNothing
@@ -164,7 +170,7 @@ cdef class FastPath:
     """The parked connections of one listener."""
 
     def __cinit__(self, dict routes not None, list patterns not None, serve not None, note not None,
-                  log not None, wake not None, PermitRules permits not None):
+                  log not None, wake not None, relay not None, PermitRules permits not None):
         """Takes hot routes by the beginning of their requests (`POST /query`).
 
         `patterns` are those with a placeholder: what their requests begin with before it, what
@@ -177,7 +183,9 @@ cdef class FastPath:
         whether the connection persists, and what takes back what it has done if its client has left
         or cannot be sent it, or None; `error` is what the HotHandler has raised, None if it was not
         asked. What has to wait is left to the task.
-        A connection that is not parked any more is told so by `wake(connection, outcome)`.
+        A connection that is not parked any more is told so by `wake(connection, outcome)`. Of a
+        request whose answer is relayed `relay(connection, PlainRequest)` is told, which returns
+        what its task is to be woken with, or None: then somebody parks the connection again.
         """
         self._routes = routes
         self._patterns = patterns
@@ -185,6 +193,7 @@ cdef class FastPath:
         self._note = note
         self._log = log
         self._wake = wake
+        self._relay = relay
         self._permits = permits
         self._parked = {}
         self._buffer = <char*>malloc(kBuffer)
@@ -225,7 +234,7 @@ cdef class FastPath:
         while left > 0:
             outcome = self._step(connection, fd)
             if outcome is not None:
-                return outcome
+                return None if outcome is _TAKEN else outcome
             if self._dry:
                 self._parked[fd] = connection
                 return None
@@ -260,8 +269,9 @@ cdef class FastPath:
                 if outcome is None and events[i].events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR):
                     outcome = self._step(connection, events[i].data.fd)  # the end of the stream
                 if outcome is not None:
-                    del self._parked[events[i].data.fd]
-                    self._wake(connection, outcome)
+                    self._parked.pop(events[i].data.fd, None)
+                    if outcome is not _TAKEN:
+                        self._wake(connection, outcome)
             if _now_ns() >= end:
                 return kSome
 
@@ -319,6 +329,8 @@ cdef class FastPath:
         cdef bytes response
         cdef int64_t started = _now_ns()
         cdef HotHandler handler
+        if route.relays is not None:
+            return self._relayed(connection, route)
         asked = route.handler
         try:
             if not isinstance(asked, HotHandler) or not self._suits(<HotHandler>asked, captured):
@@ -343,6 +355,19 @@ cdef class FastPath:
             return self._send_answer(fd, lines, response, handler)
         except Exception as error:  # a bug: the connection's task reports it and ends
             return error
+
+    cdef _relayed(self, connection, route):
+        """Has a whole request be served whose answer is relayed; returns as `_step`, or _TAKEN."""
+        cdef Text path = self._head.route
+        cdef size_t method = <const char*>memchr(path.begin, c" ", path.size) + 1 - path.begin
+        path.begin += method
+        path.size -= method
+        body = PyBytes_FromStringAndSize(self._buffer + self._head.size, self._head.length)
+        query = as_bytes(self._head.query)
+        outcome = self._relay(
+            connection, PlainRequest(route, as_bytes(path), query, headers_of(self._head), body)
+        )
+        return _TAKEN if outcome is None else outcome
 
     cdef bytes _told(self, connection, route, int status, double seconds, bytes response):
         """Tells of an answer that is about to be sent; returns the lines of its head."""
@@ -419,11 +444,11 @@ cdef int _undo(HotHandler handler) except -1:
     return 0
 
 
-def serve_between(list fast_paths not None, int others, runnable not None, double seconds,
+def serve_between(list lanes not None, int others, runnable not None, double seconds,
                   double linger_s, int64_t budget_ns):
-    """Serves fast paths for as long as they alone have something to do.
+    """Serves lanes for as long as they alone have something to do.
 
-    That ends when `others`, a descriptor that is readable when the fast paths' are, is readable for
+    That ends when `others`, a descriptor that is readable when the lanes' are, is readable for
     another reason or still is after a turn; when something stands in `runnable`; and after
     `linger_s` without a request, or `seconds` in all. Returns whether there was anything to do,
     and whether `others` is readable.
@@ -443,8 +468,8 @@ def serve_between(list fast_paths not None, int others, runnable not None, doubl
         if ready <= 0:
             break
         done = kNothing
-        for fast_path in fast_paths:
-            done = max(done, (<FastPath?>fast_path)._serve_ready(budget_ns))
+        for lane in lanes:
+            done = max(done, <int>lane.serve_ready(budget_ns))
         if done == kNothing:
             return served, True
         served = True

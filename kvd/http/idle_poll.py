@@ -1,14 +1,15 @@
-"""Serves a process's fast paths between two passes of trio, while there is nothing else to do.
+"""Serves a process's fast paths and relays between two passes of trio, while there is nothing else.
 
-                   ┌───────── serves the fast paths ─────────┐
+                   ┌──────────── serves the lanes ───────────┐
                    v                                         │
-    trio ──> about to sleep ──> sleeps on trio's epoll set ──┤ a request
+    trio ──> about to sleep ──> sleeps on trio's epoll set ──┤ a request, bytes to relay
       ^                                                      │
       └───────── anything else, a deadline, no request ──────┘
 
 A pass of trio costs a sleeping process some 30 µs of CPU beside the system calls, with the caches
 cold; what a request needs is 15. So while requests come one by one and no task can run, the process
-sleeps here, on the same set of descriptors, and serves what comes to the fast paths.
+sleeps here, on the same set of descriptors, and serves what comes to its lanes: whatever has an
+epoll set of its own, as the fast paths of HTTP and the relay of a gateway do.
 
 1. Nothing is late: any other descriptor, a deadline, or a task that a request has made runnable
    ends the stay, and trio looks at everything anew.
@@ -21,18 +22,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 import trio
 
-from kvd.http.fast_path import FastPath, serve_between
+from kvd.http.fast_path import serve_between
 from kvd.telemetry.logs import get_logger
 
 # Time without a request after which trio waits again: clients that ask less often wake trio.
 LINGER_S = 0.05
 
-# Trio has no public name for its set of descriptors and its tasks that can run.
+# Trio has no public name for its set of descriptors, for what ends a wait on that at once (a task
+# that calls what `run_sync_soon` takes costs more), and for its tasks that can run.
 EPOLL = "_core._run.GLOBAL_RUN_CONTEXT.runner.io_manager._epoll"
+WAKE = "_core._run.GLOBAL_RUN_CONTEXT.runner.io_manager.force_wakeup"
 RUNNABLE = "_core._run.GLOBAL_RUN_CONTEXT.runner.runq"
 
 log = get_logger(__name__)
@@ -40,12 +43,20 @@ log = get_logger(__name__)
 _current: trio.lowlevel.RunVar[IdlePoller | None] = trio.lowlevel.RunVar("idle_poller", None)
 
 
+class Lane(Protocol):
+    """What has an epoll set of its own."""
+
+    def serve_ready(self, budget_ns: int, /) -> int:
+        """Serves what has come for some time at most; returns NOTHING, ALL or SOME."""
+
+
 class IdlePoller(trio.abc.Instrument):
-    """One for all fast paths of a run of trio; an instrument only if it is usable."""
+    """One for all lanes of a run of trio; an instrument only if it is usable."""
 
     def __init__(self, budget_ns: int) -> None:
         try:
             self._others = attrgetter(EPOLL)(trio).fileno()
+            self._wake = attrgetter(WAKE)(trio)
             self._runnable = attrgetter(RUNNABLE)(trio)
             self.usable = True
         except AttributeError as error:
@@ -53,7 +64,7 @@ class IdlePoller(trio.abc.Instrument):
             log.warning("idle_poller_off", reason=error, trio=trio.__version__)
         self._token = trio.lowlevel.current_trio_token()
         self._budget_ns = budget_ns
-        self.fast_paths: list[FastPath] = []
+        self.lanes: list[Lane] = []
         self.warm = False  # a request has been served since the last stay without any
 
     def before_io_wait(self, timeout: float) -> None:
@@ -63,18 +74,18 @@ class IdlePoller(trio.abc.Instrument):
         awake = False
         try:
             self.warm, awake = serve_between(
-                self.fast_paths, self._others, self._runnable, timeout, LINGER_S, self._budget_ns
+                self.lanes, self._others, self._runnable, timeout, LINGER_S, self._budget_ns
             )
         except Exception as error:
             # Trio would log a bug in here and go on without the instrument.
             self._token.run_sync_soon(_crash, error)
         if not awake:  # trio would sleep for `timeout`, which is out of date
-            self._token.run_sync_soon(_look_again, idempotent=True)
+            self._wake()
 
 
 @contextmanager
-def polled_when_idle(fast_path: FastPath, budget_ns: int) -> Iterator[IdlePoller]:
-    """Has `fast_path` served between the passes of this run of trio, for the time of the context.
+def polled_when_idle(lane: Lane, budget_ns: int) -> Iterator[IdlePoller]:
+    """Has `lane` served between the passes of this run of trio, for the time of the context.
 
     No row of requests takes much longer than `budget_ns` nanoseconds.
     """
@@ -84,19 +95,15 @@ def polled_when_idle(fast_path: FastPath, budget_ns: int) -> Iterator[IdlePoller
         _current.set(here)
         if here.usable:
             trio.lowlevel.add_instrument(here)
-    here.fast_paths.append(fast_path)
+    here.lanes.append(lane)
     try:
         yield here
     finally:
-        here.fast_paths.remove(fast_path)
-        if not here.fast_paths:
+        here.lanes.remove(lane)
+        if not here.lanes:
             if here.usable:
                 trio.lowlevel.remove_instrument(here)
             _current.set(None)
-
-
-def _look_again() -> None:
-    """Is called in trio's next pass, which it thereby brings about."""
 
 
 def _crash(error: Exception) -> NoReturn:

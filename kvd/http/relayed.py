@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import trio
 
@@ -20,6 +20,7 @@ from kvd.http.head import Head
 from kvd.http.render import CHUNKED_LINE, chunk, response_head, whole_response
 from kvd.http.transport import RECEIVE_BYTES, Phase, Transport
 from kvd.http.types import Headers, Response
+from kvd.http.untasked import in_task
 from kvd.http.writer import connection_lines, persists_after
 
 
@@ -40,6 +41,7 @@ class RelayedRequest:
     async def respond(self, response: Response) -> bool:
         """Sends an answer that is made here; returns whether the connection persists."""
         assert isinstance(response.body, bytes)
+        await in_task()
         shared = self._transport.shared
         self.status = response.status
         persists = persists_after(response.status, self._head, shared)
@@ -66,16 +68,19 @@ class RelayedRequest:
 
     async def send_piece(self, data: bytes, *, chunked: bool) -> None:
         """Sends a last piece behind what a borrower has sent."""
+        await in_task()
         await self._transport.send(chunk(data) if chunked else data)
 
-    @asynccontextmanager
-    async def lent(self) -> AsyncIterator[int]:
+    def lent(self) -> AbstractAsyncContextManager[int]:
         """Lends the client's socket, which nobody else touches meanwhile."""
-        transport = self._transport
-        transport.enter(Phase.WORKING)
-        if transport.stream.parks:  # its bytes are the client's
-            yield transport.fd
-            return
+        self._transport.enter(Phase.WORKING)
+        if self._transport.stream.parks:  # its bytes are the client's
+            return _Itself(self._transport.fd)
+        return self._lent_pair()
+
+    @asynccontextmanager
+    async def _lent_pair(self) -> AsyncIterator[int]:
+        """Lends one end of a socket pair."""
         ours, theirs = socket.socketpair()
         with ours, theirs:
             ours.setblocking(False)
@@ -109,6 +114,21 @@ class RelayedRequest:
     async def _watch(self, plain: socket.socket) -> None:
         await self._transport.stream.wait_for_end()
         _leave(plain)
+
+
+class _Itself(AbstractAsyncContextManager[int]):
+    """A socket that is lent as it is."""
+
+    __slots__ = ("_fd",)
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    async def __aenter__(self) -> int:
+        return self._fd
+
+    async def __aexit__(self, *_: object) -> None:
+        """Takes it back."""
 
 
 def _leave(plain: socket.socket) -> None:

@@ -16,6 +16,8 @@ atomic step: between choosing a rank and booking it nothing is awaited.
 
     service                    `Selections`: the parts above, wired; what daemon and face use
     scheduler, queue           choices, at once or later; selections that wait
+    at_once                    the usual selection, and the usual steps of a reservation, without
+                               scheduler and observers; compiled
     requests, phases           a `SelectRequest` and what comes of it; prefill and decode apart
     reservations, retries      what is booked, until its end; answers that are asked for again
     serving                    what a booking counts and how an answer begins, for the scheduler and

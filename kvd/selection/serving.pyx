@@ -3,9 +3,13 @@
 import json
 
 from libc.stdint cimport uint64_t
+from libcpp.string_view cimport string_view
 
 from kvd_core.selector.selector cimport Pool
 from kvd_core.selector.settings cimport Settings
+
+cdef extern from "Python.h":
+    const char* PyUnicode_AsUTF8AndSize(object text, Py_ssize_t* size) except NULL
 
 
 cpdef uint64_t booked_tokens(
@@ -37,3 +41,9 @@ cdef bytes quoted(str text):
     if text.isascii() and text.isprintable() and '"' not in text and "\\" not in text:
         return b'"%b"' % text.encode()
     return json.dumps(text).encode()
+
+
+cdef string_view utf8(str text) except *:
+    cdef Py_ssize_t size = 0
+    cdef const char* begin = PyUnicode_AsUTF8AndSize(text, &size)
+    return string_view(begin, size)

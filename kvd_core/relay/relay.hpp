@@ -62,7 +62,7 @@ namespace kvd::relay {
 
 constexpr size_t kReceive = 64 * 1024;  // bytes of one receive
 constexpr size_t kWindow = 256 * 1024;  // bytes that may wait for a client
-constexpr size_t kTail = 4 * 1024;      // bytes of the payload's end that are kept, at least
+constexpr size_t kTail = 1024;          // bytes of the payload's end that are kept, at least
 constexpr size_t kMaxHead = 64 * 1024;  // bytes of an answer's head
 constexpr size_t kMaxIdle = 1024;       // kept connections of one engine
 constexpr int kNoSocket = -1;
@@ -115,6 +115,8 @@ struct Stats {
   uint64_t pauses = 0;         // engines that were not read because of their client
   uint64_t fillers = 0;        // sent to clients while their engines were silent
 };
+
+enum class Served : uint8_t { kNothing, kAll, kSome };  // kSome: more may be waiting
 
 struct Notice {
   ExchangeId id;
@@ -299,13 +301,13 @@ class Relay {
     --live_;
   }
 
-  // Serves what has come, for `budget_ns` nanoseconds at most; true if more may be there.
-  bool turn(int64_t budget_ns) {
+  // Serves what has come, for `budget_ns` nanoseconds at most.
+  Served turn(int64_t budget_ns) {
     epoll_event events[kEvents];
     const int64_t end = now_ns() + budget_ns;
-    for (;;) {
+    for (Served served = Served::kNothing;; served = Served::kAll) {
       const int count = epoll_wait(epoll_, events, kEvents, 0);
-      if (count <= 0) return false;
+      if (count <= 0) return served;
       now_ = now_ns();
       for (int i = 0; i < count; ++i) {
         const uint64_t tag = events[i].data.u64;
@@ -317,7 +319,7 @@ class Relay {
           on_engine(id, events[i].events);
         }
       }
-      if (now_ns() >= end) return true;
+      if (now_ns() >= end) return Served::kSome;
     }
   }
 

@@ -38,6 +38,9 @@ cdef extern from "relay/relay.hpp" namespace "kvd::relay" nogil:
         uint64_t pauses
         uint64_t fillers
 
+    enum class Served:
+        pass
+
     struct Notice:
         uint64_t id
         bool ready
@@ -75,7 +78,7 @@ cdef extern from "relay/relay.hpp" namespace "kvd::relay" nogil:
         bool forward(uint64_t id, const char* head, size_t head_size, Framing framing) except +
         void fill(uint64_t id, const char* filler, size_t size, int64_t pause_ns) except +
         void drop(uint64_t id) except +
-        bool turn(int64_t budget_ns) except +
+        Served turn(int64_t budget_ns) except +
         void sweep() except +
 
 

@@ -153,12 +153,11 @@ cdef class Relay:
     def serve_ready(self, int64_t budget_ns):
         """Moves what has come, until nothing is left or `budget_ns` nanoseconds have passed.
 
-        Returns NOTHING if nobody had to be noticed, ALL, or SOME if more may be waiting.
+        Returns NOTHING if nothing had come, ALL, or SOME if more may be waiting.
         """
-        cdef bint more = self.core.turn(budget_ns)
-        cdef bint noticed = self.core.notices().size() != 0
+        cdef int served = <int>self.core.turn(budget_ns)
         self.deliver()
-        return kSome if more else kAll if noticed else kNothing
+        return served
 
     def sweep(self):
         """Ends what has taken too long, and connections that were kept for too long."""

@@ -1,18 +1,13 @@
 # distutils: language = c++
 """Data sheet of the selection service's hot handlers."""
 from libc.stdint cimport uint32_t, uint64_t
-from libcpp.string cimport string
 
 from kvd.faces.common.reader cimport BodyReader
 from kvd.http.hot cimport HotHandler
 from kvd.http.permits cimport Text
+from kvd.selection.at_once cimport AtOnce, StepsAtOnce
 from kvd_core.base.draws cimport Draws
-from kvd_core.base.sampling cimport Sample
-from kvd_core.ledger.ledger cimport Ledger
-from kvd_core.ledger.types cimport RequestId
-from kvd_core.selector.choice_counts cimport ChoiceCounts
 from kvd_core.selector.selector cimport Pool
-from kvd_core.selector.settings cimport Settings
 
 
 cdef class PromptReader(BodyReader):
@@ -54,41 +49,25 @@ cdef class OverlapScoresHandler(PromptHandler):
 cdef class SelectHandler(PromptHandler):
     cdef object reservations, scheduler  # parts of the selections
     cdef Draws draws
-    cdef ChoiceCounts counts
-    cdef dict live           # fleets by reservation id
-    cdef list replicas, observers  # those told of steps (kvd.slots.live_requests)
-    cdef Sample sample             # of requests that observers are told of
+    cdef AtOnce at_once
     # Of the last body: its usual members, and the id to book under (None where nothing is booked).
     cdef str selection_id, session_id, reservation_id
     cdef uint32_t expected   # tokens of output, kNone: unsaid
     cdef bint looked_at      # the fleet's pool has looked at its prompt
     cdef object receipt      # of what the scheduler has booked with the answer
     cdef object queued       # the selection that waits
-    cdef object booked_in    # the fleet where it was booked at once, and when; None: it was not
-    cdef double booked_at
+    cdef object booked_in    # the fleet where it was booked at once; None: it was not
 
     cdef bytes answered(self, const char* body, size_t size, request)
     cdef bint is_usual(self) noexcept
     cdef tuple usual_members(self)
     cdef object asked(self, place, usual, members)
     cdef object read_booking(self, ask, request)
-    cdef object at_once(self, place)
     cdef bytes served(self, fleet)
-    cdef bint book(self, fleet, Settings settings, Pool pool, size_t candidate) except -1
     cdef bytes scheduled(self, ask, retry, request)
 
 cdef class ReservationHandler(HotHandler):
-    cdef object reservations, scheduler  # parts of the selections
-    cdef dict live
-    cdef list replicas, observers
-    cdef Sample sample
-    cdef dict leases         # of sessions, by reservation id: their end is told
-    cdef string prefill_id   # scratch: the id of a booking
-
-    # The ledger of the fleet that a reservation is booked in, None for `reservations`.
-    cdef Ledger ledger_of(self, str reservation_id)
-    # The number of a reservation in it, kNone without one and if its prefill is booked apart.
-    cdef RequestId request_of(self, Ledger ledger, const Text& captured)
+    cdef StepsAtOnce steps
 
 cdef class PrefillCompleteHandler(ReservationHandler):
     pass

@@ -6,7 +6,7 @@ A selection without unusual members is chosen and booked here, in one go:
     body ──> PromptReader ──> usual, none before it in the queue, no replica to tell?
                                 │ yes              │ no
                                 v                  v
-                              served ── no rank ─> kvd.selection.scheduler ──> answer, or a wait
+               kvd.selection.at_once ── no rank ─> kvd.selection.scheduler ──> answer, or a wait
 
 The scheduler serves what needs more than the choice and the ledger: constraints, phases, sessions,
 explanations, replicas, Idempotency-Keys, the queue. It also words why no rank can be chosen. Both
@@ -14,25 +14,18 @@ ways have the body read once, by the same reader and `choosing.request_of`; they
 Pool, and count and word a booking by kvd.selection.serving. On the fast path, a selection for the
 scheduler is left to its task, as it may have to wait.
 
-A step of a reservation that only its ledger has to know of is likewise taken here, every other by
-kvd.selection.reservations.
-
-Costs: 1 µs beside scanning the body, looking and booking; the scheduler takes 14 µs.
+Costs: those of kvd.selection.at_once, and scanning the body.
 """
-from cython.operator cimport dereference as deref
 from libc.stddef cimport size_t
 from libc.stdint cimport int64_t, uint32_t, uint64_t
-from libcpp.string cimport string
-from libcpp.string_view cimport string_view
 
 from kvd.faces.common.reader cimport segment
 from kvd.http.permits cimport Text
-from kvd.selection.serving cimport booked_tokens, opening
+from kvd.selection.serving cimport opening, utf8
 from kvd_core.json.scan cimport Kind
 from kvd_core.ledger.trie cimport kNone
-from kvd_core.ledger.types cimport Admission, kAdded, kMaxIdBytes
+from kvd_core.ledger.types cimport kMaxIdBytes
 from kvd_core.selector.selector cimport kLoads, kOverlaps
-from kvd_core.selector.settings cimport kDirect
 from kvd_core.selector.types cimport kMaxIslTokens
 
 from dataclasses import replace
@@ -43,12 +36,8 @@ from kvd.faces.selection import choosing, prompts
 from kvd.faces.selection.members import retry_of
 from kvd.model import PartitionKey
 from kvd.selection.candidates import schedulable
-from kvd.selection.phases import PREFILL_SUFFIX
 from kvd.selection.requests import QueuedRequest
 from kvd.selection.worker_record import DEFAULT_MODEL
-
-cdef extern from "Python.h":
-    const char* PyUnicode_AsUTF8AndSize(object text, Py_ssize_t* size) except NULL
 
 # Positions of the arrays and of the fields; the first eight fields are those of every body.
 cdef enum:
@@ -71,8 +60,6 @@ cdef enum:
     kSessionId
     kSessionContext
     kUnusual = kSessionContext  # from here on: the scheduler's
-cdef enum:
-    kWhole = 0  # the phase of a usual request, as kvd.selection.stats numbers them
 PROMPT_FIELDS = (
     "model_name",
     "tenant_id",
@@ -110,7 +97,6 @@ cdef int N_SELECT_FIELDS = len(SELECT_FIELDS)
 cdef str MODEL = DEFAULT_MODEL
 
 cdef bytes OK = b'{"status":"ok"}'
-cdef string PREFILL = PREFILL_SUFFIX.encode()
 
 
 cdef class PromptReader(BodyReader):
@@ -258,11 +244,7 @@ cdef class SelectHandler(PromptHandler):
         self.reservations = selections.reservations
         self.scheduler = selections.scheduler
         self.draws = selections.draws
-        self.counts = selections.counts
-        self.live = selections.reservations.live
-        self.replicas = selections.reservations.steps.subscribers
-        self.observers = selections.reservations.moments.subscribers
-        self.sample = selections.reservations.sample
+        self.at_once = AtOnce(selections)
         self.books = books
         self.waits = True
 
@@ -289,10 +271,12 @@ cdef class SelectHandler(PromptHandler):
         if self.books:
             retry = self.read_booking(ask, request)
         self.body.read_prompt(self.selections)
-        if ask is None and retry is None and self.at_once(place) is not None:
-            answer = self.served(self.fleets[place])
-            if answer is not None:
-                return answer
+        if ask is None and retry is None:
+            fleet = self.fleets.get(place)
+            if self.at_once.suits(fleet, self.reservation_id, self.session_id):
+                answer = self.served(fleet)
+                if answer is not None:
+                    return answer
         if request is None:
             return None
         return self.scheduled(ask or self.asked(place, usual, {}), retry, request)
@@ -348,7 +332,8 @@ cdef class SelectHandler(PromptHandler):
             return partial(self.reservations.take_back, self.receipt)
         if self.booked_in is None:
             return None
-        return self.reservations.undoing(self.booked_in, self.reservation_id, self.booked_at)
+        booked_at = self.at_once.booked_at
+        return self.reservations.undoing(self.booked_in, self.reservation_id, booked_at)
 
     cdef bint is_usual(self) noexcept:
         cdef int at
@@ -357,65 +342,21 @@ cdef class SelectHandler(PromptHandler):
                 return False
         return self.body.is_unset(kOverride)
 
-    cdef object at_once(self, place):
-        """Returns the fleet if the selection can be served here, None if the scheduler has to."""
-        fleet = self.fleets.get(place)
-        if fleet is None or not fleet.workers:
-            return None
-        if self.books and (self.replicas or self.reservation_id in self.live):
-            return None
-        if self.session_id is not None and self.selections.affinity is not None:
-            return None
-        if self.scheduler.held and fleet.queue.waits(None):
-            return None
-        return fleet
-
     cdef bytes served(self, fleet):
         """Chooses and books; None, and nothing has changed, if that cannot be done here."""
         cdef Pool pool = fleet.pool
-        cdef Settings settings = fleet.settings
-        cdef int64_t candidate
-        if settings.c.mode == kDirect:  # the request names no rank
-            return None
         self.body.put_before(pool)
         self.looked_at = True
-        candidate = pool.choose_now(
-            &settings.c, pool.mask_of(fleet.whole), self.draws.peek(0), NULL
-        )
+        cdef int64_t candidate = self.at_once.serve(fleet, self.reservation_id, self.expected)
         if candidate < 0:
             return None
-        if self.books and not self.book(fleet, settings, pool, candidate):
-            pool.take_back()
-            return None
-        self.draws.take(1)
-        self.counts.c.serve(settings.c.mode, kWhole, pool.c.prompt().isl_tokens)
-        self.counts.c.choose(
-            deref(pool.c), candidate, pool.cached_tokens_of(&settings.c, candidate),
-            pool.most_cached(), kWhole,
-        )
+        if self.books:
+            self.booked_in = fleet
         members = fleet.pieces[candidate]
         if members is None:
             members = fleet.piece(candidate)
         begin = opening(self.selection_id, self.reservation_id, None)
-        return pool.render_answer(begin, members, candidate, settings)
-
-    cdef bint book(self, fleet, Settings settings, Pool pool, size_t candidate) except -1:
-        cdef Admission admission
-        admission.id = utf8(self.reservation_id)
-        admission.rank = pool.c.candidate(candidate).booked
-        admission.hashes = pool.c.prompt().sequence.data()
-        admission.blocks = pool.c.prompt().sequence.size()
-        admission.tokens = booked_tokens(pool, settings, candidate)
-        admission.now = self.selections.clock()
-        admission.expected = self.expected
-        if pool.ledger.admit(&admission) != kAdded:
-            return False
-        pool.c.predict(candidate, admission.now)
-        self.live[self.reservation_id] = fleet
-        self.booked_in, self.booked_at = fleet, admission.now
-        if self.observers and self.sample.takes(self.reservation_id):
-            self.reservations.observe_begin(fleet, self.reservation_id)
-        return True
+        return pool.render_answer(begin, members, candidate, fleet.settings)
 
 
 cdef class ReservationHandler(HotHandler):
@@ -423,46 +364,15 @@ cdef class ReservationHandler(HotHandler):
 
     def __init__(self, selections not None):
         """Takes the daemon's selections."""
-        self.reservations = selections.reservations
-        self.scheduler = selections.scheduler
-        self.live = selections.reservations.live
-        self.replicas = selections.reservations.steps.subscribers
-        self.observers = selections.reservations.moments.subscribers
-        self.sample = selections.reservations.sample
-        self.leases = {} if selections.affinity is None else selections.affinity.leases
+        self.steps = StepsAtOnce(selections)
         self.bodiless = True
-
-    cdef Ledger ledger_of(self, str reservation_id):
-        fleet = self.live.get(reservation_id)
-        if fleet is None or self.replicas:
-            return None
-        if self.observers and self.sample.takes(reservation_id):
-            return None
-        if self.scheduler.held and len(fleet.queue):
-            return None
-        return fleet.ledger
-
-    cdef RequestId request_of(self, Ledger ledger, const Text& captured):
-        if ledger is None:
-            return kNone
-        self.prefill_id.assign(captured.begin, captured.size)
-        self.prefill_id.append(PREFILL)
-        if ledger.find_request(string_view(self.prefill_id)) != kNone:
-            return kNone
-        return ledger.find_request(string_view(captured.begin, captured.size))
 
 
 cdef class PrefillCompleteHandler(ReservationHandler):
     """Ends the prefill of a reservation, once or again."""
 
     cdef bytes answer(self, const char* body, size_t size, Text captured, request):
-        reservation_id = segment(captured)
-        cdef Ledger ledger = self.ledger_of(reservation_id)
-        cdef RequestId live = self.request_of(ledger, captured)
-        if live == kNone:
-            self.reservations.prefill_complete(reservation_id)
-        else:
-            ledger.complete(live)
+        self.steps.prefill_complete(segment(captured))
         return OK
 
 
@@ -470,16 +380,7 @@ cdef class FreeHandler(ReservationHandler):
     """Ends a reservation."""
 
     cdef bytes answer(self, const char* body, size_t size, Text captured, request):
-        reservation_id = segment(captured)
-        cdef Ledger ledger = None
-        if not self.leases or reservation_id not in self.leases:
-            ledger = self.ledger_of(reservation_id)
-        cdef RequestId live = self.request_of(ledger, captured)
-        if live == kNone:
-            self.reservations.free(reservation_id)
-        else:
-            ledger.end(live)
-            del self.live[reservation_id]
+        self.steps.free(segment(captured))
         return OK
 
 
@@ -498,10 +399,3 @@ cdef class LoadsHandler(HotHandler):
 
 def has_looked(pool):
     """Does nothing: the pool has looked at the prompt already."""
-
-
-cdef string_view utf8(str text) except *:
-    """Returns the bytes of a text, which live as long as that."""
-    cdef Py_ssize_t size = 0
-    cdef const char* begin = PyUnicode_AsUTF8AndSize(text, &size)
-    return string_view(begin, size)

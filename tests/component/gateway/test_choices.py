@@ -15,7 +15,7 @@ import trio
 from examples.engine.options import EngineOptions
 from kvd.faces.gateway.routes import gateway_routes
 from kvd.gateway.chains import Chains
-from kvd.gateway.choices import LocalChoices
+from kvd.gateway.choices import LocalChoices, Placement, Question
 from kvd.gateway.exchanges import Exchanges, RelayLimits
 from kvd.gateway.forwarding import Forwarder
 from kvd.gateway.names import Wanted
@@ -26,7 +26,6 @@ from kvd.index.partitions import State
 from kvd.index.registry import Registry
 from kvd.net.dialing import Dialer
 from kvd.selection.options import RouterOptions
-from kvd.selection.requests import SelectRequest
 from kvd.selection.service import Selections
 from tests.support.gateways import engines
 from tests.support.serving import Client, serving
@@ -38,11 +37,11 @@ CHAT = "/v1/chat/completions"
 class Asking:
     """A client of a gateway, and what its selection service was asked, the last first."""
 
-    def __init__(self, client: Client, asked: list[SelectRequest]) -> None:
+    def __init__(self, client: Client, asked: list[Question]) -> None:
         self._client = client
         self._asked = asked
 
-    async def about(self, path: str = CHAT, **members: Any) -> SelectRequest:
+    async def about(self, path: str = CHAT, **members: Any) -> Question:
         """Returns the selection for a request, which also has `headers`."""
         headers = members.pop("headers", {})
         body = json.dumps({"max_tokens": 2, "messages": [], **members}).encode()
@@ -55,20 +54,20 @@ class Asking:
 async def asking(**options: Any) -> AsyncIterator[Asking]:
     """Yields a client of a gateway with one engine, of which all that it caches is predicted."""
     nobody: Any = None  # no engine here publishes anything
-    asked: list[SelectRequest] = []
+    asked: list[Question] = []
     state = State()
     clocks = trio.current_time, time.time_ns
     router = RouterOptions(session_affinity_ttl_s=60)
     registry = Registry(state, nobody)
     selections = Selections(state, registry, router, 1.0, Random(0), *clocks)
     choices = LocalChoices(selections, registry)
-    select = selections.scheduler.select
+    choose = choices.choose
 
-    def noted(ask: SelectRequest, look: Any) -> Any:
-        asked.append(ask)
-        return select(ask, look)
+    async def noted(question: Question) -> Placement:
+        asked.append(question)
+        return await choose(question)
 
-    selections.scheduler.select = noted  # type: ignore[method-assign]
+    choices.choose = noted  # type: ignore[method-assign]
     exchanges, stats = Exchanges(RelayLimits()), GatewayStats()
     tokens = Tokens(exchanges, stats, 1 << 20, NOT_MY_FAULT_S)
     async with engines(EngineOptions(events=False, **options)) as (engine,):
@@ -109,10 +108,10 @@ async def test_what_goes_first_at_the_engine_waits_less(kind: str, first: int) -
 async def test_sessions_count_where_no_tokens_are_known() -> None:
     async with asking() as gateway:
         headers = {"x-session-id": "s"}
-        assert (await gateway.about(headers=headers)).session_id is None
-        assert (await gateway.about(headers=headers, documents=[])).session_id == "s"
-        assert (await gateway.about("/v1/messages", headers=headers)).session_id == "s"
+        assert (await gateway.about(headers=headers)).session is None
+        assert (await gateway.about(headers=headers, documents=[])).session == "s"
+        assert (await gateway.about("/v1/messages", headers=headers)).session == "s"
         told = {"messages": [{"role": "user", "content": "hi"}]}
-        text = (await gateway.about("/v1/messages", **told)).session_id
+        text = (await gateway.about("/v1/messages", **told)).session
         assert text is not None and text.startswith("text-")
-        assert (await gateway.about("/v1/embeddings", input="hi")).session_id is None
+        assert (await gateway.about("/v1/embeddings", input="hi")).session is None

@@ -17,7 +17,7 @@ import trio
 
 from kvd.http import idle_poll
 from kvd.http.fast_path import FastPath
-from kvd.http.idle_poll import EPOLL, RUNNABLE, polled_when_idle
+from kvd.http.idle_poll import EPOLL, RUNNABLE, WAKE, polled_when_idle
 from kvd.http.permits import PermitRules
 from kvd.http.types import Request, Response, Route
 from tests.support.loglines import logged
@@ -132,15 +132,15 @@ async def test_a_task_that_a_request_has_made_runnable_runs_at_once() -> None:
 
 
 def lane_of(wake: Any) -> FastPath:
-    return FastPath({}, [], print, print, print, wake, PermitRules())
+    return FastPath({}, [], print, print, print, wake, print, PermitRules())
 
 
 async def test_the_instrument_goes_with_the_last_lane() -> None:
     with polled_when_idle(lane_of(print), 1) as here:
         with polled_when_idle(lane_of(print), 1) as same:
             assert same is here
-            assert len(here.fast_paths) == 2
-        assert len(here.fast_paths) == 1
+            assert len(here.lanes) == 2
+        assert len(here.lanes) == 1
     with pytest.raises(KeyError):
         trio.lowlevel.remove_instrument(here)
     with polled_when_idle(lane_of(print), 1) as another:
@@ -173,7 +173,12 @@ def test_a_bug_between_passes_ends_the_run() -> None:
 
 # Every name on the way to what is used, by the path to it from `trio`.
 NAMES = sorted(
-    {path[:end] for path in (EPOLL, RUNNABLE) for end, at in enumerate(path + ".") if at == "."}
+    {
+        path[:end]
+        for path in (EPOLL, RUNNABLE, WAKE)
+        for end, at in enumerate(path + ".")
+        if at == "."
+    }
 )
 
 
@@ -198,7 +203,7 @@ async def test_without_a_name_requests_are_served(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Trio itself needs its names, so it is kvd that asks for one that trio does not have."""
-    for constant in ("EPOLL", "RUNNABLE"):
+    for constant in ("EPOLL", "RUNNABLE", "WAKE"):
         used = getattr(idle_poll, constant)
         monkeypatch.setattr(idle_poll, constant, re.sub(rf"^{path}\b", f"{path}_of_old", used))
     with logged() as lines:

@@ -1,0 +1,187 @@
+# distutils: language = c++
+"""Heads of requests and answers, as they go on to the other side (RFC 9110 §7.6.1).
+
+Fields that belong to one connection are dropped, with those that `connection` names; so are fields
+with which a client would choose an engine's rank, which are the gateway's to set. All others pass
+as they came.
+"""
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
+from libcpp.string cimport string
+
+from collections import namedtuple
+
+cdef extern from "<string.h>" nogil:
+    void* memchr(const void* text, int c, size_t n)
+    int memcmp(const void* a, const void* b, size_t n)
+
+HOP_BY_HOP = frozenset(
+    (
+        b"connection",
+        b"keep-alive",
+        b"proxy-connection",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+        b"expect",
+    )
+)
+# Written anew for each side.
+OURS = frozenset((b"host", b"content-length", b"x-request-id"))
+# Name an engine or a rank to whoever believes them.
+FLEET_HEADERS = frozenset(
+    (
+        b"x-data-parallel-rank",
+        b"x-prefiller-host-port",
+        b"x-encoder-hosts-ports",
+        b"x-data-parallel-host-port",
+        b"x-gateway-destination-endpoint",
+        b"cookie",
+    )
+)
+NOT_SENT = HOP_BY_HOP | OURS | FLEET_HEADERS
+NOT_RETURNED = HOP_BY_HOP | frozenset(
+    (b"server", b"date", b"content-length", b"x-request-id", b"request-id")
+)
+KEY_HEADERS = frozenset((b"authorization", b"x-api-key"))  # show a client's key
+cdef frozenset NONE = frozenset()
+MAX_REQUEST_ID = 128  # bytes of a client's x-request-id that is kept
+# What an engine's answer says before its body: the headers that go on to the client, and the length
+# of the body, None where the engine does not say it.
+EngineHead = namedtuple("EngineHead", ("status", "headers", "length"))
+
+
+def request_id_of(list headers not None, str made not None):
+    """Returns the client's x-request-id if it can be passed on, else the one that was made."""
+    cdef bytes name, value
+    for name, value in headers:
+        if name == b"x-request-id" and is_request_id(value):
+            return value
+    return made.encode()
+
+
+cdef bint is_request_id(bytes value):
+    cdef Py_ssize_t i, size = PyBytes_GET_SIZE(value)
+    cdef const unsigned char* text = <const unsigned char*>PyBytes_AS_STRING(value)
+    for i in range(size):
+        if not 0x21 <= text[i] <= 0x7e:
+            return False
+    return 0 < size <= <Py_ssize_t>MAX_REQUEST_ID
+
+
+def request_head(str method not None, bytes target not None, list headers not None,
+                 bytes authority not None, size_t length, bytes request_id not None, more=(),
+                 frozenset without not None=NONE):
+    """Returns the head of a client's request as an engine gets it.
+
+    `target` is path and query; `more` are headers of the gateway's own, which win; those named in
+    `without` are left out.
+    """
+    cdef string head
+    cdef bytes name, value
+    cdef set ours = {name for name, _ in more}
+    cdef frozenset named = named_by_connection(headers)
+    head.reserve(512)
+    add(head, b"%b %b HTTP/1.1\r\n" % (method.encode(), target))
+    for name, value in headers:
+        if name in NOT_SENT or name in named or name in ours or name in without:
+            continue
+        if not begins_with(name, b"x-kvd-") and not begins_with(name, b"x-smg-"):
+            add_header(head, name, value)
+    for name, value in more:
+        add_header(head, name, value)
+    add_header(head, b"x-request-id", request_id)
+    add_header(head, b"host", authority)
+    add(head, b"content-length: %d\r\n\r\n" % length)
+    return PyBytes_FromStringAndSize(head.data(), head.size())
+
+
+cdef void add(string& text, bytes more):
+    text.append(PyBytes_AS_STRING(more), PyBytes_GET_SIZE(more))
+
+
+cdef void add_header(string& head, bytes name, bytes value):
+    add(head, name)
+    add(head, b": ")
+    add(head, value)
+    add(head, b"\r\n")
+
+
+cdef bint begins_with(bytes text, bytes beginning):
+    cdef size_t size = PyBytes_GET_SIZE(beginning)
+    if <size_t>PyBytes_GET_SIZE(text) < size:
+        return False
+    return memcmp(PyBytes_AS_STRING(text), PyBytes_AS_STRING(beginning), size) == 0
+
+
+def credentials(request, bytes key not None):
+    """Returns which key an engine is shown, if not what the client shows, and what is left out.
+
+    A key that was checked here is the gateway's own, and nobody else's to see.
+    """
+    if request.is_checked:
+        return [(b"authorization", b"Bearer " + key)] if key else [], KEY_HEADERS
+    cdef bytes name, value, api_key = None
+    for name, value in request.headers:
+        if name == b"authorization":
+            return [], NONE
+        if name == b"x-api-key":
+            api_key = value
+    # Engines read no other header.
+    return [(b"authorization", b"Bearer " + api_key)] if api_key is not None else [], NONE
+
+
+def own_head(str method not None, str path not None, bytes authority not None, size_t length,
+             bytes key=b""):
+    """Returns the head of a request of the gateway's own, with a bearer `key` if there is one."""
+    shown = b"authorization: Bearer %b\r\n" % key if key else b""
+    body = b"content-type: application/json\r\ncontent-length: %d\r\n" % length if length else b""
+    return b"%b %b HTTP/1.1\r\nhost: %b\r\naccept: */*\r\n%b%b\r\n" % (
+        method.encode(),
+        path.encode(),
+        authority,
+        body,
+        shown,
+    )
+
+
+def read_head(bytes head not None):
+    """Reads the head of an engine's answer, which the relay has found well-formed."""
+    cdef const char* at = PyBytes_AS_STRING(head)
+    cdef const char* end = at + PyBytes_GET_SIZE(head) - 2  # behind the last line's CRLF
+    cdef const char* stop
+    cdef const char* colon
+    cdef list headers = [], passed = []
+    cdef bytes name, value
+    status = int(head[9:12])
+    length = None
+    at = <const char*>memchr(at, c"\n", end - at) + 1
+    while at < end:
+        stop = <const char*>memchr(at, c"\r", end - at)
+        colon = <const char*>memchr(at, c":", stop - at)
+        name = PyBytes_FromStringAndSize(at, colon - at)
+        value = PyBytes_FromStringAndSize(colon + 1, stop - colon - 1)
+        headers.append((name.lower(), value.strip(b" \t")))
+        at = stop + 2
+    cdef frozenset named = named_by_connection(headers)
+    for header in headers:
+        name = header[0]
+        if name == b"content-length" and length is None:
+            length = int(header[1])
+        if name in NOT_RETURNED or name in named or begins_with(name, b"x-kvd-"):
+            continue
+        if not begins_with(name, b"access-control-"):
+            passed.append(header)
+    return EngineHead(status, passed, length)
+
+
+cdef frozenset named_by_connection(list headers):
+    cdef bytes name, value
+    cdef list names = None
+    for name, value in headers:
+        if name == b"connection":
+            names = names or []
+            names += [each.strip().lower() for each in value.split(b",")]
+    return NONE if names is None else frozenset(names)

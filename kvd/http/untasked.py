@@ -1,0 +1,109 @@
+"""Coroutines that run without a task of trio for as long as they only wait for what callbacks tell.
+
+    step ──> told(signal) ── signal.tell() ──> step ──> ... ──> the result
+       └───> in_task() ──> `rest`, awaited in a task, runs what is left
+
+To wake a task costs a pass of trio. So the coroutine of a relayed request is stepped by whoever has
+the news. It says `await in_task()` before anything that wants a task: deadlines, nurseries, waits
+for sockets. What forgets to say so fails at once, because trio finds no task there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Generator
+from operator import attrgetter
+from types import SimpleNamespace, coroutine
+from typing import Any, Final
+
+import trio
+
+
+class Signal:
+    """What a coroutine without a task waits for; whoever knows it calls `tell`, once."""
+
+    __slots__ = ("_subscriber",)
+
+    _subscriber: Callable[[], None]
+
+    def subscribe(self, subscriber: Callable[[], None]) -> None:
+        """Has a function called by `tell`."""
+        self._subscriber = subscriber
+
+    def tell(self) -> None:
+        """Says that it has come."""
+        self._subscriber()
+
+
+IN_TASK: Final = Signal()  # never told: the coroutine wants a task
+
+# Where trio says which task runs: it has no public name. Without it, what forgets `in_task` would
+# find the task of whoever steps.
+RUN = "_core._run.GLOBAL_RUN_CONTEXT"
+try:
+    _run: Any = attrgetter(RUN)(trio)
+except AttributeError:
+    _run = SimpleNamespace()
+
+_stepping = False
+
+
+def has_task() -> bool:
+    """Says whether the code that asks runs in a task."""
+    return not _stepping
+
+
+@coroutine
+def in_task() -> Generator[Signal, None, None]:
+    """Goes on in a task, at once if it is in one."""
+    if _stepping:
+        yield IN_TASK
+
+
+@coroutine
+def told(signal: Signal) -> Generator[Signal, None, None]:
+    """Waits for a signal, without a task."""
+    yield signal
+
+
+class Untasked:
+    """A coroutine that has begun, or will, without a task."""
+
+    __slots__ = ("_coroutine",)
+
+    def __init__(self, coroutine: Coroutine[Any, Any, bool]) -> None:
+        self._coroutine = coroutine
+
+    def step(self) -> Signal:
+        """Runs it until it waits; returns for what. Raises StopIteration with its result."""
+        global _stepping
+        assert not _stepping
+        task = getattr(_run, "task", None)
+        if task is not None:
+            del _run.task
+        _stepping = True
+        try:
+            signal: Signal = self._coroutine.send(None)
+            return signal
+        finally:
+            _stepping = False
+            if task is not None:
+                _run.task = task
+
+    def close(self) -> None:
+        """Ends it where it waits."""
+        self._coroutine.close()
+
+    @coroutine
+    def rest(self) -> Generator[Any, Any, bool]:
+        """Runs what is left of one that wants a task, in the task that awaits this."""
+        send, value = self._coroutine.send, None
+        while True:
+            try:
+                trap = send(value)
+            except StopIteration as end:
+                result: bool = end.value
+                return result
+            try:
+                value, send = (yield trap), self._coroutine.send
+            except BaseException as error:  # thrown in by trio, for the coroutine to see
+                value, send = error, self._coroutine.throw

@@ -1,0 +1,52 @@
+# distutils: language = c++
+"""Data sheet of selections that need no scheduler (at_once.pyx)."""
+from libc.stdint cimport int64_t, uint32_t
+from libcpp.string cimport string
+from libcpp.string_view cimport string_view
+
+from kvd_core.base.draws cimport Draws
+from kvd_core.base.sampling cimport Sample
+from kvd_core.ledger.ledger cimport Ledger
+from kvd_core.ledger.types cimport RequestId
+from kvd_core.selector.choice_counts cimport ChoiceCounts
+from kvd_core.selector.selector cimport Pool
+from kvd_core.selector.settings cimport Settings
+
+
+cdef class AtOnce:
+    cdef object selections, reservations, scheduler
+    cdef Draws draws
+    cdef ChoiceCounts counts
+    cdef dict live                 # fleets by reservation id
+    cdef list replicas, observers  # those told of steps (kvd.slots.live_requests)
+    cdef Sample sample             # of requests that observers are told of
+    cdef readonly double booked_at  # seconds, when the last booking was made
+
+    # Says whether a selection can be served here; `reservation_id` is None if nothing is booked.
+    cpdef bint suits(self, fleet, str reservation_id, str session_id) except -1
+    # Chooses for the prompt that the fleet's pool has looked at, and books it under the id if there
+    # is one; `expected` tokens of output, or kNone. Returns the candidate; -1, and nothing has
+    # changed, if that cannot be done here.
+    cdef int64_t serve(self, fleet, str reservation_id, uint32_t expected) except? -2
+
+    cdef bint book(self, fleet, Settings settings, Pool pool, size_t candidate,
+                   str reservation_id, uint32_t expected) except -1
+
+
+cdef class StepsAtOnce:
+    cdef object reservations, scheduler
+    cdef dict live
+    cdef list replicas, observers
+    cdef Sample sample
+    cdef dict leases         # of sessions, by reservation id: their end is told
+    cdef string prefill_id   # scratch: the id of a booking
+
+    # Ends the prefill of a reservation, once or again; raises NotFound.
+    cpdef int prefill_complete(self, str reservation_id) except -1
+    # Ends a reservation; raises NotFound.
+    cpdef int free(self, str reservation_id) except -1
+
+    # The ledger of the fleet that a reservation is booked in, None for `reservations`.
+    cdef Ledger ledger_of(self, str reservation_id)
+    # The number of a reservation in it, kNone without one and if its prefill is booked apart.
+    cdef RequestId request_of(self, Ledger ledger, str reservation_id) except? 0xffffffff

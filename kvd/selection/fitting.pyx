@@ -1,0 +1,72 @@
+# distutils: language = c++
+"""The line through observations, by Theil and Sen (kvd.selection.speeds).
+
+Cost: some 10 µs for 48 observations, which have 1,128 pairs.
+"""
+from libcpp.algorithm cimport nth_element
+from libcpp.vector cimport vector
+
+cdef extern from "<cmath>" namespace "std" nogil:
+    double fabs(double x)
+
+
+cdef double median(vector[double]& values) noexcept nogil:
+    """Returns the middle of some values, at least one; of two in the middle the upper."""
+    cdef size_t middle = values.size() // 2
+    nth_element(values.begin(), values.begin() + middle, values.end())
+    return values[middle]
+
+
+cdef bint is_one_length(const vector[double]& xs, double narrow):
+    """Says whether half of all x lie closer to their median than `narrow` of it."""
+    cdef vector[double] values = xs
+    cdef double middle = median(values)
+    cdef size_t i
+    for i in range(xs.size()):
+        values[i] = fabs(xs[i] - middle)
+    return median(values) < narrow * middle
+
+
+cdef double median_ratio(const vector[double]& xs, const vector[double]& seconds):
+    cdef vector[double] values
+    cdef size_t i
+    for i in range(xs.size()):
+        values.push_back(seconds[i] / xs[i])
+    return median(values)
+
+
+def fit(points not None, double narrow):
+    """Returns base and slope, both not negative, and the scatter: the median distance as a share.
+
+    points: (x, seconds), both positive. Where all x lie closer together than `narrow` of their
+    median, all of the time is taken for the slope's. Returns None for fewer than two points, and
+    where more of x takes less time.
+    """
+    cdef vector[double] xs, seconds, values
+    cdef double x, took, base = 0.0, slope
+    cdef size_t i, j
+    for x, took in points:
+        xs.push_back(x)
+        seconds.push_back(took)
+    if xs.size() < 2:
+        return None
+    if is_one_length(xs, narrow):
+        slope = median_ratio(xs, seconds)
+    else:
+        for i in range(xs.size()):
+            for j in range(i):
+                if xs[i] != xs[j]:
+                    values.push_back((seconds[i] - seconds[j]) / (xs[i] - xs[j]))
+        slope = median(values)
+        if slope <= 0.0:
+            return None
+        values.clear()
+        for i in range(xs.size()):
+            values.push_back(seconds[i] - slope * xs[i])
+        base = median(values)
+        if base < 0.0:
+            base, slope = 0.0, median_ratio(xs, seconds)
+    values.clear()
+    for i in range(xs.size()):
+        values.push_back(fabs(seconds[i] - base - slope * xs[i]) / seconds[i])
+    return base, slope, median(values)
