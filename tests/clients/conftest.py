@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,16 @@ class Gateway:
     def __init__(self, client: Client, engines: list[Running]) -> None:
         self.client = client
         self.engines = engines
+        self._opened: list[Any] = []
+
+    def opened(self, client: Any) -> Any:
+        """Has a library's client be closed when the test is over, and returns it."""
+        self._opened.append(client)
+        return client
+
+    def close(self) -> None:
+        for client in self._opened:
+            client.close()
 
     @property
     def url(self) -> str:
@@ -30,4 +41,6 @@ class Gateway:
 @pytest.fixture
 async def gateway(kvd_process: Callable[..., Server]) -> AsyncIterator[Gateway]:
     async with serving(kvd_process, EngineOptions(), EngineOptions()) as (client, engines):
-        yield Gateway(client, engines)
+        opened = Gateway(client, engines)
+        yield opened
+        opened.close()

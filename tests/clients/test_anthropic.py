@@ -23,7 +23,7 @@ WORDS = " word0 word1 word2 word3"
 
 
 def plain(gateway: Gateway, **options: Any) -> Any:
-    return anthropic.Anthropic(base_url=gateway.url, api_key="secret", **options)
+    return gateway.opened(anthropic.Anthropic(base_url=gateway.url, api_key="secret", **options))
 
 
 async def test_an_answer(gateway: Gateway) -> None:

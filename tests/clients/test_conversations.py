@@ -22,11 +22,15 @@ ASKED: Any = {"model": "demo", "max_output_tokens": 4}
 
 
 def of_openai(gateway: Gateway) -> Any:
-    return openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="secret", max_retries=0)
+    return gateway.opened(
+        openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="secret", max_retries=0)
+    )
 
 
 def of_anthropic(gateway: Gateway) -> Any:
-    return anthropic.Anthropic(base_url=gateway.url, api_key="secret", max_retries=0)
+    return gateway.opened(
+        anthropic.Anthropic(base_url=gateway.url, api_key="secret", max_retries=0)
+    )
 
 
 async def test_responses_lead_to_the_engine_that_keeps_them(gateway: Gateway) -> None:
