@@ -233,7 +233,7 @@ class StreamLoad {
     Connection& connection = *idle_.back();
     idle_.pop_back();
     connection.request =
-        "POST /v1/chat/completions HTTP/1.1\r\nhost: gateway\r\naccept: application/json\r\n"
+        "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\naccept: application/json\r\n"
         "content-type: application/json\r\nuser-agent: kvbench\r\nauthorization: Bearer none\r\n"
         "content-length: " +
         std::to_string(body_.size()) + "\r\n\r\n" + body_;
