@@ -3,8 +3,8 @@
     root: SIGTERM and SIGINT, before anything else that may wait
     ports opened
     background: reloads, sweep of removed ranks, expiry of requests, trimming of heaps, watchdog
-     └ listeners: one task per registered rank                      stop last
-        └ start-up: recovery from a peer, the gate
+     └ listeners: one task per registered rank, the keeper of state stop last
+        └ start-up: our own snapshot or recovery from a peer, the gate
         └ faces: one front per bind, TLS beside it                  stop first
 
 All parts are made at once, when the ports are open and the nurseries are there. The faces answer
@@ -53,6 +53,9 @@ from kvd.index.registry import Registry
 from kvd.net.listeners import ListenerTasks
 from kvd.net.recovery import RecoveryStats, confirm_restored, recover
 from kvd.net.zsocket import make_context
+from kvd.persistence.directory import Directory
+from kvd.persistence.registrations import Faces, Registrations
+from kvd.persistence.store import Keeper, Store
 from kvd.platform import activation, sdnotify
 from kvd.platform.descriptors import LEAST, listeners_within, raise_limit, waiting_within
 from kvd.platform.memory import Heaps, keep_freed_memory
@@ -69,6 +72,7 @@ from kvd.telemetry.rotating import RotatingWriter
 
 if TYPE_CHECKING:
     from kvd.net.zsocket import Context
+    from kvd_core.ledger.journal import Journal
 
 # Steps of a sweep's slice, each at most about 0.1 µs: the memory of a removed or cleared rank comes
 # back in slices of under 1 ms.
@@ -173,14 +177,16 @@ async def _open_and_serve(
             return
         warn_of_secrets(config)
         decisions = _open_decision_log(config, opened)
+        store = _open_store(config, opened)
         async with trio.open_nursery() as background, trio.open_nursery() as listening:
             daemon = _Daemon(
-                config, reader, bounds, ports, context, listening, stop, decisions, place
+                config, reader, bounds, ports, context, listening, stop, decisions, place, store
             )
             daemon.run_in(background, reloads)
             await daemon.serve(listening)
             listening.cancel_scope.cancel()
             background.cancel_scope.cancel()
+        await daemon.finish()
 
 
 class _Daemon:
@@ -197,6 +203,7 @@ class _Daemon:
         stop: Stop,
         decisions: RotatingWriter | None,
         place: Place | None,
+        store: Store | None,
     ) -> None:
         self._stop = stop
         self._ports = ports
@@ -215,7 +222,11 @@ class _Daemon:
             space=ports.space,
         )
         self._place = place
-        self._parts = _components(config, bounds, ports, self._listeners, context, listening, place)
+        journal = None if store is None else store.journal
+        ledgers = Ledgers(config.max_requests, config.max_request_blocks, journal)
+        self._parts = _components(
+            config, bounds, ports, self._listeners, context, listening, place, ledgers, journal
+        )
         self._decisions: DecisionLog | None = None  # None: none is written
         if decisions is not None:
             selections, shares_blocks = self._parts.selections, config.router.assumes_kv_reuse
@@ -225,9 +236,12 @@ class _Daemon:
             selections.reservations.moments.subscribe(self._decisions.note)
             selections.reservations.sample.take_all()
         self._fleet: FleetFileFollower | None = None  # None: no file is set
+        self._targets = ports.apis.targets(self._parts)
         if config.fleet_file is not None:
-            targets = ports.apis.targets(self._parts)
-            self._fleet = FleetFileFollower(config.fleet_file, ports.outgoing, targets)
+            self._fleet = FleetFileFollower(config.fleet_file, ports.outgoing, self._targets)
+        self._keeper: Keeper | None = None  # None: nothing outlives the process
+        if store is not None:
+            self._keeper = _keeper(store, self._parts, ledgers, config, self._fleet)
         self._reloader = Reloader(
             config, reader, stop, ports, self._parts, self._listeners, self._fleet
         )
@@ -254,6 +268,11 @@ class _Daemon:
             with self._stop.gives_up():
                 await self._fleet.read()
             listening.start_soon(self._fleet.run)
+        if self._keeper is not None:
+            with self._stop.gives_up():
+                await self._keeper.restore_registrations(self._targets)
+                await self._keeper.restore_bookings()
+                listening.start_soon(self._keeper.run)
         indexing = [config.indexer_bind, config.selection_bind, config.conductor_bind]
         if config.gateway_bind is not None:
             listening.start_soon(self._parts.gateway.run)
@@ -265,6 +284,11 @@ class _Daemon:
             self._recovered.set()
         if not self._stop.is_asked:
             await self._serve_faces()
+
+    async def finish(self) -> None:
+        """Keeps what there is at the end, when nothing changes any more."""
+        if self._keeper is not None:
+            await self._keeper.finish()
 
     async def _register(self, config: Config) -> None:
         if config.indexer_bind is not None:
@@ -304,9 +328,9 @@ class _Daemon:
                     await trio.lowlevel.checkpoint()
 
     async def _start_up(self) -> None:
-        """Fills the index from a peer and opens the gate."""
+        """Fills the index from what was kept, or else from a peer, and opens the gate."""
         config, registry = self._config, self._parts.registry
-        if config.peers:
+        if not await self._restore() and config.peers:
             await self._recover(config)
         self._recovered.set()
         if registry.instances() < config.min_initial_workers:
@@ -315,6 +339,19 @@ class _Daemon:
         self._gate.set()
         log.info("ready", workers=registry.instances())
         await confirm_restored(self._parts.state, registry)
+
+    async def _restore(self) -> bool:
+        """Fills the index from the state directory; False if there is nothing of use."""
+        if self._keeper is None:
+            return False
+        await self._serving.wait()
+        if not await self._keeper.restore_index():
+            return False
+        readiness = self._parts.selections.readiness
+        readiness.recovery = Recovery.DONE
+        readiness.recovered_blocks = self._keeper.stats.blocks
+        gc.freeze()
+        return True
 
     async def _recover(self, config: Config) -> None:
         parts = self._parts
@@ -372,8 +409,9 @@ class _Daemon:
         followers = () if self._fleet is None else (self._fleet.families,)
         decisions = () if self._decisions is None else (self._decisions.families,)
         places = () if self._place is None else (self._place.families,)
+        kept = () if self._keeper is None else (self._keeper.families,)
         own = self._reloader.families, self._families, self._ports.sync.families
-        return [*own, *followers, *decisions, *places]
+        return [*own, *followers, *decisions, *places, *kept]
 
     def _families(self) -> Iterator[Family]:
         space, outgoing = self._ports.space, self._ports.outgoing
@@ -397,12 +435,13 @@ def _components(
     context: Context,
     listening: trio.Nursery,
     place: Place | None,
+    ledgers: Ledgers,
+    journal: Journal | None,
 ) -> Components:
     """Returns what the faces answer from, empty; replicas are listened to in `listening`."""
     state = State(config.hash_seed, config.index_max_blocks, config.max_partitions)
     shared = ListenerCapacity(bounds.listeners), ports.outgoing, config.engine_stale_s
     registry = Registry(state, listeners, *shared)
-    ledgers = Ledgers(config.max_requests, config.max_request_blocks)
     slots = SlotTrackers(config.request_expiry_s, ledgers, config.max_partitions, trio.current_time)
     selections = Selections(
         state,
@@ -415,6 +454,7 @@ def _components(
         ledgers,
         Readiness(config.min_initial_workers, len(config.peers)),
         bounds.waiting,
+        journal,
     )
     return Components(
         state,
@@ -427,6 +467,41 @@ def _components(
         ports.sync.start(listening, context, slots, selections),
         Gateway(config, selections, registry, ports.dialer, place),
     )
+
+
+def _open_store(config: Config, opened: ExitStack) -> Store | None:
+    """Opens the state directory if one is set; raises StartError."""
+    path = config.state_dir
+    if path is None:
+        return None
+    try:
+        directory = Directory(path)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise StartError(f"state_dir: cannot use {path}: {reason}") from None
+    store = Store(directory, config.snapshot_s)
+    opened.callback(store.close)
+    return store
+
+
+def _keeper(
+    store: Store,
+    parts: Components,
+    ledgers: Ledgers,
+    config: Config,
+    fleet: FleetFileFollower | None,
+) -> Keeper:
+    faces = Faces(
+        parts.registry,
+        parts.slots,
+        parts.selections,
+        parts.publishers,
+        parts.replicas,
+        parts.gateway.upstreams,
+    )
+    registrations = Registrations(faces, config, fleet)
+    accounts = ledgers, parts.slots, parts.selections
+    return Keeper(store, parts.state, parts.registry, *accounts, registrations, trio.current_time)
 
 
 def _open_decision_log(config: Config, opened: ExitStack) -> RotatingWriter | None:

@@ -355,4 +355,5 @@ def _of_gateway(config: Config, path: str, chosen_by: tuple[str, ...], token: by
         peers=(),
         replica_sync=None,
         decision_log=None,
+        state_dir=None,
     )

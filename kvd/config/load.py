@@ -173,6 +173,8 @@ class Config:
     curve: Curve
     log_level: str
     log_format: str
+    state_dir: Path | None
+    snapshot_s: float
     decision_log: Path | None
     decision_log_bytes: int
     decision_log_files: int

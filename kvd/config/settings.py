@@ -710,6 +710,22 @@ DECISION_SETTINGS = section(
     ),
 )
 
+STATE_SETTINGS = section(
+    state_dir=Setting(
+        parsers.parse_path,
+        "DIR",
+        "directory for what a restart goes on with: registrations made by calls, bookings, and "
+        "snapshots of the index (default: nothing is kept)",
+        common=True,
+    ),
+    snapshot_s=Setting(
+        parsers.parse_pause,
+        "SECONDS",
+        "pause between two snapshots of the index in the state directory; 0: only at the end",
+        60.0,
+    ),
+)
+
 DAEMON_SETTINGS = section(
     min_initial_workers=Setting(
         parsers.parse_u32,
@@ -817,6 +833,7 @@ GROUPS = {
     "Engines and replays": ENGINE_SETTINGS,
     "The index": INDEX_SETTINGS,
     "HTTP limits": HTTP_SETTINGS,
+    "State that outlives the process": STATE_SETTINGS,
     "The decision log": DECISION_SETTINGS,
     "The daemon": DAEMON_SETTINGS,
 }

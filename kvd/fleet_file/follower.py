@@ -138,6 +138,13 @@ class FleetFileFollower:
         else:
             await self._reconcile(written)
 
+    def held(self, table: str, key: Hashable) -> Any:
+        """Returns what the file has registered under a key of a table, None if nothing."""
+        held = self._held.get((table, key))
+        if held is None or not self._targets[table].holds(held.wanted, held.known):
+            return None
+        return held.wanted
+
     # ---- as a part of a reload
 
     @contextlib.asynccontextmanager

@@ -158,6 +158,7 @@ class Upstreams:
         self.each: dict[int, Upstream] = {}
         self.followed: dict[Wanted, FollowedName] = {}
         self.refused = 0  # beyond MAX_UPSTREAMS
+        self.changes = 0  # of who wants which engines
         self._exchanges = exchanges
         self._choices = choices
         self._dialer = dialer
@@ -207,6 +208,7 @@ class Upstreams:
         elif isinstance(found, Upstream) and found.prefills != wanted.prefills:
             raise Conflict(f"{wanted.url} is there already, with another role")
         found.owners.add(owner)
+        self.changes += 1
         return found
 
     def unwant(self, wanted: Wanted, owner: str) -> None:
@@ -218,6 +220,7 @@ class Upstreams:
         if found is None or owner not in found.owners:
             raise NotFound(f"{wanted.url} is not there")
         found.owners.discard(owner)
+        self.changes += 1
         if found.owners:
             return
         if isinstance(found, FollowedName):

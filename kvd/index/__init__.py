@@ -4,7 +4,8 @@ partitions   `State`: one prefix index for each model and tenant; everything tha
 registry     `Registry`: ranks registered by the indexer, the selection service and files
 publishers   `Publishers`: publishers registered with the conductor
 capacity     how many listeners the two may have together
-restore      a peer's dump into the state: all of it, or nothing
+dumps        the index as a dump, in both forms
+restore      a dump into the state: all of it, or nothing
 peers        the peers that an operator has named
 metrics      what /metrics says of streams and of the index
 """

@@ -172,6 +172,7 @@ class Publishers:
         self._doubtful: dict[PublisherKey, Publisher] = {}  # those that have held nothing so far
         self.left_counts = StreamCounts()  # of listeners that are no more
         self.refused = 0  # at the capacity
+        self.changes = 0  # publishers that have come and gone
 
     def __len__(self) -> int:
         return len(self._publishers)
@@ -236,6 +237,7 @@ class Publishers:
         )
         self._publishers[key] = Publisher(described, listener, publication, source)
         self._doubtful[key] = self._publishers[key]
+        self.changes += 1
         self._capacity.take()
         self._listeners.start(key, listener)
 
@@ -283,6 +285,7 @@ class Publishers:
 
     def _remove(self, key: PublisherKey, publisher: Publisher) -> None:
         del self._publishers[key]
+        self.changes += 1
         self._capacity.give_back()
         self._doubtful.pop(key, None)
         self._leaving.discard(key)

@@ -25,6 +25,7 @@ from kvd.wire.curve import check_server_key
 from kvd.wire.egress import EgressPolicy
 from kvd.wire.endpoints import Addresses
 from kvd.wire.event_stream import EventStream
+from kvd.wire.place import Place
 from kvd.wire.stream_link import STALE_AFTER_S, ListenerStatus
 
 # Places remembered for ranks that are not registered now, ~300 bytes each; the one left longest
@@ -37,6 +38,8 @@ LEFT_PAIR_S = 60.0
 # Models and tenants without any worker that are remembered, about 200 bytes each; the one left
 # longest ago goes first.
 MAX_LEFT_PAIRS = 16_384
+
+KeptPlace = tuple[str, Place]  # the endpoint of a stream, and how far another process was with it
 
 INDEXER = "indexer"  # the face that registers unless another one says so
 
@@ -80,6 +83,7 @@ class Registry:
         self._listeners = listeners
         self._ranks: dict[RankKey, Registration] = {}
         self._left: dict[tuple[RankKey, str], int] = {}  # by rank and endpoint: number expected
+        self._kept: dict[RankKey, KeptPlace] = {}  # see `take_over`
         # Models and tenants without any worker: when the last one left (monotonic), and its block
         # size, in tokens.
         self._left_pairs: dict[PartitionKey, tuple[float, int]] = {}
@@ -88,6 +92,7 @@ class Registry:
         self.departures: Observers[[]] = Observers()  # told when something has left
         # Told when the connection to a rank's engine has been made or lost.
         self.links: Observers[[RankKey]] = Observers()
+        self.changes = 0  # registrations that have come and gone
         self._grown = trio.Event()  # set and replaced by every registration
 
     def __len__(self) -> int:
@@ -117,6 +122,10 @@ class Registry:
             for dp_rank, each in found.items()
             if each is not None and owner in each.owners
         }
+
+    def block_size(self, registration: Registration) -> int:
+        """Returns the tokens per block of a registration's partition."""
+        return self._state.partitions[registration.key.partition].block_size
 
     def instances(self) -> int:
         """Counts distinct instances."""
@@ -158,6 +167,7 @@ class Registry:
                     f"instance {key.instance_id} dp_rank {key.dp_rank} already registered"
                 )
             known.owners.add(owner)
+            self.changes += 1
             return
         if not self._capacity.has():
             self.refused_ranks += 1
@@ -174,11 +184,40 @@ class Registry:
             self._stale_after_s,
             on_link=lambda: self.links.tell(key),
         )
+        if stream.restored():  # else somebody has removed its blocks meanwhile
+            self._take_over(key, listener)
         self._ranks[key] = Registration(key, listener, {owner})
+        self.changes += 1
         self._capacity.take()
         self._listeners.start(key, listener)
         self._grown.set()
         self._grown = trio.Event()
+
+    def take_over(self, places: Mapping[RankKey, KeptPlace]) -> None:
+        """Has streams go on where another process was, whose blocks have been restored.
+
+        Those of ranks that are not registered are kept until they are, or `give_up`. A rank that is
+        registered at another endpoint now is another engine.
+        """
+        self._kept.update(places)
+        for key, registration in self._ranks.items():
+            self._take_over(key, registration.listener)
+
+    def _take_over(self, key: RankKey, listener: EventStream) -> None:
+        endpoint, place = self._kept.pop(key, (None, None))
+        if place is not None and endpoint == listener.endpoint:
+            listener.take_over(place)
+        elif place is not None:
+            listener.drop_restored()
+
+    def give_up(self, restored: Iterable[tuple[PartitionKey, InstanceId]]) -> int:
+        """Drops what was restored of instances that nobody has registered; returns how many."""
+        self._kept.clear()
+        dropped = 0
+        for key, instance_id in restored:
+            for partition in self._state.strays(instance_id, *key):
+                dropped += self._state.remove_stray(partition, instance_id, None)
+        return dropped
 
     def check(
         self,
@@ -209,7 +248,7 @@ class Registry:
         self, known: Registration, addresses: Addresses | None, block_size: int
     ) -> None:
         (model_name, tenant_id), instance_id, dp_rank = known.key
-        known_size = self._state.partitions[known.key.partition].block_size
+        known_size = self.block_size(known)
         if known_size != block_size:
             raise Conflict(
                 f"block_size mismatch for model={model_name} tenant_id={tenant_id}: "
@@ -219,7 +258,7 @@ class Registry:
             raise Conflict(f"instance {instance_id} dp_rank {dp_rank} already registered")
 
     def _is_same(self, known: Registration, addresses: Addresses, block_size: int) -> bool:
-        known_size = self._state.partitions[known.key.partition].block_size
+        known_size = self.block_size(known)
         return known.listener.addresses == addresses and known_size == block_size
 
     async def unregister(
@@ -253,6 +292,7 @@ class Registry:
         # Shielded: a client that goes away must not leave a rank registered without its listener.
         # Listeners end at their next checkpoint, so this takes no time to speak of.
         with trio.CancelScope(shield=True):
+            self.changes += 1
             for registration in leaving:
                 registration.owners.discard(owner)
             for registration in leaving:

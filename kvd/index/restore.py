@@ -1,4 +1,4 @@
-"""Brings a peer's dump into the state: all of it, or none.
+"""Brings a dump into the state, a peer's or our own of before: all of it, or none.
 
     entries ── plan ──> every entry has its partition, nothing contradicts ── restore ──> blocks
                  │
@@ -11,8 +11,10 @@ to it, as it is when the registration comes a moment later.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+
+import trio
 
 from kvd.errors import Conflict, Invalid, Unavailable
 from kvd.index.partitions import Partition, State
@@ -72,6 +74,22 @@ def plan(state: State, entries: Sequence[StagedEntry]) -> Iterator[Planned | Non
         yield Planned(key, entry, workers)
     if len(state.partitions.keys() | sizes.keys()) > state.max_partitions:
         raise Invalid(f"the dump has more than {state.max_partitions} models and tenants")
+
+
+async def planned_of(state: State, entries: Sequence[StagedEntry]) -> list[Planned]:
+    """Returns what `plan` yields, and lets others run; raises what that does."""
+    planned: list[Planned] = []
+    for item in plan(state, entries):
+        planned += [item] if item else []
+        await trio.lowlevel.checkpoint()
+    return planned
+
+
+async def bring_in(state: State, planned: Iterable[Planned], note: Callable[[int], None]) -> None:
+    """Stores what was planned, and lets others run; calls `note` with the blocks stored so far."""
+    for blocks in restore(state, planned):
+        note(blocks)
+        await trio.lowlevel.checkpoint()
 
 
 def restore(state: State, planned: Iterable[Planned]) -> Iterator[int]:

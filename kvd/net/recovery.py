@@ -20,7 +20,7 @@ import trio
 from kvd.errors import KvdError
 from kvd.index.partitions import State
 from kvd.index.registry import Registry
-from kvd.index.restore import Planned, plan, restore
+from kvd.index.restore import bring_in, planned_of
 from kvd.model import InstanceId, PartitionKey
 from kvd.net.dialing import Dialer
 from kvd.net.fetch import FetchError, FetchLimits, Headers, Sink, fetch
@@ -69,6 +69,10 @@ class RecoveryStats:
     attempts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(Attempt, 0))
     blocks: int = 0
     seconds: float = 0.0
+
+    def note(self, blocks: int) -> None:
+        """Notes how many blocks have been stored so far."""
+        self.blocks = blocks
 
 
 class _Passed(Exception):
@@ -119,10 +123,7 @@ async def _attempt(
 ) -> Attempt:
     try:
         entries = await _dump_of(url, state, limits, dialer, token)
-        planned: list[Planned] = []
-        for item in plan(state, entries):
-            planned += [item] if item else []
-            await trio.lowlevel.checkpoint()
+        planned = await planned_of(state, entries)
         if not planned:
             raise _Passed(Attempt.EMPTY)
     except _Passed as passed:
@@ -134,9 +135,7 @@ async def _attempt(
     except (ValueError, KvdError) as error:
         log.warning("peer_dump_refused", peer=url, error=str(error))
         return Attempt.REFUSED
-    for blocks in restore(state, planned):
-        stats.blocks = blocks
-        await trio.lowlevel.checkpoint()
+    await bring_in(state, planned, stats.note)
     return Attempt.RECOVERED
 
 

@@ -71,6 +71,7 @@ class Replicas:
         self._counts = counts
         self._replicas: dict[str, Replica] = {}
         self.refused = 0  # registrations beyond MAX_REPLICAS
+        self.changes = 0  # replicas that have come and gone
 
     @property
     def are_on(self) -> bool:
@@ -104,6 +105,7 @@ class Replicas:
             self.refused += 1
             raise Unavailable(f"there are {MAX_REPLICAS} replicas already")
         replica = self._replicas[endpoint] = Replica(endpoint, self._counts, server_key)
+        self.changes += 1
         links.start(replica)
         return True
 
@@ -114,6 +116,7 @@ class Replicas:
         replica = self._replicas.pop(endpoint, None)
         if replica is None:
             raise NotFound("peer not found")
+        self.changes += 1
         await links.stop(replica)
 
     def _enabled(self) -> Links:

@@ -7,7 +7,9 @@ session's rank hold for that request alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+
+import msgpack
 
 from kvd.model import Observers, PartitionKey
 from kvd.selection.candidates import Fleet
@@ -15,8 +17,11 @@ from kvd.selection.requests import SelectRequest
 from kvd.selection.sessions import MAX_SESSIONS, Binding, Sessions
 from kvd.wire.affinity import Bound
 from kvd.wire.lifecycle import Outcome
+from kvd_core.ledger.journal import Journal
 
 MAX_SESSION_ID_BYTES = 256  # longest session id, as on the original
+
+LEASED = ord("S")  # kind of a journal's record of a session: its binding, and who holds it
 
 Key = tuple[PartitionKey, str]
 
@@ -32,7 +37,9 @@ class Affinity:
         clock: Callable[[], float],
         wall_ns: Callable[[], int],
         max_sessions: int = MAX_SESSIONS,
+        journal: Journal | None = None,
     ) -> None:
+        """What becomes of sessions is recorded in the `journal`, if there is one."""
         self.sessions: Sessions[Key] = Sessions(ttl_s, max_sessions)
         self.leases: dict[str, tuple[Key, Binding]] = {}  # by reservation id
         self.bindings: Observers[[Bound]] = Observers()  # told of bindings made here
@@ -40,6 +47,7 @@ class Affinity:
         self._fleets = fleets
         self._clock = clock
         self._wall_ns = wall_ns
+        self._journal = journal
 
     def target(self, ask: SelectRequest) -> tuple[int, int | None] | None:
         """Returns the worker and dp rank that a request should go to, None without a session."""
@@ -62,7 +70,7 @@ class Affinity:
         else:
             binding = self.sessions.bind(key, *rank, self._writer_id, self._wall_ns())
         self.leases[reservation_id] = key, binding
-        self._tell(key, binding)
+        self._tell(key, binding, reservation_id)
 
     def ended(self, reservation_id: str) -> None:
         """Ends what a reservation has kept bound; its session's time to live begins."""
@@ -70,8 +78,8 @@ class Affinity:
         if lease is not None and self.sessions.release(*lease, self._clock()):
             self._tell(*lease)
 
-    def apply(self, bound: Bound) -> Outcome:
-        """Takes what a replica says of a session."""
+    def apply(self, bound: Bound, at: float | None = None) -> Outcome:
+        """Takes what a replica says of a session now, or what was so at an earlier time."""
         fleet = self._fleets.get(bound.partition)
         if fleet is None or not fleet.workers:
             return Outcome.UNKNOWN_MODEL
@@ -82,13 +90,40 @@ class Affinity:
             return Outcome.UNKNOWN_RANK
         key = bound.partition, bound.session_id
         place = bound.worker_id, bound.dp_rank
-        taken = self.sessions.apply(key, *place, bound.version, self._clock())
+        at = self._clock() if at is None else at
+        taken = self.sessions.apply(key, *place, bound.version, at)
+        if taken:
+            self._record(bound, at)
         return Outcome.APPLIED if taken else Outcome.OLDER
 
-    def _tell(self, key: Key, binding: Binding) -> None:
-        if self.bindings.subscribers:
-            place = binding.worker_id, binding.dp_rank
-            self.bindings.tell(Bound(*key, *place, binding.version))
+    def hold(self, reservation_id: str, key: Key) -> None:
+        """Keeps a session bound as long as a reservation lives, if it is bound."""
+        binding = self.sessions.find(key, self._clock())
+        if binding is not None:
+            self.sessions.lease(key, binding)
+            self.leases[reservation_id] = key, binding
+
+    def _tell(self, key: Key, binding: Binding, reservation_id: str | None = None) -> None:
+        bound = Bound(*key, binding.worker_id, binding.dp_rank, binding.version)
+        self.bindings.tell(bound)
+        self._record(bound, self._clock(), reservation_id)
+
+    def _record(self, bound: Bound, at: float, reservation_id: str | None = None) -> None:
+        if self._journal is not None:
+            place = bound.session_id, bound.worker_id, bound.dp_rank
+            content = at, bound.partition, *place, bound.version, reservation_id
+            self._journal.put(LEASED, msgpack.packb(content))
+
+    def export(self) -> Iterator[None]:
+        """Records all sessions as they are now; yields after each."""
+        for key, binding, at in self.sessions.listed(self._clock()):
+            self._record(Bound(*key, binding.worker_id, binding.dp_rank, binding.version), at)
+            yield
+        for reservation_id, (key, binding) in list(self.leases.items()):
+            if reservation_id in self.leases:
+                bound = Bound(*key, binding.worker_id, binding.dp_rank, binding.version)
+                self._record(bound, self._clock(), reservation_id)
+            yield
 
 
 def _key(ask: SelectRequest) -> Key | None:

@@ -25,6 +25,7 @@ from kvd.slots.live_requests import EXPIRY_SLICE, LiveRequests, Receipt
 from kvd.slots.shared_loads import Ledgers
 from kvd.wire.lifecycle import Face
 from kvd_core.ledger import ledger
+from kvd_core.ledger.journal import Journal
 from kvd_core.ledger.ledger import LiveRequest
 from kvd_core.selector.selector import Pool
 
@@ -44,14 +45,16 @@ class Reservations(LiveRequests[Fleet]):
         *,
         decays: bool = False,
         max_retries: int = MAX_RETRIES,
+        journal: Journal | None = None,
     ) -> None:
         """`decays` makes output blocks weigh less towards the expected end of a request.
 
-        The answers of `max_retries` bookings can be had again.
+        The answers of `max_retries` bookings can be had again. They are recorded in the `journal`,
+        if there is one; ledgers record the rest by themselves.
         """
         super().__init__(fleets, expiry_s, clock)
         self.live: dict[str, Fleet] = {}
-        self.retries = Retries(max_retries)
+        self.retries = Retries(max_retries, journal)
         self._fleets = fleets
         self._ledgers = ledgers
         self._affinity = affinity
@@ -64,7 +67,10 @@ class Reservations(LiveRequests[Fleet]):
         """
         if fleet.ledger_block_size == block_size:
             return
-        before, fleet.ledger = fleet.ledger.loads, self._ledgers.open(fleet.key, block_size)
+        before, fleet.ledger = (
+            fleet.ledger.loads,
+            self._ledgers.open(self.face, fleet.key, block_size),
+        )
         fleet.ledger.loads.on_eased(before.eased)
         before.on_eased(None)
         fleet.ledger_block_size = block_size

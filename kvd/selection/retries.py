@@ -8,9 +8,16 @@ request would. Between a retry and another request under the same key their cont
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import msgpack
+
 from kvd.errors import Conflict
 from kvd.selection.options import MAX_RETRIES
 from kvd.selection.requests import Retry, SelectReply
+from kvd_core.ledger.journal import Journal
+
+ANSWERED = ord("A")  # kind of a journal's record of an answer that is kept for retries
 
 Name = tuple[str | None, str]  # the reservation id as given, the key
 
@@ -18,7 +25,9 @@ Name = tuple[str | None, str]  # the reservation id as given, the key
 class Retries:
     """The answers that are kept for retries."""
 
-    def __init__(self, max_answers: int = MAX_RETRIES) -> None:
+    def __init__(self, max_answers: int = MAX_RETRIES, journal: Journal | None = None) -> None:
+        """Each answer is recorded in the `journal`, if there is one."""
+        self._journal = journal
         self._max_answers = max_answers
         self.repeated = 0
         self.forgotten = 0  # at the bound
@@ -62,9 +71,25 @@ class Retries:
             return
         self._answers.pop(retry.name, None)
         self._answers[retry.name] = retry.content, answered
+        self._record(retry.name, retry.content, answered)
         if len(self._answers) > self._max_answers:
             del self._answers[next(iter(self._answers))]
             self.forgotten += 1
+
+    def _record(self, name: Name, content: bytes, answered: SelectReply) -> None:
+        receipt = answered.receipt
+        if self._journal is not None and receipt is not None:
+            booked = receipt.request_id, receipt.booked_at, receipt.beside
+            place = receipt.owner.key
+            record = *name, content, answered.answer, place, *booked
+            self._journal.put(ANSWERED, msgpack.packb(record))
+
+    def export(self) -> Iterator[None]:
+        """Records all answers that are kept now; yields after each."""
+        for name in list(self._answers):
+            if name in self._answers:
+                self._record(name, *self._answers[name])
+            yield
 
     def expire(self, before: float, limit: int) -> bool:
         """Forgets at most `limit` answers of earlier bookings; True while there may be more."""

@@ -23,6 +23,7 @@ from kvd.selection.tuning import Tuning
 from kvd.selection.workers import Workers
 from kvd.slots.shared_loads import Ledgers
 from kvd_core.base.draws import Draws
+from kvd_core.ledger.journal import Journal
 from kvd_core.selector.settings import Settings
 
 
@@ -41,8 +42,11 @@ class Selections:
         ledgers: Ledgers | None = None,
         readiness: Readiness | None = None,
         max_waiting: int = MAX_WAITING,
+        journal: Journal | None = None,
     ) -> None:
         """Requests of other faces that use the same `ledgers` weigh on choices.
+
+        Sessions and kept answers are recorded in the `journal`, if there is one.
 
         There are descriptors for the clients of `max_waiting` selections that wait.
         """
@@ -56,7 +60,7 @@ class Selections:
         if options.session_affinity_ttl_s is not None:
             ttl_s = options.session_affinity_ttl_s
             self.affinity = Affinity(
-                self.fleets, ttl_s, self.writer_id, clock, wall_ns, options.max_sessions
+                self.fleets, ttl_s, self.writer_id, clock, wall_ns, options.max_sessions, journal
             )
         self.reservations = Reservations(
             self.fleets,
@@ -66,6 +70,7 @@ class Selections:
             self.affinity,
             decays=options.tracks_output_blocks,
             max_retries=options.max_retries,
+            journal=journal,
         )
         self.regret = Regret()
         self.speeds = Speeds(self.fleets, clock, self.regret, self.reservations.sample)

@@ -14,7 +14,7 @@ Costs: O(1); `expire` O(what ends).
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -102,6 +102,16 @@ class Sessions(Generic[Key]):
         else:
             self._put(key, Binding(worker_id, dp_rank, version), now + self._ttl_s)
         return True
+
+    def listed(self, now: float) -> Iterator[tuple[Key, Binding, float]]:
+        """Yields each session that is bound now, and since when its time to live runs, if it does.
+
+        Others may change them between two.
+        """
+        for key in [*self._idle, *self._held]:
+            binding = self.find(key, now)
+            if binding is not None:
+                yield key, binding, now if binding.leases else binding.expiry - self._ttl_s
 
     def expire(self, now: float, limit: int) -> bool:
         """Forgets at most `limit` bindings that are too old; True while there may be more."""

@@ -34,6 +34,7 @@ class Tuning:
         self._fleets = fleets
         self._settings = settings
         self._on_change = on_change
+        self.changes = 0  # of what is said
         self._changes: dict[Place, dict[str, Any]] = {}
 
     def reload(self, settings: Settings) -> None:
@@ -100,6 +101,10 @@ class Tuning:
         self._check(place)
         self.take_back(place, names)
 
+    def all_said(self) -> list[tuple[Place, dict[str, Any]]]:
+        """Returns all changes, by what they are of."""
+        return [(place, dict(changes)) for place, changes in self._changes.items()]
+
     def said(self, names: tuple[str, ...]) -> list[Place]:
         """Returns where any of these has been changed, models before their tenants."""
         places = [place for place, changes in self._changes.items() if changes.keys() & set(names)]
@@ -122,6 +127,7 @@ class Tuning:
             raise NotFound(f"no workers have been registered for model={model_name}{tenant}")
 
     def _apply(self, model_name: str) -> None:
+        self.changes += 1
         for key, fleet in self._fleets.items():
             if key.model_name == model_name:
                 fleet.settings = self.settings(*key)

@@ -63,6 +63,7 @@ class Workers:
         self._tuning = tuning
         self._streams = streams
         self.speeds = speeds
+        self.changes = 0  # of the catalog
         self._on_change = on_change
         self._admission = Admission(self.entries, fleets, registry, options)
         self._changing = trio.Lock()
@@ -145,6 +146,7 @@ class Workers:
 
     def _changed(self) -> None:
         """Ends a change: what kept other workers from joining may have gone."""
+        self.changes += 1
         self._due = deque(sorted(self._blocked))
         self._reconsider()
         self._on_change()

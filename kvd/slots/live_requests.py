@@ -20,8 +20,8 @@ One thread owns all of it and no method awaits: each call is one atomic change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
@@ -276,10 +276,26 @@ class LiveRequests(Generic[Owner]):
             self._observe(owner, request_id, Step.FREE, None, None)
             self._forget(request_id)
 
-    # ---- steps of replicas
+    # ---- what another process has booked
 
-    def apply(self, event: Lifecycle, now: float) -> Outcome:
-        """Takes a step that a replica tells of; changes nothing unless it is APPLIED."""
+    def owners(self) -> Iterable[Owner]:
+        """Returns all that requests are booked with."""
+        return self._owners.values()
+
+    def ledger_of(self, key: PartitionKey) -> Ledger:
+        """Returns the ledger of a model and tenant; raises KeyError without one."""
+        return self._owners[key].ledger
+
+    def rebook(self, event: Lifecycle, at: float, retry_key: str | None = None) -> Outcome:
+        """Books a request that was booked at an earlier time; nobody is told.
+
+        Requests of an owner come the oldest first. Changes nothing unless it is APPLIED.
+        """
+        place = self._place(event)
+        return place if isinstance(place, Outcome) else self._book(*place, event, at, retry_key)
+
+    def _place(self, event: Lifecycle) -> tuple[Owner, int] | Outcome:
+        """Returns whose request it is, and its rank there; or why there is no such place."""
         owner = self._owners.get(event.partition)
         if owner is None or not owner.workers:
             return Outcome.UNKNOWN_MODEL
@@ -288,11 +304,30 @@ class LiveRequests(Generic[Owner]):
         if event.worker_id not in owner.workers:
             return Outcome.UNKNOWN_WORKER
         rank = owner.ledger.rank_of(event.worker_id, event.dp_rank)
-        if rank is None:
-            return Outcome.UNKNOWN_RANK
+        return Outcome.UNKNOWN_RANK if rank is None else (owner, rank)
+
+    def _book(
+        self, owner: Owner, rank: int, event: Lifecycle, at: float, retry_key: str | None = None
+    ) -> Outcome:
+        if self._is_elsewhere(owner, event.request_id):
+            return Outcome.DUPLICATE
+        content = event.hashes, event.prefill_tokens, at, retry_key, event.expected_output_tokens
+        outcome = owner.ledger.add(event.request_id, rank, *content)
+        if outcome != ledger.ADDED:
+            return Outcome.DUPLICATE if outcome == ledger.EXISTS else Outcome.FULL
+        self._enter(owner, event.request_id)
+        return Outcome.APPLIED
+
+    # ---- steps of replicas
+
+    def apply(self, event: Lifecycle, now: float) -> Outcome:
+        """Takes a step that a replica tells of; changes nothing unless it is APPLIED."""
+        place = self._place(event)
+        if isinstance(place, Outcome):
+            return place
         if event.step is Step.ADD:
-            return self._begin_mirrored(owner, rank, event, now)
-        return self._move_mirrored(owner, event, now)
+            return self._begin_mirrored(*place, event, now)
+        return self._move_mirrored(place[0], event, now)
 
     def _begin_mirrored(self, owner: Owner, rank: int, event: Lifecycle, now: float) -> Outcome:
         """Books a replica's request, unless its end was heard before."""
@@ -301,14 +336,12 @@ class LiveRequests(Generic[Owner]):
         before = self.early.meet(event, now)
         if before is Step.FREE:
             return Outcome.ENDED
-        tokens = event.prefill_tokens if before is None else 0
-        content = event.hashes, tokens, now, None, event.expected_output_tokens
-        outcome = owner.ledger.add(event.request_id, rank, *content)
-        if outcome != ledger.ADDED:
-            return Outcome.DUPLICATE if outcome == ledger.EXISTS else Outcome.FULL
-        self._enter(owner, event.request_id)
-        self.observe_begin(owner, event.request_id, mirrored=True)
-        return Outcome.APPLIED
+        if before is not None:  # its prefill has ended
+            event = replace(event, prefill_tokens=0)
+        outcome = self._book(owner, rank, event, now)
+        if outcome is Outcome.APPLIED:
+            self.observe_begin(owner, event.request_id, mirrored=True)
+        return outcome
 
     def _move_mirrored(self, owner: Owner, event: Lifecycle, now: float) -> Outcome:
         """Completes or ends a request as a replica has."""

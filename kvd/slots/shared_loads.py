@@ -13,21 +13,47 @@ from __future__ import annotations
 
 from weakref import WeakValueDictionary
 
+import msgpack
+
 from kvd.model import PartitionKey
+from kvd.wire.lifecycle import Face
+from kvd_core.ledger.journal import Journal
 from kvd_core.ledger.ledger import MAX_BLOCKS, MAX_REQUESTS, Ledger, Loads
+
+LEDGER = ord("L")  # kind of a journal's record that says which ledger has a number
 
 
 class Ledgers:
     """What a process knows of the loads of its ranks, as long as any ledger of theirs lives."""
 
-    def __init__(self, max_requests: int = MAX_REQUESTS, max_blocks: int = MAX_BLOCKS) -> None:
-        """A ledger has so many requests; with those that it shares loads with, so many blocks."""
+    def __init__(
+        self,
+        max_requests: int = MAX_REQUESTS,
+        max_blocks: int = MAX_BLOCKS,
+        journal: Journal | None = None,
+    ) -> None:
+        """A ledger has so many requests; with those that it shares loads with, so many blocks.
+
+        All steps of requests are recorded in the `journal`, if there is one.
+        """
         self._bounds = max_requests, max_blocks
+        self._journal = journal
+        self._opened = 0  # ledgers so far, each of which has its number
         self._loads: WeakValueDictionary[tuple[PartitionKey, int], Loads] = WeakValueDictionary()
 
-    def open(self, key: PartitionKey, block_size: int) -> Ledger:
-        """Returns a new ledger, which weighs on the others of the same place and block size."""
+    def open(self, face: Face, key: PartitionKey, block_size: int) -> Ledger:
+        """Returns a face's new ledger, which weighs on others of the same place and block size."""
         loads = self._loads.get((key, block_size))
         if loads is None:
             loads = self._loads[key, block_size] = Loads()
-        return Ledger(*self._bounds, loads=loads)
+        ledger = Ledger(*self._bounds, loads=loads)
+        self._opened += 1
+        if self._journal is not None:
+            ledger.record_in(self._journal, self._opened)
+            self.introduce(ledger, face, key, block_size)
+        return ledger
+
+    def introduce(self, ledger: Ledger, face: Face, key: PartitionKey, block_size: int) -> None:
+        """Records which ledger it is that a journal knows by its number."""
+        assert self._journal is not None
+        self._journal.put(LEDGER, msgpack.packb([ledger.number, face.value, *key, block_size]))

@@ -80,6 +80,7 @@ class SlotTrackers(LiveRequests[Tracker]):
         super().__init__(self.trackers, expiry_s, clock)
         self.max_trackers = max_trackers
         self._ledgers = ledgers or Ledgers()
+        self.changes = 0  # workers that have come and gone
         self.refused_trackers = 0  # at `max_trackers`
         self.ended: Counter[str] = Counter()  # totals of ledgers that are no more
 
@@ -116,6 +117,7 @@ class SlotTrackers(LiveRequests[Tracker]):
             )
         if tracker.ledger.stats()["ranks"] + dp_size > ledger.MAX_RANKS:
             raise Unavailable(f"the limit of {ledger.MAX_RANKS} ranks would be exceeded")
+        self.changes += 1
         self.trackers[key] = tracker
         tracker.workers[worker_id] = range(dp_start, dp_start + dp_size)
         for dp_rank in tracker.workers[worker_id]:
@@ -125,7 +127,7 @@ class SlotTrackers(LiveRequests[Tracker]):
         if len(self.trackers) >= self.max_trackers:
             self.refused_trackers += 1
             raise Unavailable(f"the limit of {self.max_trackers} models and tenants is reached")
-        return Tracker(key, block_size, self._ledgers.open(key, block_size))
+        return Tracker(key, block_size, self._ledgers.open(self.face, key, block_size))
 
     def unregister(self, key: PartitionKey, worker_id: int) -> None:
         """Removes a worker with its live requests, here and on the replicas, or raises NotFound."""
@@ -135,6 +137,7 @@ class SlotTrackers(LiveRequests[Tracker]):
             raise NotFound(
                 f"worker {worker_id} not found for model={key.model_name} tenant_id={key.tenant_id}"
             )
+        self.changes += 1
         for dp_rank in ranks:
             self.drop_rank(tracker, (worker_id, dp_rank), tracker.block_size)
         if not tracker.workers:

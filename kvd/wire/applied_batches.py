@@ -21,6 +21,7 @@ from kvd.wire.counts import StreamCounts
 from kvd.wire.cursor import Cursor
 from kvd.wire.engine_identity import EngineIdentity, IdentityEvent
 from kvd.wire.losses import Losses
+from kvd.wire.place import Place
 from kvd_core.index.prefix_index import CLEARED, FLAWED, NEW_RANK, NO_ROOM, UNFINISHED
 
 UNKNOWN = "not known to be the same engine"
@@ -88,6 +89,7 @@ class AppliedBatches:
         "_losses",
         "_restored",
         "_stream",
+        "_unproved",
         "cursor",
         "last_flaw",
         "passed",
@@ -115,18 +117,34 @@ class AppliedBatches:
         self._joined_at = expected
         self._holes: list[range] = []  # numbers lost before the held batch
         self._restored = False  # what came before the first batch is a dump's word
+        self._unproved = False  # the engine is to show that it is that of another process's place
         self._losses = Losses()
         if expected:
             self._losses.lose("registered again", expected)
         # Number, rank and tiers of a clear that counts once the engine has shown it.
         self._cleared_in_doubt: tuple[int, int, int] | None = None
 
+    def place(self) -> Place:
+        """Returns where another process would go on, with the index as it is now.
+
+        A batch that is not wholly applied is to be applied again.
+        """
+        expected = self.cursor.expected if self.unfinished is None else self.unfinished
+        digests = self.cursor.digests(expected)
+        return Place(expected, digests, self._identity.publisher, self._losses.kept())
+
+    def take_over(self, place: Place) -> None:
+        """Takes over from another process, whose blocks the index has, before the first batch."""
+        self.cursor.take_over(place.expected, place.digests)
+        self._joined_at = place.expected
+        self._losses = Losses(place.losses)
+
     @property
     def loss(self) -> str:
         """Why the stream is degraded, empty if it is not."""
         losses = self._losses
         if not losses:
-            return self._stream.misfit()
+            return UNKNOWN if self._unproved else self._stream.misfit()
         restored = losses.of_unheard and self._stream.restored()
         if not restored and not losses.matter(self.cursor.expected):
             return self._stream.misfit()
@@ -213,7 +231,11 @@ class AppliedBatches:
             self._restored = True
             self._losses.lose("restored from a peer", self.cursor.expected)
         else:
-            self._counts.superseded += self._stream.drop_restored()
+            self.drop_restored()
+
+    def drop_restored(self) -> None:
+        """Drops what a dump has told of these ranks, and no batch since."""
+        self._counts.superseded += self._stream.drop_restored()
 
     def _learn(self, seq: int, shown: int) -> None:
         if shown & UNFINISHED:
@@ -253,6 +275,7 @@ class AppliedBatches:
     def engine_proved(self) -> None:
         """The last batch is the engine's own; if it was a clear, nothing of another is left."""
         self._identity.advance(IdentityEvent.PROVED)
+        self._unproved = False
         if self._cleared_in_doubt is not None:
             seq, rank, tiers = self._cleared_in_doubt
             if seq == self.cursor.last:
@@ -262,14 +285,23 @@ class AppliedBatches:
     def engine_unknown(self) -> None:
         """The engine has answered, and does not hold what would show that it is the same."""
         self._identity.advance(IdentityEvent.GIVEN_UP)
+        self._unproved = False
         self._losses.lose(UNKNOWN, self.cursor.expected)
         self.cursor.rejoined()
+
+    def await_proof(self, *, can_be_proved: bool) -> None:
+        """The engine is not known to be that of another process's place until it has shown it."""
+        if can_be_proved:
+            self._unproved = True
+        else:
+            self._losses.lose(UNKNOWN, self.cursor.expected)
 
     def engine_restarted(self) -> None:
         """Another engine speaks: nothing that the last one cached is there any more."""
         self._counts.restarts += 1
         self.passed = self.cursor.last
         self._identity.advance(IdentityEvent.RESTARTED)
+        self._unproved = False
         self._stream.clear()
         self.cursor.restart()
         self._holes.clear()

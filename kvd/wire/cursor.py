@@ -68,6 +68,24 @@ class Cursor:
         self._doubt_below = expected + SIZE if expected else 0
         self.brought = range(0)  # by a replay, up to the last number; they may still come live
 
+    def digests(self, below: int) -> bytes:
+        """Returns what is remembered of the batches with lower numbers; for `take_over`.
+
+        `below` is `expected`, or one less.
+        """
+        if below == self.expected:
+            return self._recent.digests()
+        before = Recent()
+        before.recall(self._recent.digests())
+        before.skip(below, self.expected)
+        return before.digests()
+
+    def take_over(self, expected: int, digests: bytes) -> None:
+        """Goes on where another process's cursor was, before anything has been accepted here."""
+        self.expected = expected
+        self._recent.recall(digests)
+        self.rejoined()
+
     @property
     def last(self) -> int | None:
         """The highest accepted number, None before the first."""

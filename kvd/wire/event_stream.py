@@ -35,6 +35,7 @@ from kvd.wire.catch_up import CatchUp
 from kvd.wire.counts import StreamCounts
 from kvd.wire.endpoints import Addresses
 from kvd.wire.engine_identity import EngineIdentity, IdentityCheck, IdentityEvent
+from kvd.wire.place import Place
 from kvd.wire.stream_link import STALE_AFTER_S, ListenerStatus, Quiet, StreamLink
 
 NO_CHECK = IdentityCheck.NONE  # compared for each batch: a name of its own is found faster
@@ -116,6 +117,26 @@ class EventStream:
         self._is_broken = False
         self._passed_joins = 0
         self._place: Callable[[Change], None] | None = None  # see `place_changes`
+
+    def take_over(self, place: Place) -> None:
+        """Goes on where another process was with this stream, whose blocks the index has.
+
+        That is before the first batch. The engine is to show that it is the same, and what it has
+        published since is to be replayed.
+        """
+        assert not self.cursor.expected, "batches have been applied"
+        self.batches.take_over(place)
+        if not place.expected:
+            return
+        self._doubt()
+        if place.publisher:  # whoever names another one is another engine
+            self.identity.name(place.publisher, 0)
+        else:
+            self.batches.await_proof(can_be_proved=self.replay_endpoint is not None)
+
+    def drop_restored(self) -> None:
+        """Drops what a dump has told of its ranks, and no batch since."""
+        self.batches.drop_restored()
 
     @property
     def addresses(self) -> Addresses:

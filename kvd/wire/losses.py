@@ -15,6 +15,7 @@ have one rank. So a stream whose known ranks all were cleared still lacks what w
 
 from __future__ import annotations
 
+from kvd.wire.place import KeptLosses
 from kvd_core.index.prefix_index import ALL_TIERS
 
 # Batches behind a loss after which a rank that nobody has heard counts as absent. Engines publish
@@ -27,16 +28,26 @@ class Losses:
 
     __slots__ = ("_heard", "_lacking", "_named", "_unheard_since", "why")
 
-    def __init__(self) -> None:
+    def __init__(self, kept: KeptLosses | None = None) -> None:
+        """Goes on with what another process knew of the same stream, if that is given."""
         self.why = ""
         self._heard: set[int] = set()
         self._named = False  # batches name their ranks, so there may be others
         self._lacking: dict[int, int] = {}  # of ranks heard: tiers as bits, never none
         self._unheard_since: int | None = None  # ranks not heard lack something before this number
+        if kept is not None:
+            self.why, self._named, self._unheard_since = kept.why, kept.named, kept.unheard_since
+            self._heard.update(kept.heard)
+            self._lacking.update(kept.lacking)
 
     def __bool__(self) -> bool:
         """Whether anything has been lost that some rank may still lack."""
         return bool(self._lacking) or self._unheard_since is not None
+
+    def kept(self) -> KeptLosses:
+        """Returns what another process has to know to go on."""
+        lacking = list(self._lacking.items())
+        return KeptLosses(self.why, sorted(self._heard), self._named, lacking, self._unheard_since)
 
     @property
     def of_unheard(self) -> bool:

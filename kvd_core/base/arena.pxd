@@ -18,6 +18,7 @@ cdef extern from "base/arena.hpp" namespace "kvd" nogil:
         void give(uint32_t)
         cbool shrink()
         uint32_t live()
+        uint32_t end()                 # every live number is below it
         size_t bytes()
 
     cppclass ProbeTable:

@@ -10,6 +10,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 
 #include "base/hash.hpp"
 
@@ -35,6 +36,10 @@ class Recent {
   bool holds(uint64_t number, const void* payload, size_t size) const noexcept {
     return digests_[number % kRecent] == digest(number, payload, size);
   }
+
+  // The digests by slot, for another process: its numbers and payloads have the same.
+  const uint64_t* digests() const noexcept { return digests_; }
+  void recall(const void* digests) noexcept { std::memcpy(digests_, digests, sizeof digests_); }
 
  private:
   // Not by XXH3's seed: above 240 bytes a seed costs more than the number's multiplication.

@@ -7,6 +7,8 @@ cdef extern from "base/recent.hpp" namespace "kvd" nogil:
         void skip(uint64_t, uint64_t)
         bint skipped(uint64_t)
         bint holds(uint64_t, const void*, size_t)
+        const uint64_t* digests()
+        void recall(const void*)
 
 cdef class Recent:
     cdef CRecent c  # digests of batches by number, 8 bytes each

@@ -2,7 +2,7 @@
 """Remembers the last batches of a stream by number and content (base/recent.hpp)."""
 from libc.stdint cimport uint64_t
 
-from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 
 SIZE = kRecent
 
@@ -25,3 +25,13 @@ cdef class Recent:
     def holds(self, uint64_t number, bytes payload not None):
         """Whether this very batch was noted under this very number, as the last of its slot."""
         return self.c.holds(number, PyBytes_AS_STRING(payload), PyBytes_GET_SIZE(payload))
+
+    def digests(self):
+        """What is remembered, for `recall` in another process."""
+        return PyBytes_FromStringAndSize(<const char*>self.c.digests(), kRecent * sizeof(uint64_t))
+
+    def recall(self, bytes digests not None):
+        """Remembers what another one has; ValueError if this is not what `digests` gives."""
+        if <size_t>PyBytes_GET_SIZE(digests) != kRecent * sizeof(uint64_t):
+            raise ValueError("not the digests of recent batches")
+        self.c.recall(PyBytes_AS_STRING(digests))

@@ -32,6 +32,7 @@ from libc.stdlib cimport free
 from libcpp.vector cimport vector
 
 cimport kvd_core.ledger.loads as loads
+cimport kvd_core.ledger.records as records
 cimport kvd_core.ledger.requests as requests
 from kvd_core.ledger.trie cimport CPlace, kNone, NodeId, RankId
 from kvd_core.ledger.types cimport (
@@ -190,28 +191,46 @@ cdef inline int add(Book* book, const Admission* a) except -1 nogil:
     request.expected = a.expected
     request.fraction = 1
     book.tally.added += 1
+    if book.records != NULL:
+        records.put_booking(book, book.records, book.requests.by_age.last)
     return kAdded
+
+
+cdef inline void complete(Book* book, RequestId id) noexcept nogil:
+    # Ends the prefill of a request, once or again.
+    cdef Request* request = &book.requests.all[id]
+    if book.records != NULL and request.prefilling:
+        records.put_step(book, b"P", id)
+    loads.end_prefill(book.loads, request)
 
 
 cdef inline void end_request(Book* book, RequestId id) noexcept nogil:
     cdef Request* request = &book.requests.all[id]
+    if book.records != NULL:
+        records.put_step(book, b"E", id)
     loads.erase(book.loads, request)
     book.outputs -= request.outputs
     book.tally.freed += 1
     requests.give(&book.requests, id, &book.chains[request.rank])
 
 
-cdef inline void add_output(Book* book, RequestId id) noexcept nogil:
+cdef inline void add_output(Book* book, RequestId id, double fraction) noexcept nogil:
+    # Adds an output block; a fraction of 0 or more is what all of the request's weigh from now on.
     cdef Request* request = &book.requests.all[id]
+    if book.records != NULL:
+        records.put_output(book, id, fraction)
     if request.outputs == book.limits.outputs:
         book.tally.refused_outputs += 1
-        return
-    loads.add_output(book.loads, request)
-    book.outputs += 1
+    else:
+        loads.add_output(book.loads, request)
+        book.outputs += 1
+    if fraction >= 0:
+        loads.decay(book.loads, request, fraction)
 
 
 cdef inline void close(Book* book) noexcept nogil:
-    # Takes everything away: others may go on with the loads.
+    # Takes everything away: others may go on with the loads. Nobody is told.
+    book.records = NULL
     while book.requests.by_age.first != kNone:
         end_request(book, book.requests.by_age.first)
     while not book.order.empty():

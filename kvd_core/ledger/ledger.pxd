@@ -5,6 +5,7 @@ from libc.stdint cimport uint32_t, uint64_t
 from libcpp.memory cimport unique_ptr
 from libcpp.string_view cimport string_view
 
+from kvd_core.ledger.journal cimport Journal
 from kvd_core.ledger.trie cimport RankId
 from kvd_core.ledger.types cimport Admission, Book, Chain, Limits, RequestId, SharedLoads
 
@@ -19,6 +20,7 @@ cdef class Ledger:
     cdef unique_ptr[Book] book
     cdef Book* c              # the same
     cdef readonly Loads loads
+    cdef Journal journal      # keeps what the book writes to
     cdef uint64_t expired     # requests
     cdef uint64_t removed     # requests that went with their rank
     cdef uint64_t exists      # adds refused

@@ -22,12 +22,14 @@ cimport cython
 from kvd_core.json.scan cimport BodyScanner
 cimport kvd_core.ledger.book as books
 cimport kvd_core.ledger.requests as requests
-from kvd_core.ledger.loads cimport decay, decode_blocks, end_prefill, live_depths
+from kvd_core.ledger.loads cimport decode_blocks, live_depths
+from kvd_core.ledger.journal cimport Journal
+from kvd_core.ledger.records cimport put_booking
 from kvd_core.ledger.rows cimport put_loads, put_projection, rows_room
 from kvd_core.ledger.trie cimport kNone
 from kvd_core.ledger.types cimport (
     kAdded, kByAge, kByRank, kExists, kFull, kMaxBlocks, kMaxIdBytes, kMaxOutputs, kMaxRanks,
-    kMaxRequests, kMaxTokens, kOverflow, kRepeated, Listed, Rank, Request, Tally
+    kMaxRequests, kMaxTokens, kOverflow, kRepeated, Listed, Rank, RecordBuffer, Request, Tally
 )
 from kvd_core.ledger.verify cimport verify
 
@@ -243,9 +245,7 @@ cdef class Ledger:
         cdef RequestId request = self.find(request_id)
         if request == kNone:
             return False
-        books.add_output(self.c, request)
-        if fraction is not None:
-            decay(self.c.loads, &self.c.requests.all[request], fraction)
+        books.add_output(self.c, request, -1 if fraction is None else fraction)
         return True
 
     def expire(self, double before, Py_ssize_t limit):
@@ -372,6 +372,44 @@ cdef class Ledger:
         """
         verify(self.c.loads)
 
+    # ---- the journal
+
+    def record_in(self, Journal journal, uint32_t number):
+        """Has a journal record each step of requests from now on, under the ledger's number there.
+
+        None: nobody records. What is booked already is not recorded: see `export`.
+        """
+        self.journal = journal
+        self.c.records = NULL
+        if journal is not None:
+            self.c.records = journal.c
+        self.c.number = number
+
+    @property
+    def number(self):
+        """The ledger's number in the journal that records it."""
+        return self.c.number
+
+    def export(self, Journal journal not None, uint32_t after, size_t enough):
+        """Records requests that are booked now in a journal, until there are `enough` bytes more.
+
+        Returns where the next call goes on, None at the end; the first one begins at 0. A request
+        that lives from the first call to the last is recorded once, whatever comes and goes
+        meanwhile. Raises MemoryError when the journal is full.
+        """
+        cdef RecordBuffer* records = journal.c
+        cdef size_t begun = records.size()
+        cdef uint64_t dropped = records.dropped()
+        while after < self.c.requests.all.end():
+            if records.size() - begun >= enough:
+                return after
+            if self.c.requests.all[after].text != NULL:
+                put_booking(self.c, records, after)
+                if records.dropped() != dropped:
+                    raise MemoryError("the journal is full")
+            after += 1
+        return None
+
     cdef RequestId find(self, str request_id) except? 0:
         return requests.find(&self.c.requests, utf8(request_id))
 
@@ -396,7 +434,7 @@ cdef class Ledger:
         return books.add(self.c, admission)
 
     cdef void complete(self, RequestId request) noexcept:
-        end_prefill(self.c.loads, &self.c.requests.all[request])
+        books.complete(self.c, request)
 
     cdef void end(self, RequestId request) noexcept:
         books.end_request(self.c, request)

@@ -144,6 +144,7 @@ cdef inline void give(Requests* requests, RequestId number, Chain* of_rank) noex
     unlink(requests, of_rank, kByRank, number)
     requests.texts -= <size_t>request.id_size + request.key_size + 1
     free(request.text)
+    request.text = NULL
     requests.all.give(number)
     if requests.all.live() == 0:
         while requests.all.shrink():

@@ -107,6 +107,15 @@ class Trie : public Chains<Trie, Node> {
     return at;
   }
 
+  // Writes the hashes of a prompt of `n` blocks that ends in a node: 8 bytes each, native order.
+  void copy_path(NodeId end, size_t n, char* to) const {
+    for (NodeId id = end; id != kRoot; id = nodes_[id].parent) {
+      const Node& node = nodes_[id];
+      n -= node.len;
+      std::memcpy(to + n * sizeof(uint64_t), node.hashes, node.len * sizeof(uint64_t));
+    }
+  }
+
   // The most references that `insert` can add at a place.
   uint64_t rank_refs_needed(const Place& at, size_t n) const {
     const bool splits = at.node != kRoot && at.inside < nodes_[at.node].len;

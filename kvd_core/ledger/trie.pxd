@@ -38,6 +38,8 @@ cdef extern from "ledger/trie.hpp" namespace "kvd::ledger" nogil:
         size_t bytes()
         CPlace find(const uint64_t*, size_t)
         uint64_t rank_refs_needed(const CPlace&, size_t)
+        # Writes the hashes of a prompt that ends in a node and has so many blocks.
+        void copy_path(NodeId, size_t, char*)
         # The node that the prompt ends in; the last is set to the blocks that are the rank's first.
         # All or, where memory ends, nothing.
         NodeId insert(const CPlace&, const uint64_t*, size_t, RankId, size_t&) except +

@@ -25,6 +25,16 @@ cdef extern from "ledger/bounds.hpp" namespace "kvd::ledger" nogil:
         kMaxLedgers
 
 
+cdef extern from "ledger/record_buffer.hpp" namespace "kvd::ledger" nogil:
+    cppclass RecordBuffer:
+        RecordBuffer(size_t limit)
+        char* extend(char kind, size_t n)
+        const char* bytes()
+        size_t size()
+        uint64_t dropped()
+        void clear()
+
+
 cdef enum Outcome:
     kAdded      # booked
     kRepeated   # the same with the same retry key lives already
@@ -47,7 +57,7 @@ cdef struct Chain:
 cdef struct Request:
     RequestId previous[kChains]
     RequestId next[kChains]
-    char* text         # id, then retry key
+    char* text         # id, then retry key; NULL while there is no request of the number
     uint64_t hash      # of the id
     uint64_t tokens    # to prefill, as given
     double admitted    # seconds of the caller's clock
@@ -122,6 +132,8 @@ cdef struct Book:  # see book.pxd
     vector[Listed] order   # ranks by (worker, dp rank)
     uint64_t outputs       # output blocks of all requests
     Tally tally
+    RecordBuffer* records  # told of each step, NULL: nobody is
+    uint32_t number        # the ledger's, in these records
 
 
 cdef struct Admission:

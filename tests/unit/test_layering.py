@@ -20,7 +20,7 @@ from tests.support.processes import REPOSITORY
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("kvd.__main__", "kvd.cli"),
     ("kvd.app",),
-    ("kvd.fleet_file", "kvd.faces", "kvd.replica_sync", "kvd.replay"),
+    ("kvd.fleet_file", "kvd.faces", "kvd.replica_sync", "kvd.replay", "kvd.persistence"),
     ("kvd.config",),
     ("kvd.gateway", "kvd.http", "kvd.net"),
     ("kvd.selection", "kvd.slots", "kvd.index"),
@@ -154,13 +154,13 @@ def test_who_knows_the_wall_clock() -> None:
     """Deadlines, expiry and backoff must not follow a clock that somebody sets.
 
     Log lines show it. Versions of session bindings begin with it, and lines of the decision log;
-    the daemon passes it on for them.
+    the daemon passes it on for them. After another boot it alone tells how long a restart took.
     """
     wall = re.compile(
         r"\btime\.time(_ns)?\b|\bfrom time import .*\btime\b|\bdatetime\b|gmtime|localtime"
     )
     using = {module for module, path in MODULES.items() if wall.search(path.read_text())}
-    assert using == {"kvd.telemetry.logs", "kvd.app.daemon"}
+    assert using == {"kvd.telemetry.logs", "kvd.app.daemon", "kvd.persistence.moments"}
     daemon = MODULES["kvd.app.daemon"].read_text()
     assert wall.findall(daemon) == ["_ns"] * 2  # to Selections and to the decision log
     assert "time.time_ns,\n" in daemon and "decisions, time.time_ns, " in daemon

@@ -16,6 +16,7 @@ from kvd.wire.lifecycle import Face, Lifecycle, Outcome, Step
 from kvd_core.json.scan import BodyScanner
 
 KEY = PartitionKey("m", "default")
+FACE = Face.SLOT_TRACKER
 BLOCK = 16  # tokens
 HASHES = BodyScanner({"sequence_hashes": "i64"}, ())
 HASHES.scan(b'{"sequence_hashes":[1,2]}')
@@ -23,22 +24,22 @@ HASHES.scan(b'{"sequence_hashes":[1,2]}')
 
 def test_ledgers_of_one_place_and_block_size_share_their_loads() -> None:
     ledgers = Ledgers()
-    one = ledgers.open(KEY, BLOCK)
-    assert ledgers.open(KEY, BLOCK).loads is one.loads
-    assert ledgers.open(KEY, 2 * BLOCK).loads is not one.loads
-    assert ledgers.open(PartitionKey("m", "t"), BLOCK).loads is not one.loads
-    assert Ledgers().open(KEY, BLOCK).loads is not one.loads
+    one = ledgers.open(FACE, KEY, BLOCK)
+    assert ledgers.open(FACE, KEY, BLOCK).loads is one.loads
+    assert ledgers.open(FACE, KEY, 2 * BLOCK).loads is not one.loads
+    assert ledgers.open(FACE, PartitionKey("m", "t"), BLOCK).loads is not one.loads
+    assert Ledgers().open(FACE, KEY, BLOCK).loads is not one.loads
 
 
 def test_loads_end_with_their_last_ledger() -> None:
     ledgers = Ledgers()
-    one = ledgers.open(KEY, BLOCK)
+    one = ledgers.open(FACE, KEY, BLOCK)
     one.loads.on_eased(lambda: None)
-    other = ledgers.open(KEY, BLOCK)
+    other = ledgers.open(FACE, KEY, BLOCK)
     del one
-    assert ledgers.open(KEY, BLOCK).loads.eased is not None
+    assert ledgers.open(FACE, KEY, BLOCK).loads.eased is not None
     del other
-    assert ledgers.open(KEY, BLOCK).loads.eased is None
+    assert ledgers.open(FACE, KEY, BLOCK).loads.eased is None
 
 
 class Faces:

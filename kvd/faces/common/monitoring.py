@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from kvd.faces.indexer.dumps import sliced
+from kvd.faces.common.slices import sliced
 from kvd.http.types import Request, Response, Route, Scope
 from kvd.telemetry.metrics import CONTENT_TYPE, METRICS_PATH, Family, Source, render
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import msgpack
 import trio
 
+from kvd.faces.common.slices import sliced
 from kvd.faces.conductor import msgpack as packed
-from kvd.faces.indexer.dumps import sliced
 from kvd.http.types import Request, Response
 from kvd.index.metrics import listener_families, state_families
 from kvd.index.partitions import Partition, State

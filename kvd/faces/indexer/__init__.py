@@ -4,5 +4,4 @@ routes    `routes`: the table of routes and the handlers of cold ones; its metri
 schemas   what each route reads and answers, for the OpenAPI document
 handlers  /query, /query_by_hash and /query_tiered_by_hash, compiled
 workers   /workers: the rows of listings, and the members that show a stream
-dumps     /dump: the index in pieces, in both forms
 """

@@ -11,11 +11,12 @@ import trio
 from kvd.errors import Invalid
 from kvd.faces.common import bodies
 from kvd.faces.common.monitoring import HEALTH
-from kvd.faces.indexer.dumps import binary_dump, sliced, text_dump
+from kvd.faces.common.slices import sliced
 from kvd.faces.indexer.handlers import HashQueryHandler, QueryHandler, TieredQueryHandler
 from kvd.faces.indexer.workers import listed
 from kvd.http.hot import HotHandler
 from kvd.http.types import LONG_BODY_LIMIT, Admission, Request, Response, Route, Scope
+from kvd.index.dumps import binary_dump, text_dump
 from kvd.index.metrics import listener_families, state_families
 from kvd.index.partitions import State
 from kvd.index.peers import Peers

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from kvd.errors import NotFound
 from kvd.faces.common import bodies
 from kvd.faces.common.monitoring import HEALTH
-from kvd.faces.indexer.dumps import sliced
+from kvd.faces.common.slices import sliced
 from kvd.faces.slot_tracker.handlers import (
     AddHandler,
     FreeHandler,

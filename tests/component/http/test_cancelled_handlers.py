@@ -14,7 +14,8 @@ import trio
 import trio.testing
 import zmq
 
-import kvd.faces.indexer.dumps
+import kvd.faces.common.slices
+import kvd.index.dumps
 from kvd.config.settings import MAX_DUMPS
 from kvd.faces.common.monitoring import metrics_route
 from kvd.faces.indexer import routes as indexer
@@ -155,7 +156,8 @@ REQUESTS: dict[str, tuple[tuple[Any, ...], set[int]]] = {
 
 @pytest.mark.parametrize("what", REQUESTS)
 async def test_a_request(what: str, daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvd.faces.indexer.dumps, "SLICE_BYTES", 1024)
+    monkeypatch.setattr(kvd.index.dumps, "SLICE_BYTES", 1024)
+    monkeypatch.setattr(kvd.faces.common.slices, "SLICE_BYTES", 1024)
     request, statuses = REQUESTS[what]
     for cancelling in every_checkpoint(at_least=3):
         for key in KEYS:

@@ -1,16 +1,14 @@
-"""Long answers, written piece by piece: dumps in both their forms, and the slices they go in."""
+"""The index as a dump, piece by piece, in both its forms."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterable, Iterator
-
-import trio
+from collections.abc import Iterator
 
 from kvd.index.partitions import Partition, State
 from kvd_core.dump.recovery import BINARY_HEAD, binary_end, binary_entry
 
-# Bytes of a long answer written between two checkpoints: about 0.2 ms of work for a dump.
+# Bytes of a dump, or of another long answer, written between two checkpoints: about 0.2 ms.
 SLICE_BYTES = 64 * 1024
 
 
@@ -37,22 +35,6 @@ def binary_dump(state: State) -> Iterator[bytes]:
             yield piece
         blocks += runs.blocks
     yield binary_end(blocks)
-
-
-async def sliced(pieces: Iterable[bytes]) -> AsyncIterator[bytes]:
-    """Joins pieces to slices and lets others run between them, and at every empty piece."""
-    waiting: list[bytes] = []
-    size = 0
-    for piece in pieces:
-        waiting.append(piece)
-        size += len(piece)
-        if size >= SLICE_BYTES:
-            yield b"".join(waiting)
-            waiting, size = [], 0
-        elif piece:
-            continue
-        await trio.lowlevel.checkpoint()
-    yield b"".join(waiting)
 
 
 def _dump_head(partition: Partition, written: set[str]) -> bytes:

@@ -1,0 +1,25 @@
+"""Long answers, written piece by piece so that others run between."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable
+
+import trio
+
+from kvd.index.dumps import SLICE_BYTES
+
+
+async def sliced(pieces: Iterable[bytes]) -> AsyncIterator[bytes]:
+    """Joins pieces to slices and lets others run between them, and at every empty piece."""
+    waiting: list[bytes] = []
+    size = 0
+    for piece in pieces:
+        waiting.append(piece)
+        size += len(piece)
+        if size >= SLICE_BYTES:
+            yield b"".join(waiting)
+            waiting, size = [], 0
+        elif piece:
+            continue
+        await trio.lowlevel.checkpoint()
+    yield b"".join(waiting)

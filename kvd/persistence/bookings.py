@@ -1,0 +1,309 @@
+"""What lives after a journal's records, and how it comes back.
+
+    records ──> Bookings.take, one by one ──> what is booked, what answers and sessions go with it
+                                                   │
+    faces  <── restore: the oldest first, with its age
+
+A journal holds what was booked when it was begun, and each step since. Steps that are told twice,
+or of what has ended, change nothing, so the records of one journal may be followed by those of the
+next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from kvd.model import PartitionKey
+from kvd.persistence.frames import Damaged, unpacked
+from kvd.persistence.moments import Translation
+from kvd.selection.affinity import LEASED
+from kvd.selection.requests import Retry, SelectReply
+from kvd.selection.retries import ANSWERED
+from kvd.selection.service import Selections
+from kvd.slots.live_requests import LiveRequests, Receipt
+from kvd.slots.shared_loads import LEDGER
+from kvd.slots.trackers import SlotTrackers
+from kvd.wire.affinity import Bound, Version
+from kvd.wire.lifecycle import Face, Lifecycle, Outcome, Step
+from kvd_core.ledger.journal import ENDED, OUTPUT, PREFILLED, Booked, Said, Stepped
+
+# Requests, sessions and answers that come back between two checkpoints: about 1 ms.
+SLICE = 32
+
+WHOLE = ord("W")  # a journal has told of all that was booked when it began
+
+LedgerName = tuple[Face, PartitionKey, int]  # face, model and tenant, block size
+Live = tuple[LedgerName, str]  # a ledger and the id of a request there
+
+
+@dataclass(slots=True)
+class Booking:
+    """A live request: as it was booked, and what became of it."""
+
+    booked: Booked
+    prefill_complete: bool
+    output_blocks: int
+    decayed_blocks: int
+    fraction: float
+
+    @classmethod
+    def of(cls, booked: Booked) -> Booking:
+        outputs = booked.output_blocks, booked.decayed_blocks, booked.fraction
+        return cls(booked, booked.prefill_complete, *outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """What a session is bound to, and since when its time to live runs."""
+
+    at: float
+    bound: Bound
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An answer that is kept for retries, and what was booked with it."""
+
+    retry: Retry
+    answer: bytes
+    key: PartitionKey
+    request_id: str
+    booked_at: float
+    beside: str | None
+
+
+class Bookings:
+    """What lives after the records so far."""
+
+    def __init__(self) -> None:
+        self.live: dict[Live, Booking] = {}
+        self.leases: dict[tuple[PartitionKey, str], Lease] = {}  # of sessions
+        self.held: dict[str, tuple[PartitionKey, str]] = {}  # by reservation: the session it holds
+        self.answers: dict[tuple[str | None, str], Answer] = {}
+        self._ledgers: dict[int, LedgerName] = {}
+        self._instance_id = ""
+        self._is_whole = False  # what was booked when the journal began has all been told
+        self._told: set[object] = set()  # by this journal, before it was whole
+        self._translate: Translation | None = None
+
+    def begin(self, instance_id: str, translate: Translation) -> None:
+        """Says that the records of another journal follow, and how their clock is to be read."""
+        if instance_id != self._instance_id:
+            self._ledgers.clear()  # each process numbers its own
+        self._instance_id = instance_id
+        self._is_whole = False
+        self._told.clear()
+        self._translate = translate
+
+    def take(self, record: Booked | Stepped | Said) -> None:
+        """Takes the next record; raises Damaged on one that means nothing."""
+        if isinstance(record, Booked):
+            if (name := self._name(record.ledger)) is not None:
+                record = record._replace(admitted_at=self._at(record.admitted_at))
+                self.live[name, record.request_id] = Booking.of(record)
+                self._tell((name, record.request_id))
+        elif isinstance(record, Stepped):
+            self._step(record)
+        elif record.kind == LEDGER:
+            number, face, model_name, tenant_id, block_size = unpacked(record.content)
+            self._ledgers[number] = Face(face), PartitionKey(model_name, tenant_id), block_size
+        elif record.kind == LEASED:
+            self._lease(*unpacked(record.content))
+        elif record.kind == ANSWERED:
+            self._answer(*unpacked(record.content))
+        elif record.kind == WHOLE:
+            self._end_told()
+        else:
+            raise Damaged(f"records of kind {record.kind} are not known")
+
+    def _at(self, moment: float) -> float:
+        assert self._translate is not None
+        return self._translate(moment)
+
+    def _tell(self, what: object) -> None:
+        if not self._is_whole:
+            self._told.add(what)
+
+    def _end_told(self) -> None:
+        """Forgets what only earlier journals have told: it ended where these had no room."""
+        self._is_whole = True
+        self.live = {name: each for name, each in self.live.items() if name in self._told}
+        self.leases = {name: each for name, each in self.leases.items() if name in self._told}
+        self.answers = {name: each for name, each in self.answers.items() if name in self._told}
+        self._told.clear()
+
+    def _name(self, number: int) -> LedgerName | None:
+        """Returns which ledger it is; None for one that the journal is still to introduce.
+
+        What lives of that one is told then.
+        """
+        name = self._ledgers.get(number)
+        if name is None and self._is_whole:
+            raise Damaged(f"ledger {number} was not introduced")
+        return name
+
+    def _step(self, step: Stepped) -> None:
+        name = self._name(step.ledger)
+        live = None if name is None else (name, step.request_id)
+        booking = None if live is None else self.live.get(live)
+        if live is None or booking is None:
+            return  # it has ended before this journal began
+        if step.kind == ENDED:
+            del self.live[live]
+        elif step.kind == PREFILLED:
+            booking.prefill_complete = True
+        elif step.kind == OUTPUT:
+            booking.output_blocks += 1
+            if step.fraction is not None:
+                booking.decayed_blocks, booking.fraction = booking.output_blocks, step.fraction
+
+    def _lease(
+        self,
+        at: float,
+        place: list[str],
+        session_id: str,
+        worker_id: int,
+        dp_rank: int | None,
+        version: list[int],
+        reservation_id: str | None,
+    ) -> None:
+        session = PartitionKey(*place), session_id
+        bound = Bound(*session, worker_id, dp_rank, Version(*version))
+        self.leases.pop(session, None)  # the next to end comes first
+        self.leases[session] = Lease(self._at(at), bound)
+        self._tell(session)
+        if reservation_id is not None:
+            self.held[reservation_id] = session
+
+    def _answer(
+        self,
+        reservation_id: str | None,
+        key: str,
+        content: bytes,
+        answer: bytes,
+        place: list[str],
+        request_id: str,
+        booked_at: float,
+        beside: str | None,
+    ) -> None:
+        retry = Retry((reservation_id, key), content)
+        booked = PartitionKey(*place), request_id, self._at(booked_at), beside
+        self.answers.pop(retry.name, None)  # the oldest booking comes first
+        self.answers[retry.name] = Answer(retry, answer, *booked)
+        self._tell(retry.name)
+
+
+@dataclass(slots=True)
+class Restored:
+    """What has come back, and what has not."""
+
+    requests: int = 0
+    sessions: int = 0
+    answers: int = 0
+    expired: int = 0  # requests that were too old
+    dropped: int = 0  # those without a place any more
+
+
+def restore(
+    bookings: Bookings,
+    slots: SlotTrackers,
+    selections: Selections,
+    now: float,
+    restored: Restored,
+) -> Iterator[None]:
+    """Books again what lives, with its age, and yields after every slice.
+
+    The clock of the faces says `now`. Workers are to be registered before.
+    """
+    faces: dict[Face, LiveRequests[Any]] = {
+        Face.SLOT_TRACKER: slots,
+        Face.SELECTION: selections.reservations,
+    }
+    oldest_first = sorted(
+        bookings.live.items(), key=lambda item: (item[1].booked.admitted_at, item[0][1])
+    )
+    for number, ((name, _), booking) in enumerate(oldest_first, 1):
+        face, key, block_size = name
+        admitted_at = min(booking.booked.admitted_at, now)
+        if admitted_at < now - faces[face].expiry_s:
+            restored.expired += 1
+        elif _book(faces[face], key, block_size, booking, admitted_at) is Outcome.APPLIED:
+            restored.requests += 1
+        else:
+            restored.dropped += 1
+        if number % SLICE == 0:
+            yield
+    yield from _restore_sessions(bookings, selections, now, restored)
+    yield from _restore_answers(bookings, selections, restored)
+
+
+def _book(
+    face: LiveRequests[Any],
+    key: PartitionKey,
+    block_size: int,
+    booking: Booking,
+    admitted_at: float,
+) -> Outcome:
+    booked = booking.booked
+    outcome = face.rebook(
+        Lifecycle(
+            key,
+            block_size,
+            booked.request_id,
+            booked.worker_id,
+            booked.dp_rank,
+            Step.ADD,
+            booked.hashes,
+            booked.tokens,
+            booked.expected_output_tokens,
+        ),
+        admitted_at,
+        booked.key,
+    )
+    if outcome is not Outcome.APPLIED:
+        return outcome
+    ledger = face.ledger_of(key)
+    if booking.prefill_complete:
+        ledger.prefill_complete(booked.request_id)
+    for number in range(1, booking.output_blocks + 1):
+        is_last_decayed = number == booking.decayed_blocks
+        ledger.output_block(booked.request_id, booking.fraction if is_last_decayed else None)
+    return outcome
+
+
+def _restore_sessions(
+    bookings: Bookings,
+    selections: Selections,
+    now: float,
+    restored: Restored,
+) -> Iterator[None]:
+    affinity = selections.affinity
+    if affinity is None:
+        return
+    for number, lease in enumerate(bookings.leases.values(), 1):
+        outcome = affinity.apply(lease.bound, min(lease.at, now))
+        restored.sessions += outcome is Outcome.APPLIED
+        if number % SLICE == 0:
+            yield
+    for number, (reservation_id, session) in enumerate(bookings.held.items(), 1):
+        if reservation_id in selections.reservations.live:
+            affinity.hold(reservation_id, session)
+        if number % SLICE == 0:
+            yield
+
+
+def _restore_answers(
+    bookings: Bookings, selections: Selections, restored: Restored
+) -> Iterator[None]:
+    for number, answer in enumerate(bookings.answers.values(), 1):
+        fleet = selections.fleets.get(answer.key)
+        if fleet is not None:
+            receipt = Receipt(fleet, answer.request_id, answer.booked_at, answer.beside)
+            if receipt.left() is not None:
+                reply = SelectReply(answer.answer, receipt)
+                selections.reservations.retries.note(answer.retry, reply)
+                restored.answers += 1
+        if number % SLICE == 0:
+            yield

@@ -1,0 +1,173 @@
+"""A state directory: one owner, and files that are replaced whole.
+
+    lock               held by the process whose directory it is, as long as it lives
+    registrations      who was registered by calls       replaced at each change
+    index              a snapshot                        replaced at intervals, and at the end
+    journal.N          bookings, the largest N newest    appended to
+    *.new              a file that is being written: left over by a process that was killed
+
+Everything here may wait for a disk: it is called from threads, or before anything is served.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from kvd.persistence.frames import END, Content, Header, frame, opening, packed
+
+LOCK = "lock"
+NEW = ".new"  # ends the name of a file that is being written
+
+_JOURNAL = re.compile(r"journal\.(\d{1,15})")
+
+FILE_RIGHTS = 0o600  # prompts' hashes, names of models, addresses
+
+
+class InUse(OSError):
+    """Another process has the directory."""
+
+
+class Directory:
+    """One state directory, ours until `close`."""
+
+    def __init__(self, path: Path) -> None:
+        """Makes it when it is new, and takes it; raises InUse, and OSError where it cannot be."""
+        self.path = path
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_RIGHTS)
+        try:
+            _take(self._lock)
+            for left in path.glob(f"*{NEW}"):
+                left.unlink()
+        except BaseException:
+            os.close(self._lock)
+            raise
+
+    def close(self) -> None:
+        os.close(self._lock)
+
+    def file(self, content: Content) -> Path:
+        """Returns the path of a file that is replaced whole."""
+        return self.path / content
+
+    def journal(self, number: int) -> Path:
+        return self.path / f"journal.{number}"
+
+    def journals(self) -> list[tuple[int, Path]]:
+        """Returns the journals that are there by number, the oldest first."""
+        return journals(self.path)
+
+    def replace(self, header: Header, frames: Iterable[bytes]) -> int:
+        """Writes a file whole and puts it where the last one was; returns its bytes.
+
+        The last one stays where that fails, with OSError.
+        """
+        path = self.file(header.content)
+        writing = NewFile(path, header)
+        try:
+            for each in frames:
+                writing.write(each)
+        except BaseException:
+            writing.drop()
+            raise
+        return writing.finish()
+
+
+class NewFile:
+    """A file on its way to take the place of another."""
+
+    def __init__(self, path: Path, header: Header) -> None:
+        self._path = path
+        self._new = path.with_name(path.name + NEW)
+        self._file = _create(self._new)
+        self._frames = 0
+        self.size = 0
+        try:
+            self._put(opening(header))
+        except BaseException:
+            self.drop()
+            raise
+
+    def write(self, framed: bytes) -> None:
+        """Appends a frame."""
+        self._put(framed)
+        self._frames += 1
+
+    def finish(self) -> int:
+        """Has it take its place, for good; returns its bytes."""
+        try:
+            self._put(frame(END, packed(self._frames)))
+            os.fsync(self._file)
+            os.replace(self._new, self._path)
+        except BaseException:
+            self.drop()
+            raise
+        os.close(self._file)
+        sync_directory(self._path.parent)
+        return self.size
+
+    def drop(self) -> None:
+        """Gives it up."""
+        os.close(self._file)
+        with suppress(FileNotFoundError):
+            self._new.unlink()
+
+    def _put(self, data: bytes) -> None:
+        put(self._file, data)
+        self.size += len(data)
+
+
+def journals(path: Path) -> list[tuple[int, Path]]:
+    """Returns the journals of a directory by number, the oldest first."""
+    found = ((_JOURNAL.fullmatch(each.name), each) for each in path.iterdir())
+    return sorted((int(match[1]), each) for match, each in found if match is not None)
+
+
+def create_journal(path: Path, header: Header) -> tuple[int, int]:
+    """Begins a journal; returns its descriptor and its bytes so far."""
+    file = _create(path)
+    try:
+        put(file, opening(header))
+        sync_directory(path.parent)
+    except BaseException:
+        os.close(file)
+        with suppress(OSError):  # what counts is why it could not be begun
+            path.unlink()
+        raise
+    return file, len(opening(header))
+
+
+def put(file: int, data: bytes) -> None:
+    """Writes all of the data."""
+    left = memoryview(data)
+    while left:
+        left = left[os.write(file, left) :]
+
+
+def sync_directory(path: Path) -> None:
+    """Has the names of a directory's files survive the machine."""
+    file = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def _create(path: Path) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, FILE_RIGHTS)
+
+
+def _take(lock: int) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        owner = os.pread(lock, 20, 0).decode("ascii", "replace").strip()
+        raise InUse(errno.EBUSY, f"it is in use by process {owner or 'unknown'}") from None
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)

@@ -1,0 +1,187 @@
+"""The files of a state directory: a header, and frames that each carry a checksum.
+
+    "KVDSTAT1" | frame | frame | ...                 the last byte of the first eight is the version
+    frame:  u32 n | u32 CRC-32 of the rest | u8 kind | n - 1 bytes of content       little-endian
+
+The first frame is the header: which file this is, and when and by which process it was written.
+A file that is written as a whole ends with an END frame. One that is appended to may be cut off at
+its end, where its process was killed; a fault before the end is damage in either.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from struct import Struct
+from typing import Any, NamedTuple
+
+import msgpack
+
+from kvd._version import VERSION
+from kvd.persistence.moments import Moments
+
+MAGIC = b"KVDSTAT"
+FORMAT = 1  # of the files that are written
+READABLE = (1,)  # formats that are read
+
+_HEAD = Struct("<II")
+
+# Longest frame of a state directory's file. What is written stays below 8 MiB but for the hashes of
+# one huge prompt, so a longer one is damage.
+MAX_FRAME_BYTES = 256 * 1024 * 1024
+
+HEADER = ord("H")
+END = ord("E")
+
+
+class Content(StrEnum):
+    """What a file holds."""
+
+    JOURNAL = "journal"
+    INDEX = "index"
+    REGISTRATIONS = "registrations"
+
+
+class Damaged(Exception):
+    """A file is not what kvd has written, whole; the text says how."""
+
+
+class Frame(NamedTuple):
+    """One checked part of a file."""
+
+    kind: int
+    content: bytes
+    end: int  # bytes of the file up to the frame's end
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """Who has written a file, and when."""
+
+    content: Content
+    instance_id: str  # of the process, see State.instance_id
+    moments: Moments
+    number: int = 0  # of a journal among those of its directory
+    version: str = VERSION
+
+
+def frame(kind: int, content: bytes) -> bytes:
+    """Returns a frame as it is written."""
+    body = bytes((kind,)) + content
+    return _HEAD.pack(len(body), zlib.crc32(body)) + body
+
+
+def opening(header: Header) -> bytes:
+    """Returns what a file begins with."""
+    return MAGIC + b"%d" % FORMAT + frame(HEADER, packed(asdict(header)))
+
+
+def packed(value: object) -> bytes:
+    """Returns a value as msgpack."""
+    content: bytes = msgpack.packb(value)
+    return content
+
+
+def unpacked(content: bytes) -> Any:
+    """Returns the value of some msgpack that a checksum has covered; raises Damaged."""
+    try:
+        return msgpack.unpackb(content, strict_map_key=False)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise Damaged(f"a frame is not msgpack: {error}") from None
+
+
+class Reading:
+    """One file, read from its beginning. Raises OSError and Damaged."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("rb")
+        self.size = path.stat().st_size
+        self.whole = 0  # bytes of the file that were read and are sound
+        try:
+            self.header = self._header()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def close(self) -> None:
+        self._file.close()
+
+    def frames(self, *, may_be_torn: bool = False) -> Iterator[Frame]:
+        """Yields the frames behind the header.
+
+        A file that `may_be_torn` just ends before its first incomplete or faulty frame, unless a
+        sound one lies behind that.
+        """
+        while self.whole < self.size:
+            try:
+                found = self._frame()
+            except Damaged:
+                if not may_be_torn or self._sound_behind():
+                    raise
+                return
+            self.whole = found.end
+            yield found
+
+    def whole_frames(self) -> Iterator[Frame]:
+        """Yields the frames of a file that ends with an END; raises Damaged without one."""
+        for found in self.frames():
+            if found.kind == END:
+                if found.end != self.size:
+                    raise Damaged("something follows its end")
+                return
+            yield found
+        raise Damaged(f"cut off at byte {self.size}")
+
+    def _header(self) -> Header:
+        magic = self._file.read(len(MAGIC) + 1)
+        if magic[: len(MAGIC)] != MAGIC:
+            raise Damaged("not a file of a kvd state directory")
+        version = magic[len(MAGIC) :].decode("latin-1")
+        if version not in map(str, READABLE):
+            raise Damaged(f"format {version!r} is not known to kvd {VERSION}")
+        self.whole = len(magic)
+        first = self._frame()
+        if first.kind != HEADER:
+            raise Damaged("it has no header")
+        self.whole = first.end
+        members = unpacked(first.content)
+        try:
+            moments = Moments(**members.pop("moments"))
+            return Header(Content(members.pop("content")), moments=moments, **members)
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise Damaged(f"its header is not understood: {error}") from None
+
+    def _frame(self) -> Frame:
+        """Reads the frame at `whole`."""
+        self._file.seek(self.whole)
+        head = self._file.read(_HEAD.size)
+        if len(head) < _HEAD.size:
+            raise Damaged(f"cut off at byte {self.size}")
+        size, checksum = _HEAD.unpack(head)
+        if not 0 < size <= MAX_FRAME_BYTES:
+            raise Damaged(f"no frame at byte {self.whole}")
+        body = self._file.read(size)
+        if len(body) < size:
+            raise Damaged(f"cut off at byte {self.size}")
+        if zlib.crc32(body) != checksum:
+            raise Damaged(f"the checksum at byte {self.whole} is wrong")
+        return Frame(body[0], body[1:], self.whole + _HEAD.size + size)
+
+    def _sound_behind(self) -> bool:
+        """Says whether the frame behind a faulty one is sound: then the fault is no torn end."""
+        faulty = self.whole
+        self._file.seek(faulty)
+        head = self._file.read(_HEAD.size)
+        if len(head) < _HEAD.size:
+            return False
+        self.whole = faulty + _HEAD.size + _HEAD.unpack(head)[0]
+        try:
+            self._frame()
+        except Damaged:
+            return False
+        finally:
+            self.whole = faulty
+        return True

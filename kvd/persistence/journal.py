@@ -1,0 +1,221 @@
+"""Writes the journal of bookings, so that a killed process loses no more than the last moments.
+
+    ledgers, sessions, answers ──> Journal (memory) ── every FLUSH_S ──> journal.7     a thread
+                                                                            │ too long, or a hole
+       all that is booked now, in slices ──> journal.8 <────────────────────┘
+       journal.7 goes when journal.8 has all of it
+
+What is recorded reaches the kernel within FLUSH_S, so a killed process loses the bookings of that
+time; it reaches the disk within SYNC_S, which is what a machine that loses its power loses.
+
+While the disk is full or faulty, nothing is recorded: what is there stays as it is, and from time
+to time a new journal is tried, which begins with all that is booked then.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+
+import trio
+
+from kvd.persistence.bookings import WHOLE
+from kvd.persistence.directory import Directory, create_journal, put
+from kvd.persistence.frames import Content, Header, frame
+from kvd.persistence.moments import Moments
+from kvd.selection.service import Selections
+from kvd.slots.live_requests import LedgerOwner
+from kvd.slots.shared_loads import Ledgers
+from kvd.slots.trackers import SlotTrackers
+from kvd.telemetry.logs import get_logger
+from kvd.wire.lifecycle import Face
+from kvd_core.ledger.journal import Journal
+
+FLUSH_S = 0.05  # a booking is with the kernel after that, and outlives the process
+SYNC_S = 1.0  # it is on the disk after that, and outlives the machine
+
+# Records that wait for a slow disk. A booking of 10,000 tokens takes 5 KB, so these are 13,000.
+MAX_WAITING_BYTES = 64 * 1024 * 1024
+
+# Bytes of a journal after which a new one is begun; never below a few times what is booked.
+MAX_JOURNAL_BYTES = 64 * 1024 * 1024
+GROWTH = 4
+
+EXPORT_BYTES = 64 * 1024  # of what is booked that are recorded between two checkpoints: 0.1 ms
+RETRY_S = 5.0  # pause before a new journal is tried on a disk that has failed
+
+RECORDS = ord("R")  # kind of the frames of a journal
+
+log = get_logger(__name__)
+
+
+@dataclass(slots=True)
+class JournalStats:
+    """What the journal has cost and lost; plain numbers for metrics."""
+
+    written_bytes: int = 0
+    flushes: int = 0
+    begun: int = 0  # journals
+    failures: int = 0  # writes that the disk refused
+    lost_bytes: int = 0  # of records that could not be written
+
+
+class JournalWriter:
+    """The journals of one directory."""
+
+    def __init__(
+        self,
+        directory: Directory,
+        journal: Journal,
+        ledgers: Ledgers,
+        slots: SlotTrackers,
+        selections: Selections,
+        instance_id: str,
+        clock: Callable[[], float],
+    ) -> None:
+        self._directory = directory
+        self._journal = journal
+        self._ledgers = ledgers
+        self._slots = slots
+        self._selections = selections
+        self._instance_id = instance_id
+        self._clock = clock
+        self.stats = JournalStats()
+        self.error: str | None = None  # why nothing is recorded, None: all is
+        self._number = max((number for number, _ in directory.journals()), default=0)
+        self._file: int | None = None
+        self._size = 0
+        self._bound = MAX_JOURNAL_BYTES
+        self._dropped = 0  # records, when the journal was begun
+        self._synced_at = 0.0
+        self._is_synced = True
+
+    async def run(self) -> None:
+        """Records until it is cancelled; what waits then is written by `finish`."""
+        while True:
+            if self.error is not None:
+                await trio.sleep(RETRY_S)
+            elif self._file is not None:
+                await trio.sleep(FLUSH_S)
+                await self._flush()
+            if self._file is None or self._size > self._bound or self._has_hole():
+                await self.begin()
+
+    async def finish(self) -> None:
+        """Writes what waits, and ends."""
+        await self._flush(syncs=True)
+        self._close()
+
+    async def begin(self) -> None:
+        """Begins a journal with all that is booked now; then those before it are of no more use."""
+        if self.error is not None:  # what has waited meanwhile has nowhere to go
+            self.stats.lost_bytes += len(self._journal.take())
+        await self._flush()  # to the one before: it may be needed still
+        self._number += 1
+        header = Header(
+            Content.JOURNAL, self._instance_id, Moments.now(self._clock()), self._number
+        )
+        path = self._directory.journal(self._number)
+        try:
+            made = await trio.to_thread.run_sync(create_journal, path, header)
+        except OSError as error:
+            self._failed(error)
+            return
+        self._close()
+        self._file, self._size = made
+        if self.error is not None:
+            log.info("state_journal_resumed", path=str(self._directory.path))
+            self.error = None
+        self._dropped = self._journal.dropped
+        self._bound = MAX_JOURNAL_BYTES
+        try:
+            for _ in self._export():
+                if len(self._journal) > EXPORT_BYTES:
+                    await self._flush()
+                await trio.lowlevel.checkpoint()
+        except MemoryError:  # more waits than may: a hole, so another one is begun
+            return
+        await self._flush(syncs=True)
+        if self._file is None or self._has_hole():
+            return
+        self._bound = max(MAX_JOURNAL_BYTES, GROWTH * self._size)
+        self.stats.begun += 1
+        await trio.to_thread.run_sync(self._drop_older)
+
+    def _has_hole(self) -> bool:
+        """Says whether records were dropped for which the journal has had no room."""
+        return self._journal.dropped != self._dropped
+
+    def _export(self) -> Iterator[None]:
+        """Records all that is booked, and yields after every slice of it."""
+        owners: list[tuple[Face, LedgerOwner]] = []
+        owners += [(Face.SLOT_TRACKER, each) for each in self._slots.owners()]
+        owners += [(Face.SELECTION, each) for each in self._selections.reservations.owners()]
+        for face, owner in owners:
+            if owner.block_size is None or not owner.ledger.number:
+                continue  # it has had no worker, so nothing is booked
+            self._ledgers.introduce(owner.ledger, face, owner.key, owner.block_size)
+            after: int | None = 0
+            while after is not None:
+                after = owner.ledger.export(self._journal, after, EXPORT_BYTES)
+                yield
+        if self._selections.affinity is not None:
+            yield from self._selections.affinity.export()
+        yield from self._selections.reservations.retries.export()
+        self._journal.put(WHOLE, b"")
+
+    async def _flush(self, *, syncs: bool = False) -> None:
+        """Writes what waits."""
+        now = self._clock()
+        syncs = syncs or (not self._is_synced and now - self._synced_at >= SYNC_S)
+        if self._file is None or not (len(self._journal) or syncs):
+            return
+        records = self._journal.take()
+        try:
+            with trio.CancelScope(shield=True):  # or what was taken would be lost
+                await trio.to_thread.run_sync(self._write, self._file, records, syncs)
+        except OSError as error:
+            self.stats.lost_bytes += len(records)
+            self._failed(error)
+            return
+        self.stats.flushes += 1
+        self.stats.written_bytes += len(records)
+        self._is_synced = syncs
+        if syncs:
+            self._synced_at = now
+
+    def _write(self, file: int, records: bytes, syncs: bool) -> None:
+        """In a thread: appends a frame, whole or not at all."""
+        if records:
+            framed = frame(RECORDS, records)
+            try:
+                put(file, framed)
+            except OSError:
+                with suppress(OSError):  # it has failed already
+                    os.ftruncate(file, self._size)
+                raise
+            self._size += len(framed)
+        if syncs:
+            os.fdatasync(file)
+
+    def _failed(self, error: OSError) -> None:
+        self.stats.failures += 1
+        reason = error.strerror or str(error)
+        if self.error is None:
+            log.warning("state_journal_failed", path=str(self._directory.path), reason=reason)
+        self.error = reason
+        self._close()
+
+    def _close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def _drop_older(self) -> None:
+        """In a thread: removes the journals before this one, which has all that lives."""
+        for number, path in self._directory.journals():
+            if number < self._number:
+                with suppress(FileNotFoundError):  # an operator was faster
+                    path.unlink()

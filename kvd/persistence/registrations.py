@@ -1,0 +1,203 @@
+"""Who was registered by calls, on all faces, and what was said of models: kept and said again.
+
+    registry, slot trackers, catalog, publishers, replicas, upstreams ──> rows of a fleet file
+    tuning ──> what was said of models and tenants                             │
+                                                                               v
+    faces  <── the targets of the fleet file <── parse <────── registrations, replaced whole
+
+What the settings and the fleet file say is not kept: they say it again themselves.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import trio
+
+from kvd.config.load import Config
+from kvd.errors import KvdError
+from kvd.faces.common.replica_sync import Peer
+from kvd.faces.gateway.engines import CALLS
+from kvd.faces.indexer.routes import Rank
+from kvd.faces.slot_tracker.routes import Worker
+from kvd.fleet_file.follower import FleetFileFollower, RegistrationTarget
+from kvd.fleet_file.parse import TABLES
+from kvd.fleet_file.rows import OF_TABLE
+from kvd.gateway.names import Wanted
+from kvd.gateway.upstreams import Upstreams
+from kvd.index.publishers import EVERY_INSTANCE, Described, Publishers
+from kvd.index.registry import INDEXER, Registry
+from kvd.persistence.frames import Damaged, Frame, frame, packed, unpacked
+from kvd.replica_sync.replicas import Replicas
+from kvd.selection.service import Selections
+from kvd.slots.trackers import SlotTrackers
+from kvd.telemetry.logs import get_logger
+
+ROWS = ord("T")  # kind of a frame of registrations, SLICE of them at most
+SAID = ord("U")  # kind of a frame of what was said of a model, or of one tenant of it
+
+SLICE = 32  # registrations looked at, or made again, between two checkpoints: about 1 ms
+
+# What cannot be in a fleet file: a store of which only a client has said that it serves everybody.
+SHARED = "shared"
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Faces:
+    """Where clients register."""
+
+    registry: Registry
+    slots: SlotTrackers
+    selections: Selections
+    publishers: Publishers
+    replicas: Replicas
+    upstreams: Upstreams
+
+    @property
+    def changes(self) -> int:
+        """Changes so far: another number than before says that something may have changed."""
+        parts = self.registry, self.slots, self.selections.workers, self.selections.tuning
+        others = self.publishers, self.replicas, self.upstreams
+        return sum(part.changes for part in parts) + sum(part.changes for part in others)
+
+
+@dataclass(slots=True)
+class Again:
+    """What became of the registrations that were kept."""
+
+    registered: int = 0
+    failed: int = 0
+
+
+class Registrations:
+    """What clients have registered, apart from what the settings and the fleet file have."""
+
+    def __init__(self, faces: Faces, config: Config, fleet: FleetFileFollower | None) -> None:
+        self._faces = faces
+        self._fleet = fleet
+        self._ranks = {worker.key for worker in config.workers}
+        self._workers = {record.worker_id for record in config.catalog}
+        self._replicas = set(config.replica_sync.peers if config.replica_sync else ())
+
+    @property
+    def changes(self) -> int:
+        return self._faces.changes
+
+    async def frames(self) -> list[bytes]:
+        """Returns all of it as frames; others run meanwhile."""
+        made: list[bytes] = []
+        rows: list[tuple[str, dict[str, Any], str]] = []
+        for table, wanted in self._wanted():
+            mark = SHARED if table == "conductor" and _is_shared(wanted) else ""
+            rows.append((table, OF_TABLE[table](wanted), mark))
+            if len(rows) == SLICE:
+                made.append(frame(ROWS, packed(rows)))
+                rows = []
+                await trio.lowlevel.checkpoint()
+        if rows:
+            made.append(frame(ROWS, packed(rows)))
+        made += [frame(SAID, packed(said)) for said in self._said()]
+        return made
+
+    def _wanted(self) -> Iterator[tuple[str, Any]]:
+        """Yields the table and the content of each registration that a client has made."""
+        for table, wanted in self._all():
+            if self._fleet is None or self._fleet.held(table, TABLES[table].key(wanted)) is None:
+                yield table, wanted
+
+    def _all(self) -> Iterator[tuple[str, Any]]:
+        faces = self._faces
+        for each in faces.registry.owned_by(INDEXER):
+            if each.key not in self._ranks:
+                at = each.listener.addresses
+                size = faces.registry.block_size(each)
+                yield (
+                    "indexer",
+                    Rank(each.key, at.endpoint, size, at.replay_endpoint, at.server_key),
+                )
+        for row in faces.slots.workers(None, None):
+            yield (
+                "slot_tracker",
+                Worker(row.key, row.worker_id, row.block_size, row.ranks.start, len(row.ranks)),
+            )
+        for worker_id, entry in list(faces.selections.workers.entries.items()):
+            if worker_id not in self._workers and worker_id not in faces.upstreams.each:
+                yield "selection", entry.record
+        for publisher in list(faces.publishers):
+            yield "conductor", publisher.described
+        for upstream in list(faces.upstreams):
+            if CALLS in upstream.owners:
+                yield "upstream", Wanted(upstream.url, upstream.prefills)
+        for replica in list(faces.replicas.all()):
+            if replica.endpoint not in self._replicas:
+                yield "replica", Peer(replica.endpoint, replica.server_key)
+
+    def _said(self) -> Iterator[tuple[Any, dict[str, Any]]]:
+        """Yields what clients have said of models, and of single tenants."""
+        for place, changes in self._faces.selections.tuning.all_said():
+            of_file = None if self._fleet is None else self._fleet.held("policy", place)
+            names = () if of_file is None else of_file.policy.row
+            said = {name: value for name, value in changes.items() if name not in names}
+            if said:
+                yield place, said
+
+
+async def register_again(
+    frames: list[Frame],
+    targets: Mapping[str, RegistrationTarget],
+    selections: Selections,
+) -> Again:
+    """Registers what was kept; what cannot be registered any more is logged and passed over.
+
+    Raises Damaged before anything is registered, if a frame is none of this file's.
+    """
+    rows: list[tuple[str, dict[str, Any], str]] = []
+    said: list[tuple[tuple[str, str | None], dict[str, Any]]] = []
+    try:
+        for each in frames:
+            if each.kind == ROWS:
+                rows += [(table, members, mark) for table, members, mark in unpacked(each.content)]
+            elif each.kind == SAID:
+                (model_name, tenant_id), changes = unpacked(each.content)
+                said.append(((model_name, tenant_id), changes))
+            else:
+                raise Damaged(f"frames of kind {each.kind} are not known")
+    except (TypeError, ValueError) as error:
+        raise Damaged(f"its registrations are not understood: {error}") from None
+    again = Again()
+    for number, (table, members, mark) in enumerate(rows, 1):
+        try:
+            await _register(table, members, mark, targets)
+            again.registered += 1
+        except (KvdError, ValueError, TypeError) as error:
+            again.failed += 1
+            log.warning("registration_not_restored", table=table, reason=str(error))
+        if number % SLICE == 0:
+            await trio.lowlevel.checkpoint()
+    for place, changes in said:
+        try:
+            selections.tuning.set_ahead(place, changes)
+            again.registered += 1
+        except (KvdError, ValueError, TypeError) as error:
+            again.failed += 1
+            log.warning("registration_not_restored", table="policy", reason=str(error))
+    return again
+
+
+async def _register(
+    table: str, members: dict[str, Any], mark: str, targets: Mapping[str, RegistrationTarget]
+) -> None:
+    if table not in targets:
+        raise ValueError("its face is not served")
+    wanted = TABLES[table].read(json.dumps(members).encode())
+    await targets[table].add(wanted.shared() if mark == SHARED else wanted)
+
+
+def _is_shared(described: Described) -> bool:
+    """Says whether a store serves everybody without its instance id saying so."""
+    return described.serves_all and described.instance_id != EVERY_INSTANCE

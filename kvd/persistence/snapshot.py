@@ -1,0 +1,174 @@
+"""The index in a file: where each stream was, and a dump of what it had told by then, or later.
+
+    places of all streams, in slices ──┐
+    dump, in slices ───────────────────┴──> index.new ── fsync, rename ──> index
+    index ──> checked whole, staged ──> planned ──> blocks ──> streams go on at their places
+
+Places are taken before the dump begins, so what a dump has more than its places is told again by
+the replay that begins there, and does no harm. The dump is that of `GET /dump` in its binary form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import trio
+
+from kvd.index.dumps import binary_dump
+from kvd.index.partitions import State
+from kvd.index.registry import KeptPlace, Registry
+from kvd.model import PartitionKey, RankKey
+from kvd.net.recovery import MAX_RANKS
+from kvd.persistence.directory import Directory, NewFile
+from kvd.persistence.frames import (
+    Content,
+    Damaged,
+    Frame,
+    Header,
+    Reading,
+    frame,
+    packed,
+    unpacked,
+)
+from kvd.wire.place import KeptLosses, Place
+from kvd_core.dump.recovery import DumpReader, StagedEntry
+
+PLACES = ord("K")  # kind of a frame with places of streams, SLICE_PLACES at most
+DUMP = ord("D")  # kind of a frame with a piece of the dump
+
+SLICE_PLACES = 32  # streams looked at between two checkpoints: about 0.3 ms
+PIECE_BYTES = 256 * 1024  # of a dump that are one frame, read between two checkpoints: 0.5 ms
+WRITE_BYTES = 1024 * 1024  # of a snapshot that a thread writes at once
+READ_BYTES = 4 * 1024 * 1024  # and reads
+
+# Blocks that a snapshot may have: those that were in an index of this machine.
+MAX_BLOCKS = 2**40
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """A snapshot that was read whole, and is not in the index yet."""
+
+    header: Header
+    places: dict[RankKey, KeptPlace] = field(default_factory=dict)
+    entries: list[StagedEntry] = field(default_factory=list)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks, counted once for each rank and tier."""
+        return sum(entry.blocks for entry in self.entries)
+
+
+async def write(directory: Directory, header: Header, state: State, registry: Registry) -> int:
+    """Writes a snapshot and returns its bytes; raises OSError, and the last one stays.
+
+    Others run meanwhile: the loop is held for about 0.3 ms at a time.
+    """
+    to_thread = trio.to_thread.run_sync
+    writing = await to_thread(NewFile, directory.file(Content.INDEX), header)
+    try:
+        waiting: list[tuple[int, bytes]] = []
+        size = 0
+        for kind, content in _contents(state, registry):
+            if content:
+                waiting.append((kind, content))
+                size += len(content)
+            if size >= WRITE_BYTES:
+                await to_thread(_write, writing, waiting)
+                waiting, size = [], 0
+            await trio.lowlevel.checkpoint()
+        await to_thread(_write, writing, waiting)
+    except BaseException:
+        writing.drop()
+        raise
+    return await to_thread(writing.finish)
+
+
+def _write(writing: NewFile, contents: list[tuple[int, bytes]]) -> None:
+    for kind, content in contents:
+        writing.write(frame(kind, content))
+
+
+def _contents(state: State, registry: Registry) -> Iterator[tuple[int, bytes]]:
+    """Yields kind and content of each frame, and nothing (b"") where others may run."""
+    rows: list[object] = []
+    for registration in list(registry.registrations()):
+        listener = registration.listener
+        rows.append((registration.key, listener.endpoint, listener.batches.place()))
+        if len(rows) == SLICE_PLACES:
+            yield PLACES, packed(rows)
+            rows = []
+    yield PLACES, packed(rows)
+    pieces: list[bytes] = []
+    size = 0
+    for piece in binary_dump(state):
+        pieces.append(piece)
+        size += len(piece)
+        if size >= PIECE_BYTES:
+            yield DUMP, b"".join(pieces)
+            pieces, size = [], 0
+        elif piece:
+            yield DUMP, b""
+    yield DUMP, b"".join(pieces)
+
+
+async def read(path: Path) -> Snapshot:
+    """Returns a snapshot, checked whole; raises OSError and Damaged."""
+    reading = await trio.to_thread.run_sync(Reading, path)
+    try:
+        if reading.header.content is not Content.INDEX:
+            raise Damaged(f"it holds {reading.header.content}, not an index")
+        snapshot = Snapshot(reading.header)
+        reader = DumpReader(
+            True,
+            max_blocks=MAX_BLOCKS,
+            max_events=MAX_BLOCKS,
+            max_entries=MAX_RANKS,
+            max_ranks=MAX_RANKS,
+        )
+        frames = reading.whole_frames()
+        while batch := await trio.to_thread.run_sync(_some, frames):
+            for each in batch:
+                _take(snapshot, reader, each)
+                await trio.lowlevel.checkpoint()
+        snapshot.entries = reader.finish()
+    except ValueError as error:
+        raise Damaged(f"its dump is not understood: {error}") from None
+    finally:
+        reading.close()
+    return snapshot
+
+
+def _some(frames: Iterator[Frame]) -> list[Frame]:
+    """In a thread: returns the next frames, of READ_BYTES or a little more."""
+    found: list[Frame] = []
+    size = 0
+    for each in frames:
+        found.append(each)
+        size += len(each.content)
+        if size >= READ_BYTES:
+            break
+    return found
+
+
+def _take(snapshot: Snapshot, reader: DumpReader, found: Frame) -> None:
+    if found.kind == PLACES:
+        snapshot.places.update(_places(found.content))
+    elif found.kind == DUMP:
+        reader.feed(found.content)
+    else:
+        raise Damaged(f"frames of kind {found.kind} are not known")
+
+
+def _places(content: bytes) -> Iterator[tuple[RankKey, KeptPlace]]:
+    try:
+        for (key, instance_id, dp_rank), endpoint, place in unpacked(content):
+            expected, digests, publisher, losses = place
+            why, heard, named, lacking, since = losses
+            kept = KeptLosses(why, heard, named, [(of, tiers) for of, tiers in lacking], since)
+            rank = RankKey(PartitionKey(*key), instance_id, dp_rank)
+            yield rank, (endpoint, Place(expected, digests, publisher, kept))
+    except (TypeError, ValueError) as error:
+        raise Damaged(f"its places are not understood: {error}") from None

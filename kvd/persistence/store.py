@@ -1,0 +1,393 @@
+"""What outlives the process, in its state directory: the part of the daemon that keeps it.
+
+    start   registrations ──> bookings ──> faces serve ──> index ──> streams prove themselves
+    runs    journal of bookings      every 50 ms what was recorded       journal.py
+            registrations            as soon as they change              registrations.py
+            index                    every `snapshot_s`                  snapshot.py
+    stop    index, journal
+
+A file that cannot be believed is put aside with a line of the log, and what it held begins anew;
+the others count none the less. Whoever was restored and is registered by nobody for GRACE_S is
+dropped.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import NoReturn
+
+import trio
+
+from kvd.errors import KvdError
+from kvd.fleet_file.follower import RegistrationTarget
+from kvd.index.partitions import State
+from kvd.index.registry import Registry
+from kvd.index.restore import bring_in, planned_of
+from kvd.model import InstanceId, PartitionKey
+from kvd.persistence import snapshot
+from kvd.persistence.bookings import Bookings, Restored, restore
+from kvd.persistence.directory import Directory
+from kvd.persistence.frames import Content, Damaged, Frame, Header, Reading
+from kvd.persistence.journal import MAX_WAITING_BYTES, RECORDS, JournalWriter
+from kvd.persistence.moments import Moments, Translation
+from kvd.persistence.registrations import Registrations, register_again
+from kvd.selection.service import Selections
+from kvd.slots.shared_loads import Ledgers
+from kvd.slots.trackers import SlotTrackers
+from kvd.telemetry.logs import get_logger
+from kvd.telemetry.metrics import Family, by_label, counter, gauge
+from kvd_core.ledger.journal import Journal, read
+
+# Time in which whoever was restored is to be registered again; a gateway asks its engines first.
+GRACE_S = 60.0
+
+# Pause between two looks whether registrations have changed; one that is younger dies with a killed
+# process.
+REGISTRATIONS_S = 0.1
+
+# Share of its time that the loop may write registrations or snapshots: at 5 % the pause between two
+# is twenty times what the last one took.
+PAUSES = 20
+
+STOP_S = 60.0  # that a snapshot at the end may take, on a disk that may stand still
+
+REFUSED = ".refused"  # ends the name of a file that was put aside
+
+log = get_logger(__name__)
+
+
+class Outcome(StrEnum):
+    """What became of one of the files at the start."""
+
+    NONE = "none"  # it was not there
+    RESTORED = "restored"
+    REFUSED = "refused"  # damaged, foreign, or against what is registered
+
+
+@dataclass(slots=True)
+class StoreStats:
+    """What was restored and kept; plain numbers for metrics."""
+
+    outcomes: dict[Content, Outcome] = field(
+        default_factory=lambda: dict.fromkeys(Content, Outcome.NONE)
+    )
+    bookings: Restored = field(default_factory=Restored)
+    registrations: int = 0
+    blocks: int = 0
+    written: dict[str, int] = field(
+        default_factory=lambda: {Content.INDEX: 0, Content.REGISTRATIONS: 0}
+    )
+    failures: int = 0
+    index_bytes: int = 0  # of the last snapshot
+    index_s: float = 0.0  # that it took
+    index_at: float | None = None  # when it was begun, by the clock of the loop
+
+
+class Store:
+    """One state directory, from its opening to the end of the process."""
+
+    def __init__(self, directory: Directory, every_s: float) -> None:
+        """Writes a snapshot every `every_s` seconds; 0 is only at the end."""
+        self.directory = directory
+        self.journal = Journal(MAX_WAITING_BYTES)
+        self.stats = StoreStats()
+        self.every_s = every_s
+
+    def close(self) -> None:
+        self.directory.close()
+
+
+class Keeper:
+    """Restores a store's state into the faces, and keeps it from then on."""
+
+    def __init__(
+        self,
+        store: Store,
+        state: State,
+        registry: Registry,
+        ledgers: Ledgers,
+        slots: SlotTrackers,
+        selections: Selections,
+        registrations: Registrations,
+        clock: Callable[[], float],
+    ) -> None:
+        self._store = store
+        self._directory = store.directory
+        self.stats = store.stats
+        self._state = state
+        self._registry = registry
+        self._slots = slots
+        self._selections = selections
+        self._registrations = registrations
+        self._clock = clock
+        self._writer = JournalWriter(
+            store.directory, store.journal, ledgers, slots, selections, state.instance_id, clock
+        )
+        self._restored: list[tuple[PartitionKey, InstanceId]] = []  # instances of the snapshot
+        self._is_begun = False  # what was kept has been restored, but for the index
+        self._restored_index = trio.Event()  # or there was none
+        self._error: str | None = None  # of the last file that could not be written
+
+    # ---- the start
+
+    async def restore_registrations(self, targets: dict[str, RegistrationTarget]) -> None:
+        """Registers again who was registered by calls."""
+        path = self._directory.file(Content.REGISTRATIONS)
+        try:
+            frames = await trio.to_thread.run_sync(_frames_of, path, Content.REGISTRATIONS)
+            again = await register_again(frames, targets, self._selections)
+        except FileNotFoundError:
+            return
+        except (OSError, Damaged) as error:
+            await self._refuse(Content.REGISTRATIONS, path, error)
+            return
+        self.stats.outcomes[Content.REGISTRATIONS] = Outcome.RESTORED
+        self.stats.registrations = again.registered
+        log.info("registrations_restored", registered=again.registered, failed=again.failed)
+
+    async def restore_bookings(self) -> None:
+        """Books again what lived, after its workers are registered; begins a journal."""
+        journals = self._directory.journals()
+        now = self._clock()
+        try:
+            bookings = await _bookings_of([path for _, path in journals], now)
+            for _ in restore(bookings, self._slots, self._selections, now, self.stats.bookings):
+                await trio.lowlevel.checkpoint()
+        except (OSError, Damaged) as error:
+            await self._refuse(Content.JOURNAL, journals[-1][1], error)
+        else:
+            if journals:
+                self.stats.outcomes[Content.JOURNAL] = Outcome.RESTORED
+                log.info(
+                    "bookings_restored",
+                    requests=self.stats.bookings.requests,
+                    sessions=self.stats.bookings.sessions,
+                    answers=self.stats.bookings.answers,
+                    expired=self.stats.bookings.expired,
+                    dropped=self.stats.bookings.dropped,
+                )
+        await self._writer.begin()
+        self._is_begun = True
+
+    async def restore_index(self) -> bool:
+        """Fills the index from the snapshot, while faces serve; False if there is none to use."""
+        path = self._directory.file(Content.INDEX)
+        began = self._clock()
+        self._state.begin_recovery()
+        try:
+            found = await snapshot.read(path)
+            planned = await planned_of(self._state, found.entries)
+        except FileNotFoundError:
+            return False
+        except (OSError, Damaged, KvdError, ValueError) as error:
+            await self._refuse(Content.INDEX, path, error)
+            return False
+        else:
+            await bring_in(self._state, planned, self._note_blocks)
+            self._registry.take_over(found.places)
+            self._restored = [(each.key, id_) for each in planned for id_ in each.workers]
+        finally:
+            self._state.end_recovery()
+            self._restored_index.set()
+        self.stats.outcomes[Content.INDEX] = Outcome.RESTORED
+        log.info(
+            "index_restored",
+            blocks=self.stats.blocks,
+            streams=len(found.places),
+            age_s=round(Moments.now(began).since(found.header.moments), 3),
+            seconds=self._clock() - began,
+        )
+        return True
+
+    def _note_blocks(self, blocks: int) -> None:
+        self.stats.blocks = blocks
+
+    async def _refuse(self, content: Content, path: Path, error: Exception) -> None:
+        """Puts a file aside that cannot be believed, so that it is there to be looked at."""
+        self.stats.outcomes[content] = Outcome.REFUSED
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        aside = path.with_name(content + REFUSED)
+        log.error("state_refused", file=str(path), reason=reason, kept_as=str(aside))
+        with suppress(OSError):  # it may be unreadable for the same reason
+            await trio.to_thread.run_sync(os.replace, path, aside)
+
+    # ---- while the daemon runs
+
+    async def run(self) -> None:
+        """Keeps all of it until cancelled."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._writer.run)
+            nursery.start_soon(self._keep_registrations)
+            nursery.start_soon(self._keep_index)
+            nursery.start_soon(self._drop_unclaimed)
+
+    async def _keep_registrations(self) -> NoReturn:
+        written = -1
+        while True:
+            began = self._clock()
+            changes = self._registrations.changes
+            if changes != written and await self._write_registrations():
+                written = changes
+            took = self._clock() - began
+            await trio.sleep(max(REGISTRATIONS_S, PAUSES * took))
+
+    async def _write_registrations(self) -> bool:
+        frames = await self._registrations.frames()
+        header = self._header(Content.REGISTRATIONS)
+        try:
+            await trio.to_thread.run_sync(self._directory.replace, header, frames)
+        except OSError as error:
+            self._failed(Content.REGISTRATIONS, error)
+            return False
+        self._wrote(Content.REGISTRATIONS)
+        return True
+
+    async def _keep_index(self) -> None:
+        await self._restored_index.wait()  # before that it would be a part
+        while self._store.every_s:
+            await trio.sleep(max(self._store.every_s, PAUSES * self.stats.index_s))
+            await self._write_index()
+
+    async def _write_index(self) -> None:
+        began = self._clock()
+        header = self._header(Content.INDEX)
+        try:
+            size = await snapshot.write(self._directory, header, self._state, self._registry)
+        except OSError as error:
+            self._failed(Content.INDEX, error)
+            return
+        self._wrote(Content.INDEX)
+        self.stats.index_bytes, self.stats.index_at = size, began
+        self.stats.index_s = self._clock() - began
+        log.debug("index_kept", bytes=size, seconds=self.stats.index_s)
+
+    async def _drop_unclaimed(self) -> None:
+        await self._restored_index.wait()
+        await trio.sleep(GRACE_S)
+        dropped = self._registry.give_up(self._restored)
+        self._restored = []
+        if dropped:
+            log.warning("restored_instances_dropped", instances=dropped)
+
+    def _header(self, content: Content) -> Header:
+        return Header(content, self._state.instance_id, Moments.now(self._clock()))
+
+    def _wrote(self, content: Content) -> None:
+        self.stats.written[content] += 1
+        if self._error is not None:
+            log.info("state_resumed", path=str(self._directory.path))
+            self._error = None
+
+    def _failed(self, content: Content, error: OSError) -> None:
+        self.stats.failures += 1
+        reason = error.strerror or str(error)
+        if self._error is None:
+            log.warning("state_failed", file=content, path=str(self._directory.path), reason=reason)
+        self._error = reason
+
+    # ---- the end
+
+    async def finish(self) -> None:
+        """Writes what is there, once nothing changes it any more."""
+        if not self._is_begun:  # a start that was given up: what was kept is there as it was
+            return
+        with trio.move_on_after(STOP_S):
+            await self._writer.finish()
+            await self._write_registrations()
+            if self._restored_index.is_set():
+                await self._write_index()
+
+    def families(self) -> Iterator[Family]:
+        """Yields what metrics say."""
+        stats, journal = self.stats, self._writer.stats
+        help = "Number of files of the state directory written whole, by content"
+        yield by_label("kvd_state_files_total", "counter", help, "content", stats.written)
+        help = "Number of files of the state directory that could not be written"
+        yield counter("kvd_state_failures_total", help, stats.failures + journal.failures)
+        help = "Age of the last snapshot of the index in seconds; absent before the first"
+        if stats.index_at is not None:
+            yield gauge("kvd_state_index_age_seconds", help, self._clock() - stats.index_at)
+        help = "Size of the last snapshot of the index in bytes"
+        yield gauge("kvd_state_index_bytes", help, stats.index_bytes)
+        help = "Time that the last snapshot of the index took in seconds"
+        yield gauge("kvd_state_index_seconds", help, stats.index_s)
+        help = "Size of the records that were written to the journal of bookings in bytes"
+        yield counter("kvd_state_journal_bytes_total", help, journal.written_bytes)
+        help = "Number of writes to the journal of bookings"
+        yield counter("kvd_state_journal_writes_total", help, journal.flushes)
+        help = "Number of journals begun"
+        yield counter("kvd_state_journals_total", help, journal.begun)
+        help = "Number of records dropped because too many waited for the disk"
+        yield counter("kvd_state_records_dropped_total", help, self._store.journal.dropped)
+        help = "Size of the records lost because the disk refused them in bytes"
+        yield counter("kvd_state_lost_bytes_total", help, journal.lost_bytes)
+        help = "Whether bookings are recorded: 0 while the disk refuses them"
+        yield gauge("kvd_state_recording", help, int(self._writer.error is None))
+        restored = {
+            "blocks": stats.blocks,
+            "requests": stats.bookings.requests,
+            "sessions": stats.bookings.sessions,
+            "answers": stats.bookings.answers,
+            "registrations": stats.registrations,
+        }
+        help = "Number of things restored from the state directory at the start, by kind"
+        yield by_label("kvd_state_restored", "gauge", help, "kind", restored)
+        refused: dict[str, float] = {
+            content: int(outcome is Outcome.REFUSED) for content, outcome in stats.outcomes.items()
+        }
+        help = "Whether a file of the state directory was refused at the start, by content"
+        yield by_label("kvd_state_refused", "gauge", help, "content", refused)
+
+
+def _frames_of(path: Path, content: Content) -> list[Frame]:
+    """Returns the frames of a file that is written whole; raises OSError and Damaged."""
+    reading = Reading(path)
+    try:
+        if reading.header.content is not content:
+            raise Damaged(f"it holds {reading.header.content}, not {content}")
+        return list(reading.whole_frames())
+    finally:
+        reading.close()
+
+
+async def _bookings_of(paths: list[Path], now: float) -> Bookings:
+    """Returns what lives after the records of some journals; raises OSError and Damaged."""
+    bookings = Bookings()
+    present = Moments.now(now)
+    for path in paths:
+        try:
+            reading = await trio.to_thread.run_sync(Reading, path)
+        except Damaged:
+            if path is not paths[-1] or path.stat().st_size > snapshot.READ_BYTES:
+                raise
+            continue  # its process was killed before it had a header
+        try:
+            if reading.header.content is not Content.JOURNAL:
+                raise Damaged(f"it holds {reading.header.content}, not a journal")
+            translate = Translation.between(reading.header.moments, present)
+            bookings.begin(reading.header.instance_id, translate)
+            for each in reading.frames(may_be_torn=True):
+                _take_records(bookings, each)
+                await trio.lowlevel.checkpoint()
+            if reading.whole < reading.size:
+                log.warning(
+                    "journal_torn", file=str(path), dropped_bytes=reading.size - reading.whole
+                )
+        finally:
+            reading.close()
+    return bookings
+
+
+def _take_records(bookings: Bookings, found: Frame) -> None:
+    if found.kind != RECORDS:
+        raise Damaged(f"frames of kind {found.kind} are not known")
+    try:
+        for record in read(found.content):
+            bookings.take(record)
+    except (TypeError, ValueError) as error:
+        raise Damaged(f"its records are not understood: {error}") from None

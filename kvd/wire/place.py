@@ -1,0 +1,24 @@
+"""How far a stream was followed, as one process tells it to the one that takes its place."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class KeptLosses(NamedTuple):
+    """What `Losses` knows: see there."""
+
+    why: str
+    heard: list[int]  # ranks
+    named: bool
+    lacking: list[tuple[int, int]]  # rank, tiers
+    unheard_since: int | None
+
+
+class Place(NamedTuple):
+    """A stream's place: what its next batch and its engine are told by."""
+
+    expected: int  # number of the next batch
+    digests: bytes  # of the last batches, see kvd_core/base/recent.hpp
+    publisher: bytes  # who has published them, b"" if nobody said
+    losses: KeptLosses

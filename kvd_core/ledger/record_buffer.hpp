@@ -1,0 +1,75 @@
+// Records of a journal that wait to be written: one after the other, whole or not at all.
+//
+//   [ u32 n | kind | n - 1 bytes ] [ u32 n | kind | .. ] ..          little-endian
+//
+// Whoever changes a ledger must not wait and cannot fail, so a record that finds no room within the
+// limit is dropped and counted: the journal has a hole from there on, and whoever writes it begins anew.
+//
+// Costs: extend O(1), amortised; memory twice what waits.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+
+namespace kvd::ledger {
+
+class RecordBuffer {
+ public:
+  // Memory that is kept when all has been taken: some thousand steps of requests.
+  static constexpr size_t kKept = 256 * 1024;
+
+  explicit RecordBuffer(size_t limit) : limit_(limit) {}
+  RecordBuffer(const RecordBuffer&) = delete;
+  RecordBuffer& operator=(const RecordBuffer&) = delete;
+  ~RecordBuffer() { std::free(bytes_); }
+
+  // Begins a record with so many bytes behind its kind; returns where these go, null if there is no
+  // room.
+  char* extend(char kind, size_t n) noexcept {
+    const size_t whole = sizeof(uint32_t) + 1 + n;
+    if (whole > limit_ - size_ || !make_room(size_ + whole)) {
+      ++dropped_;
+      return nullptr;
+    }
+    const uint32_t rest = static_cast<uint32_t>(n + 1);
+    char* const to = bytes_ + size_;
+    std::memcpy(to, &rest, sizeof rest);
+    to[sizeof rest] = kind;
+    size_ += whole;
+    return to + sizeof rest + 1;
+  }
+
+  const char* bytes() const { return bytes_; }
+  size_t size() const { return size_; }
+  uint64_t dropped() const { return dropped_; }
+
+  void clear() noexcept {
+    size_ = 0;
+    if (capacity_ <= kKept) return;
+    std::free(bytes_);
+    bytes_ = nullptr;
+    capacity_ = 0;
+  }
+
+ private:
+  bool make_room(size_t size) noexcept {
+    if (size <= capacity_) return true;
+    size_t capacity = capacity_ == 0 ? 4096 : capacity_;
+    while (capacity < size) capacity *= 2;
+    void* const grown = std::realloc(bytes_, capacity);
+    if (grown == nullptr) return false;
+    bytes_ = static_cast<char*>(grown);
+    capacity_ = capacity;
+    return true;
+  }
+
+  size_t limit_;
+  char* bytes_ = nullptr;
+  size_t size_ = 0;
+  size_t capacity_ = 0;
+  uint64_t dropped_ = 0;
+};
+
+}  // namespace kvd::ledger

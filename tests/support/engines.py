@@ -1,0 +1,114 @@
+"""Engines that publish what they cache, answer replays, and know the truth: for whole daemons."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from itertools import count
+from threading import Event, Lock, Thread
+
+import msgpack
+import zmq
+
+BLOCK_SIZE = 4
+END = b"\xff" * 8
+
+_hashes = count(1)  # engines name their blocks as they like; these are distinct in all of a run
+
+
+class Engine:
+    """One rank: a PUB socket, a ROUTER for replays, and its cache.
+
+    It lives in a thread of its own, so that a test which waits does not stop it.
+    """
+
+    def __init__(self, replays: bool = True, buffered: int = 10_000) -> None:
+        """Its replay server, if it has one, has the last `buffered` batches."""
+        self._context = zmq.Context()
+        self._pub = self._context.socket(zmq.PUB)
+        self._pub.sndhwm = 0
+        self._pub.bind("tcp://127.0.0.1:0")
+        self.endpoint = self._pub.last_endpoint.decode()
+        self._router = self._context.socket(zmq.ROUTER)
+        self._router.sndhwm = 0
+        self._router.bind("tcp://127.0.0.1:0")
+        self.replay_endpoint = self._router.last_endpoint.decode() if replays else None
+        self._buffered = buffered
+        self._lock = Lock()
+        self._ending = Event()
+        self.replays = 0  # requests for one
+        self.restart()
+        self._thread = Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def restart(self) -> None:
+        """Becomes another process, with an empty cache."""
+        with self._lock:
+            self._kept: deque[tuple[int, bytes]] = deque(maxlen=self._buffered)
+            self.seq = 0
+            self.cache: dict[int, tuple[int | None, tuple[int, ...]]] = {}  # parent, tokens
+            self._by_path: dict[tuple[int | None, tuple[int, ...]], int] = {}
+
+    def store(self, tokens: Sequence[int]) -> None:
+        """Caches the whole blocks of a prompt, and tells of those that are new."""
+        parent: int | None = None
+        first_parent: int | None = None
+        new: list[int] = []
+        told: list[int] = []
+        for start in range(0, len(tokens) // BLOCK_SIZE * BLOCK_SIZE, BLOCK_SIZE):
+            path = parent, tuple(tokens[start : start + BLOCK_SIZE])
+            known = self._by_path.get(path)
+            if known is None:
+                if not new:
+                    first_parent = parent
+                known = self._by_path[path] = next(_hashes)
+                self.cache[known] = path
+                new.append(known)
+                told += path[1]
+            parent = known
+        if new:
+            self._publish([["BlockStored", new, first_parent, told, BLOCK_SIZE, None]])
+
+    def evict(self, hash: int) -> None:
+        """Drops a block and all that go on from it."""
+        gone = [hash]
+        for one in gone:
+            gone += [other for other, (parent, _) in self.cache.items() if parent == one]
+        for one in gone:
+            del self._by_path[self.cache.pop(one)]
+        self._publish([["BlockRemoved", gone]])
+
+    def paths(self) -> set[tuple[int, ...]]:
+        """Returns the tokens of each cached block with all before it."""
+        return {self._tokens(hash) for hash in self.cache}
+
+    def _tokens(self, hash: int | None) -> tuple[int, ...]:
+        if hash is None:
+            return ()
+        parent, tokens = self.cache[hash]
+        return (*self._tokens(parent), *tokens)
+
+    def _publish(self, events: list[object]) -> None:
+        payload = msgpack.packb([time.time(), events, 0])
+        with self._lock:
+            self._kept.append((self.seq, payload))
+            self._pub.send_multipart([b"", self.seq.to_bytes(8), payload])
+            self.seq += 1
+
+    def _serve(self) -> None:
+        while not self._ending.is_set():
+            if not self._router.poll(20):
+                continue
+            asker, empty, start = self._router.recv_multipart()
+            self.replays += 1
+            with self._lock:
+                kept = [each for each in self._kept if each[0] >= int.from_bytes(start)]
+            for seq, payload in kept:
+                self._router.send_multipart([asker, empty, seq.to_bytes(8), payload])
+            self._router.send_multipart([asker, empty, END, b""])
+
+    def close(self) -> None:
+        self._ending.set()
+        self._thread.join()
+        self._context.destroy(linger=0)
