@@ -178,15 +178,16 @@ async def _open_and_serve(
         warn_of_secrets(config)
         decisions = _open_decision_log(config, opened)
         store = _open_store(config, opened)
-        async with trio.open_nursery() as background, trio.open_nursery() as listening:
-            daemon = _Daemon(
-                config, reader, bounds, ports, context, listening, stop, decisions, place, store
-            )
-            daemon.run_in(background, reloads)
-            await daemon.serve(listening)
-            listening.cancel_scope.cancel()
+        async with trio.open_nursery() as background:
+            async with trio.open_nursery() as listening:
+                daemon = _Daemon(
+                    config, reader, bounds, ports, context, listening, stop, decisions, place, store
+                )
+                daemon.run_in(background, reloads)
+                await daemon.serve(listening)
+                listening.cancel_scope.cancel()
+            await daemon.finish()
             background.cancel_scope.cancel()
-        await daemon.finish()
 
 
 class _Daemon:

@@ -2,5 +2,6 @@
 
 main            `main`: arguments to one command and its exit code
 status          `kvd status`: asks the faces of a running daemon and reports their health
+state           `kvd state`: what a state directory holds
 settings_page   `kvd config docs`: docs/configuration.md, written from the settings
 """

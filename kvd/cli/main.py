@@ -13,6 +13,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -131,6 +132,7 @@ def build_parser(kind: type[Parser] = Parser) -> Parser:
     add_config(commands)
     add_status(commands)
     add_reload(commands)
+    add_state(commands)
     add_replay(commands)
     return parser
 
@@ -399,6 +401,40 @@ def reload(given: Mapping[str, object]) -> CommandResult:
     if verdict.waiting:
         text += f"restart needed: {' '.join(verdict.waiting)}\n"
     return text, 0
+
+
+def add_state(commands: Any) -> None:
+    parser = commands.add_parser("state", help="show, verify or export a state directory")
+    actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
+    for action, help in (
+        ("show", "show what each file of a state directory holds"),
+        ("verify", "read each file of a state directory whole; exit code 1 if one is damaged"),
+        ("export", "write a state directory as one JSON object"),
+    ):
+        one = actions.add_parser(
+            action,
+            help=help,
+            description=f"{help[0].upper()}{help[1:]}. The daemon may be running: files are "
+            "replaced whole, and a journal may end in the middle of a write.",
+        )
+        one.add_argument(
+            "folder",
+            type=_usage(parsers.parse_path),
+            metavar="DIR",
+            help="state directory, as in the setting state_dir",
+        )
+        one.set_defaults(given=state_options, config=None, command=partial(read_state, action))
+
+
+def state_options(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, object]:
+    return {"folder": args.folder}
+
+
+def read_state(action: str, given: Mapping[str, object]) -> CommandResult:
+    from kvd.cli import state  # here, as no other command needs to load it
+
+    actions = {"show": state.show, "verify": state.verify, "export": state.export}
+    return actions[action](cast("Path", given["folder"]))
 
 
 def add_replay(commands: Any) -> None:

@@ -268,6 +268,8 @@ def _resolve(
             raise StartError(f"{variable}={said!r}: {why}") from None
     if setting.name in filed:
         return Said(filed[setting.name], str(path))
+    if setting.default_env is not None and (text := environ.get(setting.default_env)):
+        return Said(setting.parse(text), setting.default_env)
     own = cast("Mapping[str, object]", given.get(DEFAULTS, {}))
     return Said(own.get(setting.name, setting.default), "default")
 

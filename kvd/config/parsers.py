@@ -137,6 +137,11 @@ def parse_path(text: str) -> Path:
     return Path(text)
 
 
+def parse_folder(text: str) -> Path:
+    """Reads the name of a folder; of several between colons, as systemd gives them, the first."""
+    return parse_path(text.partition(":")[0])
+
+
 def parse_name(text: str) -> str:
     """Reads what a model or a tenant is called."""
     if not is_name(text):
@@ -264,6 +269,7 @@ def or_off(parse: Parse, *words: str) -> Parse:
 
 
 parse_grace = or_off(parse_pause)
+parse_state_dir = or_off(parse_folder)
 # The originals write None.
 parse_threshold = or_off(parse_weight, OFF, "none")
 parse_share_threshold = or_off(parse_share, OFF, "none")
@@ -371,6 +377,7 @@ class Setting:
     env: str = ENV_PREFIX  # its variable, or what that begins with
     also_env: tuple[str, ...] = ()  # further variables
     empty_is_wrong: bool = False  # whether an empty variable is an error; else it counts as unset
+    default_env: str | None = None  # a variable of systemd that gives the default
     of: type | None = None
     field: str = ""
     name: str = ""  # given by the table

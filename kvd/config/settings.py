@@ -712,11 +712,11 @@ DECISION_SETTINGS = section(
 
 STATE_SETTINGS = section(
     state_dir=Setting(
-        parsers.parse_path,
-        "DIR",
+        parsers.parse_state_dir,
+        "DIR|off",
         "directory for what a restart goes on with: registrations made by calls, bookings, and "
-        "snapshots of the index (default: nothing is kept)",
-        common=True,
+        "snapshots of the index (default: the StateDirectory of the systemd unit, or off)",
+        default_env="STATE_DIRECTORY",
     ),
     snapshot_s=Setting(
         parsers.parse_pause,
@@ -779,7 +779,13 @@ DAEMON_SETTINGS = section(
 )
 
 # Those that every command has which serves a face.
-FACE_SETTINGS = (*SECURITY_SETTINGS, *FLEET_SETTINGS, *OUTGOING_SETTINGS, *CURVE_SETTINGS)
+FACE_SETTINGS = (
+    *SECURITY_SETTINGS,
+    *FLEET_SETTINGS,
+    *OUTGOING_SETTINGS,
+    *CURVE_SETTINGS,
+    *STATE_SETTINGS,
+)
 
 _AS_ORIGINAL = {"router_last_token": False, "router_policy": Policy(RouterPolicy.DYNAMO)}
 

@@ -2,6 +2,7 @@
 
 store           `Store`, `Keeper`: what the daemon restores at its start and keeps from then on
 registrations   who was registered by calls, on all faces
+reading         what a directory has of registrations and bookings
 bookings        what lives after a journal's records, and how it comes back
 journal         `JournalWriter`: the bookings, as they are made
 snapshot        the index, and where its streams were

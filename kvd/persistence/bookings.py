@@ -80,7 +80,7 @@ class Bookings:
     def __init__(self) -> None:
         self.live: dict[Live, Booking] = {}
         self.leases: dict[tuple[PartitionKey, str], Lease] = {}  # of sessions
-        self.held: dict[str, tuple[PartitionKey, str]] = {}  # by reservation: the session it holds
+        self.held: dict[str, Bound] = {}  # by reservation: what it keeps bound
         self.answers: dict[tuple[str | None, str], Answer] = {}
         self._ledgers: dict[int, LedgerName] = {}
         self._instance_id = ""
@@ -152,6 +152,8 @@ class Bookings:
             return  # it has ended before this journal began
         if step.kind == ENDED:
             del self.live[live]
+            if live[0][0] is Face.SELECTION:
+                self.held.pop(step.request_id, None)
         elif step.kind == PREFILLED:
             booking.prefill_complete = True
         elif step.kind == OUTPUT:
@@ -175,7 +177,7 @@ class Bookings:
         self.leases[session] = Lease(self._at(at), bound)
         self._tell(session)
         if reservation_id is not None:
-            self.held[reservation_id] = session
+            self.held[reservation_id] = bound
 
     def _answer(
         self,
@@ -226,7 +228,7 @@ def restore(
     )
     for number, ((name, _), booking) in enumerate(oldest_first, 1):
         face, key, block_size = name
-        admitted_at = min(booking.booked.admitted_at, now)
+        admitted_at = booking.booked.admitted_at
         if admitted_at < now - faces[face].expiry_s:
             restored.expired += 1
         elif _book(faces[face], key, block_size, booking, admitted_at) is Outcome.APPLIED:
@@ -235,7 +237,7 @@ def restore(
             restored.dropped += 1
         if number % SLICE == 0:
             yield
-    yield from _restore_sessions(bookings, selections, now, restored)
+    yield from _restore_sessions(bookings, selections, restored)
     yield from _restore_answers(bookings, selections, restored)
 
 
@@ -274,22 +276,19 @@ def _book(
 
 
 def _restore_sessions(
-    bookings: Bookings,
-    selections: Selections,
-    now: float,
-    restored: Restored,
+    bookings: Bookings, selections: Selections, restored: Restored
 ) -> Iterator[None]:
     affinity = selections.affinity
     if affinity is None:
         return
     for number, lease in enumerate(bookings.leases.values(), 1):
-        outcome = affinity.apply(lease.bound, min(lease.at, now))
+        outcome = affinity.apply(lease.bound, lease.at)
         restored.sessions += outcome is Outcome.APPLIED
         if number % SLICE == 0:
             yield
-    for number, (reservation_id, session) in enumerate(bookings.held.items(), 1):
+    for number, (reservation_id, bound) in enumerate(bookings.held.items(), 1):
         if reservation_id in selections.reservations.live:
-            affinity.hold(reservation_id, session)
+            affinity.hold(reservation_id, bound)
         if number % SLICE == 0:
             yield
 

@@ -134,7 +134,6 @@ def create_journal(path: Path, header: Header) -> tuple[int, int]:
     file = _create(path)
     try:
         put(file, opening(header))
-        sync_directory(path.parent)
     except BaseException:
         os.close(file)
         with suppress(OSError):  # what counts is why it could not be begun

@@ -49,6 +49,13 @@ class Damaged(Exception):
     """A file is not what kvd has written, whole; the text says how."""
 
 
+class CutOff(Damaged):
+    """A file ends too early."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(f"cut off at byte {size}")
+
+
 class Frame(NamedTuple):
     """One checked part of a file."""
 
@@ -133,10 +140,12 @@ class Reading:
                     raise Damaged("something follows its end")
                 return
             yield found
-        raise Damaged(f"cut off at byte {self.size}")
+        raise CutOff(self.size)
 
     def _header(self) -> Header:
         magic = self._file.read(len(MAGIC) + 1)
+        if len(magic) <= len(MAGIC) and MAGIC.startswith(magic):
+            raise CutOff(self.size)
         if magic[: len(MAGIC)] != MAGIC:
             raise Damaged("not a file of a kvd state directory")
         version = magic[len(MAGIC) :].decode("latin-1")
@@ -159,13 +168,13 @@ class Reading:
         self._file.seek(self.whole)
         head = self._file.read(_HEAD.size)
         if len(head) < _HEAD.size:
-            raise Damaged(f"cut off at byte {self.size}")
+            raise CutOff(self.size)
         size, checksum = _HEAD.unpack(head)
         if not 0 < size <= MAX_FRAME_BYTES:
             raise Damaged(f"no frame at byte {self.whole}")
         body = self._file.read(size)
         if len(body) < size:
-            raise Damaged(f"cut off at byte {self.size}")
+            raise CutOff(self.size)
         if zlib.crc32(body) != checksum:
             raise Damaged(f"the checksum at byte {self.whole} is wrong")
         return Frame(body[0], body[1:], self.whole + _HEAD.size + size)

@@ -18,11 +18,12 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import NoReturn
 
 import trio
 
 from kvd.persistence.bookings import WHOLE
-from kvd.persistence.directory import Directory, create_journal, put
+from kvd.persistence.directory import Directory, create_journal, put, sync_directory
 from kvd.persistence.frames import Content, Header, frame
 from kvd.persistence.moments import Moments
 from kvd.selection.service import Selections
@@ -89,30 +90,64 @@ class JournalWriter:
         self._size = 0
         self._bound = MAX_JOURNAL_BYTES
         self._dropped = 0  # records, when the journal was begun
-        self._synced_at = 0.0
-        self._is_synced = True
+        self._synced = 0  # bytes of the file that are on the disk
+        self._is_whole = False  # all that was booked when the journal was begun is in it
 
     async def run(self) -> None:
         """Records until it is cancelled; what waits then is written by `finish`."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._write_all)
+            nursery.start_soon(self._sync_all)
+
+    async def _sync_all(self) -> NoReturn:
+        """Has what was written be on the disk, however long that takes: nobody waits for it."""
+        while True:
+            await trio.sleep(SYNC_S)
+            try:
+                await self.sync()
+            except OSError as error:
+                self._failed(error)
+
+    async def sync(self) -> None:
+        """Has the disk have what was written; raises OSError."""
+        if self._file is None or self._synced == self._size:
+            return
+        # A new journal may be begun meanwhile.
+        file, size, number, is_whole = os.dup(self._file), self._size, self._number, self._is_whole
+        try:
+            await trio.to_thread.run_sync(os.fdatasync, file)
+        finally:
+            os.close(file)
+        if self._synced == 0:
+            await trio.to_thread.run_sync(sync_directory, self._directory.path)
+        if number != self._number:
+            return
+        self._synced = size
+        if is_whole:
+            await trio.to_thread.run_sync(self._drop_before, number)
+
+    async def _write_all(self) -> NoReturn:
         while True:
             if self.error is not None:
                 await trio.sleep(RETRY_S)
             elif self._file is not None:
                 await trio.sleep(FLUSH_S)
-                await self._flush()
+                await self.flush()
             if self._file is None or self._size > self._bound or self._has_hole():
                 await self.begin()
 
     async def finish(self) -> None:
         """Writes what waits, and ends."""
-        await self._flush(syncs=True)
+        await self.flush()
+        with suppress(OSError):  # nobody would hear of it
+            await self.sync()
         self._close()
 
     async def begin(self) -> None:
         """Begins a journal with all that is booked now; then those before it are of no more use."""
         if self.error is not None:  # what has waited meanwhile has nowhere to go
             self.stats.lost_bytes += len(self._journal.take())
-        await self._flush()  # to the one before: it may be needed still
+        await self.flush()  # to the one before: it may be needed still
         self._number += 1
         header = Header(
             Content.JOURNAL, self._instance_id, Moments.now(self._clock()), self._number
@@ -125,24 +160,26 @@ class JournalWriter:
             return
         self._close()
         self._file, self._size = made
+        self._synced = 0
         if self.error is not None:
             log.info("state_journal_resumed", path=str(self._directory.path))
             self.error = None
+        self._is_whole = False
         self._dropped = self._journal.dropped
         self._bound = MAX_JOURNAL_BYTES
         try:
             for _ in self._export():
                 if len(self._journal) > EXPORT_BYTES:
-                    await self._flush()
+                    await self.flush()
                 await trio.lowlevel.checkpoint()
         except MemoryError:  # more waits than may: a hole, so another one is begun
             return
-        await self._flush(syncs=True)
+        await self.flush()
         if self._file is None or self._has_hole():
             return
         self._bound = max(MAX_JOURNAL_BYTES, GROWTH * self._size)
+        self._is_whole = True
         self.stats.begun += 1
-        await trio.to_thread.run_sync(self._drop_older)
 
     def _has_hole(self) -> bool:
         """Says whether records were dropped for which the journal has had no room."""
@@ -166,39 +203,31 @@ class JournalWriter:
         yield from self._selections.reservations.retries.export()
         self._journal.put(WHOLE, b"")
 
-    async def _flush(self, *, syncs: bool = False) -> None:
+    async def flush(self) -> None:
         """Writes what waits."""
-        now = self._clock()
-        syncs = syncs or (not self._is_synced and now - self._synced_at >= SYNC_S)
-        if self._file is None or not (len(self._journal) or syncs):
+        if self._file is None or not len(self._journal):
             return
         records = self._journal.take()
         try:
             with trio.CancelScope(shield=True):  # or what was taken would be lost
-                await trio.to_thread.run_sync(self._write, self._file, records, syncs)
+                await trio.to_thread.run_sync(self._append, self._file, records)
         except OSError as error:
             self.stats.lost_bytes += len(records)
             self._failed(error)
             return
         self.stats.flushes += 1
         self.stats.written_bytes += len(records)
-        self._is_synced = syncs
-        if syncs:
-            self._synced_at = now
 
-    def _write(self, file: int, records: bytes, syncs: bool) -> None:
+    def _append(self, file: int, records: bytes) -> None:
         """In a thread: appends a frame, whole or not at all."""
-        if records:
-            framed = frame(RECORDS, records)
-            try:
-                put(file, framed)
-            except OSError:
-                with suppress(OSError):  # it has failed already
-                    os.ftruncate(file, self._size)
-                raise
-            self._size += len(framed)
-        if syncs:
-            os.fdatasync(file)
+        framed = frame(RECORDS, records)
+        try:
+            put(file, framed)
+        except OSError:
+            with suppress(OSError):  # it has failed already
+                os.ftruncate(file, self._size)
+            raise
+        self._size += len(framed)
 
     def _failed(self, error: OSError) -> None:
         self.stats.failures += 1
@@ -213,9 +242,9 @@ class JournalWriter:
             os.close(self._file)
             self._file = None
 
-    def _drop_older(self) -> None:
-        """In a thread: removes the journals before this one, which has all that lives."""
+    def _drop_before(self, whole: int) -> None:
+        """In a thread: removes the journals before one that has all that lives."""
         for number, path in self._directory.journals():
-            if number < self._number:
+            if number < whole:
                 with suppress(FileNotFoundError):  # an operator was faster
                     path.unlink()

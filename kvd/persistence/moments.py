@@ -38,17 +38,18 @@ class Moments:
 
 @dataclass(frozen=True, slots=True)
 class Translation:
-    """What another process's clock has said, by this one's."""
+    """What another process's clock has said, by this one's; nothing was later than now."""
 
     offset: float
+    now: float
 
     @classmethod
     def between(cls, then: Moments, now: Moments) -> Translation:
-        return cls(now.clock - now.since(then) - then.clock)
+        return cls(now.clock - now.since(then) - then.clock, now.clock)
 
     def __call__(self, at: float) -> float:
         """Returns when that was by this process's clock."""
-        return at + self.offset
+        return min(at + self.offset, self.now)
 
 
 @cache

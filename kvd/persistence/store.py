@@ -30,18 +30,19 @@ from kvd.index.registry import Registry
 from kvd.index.restore import bring_in, planned_of
 from kvd.model import InstanceId, PartitionKey
 from kvd.persistence import snapshot
-from kvd.persistence.bookings import Bookings, Restored, restore
+from kvd.persistence.bookings import Restored, restore
 from kvd.persistence.directory import Directory
-from kvd.persistence.frames import Content, Damaged, Frame, Header, Reading
-from kvd.persistence.journal import MAX_WAITING_BYTES, RECORDS, JournalWriter
-from kvd.persistence.moments import Moments, Translation
+from kvd.persistence.frames import Content, Damaged, Header
+from kvd.persistence.journal import MAX_WAITING_BYTES, JournalWriter
+from kvd.persistence.moments import Moments
+from kvd.persistence.reading import bookings_of, frames_of
 from kvd.persistence.registrations import Registrations, register_again
 from kvd.selection.service import Selections
 from kvd.slots.shared_loads import Ledgers
 from kvd.slots.trackers import SlotTrackers
 from kvd.telemetry.logs import get_logger
 from kvd.telemetry.metrics import Family, by_label, counter, gauge
-from kvd_core.ledger.journal import Journal, read
+from kvd_core.ledger.journal import Journal
 
 # Time in which whoever was restored is to be registered again; a gateway asks its engines first.
 GRACE_S = 60.0
@@ -54,7 +55,7 @@ REGISTRATIONS_S = 0.1
 # is twenty times what the last one took.
 PAUSES = 20
 
-STOP_S = 60.0  # that a snapshot at the end may take, on a disk that may stand still
+STOP_S = 30.0  # that a snapshot at the end may take, on a disk that may stand still
 
 REFUSED = ".refused"  # ends the name of a file that was put aside
 
@@ -131,6 +132,7 @@ class Keeper:
         self._restored: list[tuple[PartitionKey, InstanceId]] = []  # instances of the snapshot
         self._is_begun = False  # what was kept has been restored, but for the index
         self._restored_index = trio.Event()  # or there was none
+        self._gathering_s = 0.0  # that the registrations took the loop the last time
         self._error: str | None = None  # of the last file that could not be written
 
     # ---- the start
@@ -139,7 +141,7 @@ class Keeper:
         """Registers again who was registered by calls."""
         path = self._directory.file(Content.REGISTRATIONS)
         try:
-            frames = await trio.to_thread.run_sync(_frames_of, path, Content.REGISTRATIONS)
+            frames = await trio.to_thread.run_sync(frames_of, path, Content.REGISTRATIONS)
             again = await register_again(frames, targets, self._selections)
         except FileNotFoundError:
             return
@@ -155,7 +157,7 @@ class Keeper:
         journals = self._directory.journals()
         now = self._clock()
         try:
-            bookings = await _bookings_of([path for _, path in journals], now)
+            bookings = await bookings_of([path for _, path in journals], now)
             for _ in restore(bookings, self._slots, self._selections, now, self.stats.bookings):
                 await trio.lowlevel.checkpoint()
         except (OSError, Damaged) as error:
@@ -229,15 +231,15 @@ class Keeper:
     async def _keep_registrations(self) -> NoReturn:
         written = -1
         while True:
-            began = self._clock()
             changes = self._registrations.changes
             if changes != written and await self._write_registrations():
                 written = changes
-            took = self._clock() - began
-            await trio.sleep(max(REGISTRATIONS_S, PAUSES * took))
+            await trio.sleep(max(REGISTRATIONS_S, PAUSES * self._gathering_s))
 
     async def _write_registrations(self) -> bool:
+        began = self._clock()
         frames = await self._registrations.frames()
+        self._gathering_s = self._clock() - began
         header = self._header(Content.REGISTRATIONS)
         try:
             await trio.to_thread.run_sync(self._directory.replace, header, frames)
@@ -342,52 +344,3 @@ class Keeper:
         }
         help = "Whether a file of the state directory was refused at the start, by content"
         yield by_label("kvd_state_refused", "gauge", help, "content", refused)
-
-
-def _frames_of(path: Path, content: Content) -> list[Frame]:
-    """Returns the frames of a file that is written whole; raises OSError and Damaged."""
-    reading = Reading(path)
-    try:
-        if reading.header.content is not content:
-            raise Damaged(f"it holds {reading.header.content}, not {content}")
-        return list(reading.whole_frames())
-    finally:
-        reading.close()
-
-
-async def _bookings_of(paths: list[Path], now: float) -> Bookings:
-    """Returns what lives after the records of some journals; raises OSError and Damaged."""
-    bookings = Bookings()
-    present = Moments.now(now)
-    for path in paths:
-        try:
-            reading = await trio.to_thread.run_sync(Reading, path)
-        except Damaged:
-            if path is not paths[-1] or path.stat().st_size > snapshot.READ_BYTES:
-                raise
-            continue  # its process was killed before it had a header
-        try:
-            if reading.header.content is not Content.JOURNAL:
-                raise Damaged(f"it holds {reading.header.content}, not a journal")
-            translate = Translation.between(reading.header.moments, present)
-            bookings.begin(reading.header.instance_id, translate)
-            for each in reading.frames(may_be_torn=True):
-                _take_records(bookings, each)
-                await trio.lowlevel.checkpoint()
-            if reading.whole < reading.size:
-                log.warning(
-                    "journal_torn", file=str(path), dropped_bytes=reading.size - reading.whole
-                )
-        finally:
-            reading.close()
-    return bookings
-
-
-def _take_records(bookings: Bookings, found: Frame) -> None:
-    if found.kind != RECORDS:
-        raise Damaged(f"frames of kind {found.kind} are not known")
-    try:
-        for record in read(found.content):
-            bookings.take(record)
-    except (TypeError, ValueError) as error:
-        raise Damaged(f"its records are not understood: {error}") from None

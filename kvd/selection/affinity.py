@@ -96,10 +96,11 @@ class Affinity:
             self._record(bound, at)
         return Outcome.APPLIED if taken else Outcome.OLDER
 
-    def hold(self, reservation_id: str, key: Key) -> None:
-        """Keeps a session bound as long as a reservation lives, if it is bound."""
+    def hold(self, reservation_id: str, bound: Bound) -> None:
+        """Keeps a session bound as long as a reservation lives, if it is bound so still."""
+        key = bound.partition, bound.session_id
         binding = self.sessions.find(key, self._clock())
-        if binding is not None:
+        if binding is not None and binding.version == bound.version:
             self.sessions.lease(key, binding)
             self.leases[reservation_id] = key, binding
 

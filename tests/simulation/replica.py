@@ -14,7 +14,8 @@ from typing import Any
 
 import trio
 
-import kvd.faces.indexer.dumps
+import kvd.faces.common.slices
+import kvd.index.dumps
 import kvd.index.restore
 import kvd.net.link
 import kvd.net.listener
@@ -343,7 +344,8 @@ def simulated(peers: PeerAccess) -> Iterator[None]:
         (kvd.net.backlog, "fill", fill),
         (kvd.net.link, "fill_frames", fill_frames),
         (kvd.net.recovery, "fetch", peers.fetch),
-        (kvd.faces.indexer.dumps, "SLICE_BYTES", 256),
+        (kvd.index.dumps, "SLICE_BYTES", 256),
+        (kvd.faces.common.slices, "SLICE_BYTES", 256),
         (kvd.wire.losses, "HEARD_AFTER", 64),  # ranks of a port speak more often here
         (kvd.index.restore, "SLICE_BLOCKS", 8),
         (kvd.index.restore, "SLICE_WORKERS", 1),

@@ -22,7 +22,12 @@ STOP_DEADLINE_S = 30.0
 POLL_S = 0.01
 
 # What a service manager that runs the tests means for them.
-SERVICE_VARIABLES = ("NOTIFY_SOCKET", "RUNTIME_DIRECTORY", "CREDENTIALS_DIRECTORY")
+SERVICE_VARIABLES = (
+    "NOTIFY_SOCKET",
+    "RUNTIME_DIRECTORY",
+    "CREDENTIALS_DIRECTORY",
+    "STATE_DIRECTORY",
+)
 
 
 class Server:

@@ -18,8 +18,10 @@ from kvd.selection.options import RouterOptions
 from kvd.selection.requests import Look, QueuedRequest, SelectRequest
 from kvd.selection.service import Selections
 from kvd.selection.worker_record import WorkerRecord
+from kvd.slots.shared_loads import Ledgers
 from kvd.wire.lifecycle import Lifecycle as Event
 from kvd_core.base.hashing import sequence_hashes
+from kvd_core.ledger.journal import Journal
 from kvd_core.selector.settings import Settings
 from tests.support.idle_listeners import IdleListeners
 
@@ -39,6 +41,8 @@ class Service:
         seed: int = 1,
         expiry_s: float = EXPIRY_S,
         max_waiting: int = MAX_WAITING,
+        ledgers: Ledgers | None = None,
+        journal: Journal | None = None,
     ) -> None:
         self.now = 1000.0
         self.state = State()
@@ -53,7 +57,9 @@ class Service:
             Random(seed),
             lambda: self.now,
             lambda: int(self.now * 1e9),
+            ledgers=ledgers,
             max_waiting=max_waiting,
+            journal=journal,
         )
         self.told: list[Event] = []
         self.selections.reservations.steps.subscribe(self.told.append)

@@ -22,6 +22,7 @@ from kvd.config.parsers import OFF, TcpBind
 from kvd.config.settings import SETTINGS
 from kvd.fleet_file import parse as fleetfile
 from kvd.http.limits import HttpLimits
+from kvd.persistence.store import STOP_S
 from kvd.platform.descriptors import ENOUGH
 from kvd.wire.egress import EgressPolicy
 from kvd.wire.endpoints import Addresses
@@ -58,7 +59,7 @@ def test_the_socket_unit_has_the_default_address_of_every_face() -> None:
 
 def test_the_service_grants_what_the_daemon_wants() -> None:
     (stop,), (files,) = said(SERVICE, "TimeoutStopSec"), said(SERVICE, "LimitNOFILE")
-    assert int(stop) > HttpLimits().graceful_s
+    assert int(stop) > HttpLimits().graceful_s + STOP_S
     assert int(files) >= ENOUGH
     assert said(SERVICE, "WatchdogSignal") == ["SIGABRT"]  # which leaves a stack in the journal
     (start,) = said(SERVICE, "ExecStart")
@@ -81,7 +82,7 @@ def test_the_service_comes_back_unless_it_cannot() -> None:
 def test_the_gateways_service_is_confined_as_that_of_kvd() -> None:
     """All but what it runs, when it may run, and how it is told to reload and to end."""
     own = {"Description", "ConditionPathExists", "After", "ExecStart", "ExecReload", "KillMode"}
-    own |= {"RuntimeDirectory", "RuntimeDirectoryPreserve"}
+    own |= {"RuntimeDirectory", "RuntimeDirectoryPreserve", "StateDirectory"}
     lines = [
         [line for line in unit.read_text().splitlines() if line and not line.startswith("#")]
         for unit in (SERVICE, GATEWAY)

@@ -1,0 +1,189 @@
+"""`kvd state`: what a state directory holds, whether it is sound, and all of it as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from kvd.config.load import StartError
+from kvd.index.dumps import text_dump
+from kvd.index.partitions import State
+from kvd.index.restore import plan, restore
+from kvd.persistence import snapshot
+from kvd.persistence.bookings import Bookings
+from kvd.persistence.directory import journals
+from kvd.persistence.frames import Content, Damaged, Frame, Header, Reading, unpacked
+from kvd.persistence.moments import Moments
+from kvd.persistence.reading import bookings_of, frames_of
+from kvd.persistence.registrations import ROWS
+
+EXIT_DAMAGED = 1
+
+Result = tuple[str, int]  # what the command prints, and its exit code
+Part = Callable[[Path], object]
+
+
+def show(path: Path) -> Result:
+    """Returns a line for each file, and what it holds."""
+    return _each(path, _shown)
+
+
+def verify(path: Path) -> Result:
+    """Reads every file whole; says what is wrong with each."""
+    return _each(path, lambda header, held: "ok")
+
+
+def export(path: Path) -> Result:
+    """Writes all of it to standard output as one JSON object."""
+    _check_folder(path)
+    try:
+        for piece in _exported(path):
+            sys.stdout.write(piece)
+        sys.stdout.write("}\n")
+        sys.stdout.flush()
+    except (OSError, Damaged) as error:
+        raise StartError(f"{path}: {error}") from None
+    return "", 0
+
+
+def _check_folder(path: Path) -> None:
+    if not path.is_dir():
+        raise StartError(f"{path}: not a folder")
+
+
+def _files(path: Path) -> Iterator[tuple[Content, Path]]:
+    """Yields the files that are there."""
+    for content in (Content.REGISTRATIONS, Content.INDEX):
+        if (path / content).exists():
+            yield content, path / content
+    for _, journal in journals(path):
+        yield Content.JOURNAL, journal
+
+
+def _each(path: Path, say: Callable[[Header, Any], str]) -> Result:
+    _check_folder(path)
+    lines: list[str] = []
+    code = 0
+    for content, file in _files(path):
+        try:
+            header, held = _read(content, file)
+            line = say(header, held)
+        except (OSError, Damaged) as error:
+            line, code = f"damaged: {error}", EXIT_DAMAGED
+        lines.append(f"{file.name}: {line}\n")
+    return "".join(lines) or "nothing is kept here\n", code
+
+
+def _read(content: Content, file: Path) -> tuple[Header, Any]:
+    if content is Content.INDEX:
+        found = trio.run(snapshot.read, file)
+        return found.header, found
+    header = _header(file)
+    if content is Content.JOURNAL:
+        return header, trio.run(bookings_of, [file], 0.0)
+    return header, frames_of(file, content)
+
+
+def _header(file: Path) -> Header:
+    reading = Reading(file)
+    reading.close()
+    return reading.header
+
+
+def _shown(header: Header, held: Any) -> str:
+    age = Moments.now(0.0).since(header.moments)
+    by = f"written {age:.0f} s ago by kvd {header.version}"
+    if isinstance(held, snapshot.Snapshot):
+        models = ", ".join(
+            f"{entry.model_name}:{entry.tenant_id} ({entry.blocks} blocks)"
+            for entry in held.entries
+        )
+        return f"{held.blocks} blocks, {len(held.places)} streams; {by}; {models or 'no model'}"
+    if isinstance(held, Bookings):
+        faces = Counter(face.value for (face, _, _), _ in held.live)
+        live = ", ".join(f"{count} of {face}" for face, count in sorted(faces.items()))
+        rest = f"{len(held.leases)} sessions, {len(held.answers)} answers for retries"
+        return f"{len(held.live)} live requests ({live or 'none'}), {rest}; {by}"
+    tables = Counter(table for table, _, _ in _rows(held))
+    each = ", ".join(f"{count} of {table}" for table, count in sorted(tables.items()))
+    return f"{sum(tables.values())} registrations ({each or 'none'}); {by}"
+
+
+def _rows(frames: list[Frame]) -> list[tuple[str, dict[str, Any], str]]:
+    return [row for each in frames if each.kind == ROWS for row in unpacked(each.content)]
+
+
+def _exported(path: Path) -> Iterator[str]:
+    """Yields the members of the object, its end apart."""
+    held = {content: file for content, file in _files(path) if content is not Content.JOURNAL}
+    rows = said = []
+    if Content.REGISTRATIONS in held:
+        frames = frames_of(held[Content.REGISTRATIONS], Content.REGISTRATIONS)
+        rows = [{"table": table, **members} for table, members, _ in _rows(frames)]
+        said = [unpacked(each.content) for each in frames if each.kind != ROWS]
+    yield f'{{"registrations":{json.dumps(rows)},"settings_of_models":{json.dumps(said)}'
+    bookings = trio.run(bookings_of, [file for _, file in journals(path)], 0.0)
+    yield f',"requests":{json.dumps(list(_requests(bookings)))}'
+    yield f',"sessions":{json.dumps(list(_sessions(bookings)))}'
+    if Content.INDEX in held:
+        found = trio.run(snapshot.read, held[Content.INDEX])
+        yield f',"streams":{json.dumps(list(_streams(found)))},"dump":'
+        for piece in _dump(found):
+            yield piece.decode()
+
+
+def _requests(bookings: Bookings) -> Iterator[dict[str, Any]]:
+    for ((face, key, block_size), request_id), booking in bookings.live.items():
+        yield {
+            "face": face,
+            **key._asdict(),
+            "block_size": block_size,
+            "request_id": request_id,
+            "worker_id": booking.booked.worker_id,
+            "dp_rank": booking.booked.dp_rank,
+            "blocks": len(booking.booked.hashes) // 8,
+            "tokens": booking.booked.tokens,
+            "prefill_complete": booking.prefill_complete,
+            "output_blocks": booking.output_blocks,
+            "age_s": round(-booking.booked.admitted_at, 3),
+        }
+
+
+def _sessions(bookings: Bookings) -> Iterator[dict[str, Any]]:
+    for lease in bookings.leases.values():
+        bound = lease.bound
+        yield {
+            **bound.partition._asdict(),
+            "session_id": bound.session_id,
+            "worker_id": bound.worker_id,
+            "dp_rank": bound.dp_rank,
+            "age_s": round(-lease.at, 3),
+        }
+
+
+def _streams(found: snapshot.Snapshot) -> Iterator[dict[str, Any]]:
+    for key, (endpoint, place) in found.places.items():
+        yield {
+            **key.partition._asdict(),
+            "instance_id": key.instance_id,
+            "dp_rank": key.dp_rank,
+            "endpoint": endpoint,
+            "next_seq": place.expected,
+            "publisher": place.publisher.hex(),
+            "loss": place.losses.why,
+        }
+
+
+def _dump(found: snapshot.Snapshot) -> Iterator[bytes]:
+    """Yields the dump of a snapshot as GET /dump does, by way of an index of its own."""
+    state = State()
+    planned = [each for each in plan(state, found.entries) if each is not None]
+    for _ in restore(state, planned):
+        pass
+    yield from text_dump(state)

@@ -1,0 +1,63 @@
+"""Reads what a state directory has of registrations and bookings, checked whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import trio
+
+from kvd.persistence.bookings import Bookings
+from kvd.persistence.frames import Content, CutOff, Damaged, Frame, Reading
+from kvd.persistence.journal import RECORDS
+from kvd.persistence.moments import Moments, Translation
+from kvd.telemetry.logs import get_logger
+from kvd_core.ledger.journal import read
+
+log = get_logger(__name__)
+
+
+def frames_of(path: Path, content: Content) -> list[Frame]:
+    """Returns the frames of a file that is written whole; raises OSError and Damaged."""
+    reading = Reading(path)
+    try:
+        if reading.header.content is not content:
+            raise Damaged(f"it holds {reading.header.content}, not {content}")
+        return list(reading.whole_frames())
+    finally:
+        reading.close()
+
+
+async def bookings_of(paths: list[Path], now: float) -> Bookings:
+    """Returns what lives after the records of some journals; raises OSError and Damaged."""
+    bookings = Bookings()
+    present = Moments.now(now)
+    for path in paths:
+        try:
+            reading = await trio.to_thread.run_sync(Reading, path)
+        except CutOff:
+            continue  # its process was killed before it had a header
+        try:
+            if reading.header.content is not Content.JOURNAL:
+                raise Damaged(f"it holds {reading.header.content}, not a journal")
+            translate = Translation.between(reading.header.moments, present)
+            bookings.begin(reading.header.instance_id, translate)
+            for each in reading.frames(may_be_torn=True):
+                _take_records(bookings, each)
+                await trio.lowlevel.checkpoint()
+            if reading.whole < reading.size:
+                log.warning(
+                    "journal_torn", file=str(path), dropped_bytes=reading.size - reading.whole
+                )
+        finally:
+            reading.close()
+    return bookings
+
+
+def _take_records(bookings: Bookings, found: Frame) -> None:
+    if found.kind != RECORDS:
+        raise Damaged(f"frames of kind {found.kind} are not known")
+    try:
+        for record in read(found.content):
+            bookings.take(record)
+    except (TypeError, ValueError) as error:
+        raise Damaged(f"its records are not understood: {error}") from None

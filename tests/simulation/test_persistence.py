@@ -1,0 +1,245 @@
+"""Processes that die at any moment, on disks that lie: what comes back was so once, or is refused.
+
+A life books, completes and ends requests on two faces, with sessions and retries, and writes them
+to its journal now and then. It ends as a killed process does, or its files are torn or changed
+afterwards. The next life begins from what is there.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from array import array
+from pathlib import Path
+from random import Random
+from typing import NamedTuple
+
+import pytest
+import trio
+
+from kvd.model import PartitionKey
+from kvd.persistence.bookings import Restored, restore
+from kvd.persistence.directory import Directory
+from kvd.persistence.frames import Damaged
+from kvd.persistence.journal import JournalWriter
+from kvd.persistence.reading import bookings_of
+from kvd.selection.options import RouterOptions
+from kvd.selection.requests import Retry
+from kvd.slots.shared_loads import Ledgers
+from kvd.slots.trackers import SlotTrackers
+from kvd_core.json.scan import BodyScanner
+from kvd_core.ledger.journal import Journal
+from tests.support.budget import scaled
+from tests.support.selecting import M, Service, worker
+
+TTL_S = 50
+EXPIRY_S = 1e6  # nothing ends by age here
+SLOTS = PartitionKey("m", "t")
+LIVES = 6
+
+
+class Seen(NamedTuple):
+    """All that a process has booked."""
+
+    slots: frozenset[tuple[object, ...]]
+    reservations: frozenset[tuple[object, ...]]
+    sessions: frozenset[tuple[object, ...]]
+    answers: int
+
+
+NOTHING = Seen(frozenset(), frozenset(), frozenset(), 0)
+
+
+def scanned(hashes: list[int]) -> BodyScanner:
+    scanner = BodyScanner({"sequence_hashes": "i64"}, ())
+    scanner.scan(b'{"sequence_hashes":[%b]}' % b",".join(b"%d" % each for each in hashes))
+    return scanner
+
+
+class Process:
+    """One life on a state directory."""
+
+    def __init__(self, folder: Path, number: int) -> None:
+        self.directory = Directory(folder)
+        self.journal = Journal(1 << 24)
+        ledgers = Ledgers(journal=self.journal)
+        options = RouterOptions(session_affinity_ttl_s=TTL_S, uses_kv_events=False)
+        self.service = Service(options, expiry_s=EXPIRY_S, ledgers=ledgers, journal=self.journal)
+        self._ahead = 1000.0 * (number + 1)  # each process has a clock of its own
+        self.service.now = time.monotonic() + self._ahead
+        clock = lambda: self.service.now  # noqa: E731
+        self.slots = SlotTrackers(EXPIRY_S, ledgers, clock=clock)
+        selections = self.service.selections
+        self.writer = JournalWriter(
+            self.directory, self.journal, ledgers, self.slots, selections, f"p{number}", clock
+        )
+        self.restored = Restored()
+        self.names = 0
+
+    async def start(self) -> None:
+        """Registers workers and books again what is there; raises Damaged."""
+        for number in (1, 2):
+            self.slots.register(SLOTS, number, 4, 0, 2)
+            await self.service.selections.workers.put(worker(number))
+        now = self.service.now
+        bookings = await bookings_of([path for _, path in self.directory.journals()], now)
+        for _ in restore(bookings, self.slots, self.service.selections, now, self.restored):
+            pass
+
+    def seen(self) -> Seen:
+        ledger = self.slots.trackers[SLOTS].ledger
+        names = [f"r{number}" for number in range(40)]
+        affinity = self.service.selections.affinity
+        assert affinity is not None
+        now = self.service.now
+        return Seen(
+            frozenset((name, *_plain(ledger.request(name))) for name in names if _is(ledger, name)),
+            frozenset(
+                (name, *_plain(fleet.ledger.request(name)))
+                for name, fleet in self.service.selections.reservations.live.items()
+            ),
+            frozenset(
+                (key, binding.worker_id, binding.dp_rank, binding.leases)
+                for key, binding, _ in affinity.sessions.listed(now)
+            ),
+            sum(
+                answered.receipt is not None and answered.receipt.left() is not None
+                for _, answered in self.service.selections.reservations.retries._answers.values()
+            ),
+        )
+
+    async def step(self, random: Random) -> None:
+        self.service.now = max(math.nextafter(self.service.now, math.inf), self._present())
+        name = f"r{random.randrange(40)}"
+        reservations = self.service.selections.reservations
+        match random.randrange(9):
+            case 0 | 1:
+                tracker = self.slots.trackers[SLOTS]
+                if not _is(tracker.ledger, name):
+                    hashes = [random.randrange(1, 5) for _ in range(random.randrange(1, 6))]
+                    rank = random.choice([1, 2]), random.randrange(2)
+                    key = random.choice([None, "key"])
+                    content = scanned(hashes), random.randrange(50), self.service.now, key
+                    self.slots.add(tracker, name, *rank, *content)
+            case 2:
+                self.slots.complete(self.slots.trackers[SLOTS], name)
+            case 3:
+                self.slots.end(self.slots.trackers[SLOTS], name)
+            case 4 | 5:
+                if name not in reservations.live:
+                    session = random.choice([None, "s1", "s2", "s3"])
+                    retry = random.choice([None, Retry((name, "key"), b"content")])
+                    self.service.select(
+                        [random.randrange(3)], reservation_id=name, session_id=session, retry=retry
+                    )
+            case 6:
+                if name in reservations.live:
+                    reservations.prefill_complete(name)
+            case 7:
+                if name in reservations.live:
+                    reservations.output_block(name, random.choice([None, 0.5]))
+            case 8:
+                if name in reservations.live:
+                    reservations.free(name)
+
+    def _present(self) -> float:
+        return time.monotonic() + self._ahead
+
+    def die(self) -> None:
+        """Ends as a killed process does: what was not written is lost, and its lock is free."""
+        self.writer._close()
+        self.directory.close()
+
+
+def _is(ledger: object, name: str) -> bool:
+    return ledger.request(name) is not None  # type: ignore[attr-defined]
+
+
+def _plain(live: object) -> tuple[object, ...]:
+    """Returns what is booked but for when, which no two clocks tell alike."""
+    return live._replace(admitted_at=0.0)  # type: ignore[attr-defined,no-any-return]
+
+
+def spoil(folder: Path, random: Random) -> str:
+    """Tears the end of the last journal off, or changes a bit of a file; returns which."""
+    journals = sorted(folder.glob("journal.*"), key=lambda path: int(path.suffix[1:]))
+    if not journals:
+        return ""
+    path = random.choice(journals)
+    data = bytearray(path.read_bytes())
+    match random.randrange(3):
+        case 0 if path == journals[-1] and data:
+            path.write_bytes(data[: random.randrange(len(data))])
+            return "torn"
+        case 1 if data:
+            data[random.randrange(len(data))] ^= 1 << random.randrange(8)
+            path.write_bytes(data)
+            return "flipped"
+    return ""
+
+
+async def lives(folder: Path, seed: int) -> None:
+    random = Random(seed)
+    before = [NOTHING]  # all that was so since the last restart
+    written = NOTHING  # what was last known to be with the kernel
+    spoilt = ""
+    for number in range(LIVES):
+        process = Process(folder / "state", number)
+        try:
+            await process.start()
+        except Damaged:
+            assert spoilt
+            process.die()
+            shutil.rmtree(folder / "state")
+            before, written, spoilt = [NOTHING], NOTHING, ""
+            continue
+        seen = process.seen()
+        if spoilt:
+            assert seen in before, (seed, number, spoilt)
+        else:
+            assert seen == written, (seed, number)
+        assert process.restored.dropped == process.restored.expired == 0
+        before, written = [NOTHING, *before, seen], seen
+        if random.randrange(4):  # else it dies while it starts
+            await process.writer.begin()
+            before = [NOTHING, seen]
+            for _ in range(random.randrange(60)):
+                await process.step(random)
+                before.append(process.seen())
+                if random.randrange(5) == 0:
+                    await process.writer.flush()
+                    written = before[-1]
+                if random.randrange(25) == 0:
+                    await process.writer.begin()
+                    written = before[-1]
+                if random.randrange(25) == 0:
+                    await process.writer.sync()
+        process.service.check()
+        process.die()
+        spoilt = spoil(folder / "state", random) if random.randrange(3) == 0 else ""
+
+
+@pytest.mark.parametrize("seed", range(scaled(40)))
+def test_what_comes_back_was_so_once(tmp_path: Path, seed: int) -> None:
+    trio.run(lives, tmp_path, seed)
+
+
+def test_hashes_are_those_that_were_booked(tmp_path: Path) -> None:
+    async def main() -> None:
+        first = Process(tmp_path, 0)
+        await first.start()
+        await first.writer.begin()
+        hashes = [5, 6, 7]
+        first.slots.add(first.slots.trackers[SLOTS], "r1", 1, 0, scanned(hashes), 9, 1.0, None)
+        await first.writer.flush()
+        first.die()
+        second = Process(tmp_path, 1)
+        await second.start()
+        ledger = second.slots.trackers[SLOTS].ledger
+        assert ledger.depths(array("Q", hashes).tobytes()) == {0: 3}
+        assert ledger.project(array("Q", hashes).tobytes(), 0) != ledger.project(b"", 0)
+        second.die()
+
+    trio.run(main)
+    assert M == SLOTS

@@ -1,0 +1,487 @@
+"""A daemon that is killed and started again on its state directory: what it knows, and believes."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import httpx
+import pytest
+import trio
+
+from kvd.persistence.directory import journals
+from kvd.persistence.frames import Content, unpacked
+from kvd.persistence.reading import bookings_of, frames_of
+from kvd.persistence.registrations import ROWS
+from tests.support.budget import scaled
+from tests.support.engines import BLOCK_SIZE, Engine
+from tests.support.ports import find_free_port
+from tests.support.processes import Server, clean_environment
+
+FACES = ("indexer", "slot-tracker", "selection", "conductor")
+FLUSH_S = 0.05  # kvd.persistence.journal: what is older outlives a killed process
+POLL_S = 0.01
+PATIENCE_S = 60.0
+
+
+class Kvd:
+    """`kvd serve` on one state directory, life after life."""
+
+    def __init__(self, folder: Path, *flags: str) -> None:
+        self.folder = folder
+        self.state = folder / "state"
+        self.ports = {face: find_free_port() for face in FACES}
+        self._flags = [f"--state-dir={self.state}", "--snapshot-s=0.2", *flags]
+        self.client = httpx.Client(trust_env=False, timeout=PATIENCE_S)
+        self.server: Server | None = None
+
+    def start(self) -> None:
+        binds = [f"--{face}-bind=127.0.0.1:{port}" for face, port in self.ports.items()]
+        command = [sys.executable, "-m", "kvd", "serve", *binds, *self._flags]
+        self.server = Server(command, self.folder, self.ports["indexer"], clean_environment())
+        self.server.wait_healthy()
+
+    def url(self, face: str, path: str) -> str:
+        return f"http://127.0.0.1:{self.ports[face]}{path}"
+
+    def post(self, face: str, path: str, body: dict[str, Any], **headers: str) -> httpx.Response:
+        return self.client.post(self.url(face, path), json=body, headers=headers)
+
+    def get(self, face: str, path: str) -> Any:
+        return self.client.get(self.url(face, path)).json()
+
+    def metric(self, name: str) -> float:
+        text = self.client.get(self.url("indexer", "/metrics")).text
+        (line,) = [line for line in text.splitlines() if line.startswith(f"{name} ")]
+        return float(line.split()[1])
+
+    def kill(self) -> None:
+        assert self.server is not None
+        self.server.process.kill()
+        self.server.process.wait()
+
+    def stop(self) -> None:
+        assert self.server is not None
+        assert self.server.stop() == 0, self.server.stderr
+
+    def close(self) -> None:
+        self.client.close()
+        if self.server is not None and self.server.process.poll() is None:
+            self.kill()
+
+    def register(self, engine: Engine, instance_id: int = 1) -> None:
+        body = {
+            "instance_id": instance_id,
+            "endpoint": engine.endpoint,
+            "model_name": "m",
+            "block_size": BLOCK_SIZE,
+        }
+        if engine.replay_endpoint is not None:
+            body["replay_endpoint"] = engine.replay_endpoint
+        assert self.post("indexer", "/register", body).status_code == 201
+
+    def health(self, instance_id: int = 1) -> tuple[str, str]:
+        """Returns how far a stream is believed, and why not."""
+        for row in self.get("indexer", "/workers"):
+            if row["instance_id"] == instance_id:
+                listener = row["listeners"]["0"]
+                return listener["stream"], listener.get("loss", "")
+        return "absent", ""
+
+    def paths(self, instance_id: int = 1) -> set[tuple[int, ...]]:
+        """Returns the local hashes of each block that an instance holds, with all before it."""
+        dump = self.get("indexer", "/dump").get("m:default", {"events": []})
+        found: dict[int | None, tuple[int, ...]] = {None: ()}
+        for event in dump["events"]:
+            if event["worker_id"] == instance_id:
+                stored = event["event"]["data"]["stored"]
+                parent = stored["parent_hash"]
+                for block in stored["blocks"]:
+                    found[block["block_hash"]] = (*found[parent], block["tokens_hash"])
+                    parent = block["block_hash"]
+        del found[None]
+        return set(found.values())
+
+    def matched(self, tokens: list[int], instance_id: int = 1) -> int:
+        body = {"model_name": "m", "token_ids": tokens}
+        found = self.post("indexer", "/query", body).json()["scores"]
+        scores: dict[str, int] = found.get(str(instance_id), {})
+        return max(scores.values(), default=0)
+
+
+def wait(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(POLL_S)
+
+
+@contextmanager
+def kvd_of(folder: Path, *flags: str) -> Iterator[Kvd]:
+    kvd = Kvd(folder, *flags)
+    try:
+        kvd.start()
+        yield kvd
+    finally:
+        kvd.close()
+
+
+@contextmanager
+def engine_of(**options: Any) -> Iterator[Engine]:
+    engine = Engine(**options)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def prompt(number: int, blocks: int = 3) -> list[int]:
+    return [number] * BLOCK_SIZE * (blocks - 1) + list(range(BLOCK_SIZE))
+
+
+def settle(kvd: Kvd, engine: Engine, prompts: int = 5) -> None:
+    """Has an engine heard from its first batch on, and its index in a snapshot."""
+    kvd.register(engine)
+    wait(lambda: "stream_joined" in kvd.server.stderr)  # type: ignore[union-attr]
+    for number in range(prompts):
+        engine.store(prompt(number))
+    if engine.replay_endpoint is None:  # the subscription may have come a moment later
+        wait(lambda: engine.store(prompt(900 + engine.seq)) or kvd.health()[0] == "exact")
+    wait(lambda: kvd.health() == ("exact", "") and len(kvd.paths()) == len(engine.cache))
+    written = kvd.metric('kvd_state_files_total{content="index"}')
+    wait(lambda: kvd.metric('kvd_state_files_total{content="index"}') > written + 1)
+
+
+def test_what_an_engine_said_meanwhile_is_replayed(tmp_path: Path) -> None:
+    with engine_of() as engine, kvd_of(tmp_path) as kvd:
+        settle(kvd, engine)
+        kvd.kill()
+        engine.store(prompt(77))
+        engine.evict(next(iter(engine.cache)))
+        kvd.start()
+        wait(lambda: kvd.health() == ("exact", ""))
+        assert len(kvd.paths()) == len(engine.cache)
+        assert kvd.matched(prompt(77)) == 12
+        assert kvd.matched(prompt(0)) == 0  # its first block was evicted
+        kvd.stop()
+
+
+def test_an_engine_that_says_nothing_is_asked(tmp_path: Path) -> None:
+    """Without any news, the last batch that was heard proves that the engine is the same."""
+    with engine_of() as engine, kvd_of(tmp_path) as kvd:
+        settle(kvd, engine)
+        kvd.stop()
+        asked = engine.replays
+        kvd.start()
+        wait(lambda: kvd.health() == ("exact", ""))
+        assert engine.replays > asked
+        assert len(kvd.paths()) == len(engine.cache)
+        kvd.stop()
+
+
+def test_the_blocks_of_another_engine_are_dropped(tmp_path: Path) -> None:
+    """It was restarted, and has come as far as the one before."""
+    with engine_of() as engine, kvd_of(tmp_path) as kvd:
+        settle(kvd, engine)
+        kvd.kill()
+        seq = engine.seq
+        engine.restart()
+        for number in range(100, 100 + seq):
+            engine.store(prompt(number))
+        kvd.start()
+        wait(lambda: kvd.health() == ("exact", ""))
+        assert len(kvd.paths()) == len(engine.cache)
+        assert kvd.matched(prompt(0)) == 0
+        assert kvd.matched(prompt(100)) == 12
+        kvd.stop()
+
+
+def test_a_replay_that_does_not_reach_back_is_a_loss(tmp_path: Path) -> None:
+    with engine_of(buffered=3) as engine, kvd_of(tmp_path) as kvd:
+        settle(kvd, engine)
+        kvd.kill()
+        for number in range(100, 110):
+            engine.store(prompt(number))
+        kvd.start()
+        kvd.server.wait_said("event=ready")  # type: ignore[union-attr]
+        assert kvd.health()[0] == "recovering"  # it lacks something; how much is not known
+        wait(lambda: engine.store(prompt(500 + engine.seq)) or kvd.health()[0] == "degraded")
+        kvd.stop()
+
+
+def test_without_a_replay_server_nothing_is_exact(tmp_path: Path) -> None:
+    """Whatever comes next, and be it the number that was expected."""
+    with engine_of(replays=False) as engine, kvd_of(tmp_path) as kvd:
+        settle(kvd, engine)
+        kvd.kill()
+        kvd.start()
+        assert kvd.health()[0] in ("recovering", "degraded")
+        wait(lambda: engine.store(prompt(500 + engine.seq)) or kvd.health()[0] == "degraded")
+        kvd.stop()
+
+
+def test_an_engine_at_another_address_is_another(tmp_path: Path) -> None:
+    with engine_of() as engine, engine_of() as other, kvd_of(tmp_path) as kvd:
+        settle(kvd, engine)
+        kvd.stop()
+        file = tmp_path / "fleet.toml"
+        file.write_text(
+            f'[[indexer]]\ninstance_id = 1\nmodel_name = "m"\nblock_size = {BLOCK_SIZE}\n'
+            f'endpoint = "{other.endpoint}"\nreplay_endpoint = "{other.replay_endpoint}"\n'
+        )
+        kvd._flags.append(f"--fleet-file={file}")
+        kvd.start()
+        assert "registration_not_restored" in kvd.server.stderr  # type: ignore[union-attr]
+        wait(lambda: other.store(prompt(other.seq)) or kvd.health() == ("exact", ""))
+        wait(lambda: len(kvd.paths()) == len(other.cache))
+        kvd.stop()
+
+
+def test_registrations_of_all_faces_come_back(tmp_path: Path) -> None:
+    forever = "--request-expiry-s=1000000"
+    with engine_of() as engine, kvd_of(tmp_path, forever) as kvd:
+        kvd.register(engine)
+        slots = {"worker_id": 7, "model_name": "m", "block_size": 4, "dp_start": 2, "dp_size": 2}
+        assert kvd.post("slot-tracker", "/register", slots).status_code == 201
+        record = {
+            "worker_id": 9,
+            "model_name": "n",
+            "tenant_id": "t",
+            "block_size": 16,
+            "endpoint": "http://gpu9:8000",
+            "kv_events_endpoint": engine.endpoint,
+            "role": "both",
+            "taints": ["a", "b"],
+            "total_kv_blocks": 1000,
+            "topology_domains": {"rack": "r1"},
+        }
+        assert kvd.post("selection", "/workers", record).status_code == 201
+        limits = {"model": "n", "active_decode_blocks_threshold": 0.5}
+        assert kvd.post("selection", "/busy_threshold", limits).status_code == 200
+        policy = {"model": "n", "router_policy": "kvd"}
+        assert kvd.post("selection", "/policy", policy).status_code == 200
+        store = {
+            "endpoint": engine.endpoint,
+            "type": "vLLM",
+            "modelname": "m2",
+            "instance_id": "a",
+            "block_size": 16,
+            "dp_rank": 0,
+            "additional_salt": "s",
+        }
+        assert kvd.post("conductor", "/register", store).status_code == 200
+        paths = {
+            "indexer": ["/workers"],
+            "slot-tracker": ["/workers"],
+            "selection": ["/workers", "/busy_threshold", "/policy"],
+            "conductor": ["/services"],
+        }
+        before = {path: _still(kvd.get(face, path)) for face in paths for path in paths[face]}
+        wait(lambda: kvd.metric("kvd_state_failures_total") == 0)
+        wait(lambda: _kept(kvd.state / "registrations") >= 6)
+        kvd.kill()
+        kvd.start()
+        assert {
+            path: _still(kvd.get(face, path)) for face in paths for path in paths[face]
+        } == before
+        kvd.stop()
+
+
+def _kept(path: Path) -> int:
+    """Returns how many registrations a file has, about; a policy is one."""
+    frames = frames_of(path, Content.REGISTRATIONS) if path.exists() else []
+    return sum(len(unpacked(each.content)) if each.kind == ROWS else 2 for each in frames)
+
+
+def _live(state: Path) -> list[str]:
+    """Returns the ids of the requests that a journal has."""
+    bookings = trio.run(bookings_of, [path for _, path in journals(state)], 0.0)
+    return [name for _, name in bookings.live]
+
+
+def _still(listing: Any) -> str:
+    """Returns a listing as text, without what a connection changes."""
+    text = json.dumps(listing, sort_keys=True)
+    for word in ("active", "pending", "exact", "recovering"):
+        text = text.replace(f'"{word}"', '"..."')
+    return text
+
+
+def book(kvd: Kvd, name: str) -> httpx.Response:
+    body = {
+        "model_name": "m",
+        "request_id": name,
+        "worker_id": 7,
+        "dp_rank": 0,
+        "sequence_hashes": [1, 2, 3],
+        "new_isl_tokens": 12,
+    }
+    return kvd.post("slot-tracker", "/add", body, **{"idempotency-key": name})
+
+
+def reserve(kvd: Kvd, name: str) -> httpx.Response:
+    body = {"model_name": "m", "reservation_id": name, "token_ids": [1] * 8, "session_id": "s"}
+    return kvd.post("selection", "/select_and_reserve", body, **{"idempotency-key": name})
+
+
+def test_bookings_and_their_answers_come_back(tmp_path: Path) -> None:
+    with kvd_of(tmp_path, "--session-affinity-ttl-secs=60", "--no-router-kv-events") as kvd:
+        slots = {"worker_id": 7, "model_name": "m", "block_size": 4, "dp_start": 0, "dp_size": 1}
+        kvd.post("slot-tracker", "/register", slots)
+        for number in (1, 2):
+            record = {
+                "worker_id": number,
+                "model_name": "m",
+                "block_size": 4,
+                "endpoint": "http://x",
+            }
+            assert kvd.post("selection", "/workers", record).status_code == 201
+        assert book(kvd, "r1").status_code == 201
+        assert book(kvd, "r2").status_code == 201
+        done = {"model_name": "m", "request_id": "r2"}
+        assert kvd.post("slot-tracker", "/prefill_complete", done).status_code == 200
+        answer = reserve(kvd, "one").json()
+        loads = kvd.get("slot-tracker", "/loads"), kvd.get("selection", "/loads")
+        wait(lambda: _kept(kvd.state / "registrations") == 3)
+        wait(lambda: len(_live(kvd.state)) == 3)
+        kvd.kill()
+        kvd.start()
+        assert (kvd.get("slot-tracker", "/loads"), kvd.get("selection", "/loads")) == loads
+        assert book(kvd, "r1").status_code == 200  # a retry
+        assert reserve(kvd, "one").json() == answer
+        assert reserve(kvd, "two").json()["worker_id"] == answer["worker_id"]  # its session's
+        deleted = kvd.client.delete(kvd.url("selection", "/reservations/one"))
+        assert deleted.status_code == 200
+        free = {"model_name": "m", "request_id": "r1"}
+        assert kvd.post("slot-tracker", "/free", free).status_code == 200
+        kvd.stop()
+        kvd.start()
+        deleted = kvd.client.delete(kvd.url("selection", "/reservations/one"))
+        assert deleted.status_code == 404
+        assert kvd.client.delete(kvd.url("selection", "/reservations/two")).status_code == 200
+        kvd.stop()
+
+
+@pytest.mark.parametrize("name", ["index", "registrations", "journal"])
+def test_a_damaged_file_is_put_aside(tmp_path: Path, name: str) -> None:
+    with engine_of() as engine, kvd_of(tmp_path) as kvd:
+        settle(kvd, engine)
+        kvd.stop()
+        (path,) = kvd.state.glob(f"{name}*") if name == "journal" else [kvd.state / name]
+        data = bytearray(path.read_bytes())
+        data[len(b"KVDSTAT1") + 12] ^= 1
+        path.write_bytes(data)
+        kvd.start()
+        kvd.server.wait_said("state_refused")  # type: ignore[union-attr]
+        wait((kvd.state / f"{name}.refused").exists)
+        if name == "registrations":
+            kvd.register(engine)
+        # By a replay from its place, or from the beginning once it speaks.
+        wait(lambda: engine.store(prompt(500 + engine.seq)) or kvd.health() == ("exact", ""))
+        wait(lambda: len(kvd.paths()) == len(engine.cache))
+        kvd.stop()
+
+
+def test_two_daemons_do_not_share_a_directory(tmp_path: Path) -> None:
+    with kvd_of(tmp_path) as kvd:
+        (tmp_path / "second").mkdir()
+        other = Kvd(tmp_path / "second", f"--state-dir={kvd.state}")
+        binds = [f"--{face}-bind=127.0.0.1:{port}" for face, port in other.ports.items()]
+        command = [sys.executable, "-m", "kvd", "serve", *binds, f"--state-dir={kvd.state}"]
+        second = Server(command, other.folder, other.ports["indexer"], clean_environment())
+        assert second.process.wait(PATIENCE_S) == 78
+        assert f"in use by process {kvd.server.process.pid}" in second.stderr  # type: ignore[union-attr]
+        other.close()
+        kvd.stop()
+
+
+def test_a_file_in_its_place_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "state").write_text("not a folder")
+    kvd = Kvd(tmp_path)
+    command = [
+        sys.executable,
+        "-m",
+        "kvd",
+        "indexer",
+        f"--port={kvd.ports['indexer']}",
+        *kvd._flags,
+    ]
+    server = Server(command, tmp_path, kvd.ports["indexer"], clean_environment())
+    assert server.process.wait(PATIENCE_S) == 78
+    assert "state_dir: cannot use" in server.stderr
+    kvd.close()
+
+
+def test_killed_at_any_moment(tmp_path: Path) -> None:
+    """Under events, bookings and questions: what is exact is true, no old booking is lost."""
+    random = Random(7)
+    with engine_of() as engine, kvd_of(tmp_path) as kvd:
+        kvd.register(engine)
+        slots = {"worker_id": 7, "model_name": "m", "block_size": 4, "dp_start": 0, "dp_size": 1}
+        assert kvd.post("slot-tracker", "/register", slots).status_code == 201
+        wait(lambda: "stream_joined" in kvd.server.stderr)  # type: ignore[union-attr]
+        wait(lambda: _kept(kvd.state / "registrations") >= 2)
+        booked: dict[str, float] = {}  # when
+        number = 0
+        for _ in range(scaled(4)):
+            until = time.monotonic() + random.uniform(0.0, 0.6)
+            while time.monotonic() < until:
+                number += 1
+                engine.store(prompt(random.randrange(300), blocks=random.randrange(2, 6)))
+                if random.randrange(3) == 0 and engine.cache:
+                    engine.evict(random.choice(list(engine.cache)))
+                name = f"r{number}"
+                assert book(kvd, name).status_code == 201
+                booked[name] = time.monotonic()
+                if random.randrange(2):
+                    ended = random.choice(list(booked))
+                    body = {"model_name": "m", "request_id": ended}
+                    assert kvd.post("slot-tracker", "/free", body).status_code == 200
+                    booked.pop(ended)
+                kvd.matched(prompt(random.randrange(300)))
+            killed_at = time.monotonic()
+            kvd.kill()
+            for _ in range(random.randrange(20)):
+                engine.store(prompt(random.randrange(300)))
+            kvd.start()
+            assert "state_refused" not in kvd.server.stderr  # type: ignore[union-attr]
+            old = [name for name, at in booked.items() if at < killed_at - 10 * FLUSH_S]
+            lost = [name for name in old if not _lives(kvd, name)]
+            assert lost == []
+            for name in list(booked):
+                if not _lives(kvd, name):
+                    booked.pop(name)
+            wait(lambda: kvd.health() == ("exact", ""))
+            wait(lambda: len(kvd.paths()) == len(engine.cache))
+        kvd.stop()
+
+
+def _lives(kvd: Kvd, name: str) -> bool:
+    """Says whether a request is booked: the same once more is a retry, or a new booking."""
+    status = book(kvd, name).status_code
+    assert status in (200, 201)
+    if status == 201:
+        kvd.post("slot-tracker", "/free", {"model_name": "m", "request_id": name})
+    return status == 200
+
+
+def test_sigterm_in_the_middle_of_a_start_keeps_what_there_was(tmp_path: Path) -> None:
+    with engine_of() as engine, kvd_of(tmp_path) as kvd:
+        settle(kvd, engine)
+        kvd.stop()
+        for _ in range(5):
+            command = [sys.executable, "-m", "kvd", "serve", *kvd._flags]
+            command += [f"--{face}-bind=127.0.0.1:{port}" for face, port in kvd.ports.items()]
+            server = Server(command, tmp_path, kvd.ports["indexer"], clean_environment())
+            server.stop(signal.SIGTERM)
+        kvd.start()
+        wait(lambda: kvd.health() == ("exact", ""))
+        assert len(kvd.paths()) == len(engine.cache)
+        kvd.stop()
