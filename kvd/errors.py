@@ -8,15 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import ClassVar
+from typing import ClassVar, Self
 
 
 class KvdError(Exception):
     """An expected failure whose text is fit for the client."""
 
     status: ClassVar[int] = 500
+    # Model and tenant of which nothing is known, for failures that say so.
+    place: tuple[str, str] | None = None
     # Further members of the body, for clients of faces that promise some.
     details: Mapping[str, object] = MappingProxyType({})
+
+    def about(self, place: tuple[str, str]) -> Self:
+        """Says which model and tenant nothing is known of; returns the failure."""
+        self.place = place
+        return self
 
 
 class BadJson(KvdError):
@@ -41,6 +48,17 @@ class Conflict(KvdError):
     """The request contradicts what is registered already."""
 
     status = 409
+
+
+class Misdirected(KvdError):
+    """Another kvd serves the model and tenant; `owner` says where, if anybody has said."""
+
+    status = 421
+
+    def __init__(self, text: str, owner: str | None) -> None:
+        super().__init__(text if owner is None else f"{text}, but at {owner}")
+        self.owner = owner
+        self.details = {"owner": owner}
 
 
 class UnsupportedMedia(KvdError):

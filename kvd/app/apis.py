@@ -63,6 +63,7 @@ from kvd.index.partitions import State
 from kvd.index.peers import Peers
 from kvd.index.publishers import Publishers
 from kvd.index.registry import Registry
+from kvd.index.served import ServedModels
 from kvd.net.dialing import Dialer
 from kvd.net.recovery import RecoveryStats
 from kvd.replica_sync.replicas import Replicas
@@ -196,20 +197,24 @@ def _described(face: ApiServer) -> str:
 class Apis:
     """The four faces; those with an address are served."""
 
-    def __init__(self, config: Config) -> None:
-        self.indexer = ApiServer("indexer", "dynamo_kvindexer", config, indexer_schemas.DESCRIPTION)
+    def __init__(self, config: Config, served: ServedModels) -> None:
+        """What is asked of models that are not `served` here is sent elsewhere."""
+        plain = Failures(served=served)
+        self.indexer = ApiServer(
+            "indexer", "dynamo_kvindexer", config, indexer_schemas.DESCRIPTION, plain
+        )
         self.slot_tracker = ApiServer(
-            "slot-tracker", "kvd_slot_tracker", config, slot_tracker_schemas.DESCRIPTION
+            "slot-tracker", "kvd_slot_tracker", config, slot_tracker_schemas.DESCRIPTION, plain
         )
         self.selection = ApiServer(
-            "selection", "kvd_selection", config, selection_schemas.DESCRIPTION
+            "selection", "kvd_selection", config, selection_schemas.DESCRIPTION, plain
         )
         self.conductor = ApiServer(
             "conductor",
             "kvd_conductor",
             config,
             conductor_schemas.DESCRIPTION,
-            Failures(conductor.REASONS, FORMS),
+            Failures(conductor.REASONS, FORMS, served),
         )
         self.gateway = ApiServer(
             "gateway",

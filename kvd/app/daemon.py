@@ -292,14 +292,17 @@ class _Daemon:
             await self._keeper.finish()
 
     async def _register(self, config: Config) -> None:
+        serves = self._ports.served.serves
         if config.indexer_bind is not None:
             for worker in config.workers:
-                self._parts.registry.register(
-                    worker.key, worker.endpoint, worker.block_size, worker.replay_endpoint
-                )
+                if serves(worker.key.partition):
+                    self._parts.registry.register(
+                        worker.key, worker.endpoint, worker.block_size, worker.replay_endpoint
+                    )
         if config.selection_bind is not None:
             for record in config.catalog:
-                await self._parts.selections.workers.put(record)
+                if serves(record.key):
+                    await self._parts.selections.workers.put(record)
 
     async def _sweep(self) -> None:
         """Takes back memory of ranks that have gone, and writes lines of the log that wait."""
@@ -411,7 +414,8 @@ class _Daemon:
         decisions = () if self._decisions is None else (self._decisions.families,)
         places = () if self._place is None else (self._place.families,)
         kept = () if self._keeper is None else (self._keeper.families,)
-        own = self._reloader.families, self._families, self._ports.sync.families
+        own = [self._reloader.families, self._families, self._ports.sync.families]
+        own.append(self._ports.served.families)
         return [*own, *followers, *decisions, *places, *kept]
 
     def _families(self) -> Iterator[Family]:
@@ -440,10 +444,13 @@ def _components(
     journal: Journal | None,
 ) -> Components:
     """Returns what the faces answer from, empty; replicas are listened to in `listening`."""
-    state = State(config.hash_seed, config.index_max_blocks, config.max_partitions)
+    limits = config.index_max_blocks, config.max_partitions
+    state = State(config.hash_seed, *limits, ports.served)
     shared = ListenerCapacity(bounds.listeners), ports.outgoing, config.engine_stale_s
     registry = Registry(state, listeners, *shared)
-    slots = SlotTrackers(config.request_expiry_s, ledgers, config.max_partitions, trio.current_time)
+    slots = SlotTrackers(
+        config.request_expiry_s, ledgers, config.max_partitions, trio.current_time, ports.served
+    )
     selections = Selections(
         state,
         registry,

@@ -16,6 +16,7 @@ from kvd.app import control
 from kvd.app.apis import Apis
 from kvd.config.load import Config, StartError
 from kvd.http.listeners import file_remover
+from kvd.index.served import ServedModels
 from kvd.net.curve import KeyPair
 from kvd.net.dialing import Dialer
 from kvd.platform.activation import Passed
@@ -41,7 +42,8 @@ class Ports:
         )
         self.space = InboxSpace(config.queues_messages, config.queues_bytes)
         self.sync = ReplicaSync(config, self.outgoing, self.dialer, self.keys, self.space)
-        self.apis = Apis(config)
+        self.served = ServedModels(config.serve, config.owners)
+        self.apis = Apis(config, self.served)
         self.control: socket.socket | None = None  # None: no place for one is set
 
     async def open(

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, TypeVar, cast
 
 from kvd.config import file as configfile
 from kvd.config import tokens
-from kvd.config.parsers import ENV_PREFIX, OFF, Bind, Binds, Setting
+from kvd.config.parsers import ENV_PREFIX, OFF, Bind, Binds, Setting, owner_of, place_of
 from kvd.config.settings import SETTINGS, WITHOUT_EFFECT
 from kvd.config.workers import StaticWorker, catalog_of, parse_workers
 from kvd.errors import BadRequest
@@ -26,6 +26,7 @@ from kvd.gateway.exchanges import RelayLimits
 from kvd.http.auth import Policy, Token
 from kvd.http.limits import HttpLimits
 from kvd.http.options import TlsFiles, UnixRights
+from kvd.index.served import Place
 from kvd.model import PartitionKey
 from kvd.net.link import LinkOptions
 from kvd.net.recovery import RecoveryLimits
@@ -173,6 +174,8 @@ class Config:
     curve: Curve
     log_level: str
     log_format: str
+    serve: tuple[Place, ...]  # empty: everything
+    owners: Mapping[Place, str]
     state_dir: Path | None
     snapshot_s: float
     decision_log: Path | None
@@ -348,6 +351,8 @@ def build(values: Mapping[str, Any], environ: Mapping[str, str]) -> Config:
         "replays": _options(ReplayOptions, values),
         "recovery": _options(RecoveryLimits, values),
         "curve": _curve(values),
+        "serve": tuple(map(place_of, values["serve"] or ())),
+        "owners": dict(map(owner_of, values["owners"] or ())),
         "test_endpoints": environ.get(TEST_ENDPOINTS, "").lower() in YES,
         "values": values,
     }

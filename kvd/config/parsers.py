@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from kvd.errors import BadRequest
 from kvd.index.peers import MAX_PEERS
+from kvd.index.served import Place
 from kvd.model import is_name
 from kvd.wire.egress import AllowedNetworks, parse_places
 from kvd.wire.endpoints import check_replica_endpoint
@@ -310,6 +311,40 @@ def parse_peers(text: str) -> tuple[str, ...]:
         except ValueError as error:
             raise ValueError(f"entry {number}: {error}") from None
     return urls
+
+
+def parse_served(text: str) -> tuple[str, ...]:
+    """Reads models, and single tenants of models, between commas."""
+    entries = tuple(dict.fromkeys(parse_list(text)))
+    for entry in entries:
+        place_of(entry)
+    return entries
+
+
+def parse_owners(text: str) -> tuple[str, ...]:
+    """Reads MODEL[@TENANT]=URL between commas."""
+    entries = tuple(dict.fromkeys(parse_list(text)))
+    for entry in entries:
+        owner_of(entry)
+    return entries
+
+
+def owner_of(entry: str) -> tuple[Place, str]:
+    """Returns what MODEL[@TENANT]=URL says; raises ValueError."""
+    named, _, url = entry.partition("=")
+    parse_url(url)
+    return place_of(named), url
+
+
+def place_of(text: str) -> Place:
+    """Reads MODEL or MODEL@TENANT; a model whose name has an `@` needs its tenant, too."""
+    model_name, at, tenant_id = text.rpartition("@")
+    place = (model_name, tenant_id) if at else (text, None)
+    if not all(place[: 1 + bool(at)]):
+        raise ValueError(f"{text!r}: expected MODEL or MODEL@TENANT")
+    for name in filter(None, place):
+        parse_name(name)
+    return place
 
 
 def parse_upstreams(text: str) -> tuple[str, ...]:

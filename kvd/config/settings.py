@@ -726,6 +726,20 @@ STATE_SETTINGS = section(
     ),
 )
 
+PARTITION_SETTINGS = section(
+    serve=Setting(
+        parsers.parse_served,
+        "MODEL[@TENANT],...",
+        "models, or single tenants of models, that this kvd serves; requests for others are "
+        "answered with 421 (default: all)",
+    ),
+    owners=Setting(
+        parsers.parse_owners,
+        "MODEL[@TENANT]=URL,...",
+        "where other models are served; the answer 421 says it",
+    ),
+)
+
 DAEMON_SETTINGS = section(
     min_initial_workers=Setting(
         parsers.parse_u32,
@@ -785,6 +799,7 @@ FACE_SETTINGS = (
     *OUTGOING_SETTINGS,
     *CURVE_SETTINGS,
     *STATE_SETTINGS,
+    *PARTITION_SETTINGS,
 )
 
 _AS_ORIGINAL = {"router_last_token": False, "router_policy": Policy(RouterPolicy.DYNAMO)}
@@ -840,6 +855,7 @@ GROUPS = {
     "The index": INDEX_SETTINGS,
     "HTTP limits": HTTP_SETTINGS,
     "State that outlives the process": STATE_SETTINGS,
+    "A fleet divided among several kvds": PARTITION_SETTINGS,
     "The decision log": DECISION_SETTINGS,
     "The daemon": DAEMON_SETTINGS,
 }

@@ -28,7 +28,7 @@ from typing import Any, NoReturn, Protocol
 import trio
 
 from kvd.config.load import Prepared, StartError
-from kvd.errors import KvdError, NotFound
+from kvd.errors import KvdError, Misdirected, NotFound
 from kvd.fleet_file import parse as fleetfile
 from kvd.fleet_file.parse import Entry
 from kvd.telemetry.logs import get_logger
@@ -104,7 +104,7 @@ class FleetFileFollower:
         self._look_every_s = look_every_s
         self._held: dict[tuple[str, Hashable], Registered] = {}
         self._failed: dict[tuple[str, Hashable], str] = {}  # and why
-        self._elsewhere = 0  # entries of faces that are off
+        self._elsewhere = 0  # entries of faces that are off, and of models served elsewhere
         self._asked = trio.Event()
         self._taken: Written | None = None  # of a reload, to be applied
         self._said: dict[tuple[str, Hashable], Any] = {}  # by the file that was applied last
@@ -246,6 +246,8 @@ class FleetFileFollower:
     async def _add(self, name: tuple[str, Hashable], entry: Entry) -> None:
         try:
             known = await self._targets[name[0]].add(entry.wanted, over=name in self._held)
+        except Misdirected:
+            self._elsewhere += 1
         except KvdError as error:
             self._failed[name] = str(error)
             log.warning("fleet_entry_failed", entry=entry, reason=error)
@@ -259,7 +261,7 @@ class FleetFileFollower:
             "failed": len(self._failed),
             "off": self._elsewhere,
         }
-        help = "Number of entries of the fleet file, by state; off: the face is not served"
+        help = "Number of entries of the fleet file, by state; off: not served by this process"
         yield by_label("kvd_fleet_entries", "gauge", help, "state", states)
         help = "Number of reads of the fleet file, by outcome"
         yield by_label("kvd_fleet_reads_total", "counter", help, "outcome", self.reads)

@@ -13,8 +13,9 @@ import json
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from kvd.errors import KvdError, Unavailable
+from kvd.errors import KvdError, Misdirected, Unavailable
 from kvd.http.types import Form, Headers, Response, content_type
+from kvd.index.served import EVERYTHING, ServedModels
 
 INTERNAL_ERROR = "internal error"  # all a client learns about a bug; the log has the traceback
 
@@ -43,9 +44,12 @@ class Failures:
         self,
         reasons: Mapping[int, str] = MappingProxyType({}),
         forms: Mapping[str, Form] = MappingProxyType({}),
+        served: ServedModels = EVERYTHING,
     ) -> None:
+        """What is not known of models that are not `served` here is to be asked elsewhere."""
         self._reasons = reasons
         self._forms = forms
+        self._served = served
 
     def body(self, status: int, text: str, details: Mapping[str, object] | None = None) -> bytes:
         """Returns the body of a failure; `details` are further members, and go before the code."""
@@ -88,9 +92,13 @@ class Failures:
 
     def expected(self, failure: KvdError, headers: Headers) -> Response:
         """Returns the response to an expected failure of a handler."""
+        if failure.place is not None and not self._served.serves(failure.place):
+            failure = self._served.elsewhere(failure.place)
         response = self.response(failure.status, str(failure), failure.details, headers)
         if isinstance(failure, Unavailable) and failure.retry_after_s is not None:
             response.headers.append((b"retry-after", b"%d" % failure.retry_after_s))
+        if isinstance(failure, Misdirected) and failure.owner is not None:
+            response.headers.append((b"x-kvd-owner", failure.owner.encode()))
         return response
 
 

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from kvd.errors import Conflict, NotFound, Unavailable
+from kvd.index.served import EVERYTHING, ServedModels
 from kvd.model import MAX_PARTITIONS, InstanceId, PartitionKey, RankKey
 from kvd_core.conductor.conductor import DEFAULT_SEED, Conductor, Source
 from kvd_core.index.prefix_index import Budget, Dump, IngestCounters, PrefixIndex, Stream, Worker
@@ -121,8 +122,13 @@ class State:
         hash_seed: int = DEFAULT_SEED,
         max_blocks: int = 0,
         max_partitions: int = MAX_PARTITIONS,
+        served: ServedModels = EVERYTHING,
     ) -> None:
-        """All partitions together have `max_blocks` at most; 0 is no bound but memory."""
+        """All partitions together have `max_blocks` at most; 0 is no bound but memory.
+
+        There are partitions only of what is `served` here.
+        """
+        self.served = served
         self.budget = Budget(max_blocks)
         self.max_partitions = max_partitions
         self.partitions: dict[PartitionKey, Partition] = {}
@@ -144,7 +150,8 @@ class State:
         # A plain tuple finds the key that equals it, for a third of what making a key costs.
         found: Partition | None = self.partitions.get((model_name, tenant_id))  # type: ignore[call-overload]
         if found is None:
-            raise NotFound(f"no indexer for model={model_name} tenant_id={tenant_id}")
+            failure = NotFound(f"no indexer for model={model_name} tenant_id={tenant_id}")
+            raise failure.about((model_name, tenant_id))
         return found
 
     def add_rank(self, key: RankKey, block_size: int) -> Stream:
@@ -360,6 +367,7 @@ class State:
 
     def _make(self, key: PartitionKey, block_size: int) -> Partition:
         """Adds an empty partition, which no face with workers knows yet."""
+        self.served.check(key)
         if len(self.sized) >= self.max_partitions:
             self.refused_partitions += 1
             raise Unavailable(f"the limit of {self.max_partitions} models and tenants is reached")

@@ -56,6 +56,8 @@ def plan(state: State, entries: Sequence[StagedEntry]) -> Iterator[Planned | Non
         if not entry.blocks:
             continue
         key = _key(named, entry)
+        if not state.served.serves(key):
+            continue
         if not all(map(is_name, key)):
             raise Invalid(f"the dump's entry {str(key)!r} has control characters in its name")
         if not entry.block_size:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from kvd.errors import Invalid, KvdError, Unavailable
 from kvd.index.registry import Registry
+from kvd.index.served import ServedModels
 from kvd.model import PartitionKey, RankKey
 from kvd.selection.candidates import Fleet
 from kvd.selection.options import RouterOptions
@@ -42,7 +43,9 @@ class Admission:
         fleets: Mapping[PartitionKey, Fleet],
         registry: Registry,
         options: RouterOptions,
+        served: ServedModels,
     ) -> None:
+        self._served = served
         self._entries = entries
         self._fleets = fleets
         self._registry = registry
@@ -62,6 +65,10 @@ class Admission:
                 outgoing.check_endpoint(endpoint)
         if record.replay_endpoint and is_endpoint(record.replay_endpoint):
             outgoing.check_replay_endpoint(record.replay_endpoint)
+
+    def check_served(self, record: WorkerRecord) -> None:
+        """Raises Misdirected for a worker of a model that another kvd serves."""
+        self._served.check(record.key)
 
     def judged(self, record: WorkerRecord) -> Entry:
         """Returns the entry that a record would be."""

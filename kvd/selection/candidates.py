@@ -257,10 +257,11 @@ def schedulable(fleets: Mapping[PartitionKey, Fleet], key: PartitionKey) -> Flee
     """Returns a fleet with someone to select; raises Unserved."""
     fleet = fleets.get(key)
     if fleet is None or not fleet.workers:
-        raise Unserved(
+        failure = Unserved(
             Outcome.NO_WORKERS,
             f"no schedulable workers for model={key.model_name} tenant_id={key.tenant_id}",
         )
+        raise failure.about(key)
     return fleet
 
 

@@ -124,7 +124,8 @@ class Tuning:
             for key in self._fleets
         ):
             tenant = "" if tenant_id is None else f" tenant_id={tenant_id}"
-            raise NotFound(f"no workers have been registered for model={model_name}{tenant}")
+            failure = NotFound(f"no workers have been registered for model={model_name}{tenant}")
+            raise failure if tenant_id is None else failure.about((model_name, tenant_id))
 
     def _apply(self, model_name: str) -> None:
         self.changes += 1

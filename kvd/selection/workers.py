@@ -65,7 +65,7 @@ class Workers:
         self.speeds = speeds
         self.changes = 0  # of the catalog
         self._on_change = on_change
-        self._admission = Admission(self.entries, fleets, registry, options)
+        self._admission = Admission(self.entries, fleets, registry, options, state.served)
         self._changing = trio.Lock()
         self._blocked: set[int] = set()  # incomplete through no fault of their own
         self._due: deque[int] = deque()  # of these, those to be judged again
@@ -77,6 +77,7 @@ class Workers:
         Raises Conflict if a schedulable one would not be any more, BadRequest on an address that
         may not be connected to.
         """
+        self._admission.check_served(record)
         self._admission.check_addresses(record)
         async with self._changing:
             known = self.entries.get(record.worker_id)
@@ -101,6 +102,7 @@ class Workers:
         async with self._changing:
             known = self._entry(worker_id)
             record = change(known.record)
+            self._admission.check_served(record)
             self._admission.check_addresses(record)
             entry = await self._replace(known, self._admission.judged(record))
             self._changed()
@@ -121,6 +123,7 @@ class Workers:
         `_check_join` does, or BadRequest as `put` does; nothing has changed then.
         """
         for record in records:
+            self._admission.check_served(record)
             self._admission.check_addresses(record)
         async with self._changing:
             fleet = self._fleets.get(key)

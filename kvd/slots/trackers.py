@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvd.errors import BadRequest, Conflict, Invalid, NotFound, Unavailable
+from kvd.index.served import EVERYTHING, ServedModels
 from kvd.model import MAX_PARTITIONS, PartitionKey
 from kvd.slots.live_requests import LiveRequests, ease
 from kvd.slots.shared_loads import Ledgers
@@ -74,8 +75,13 @@ class SlotTrackers(LiveRequests[Tracker]):
         ledgers: Ledgers | None = None,
         max_trackers: int = MAX_PARTITIONS,
         clock: Callable[[], float] = time.monotonic,
+        served: ServedModels = EVERYTHING,
     ) -> None:
-        """Drops requests older than `expiry_s`; without `ledgers` no other face shares loads."""
+        """Drops requests older than `expiry_s`; without `ledgers` no other face shares loads.
+
+        There are trackers only of what is `served` here.
+        """
+        self._served = served
         self.trackers: dict[PartitionKey, Tracker] = {}
         super().__init__(self.trackers, expiry_s, clock)
         self.max_trackers = max_trackers
@@ -89,7 +95,8 @@ class SlotTrackers(LiveRequests[Tracker]):
         # A plain tuple finds the key that equals it, for a third of what making a key costs.
         found: Tracker | None = self.trackers.get((model_name, tenant_id))  # type: ignore[call-overload]
         if found is None:
-            raise NotFound(f"no slot tracker for model={model_name} tenant_id={tenant_id}")
+            failure = NotFound(f"no slot tracker for model={model_name} tenant_id={tenant_id}")
+            raise failure.about((model_name, tenant_id))
         return found
 
     # ---- workers
@@ -124,6 +131,7 @@ class SlotTrackers(LiveRequests[Tracker]):
             tracker.ledger.add_rank(worker_id, dp_rank)
 
     def _new(self, key: PartitionKey, block_size: int) -> Tracker:
+        self._served.check(key)
         if len(self.trackers) >= self.max_trackers:
             self.refused_trackers += 1
             raise Unavailable(f"the limit of {self.max_trackers} models and tenants is reached")

@@ -245,8 +245,7 @@ def test_an_engine_at_another_address_is_another(tmp_path: Path) -> None:
 
 
 def test_registrations_of_all_faces_come_back(tmp_path: Path) -> None:
-    forever = "--request-expiry-s=1000000"
-    with engine_of() as engine, kvd_of(tmp_path, forever) as kvd:
+    with engine_of() as engine, kvd_of(tmp_path) as kvd:
         kvd.register(engine)
         slots = {"worker_id": 7, "model_name": "m", "block_size": 4, "dp_start": 2, "dp_size": 2}
         assert kvd.post("slot-tracker", "/register", slots).status_code == 201
@@ -422,7 +421,7 @@ def test_a_file_in_its_place_is_an_error(tmp_path: Path) -> None:
 def test_killed_at_any_moment(tmp_path: Path) -> None:
     """Under events, bookings and questions: what is exact is true, no old booking is lost."""
     random = Random(7)
-    with engine_of() as engine, kvd_of(tmp_path) as kvd:
+    with engine_of() as engine, kvd_of(tmp_path, "--request-expiry-s=1000000") as kvd:
         kvd.register(engine)
         slots = {"worker_id": 7, "model_name": "m", "block_size": 4, "dp_start": 0, "dp_size": 1}
         assert kvd.post("slot-tracker", "/register", slots).status_code == 201

@@ -21,7 +21,14 @@ from tests.support.budget import scaled
 from tests.support.processes import REPOSITORY
 
 WORKER = "1=tcp://127.0.0.1:5557"
-TEXTS = ("some", "16", "127.0.0.1:8443", "tcp://127.0.0.1:5600", "http://10.0.0.9:8090")
+TEXTS = (
+    "some",
+    "16",
+    "127.0.0.1:8443",
+    "tcp://127.0.0.1:5600",
+    "http://10.0.0.9:8090",
+    "m=http://h:1",
+)
 
 
 def write(path: Path, text: str) -> dict[str, object]:
@@ -192,7 +199,7 @@ SPOKEN = [
     *("random", "kv", "kvd", "dynamo", "127.0.0.1:1", "127.0.0.1:2", "unix:/x", "http://h:1"),
     *("tcp://127.0.0.1:1", "tcp://127.0.0.1:2"),
     *("9000000", "9000001"),
-    *("0660", "0600", "http://h:2", "private", "ipc"),
+    *("0660", "0600", "http://h:2", "private", "ipc", "m@t=http://h:1", "m=http://h:1"),
 ]
 
 

@@ -7,7 +7,7 @@ from kvd_core.conductor.conductor cimport Conductor
 
 cdef class QuestionReader(BodyReader):
     # Of the last question; "" is no adapter, no salt, all instances.
-    cdef str tenant_id, lora_name, cache_salt, instance_id
+    cdef str model_name, tenant_id, lora_name, cache_salt, instance_id
 
     # Reads what the body asks about; returns the Conductor of that, None if there is none.
     cdef Conductor asked(self, dict partitions)
@@ -22,6 +22,7 @@ cdef class QueryHandler(HotHandler):
     cdef QuestionReader body
     cdef dict partitions  # by (model, tenant, block size); each has a Conductor as `conductor`
     cdef object packed    # answers a Request in msgpack
+    cdef object served    # which models and tenants are served here
 
     cdef bytes no_rows(self)
 

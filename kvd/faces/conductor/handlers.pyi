@@ -4,6 +4,7 @@ from typing import Any, ClassVar, Literal
 from kvd.faces.common.reader import BodyReader
 from kvd.http.hot import HotHandler
 from kvd.http.types import Request, Response
+from kvd.index.served import ServedModels
 from kvd_core.conductor.conductor import Conductor
 
 FIELDS: tuple[str, ...]
@@ -12,13 +13,19 @@ class QuestionReader(BodyReader): ...
 
 class QueryHandler(HotHandler):
     ARRAYS: ClassVar[Mapping[str, Literal["u32?", "hash64?"]]]
-    def __init__(self, partitions: Mapping[Any, Any], packed: Callable[[Request], Any]) -> None: ...
+    def __init__(
+        self,
+        partitions: Mapping[Any, Any],
+        packed: Callable[[Request], Any],
+        served: ServedModels,
+    ) -> None: ...
 
 class HashQueryHandler(QueryHandler):
     def __init__(
         self,
         partitions: Mapping[Any, Any],
         packed: Callable[[Request], Any],
+        served: ServedModels,
         sequence: Callable[[Conductor], Awaitable[None]],
     ) -> None: ...
     async def sequenced(self, request: Request, conductor: Conductor) -> Response: ...

@@ -69,7 +69,8 @@ cdef class QuestionReader(BodyReader):
         cdef uint64_t block_size = 0
         model = self.alias(kModel, kModelAliases, kSaltAliases, reading.MODEL)
         if not model:
-            reading.model_name(self.known(), "model")
+            model = reading.model_name(self.known(), "model")
+        self.model_name = model
         self.tenant_id = self.kept_text(kTenant) or TENANT
         if not natural(self.core.value(kBlockSize), U32, &block_size) or block_size == 0:
             reading.uint(self.known(), "block_size", 1)
@@ -106,8 +107,11 @@ cdef class QueryHandler(HotHandler):
 
     ARRAYS = {"token_ids": "u32?"}
 
-    def __init__(self, dict partitions not None, packed not None):
-        """Takes partitions by model, tenant and block size; what answers a Request in msgpack."""
+    def __init__(self, dict partitions not None, packed not None, served not None):
+        """Takes partitions by model, tenant and block size; what answers a Request in msgpack; and
+        what is served here.
+        """
+        self.served = served
         self.body = QuestionReader(self.ARRAYS, FIELDS)
         self.partitions = partitions
         self.packed = packed
@@ -130,6 +134,8 @@ cdef class QueryHandler(HotHandler):
         )
 
     cdef bytes no_rows(self):
+        cdef QuestionReader asks = self.body
+        self.served.check((asks.model_name, asks.tenant_id))
         return render({self.body.tenant_id: {}})
 
 
@@ -141,9 +147,9 @@ cdef class HashQueryHandler(QueryHandler):
 
     ARRAYS = dict.fromkeys(reading.HASHES, "hash64?")
 
-    def __init__(self, dict partitions, packed, sequence not None):
+    def __init__(self, dict partitions, packed, served, sequence not None):
         """Takes also the function that makes sequence hashes of a Conductor and is awaited."""
-        super().__init__(partitions, packed)
+        super().__init__(partitions, packed, served)
         self.sequence = sequence
         self.waits = True
 

@@ -87,10 +87,11 @@ def routes(state: State, publishers: Publishers) -> tuple[Route, ...]:
     """Returns the face's routes over the daemon's state."""
     sequence = partial(_make_sequences, trio.Lock())
     packed_by_hash = partial(_packed_query_by_hash, state, sequence)
+    by_hash = HashQueryHandler(state.sized, packed_by_hash, state.served, sequence)
     return (
         HEALTH,
-        _hot("/query", QueryHandler(state.sized, partial(_packed_query, state))),
-        _hot("/query_by_hash", HashQueryHandler(state.sized, packed_by_hash, sequence)),
+        _hot("/query", QueryHandler(state.sized, partial(_packed_query, state), state.served)),
+        _hot("/query_by_hash", by_hash),
         Route("POST", "/register", partial(register, publishers), any_type=True, scope=Scope.ADMIN),
         Route(
             "POST", "/unregister", partial(unregister, publishers), any_type=True, scope=Scope.ADMIN
@@ -111,7 +112,10 @@ def _packed_query(state: State, request: Request) -> Response:
     """Answers a question about token ids in msgpack."""
     topic, tokens = packed.read_question(request.body, "token_ids", 4)
     partition = None if topic is None else state.sized.get(topic[:3])
-    if topic is None or partition is None:
+    if topic is None:
+        return packed.rows(())
+    if partition is None:
+        state.served.check(topic[:2])
         return packed.rows(())
     asked = topic.lora_name, topic.cache_salt, topic.instance
     return packed.rows(partition.conductor.tiers_of_tokens(tokens, *asked))
@@ -121,7 +125,10 @@ async def _packed_query_by_hash(state: State, sequence: Sequence, request: Reque
     """Answers a question about sequence hashes in msgpack."""
     topic, hashes = packed.read_question(request.body, "seq_hashes", 8)
     partition = None if topic is None else state.sized.get(topic[:3])
-    if topic is None or partition is None:
+    if topic is None:
+        return packed.rows(())
+    if partition is None:
+        state.served.check(topic[:2])
         return packed.rows(())
     await sequence(partition.conductor)
     asked = topic.lora_name, topic.cache_salt, topic.instance

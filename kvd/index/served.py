@@ -1,0 +1,59 @@
+"""Which models and tenants this process serves, and who serves the others.
+
+A fleet that is too much for one kvd is divided by model and tenant: nothing is shared between two
+of them, neither blocks nor load. Each kvd is told what it serves, and may be told who serves the
+rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from types import MappingProxyType
+
+from kvd.errors import Misdirected
+from kvd.telemetry.metrics import Family, counter
+
+Place = tuple[str, str | None]  # model, tenant; None is every tenant of it
+
+
+class ServedModels:
+    """What is served here; by default that is everything."""
+
+    def __init__(
+        self,
+        served: Collection[Place] = (),
+        owners: Mapping[Place, str] = MappingProxyType({}),
+    ) -> None:
+        """Without anything in `served` all is; `owners` says where others are served."""
+        self._served = frozenset(served)
+        self._owners = owners
+        self.misdirected = 0  # requests and registrations that belong elsewhere
+
+    def serves(self, place: tuple[str, str]) -> bool:
+        """Says whether a model and tenant are served here. O(1)."""
+        return not self._served or not self._served.isdisjoint((place, (place[0], None)))
+
+    def owner(self, place: tuple[str, str]) -> str | None:
+        """Returns where a model and tenant are served, None if nobody has said."""
+        return self._owners.get(place) or self._owners.get((place[0], None))
+
+    def check(self, place: tuple[str, str]) -> None:
+        """Raises Misdirected for what is served elsewhere."""
+        if not self.serves(place):
+            raise self.elsewhere(place)
+
+    def elsewhere(self, place: tuple[str, str]) -> Misdirected:
+        """Returns what is said of a model and tenant that are served elsewhere, and counts it."""
+        self.misdirected += 1
+        model_name, tenant_id = place
+        return Misdirected(
+            f"model={model_name} tenant_id={tenant_id} is not served here", self.owner(place)
+        )
+
+    def families(self) -> Iterator[Family]:
+        """Yields what metrics say."""
+        help = "Number of requests and registrations for models that this process does not serve"
+        yield counter("kvd_misdirected_total", help, self.misdirected)
+
+
+EVERYTHING = ServedModels()
