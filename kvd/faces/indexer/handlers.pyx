@@ -100,7 +100,8 @@ cdef class TieredQueryHandler(QueryHandler):
         """Returns an empty index for a model and tenant whose last worker has just left."""
         block_size = self.registry.block_size_left(key)
         if block_size is None:
-            failure = NotFound(f"no indexer for model={key.model_name} routing_group={key.tenant_id}")
+            model_name, tenant_id = key
+            failure = NotFound(f"no indexer for model={model_name} routing_group={tenant_id}")
             raise failure.about(key)
         return PrefixIndex(block_size, IngestCounters())
 
