@@ -211,6 +211,7 @@ def figures(faces: list[Face], interval_s: float) -> dict[str, Any]:
         "requests_per_s": round(sum(map(_requests, faces)) / interval_s, 1),
         "resident_bytes": _first(faces, {"": "process_resident_memory_bytes"})[""],
         "queued": _first(faces, {"messages": "kvd_queued_messages", "bytes": "kvd_queued_bytes"}),
+        "state": _first(faces, STATE),
         "log_lines_dropped": _first(faces, {"": "kvd_log_lines_dropped_total"})[""],
     }
     if listening:  # all of them show the same index
@@ -240,6 +241,13 @@ INDEX = {"models": "dynamo_kvindexer_models", "blocks": "kvd_index_blocks"} | {
     "max_blocks": "kvd_index_max_blocks",
     "pairs": "kvd_index_pairs",
     "refused_blocks": "kvd_index_refused_blocks_total",
+}
+# Of the state directory; a process without one has none of these.
+STATE = {
+    "recording": "kvd_state_recording",
+    "failures": "kvd_state_failures_total",
+    "snapshot_age_s": "kvd_state_index_age_seconds",
+    "snapshot_bytes": "kvd_state_index_bytes",
 }
 SIZES = {
     "indexer": {"instances": "dynamo_kvindexer_workers"},
@@ -319,12 +327,21 @@ def text(shown: Mapping[str, Any]) -> Iterator[str]:
         yield f"{'conductor':13} {shown['conductor']['registered']:,} publishers"
     if shown["resident_bytes"] is not None:
         yield f"{'memory':13} {_mib(shown['resident_bytes'])}"
+    if shown["state"]["recording"] is not None:
+        yield f"{'state':13} {_kept(shown['state'])}"
     if shown["queued"]["messages"]:
         messages, size = shown["queued"]["messages"], shown["queued"]["bytes"]
         yield f"{'queued':13} {messages:,} messages, {_mib(size)}"
     if shown["log_lines_dropped"]:
         yield f"{'log':13} {shown['log_lines_dropped']:,} lines dropped"
     yield from _inexact(shown)
+
+
+def _kept(state: Mapping[str, Any]) -> str:
+    recorded = "bookings recorded" if state["recording"] else "bookings NOT recorded"
+    age, size = state["snapshot_age_s"], state["snapshot_bytes"]
+    kept = "no snapshot yet" if age is None else f"snapshot {age} s old, {_mib(size)}"
+    return f"{recorded}; {kept}; {state['failures']:,} failed writes"
 
 
 def _mib(count: int) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import resource
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -416,6 +418,39 @@ def test_a_file_in_its_place_is_an_error(tmp_path: Path) -> None:
     assert server.process.wait(PATIENCE_S) == 78
     assert "state_dir: cannot use" in server.stderr
     kvd.close()
+
+
+def test_a_full_disk_costs_nothing_but_what_it_does_not_take(tmp_path: Path) -> None:
+    """Files end at a size; until there is room again bookings are served and not recorded."""
+    with kvd_of(tmp_path, "--snapshot-s=3600") as kvd:
+        assert kvd.server is not None
+        pid = kvd.server.process.pid
+        slots = {"worker_id": 7, "model_name": "m", "block_size": 4, "dp_start": 0, "dp_size": 1}
+        assert kvd.post("slot-tracker", "/register", slots).status_code == 201
+        assert book(kvd, "before").status_code == 201
+        wait(lambda: _live(kvd.state) == ["before"])
+        wait(lambda: _kept(kvd.state / "registrations") == 1)
+        _limit_files(pid, 64)  # bytes
+        assert book(kvd, "lost").status_code == 201
+        wait(lambda: kvd.metric("kvd_state_recording") == 0)  # the log is a file, too
+        assert book(kvd, "served").status_code == 201
+        status = [sys.executable, "-m", "kvd", "status", "--interval=0"]
+        status += [f"--{face}-bind=127.0.0.1:{port}" for face, port in kvd.ports.items()]
+        said = subprocess.run(status, capture_output=True, text=True, env=clean_environment())
+        assert "bookings NOT recorded" in said.stdout
+        assert _live(kvd.state) == ["before"]
+        _limit_files(pid, resource.RLIM_INFINITY)
+        wait(lambda: kvd.metric("kvd_state_recording") == 1)
+        wait(lambda: sorted(_live(kvd.state)) == ["before", "lost", "served"])
+        kvd.kill()
+        kvd.start()
+        assert book(kvd, "lost").status_code == book(kvd, "served").status_code == 200
+        kvd.stop()
+
+
+def _limit_files(pid: int, size: int) -> None:
+    """Has writes of a process fail that would make a file longer."""
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 
 def test_killed_at_any_moment(tmp_path: Path) -> None:
