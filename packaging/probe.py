@@ -638,11 +638,21 @@ def restarts_under_load(folder: Path) -> str:
 
 @step
 def upgrade_under_load(folder: Path) -> str:
+    """No request is refused, and what was registered and booked before is there afterwards."""
     pid = shown("MainPID")
+    tracker = PORTS["slot_tracker"]
+    place = {"model_name": "kept", "worker_id": 7}
+    said(tracker, "POST", "/register", place | {"block_size": 4, "dp_start": 0, "dp_size": 1})
+    prompt = {"dp_rank": 0, "sequence_hashes": [1, 2, 3], "new_isl_tokens": 12}
+    said(tracker, "POST", "/add", place | prompt | {"request_id": "r"})
+    loads = said(tracker, "GET", "/loads?model_name=kept")
     with load() as asking:
         asking.more()
         run("dpkg", "-i", "--force-confold", str(folder / "second.deb"))
         asking.more()
+    assert said(tracker, "GET", "/loads?model_name=kept") == loads != []
+    said(tracker, "POST", "/free", {"model_name": "kept", "request_id": "r"})
+    assert "ok" in run("kvd", "state", "verify", "/var/lib/kvd")
     assert shown("MainPID") != pid and shown("ActiveState") == "active"
     assert CONFIG.read_text().endswith("# edited\n")
     version = run("dpkg-query", "-Wf", "${Version}", "kvd")
