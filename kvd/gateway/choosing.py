@@ -52,6 +52,7 @@ class Attempt:
     tried: set[int] = field(default_factory=set)  # worker ids
     refused: Answer | None = None  # what the last one that refused has said
     failed: str | None = None  # why the last one that failed did
+    lacks_room: bool = False  # and that was for want of a descriptor or a port here
     later: Later | None = None  # the tokens to ask for once the answer has begun
     prompt: tuple[Prompt, int] | None = None  # as a pool has looked at it, by this block size
     prefill_body: bytes | None = None  # for a prefill engine of vLLM, once it is needed

@@ -62,6 +62,7 @@ NOT_BEGUN = frozenset(
         Outcome.NO_ANSWER,
         Outcome.BROKEN,
         Outcome.MALFORMED,
+        Outcome.NO_ROOM,
     )
 )
 
@@ -153,9 +154,7 @@ class Forwarder:
             refused = failure if _refuses(failure) is not None else None
         if refused is not None:
             return await self._pass_refusal(request, attempt, refused)
-        raise GatewayError(
-            Reason.UPSTREAM_FAILED, f"no engine has answered: {attempt.failed or 'none is left'}"
-        )
+        raise _unanswered(attempt, f"no engine has answered: {attempt.failed or 'none is left'}")
 
     async def _serve_stored(self, api: Api, request: RelayedRequest, request_id: bytes) -> bool:
         path = request.target.partition(b"?")[0]
@@ -176,7 +175,7 @@ class Forwarder:
             return done
         if attempt.refused is not None:
             return await self._pass_refusal(request, attempt, attempt.refused)
-        raise GatewayError(Reason.UPSTREAM_FAILED, f"the engine has not answered: {attempt.failed}")
+        raise _unanswered(attempt, f"the engine has not answered: {attempt.failed}")
 
     def _keeper(self, asked: Asked, engines: Sequence[Upstream]) -> int | None:
         """Returns the worker that keeps what a request goes on from; raises GatewayError.
@@ -323,7 +322,9 @@ class Forwarder:
             raise GatewayError(Reason.UPSTREAM_TIMEOUT, text)
         attempt.failed = outcome.name.lower().replace("_", " ")
         self._stats.retries[outcome.name.lower()] += 1
-        upstream.note_gone(attempt.failed)
+        attempt.lacks_room = outcome is Outcome.NO_ROOM
+        if not attempt.lacks_room:
+            upstream.note_gone(attempt.failed)
 
     async def _end(
         self,
@@ -404,6 +405,13 @@ def _forward(
         exchange.fill(errors.FILLERS[attempt.asked.api.errors])
     exchange.forward(head, chunked=chunked)
     return chunked, persists
+
+
+def _unanswered(attempt: Attempt, text: str) -> GatewayError:
+    """Returns what a client is told whose request no engine has answered."""
+    if attempt.lacks_room:  # the engines may be well
+        return GatewayError(Reason.OVERLOADED, "the gateway has no descriptor or port left")
+    return GatewayError(Reason.UPSTREAM_FAILED, text)
 
 
 def _refuses(answer: Answer) -> str | None:

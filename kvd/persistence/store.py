@@ -32,7 +32,7 @@ from kvd.model import InstanceId, PartitionKey
 from kvd.persistence import snapshot
 from kvd.persistence.bookings import Restored, restore
 from kvd.persistence.directory import Directory
-from kvd.persistence.frames import Content, Damaged, Header
+from kvd.persistence.frames import Content, Damaged, Header, Reading
 from kvd.persistence.journal import MAX_WAITING_BYTES, JournalWriter
 from kvd.persistence.moments import Moments
 from kvd.persistence.reading import bookings_of, frames_of
@@ -46,6 +46,10 @@ from kvd_core.ledger.journal import Journal
 
 # Time in which whoever was restored is to be registered again; a gateway asks its engines first.
 GRACE_S = 60.0
+
+# Age up to which a snapshot goes before a peer's dump. vLLM keeps the last 10,000 batches for
+# replays, a quarter of an hour of a busy engine.
+FRESH_S = 600.0
 
 # Pause between two looks whether registrations have changed; one that is younger dies with a killed
 # process.
@@ -175,6 +179,20 @@ class Keeper:
                 )
         await self._writer.begin()
         self._is_begun = True
+
+    async def has_fresh_index(self) -> bool:
+        """Says whether there is a snapshot that replays may still reach back to."""
+        try:
+            path = self._directory.file(Content.INDEX)
+            reading = await trio.to_thread.run_sync(Reading, path)
+        except (OSError, Damaged):  # there is none, or `restore_index` says what is wrong with it
+            return False
+        reading.close()
+        return Moments.now(self._clock()).since(reading.header.moments) < FRESH_S
+
+    def leave_index(self) -> None:
+        """Has the index begin without the snapshot, which the next one replaces."""
+        self._restored_index.set()
 
     async def restore_index(self) -> bool:
         """Fills the index from the snapshot, while faces serve; False if there is none to use."""

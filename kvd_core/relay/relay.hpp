@@ -93,7 +93,8 @@ enum class Outcome : uint8_t {
   kClientGone,    // the client ended its stream or reset it
   kConnectTime,   // connecting took too long
   kSilence,       // the engine sent nothing for too long
-  kClientStalled  // the client took nothing for too long
+  kClientStalled, // the client took nothing for too long
+  kNoRoom         // no descriptor, port or memory is left here for a connection
 };
 
 enum class Framing : uint8_t { kAsIs, kChunks };
@@ -445,7 +446,7 @@ class Relay {
     x.sent = 0;
     x.was_kept = false;
     x.engine_fd = socket(engine.address.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
-    if (x.engine_fd < 0) return end(id, Outcome::kUnreachable);
+    if (x.engine_fd < 0) return end(id, Outcome::kNoRoom);
     if (engine.address.ss_family != AF_UNIX) {
       const int on = 1;
       setsockopt(x.engine_fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
@@ -456,8 +457,14 @@ class Relay {
     } else if (errno == EINPROGRESS) {
       watch_engine(id, EPOLLOUT);
     } else {
-      end(id, Outcome::kUnreachable);
+      end(id, lacks_room(errno) ? Outcome::kNoRoom : Outcome::kUnreachable);
     }
+  }
+
+  // Whether a connection fails for want of something here, which says nothing about the engine. The
+  // queue of a Unix socket that is full is the engine's, but it is there.
+  static bool lacks_room(int error) {
+    return error == EADDRNOTAVAIL || error == EAGAIN || error == ENOBUFS || error == ENOMEM;
   }
 
   void on_connected(ExchangeId id) {

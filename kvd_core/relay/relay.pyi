@@ -25,6 +25,7 @@ class Outcome(IntEnum):
     CONNECT_TIME = 7
     SILENCE = 8
     CLIENT_STALLED = 9
+    NO_ROOM = 10
 
 class Ending(NamedTuple):
     outcome: Outcome

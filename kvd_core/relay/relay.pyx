@@ -44,6 +44,7 @@ class Outcome(IntEnum):
     CONNECT_TIME = 7
     SILENCE = 8
     CLIENT_STALLED = 9
+    NO_ROOM = 10
 
 
 cdef class Relay:

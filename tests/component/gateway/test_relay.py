@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import select
 import socket
 from collections.abc import Callable, Iterator
@@ -163,3 +164,17 @@ def test_a_stream_that_nobody_gets_is_held_to_its_end(turns: Turns) -> None:
     assert relay.answer(exchange).held == b"data: 1\n\ndata: 2\n\n"
     assert relay.idle(engine) == 1
     relay.drop(exchange)
+
+
+def test_a_gateway_without_descriptors_says_nothing_of_its_engines(turns: Turns) -> None:
+    """No socket can be made: that is another outcome than an engine that cannot be reached."""
+    relay = turns.relay
+    _, engine = turns.engine()
+    ours, _ = turns.client()
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
+    try:
+        exchange = relay.begin(engine, ours.fileno(), REQUEST, b"{}", HOLD)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert relay.ending(exchange).outcome == Outcome.NO_ROOM
