@@ -86,15 +86,15 @@ enum class Phase : uint8_t {
 enum class Outcome : uint8_t {
   kUnderWay,
   kComplete,
-  kUnreachable,   // no connection
-  kNoAnswer,      // the engine's connection ended before a byte of the answer
-  kBroken,        // it ended within the answer
-  kMalformed,     // what came is no answer
-  kClientGone,    // the client ended its stream or reset it
-  kConnectTime,   // connecting took too long
-  kSilence,       // the engine sent nothing for too long
-  kClientStalled, // the client took nothing for too long
-  kNoRoom         // no descriptor, port or memory is left here for a connection
+  kUnreachable,    // no connection
+  kNoAnswer,       // the engine's connection ended before a byte of the answer
+  kBroken,         // it ended within the answer
+  kMalformed,      // what came is no answer
+  kClientGone,     // the client ended its stream or reset it
+  kConnectTime,    // connecting took too long
+  kSilence,        // the engine sent nothing for too long
+  kClientStalled,  // the client took nothing for too long
+  kNoRoom          // no descriptor, port or memory is left here for a connection
 };
 
 enum class Framing : uint8_t { kAsIs, kChunks };
@@ -231,26 +231,11 @@ class Relay {
   ExchangeId begin(EngineId engine, int client_fd, const char* head, size_t head_size,
                    const char* body, size_t body_size, size_t hold) {
     const ExchangeId id = take();
-    Exchange& x = at(id);
-    x.engine = engine;
-    x.era = engines_[engine].era;
-    x.client_fd = client_fd;
-    x.request.assign(head, head_size);
-    x.body = body;
-    x.body_size = body_size;
-    x.hold = hold;
-    now_ = now_ns();
-    x.begun_ns = x.touched_ns = now_;
-    ++stats.begun;
-    if (client_fd != kNoSocket) watch_client(id, EPOLLRDHUP);
-    x.engine_fd = take_idle(engine);
-    x.was_kept = x.engine_fd != kNoSocket;
-    if (x.was_kept) {
-      ++stats.reused;
-      x.phase = Phase::kSending;
-      send_request(id);
-    } else {
-      connect(id);
+    try {
+      start(id, engine, client_fd, head, head_size, body, body_size, hold);
+    } catch (...) {
+      drop(id);
+      throw;
     }
     return id;
   }
@@ -436,6 +421,31 @@ class Relay {
       ::close(last.fd);
     }
     return kNoSocket;
+  }
+
+  void start(ExchangeId id, EngineId engine, int client_fd, const char* head, size_t head_size,
+             const char* body, size_t body_size, size_t hold) {
+    Exchange& x = at(id);
+    x.engine = engine;
+    x.era = engines_[engine].era;
+    x.client_fd = client_fd;
+    x.request.assign(head, head_size);
+    x.body = body;
+    x.body_size = body_size;
+    x.hold = hold;
+    now_ = now_ns();
+    x.begun_ns = x.touched_ns = now_;
+    ++stats.begun;
+    if (client_fd != kNoSocket) watch_client(id, EPOLLRDHUP);
+    x.engine_fd = take_idle(engine);
+    x.was_kept = x.engine_fd != kNoSocket;
+    if (x.was_kept) {
+      ++stats.reused;
+      x.phase = Phase::kSending;
+      send_request(id);
+    } else {
+      connect(id);
+    }
   }
 
   void connect(ExchangeId id) {

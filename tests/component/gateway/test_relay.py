@@ -178,3 +178,15 @@ def test_a_gateway_without_descriptors_says_nothing_of_its_engines(turns: Turns)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     assert relay.ending(exchange).outcome == Outcome.NO_ROOM
+
+
+def test_an_exchange_that_cannot_begin_leaves_nothing(turns: Turns) -> None:
+    relay = turns.relay
+    _, engine = turns.engine()
+    ours, theirs = socket.socketpair()
+    closed = ours.fileno()
+    ours.close()
+    theirs.close()
+    with pytest.raises(RuntimeError, match="Bad file descriptor"):
+        relay.begin(engine, closed, REQUEST, b"{}", HOLD)
+    assert len(relay) == 0
