@@ -203,9 +203,11 @@ class Keeper:
             found = await snapshot.read(path)
             planned = await planned_of(self._state, found.entries)
         except FileNotFoundError:
+            self._restored_index.set()
             return False
         except (OSError, Damaged, KvdError, ValueError) as error:
             await self._refuse(Content.INDEX, path, error)
+            self._restored_index.set()
             return False
         else:
             await bring_in(self._state, planned, self._note_blocks)
@@ -213,7 +215,7 @@ class Keeper:
             self._restored = [(each.key, id_) for each in planned for id_ in each.workers]
         finally:
             self._state.end_recovery()
-            self._restored_index.set()
+        self._restored_index.set()  # not where it is given up: then the file stays as it is
         self.stats.outcomes[Content.INDEX] = Outcome.RESTORED
         log.info(
             "index_restored",
