@@ -43,7 +43,9 @@ from kvd.app.stopping import Stop
 from kvd.app.unmatched_log import UnmatchedLog
 from kvd.config.load import Config, StartError
 from kvd.config.reload import Reader
-from kvd.fleet_file.follower import FleetFileFollower
+from kvd.faces.gateway.engines import CALLS
+from kvd.fleet_file.follower import FleetFileFollower, RegistrationTarget
+from kvd.fleet_file.targets import UpstreamTarget
 from kvd.gateway.siblings import Place
 from kvd.index.capacity import ListenerCapacity
 from kvd.index.partitions import State
@@ -271,7 +273,7 @@ class _Daemon:
             listening.start_soon(self._fleet.run)
         if self._keeper is not None:
             with self._stop.gives_up():
-                await self._keeper.restore_registrations(self._targets)
+                await self._keeper.restore_registrations(self._targets_of_clients())
                 await self._keeper.restore_bookings()
                 listening.start_soon(self._keeper.run)
         indexing = [config.indexer_bind, config.selection_bind, config.conductor_bind]
@@ -285,6 +287,12 @@ class _Daemon:
             self._recovered.set()
         if not self._stop.is_asked:
             await self._serve_faces()
+
+    def _targets_of_clients(self) -> dict[str, RegistrationTarget]:
+        """Returns where registrations by calls are made again: as those of clients."""
+        if "upstream" not in self._targets:
+            return self._targets
+        return self._targets | {"upstream": UpstreamTarget(self._parts.gateway.upstreams, CALLS)}
 
     async def finish(self) -> None:
         """Keeps what there is at the end, when nothing changes any more."""

@@ -111,19 +111,20 @@ class PolicyTarget(_Target):
 
 
 class UpstreamTarget(_Target):
-    """Engines behind the gateway."""
+    """Engines behind the gateway, which an owner wants."""
 
-    def __init__(self, upstreams: Upstreams) -> None:
+    def __init__(self, upstreams: Upstreams, owner: str = FILE) -> None:
         self._upstreams = upstreams
+        self._owner = owner
 
     async def add(self, wanted: Wanted, *, over: bool = False) -> object:
-        return self._upstreams.want(wanted, FILE)
+        return self._upstreams.want(wanted, self._owner)
 
     def holds(self, wanted: Wanted, known: object) -> bool:
-        return self._upstreams.holds(wanted, FILE) is known
+        return self._upstreams.holds(wanted, self._owner) is known
 
     async def remove(self, wanted: Wanted) -> None:
-        self._upstreams.unwant(wanted, FILE)
+        self._upstreams.unwant(wanted, self._owner)
 
 
 class ConductorTarget(_Target):

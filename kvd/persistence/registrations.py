@@ -113,7 +113,8 @@ class Registrations:
     def _all(self) -> Iterator[tuple[str, Any]]:
         faces = self._faces
         for each in faces.registry.owned_by(INDEXER):
-            if each.key not in self._ranks:
+            # Others may have been unregistered since the list was made.
+            if each.key not in self._ranks and faces.registry.find(each.key) is each:
                 at = each.listener.addresses
                 size = faces.registry.block_size(each)
                 yield (

@@ -303,6 +303,22 @@ def test_registrations_of_all_faces_come_back(tmp_path: Path) -> None:
         kvd.stop()
 
 
+def test_engines_that_came_by_calls_stay_behind_the_gateway(tmp_path: Path) -> None:
+    port = find_free_port()
+    with kvd_of(tmp_path, f"--gateway-bind=127.0.0.1:{port}") as kvd:
+        url = f"http://127.0.0.1:{port}/upstreams"
+        engine = {"url": "http://127.0.0.1:9"}  # nobody listens there
+        added = kvd.client.post(url, json=engine)
+        assert added.status_code == 201
+        wait(lambda: _kept(kvd.state / "registrations") == 1)
+        kvd.kill()
+        kvd.start()
+        assert kvd.client.post(url, json=engine).status_code == 409
+        assert kvd.client.delete(f"{url}/{added.json()['worker_id']}").status_code == 200
+        wait(lambda: _kept(kvd.state / "registrations") == 0)
+        kvd.stop()
+
+
 def _kept(path: Path) -> int:
     """Returns how many registrations a file has, about; a policy is one."""
     frames = frames_of(path, Content.REGISTRATIONS) if path.exists() else []
