@@ -18,7 +18,7 @@ _hashes = count(1)  # engines name their blocks as they like; these are distinct
 
 
 class Engine:
-    """One rank: a PUB socket, a ROUTER for replays, and its cache.
+    """One rank: an XPUB socket, a ROUTER for replays, and its cache.
 
     It lives in a thread of its own, so that a test which waits does not stop it.
     """
@@ -26,7 +26,8 @@ class Engine:
     def __init__(self, replays: bool = True, buffered: int = 10_000) -> None:
         """Its replay server, if it has one, has the last `buffered` batches."""
         self._context = zmq.Context()
-        self._pub = self._context.socket(zmq.PUB)
+        self._pub = self._context.socket(zmq.XPUB)  # it sees subscribers come
+        self._pub.xpub_verboser = True
         self._pub.sndhwm = 0
         self._pub.bind("tcp://127.0.0.1:0")
         self.endpoint = self._pub.last_endpoint.decode()
@@ -37,6 +38,7 @@ class Engine:
         self._buffered = buffered
         self._lock = Lock()
         self._ending = Event()
+        self.subscribed = Event()  # once somebody has been heard to subscribe
         self.replays = 0  # requests for one
         self.restart()
         self._thread = Thread(target=self._serve, daemon=True)
@@ -98,6 +100,10 @@ class Engine:
 
     def _serve(self) -> None:
         while not self._ending.is_set():
+            with self._lock:
+                while self._pub.poll(0):
+                    if self._pub.recv()[:1] == b"\1":
+                        self.subscribed.set()
             if not self._router.poll(20):
                 continue
             asker, empty, start = self._router.recv_multipart()

@@ -159,11 +159,9 @@ def prompt(number: int, blocks: int = 3) -> list[int]:
 def settle(kvd: Kvd, engine: Engine, prompts: int = 5) -> None:
     """Has an engine heard from its first batch on, and its index in a snapshot."""
     kvd.register(engine)
-    wait(lambda: "stream_joined" in kvd.server.stderr)  # type: ignore[union-attr]
+    assert engine.subscribed.wait(PATIENCE_S)
     for number in range(prompts):
         engine.store(prompt(number))
-    if engine.replay_endpoint is None:  # the subscription may have come a moment later
-        wait(lambda: engine.store(prompt(900 + engine.seq)) or kvd.health()[0] == "exact")
     wait(lambda: kvd.health() == ("exact", "") and len(kvd.paths()) == len(engine.cache))
     written = kvd.metric('kvd_state_files_total{content="index"}')
     wait(lambda: kvd.metric('kvd_state_files_total{content="index"}') > written + 1)
@@ -484,7 +482,7 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
         kvd.register(engine)
         slots = {"worker_id": 7, "model_name": "m", "block_size": 4, "dp_start": 0, "dp_size": 1}
         assert kvd.post("slot-tracker", "/register", slots).status_code == 201
-        wait(lambda: "stream_joined" in kvd.server.stderr)  # type: ignore[union-attr]
+        assert engine.subscribed.wait(PATIENCE_S)
         wait(lambda: _kept(kvd.state / "registrations") >= 2)
         booked: dict[str, float] = {}  # when
         number = 0
