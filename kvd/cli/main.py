@@ -586,6 +586,8 @@ def gateway_settings(
             named = [url for each in (given[setting] or (), *flags) for url in each]
             given[setting] = tuple(dict.fromkeys(named))
     if (bind := address(args, settings.DEFAULT_GATEWAY_BIND)) is not None:
+        if args.gateway_bind is not None:
+            parser.error("--gateway-bind says where to listen; --host and --port say it, too")
         given["gateway_bind"] = bind
     others = dict.fromkeys(config.FACE_BINDS, parsers.OFF)
     given[config.DEFAULTS] = others | {

@@ -107,6 +107,11 @@ def test_a_wrong_command_line_names_the_command_and_no_password(
             "kvd indexer: unrecognized arguments: --bogus; see `kvd indexer --help`",
         ),
         ("config check tcp://me:pw@h:1", "kvd config check: unrecognized arguments: tcp://***@h:1"),
+        (
+            "gateway --port 1 --gateway-bind 127.0.0.1:2",
+            "kvd gateway: --gateway-bind says where to listen; --host and --port say it, too; "
+            "see `kvd gateway --help`",
+        ),
         ("status --client-keyfile x", "kvd status: --client-keyfile needs --client-certfile"),
     ):
         with pytest.raises(SystemExit):
