@@ -19,6 +19,7 @@ import httpx
 import pytest
 import trio
 
+from kvd.cli.main import main
 from kvd.persistence.directory import journals
 from kvd.persistence.frames import Content, unpacked
 from kvd.persistence.reading import bookings_of, frames_of
@@ -107,23 +108,27 @@ class Kvd:
 
     def paths(self, instance_id: int = 1) -> set[tuple[int, ...]]:
         """Returns the local hashes of each block that an instance holds, with all before it."""
-        dump = self.get("indexer", "/dump").get("m:default", {"events": []})
-        found: dict[int | None, tuple[int, ...]] = {None: ()}
-        for event in dump["events"]:
-            if event["worker_id"] == instance_id:
-                stored = event["event"]["data"]["stored"]
-                parent = stored["parent_hash"]
-                for block in stored["blocks"]:
-                    found[block["block_hash"]] = (*found[parent], block["tokens_hash"])
-                    parent = block["block_hash"]
-        del found[None]
-        return set(found.values())
+        return paths_of(self.get("indexer", "/dump"), instance_id)
 
     def matched(self, tokens: list[int], instance_id: int = 1) -> int:
         body = {"model_name": "m", "token_ids": tokens}
         found = self.post("indexer", "/query", body).json()["scores"]
         scores: dict[str, int] = found.get(str(instance_id), {})
         return max(scores.values(), default=0)
+
+
+def paths_of(dump: dict[str, Any], instance_id: int = 1) -> set[tuple[int, ...]]:
+    """Returns what `Kvd.paths` does, of a dump."""
+    found: dict[int | None, tuple[int, ...]] = {None: ()}
+    for event in dump.get("m:default", {"events": []})["events"]:
+        if event["worker_id"] == instance_id:
+            stored = event["event"]["data"]["stored"]
+            parent = stored["parent_hash"]
+            for block in stored["blocks"]:
+                found[block["block_hash"]] = (*found[parent], block["tokens_hash"])
+                parent = block["block_hash"]
+    del found[None]
+    return set(found.values())
 
 
 def wait(condition: Callable[[], object]) -> None:
@@ -410,6 +415,41 @@ def test_a_damaged_file_is_put_aside(tmp_path: Path, name: str) -> None:
         wait(lambda: engine.store(prompt(500 + engine.seq)) or kvd.health() == ("exact", ""))
         wait(lambda: len(kvd.paths()) == len(engine.cache))
         kvd.stop()
+
+
+def test_the_command_shows_verifies_and_exports(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with engine_of() as engine, kvd_of(tmp_path) as kvd:
+        settle(kvd, engine)
+        slots = {"worker_id": 7, "model_name": "m", "block_size": 4, "dp_start": 0, "dp_size": 1}
+        assert kvd.post("slot-tracker", "/register", slots).status_code == 201
+        assert book(kvd, "r1").status_code == 201
+        dump = kvd.get("indexer", "/dump")
+        kvd.stop()
+    folder = str(kvd.state)
+    assert main(["state", "show", folder]) == 0
+    shown = capsys.readouterr().out
+    assert "registrations: 2 registrations (1 of indexer, 1 of slot_tracker); written" in shown
+    assert f"index: {len(engine.cache)} blocks, 1 streams; written" in shown
+    assert "1 live requests (1 of slot_tracker), 0 sessions" in shown
+    assert main(["state", "verify", folder]) == 0
+    assert capsys.readouterr().out.count(": ok\n") == 3
+    assert main(["state", "export", folder]) == 0
+    exported = json.loads(capsys.readouterr().out)
+    assert paths_of(exported["dump"]) == paths_of(dump) != set()
+    (request,) = exported["requests"]
+    assert (request["request_id"], request["blocks"], request["tokens"]) == ("r1", 3, 12)
+    assert {row["table"] for row in exported["registrations"]} == {"indexer", "slot_tracker"}
+    (stream,) = exported["streams"]
+    assert (stream["endpoint"], stream["next_seq"]) == (engine.endpoint, engine.seq)
+    path = kvd.state / "index"
+    path.write_bytes(path.read_bytes()[:-3])
+    assert main(["state", "verify", folder]) == 1
+    assert "index: damaged: cut off at byte" in capsys.readouterr().out
+    assert main(["state", "export", folder]) == 1
+    assert main(["state", "show", str(tmp_path / "nowhere")]) == 1
+    assert "not a folder" in capsys.readouterr().err
 
 
 def test_two_daemons_do_not_share_a_directory(tmp_path: Path) -> None:
