@@ -1,0 +1,136 @@
+"""The files of a state directory: what is read, what is refused and how that is said; ages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvd.persistence.directory import Directory, InUse
+from kvd.persistence.frames import (
+    MAGIC,
+    Content,
+    CutOff,
+    Damaged,
+    Header,
+    Reading,
+    frame,
+    opening,
+)
+from kvd.persistence.moments import Moments, Translation
+
+THEN = Moments(clock=100.0, monotonic=5000.0, wall=1e9, boot="one")
+HEADER = Header(Content.REGISTRATIONS, "process", THEN)
+FRAMES = [frame(7, b"first"), frame(7, b""), frame(8, b"third" * 9)]
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    directory = Directory(tmp_path)
+    directory.replace(HEADER, FRAMES)
+    directory.close()
+    return directory.file(Content.REGISTRATIONS)
+
+
+def contents(path: Path) -> list[tuple[int, bytes]]:
+    reading = Reading(path)
+    try:
+        assert reading.header == HEADER
+        return [(each.kind, each.content) for each in reading.whole_frames()]
+    finally:
+        reading.close()
+
+
+def test_what_was_written_is_read(written: Path) -> None:
+    assert contents(written) == [(7, b"first"), (7, b""), (8, b"third" * 9)]
+    assert written.stat().st_mode & 0o777 == 0o600
+
+
+def test_any_cut_and_any_changed_bit_is_found(written: Path) -> None:
+    data = written.read_bytes()
+    for size in range(len(data)):
+        written.write_bytes(data[:size])
+        with pytest.raises(Damaged):
+            contents(written)
+    for at in range(len(data)):
+        changed = bytearray(data)
+        changed[at] ^= 1 << at % 8
+        written.write_bytes(changed)
+        with pytest.raises(Damaged):
+            contents(written)
+    written.write_bytes(data + b"x")
+    with pytest.raises(Damaged, match="something follows its end"):
+        contents(written)
+
+
+def test_other_files_and_later_formats_are_named(written: Path) -> None:
+    data = written.read_bytes()
+    for text, match in (
+        (b"PK\3\4" + data, "not a file of a kvd state directory"),
+        (MAGIC + b"9" + data[len(MAGIC) + 1 :], "format '9' is not known to kvd"),
+        (MAGIC + b"1" + frame(1, b""), "it has no header"),
+        (MAGIC + b"1" + frame(ord("H"), b"\x80"), "its header is not understood"),
+    ):
+        written.write_bytes(text)
+        with pytest.raises(Damaged, match=match):
+            Reading(written)
+    written.write_bytes(b"")
+    with pytest.raises(CutOff):
+        Reading(written)
+
+
+def test_a_torn_end_is_no_damage_where_it_may_be(written: Path) -> None:
+    start = opening(HEADER)
+    for size in range(len(FRAMES[2])):
+        written.write_bytes(start + FRAMES[0] + FRAMES[2][:size])
+        reading = Reading(written)
+        assert [each.content for each in reading.frames(may_be_torn=True)] == [b"first"]
+        assert reading.whole == len(start) + len(FRAMES[0])
+        reading.close()
+    broken = bytearray(FRAMES[0])
+    broken[-1] ^= 1
+    written.write_bytes(start + broken + FRAMES[1])  # something sound lies behind it
+    reading = Reading(written)
+    with pytest.raises(Damaged, match="checksum"):
+        list(reading.frames(may_be_torn=True))
+    reading.close()
+
+
+def test_a_write_that_fails_leaves_the_last_file(written: Path) -> None:
+    before = written.read_bytes()
+    directory = Directory(written.parent)
+
+    def failing() -> list[bytes]:
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        directory.replace(HEADER, (each for each in failing()))
+    assert written.read_bytes() == before
+    assert sorted(path.name for path in written.parent.iterdir()) == ["lock", "registrations"]
+    directory.close()
+
+
+def test_a_directory_has_one_owner_and_no_leftovers(tmp_path: Path) -> None:
+    (tmp_path / "index.new").write_bytes(b"of a process that was killed")
+    first = Directory(tmp_path)
+    assert not (tmp_path / "index.new").exists()
+    with pytest.raises(InUse, match="in use by process"):
+        Directory(tmp_path)
+    first.close()
+    Directory(tmp_path).close()
+
+
+def test_ages_across_a_restart_are_by_the_clock_of_the_machine() -> None:
+    """The wall clock was set back by a day meanwhile."""
+    now = Moments(clock=7.0, monotonic=5010.0, wall=1e9 - 86_400, boot="one")
+    translate = Translation.between(THEN, now)
+    assert translate(100.0) == -3.0  # 10 s ago
+    assert translate(104.0) == 1.0
+    assert translate(1000.0) == 7.0  # nothing was later than now
+
+
+@pytest.mark.parametrize(("wall", "age"), [(1e9 + 60, 60.0), (1e9 - 5, 0.0)])
+def test_ages_across_a_boot_are_by_the_wall_clock(wall: float, age: float) -> None:
+    now = Moments(clock=7.0, monotonic=3.0, wall=wall, boot="two")
+    assert now.since(THEN) == age
+    assert Translation.between(THEN, now)(100.0) == 7.0 - age
