@@ -233,7 +233,9 @@ class _Daemon:
         self._place = place
         journal = None if store is None else store.journal
         told = None if config.state_server is None else Journal(MAX_WAITING_BYTES)
-        aside = None if told is None else Aside(told)
+        aside = None if told is None else Aside(told, trio.current_time)
+        if told is not None:
+            told.pause()  # what is restored was told of before
         journals = [each for each in (journal, told) if each is not None]
         ledgers = Ledgers(config.max_requests, config.max_request_blocks, journals)
         accounts = ledgers, journal, aside
@@ -258,7 +260,7 @@ class _Daemon:
             self._keeper = _keeper(store, self._parts, ledgers, registrations)
         self._shared: SharedState | None = None  # None: nothing is shared
         if config.state_server is not None and told is not None and aside is not None:
-            self._shared = self._share(config.state_server, told, aside, registrations)
+            self._shared = self._share(config.state_server, told, ledgers, aside, registrations)
         self._reloader = Reloader(
             config, reader, stop, ports, self._parts, self._listeners, self._fleet
         )
@@ -267,6 +269,7 @@ class _Daemon:
         self,
         server: StateServer,
         told: Journal,
+        ledgers: Ledgers,
         aside: Aside,
         registrations: Registrations,
     ) -> SharedState:
@@ -277,7 +280,7 @@ class _Daemon:
         parts = self._parts
         catalog = Catalog(registrations, self._targets_of_clients())
         accounts = parts.slots, parts.selections
-        return SharedState(server, told, aside, *accounts, self._ports.served, catalog)
+        return SharedState(server, told, ledgers, aside, *accounts, self._ports.served, catalog)
 
     @property
     def _config(self) -> Config:

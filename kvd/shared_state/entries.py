@@ -1,13 +1,16 @@
 """Entries of the stream and pieces of views: as bytes, and read again.
 
     entry   v: form   w: writer   n: number of its first step   m: of its last
-            t: the writer's clock   l: ledgers   r: records
+            t: the writer's clock   l: ledgers   d: dots   r: records
     ask     v: form   w: writer   ask: the writer whose view is wanted
 
 A ledger is the face, the model and tenant, and the block size that a number stands for in the
 records of one writer; the records are those of a journal (kvd_core/ledger/records.pxd), byte for
-byte. Steps are numbered from 1 for each writer, one number a record. What is written here is read
-by other processes, perhaps of other versions: a form that is not known is passed over.
+byte. Each of them has a number, from 1 for each writer. A step that is no booking has a dot: it is
+of the request that was booked by the record of that writer and number, whatever else has its id.
+
+What is written here is read by other processes, perhaps of other versions: a form that is not known
+is passed over.
 """
 
 from __future__ import annotations
@@ -77,6 +80,7 @@ class Entry:
     last: int
     clock: float  # seconds, when they were gathered
     ledgers: Mapping[int, LedgerName]
+    dots: list[Dot | None]  # one a step; None: only its id is known
     records: bytes
 
     def fields(self) -> dict[str | bytes, bytes | str | int]:
@@ -88,6 +92,7 @@ class Entry:
             "m": self.last,
             "t": repr(self.clock),
             "l": packed_ledgers(self.ledgers),
+            "d": packed_dots(self.dots),
             "r": self.records,
         }
 
@@ -117,10 +122,29 @@ def read_entry(fields: Mapping[Any, Any]) -> Entry | Ask | None:
             int(fields[b"m"]),
             float(fields[b"t"]),
             read_ledgers(fields[b"l"]),
+            read_dots(fields[b"d"]),
             fields[b"r"],
         )
     except (KeyError, ValueError) as error:
         raise Unreadable(f"an entry of the stream is not understood: {error!r}") from None
+
+
+def packed_dots(dots: list[Dot | None]) -> bytes:
+    """Returns them as a list of writers, and for each dot the place there and the number."""
+    writers = list(dict.fromkeys(dot.writer for dot in dots if dot is not None))
+    places = {writer: place for place, writer in enumerate(writers)}
+    flat = [None if dot is None else [places[dot.writer], dot.number] for dot in dots]
+    packed: bytes = msgpack.packb([writers, flat])
+    return packed
+
+
+def read_dots(content: bytes) -> list[Dot | None]:
+    """Raises Unreadable."""
+    writers, flat = unpacked(content)
+    try:
+        return [None if each is None else _dot(writers[each[0]], each[1]) for each in flat]
+    except (IndexError, TypeError) as error:
+        raise Unreadable(f"dots are not understood: {error!r}") from None
 
 
 def packed_ledgers(ledgers: Mapping[int, LedgerName]) -> bytes:
@@ -218,7 +242,7 @@ class Piece:
             "own": self.own,
             "l": packed_ledgers(self.ledgers),
             "r": self.records,
-            "dots": self.dots,
+            "dots": packed_dots(self.dots),
             "elsewhere": self.elsewhere,
         }
         content: bytes = msgpack.packb(said)
@@ -235,10 +259,7 @@ class Piece:
                 int(said["own"]),
                 read_ledgers(said["l"]),
                 bytes(said["r"]),
-                [
-                    None if each is None else Dot(str(each[0]), int(each[1]))
-                    for each in said["dots"]
-                ],
+                read_dots(said["dots"]),
                 list(_elsewhere(said["elsewhere"])),
             )
         except (KeyError, TypeError, ValueError) as error:

@@ -16,9 +16,10 @@ them has, the other one's numbers say whether it is new or gone.
 1. Steps of a writer are taken in the order of their numbers, each once. After a gap none of it are
    taken until its view has been merged.
 2. Where two writers book the same id, the first in the stream stands, on all replicas.
-3. A step counts for a request if it came after what was known of it: behind the place in the stream
+3. A step is of one booking, by its dot. One that comes before it is held for a while.
+4. A step counts for a request if it came after what was known of it: behind the place in the stream
    up to which the view that told of it had read, or numbered behind that writer's own last step.
-4. What has no rank here waits for one, with all that becomes of it.
+5. What has no rank here waits for one, with all that becomes of it.
 
 Costs: a step some 10 µs, a booking with its hashes 20 µs; 400 bytes a live request.
 """
@@ -26,7 +27,7 @@ Costs: a step some 10 µs, a booking with its hashes 20 µs; 400 bytes a live re
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from kvd.model import PartitionKey
@@ -59,6 +60,11 @@ SLICE = 32  # records taken between two checkpoints: under 1 ms
 # view of this process says that it is not whole.
 MAX_WAITING = 16_384
 
+# Steps that wait for the booking before them, and how long: where replica sync is on, too, a step
+# may overtake it. Beyond that the oldest goes.
+MAX_EARLY = 65_536
+EARLY_S = 60.0
+
 Faces = Mapping[Face, LiveRequests[Any]]
 
 
@@ -84,14 +90,30 @@ class Seen:
         return position <= self.position
 
 
+def _all(dot: Dot) -> Seen:
+    """Returns that all steps of a booking count, our own that nobody has read, too."""
+    return Seen(Position(-1, 0), *dot)
+
+
 @dataclass(slots=True)
 class Known:
     """A request that lives, as far as anybody has said."""
 
     dot: Dot
+    also: Dot | None  # another one that it has elsewhere: it was restored there, or claimed
     seen: Seen
     face: Face | None  # where it is booked here; None: it waits for a rank
     waiting: Waiting | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """One step of another writer."""
+
+    dot: Dot  # its own
+    record: Booked | Stepped | Said
+    of: Dot | None  # of the request that it is a step of
+    position: Position  # in the stream
 
 
 @dataclass(slots=True)
@@ -148,24 +170,42 @@ class Mirror:
         self._serves = serves
         self._clock = clock
         self._aside = aside
+        self._restored: set[Name] = set()  # of which nobody has told yet
+        self._early: dict[Dot | Name, list[tuple[float, Told]]] = {}
+        self._held = 0  # steps in there
 
     # ---- what happens here
 
     def booked_here(self, name: LedgerName, request_id: str) -> None:
         """Notes a booking that has the number `own`."""
         dot = Dot(self.writer, self.own)
-        known = Known(dot, Seen(BEGINNING, *dot), name.face)
+        known = Known(dot, None, _all(dot), name.face)
         self.requests[Name(name.face, name.key, request_id)] = known
 
-    def ended_here(self, name: LedgerName, request_id: str) -> None:
-        """Notes the end of a request that was booked by anybody."""
-        found = self._find(Name(name.face, name.key, request_id))
-        if found is not None:
+    def stepped_here(self, ledger: LedgerName, step: Stepped) -> Dot | None:
+        """Notes a step that has the number `own`, and returns of which booking it is.
+
+        None: only replica sync has told of that, and the stream is still to.
+        """
+        name = Name(ledger.face, ledger.key, step.request_id)
+        found = self._find(name)
+        if found is None:
+            dot = Dot(self.writer, self.own)
+            self._hold(name, Told(dot, step, None, BEGINNING))
+            return None
+        known = self.requests[found]
+        if step.kind == ENDED:
+            self._aside.note_end(*name[1:])
             self._forget(found)
+        return known.dot
 
     def skip_own(self) -> None:
         """Leaves out a number: something of ours is lost for the stream."""
         self.own += 1
+
+    def note_restored(self) -> None:
+        """Notes what is booked before anybody can have called."""
+        self._restored = {name for name, _ in self._unknown()}
 
     def claim(self) -> Iterator[None]:
         """Gives dots to what is booked here and has none: it was restored, or its step was lost."""
@@ -205,6 +245,9 @@ class Mirror:
                 self._forget(name)
             if number % SLICE == 0:
                 yield
+        old = [of for of, steps in self._early.items() if steps[0][0] < now - EARLY_S]
+        for of in old:
+            self._held -= len(self._early.pop(of))
         faces = self._faces
         for key, request_id in list(self._aside.requests):
             if not any(self._is_booked(face, Name(face, key, request_id)) for face in faces):
@@ -236,14 +279,16 @@ class Mirror:
         if entry.first > have + 1:
             self.missed(entry.writer, entry.last)
             return
-        seen = Seen(position, entry.writer, entry.first - 1)
+        dots = iter(entry.dots)
         later = self._clock() - entry.clock - age_s
         number = entry.first - 1
         for record in read(entry.records):
             number += 1
+            of = next(dots, None) if isinstance(record, Stepped) else None
             if number <= have:
                 continue
-            self._quietly(self._record, entry, Dot(entry.writer, number), record, seen, later)
+            told = Told(Dot(entry.writer, number), record, of, position)
+            self._quietly(self._take, entry.ledgers, told, later)
             self.numbers[entry.writer] = number
             self.counts.steps += 1
             if number % SLICE == 0:
@@ -256,14 +301,13 @@ class Mirror:
             self.counts.gaps += 1
         self.behind[writer] = max(self.behind.get(writer, 0), number)
 
-    def _record(
-        self, entry: Entry, dot: Dot, record: Booked | Stepped | Said, seen: Seen, later: float
-    ) -> None:
+    def _take(self, ledgers: Mapping[int, LedgerName], told: Told, later: float) -> None:
+        record = told.record
         if isinstance(record, Said):
             if record.kind == BOUND:
                 self._bind(record.content)
             return
-        ledger = entry.ledgers.get(record.ledger)
+        ledger = ledgers.get(record.ledger)
         if ledger is None or not self._serves(ledger.key):
             return
         name = Name(ledger.face, ledger.key, record.request_id)
@@ -272,11 +316,41 @@ class Mirror:
             if known is not None and not self._gives_way(name, known):
                 return
             at = min(self._clock(), record.admitted_at + later)
-            self._book(name, ledger.block_size, Booking.of(record), at, dot, seen)
+            self._book(name, ledger.block_size, Booking.of(record), at, told.dot, _all(told.dot))
         else:
-            found = self._find(name)
-            if found is not None and not self.requests[found].seen.covers(*dot, seen.position):
-                self._step(found, record)
+            self._take_step(name, told, record)
+
+    def _take_step(self, name: Name, told: Told, step: Stepped) -> None:
+        found = self._find(name)
+        known = None if found is None else self.requests[found]
+        is_it = known is not None and told.of in (None, known.dot, known.also)
+        if found is not None and known is not None and is_it:
+            if not known.seen.covers(*told.dot, told.position):
+                self._step(found, step)
+        elif told.of is None:
+            self._hold(name, told)
+        elif told.of.number > self.numbers.get(told.of.writer, 0) and told.of.writer != self.writer:
+            self._hold(told.of, told)
+
+    def _hold(self, of: Dot | Name, told: Told) -> None:
+        """Keeps a step of a request of which its writer was not heard yet."""
+        self._early.setdefault(of, []).append((self._clock(), told))
+        self._held += 1
+        while self._held > MAX_EARLY:
+            self._held -= len(self._early.pop(next(iter(self._early))))
+            self.counts.left_out += 1
+
+    def _take_held(self, name: Name, dot: Dot, is_new: bool) -> None:
+        """Takes the steps of a request that came before its booking.
+
+        Our own are in it already, unless it `is_new`.
+        """
+        for of in (dot, name):
+            for _, told in self._early.get(of, ()):
+                is_due = is_new or told.dot.writer != self.writer
+                if is_due and isinstance(told.record, Stepped) and told.dot.writer != dot.writer:
+                    self._take_step(name, replace(told, of=dot), told.record)
+            self._held -= len(self._early.pop(of, ()))
 
     def _gives_way(self, name: Name, known: Known) -> bool:
         """Ends a booking of this process that comes behind another's in the stream."""
@@ -289,9 +363,18 @@ class Mirror:
     def _book(
         self, name: Name, block_size: int, booking: Booking, at: float, dot: Dot, seen: Seen
     ) -> None:
-        known = self.requests[name] = Known(dot, seen, None)
+        known = self.requests[name] = Known(dot, None, seen, None)
+        is_new = self._place(name, known, block_size, booking, at)
+        if self._early and name in self.requests:
+            self._take_held(name, dot, is_new)
+
+    def _place(
+        self, name: Name, known: Known, block_size: int, booking: Booking, at: float
+    ) -> bool:
+        """Books it on its rank, or has it wait for one; False if it was booked before."""
         for kind in sorted(self._faces, key=lambda kind: kind is not name.face):
             face = self._faces[kind]
+            at = self._make_way(name._replace(face=kind), at)
             outcome = book_again(face, name.key, block_size, booking, at)
             if outcome is Outcome.APPLIED:
                 known.face = kind
@@ -299,16 +382,33 @@ class Mirror:
                 assert owner is not None
                 face.observe_begin(owner, name.request_id, mirrored=True)
                 self.counts.bookings += 1
-                return
+                return True
             if outcome is Outcome.DUPLICATE:  # replica sync was faster, or it was restored
                 known.face = kind
-                return
+                return False
         if len(self.waiting) >= MAX_WAITING:
             self.counts.left_out += 1
             del self.requests[name]
-            return
+            return True
         known.waiting = Waiting(block_size, booking, at)
         self.waiting[name] = known
+        return True
+
+    def _make_way(self, name: Name, at: float) -> float:
+        """Takes out what was restored here: the fleet says anew what became of it.
+
+        It stays the same booking for whoever has it, so it keeps its time, which is returned.
+        """
+        if name not in self._restored:
+            return at
+        self._restored.discard(name)
+        owner = self._faces[name.face].owner(name.key)
+        live = None if owner is None else owner.ledger.request(name.request_id)
+        if owner is None or live is None:
+            return at
+        owner.ledger.free(name.request_id)
+        admitted_at: float = live.admitted_at
+        return admitted_at
 
     def place_waiting(self) -> Iterator[None]:
         """Books what waits for a rank, where there is one now."""
@@ -316,8 +416,9 @@ class Mirror:
             waiting = known.waiting
             if waiting is not None and self.waiting.get(name) is known:
                 del self.waiting[name]
-                content = waiting.block_size, waiting.booking, waiting.at, known.dot, known.seen
-                self._quietly(self._book, name, *content)
+                known.waiting = None
+                content = waiting.block_size, waiting.booking, waiting.at
+                self._quietly(self._place, name, known, *content)
             if number % SLICE == 0:
                 yield
 
@@ -335,6 +436,7 @@ class Mirror:
                 face.ledger_of(name.key).output_block(name.request_id, step.fraction)
 
     def _end(self, name: Name) -> None:
+        self._aside.note_end(*name[1:])
         known = self.requests[name]
         if known.face is not None:
             self._faces[known.face].follow(name.key, name.request_id, Step.FREE, self._clock())
@@ -380,6 +482,7 @@ class Merge:
         self._head = head
         self._mentioned: set[Name] = set()
         self._before = dict(mirror.numbers)
+        self._lacking: dict[str, int] = {}  # first booking of a writer that the view only names
 
     def take(self, piece: Piece, age_s: float) -> Iterator[None]:
         """Takes a piece that was written `age_s` ago; rests at every yield."""
@@ -398,9 +501,14 @@ class Merge:
                     mirror._quietly(self._merge, ledger, record, dot, seen, later)
             if number % SLICE == 0:
                 yield
-        for face, model_name, tenant_id, request_id, _ in piece.elsewhere:
+        for face, model_name, tenant_id, request_id, dot in piece.elsewhere:
             name = Name(Face(face), PartitionKey(model_name, tenant_id), request_id)
-            self._mentioned.add(mirror._find(name) or name)
+            found = mirror._find(name)
+            self._mentioned.add(found or name)
+            if found is None and dot.number > self._has_heard(dot.writer):
+                self._lacking[dot.writer] = min(
+                    dot.number, self._lacking.get(dot.writer, dot.number)
+                )
 
     def _merge(
         self, ledger: LedgerName, booked: Booked, dot: Dot, seen: Seen, later: float
@@ -410,6 +518,9 @@ class Merge:
         found = mirror._find(name)
         self._mentioned.add(found or name)
         if found is not None:
+            known = mirror.requests[found]
+            if known.dot != dot:
+                known.also = dot
             self._bring_up(found, booked, seen)
         elif dot.number > self._has_heard(dot.writer):
             at = min(mirror._clock(), booked.admitted_at + later)
@@ -451,7 +562,8 @@ class Merge:
                     yield
         for writer, number in head.numbers.items():
             if writer != mirror.writer:
-                mirror.numbers[writer] = max(number, mirror.numbers.get(writer, 0))
+                whole = min(number, self._lacking.get(writer, number + 1) - 1)
+                mirror.numbers[writer] = max(whole, mirror.numbers.get(writer, 0))
         mirror.counts.views += 1
 
     def _is_gone(self, name: Name, known: Known) -> bool:

@@ -27,6 +27,7 @@ from kvd.shared_state.outbox import Outbox
 from kvd.shared_state.server import ServerError, connected
 from kvd.shared_state.session import Session, Standing
 from kvd.shared_state.views import Views
+from kvd.slots.shared_loads import Ledgers
 from kvd.slots.trackers import SlotTrackers
 from kvd.telemetry.logs import get_logger
 from kvd.telemetry.metrics import Family, by_label, counter, gauge
@@ -49,13 +50,14 @@ class SharedState:
         self,
         server: StateServer,
         journal: Journal,
+        ledgers: Ledgers,
         aside: Aside,
         slots: SlotTrackers,
         selections: Selections,
         served: ServedModels,
         catalog: Catalog,
     ) -> None:
-        """`journal` is where the ledgers of both faces record, for this alone."""
+        """`journal` is where the ledgers record, for this alone; it is paused until `prepare`."""
         faces: Faces = {Face.SLOT_TRACKER: slots, Face.SELECTION: selections.reservations}
         writer = token_hex(8)
         self._server = server
@@ -68,7 +70,7 @@ class SharedState:
         self._mirror = Mirror(
             writer, faces, affinity, journal, aside, served.serves, trio.current_time
         )
-        self._outbox = Outbox(journal, self._mirror)
+        self._outbox = Outbox(journal, self._mirror, ledgers, faces)
         content = faces, affinity, served.listed, self._at_rest
         self._views = Views(self._mirror, self._outbox, *content)
         self._standing = Standing()
@@ -84,7 +86,10 @@ class SharedState:
         self._journal.put(BOUND, sessions.encode(bound))
 
     async def prepare(self) -> None:
-        """Notes what is registered and booked before anybody can have called."""
+        """Notes what is registered, and listens, before anybody can have called."""
+        self._mirror.note_restored()
+        self._journal.resume()
+        self._outbox.introduce()
         await self._catalog.note_restored()
 
     async def run(self) -> None:

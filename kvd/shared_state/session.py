@@ -69,6 +69,7 @@ class Standing:
     members: dict[str, Member] = field(default_factory=dict)
     counts: SessionCounts = field(default_factory=SessionCounts)
     has_joined: bool = False  # all that others had at our start is in here
+    has_settled: bool = False  # what was restored here is known to all, or has been dropped
     is_connected: bool = False
     refusal: str | None = None  # why the server does not let us write
 
@@ -150,13 +151,23 @@ class Session:
         for writer in (*gone, *found):
             mirror.missed(writer, found[writer].number if writer in found else 1)
         await self._heal()
+        self._standing.has_joined = True
+        await self._settle()
+        await self._say_hello()
+
+    async def _settle(self) -> None:
+        """Decides on what is booked here and known to nobody, once all others have been heard.
+
+        Where others share their state it has ended while this process was away. Else it is ours.
+        """
+        mirror = self._mirror
+        if self._standing.has_settled or mirror.behind:
+            return
         async with self._at_rest:
             self._outbox.drain(trio.current_time())
-            unknown = mirror.drop_unknown() if mirror.counts.views else mirror.claim()
-            for _ in unknown:
+            for _ in mirror.drop_unknown() if mirror.counts.views else mirror.claim():
                 await trio.lowlevel.checkpoint()
-        self._standing.has_joined = True
-        await self._say_hello()
+        self._standing.has_settled = True
 
     async def _say_hello(self) -> None:
         await self._write_view()
@@ -283,7 +294,7 @@ class Session:
                 self._counts.unreadable += 1
                 log.warning("shared_state_unreadable", reason=str(error))
                 is_whole = False
-            if is_whole or writer not in self._mirror.behind:
+            if is_whole:
                 continue
             is_there = writer in self._standing.members
             if not is_there and (not self._standing.has_joined or now - since > GIVE_UP_S):
@@ -302,6 +313,9 @@ class Session:
     async def _merge(self, writer: str) -> bool:
         """Merges a writer's view, if it has more than is here; says whether nothing lacks then."""
         mirror = self._mirror
+        self._caught_up(writer)
+        if writer not in mirror.behind:
+            return True
         head = await read_head(self._client, self._keys, writer)
         if head is None or head.numbers.get(writer, 0) <= mirror.numbers.get(writer, -1):
             return False
@@ -345,6 +359,7 @@ class Session:
     async def _keep(self) -> NoReturn:
         while True:
             await trio.sleep(TICK_S)
+            await self._settle()
             await self._tell()
             await self._look()
             await self._check_stream()
@@ -390,7 +405,7 @@ class Session:
 
     async def _write_view(self) -> None:
         mirror = self._mirror
-        if self._outbox.holes:
+        if self._outbox.holes and self._standing.has_settled:
             async with self._at_rest:
                 self._outbox.drain(trio.current_time())
                 for _ in mirror.claim():

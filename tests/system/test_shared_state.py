@@ -135,10 +135,18 @@ class Fleet:
                 found.add((name, said["worker_id"], said["dp_rank"]))
         return slots, ranks, found
 
-    def agree(self, *of: Kvd) -> bool:
+    def agree(self) -> bool:
         """Says whether all have exactly what lives."""
-        first, *others = (self.loads(kvd) for kvd in of or self.kvds)
+        first, *others = (self.loads(kvd) for kvd in self.kvds)
         return len(first[2]) == len(self.live) and all(each == first for each in others)
+
+    def settle(self) -> None:
+        """Waits until all agree."""
+        try:
+            wait(self.agree)
+        except AssertionError:
+            seen = "\n\n".join(str(self.loads(kvd)) for kvd in self.kvds)
+            pytest.fail(f"live: {sorted(self.live)}\n\n{seen}")
 
 
 @contextmanager
@@ -162,44 +170,44 @@ def test_replicas_agree_on_what_any_of_them_books(tmp_path: Path, server: StateS
     with fleet_of(tmp_path, server.url) as fleet:
         for _ in range(3):
             fleet.steps(scaled(60))
-            wait(fleet.agree)
+            fleet.settle()
 
 
 def test_a_replica_that_was_away_hears_what_it_missed(tmp_path: Path, server: StateServer) -> None:
     with fleet_of(tmp_path, server.url) as fleet:
         one, two, three = fleet.kvds
         fleet.steps(60)
-        wait(fleet.agree)
+        fleet.settle()
         three.kill()
         fleet.steps(60, one, two)
         three.start()
-        wait(fleet.agree)
+        fleet.settle()
         fleet.steps(60)
-        wait(fleet.agree)
+        fleet.settle()
 
 
 def test_a_frozen_server_holds_nobody_up(tmp_path: Path, server: StateServer) -> None:
     with fleet_of(tmp_path, server.url) as fleet:
         fleet.steps(40)
-        wait(fleet.agree)
+        fleet.settle()
         server.freeze()
         fleet.steps(60)
         wait(lambda: fleet.kvds[0].metric("kvd_shared_state_connected") == 0)
         fleet.steps(20)
         server.thaw()
-        wait(fleet.agree)
+        fleet.settle()
 
 
 def test_a_server_that_is_emptied_is_filled_again(tmp_path: Path, server: StateServer) -> None:
     with fleet_of(tmp_path, server.url) as fleet:
         fleet.steps(60)
-        wait(fleet.agree)
+        fleet.settle()
         assert server.ask(b"FLUSHALL").startswith(b"+OK")
         fleet.steps(60)
-        wait(fleet.agree)
+        fleet.settle()
         late = fleet.add()  # it finds all of it there
         wait(lambda: fleet.workers(late) == (WORKERS, 1))
-        wait(fleet.agree)
+        fleet.settle()
 
 
 def test_a_server_that_comes_back_empty_is_filled_again(
@@ -210,9 +218,9 @@ def test_a_server_that_comes_back_empty_is_filled_again(
         server.kill()
         fleet.steps(60)
         server.start()
-        wait(fleet.agree)
+        fleet.settle()
         fleet.steps(60)
-        wait(fleet.agree)
+        fleet.settle()
 
 
 def test_another_master_takes_over(tmp_path: Path, server: StateServer) -> None:
@@ -225,12 +233,12 @@ def test_another_master_takes_over(tmp_path: Path, server: StateServer) -> None:
         url = f"redis+sentinel://127.0.0.1:{sentinel.port}/kvd"
         with fleet_of(tmp_path, url) as fleet:
             fleet.steps(60)
-            wait(fleet.agree)
+            fleet.settle()
             server.kill()
             fleet.steps(60)
-            wait(fleet.agree)
+            fleet.settle()
             fleet.steps(60)
-            wait(fleet.agree)
+            fleet.settle()
     finally:
         copy.close()
         if sentinel is not None:
@@ -240,12 +248,12 @@ def test_another_master_takes_over(tmp_path: Path, server: StateServer) -> None:
 def test_a_full_server_is_said_and_heals(tmp_path: Path, server: StateServer) -> None:
     with fleet_of(tmp_path, server.url) as fleet:
         fleet.steps(30)
-        wait(fleet.agree)
+        fleet.settle()
         assert server.ask(b"CONFIG SET maxmemory 1").startswith(b"+OK")
         fleet.steps(60)
         wait(lambda: fleet.kvds[0].metric("kvd_shared_state_refused_total") > 0)
         assert server.ask(b"CONFIG SET maxmemory 0").startswith(b"+OK")
-        wait(fleet.agree)
+        fleet.settle()
 
 
 def test_registrations_are_said_once(tmp_path: Path, server: StateServer) -> None:
@@ -273,7 +281,7 @@ def test_what_ended_while_a_replica_was_down_is_not_booked_again(
         two = fleet.add(f"--state-dir={tmp_path / 'kept'}")
         wait(lambda: fleet.workers(two) == (WORKERS, 1))
         fleet.steps(60, two)
-        wait(fleet.agree)
+        fleet.settle()
         two.kill()
         for name, is_reservation in list(fleet.live.items())[::2]:
             if is_reservation:
@@ -284,7 +292,7 @@ def test_what_ended_while_a_replica_was_down_is_not_booked_again(
                 assert one.post("slot-tracker", "/free", body).status_code == 200
             del fleet.live[name]
         two.start()
-        wait(fleet.agree)
+        fleet.settle()
 
 
 def test_both_ways_of_telling_count_once(tmp_path: Path, server: StateServer) -> None:
@@ -293,18 +301,21 @@ def test_both_ways_of_telling_count_once(tmp_path: Path, server: StateServer) ->
         (f"--replica-sync-port={mine}", f"--replica-sync-peers=tcp://127.0.0.1:{other}")
         for mine, other in (ports, ports[::-1])
     ]
-    with fleet_of(tmp_path, server.url, replicas=0) as fleet:
+    fleet = Fleet(tmp_path, server.url, 0)
+    try:
         for each in flags:
             fleet.add(*each)
         fleet.register()
         fleet.steps(80)
-        wait(fleet.agree)
+        fleet.settle()
+    finally:
+        fleet.close()
 
 
 def test_a_new_replica_takes_the_index_of_one_that_is_there(
     tmp_path: Path, server: StateServer
 ) -> None:
-    engine = Engine()
+    engine, prompt = Engine(), [1] * BLOCK_SIZE * 3
     shared = f"--state-url={server.url}", "--state-dir=off"
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
@@ -314,12 +325,12 @@ def test_a_new_replica_takes_the_index_of_one_that_is_there(
         first.start()
         first.register(engine)
         assert engine.subscribed.wait(60)
-        engine.store([1] * BLOCK_SIZE * 3)
-        wait(lambda: first.matched([1] * BLOCK_SIZE * 3) == 3)
+        engine.store(prompt)
+        wait(lambda: first.matched(prompt) == len(prompt))
         late.start()
         assert late.server is not None
         late.server.wait_said("event=recovered")
-        wait(lambda: late.matched([1] * BLOCK_SIZE * 3) == 3)
+        wait(lambda: late.matched(prompt) == len(prompt))
     finally:
         first.close()
         late.close()
