@@ -62,10 +62,11 @@ from kvd.platform import activation, sdnotify
 from kvd.platform.descriptors import LEAST, listeners_within, raise_limit, waiting_within
 from kvd.platform.memory import Heaps, keep_freed_memory
 from kvd.platform.signals import Signals
+from kvd.replica_sync.aside import Aside
 from kvd.selection.decisions import DecisionLog
 from kvd.selection.readiness import Readiness, Recovery
 from kvd.selection.service import Selections
-from kvd.shared_state.aside import MAX_WAITING_BYTES, Aside
+from kvd.shared_state.outbox import MAX_WAITING_BYTES
 from kvd.slots.shared_loads import Ledgers
 from kvd.slots.trackers import SlotTrackers
 from kvd.telemetry import logs

@@ -23,9 +23,9 @@ from kvd.net.dialing import Dialer
 from kvd.net.link import NO_CURVE
 from kvd.net.publisher import Publisher, open_publisher
 from kvd.net.replication import Replication
+from kvd.replica_sync.aside import Aside
 from kvd.replica_sync.replicas import Replicas, apply_once
 from kvd.selection.service import Selections
-from kvd.shared_state.aside import Aside
 from kvd.slots.trackers import SlotTrackers
 from kvd.telemetry.metrics import Family, counter
 from kvd.wire.egress import EgressPolicy

@@ -31,8 +31,8 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from kvd.model import PartitionKey
+from kvd.replica_sync.aside import Aside
 from kvd.selection.affinity import Affinity
-from kvd.shared_state.aside import Aside
 from kvd.shared_state.entries import (
     BEGINNING,
     ENTRY_BYTES,
@@ -218,7 +218,7 @@ class Mirror:
     def drop_unknown(self) -> Iterator[None]:
         """Ends what is booked here and known to nobody: it ended while this process was away."""
         for number, (name, face) in enumerate(self._unknown(), 1):
-            self._quietly(face.follow, name.key, name.request_id, Step.FREE, self._clock())
+            self._quietly(face.mirror_step, name.key, name.request_id, Step.FREE, self._clock())
             self.counts.ended += 1
             if number % SLICE == 0:
                 yield
@@ -431,7 +431,7 @@ class Mirror:
         elif known.face is not None:
             face = self._faces[known.face]
             if step.kind == PREFILLED:
-                face.follow(name.key, name.request_id, Step.PREFILL_COMPLETE, self._clock())
+                face.mirror_step(name.key, name.request_id, Step.PREFILL_COMPLETE, self._clock())
             elif step.kind == OUTPUT and self._is_booked(known.face, name):
                 face.ledger_of(name.key).output_block(name.request_id, step.fraction)
 
@@ -439,7 +439,7 @@ class Mirror:
         self._aside.note_end(*name[1:])
         known = self.requests[name]
         if known.face is not None:
-            self._faces[known.face].follow(name.key, name.request_id, Step.FREE, self._clock())
+            self._faces[known.face].mirror_step(name.key, name.request_id, Step.FREE, self._clock())
         self._forget(name)
 
     def _forget(self, name: Name) -> None:

@@ -18,8 +18,8 @@ from typing import Any
 import trio
 
 from kvd.index.served import Place, ServedModels
+from kvd.replica_sync.aside import Aside
 from kvd.selection.service import Selections
-from kvd.shared_state.aside import Aside
 from kvd.shared_state.catalog import Catalog, CatalogCounts
 from kvd.shared_state.keys import Keys
 from kvd.shared_state.mirror import BOUND, Faces, Mirror

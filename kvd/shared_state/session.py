@@ -213,7 +213,6 @@ class Session:
                 await trio.sleep(WRITE_AGAIN_S)
                 continue
             outbox.entries.popleft()
-            outbox.sent = entry.last
             self._counts.entries_written += 1
             self._counts.bytes_written += len(entry.records)
 
@@ -305,8 +304,8 @@ class Session:
                 await self._try(self._client.xadd(self._keys.ops, field_values=ask))
 
     def _give_up(self, writer: str) -> None:
-        mirror = self._mirror
-        mirror.numbers[writer] = max(mirror.numbers.get(writer, 0), mirror.behind.pop(writer))
+        """Waits no longer for a process that is gone; what others have of it, their views tell."""
+        del self._mirror.behind[writer]
         self._behind_since.pop(writer, None)
         self._counts.given_up += 1
 
@@ -374,7 +373,7 @@ class Session:
     async def _tell(self) -> None:
         name, address, served = self._about
         told = Member(
-            self._mirror.writer, name, address, served, self._outbox.sent, self._views.number
+            self._mirror.writer, name, address, served, self._outbox.told, self._views.number
         )
         await self._try(members.tell(self._client, self._keys, told))
 

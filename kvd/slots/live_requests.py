@@ -355,10 +355,10 @@ class LiveRequests(Generic[Owner]):
             return Outcome.UNKNOWN_REQUEST
         if (live.worker_id, live.dp_rank) != (event.worker_id, event.dp_rank):
             return Outcome.OTHER_WORKER
-        self.follow(owner.key, event.request_id, event.step, now)
+        self.mirror_step(owner.key, event.request_id, event.step, now)
         return Outcome.APPLIED
 
-    def follow(self, key: PartitionKey, request_id: str, step: Step, now: float) -> bool:
+    def mirror_step(self, key: PartitionKey, request_id: str, step: Step, now: float) -> bool:
         """Completes or ends a request that another process has; False if it is not here."""
         owner = self._owners.get(key)
         live = None if owner is None else owner.ledger.request(request_id)

@@ -28,8 +28,9 @@ from kvd_core.ledger.records cimport put_booking
 from kvd_core.ledger.rows cimport put_loads, put_projection, rows_room
 from kvd_core.ledger.trie cimport kNone
 from kvd_core.ledger.types cimport (
-    kJournals, kAdded, kByAge, kByRank, kExists, kFull, kMaxBlocks, kMaxIdBytes, kMaxOutputs, kMaxRanks,
-    kMaxRequests, kMaxTokens, kOverflow, kRepeated, Listed, Rank, RecordBuffer, Request, Tally
+    kAdded, kByAge, kByRank, kExists, kFull, kJournals, kMaxBlocks, kMaxIdBytes, kMaxOutputs,
+    kMaxRanks, kMaxRequests, kMaxTokens, kOverflow, kRepeated, Listed, Rank, RecordBuffer, Request,
+    Tally,
 )
 from kvd_core.ledger.verify cimport verify
 

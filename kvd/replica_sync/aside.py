@@ -14,10 +14,6 @@ from kvd.model import PartitionKey
 from kvd.wire.lifecycle import Lifecycle, Outcome, Step
 from kvd_core.ledger.journal import Journal
 
-# Records that wait for the server: those of 20 s at 100 bookings a second of 1,000 blocks.
-MAX_WAITING_BYTES = 16 * 1024 * 1024
-
-
 # Ends that are remembered, and how long: a booking may come by the slower way after them.
 MAX_ENDED = 65_536
 ENDED_S = 60.0
