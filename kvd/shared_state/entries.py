@@ -129,6 +129,12 @@ def read_entry(fields: Mapping[Any, Any]) -> Entry | Ask | None:
         raise Unreadable(f"an entry of the stream is not understood: {error!r}") from None
 
 
+def last_of(fields: Mapping[Any, Any], writer: str) -> int | None:
+    """Returns the number of the last step of an entry of one writer, None if it is of another."""
+    is_its = fields.get(b"w") == writer.encode() and b"m" in fields
+    return int(fields[b"m"]) if is_its else None
+
+
 def packed_dots(dots: list[Dot | None]) -> bytes:
     """Returns them as a list of writers, and for each dot the place there and the number."""
     writers = list(dict.fromkeys(dot.writer for dot in dots if dot is not None))

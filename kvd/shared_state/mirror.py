@@ -271,7 +271,6 @@ class Mirror:
         Raises ValueError on what are no records; what came before is taken none the less.
         """
         if entry.writer == self.writer:
-            self.settled = max(self.settled, entry.last)
             return
         have = self.numbers.get(entry.writer, 0)
         if entry.last <= have:

@@ -1,6 +1,6 @@
 """What runs while the server is connected.
 
-    write   every FLUSH_S       own steps ──> stream
+    write   within FLUSH_S      own steps ──> stream
     read    as they come        stream ──> Mirror, and where there is a gap: views
     keep    every TICK_S        our lease, who else is there, our view, the catalog
 
@@ -21,7 +21,15 @@ from coredis.tokens import PureToken
 
 from kvd.shared_state import members
 from kvd.shared_state.catalog import Catalog
-from kvd.shared_state.entries import BEGINNING, Ask, Entry, Position, Unreadable, read_entry
+from kvd.shared_state.entries import (
+    BEGINNING,
+    Ask,
+    Entry,
+    Position,
+    Unreadable,
+    last_of,
+    read_entry,
+)
 from kvd.shared_state.keys import Keys
 from kvd.shared_state.members import Member
 from kvd.shared_state.mirror import Merge, Mirror
@@ -30,7 +38,8 @@ from kvd.shared_state.server import Client, time_of
 from kvd.shared_state.views import Views, read_head, read_pieces
 from kvd.telemetry.logs import get_logger
 
-FLUSH_S = 0.005  # a step is on its way to the server after that
+POLL_S = 0.005  # pause between two looks for steps to be written, and after some were read
+FLUSH_S = 0.01  # pause between two writes: each command is 0.2 ms of CPU, however much it has
 TICK_S = 1.0  # pause between two looks at who is there, and between two leases
 BLOCK_MS = 1000  # longest wait of the server for news
 ENTRIES_AT_ONCE = 64  # entries that are read at once: at most 4 MiB, but for bookings of millions
@@ -189,9 +198,12 @@ class Session:
     # ---- writing
 
     async def _write(self) -> NoReturn:
+        flushed = -FLUSH_S
         while True:
-            await trio.sleep(FLUSH_S)
-            if self._outbox.has_news:
+            await trio.sleep(POLL_S)
+            now = trio.current_time()
+            if self._outbox.has_news and now - flushed >= FLUSH_S:
+                flushed = now
                 await self.flush()
 
     async def flush(self) -> None:
@@ -246,6 +258,8 @@ class Session:
                     await self._take(Position.of(each.identifier), each.field_values)
             if self._mirror.behind:
                 await self._heal()
+            if found:
+                await trio.sleep(POLL_S)
 
     async def _take(self, position: Position, fields: Any) -> None:
         """Takes one entry, whatever is in it, and is behind it then."""
@@ -255,6 +269,9 @@ class Session:
         self._counts.bytes_read += size
         self._entry_bytes += (size - self._entry_bytes) / 256
         try:
+            if (settled := last_of(fields, self._mirror.writer)) is not None:
+                self._mirror.settled = max(self._mirror.settled, settled)
+                return
             entry = read_entry(fields)
             if isinstance(entry, Ask):
                 if entry.of == self._mirror.writer:
@@ -266,7 +283,8 @@ class Session:
         except ValueError as error:  # Unreadable, or records that are none
             self._counts.unreadable += 1
             log.warning("shared_state_unreadable", reason=str(error))
-        self._mirror.position = max(self._mirror.position, position)
+        finally:
+            self._mirror.position = max(self._mirror.position, position)
 
     async def _apply(self, entry: Entry, position: Position) -> None:
         async with self._at_rest:
