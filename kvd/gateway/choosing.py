@@ -88,12 +88,14 @@ class Chooser:
         self._tokens = tokens
         self._remote_tokens = remote_tokens
         self._prefix = prefix
+        # Of requests that have not been tried, by model and by whether they generate.
+        self._crews: dict[tuple[Served, bool], tuple[Sequence[Upstream], Crew]] = {}
         self._counter = count(1)
 
     async def choose(self, attempt: Attempt) -> Chosen | None:
         """Chooses and books; None if nobody is left. Raises GatewayError."""
         serving = self._upstreams.serving(attempt.served)
-        crew = crew_of((one for one in serving if attempt.may_try(one)), attempt.path)
+        crew = self._crew(attempt, serving)
         try:
             way = self._way(attempt, crew)
             engines = crew.pairs if way is Way.REMOTE else crew.alone
@@ -114,6 +116,19 @@ class Chooser:
             self._choices.free(question.reservation_id)
             raise GatewayError(Reason.NO_UPSTREAM, "the engine that was chosen has just left")
         return chosen
+
+    def _crew(self, attempt: Attempt, serving: Sequence[Upstream]) -> Crew:
+        if attempt.tried or attempt.bound is not None:
+            return crew_of((one for one in serving if attempt.may_try(one)), attempt.path)
+        kind = attempt.served, attempt.path in LIMITS
+        known = self._crews.get(kind)
+        if known is not None and known[0] is serving:
+            return known[1]
+        if known is not None:  # an engine has changed, and with it what any model has
+            self._crews.clear()
+        crew = crew_of(serving, attempt.path)
+        self._crews[kind] = serving, crew
+        return crew
 
     def _way(self, attempt: Attempt, crew: Crew) -> Way | None:
         """Says who computes a prompt; None: its model has no prefill engine."""
