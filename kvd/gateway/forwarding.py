@@ -27,7 +27,7 @@ from kvd.gateway.choices import Choices
 from kvd.gateway.choosing import Attempt, Chooser, Chosen
 from kvd.gateway.errors import GatewayError, Reason, id_headers
 from kvd.gateway.exchanges import Exchange, Exchanges
-from kvd.gateway.heads import KEY_HEADERS, EngineHead, read_head, request_id_of
+from kvd.gateway.heads import KEY_HEADERS, EngineHead, read_head, rendered, request_id_of
 from kvd.gateway.pools import (
     Beside,
     Place,
@@ -42,12 +42,14 @@ from kvd.gateway.stats import Decision, Ended, GatewayStats
 from kvd.gateway.tokens import Tokens
 from kvd.gateway.upstreams import Served, Standing, Upstream, Upstreams
 from kvd.http.relayed import RelayedRequest
-from kvd.http.types import Headers, Response
+from kvd.http.types import Headers
 from kvd.http.untasked import in_task
 from kvd_core.relay.relay import Answer, Ending, Outcome
 
 NOT_BOOKED = ""  # of a reservation that is none
 MAX_TRIES = 3  # engines that one request is sent to
+# Of a stream, for who stands between the gateway and the client.
+UNBUFFERED = b"cache-control: no-cache\r\nx-accel-buffering: no\r\n"
 # Payload that is held before a client is sent anything: answers that are no streams mostly fit.
 HOLD_BYTES = 64 * 1024
 # Statuses with which an engine says that it has done nothing, and another one may.
@@ -378,9 +380,11 @@ class Forwarder:
     ) -> bool:
         """Answers with what the last engine said that refused, as it said it."""
         said = read_head(answer.head)
-        headers = [*_paced(said), *id_headers(attempt.asked.api.errors, attempt.request_id)]
+        lines = _paced(said) + rendered(id_headers(attempt.asked.api.errors, attempt.request_id))
+        head, _, persists = request.answer_head(said.status, lines, len(answer.held))
         self._stats.ended[Ended.COMPLETE] += 1
-        return await request.respond(Response(said.status, answer.held, b"", headers))
+        await request.send_piece(head + answer.held, chunked=False)
+        return persists
 
 
 def _tenant(request: RelayedRequest) -> str:
@@ -397,12 +401,12 @@ def _forward(
     """Sends an answer on; says whether in chunks, and whether the connection persists after it."""
     said = read_head(answer.head)
     length = len(answer.held) if answer.whole else said.length
-    headers = _paced(said) + id_headers(attempt.asked.api.errors, attempt.request_id) + told
+    form = attempt.asked.api.errors
+    lines = _paced(said) + rendered(id_headers(form, attempt.request_id) + told)
     if answer.events:
-        headers += [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
-    head, chunked, persists = request.answer_head(said.status, headers, length)
-    if answer.events:
-        exchange.fill(errors.FILLERS[attempt.asked.api.errors])
+        lines += UNBUFFERED
+        exchange.fill(errors.FILLERS[form])
+    head, chunked, persists = request.answer_head(said.status, lines, length)
     exchange.forward(head, chunked=chunked)
     return chunked, persists
 
@@ -432,10 +436,10 @@ def fault(answer: Answer) -> int | None:
     return answer.status if answer.status >= 400 else None
 
 
-def _paced(said: EngineHead) -> Headers:
+def _paced(said: EngineHead) -> bytes:
     """Returns the headers of an answer; one that refuses for now says when to come again."""
-    paced = said.status not in (429, 503) or any(name == b"retry-after" for name, _ in said.headers)
-    return said.headers if paced else [*said.headers, (b"retry-after", b"1")]
+    paced = said.status not in (429, 503) or b"\nretry-after:" in b"\n" + said.lines
+    return said.lines if paced else said.lines + b"retry-after: 1\r\n"
 
 
 def cached_tokens(tail: bytes) -> int | None:
