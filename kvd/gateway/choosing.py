@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
+from typing import NamedTuple
 
 from kvd.errors import KvdError
 from kvd.gateway.asking import Api, Asked
 from kvd.gateway.choices import Choices, Placement, Question
 from kvd.gateway.errors import GatewayError, Reason
-from kvd.gateway.pools import LIMITS, Crew, Place, crew_of, prefill_body
+from kvd.gateway.pools import LIMITS, Crew, Place, crew_of, prefill_body, worker_ids
 from kvd.gateway.probing import Kind
 from kvd.gateway.stats import Decision, GatewayStats, Way
 from kvd.gateway.tokens import BYTES_PER_TOKEN, Later, PromptTokens, Tokens
@@ -26,8 +27,7 @@ from kvd_core.relay.relay import Answer, Ending
 from kvd_core.selector.selector import Pool, Prompt
 
 
-@dataclass(frozen=True, slots=True)
-class Chosen:
+class Chosen(NamedTuple):
     """Who serves a request, and what was expected of that."""
 
     upstream: Upstream
@@ -105,7 +105,8 @@ class Chooser:
                     raise GatewayError(Reason.NO_UPSTREAM, f"of {attempt.served.model} {text}")
                 return None
             phase = Phase.BOTH if way is Way.REMOTE else None
-            question = self._question(attempt, engines, phase)
+            allowed = crew.alone_ids if engines is crew.alone else worker_ids(engines)
+            question = self._question(attempt, engines, allowed, phase)
             placed = await self._choices.choose(question)
         except GatewayError:
             raise
@@ -138,7 +139,7 @@ class Chooser:
             return Way.FALLBACK
         if not crew.alone:
             return Way.REMOTE
-        question = self._question(attempt, crew.alone, None)
+        question = self._question(attempt, crew.alone, crew.alone_ids, None)
         if self._choices.least_prefill_tokens(question) < self._remote_tokens:
             return Way.SHORT
         if attempt.prefill_body is None:
@@ -146,7 +147,11 @@ class Chooser:
         return Way.UNSUITED if attempt.prefill_body is None else Way.REMOTE
 
     def _question(
-        self, attempt: Attempt, engines: Sequence[Upstream], phase: Phase | None
+        self,
+        attempt: Attempt,
+        engines: Sequence[Upstream],
+        allowed: frozenset[int],
+        phase: Phase | None,
     ) -> Question:
         facts, asked = engines[0].facts, attempt.asked
         assert facts is not None
@@ -156,7 +161,7 @@ class Chooser:
             facts.block_size,
             partial(self._look, attempt, engines),
             f"{self._prefix}-{next(self._counter)}",
-            frozenset(one.worker_id for one in engines),
+            allowed,
             attempt.session,
             _priority_jump(asked, facts.kind),
             asked.expected_output_tokens,

@@ -46,6 +46,7 @@ from kvd.http.types import Headers
 from kvd.http.untasked import in_task
 from kvd_core.relay.relay import Answer, Ending, Outcome
 
+NOBODY = nullcontext()  # who prefills beside an engine that does so itself
 NOT_BOOKED = ""  # of a reservation that is none
 MAX_TRIES = 3  # engines that one request is sent to
 # Of a stream, for who stands between the gateway and the client.
@@ -279,7 +280,7 @@ class Forwarder:
         head = upstream.head(request, attempt.request_id, len(body), chosen.dp_rank)
         begin = partial(self._exchanges.begin, upstream.engine, head, body, HOLD_BYTES)
         async with request.lent() as client_fd:
-            with beside or nullcontext(), begin(client_fd) as exchange:
+            with beside or NOBODY, begin(client_fd) as exchange:
                 answer = await (beside.begins(exchange) if beside else exchange.begins())
                 if answer is None:
                     ending = exchange.ending()

@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import trio
 
@@ -82,23 +82,19 @@ class SaidTokens:
         pool.look_tokens(SCANNER, array, adapter, salt)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RecalledTokens:
     """The known beginning of a conversation."""
 
     recalled: Recalled
+    count: int
     rung = Rung.MEMORY
-
-    @property
-    def count(self) -> int:
-        return self.recalled.tokens + self.recalled.rest // BYTES_PER_TOKEN
 
     def look(self, pool: Pool, adapter: str | None, salt: str | None) -> None:
         pool.look(self.recalled.local_hashes, self.recalled.sequence_hashes, self.count)
 
 
-@dataclass(frozen=True, slots=True)
-class Later:
+class Later(NamedTuple):
     """A turn whose tokens are asked for off its way."""
 
     asked: Asked
@@ -174,7 +170,9 @@ class Tokens:
         if not remembers(asked):
             return None
         found = self.conversations.recall(context_of(asked, served), asked.messages)
-        return None if found is None else RecalledTokens(found)
+        if found is None:
+            return None
+        return RecalledTokens(found, found.tokens + found.rest // BYTES_PER_TOKEN)
 
     def _remember(self, asked: Asked, served: Served, pool: Pool, count: int) -> None:
         hashes = pool.hold().local_hashes

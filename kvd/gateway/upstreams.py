@@ -271,7 +271,7 @@ class Upstreams:
         return found
 
     def serving(self, served: Served) -> Sequence[Upstream]:
-        """Returns the engines that serve a model and are well: the same object until one changes."""
+        """Returns the engines that serve a model and are well: the same object until any does."""
         return self._engines_of(served).serving
 
     def prefills(self, served: Served) -> bool:

@@ -47,6 +47,8 @@ class Outcome(IntEnum):
     NO_ROOM = 10
 
 
+OUTCOMES = tuple(Outcome)  # by number: to call the class takes 1 µs
+
 cdef class Relay:
     """Exchanges between clients and engines, on an epoll set of their own."""
 
@@ -143,7 +145,7 @@ cdef class Relay:
         """Returns how an exchange went, as an Ending."""
         cdef const Exchange* x = self.known(exchange)
         waited = x.first_ns - x.begun_ns if x.first_ns else 0
-        return Ending(Outcome(<int>x.outcome), x.forwarded, x.receives, x.tail, waited)
+        return Ending(OUTCOMES[<int>x.outcome], x.forwarded, x.receives, x.tail, waited)
 
     def drop(self, uint64_t exchange):
         """Forgets an exchange; an engine that has not answered in full hears of it as an abort."""
