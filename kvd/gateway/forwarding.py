@@ -285,7 +285,6 @@ class Forwarder:
                 if answer is None:
                     ending = exchange.ending()
                 else:
-                    self._choices.note_prefilled(chosen.reservation_id)
                     if takes_over and fault(answer) == 500:
                         self._stats.prefill_failures["not_taken_over"] += 1
                         attempt.prefill_failure, attempt.bound = answer, upstream.worker_id
@@ -299,6 +298,7 @@ class Forwarder:
                     self._chains.note_answer(attempt.asked, worker_id, answer.held)
                     told = _decision_headers(attempt, chosen) if self._tells else []
                     chunked, persists = _forward(request, attempt, exchange, answer, told)
+                    self._choices.note_prefilled(chosen.reservation_id)
                     if attempt.later is not None:
                         self._tokens.ask_later(attempt.later)
                         attempt.later = None
