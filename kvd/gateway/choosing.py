@@ -26,6 +26,9 @@ from kvd.selection.phases import Phase
 from kvd_core.relay.relay import Answer, Ending
 from kvd_core.selector.selector import Pool, Prompt
 
+# What is still known of a request of each API while its answer is on its way.
+ANSWERED = {api: Asked(api, None, False, {}) for api in Api}
+
 
 class Chosen(NamedTuple):
     """Who serves a request, and what was expected of that."""
@@ -46,6 +49,7 @@ class Attempt:
     asked: Asked
     served: Served
     tokens: PromptTokens | None
+    prompt_tokens: int | None  # None: not known
     request_id: bytes
     body: bytes
     path: bytes
@@ -60,6 +64,12 @@ class Attempt:
     prefill_failure: Answer | Ending | None = None
     bound: int | None = None  # the only worker that may still be tried; None: any
     session: str | None = None  # which it goes by where its tokens are not known
+
+    def let_go(self) -> None:
+        """Forgets what another try would need, which may be most of what a long answer costs."""
+        self.asked = ANSWERED[self.asked.api]
+        self.body, self.prefill_body = b"", None
+        self.tokens, self.prompt = None, None
 
     def may_try(self, upstream: Upstream) -> bool:
         worker_id = upstream.worker_id

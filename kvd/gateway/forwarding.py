@@ -15,7 +15,6 @@ import json
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
 from hashlib import blake2b
 from itertools import count
 from uuid import uuid4
@@ -130,18 +129,7 @@ class Forwarder:
             self._stats.running -= 1
 
     async def _serve(self, api: Api, request: RelayedRequest, request_id: bytes) -> bool:
-        asked = read(api, request.headers, request.body)
-        served = self._served(asked.model)
-        engines = self._upstreams.serving(served)
-        if not engines:
-            text = f"no engine that serves {asked.model or served.model} can be used now"
-            raise GatewayError(Reason.NO_UPSTREAM, text)
-        keeper = self._keeper(asked, engines)
-        tokens = await self._tokens.of(asked, served, request.body, engines)
-        path = request.target.partition(b"?")[0]
-        attempt = Attempt(asked, served, tokens, request_id, request.body, path, bound=keeper)
-        if tokens is None:
-            attempt.session = self._chains.session(asked, served, _tenant(request))
+        attempt = await self._attempt(api, request, request_id)
         for _ in range(MAX_TRIES):
             chosen = await self._chooser.choose(attempt)
             if chosen is None:
@@ -159,6 +147,23 @@ class Forwarder:
             return await self._pass_refusal(request, attempt, refused)
         raise _unanswered(attempt, f"no engine has answered: {attempt.failed or 'none is left'}")
 
+    async def _attempt(self, api: Api, request: RelayedRequest, request_id: bytes) -> Attempt:
+        """Finds out what a request wants; raises GatewayError."""
+        asked = read(api, request.headers, request.body)
+        served = self._served(asked.model)
+        engines = self._upstreams.serving(served)
+        if not engines:
+            text = f"no engine that serves {asked.model or served.model} can be used now"
+            raise GatewayError(Reason.NO_UPSTREAM, text)
+        keeper = self._keeper(asked, engines)
+        tokens = await self._tokens.of(asked, served, request.body, engines)
+        path = request.target.partition(b"?")[0]
+        said = asked, served, tokens, None if tokens is None else tokens.count
+        attempt = Attempt(*said, request_id, request.body, path, bound=keeper)
+        if tokens is None:
+            attempt.session = self._chains.session(asked, served, _tenant(request))
+        return attempt
+
     async def _serve_stored(self, api: Api, request: RelayedRequest, request_id: bytes) -> bool:
         path = request.target.partition(b"?")[0]
         name = path.split(b"/")[3].decode("latin-1")
@@ -170,7 +175,7 @@ class Forwarder:
         assert upstream.facts is not None
         served = Served(upstream.facts.models[0].name)
         asked = Asked(api, None, False, {})
-        attempt = Attempt(asked, served, None, request_id, request.body, path)
+        attempt = Attempt(asked, served, None, None, request_id, request.body, path)
         rank = upstream.facts.ranks.start
         chosen = Chosen(upstream, rank, NOT_BOOKED, Decision.SESSION, 0, None, None)
         done = await self._send(request, attempt, chosen, request.body)
@@ -278,9 +283,10 @@ class Forwarder:
         upstream = chosen.upstream
         assert upstream.engine is not None
         head = upstream.head(request, attempt.request_id, len(body), chosen.dp_rank)
-        begin = partial(self._exchanges.begin, upstream.engine, head, body, HOLD_BYTES)
+        sent = upstream.engine, head, body, HOLD_BYTES
         async with request.lent() as client_fd:
-            with beside or NOBODY, begin(client_fd) as exchange:
+            with beside or NOBODY, self._exchanges.begin(*sent, client_fd) as exchange:
+                del sent, body  # what is long is kept by `attempt`, while it may be sent again
                 answer = await (beside.begins(exchange) if beside else exchange.begins())
                 if answer is None:
                     ending = exchange.ending()
@@ -302,6 +308,8 @@ class Forwarder:
                     if attempt.later is not None:
                         self._tokens.ask_later(attempt.later)
                         attempt.later = None
+                    attempt.let_go()
+                    request.body = b""
                     ending = await exchange.ends()
                     if beside is not None and ending.outcome is Outcome.COMPLETE:
                         await beside.ends()
@@ -357,9 +365,9 @@ class Forwarder:
 
     def _note_cached(self, attempt: Attempt, chosen: Chosen, tail: bytes) -> None:
         """Counts what was expected to be cached, beside what the engine says if it does."""
-        if attempt.tokens is None:
+        if attempt.prompt_tokens is None:
             return
-        self._stats.prompt_tokens += attempt.tokens.count
+        self._stats.prompt_tokens += attempt.prompt_tokens
         self._stats.matched_tokens += chosen.matched_tokens
         # Who takes over says of all that was handed over that it was cached.
         cached = cached_tokens(tail) if chosen.prefill is None else None
@@ -368,9 +376,9 @@ class Forwarder:
 
     def _note_reported(self, attempt: Attempt, chosen: Chosen, cached: int) -> None:
         """Counts what the engine that computed a prompt says of its cached tokens."""
-        if attempt.tokens is None:
+        if attempt.prompt_tokens is None:
             return
-        count, expected = attempt.tokens.count, chosen.matched_tokens
+        count, expected = attempt.prompt_tokens, chosen.matched_tokens
         self._stats.reported_matched_tokens += expected
         self._stats.reported_cached_tokens += cached
         prefill = chosen.prefill is not None

@@ -33,7 +33,7 @@ class RelayedRequest:
         self.method = head.method
         self.target = head.path + (b"?" + head.query if head.query else b"")
         self.headers = head.headers
-        self.body = body
+        self.body = body  # whoever relays may forget it, once nothing of it is to be sent again
         self.status = 0  # of the answer; 0: none has begun
         self._head = head
         self._transport = transport

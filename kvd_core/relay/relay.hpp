@@ -141,7 +141,7 @@ struct Exchange {
   uint64_t era = 0;  // of the engine's address
   size_t hold = 0;
   std::string request;         // its head
-  const char* body = nullptr;  // the caller's, until END or drop
+  const char* body = nullptr;  // the caller's, until `forward`, END or drop
   size_t body_size = 0;
   size_t sent = 0;       // of both
   std::string received;  // the head as far as it has come; then the head alone
@@ -227,7 +227,8 @@ class Relay {
   size_t idle(EngineId id) const { return engines_[id].idle.size(); }
 
   // Sends a request to an engine. The answer is held up to `hold` bytes; without a client
-  // (kNoSocket) it is never forwarded, and a stream is held to its end as well. `body` is read until END or `drop`.
+  // (kNoSocket) it is never forwarded, and a stream is held to its end as well. `body` is read until
+  // `forward`, END or `drop`.
   ExchangeId begin(EngineId engine, int client_fd, const char* head, size_t head_size,
                    const char* body, size_t body_size, size_t hold) {
     const ExchangeId id = take();
@@ -259,7 +260,7 @@ class Relay {
     x.unsent_at = 0;
     note_payload(x, x.held.data(), x.held.size());
     frame(x.unsent, x.held.data(), x.held.size(), framing);
-    std::string().swap(x.held);
+    for (std::string* used : {&x.held, &x.request, &x.received}) std::string().swap(*used);
     if (x.completes) {
       complete(id);
     } else {

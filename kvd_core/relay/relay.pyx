@@ -128,11 +128,15 @@ cdef class Relay:
         return Answer(x.head.status, x.received, x.held, x.completes, x.head.events)
 
     def forward(self, uint64_t exchange, bytes head not None, bint chunked):
-        """Sends a ready answer on behind this head, in chunks or as it is."""
+        """Sends a ready answer on behind this head, in chunks or as it is.
+
+        What has been sent and received so far is forgotten.
+        """
         if self.known(exchange).phase != Phase.kReady:
             raise ValueError("the exchange is not ready")
         cdef Framing framing = Framing.kChunks if chunked else Framing.kAsIs
         self.core.forward(exchange, PyBytes_AS_STRING(head), PyBytes_GET_SIZE(head), framing)
+        del self.bodies[exchange]
         self.core.clear_notices()
 
     def fill(self, uint64_t exchange, bytes filler not None, double pause_s):
@@ -151,7 +155,7 @@ cdef class Relay:
         """Forgets an exchange; an engine that has not answered in full hears of it as an abort."""
         self.known(exchange)
         self.core.drop(exchange)
-        del self.bodies[exchange]
+        self.bodies.pop(exchange, None)
 
     def serve_ready(self, int64_t budget_ns):
         """Moves what has come, until nothing is left or `budget_ns` nanoseconds have passed.
