@@ -62,19 +62,23 @@ from kvd.platform import activation, sdnotify
 from kvd.platform.descriptors import LEAST, listeners_within, raise_limit, waiting_within
 from kvd.platform.memory import Heaps, keep_freed_memory
 from kvd.platform.signals import Signals
+from kvd.replica_sync.aside import Aside
 from kvd.selection.decisions import DecisionLog
 from kvd.selection.readiness import Readiness, Recovery
 from kvd.selection.service import Selections
+from kvd.shared_state.outbox import MAX_WAITING_BYTES
 from kvd.slots.shared_loads import Ledgers
 from kvd.slots.trackers import SlotTrackers
 from kvd.telemetry import logs
 from kvd.telemetry.logs import get_logger
 from kvd.telemetry.metrics import Family, Source, by_label, counter, gauge
 from kvd.telemetry.rotating import RotatingWriter
+from kvd.wire.state_address import StateServer
+from kvd_core.ledger.journal import Journal
 
 if TYPE_CHECKING:
     from kvd.net.zsocket import Context
-    from kvd_core.ledger.journal import Journal
+    from kvd.shared_state.service import SharedState
 
 # Steps of a sweep's slice, each at most about 0.1 µs: the memory of a removed or cleared rank comes
 # back in slices of under 1 ms.
@@ -84,6 +88,9 @@ SWEEP_PAUSE_S = 0.05  # pause between two sweeps when nothing is left to free
 EXPIRY_PAUSE_S = 1.0  # pause between two looks for requests that are too old
 
 DECISION_LOG_CLOSE_S = 2.0  # that the disk has at the end, to write what waits
+
+# Longest wait for who else shares our state, before the index is filled without them.
+JOIN_S = 5.0
 
 # Longest wait of one of several processes, before it serves, for what the engines say they are.
 MEET_S = 5.0
@@ -186,7 +193,7 @@ async def _open_and_serve(
                     config, reader, bounds, ports, context, listening, stop, decisions, place, store
                 )
                 daemon.run_in(background, reloads)
-                await daemon.serve(listening)
+                await daemon.serve(listening, background)
                 listening.cancel_scope.cancel()
             await daemon.finish()
             background.cancel_scope.cancel()
@@ -226,9 +233,15 @@ class _Daemon:
         )
         self._place = place
         journal = None if store is None else store.journal
-        ledgers = Ledgers(config.max_requests, config.max_request_blocks, journal)
+        told = None if config.state_server is None else Journal(MAX_WAITING_BYTES)
+        aside = None if told is None else Aside(told, trio.current_time)
+        if told is not None:
+            told.pause()  # what is restored was told of before
+        journals = [each for each in (journal, told) if each is not None]
+        ledgers = Ledgers(config.max_requests, config.max_request_blocks, journals)
+        accounts = ledgers, journal, aside
         self._parts = _components(
-            config, bounds, ports, self._listeners, context, listening, place, ledgers, journal
+            config, bounds, ports, self._listeners, context, listening, place, *accounts
         )
         self._decisions: DecisionLog | None = None  # None: none is written
         if decisions is not None:
@@ -242,12 +255,33 @@ class _Daemon:
         self._targets = ports.apis.targets(self._parts)
         if config.fleet_file is not None:
             self._fleet = FleetFileFollower(config.fleet_file, ports.outgoing, self._targets)
+        registrations = _registrations(self._parts, config, self._fleet)
         self._keeper: Keeper | None = None  # None: nothing outlives the process
         if store is not None:
-            self._keeper = _keeper(store, self._parts, ledgers, config, self._fleet)
+            self._keeper = _keeper(store, self._parts, ledgers, registrations)
+        self._shared: SharedState | None = None  # None: nothing is shared
+        if config.state_server is not None and told is not None and aside is not None:
+            self._shared = self._share(config.state_server, told, ledgers, aside, registrations)
         self._reloader = Reloader(
             config, reader, stop, ports, self._parts, self._listeners, self._fleet
         )
+
+    def _share(
+        self,
+        server: StateServer,
+        told: Journal,
+        ledgers: Ledgers,
+        aside: Aside,
+        registrations: Registrations,
+    ) -> SharedState:
+        # 18 MB of memory, for those who share state.
+        from kvd.shared_state.catalog import Catalog
+        from kvd.shared_state.service import SharedState
+
+        parts = self._parts
+        catalog = Catalog(registrations, self._targets_of_clients())
+        accounts = parts.slots, parts.selections
+        return SharedState(server, told, ledgers, aside, *accounts, self._ports.served, catalog)
 
     @property
     def _config(self) -> Config:
@@ -263,7 +297,7 @@ class _Daemon:
         background.start_soon(self._heaps.run)
         background.start_soon(sdnotify.feed_watchdog, lambda: not self._recovered.is_set())
 
-    async def serve(self, listening: trio.Nursery) -> None:
+    async def serve(self, listening: trio.Nursery, background: trio.Nursery) -> None:
         """Registers who is in the settings and the fleet file, and serves until a signal."""
         config = self._config
         await self._register(config)
@@ -276,6 +310,10 @@ class _Daemon:
                 await self._keeper.restore_registrations(self._targets_of_clients())
                 await self._keeper.restore_bookings()
                 listening.start_soon(self._keeper.run)
+        if self._shared is not None:
+            await self._shared.prepare()
+            self._ports.served.ask(self._shared.owner)
+            background.start_soon(self._shared.run)
         indexing = [config.indexer_bind, config.selection_bind, config.conductor_bind]
         if config.gateway_bind is not None:
             listening.start_soon(self._parts.gateway.run)
@@ -295,7 +333,9 @@ class _Daemon:
         return self._targets | {"upstream": UpstreamTarget(self._parts.gateway.upstreams, CALLS)}
 
     async def finish(self) -> None:
-        """Keeps what there is at the end, when nothing changes any more."""
+        """Keeps and tells what there is at the end, when nothing changes any more."""
+        if self._shared is not None:
+            await self._shared.finish()
         if self._keeper is not None:
             await self._keeper.finish()
 
@@ -344,7 +384,8 @@ class _Daemon:
         config, registry = self._config, self._parts.registry
         await self._serving.wait()
         if not await self._restore_fresh():
-            if config.peers and await self._recover(config):
+            peers = await self._peers(config)
+            if peers and await self._recover(config, peers):
                 self._leave_snapshot()
             else:
                 await self._restore()
@@ -376,14 +417,19 @@ class _Daemon:
         gc.freeze()
         return True
 
-    async def _recover(self, config: Config) -> bool:
+    async def _peers(self, config: Config) -> list[str]:
+        """Returns whom to recover from: those of the settings, then those that share our state."""
+        shared = [] if self._shared is None else await self._shared.addresses(JOIN_S)
+        return list(dict.fromkeys((*config.peers, *shared)))
+
+    async def _recover(self, config: Config, peers: list[str]) -> bool:
         """Fills the index from a peer; False if none has anything."""
         parts = self._parts
         await self._listeners.entered()
         await trio.sleep(config.recovery_delay_s)
         peer = await recover(
             parts.state,
-            config.peers,
+            peers,
             parts.recovery,
             config.recovery,
             token=config.peers_token,
@@ -393,7 +439,7 @@ class _Daemon:
         readiness.recovery = Recovery.EMPTY if peer is None else Recovery.DONE
         readiness.recovered_blocks = parts.recovery.blocks
         if peer is None:
-            log.warning("recovery_failed", peers=len(config.peers))
+            log.warning("recovery_failed", peers=len(peers))
         gc.freeze()  # it stays: 65,536 workers were 16 ms of every full collection
         return peer is not None
 
@@ -434,9 +480,10 @@ class _Daemon:
         decisions = () if self._decisions is None else (self._decisions.families,)
         places = () if self._place is None else (self._place.families,)
         kept = () if self._keeper is None else (self._keeper.families,)
+        shared = () if self._shared is None else (self._shared.families,)
         own = [self._reloader.families, self._families, self._ports.sync.families]
         own.append(self._ports.served.families)
-        return [*own, *followers, *decisions, *places, *kept]
+        return [*own, *followers, *decisions, *places, *kept, *shared]
 
     def _families(self) -> Iterator[Family]:
         space, outgoing = self._ports.space, self._ports.outgoing
@@ -462,6 +509,7 @@ def _components(
     place: Place | None,
     ledgers: Ledgers,
     journal: Journal | None,
+    aside: Aside | None,
 ) -> Components:
     """Returns what the faces answer from, empty; replicas are listened to in `listening`."""
     limits = config.index_max_blocks, config.max_partitions
@@ -492,7 +540,7 @@ def _components(
         Publishers(state, listeners, *shared),
         slots,
         selections,
-        ports.sync.start(listening, context, slots, selections),
+        ports.sync.start(listening, context, slots, selections, aside),
         Gateway(config, selections, registry, ports.dialer, place),
     )
 
@@ -512,13 +560,9 @@ def _open_store(config: Config, opened: ExitStack) -> Store | None:
     return store
 
 
-def _keeper(
-    store: Store,
-    parts: Components,
-    ledgers: Ledgers,
-    config: Config,
-    fleet: FleetFileFollower | None,
-) -> Keeper:
+def _registrations(
+    parts: Components, config: Config, fleet: FleetFileFollower | None
+) -> Registrations:
     faces = Faces(
         parts.registry,
         parts.slots,
@@ -527,7 +571,12 @@ def _keeper(
         parts.replicas,
         parts.gateway.upstreams,
     )
-    registrations = Registrations(faces, config, fleet)
+    return Registrations(faces, config, fleet)
+
+
+def _keeper(
+    store: Store, parts: Components, ledgers: Ledgers, registrations: Registrations
+) -> Keeper:
     accounts = ledgers, parts.slots, parts.selections
     return Keeper(store, parts.state, parts.registry, *accounts, registrations, trio.current_time)
 

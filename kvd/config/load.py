@@ -37,6 +37,7 @@ from kvd.selection.policies import DYNAMO_WEIGHTS, RouterPolicy
 from kvd.selection.worker_record import WorkerRecord
 from kvd.wire.curve import MAX_KEYS_BYTES, parse_keys, parse_secret
 from kvd.wire.egress import AllowedNetworks, EgressPolicy
+from kvd.wire.state_address import StateServer, parse_address
 from kvd.wire.urls import masked
 from kvd_core.selector.settings import Settings
 
@@ -58,6 +59,8 @@ YES = ("1", "true", "yes", "on")
 TLS_FILES = ("tls_certfile", "tls_keyfile", "tls_client_ca")
 
 # Files of secrets, by the names of their settings.
+MAX_PASSWORD_BYTES = 4096  # of a file with the password of a server
+
 SECRETS = (
     "tokens_file",
     "tls_keyfile",
@@ -65,6 +68,7 @@ SECRETS = (
     "peers_token_file",
     "upstream_key_file",
     "gateway_kvd_token_file",
+    "state_password_file",
 )
 
 # The configuration file: what the command line calls it, and its variable.
@@ -178,6 +182,7 @@ class Config:
     owners: Mapping[Place, str]
     state_dir: Path | None
     snapshot_s: float
+    state_server: StateServer | None  # None: nothing is shared
     decision_log: Path | None
     decision_log_bytes: int
     decision_log_files: int
@@ -353,6 +358,7 @@ def build(values: Mapping[str, Any], environ: Mapping[str, str]) -> Config:
         "curve": _curve(values),
         "serve": tuple(map(place_of, values["serve"] or ())),
         "owners": dict(map(owner_of, values["owners"] or ())),
+        "state_server": _state_server(values),
         "test_endpoints": environ.get(TEST_ENDPOINTS, "").lower() in YES,
         "values": values,
     }
@@ -464,6 +470,20 @@ def _replica_sync(values: Mapping[str, Any], outgoing: EgressPolicy) -> ReplicaS
         except BadRequest as error:
             raise StartError(f"--replica-sync-peers: {masked(str(error))}") from None
     return ReplicaSync(values["replica_sync_host"], port, peers or ())
+
+
+def _state_server(values: Mapping[str, Any]) -> StateServer | None:
+    if values["state_url"] is None:
+        return None
+    password = None
+    path: Path | None = values["state_password_file"]
+    if path is not None:
+        with reading(path, "state_password_file"), path.open("rb") as file:
+            password = file.read(MAX_PASSWORD_BYTES).decode().rstrip("\r\n")
+    names = "state_prefix", "state_ca_file", "state_advertise"
+    prefix, ca_file, advertised = (values[name] for name in names)
+    address = parse_address(values["state_url"])
+    return StateServer(address, prefix, password, ca_file, advertised)
 
 
 def _link(values: Mapping[str, Any]) -> LinkOptions:

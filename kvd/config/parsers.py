@@ -20,6 +20,7 @@ from kvd.model import is_name
 from kvd.wire.egress import AllowedNetworks, parse_places
 from kvd.wire.endpoints import check_replica_endpoint
 from kvd.wire.hosts import literal
+from kvd.wire.state_address import parse_address
 from kvd.wire.urls import (
     MAX_UNIX_PATH_BYTES,
     UNIX_PREFIX,
@@ -275,6 +276,25 @@ parse_state_dir = or_off(parse_folder)
 parse_threshold = or_off(parse_weight, OFF, "none")
 parse_share_threshold = or_off(parse_share, OFF, "none")
 parse_tokens_threshold = or_off(partial(parse_uint, maximum=MAX_ISL_TOKENS), OFF, "none")
+
+
+def parse_state_url(text: str) -> str:
+    """Checks the address of a server for shared state."""
+    parse_address(text)
+    return text
+
+
+def parse_advertised(text: str) -> str:
+    """Checks a URL under which others reach this process."""
+    parse_url(text)
+    return text.rstrip("/")
+
+
+def parse_prefix(text: str) -> str:
+    """Checks what begins the names of keys on a server."""
+    if not re.fullmatch(r"[A-Za-z0-9._:-]{1,64}", text):
+        raise ValueError("expected up to 64 of A-Z a-z 0-9 . _ : -")
+    return text
 
 
 def parse_switch(text: str) -> bool:

@@ -726,6 +726,32 @@ STATE_SETTINGS = section(
     ),
 )
 
+SHARED_STATE_SETTINGS = section(
+    state_url=Setting(
+        parsers.parse_state_url,
+        "URL",
+        "Redis or Valkey server where replicas share bookings, sessions and registrations: "
+        "redis://[USER@]HOST:PORT[/DB], rediss:// for TLS, redis+sentinel://HOST:PORT,.../NAME or "
+        "redis+cluster://HOST:PORT,... (default: nothing is shared)",
+    ),
+    state_prefix=Setting(
+        parsers.parse_prefix,
+        "TEXT",
+        "what begins the names of kvd's keys on that server; replicas of one fleet say the same",
+        "kvd",
+    ),
+    state_password_file=file("file with the password for that server"),
+    state_ca_file=file(
+        "file with the certificates that the server's is checked against (default: the system's)"
+    ),
+    state_advertise=Setting(
+        parsers.parse_advertised,
+        "URL",
+        "base URL of the indexer face, as other replicas reach it: a new one recovers the index "
+        "from there, and answers 421 name it (default: nobody is told)",
+    ),
+)
+
 PARTITION_SETTINGS = section(
     serve=Setting(
         parsers.parse_served,
@@ -799,6 +825,7 @@ FACE_SETTINGS = (
     *OUTGOING_SETTINGS,
     *CURVE_SETTINGS,
     *STATE_SETTINGS,
+    *SHARED_STATE_SETTINGS,
     *PARTITION_SETTINGS,
 )
 
@@ -855,6 +882,7 @@ GROUPS = {
     "The index": INDEX_SETTINGS,
     "HTTP limits": HTTP_SETTINGS,
     "State that outlives the process": STATE_SETTINGS,
+    "State that replicas share": SHARED_STATE_SETTINGS,
     "A fleet divided among several kvds": PARTITION_SETTINGS,
     "The decision log": DECISION_SETTINGS,
     "The daemon": DAEMON_SETTINGS,

@@ -7,7 +7,7 @@ rest.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from types import MappingProxyType
 
 from kvd.errors import Misdirected
@@ -27,7 +27,13 @@ class ServedModels:
         """Without anything in `served` all is; `owners` says where others are served."""
         self._served = frozenset(served)
         self._owners = owners
+        self._asked: Callable[[Place], str | None] | None = None
         self.misdirected = 0  # requests and registrations that belong elsewhere
+
+    @property
+    def listed(self) -> list[Place]:
+        """Returns what is served here, sorted; nothing is everything."""
+        return sorted(self._served, key=lambda place: (place[0], place[1] or ""))
 
     def serves(self, place: tuple[str, str]) -> bool:
         """Says whether a model and tenant are served here. O(1)."""
@@ -35,7 +41,12 @@ class ServedModels:
 
     def owner(self, place: tuple[str, str]) -> str | None:
         """Returns where a model and tenant are served, None if nobody has said."""
-        return self._owners.get(place) or self._owners.get((place[0], None))
+        said = self._owners.get(place) or self._owners.get((place[0], None))
+        return said if said is not None or self._asked is None else self._asked(place)
+
+    def ask(self, owner: Callable[[Place], str | None]) -> None:
+        """Has somebody be asked where those are served of whom nobody has said it."""
+        self._asked = owner
 
     def check(self, place: tuple[str, str]) -> None:
         """Raises Misdirected for what is served elsewhere."""

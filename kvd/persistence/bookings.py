@@ -23,11 +23,12 @@ from kvd.selection.requests import Retry, SelectReply
 from kvd.selection.retries import ANSWERED
 from kvd.selection.service import Selections
 from kvd.slots.live_requests import LiveRequests, Receipt
+from kvd.slots.rebooking import Booking, book_again
 from kvd.slots.shared_loads import LEDGER
 from kvd.slots.trackers import SlotTrackers
 from kvd.wire.affinity import Bound, Version
-from kvd.wire.lifecycle import Face, Lifecycle, Outcome, Step
-from kvd_core.ledger.journal import ENDED, OUTPUT, PREFILLED, Booked, Said, Stepped
+from kvd.wire.lifecycle import Face, Outcome
+from kvd_core.ledger.journal import ENDED, Booked, Said, Stepped
 
 # Requests, sessions and answers that come back between two checkpoints: about 1 ms.
 SLICE = 32
@@ -36,22 +37,6 @@ WHOLE = ord("W")  # a journal has told of all that was booked when it began
 
 LedgerName = tuple[Face, PartitionKey, int]  # face, model and tenant, block size
 Live = tuple[LedgerName, str]  # a ledger and the id of a request there
-
-
-@dataclass(slots=True)
-class Booking:
-    """A live request: as it was booked, and what became of it."""
-
-    booked: Booked
-    prefill_complete: bool
-    output_blocks: int
-    decayed_blocks: int
-    fraction: float
-
-    @classmethod
-    def of(cls, booked: Booked) -> Booking:
-        outputs = booked.output_blocks, booked.decayed_blocks, booked.fraction
-        return cls(booked, booked.prefill_complete, *outputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,12 +139,8 @@ class Bookings:
             del self.live[live]
             if live[0][0] is Face.SELECTION:
                 self.held.pop(step.request_id, None)
-        elif step.kind == PREFILLED:
-            booking.prefill_complete = True
-        elif step.kind == OUTPUT:
-            booking.output_blocks += 1
-            if step.fraction is not None:
-                booking.decayed_blocks, booking.fraction = booking.output_blocks, step.fraction
+        else:
+            booking.take(step)
 
     def _lease(
         self,
@@ -231,7 +212,7 @@ def restore(
         admitted_at = booking.booked.admitted_at
         if admitted_at < now - faces[face].expiry_s:
             restored.expired += 1
-        elif _book(faces[face], key, block_size, booking, admitted_at) is Outcome.APPLIED:
+        elif book_again(faces[face], key, block_size, booking, admitted_at) is Outcome.APPLIED:
             restored.requests += 1
         else:
             restored.dropped += 1
@@ -239,40 +220,6 @@ def restore(
             yield
     yield from _restore_sessions(bookings, selections, restored)
     yield from _restore_answers(bookings, selections, restored)
-
-
-def _book(
-    face: LiveRequests[Any],
-    key: PartitionKey,
-    block_size: int,
-    booking: Booking,
-    admitted_at: float,
-) -> Outcome:
-    booked = booking.booked
-    outcome = face.rebook(
-        Lifecycle(
-            key,
-            block_size,
-            booked.request_id,
-            booked.worker_id,
-            booked.dp_rank,
-            Step.ADD,
-            booked.hashes,
-            booked.tokens,
-            booked.expected_output_tokens,
-        ),
-        admitted_at,
-        booked.key,
-    )
-    if outcome is not Outcome.APPLIED:
-        return outcome
-    ledger = face.ledger_of(key)
-    if booking.prefill_complete:
-        ledger.prefill_complete(booked.request_id)
-    for number in range(1, booking.output_blocks + 1):
-        is_last_decayed = number == booking.decayed_blocks
-        ledger.output_block(booked.request_id, booking.fraction if is_last_decayed else None)
-    return outcome
 
 
 def _restore_sessions(

@@ -193,7 +193,7 @@ class JournalWriter:
         for face, owner in owners:
             if owner.block_size is None or not owner.ledger.number:
                 continue  # it has had no worker, so nothing is booked
-            self._ledgers.introduce(owner.ledger, face, owner.key, owner.block_size)
+            self._ledgers.introduce(self._journal, owner.ledger, face, owner.key, owner.block_size)
             after: int | None = 0
             while after is not None:
                 after = owner.ledger.export(self._journal, after, EXPORT_BYTES)

@@ -92,9 +92,8 @@ class Registrations:
         """Returns all of it as frames; others run meanwhile."""
         made: list[bytes] = []
         rows: list[tuple[str, dict[str, Any], str]] = []
-        for table, wanted in self._wanted():
-            mark = SHARED if table == "conductor" and _is_shared(wanted) else ""
-            rows.append((table, OF_TABLE[table](wanted), mark))
+        for table, _, members, mark in self.rows():
+            rows.append((table, members, mark))
             if len(rows) == SLICE:
                 made.append(frame(ROWS, packed(rows)))
                 rows = []
@@ -104,11 +103,20 @@ class Registrations:
         made += [frame(SAID, packed(said)) for said in self._said()]
         return made
 
-    def _wanted(self) -> Iterator[tuple[str, Any]]:
-        """Yields the table and the content of each registration that a client has made."""
+    def rows(self) -> Iterator[tuple[str, Any, dict[str, Any], str]]:
+        """Yields each registration that a client has made.
+
+        That is its table, what is wanted, and the same as members of a row and a mark.
+        """
         for table, wanted in self._all():
-            if self._fleet is None or self._fleet.held(table, TABLES[table].key(wanted)) is None:
-                yield table, wanted
+            if not self.is_set(table, wanted):
+                mark = SHARED if table == "conductor" and _is_shared(wanted) else ""
+                yield table, wanted, OF_TABLE[table](wanted), mark
+
+    def is_set(self, table: str, wanted: Any) -> bool:
+        """Says whether the fleet file has registered something under that key."""
+        key = TABLES[table].key(wanted)
+        return self._fleet is not None and self._fleet.held(table, key) is not None
 
     def _all(self) -> Iterator[tuple[str, Any]]:
         faces = self._faces
@@ -195,8 +203,15 @@ async def _register(
 ) -> None:
     if table not in targets:
         raise ValueError("its face is not served")
-    wanted = TABLES[table].read(json.dumps(members).encode())
-    await targets[table].add(wanted.shared() if mark == SHARED else wanted)
+    await targets[table].add(wanted_of(table, json.dumps(members), mark))
+
+
+def wanted_of(table: str, members: str, mark: str) -> Any:
+    """Returns what a row wants, of members in JSON; raises KvdError and ValueError."""
+    if table not in TABLES:
+        raise ValueError(f"there is no table {table!r}")
+    wanted = TABLES[table].read(members.encode())
+    return wanted.shared() if mark == SHARED else wanted
 
 
 def _is_shared(described: Described) -> bool:

@@ -10,6 +10,7 @@ face that it came through there (`kvd.replica_sync.replicas`).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 import trio
@@ -22,6 +23,7 @@ from kvd.net.dialing import Dialer
 from kvd.net.link import NO_CURVE
 from kvd.net.publisher import Publisher, open_publisher
 from kvd.net.replication import Replication
+from kvd.replica_sync.aside import Aside
 from kvd.replica_sync.replicas import Replicas, apply_once
 from kvd.selection.service import Selections
 from kvd.slots.trackers import SlotTrackers
@@ -92,8 +94,13 @@ class ReplicaSync:
         context: Context,
         slots: SlotTrackers,
         selections: Selections,
+        aside: Aside | None = None,
     ) -> Replicas:
-        """Returns the replicas, those of the settings registered; without a port there are none."""
+        """Returns the replicas, those of the settings registered; without a port there are none.
+
+        Where state is shared by another way, too, it is not told there what replicas tell here:
+        that is `aside`.
+        """
         sync = self._config.replica_sync
         if sync is None or self._publisher is None:
             return Replicas(None, self._counts, self._outgoing)
@@ -101,8 +108,10 @@ class ReplicaSync:
             nursery.start_soon(self._authenticator.run)
         faces = {Face.SLOT_TRACKER: slots.apply, Face.SELECTION: selections.reservations.apply}
 
-        def apply(event: Lifecycle) -> Outcome:
+        def take(event: Lifecycle) -> Outcome:
             return apply_once(event, trio.current_time(), faces)
+
+        apply = take if aside is None else partial(aside.apply, apply=take)
 
         affinity = selections.affinity
         links = Replication(

@@ -115,6 +115,11 @@ class Affinity:
             content = at, bound.partition, *place, bound.version, reservation_id
             self._journal.put(LEASED, msgpack.packb(content))
 
+    def bound(self) -> Iterator[Bound]:
+        """Yields all sessions that are bound now; others may change them between two."""
+        for key, binding, _ in self.sessions.listed(self._clock()):
+            yield Bound(*key, binding.worker_id, binding.dp_rank, binding.version)
+
     def export(self) -> Iterator[None]:
         """Records all sessions as they are now; yields after each."""
         for key, binding, at in self.sessions.listed(self._clock()):

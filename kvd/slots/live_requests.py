@@ -282,6 +282,10 @@ class LiveRequests(Generic[Owner]):
         """Returns all that requests are booked with."""
         return self._owners.values()
 
+    def owner(self, key: PartitionKey) -> Owner | None:
+        """Returns what requests of a model and tenant are booked with."""
+        return self._owners.get(key)
+
     def ledger_of(self, key: PartitionKey) -> Ledger:
         """Returns the ledger of a model and tenant; raises KeyError without one."""
         return self._owners[key].ledger
@@ -351,15 +355,24 @@ class LiveRequests(Generic[Owner]):
             return Outcome.UNKNOWN_REQUEST
         if (live.worker_id, live.dp_rank) != (event.worker_id, event.dp_rank):
             return Outcome.OTHER_WORKER
-        if event.step is Step.FREE:
-            owner.ledger.free(event.request_id)
-        else:
-            owner.ledger.prefill_complete(event.request_id)
-        self._observe(owner, event.request_id, event.step, now, live)
-        if event.step is Step.FREE:
-            self._forget(event.request_id)
-        ease(owner.ledger)
+        self.mirror_step(owner.key, event.request_id, event.step, now)
         return Outcome.APPLIED
+
+    def mirror_step(self, key: PartitionKey, request_id: str, step: Step, now: float) -> bool:
+        """Completes or ends a request that another process has; False if it is not here."""
+        owner = self._owners.get(key)
+        live = None if owner is None else owner.ledger.request(request_id)
+        if owner is None or live is None:
+            return False
+        if step is Step.FREE:
+            owner.ledger.free(request_id)
+        else:
+            owner.ledger.prefill_complete(request_id)
+        self._observe(owner, request_id, step, now, live)
+        if step is Step.FREE:
+            self._forget(request_id)
+        ease(owner.ledger)
+        return True
 
 
 def ease(of: Ledger) -> None:

@@ -11,6 +11,7 @@ nothing is shared.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from weakref import WeakValueDictionary
 
 import msgpack
@@ -30,14 +31,14 @@ class Ledgers:
         self,
         max_requests: int = MAX_REQUESTS,
         max_blocks: int = MAX_BLOCKS,
-        journal: Journal | None = None,
+        journals: Sequence[Journal] = (),
     ) -> None:
         """A ledger has so many requests; with those that it shares loads with, so many blocks.
 
-        All steps of requests are recorded in the `journal`, if there is one.
+        All steps of requests are recorded in each of the `journals`, two at most.
         """
         self._bounds = max_requests, max_blocks
-        self._journal = journal
+        self._journals = journals
         self._opened = 0  # ledgers so far, each of which has its number
         self._loads: WeakValueDictionary[tuple[PartitionKey, int], Loads] = WeakValueDictionary()
 
@@ -48,12 +49,14 @@ class Ledgers:
             loads = self._loads[key, block_size] = Loads()
         ledger = Ledger(*self._bounds, loads=loads)
         self._opened += 1
-        if self._journal is not None:
-            ledger.record_in(self._journal, self._opened)
-            self.introduce(ledger, face, key, block_size)
+        if self._journals:
+            ledger.record_in(self._opened, *self._journals)
+            for journal in self._journals:
+                self.introduce(journal, ledger, face, key, block_size)
         return ledger
 
-    def introduce(self, ledger: Ledger, face: Face, key: PartitionKey, block_size: int) -> None:
+    def introduce(
+        self, journal: Journal, ledger: Ledger, face: Face, key: PartitionKey, block_size: int
+    ) -> None:
         """Records which ledger it is that a journal knows by its number."""
-        assert self._journal is not None
-        self._journal.put(LEDGER, msgpack.packb([ledger.number, face.value, *key, block_size]))
+        journal.put(LEDGER, msgpack.packb([ledger.number, face.value, *key, block_size]))

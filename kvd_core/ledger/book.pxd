@@ -191,23 +191,21 @@ cdef inline int add(Book* book, const Admission* a) except -1 nogil:
     request.expected = a.expected
     request.fraction = 1
     book.tally.added += 1
-    if book.records != NULL:
-        records.put_booking(book, book.records, book.requests.by_age.last)
+    records.tell_booked(book, book.requests.by_age.last)
     return kAdded
 
 
 cdef inline void complete(Book* book, RequestId id) noexcept nogil:
     # Ends the prefill of a request, once or again.
     cdef Request* request = &book.requests.all[id]
-    if book.records != NULL and request.prefilling:
-        records.put_step(book, b"P", id)
+    if request.prefilling:
+        records.tell_step(book, b"P", id)
     loads.end_prefill(book.loads, request)
 
 
 cdef inline void end_request(Book* book, RequestId id) noexcept nogil:
     cdef Request* request = &book.requests.all[id]
-    if book.records != NULL:
-        records.put_step(book, b"E", id)
+    records.tell_step(book, b"E", id)
     loads.erase(book.loads, request)
     book.outputs -= request.outputs
     book.tally.freed += 1
@@ -217,8 +215,7 @@ cdef inline void end_request(Book* book, RequestId id) noexcept nogil:
 cdef inline void add_output(Book* book, RequestId id, double fraction) noexcept nogil:
     # Adds an output block; a fraction of 0 or more is what all of the request's weigh from now on.
     cdef Request* request = &book.requests.all[id]
-    if book.records != NULL:
-        records.put_output(book, id, fraction)
+    records.tell_output(book, id, fraction)
     if request.outputs == book.limits.outputs:
         book.tally.refused_outputs += 1
     else:
@@ -230,7 +227,7 @@ cdef inline void add_output(Book* book, RequestId id, double fraction) noexcept 
 
 cdef inline void close(Book* book) noexcept nogil:
     # Takes everything away: others may go on with the loads. Nobody is told.
-    book.records = NULL
+    book.records[0] = book.records[1] = NULL
     while book.requests.by_age.first != kNone:
         end_request(book, book.requests.by_age.first)
     while not book.order.empty():

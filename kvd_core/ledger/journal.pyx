@@ -13,7 +13,7 @@ from collections import namedtuple
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from cpython.unicode cimport PyUnicode_DecodeUTF8
-from libc.stddef cimport size_t
+from libc.stddef cimport ptrdiff_t, size_t
 from libc.stdint cimport uint16_t, uint32_t, uint64_t
 from libc.string cimport memcpy
 from libcpp.memory cimport make_unique
@@ -57,6 +57,14 @@ cdef class Journal:
         cdef bytes taken = PyBytes_FromStringAndSize(self.c.bytes(), self.c.size())
         self.c.clear()
         return taken
+
+    def pause(self):
+        """Records nothing until `resume`, and does not count it as dropped."""
+        self.c.pause()
+
+    def resume(self):
+        """Records again."""
+        self.c.resume()
 
     def __len__(self):
         """Bytes that wait."""
@@ -152,6 +160,28 @@ cdef object get_step(Reader* reader, int kind):
         fraction = weight if weight >= 0 else None
     cdef size_t id_size = get_u16(reader)
     return Stepped(kind, ledger, get_text(reader, id_size), fraction)
+
+
+def pieces(bytes records not None, size_t most):
+    """Yields records in pieces of at most `most` bytes, or of one record that is longer.
+
+    Raises ValueError on what is no record.
+    """
+    cdef Reader all
+    cdef const char* begun
+    cdef uint32_t rest
+    all.at = begun = PyBytes_AS_STRING(records)
+    all.end = all.at + PyBytes_GET_SIZE(records)
+    while all.at != all.end:
+        need(&all, sizeof(uint32_t))
+        rest = get_u32(&all)
+        need(&all, rest)
+        if all.at + rest - begun > <ptrdiff_t>most and all.at - sizeof(uint32_t) != begun:
+            yield PyBytes_FromStringAndSize(begun, all.at - sizeof(uint32_t) - begun)
+            begun = all.at - sizeof(uint32_t)
+        all.at += rest
+    if all.at != begun:
+        yield PyBytes_FromStringAndSize(begun, all.at - begun)
 
 
 def read(bytes records not None):

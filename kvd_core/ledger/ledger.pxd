@@ -20,7 +20,7 @@ cdef class Ledger:
     cdef unique_ptr[Book] book
     cdef Book* c              # the same
     cdef readonly Loads loads
-    cdef Journal journal      # keeps what the book writes to
+    cdef tuple journals       # keeps what the book writes to
     cdef uint64_t expired     # requests
     cdef uint64_t removed     # requests that went with their rank
     cdef uint64_t exists      # adds refused

@@ -28,8 +28,9 @@ from kvd_core.ledger.records cimport put_booking
 from kvd_core.ledger.rows cimport put_loads, put_projection, rows_room
 from kvd_core.ledger.trie cimport kNone
 from kvd_core.ledger.types cimport (
-    kAdded, kByAge, kByRank, kExists, kFull, kMaxBlocks, kMaxIdBytes, kMaxOutputs, kMaxRanks,
-    kMaxRequests, kMaxTokens, kOverflow, kRepeated, Listed, Rank, RecordBuffer, Request, Tally
+    kAdded, kByAge, kByRank, kExists, kFull, kJournals, kMaxBlocks, kMaxIdBytes, kMaxOutputs,
+    kMaxRanks, kMaxRequests, kMaxTokens, kOverflow, kRepeated, Listed, Rank, RecordBuffer, Request,
+    Tally,
 )
 from kvd_core.ledger.verify cimport verify
 
@@ -374,20 +375,26 @@ cdef class Ledger:
 
     # ---- the journal
 
-    def record_in(self, Journal journal, uint32_t number):
-        """Has a journal record each step of requests from now on, under the ledger's number there.
+    def record_in(self, uint32_t number, *journals):
+        """Has journals, two at most, record each step of requests from now on, under a number.
 
-        None: nobody records. What is booked already is not recorded: see `export`.
+        Without any nobody records. What is booked already is not recorded: see `export`.
         """
-        self.journal = journal
-        self.c.records = NULL
-        if journal is not None:
-            self.c.records = journal.c
+        if <size_t>len(journals) > kJournals:
+            raise ValueError(f"{len(journals)} journals are too many")
+        cdef size_t i
+        cdef Journal journal
+        for i in range(kJournals):
+            self.c.records[i] = NULL
+        self.journals = journals
+        for i, each in enumerate(journals):
+            journal = <Journal?>each
+            self.c.records[i] = journal.c
         self.c.number = number
 
     @property
     def number(self):
-        """The ledger's number in the journal that records it."""
+        """The ledger's number in the journals that record it."""
         return self.c.number
 
     def export(self, Journal journal not None, uint32_t after, size_t enough):

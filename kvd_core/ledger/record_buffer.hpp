@@ -5,6 +5,9 @@
 // Whoever changes a ledger must not wait and cannot fail, so a record that finds no room within the
 // limit is dropped and counted: the journal has a hole from there on, and whoever writes it begins anew.
 //
+// While it is paused nothing is recorded, and nothing counts as dropped: what happens then is of no
+// interest to whoever reads.
+//
 // Costs: extend O(1), amortised; memory twice what waits.
 #pragma once
 
@@ -28,6 +31,7 @@ class RecordBuffer {
   // Begins a record with so many bytes behind its kind; returns where these go, null if there is no
   // room.
   char* extend(char kind, size_t n) noexcept {
+    if (paused_) return nullptr;
     const size_t whole = sizeof(uint32_t) + 1 + n;
     if (whole > limit_ - size_ || !make_room(size_ + whole)) {
       ++dropped_;
@@ -44,6 +48,9 @@ class RecordBuffer {
   const char* bytes() const { return bytes_; }
   size_t size() const { return size_; }
   uint64_t dropped() const { return dropped_; }
+
+  void pause() noexcept { paused_ = true; }
+  void resume() noexcept { paused_ = false; }
 
   void clear() noexcept {
     size_ = 0;
@@ -70,6 +77,7 @@ class RecordBuffer {
   size_t size_ = 0;
   size_t capacity_ = 0;
   uint64_t dropped_ = 0;
+  bool paused_ = false;
 };
 
 }  // namespace kvd::ledger

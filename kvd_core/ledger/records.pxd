@@ -1,5 +1,5 @@
 # cython: language_level=3, cdivision=True
-"""What becomes of requests, as records of a journal: each step when it is taken, whoever takes it.
+"""What becomes of requests, as records of journals: each step when it is taken, whoever takes it.
 
     kind   what                       bytes, little-endian, without padding
     'B'    a request is booked, or    u32 ledger, u64 worker, u32 dp rank, u32 blocks, u64 tokens,
@@ -79,23 +79,34 @@ cdef inline void put_booking(Book* book, RecordBuffer* records, RequestId id) no
     book.loads.trie.copy_path(request.end, request.blocks, to + texts)
 
 
-cdef inline void put_step(Book* book, char kind, RequestId id) noexcept nogil:
+cdef inline void tell_booked(Book* book, RequestId id) noexcept nogil:
+    # That a request has been booked.
+    for records in book.records:
+        if records != NULL:
+            put_booking(book, records, id)
+
+
+cdef inline void tell_step(Book* book, char kind, RequestId id) noexcept nogil:
     # That a request's prefill is complete, or that it has ended: before it does.
     cdef Request* request = &book.requests.all[id]
-    cdef char* to = book.records.extend(kind, <size_t>kStepBytes + request.id_size)
-    if to == NULL:
-        return
-    to = put_u16(put_u32(to, book.number), request.id_size)
-    memcpy(to, request.text, request.id_size)
+    cdef char* to
+    for records in book.records:
+        if records == NULL:
+            continue
+        to = records.extend(kind, <size_t>kStepBytes + request.id_size)
+        if to != NULL:
+            to = put_u16(put_u32(to, book.number), request.id_size)
+            memcpy(to, request.text, request.id_size)
 
 
-cdef inline void put_output(Book* book, RequestId id, double fraction) noexcept nogil:
+cdef inline void tell_output(Book* book, RequestId id, double fraction) noexcept nogil:
     # That a request has an output block more; a fraction is what all of them weigh from now on.
     cdef Request* request = &book.requests.all[id]
-    cdef char* to = book.records.extend(
-        b"O", <size_t>kStepBytes + sizeof(double) + request.id_size
-    )
-    if to == NULL:
-        return
-    to = put_u16(put_f64(put_u32(to, book.number), fraction), request.id_size)
-    memcpy(to, request.text, request.id_size)
+    cdef char* to
+    for records in book.records:
+        if records == NULL:
+            continue
+        to = records.extend(b"O", <size_t>kStepBytes + sizeof(double) + request.id_size)
+        if to != NULL:
+            to = put_u16(put_f64(put_u32(to, book.number), fraction), request.id_size)
+            memcpy(to, request.text, request.id_size)

@@ -32,7 +32,13 @@ cdef extern from "ledger/record_buffer.hpp" namespace "kvd::ledger" nogil:
         const char* bytes()
         size_t size()
         uint64_t dropped()
+        void pause()
+        void resume()
         void clear()
+
+
+cdef enum:
+    kJournals = 2  # that record the steps of one ledger: one for a file, one for replicas
 
 
 cdef enum Outcome:
@@ -132,8 +138,8 @@ cdef struct Book:  # see book.pxd
     vector[Listed] order   # ranks by (worker, dp rank)
     uint64_t outputs       # output blocks of all requests
     Tally tally
-    RecordBuffer* records  # told of each step, NULL: nobody is
-    uint32_t number        # the ledger's, in these records
+    RecordBuffer* records[2]  # kJournals told of each step; NULL: nobody is
+    uint32_t number           # the ledger's, in these records
 
 
 cdef struct Admission:

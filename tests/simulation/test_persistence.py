@@ -63,7 +63,7 @@ class Process:
     def __init__(self, folder: Path, number: int) -> None:
         self.directory = Directory(folder)
         self.journal = Journal(1 << 24)
-        ledgers = Ledgers(journal=self.journal)
+        ledgers = Ledgers(journals=[self.journal])
         options = RouterOptions(session_affinity_ttl_s=TTL_S, uses_kv_events=False)
         self.service = Service(options, expiry_s=EXPIRY_S, ledgers=ledgers, journal=self.journal)
         self._ahead = 1000.0 * (number + 1)  # each process has a clock of its own

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 import resource
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
@@ -26,116 +25,11 @@ from kvd.persistence.reading import bookings_of, frames_of
 from kvd.persistence.registrations import ROWS
 from tests.support.budget import scaled
 from tests.support.engines import BLOCK_SIZE, Engine
+from tests.support.kvds import PATIENCE_S, Kvd, paths_of, wait
 from tests.support.ports import find_free_port
 from tests.support.processes import Server, clean_environment
 
-FACES = ("indexer", "slot-tracker", "selection", "conductor")
 FLUSH_S = 0.05  # kvd.persistence.journal: what is older outlives a killed process
-POLL_S = 0.01
-PATIENCE_S = 60.0
-
-
-class Kvd:
-    """`kvd serve` on one state directory, life after life."""
-
-    def __init__(self, folder: Path, *flags: str) -> None:
-        self.folder = folder
-        self.state = folder / "state"
-        self.ports = {face: find_free_port() for face in FACES}
-        self._flags = [f"--state-dir={self.state}", "--snapshot-s=0.2", *flags]
-        self.client = httpx.Client(trust_env=False, timeout=PATIENCE_S)
-        self.server: Server | None = None
-
-    def start(self) -> None:
-        binds = [f"--{face}-bind=127.0.0.1:{port}" for face, port in self.ports.items()]
-        command = [sys.executable, "-m", "kvd", "serve", *binds, *self._flags]
-        self.server = Server(command, self.folder, self.ports["indexer"], clean_environment())
-        self.server.wait_healthy()
-
-    def url(self, face: str, path: str) -> str:
-        return f"http://127.0.0.1:{self.ports[face]}{path}"
-
-    def post(self, face: str, path: str, body: dict[str, Any], **headers: str) -> httpx.Response:
-        return self.client.post(self.url(face, path), json=body, headers=headers)
-
-    def get(self, face: str, path: str) -> Any:
-        return self.client.get(self.url(face, path)).json()
-
-    def metric(self, name: str) -> float:
-        text = self.client.get(self.url("indexer", "/metrics")).text
-        (line,) = [line for line in text.splitlines() if line.startswith(f"{name} ")]
-        return float(line.split()[1])
-
-    def snapshots_before_death(self) -> bool:
-        """Says whether the process has begun with a snapshot in which something had been heard."""
-        assert self.server is not None
-        self.server.wait_said("event=ready")
-        found = re.search(r"event=index_restored blocks=(\d+)", self.server.stderr)
-        return found is not None and int(found[1]) > 0
-
-    def kill(self) -> None:
-        assert self.server is not None
-        self.server.process.kill()
-        self.server.process.wait()
-
-    def stop(self) -> None:
-        assert self.server is not None
-        assert self.server.stop() == 0, self.server.stderr
-
-    def close(self) -> None:
-        self.client.close()
-        if self.server is not None and self.server.process.poll() is None:
-            self.kill()
-
-    def register(self, engine: Engine, instance_id: int = 1) -> None:
-        body = {
-            "instance_id": instance_id,
-            "endpoint": engine.endpoint,
-            "model_name": "m",
-            "block_size": BLOCK_SIZE,
-        }
-        if engine.replay_endpoint is not None:
-            body["replay_endpoint"] = engine.replay_endpoint
-        assert self.post("indexer", "/register", body).status_code == 201
-
-    def health(self, instance_id: int = 1) -> tuple[str, str]:
-        """Returns how far a stream is believed, and why not."""
-        for row in self.get("indexer", "/workers"):
-            if row["instance_id"] == instance_id:
-                listener = row["listeners"]["0"]
-                return listener["stream"], listener.get("loss", "")
-        return "absent", ""
-
-    def paths(self, instance_id: int = 1) -> set[tuple[int, ...]]:
-        """Returns the local hashes of each block that an instance holds, with all before it."""
-        return paths_of(self.get("indexer", "/dump"), instance_id)
-
-    def matched(self, tokens: list[int], instance_id: int = 1) -> int:
-        body = {"model_name": "m", "token_ids": tokens}
-        found = self.post("indexer", "/query", body).json()["scores"]
-        scores: dict[str, int] = found.get(str(instance_id), {})
-        return max(scores.values(), default=0)
-
-
-def paths_of(dump: dict[str, Any], instance_id: int = 1) -> set[tuple[int, ...]]:
-    """Returns what `Kvd.paths` does, of a dump."""
-    found: dict[int | None, tuple[int, ...]] = {None: ()}
-    for event in dump.get("m:default", {"events": []})["events"]:
-        if event["worker_id"] == instance_id:
-            stored = event["event"]["data"]["stored"]
-            parent = stored["parent_hash"]
-            for block in stored["blocks"]:
-                found[block["block_hash"]] = (*found[parent], block["tokens_hash"])
-                parent = block["block_hash"]
-    del found[None]
-    return set(found.values())
-
-
-def wait(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(POLL_S)
 
 
 @contextmanager
@@ -249,7 +143,7 @@ def test_an_engine_at_another_address_is_another(tmp_path: Path) -> None:
             f'[[indexer]]\ninstance_id = 1\nmodel_name = "m"\nblock_size = {BLOCK_SIZE}\n'
             f'endpoint = "{other.endpoint}"\nreplay_endpoint = "{other.replay_endpoint}"\n'
         )
-        kvd._flags.append(f"--fleet-file={file}")
+        kvd.flags.append(f"--fleet-file={file}")
         kvd.start()
         assert "registration_not_restored" in kvd.server.stderr  # type: ignore[union-attr]
         wait(lambda: other.store(prompt(other.seq)) or kvd.health() == ("exact", ""))
@@ -474,7 +368,7 @@ def test_a_file_in_its_place_is_an_error(tmp_path: Path) -> None:
         "kvd",
         "indexer",
         f"--port={kvd.ports['indexer']}",
-        *kvd._flags,
+        *kvd.flags,
     ]
     server = Server(command, tmp_path, kvd.ports["indexer"], clean_environment())
     assert server.process.wait(PATIENCE_S) == 78
@@ -575,7 +469,7 @@ def test_sigterm_in_the_middle_of_a_start_keeps_what_there_was(tmp_path: Path) -
         settle(kvd, engine)
         kvd.stop()
         for _ in range(5):
-            command = [sys.executable, "-m", "kvd", "serve", *kvd._flags]
+            command = [sys.executable, "-m", "kvd", "serve", *kvd.flags]
             command += [f"--{face}-bind=127.0.0.1:{port}" for face, port in kvd.ports.items()]
             server = Server(command, tmp_path, kvd.ports["indexer"], clean_environment())
             server.stop(signal.SIGTERM)

@@ -20,7 +20,10 @@ from tests.support.processes import REPOSITORY
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("kvd.__main__", "kvd.cli"),
     ("kvd.app",),
-    ("kvd.fleet_file", "kvd.faces", "kvd.replica_sync", "kvd.replay", "kvd.persistence"),
+    (
+        *("kvd.fleet_file", "kvd.faces", "kvd.replica_sync", "kvd.replay", "kvd.persistence"),
+        "kvd.shared_state",
+    ),
     ("kvd.config",),
     ("kvd.gateway", "kvd.http", "kvd.net"),
     ("kvd.selection", "kvd.slots", "kvd.index"),

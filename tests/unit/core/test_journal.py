@@ -25,7 +25,7 @@ class Recorded:
         self.journal = Journal(limit)
         self.ledger = Ledger()
         self.ranks = [self.ledger.add_rank(7, dp_rank) for dp_rank in (0, 1)]
-        self.ledger.record_in(self.journal, 3)
+        self.ledger.record_in(3, self.journal)
 
     def add(self, name: str, hashes: list[int], rank: int = 0, key: str | None = None) -> None:
         at = float(len(name))

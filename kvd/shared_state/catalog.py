@@ -1,0 +1,221 @@
+"""Registrations that were made by calls to any replica: said once, known to all.
+
+    here, by calls ── new or other than agreed ──> catalog <── the same, by others
+    here           <── add, remove ──────────────── other than agreed
+
+`agreed` is what was the same here and there after the last look. What differs from it here was
+changed here and is written; what differs there was changed by another process and is done here. A
+removal stays in the catalog for GONE_S, so that whoever was away for less hears of it.
+
+What the settings or the fleet file of this process say goes before the catalog. Replicas that were
+registered by calls are no part of it: they are each process's own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from secrets import token_hex
+from typing import Any
+
+import msgpack
+import trio
+
+from kvd.errors import KvdError, Misdirected, NotFound
+from kvd.fleet_file.follower import RegistrationTarget
+from kvd.fleet_file.parse import TABLES
+from kvd.persistence.registrations import SLICE, Registrations, wanted_of
+from kvd.shared_state.entries import FORM, Unreadable, unpacked
+from kvd.shared_state.keys import Keys
+from kvd.shared_state.server import Client
+from kvd.telemetry.logs import get_logger
+
+GONE_S = 86_400.0  # that a removal is kept for those who were away
+WRITTEN_AT_ONCE = 64  # rows that one command writes
+
+MAX_ROWS = 131_072  # registrations in the catalog; what comes beyond that stays with its process
+
+log = get_logger(__name__)
+
+Field = str  # of the catalog: the table and the key of a registration
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A registration, or that it has been removed."""
+
+    table: str
+    members: str  # JSON, in one order; empty: it was removed
+    mark: str  # see kvd.persistence.registrations
+    gone_at: float  # by the server's clock, 0: it was not
+
+    def packed(self) -> bytes:
+        content: bytes = msgpack.packb([FORM, self.table, self.members, self.mark, self.gone_at])
+        return content
+
+    @classmethod
+    def read(cls, content: bytes) -> Row | None:
+        """Returns a row, None in a form of another version; raises Unreadable."""
+        said = unpacked(content)
+        try:
+            form, table, members, mark, gone_at = said
+            if form != FORM:
+                return None
+            return cls(str(table), str(members), str(mark), float(gone_at))
+        except (TypeError, ValueError) as error:
+            raise Unreadable(f"a registration is not understood: {error!r}") from None
+
+    def is_like(self, other: Row | None) -> bool:
+        """Says whether two say the same, whenever they have said it."""
+        return other is not None and (self.members, self.mark) == (other.members, other.mark)
+
+
+@dataclass(slots=True)
+class CatalogCounts:
+    """What became of registrations; plain numbers for metrics."""
+
+    written: int = 0
+    added: int = 0
+    removed: int = 0
+    failed: int = 0
+    unreadable: int = 0
+
+
+class Catalog:
+    """Keeps the registrations here and those of the catalog the same."""
+
+    def __init__(
+        self, registrations: Registrations, targets: Mapping[str, RegistrationTarget]
+    ) -> None:
+        self.counts = CatalogCounts()
+        self._registrations = registrations
+        self._targets = targets
+        self._agreed: dict[Field, Row] = {}
+        self._failed: set[Field] = set()  # rows of others that cannot be registered here
+        self._restored: set[Field] = set()  # what a state directory has brought, until agreed
+        self._changes: int | None = None  # of the registrations, when they were looked at
+        self._seen: bytes | None = None  # the name of the catalog's last change then
+
+    async def note_restored(self) -> None:
+        """Notes what is registered before anybody can have called."""
+        self._restored = set(await self._here())
+
+    async def sync(self, client: Client, keys: Keys) -> None:
+        """Does what others have changed, and writes what has changed here.
+
+        Raises what the client raises.
+        """
+        seen = await client.get(keys.catalog_changes)
+        if seen != self._seen or self._seen is None:
+            await self._take(await self._there(client, keys))
+            self._seen = seen
+        if self._changes != self._registrations.changes:
+            self._changes = self._registrations.changes
+            await self._write(client, keys)
+        self._restored.clear()
+
+    async def _here(self) -> dict[Field, Row]:
+        """Returns what clients have registered here; others run meanwhile."""
+        found: dict[Field, Row] = {}
+        for number, (table, wanted, members, mark) in enumerate(self._registrations.rows(), 1):
+            if table != "replica":
+                row = Row(table, json.dumps(members, sort_keys=True), mark, 0.0)
+                found[_field(table, wanted)] = row
+            if number % SLICE == 0:
+                await trio.lowlevel.checkpoint()
+        return found
+
+    async def _there(self, client: Client, keys: Keys) -> dict[Field, Row]:
+        found: dict[Field, Row] = {}
+        contents = await client.hgetall(keys.catalog)
+        for number, (name, content) in enumerate(contents.items(), 1):
+            try:
+                row = Row.read(content)
+            except Unreadable:
+                self.counts.unreadable += 1
+                continue
+            if row is not None:
+                found[name.decode() if isinstance(name, bytes) else name] = row
+            if number % SLICE == 0:
+                await trio.lowlevel.checkpoint()
+        return found
+
+    async def _take(self, there: dict[Field, Row]) -> None:
+        """Does here what others have changed since the last look."""
+        here = await self._here()
+        for number, (field, row) in enumerate(there.items(), 1):
+            mine = here.get(field)
+            is_news = not row.is_like(self._agreed.get(field)) or field in self._failed
+            changed_here = (
+                mine is not None
+                and field not in self._restored
+                and not mine.is_like(self._agreed.get(field))
+            )
+            if is_news and not changed_here:
+                await self._do(field, mine, row)
+            elif not is_news:
+                self._agreed[field] = row
+            if number % SLICE == 0:
+                await trio.lowlevel.checkpoint()
+        if self._agreed and not there:  # the server was emptied: all of it is to be written again
+            self._agreed.clear()
+            self._changes = None
+
+    async def _do(self, field: Field, mine: Row | None, row: Row) -> None:
+        self._agreed[field] = row
+        self._failed.discard(field)
+        target = self._targets.get(row.table)
+        if target is None:
+            self._failed.add(field)
+            return
+        try:
+            if mine is not None and not row.is_like(mine):
+                before = wanted_of(mine.table, mine.members, mine.mark)
+                if not row.members or not target.in_place(
+                    before, wanted_of(row.table, row.members, row.mark)
+                ):
+                    await target.remove(before)
+                    self.counts.removed += 1
+                    mine = None
+            if row.members and not row.is_like(mine):
+                wanted = wanted_of(row.table, row.members, row.mark)
+                if not self._registrations.is_set(row.table, wanted):
+                    await target.add(wanted, over=mine is not None)
+                    self.counts.added += 1
+        except NotFound:  # a client was faster
+            return
+        except Misdirected:  # another process serves that model
+            self._failed.add(field)
+        except (KvdError, ValueError, TypeError) as error:
+            self._failed.add(field)
+            self.counts.failed += 1
+            log.warning("shared_registration_failed", table=row.table, reason=str(error))
+
+    async def _write(self, client: Client, keys: Keys) -> None:
+        """Writes what clients have changed here since the last look."""
+        here = await self._here()
+        now = (await client.time()).timestamp()
+        changed: dict[str | bytes, bytes] = {}
+        for field, row in here.items():
+            if not row.is_like(self._agreed.get(field)):
+                changed[field] = row.packed()
+                self._agreed[field] = row
+        for field, row in list(self._agreed.items()):
+            if row.members and field not in here and field not in self._failed:
+                gone = self._agreed[field] = Row(row.table, "", "", now)
+                changed[field] = gone.packed()
+            elif not row.members and row.gone_at < now - GONE_S:
+                del self._agreed[field]
+                await client.hdel(keys.catalog, [field])
+        names = list(changed)[:MAX_ROWS]
+        for at in range(0, len(names), WRITTEN_AT_ONCE):
+            rows = {name: changed[name] for name in names[at : at + WRITTEN_AT_ONCE]}
+            await client.hset(keys.catalog, rows)
+            self.counts.written += len(rows)
+        if names:
+            await client.set(keys.catalog_changes, token_hex(8))
+
+
+def _field(table: str, wanted: Any) -> Field:
+    return f"{table} {json.dumps(TABLES[table].key(wanted))}"

@@ -1,0 +1,275 @@
+"""Entries of the stream and pieces of views: as bytes, and read again.
+
+    entry   v: form   w: writer   n: number of its first step   m: of its last
+            t: the writer's clock   l: ledgers   d: dots   r: records
+    ask     v: form   w: writer   ask: the writer whose view is wanted
+
+A ledger is the face, the model and tenant, and the block size that a number stands for in the
+records of one writer; the records are those of a journal (kvd_core/ledger/records.pxd), byte for
+byte. Each of them has a number, from 1 for each writer. A step that is no booking has a dot: it is
+of the request that was booked by the record of that writer and number, whatever else has its id.
+
+What is written here is read by other processes, perhaps of other versions: a form that is not known
+is passed over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import msgpack
+
+from kvd.model import PartitionKey
+from kvd.wire.lifecycle import Face
+
+FORM = 1  # of entries, views and what members say; another one is not read
+
+# Bytes of records in one entry or piece, but for a single longer record: about 1 ms to apply.
+ENTRY_BYTES = 64 * 1024
+
+# Bytes of one entry or piece that are read: the longest record is a booking of 2^18 blocks, 2 MiB.
+MAX_ENTRY_BYTES = 4 * 1024 * 1024
+
+
+class LedgerName(NamedTuple):
+    """Which ledger it is, on any replica."""
+
+    face: Face
+    key: PartitionKey
+    block_size: int
+
+
+class Position(NamedTuple):
+    """A place in the stream, as the server numbers it."""
+
+    ms: int
+    number: int
+
+    @classmethod
+    def of(cls, text: bytes | str) -> Position:
+        """Raises ValueError."""
+        ms, _, number = (text.decode() if isinstance(text, bytes) else text).partition("-")
+        return cls(int(ms), int(number))
+
+    def __str__(self) -> str:
+        return f"{self.ms}-{self.number}"
+
+
+BEGINNING = Position(0, 0)
+
+
+class Dot(NamedTuple):
+    """Who has booked a request first, and the number of that step."""
+
+    writer: str
+    number: int
+
+
+class Unreadable(ValueError):
+    """What others have written is not understood."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Steps of one writer, one after the other."""
+
+    writer: str
+    first: int  # number of the first of them
+    last: int
+    clock: float  # seconds, when they were gathered
+    ledgers: Mapping[int, LedgerName]
+    dots: list[Dot | None]  # one a step; None: only its id is known
+    records: bytes
+
+    def fields(self) -> dict[str | bytes, bytes | str | int]:
+        """Returns it as the server keeps it."""
+        return {
+            "v": FORM,
+            "w": self.writer,
+            "n": self.first,
+            "m": self.last,
+            "t": repr(self.clock),
+            "l": packed_ledgers(self.ledgers),
+            "d": packed_dots(self.dots),
+            "r": self.records,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A replica's wish to read the view of a writer."""
+
+    of: str
+
+    def fields(self, writer: str) -> dict[str | bytes, bytes | str | int]:
+        return {"v": FORM, "w": writer, "ask": self.of}
+
+
+def read_entry(fields: Mapping[Any, Any]) -> Entry | Ask | None:
+    """Returns what an entry says, None for a form of another version; raises Unreadable."""
+    try:
+        if int(fields[b"v"]) != FORM:
+            return None
+        if b"ask" in fields:
+            return Ask(fields[b"ask"].decode())
+        if len(fields[b"r"]) > MAX_ENTRY_BYTES:
+            raise Unreadable("an entry is too long")
+        return Entry(
+            fields[b"w"].decode(),
+            int(fields[b"n"]),
+            int(fields[b"m"]),
+            float(fields[b"t"]),
+            read_ledgers(fields[b"l"]),
+            read_dots(fields[b"d"]),
+            fields[b"r"],
+        )
+    except (KeyError, ValueError) as error:
+        raise Unreadable(f"an entry of the stream is not understood: {error!r}") from None
+
+
+def packed_dots(dots: list[Dot | None]) -> bytes:
+    """Returns them as a list of writers, and for each dot the place there and the number."""
+    writers = list(dict.fromkeys(dot.writer for dot in dots if dot is not None))
+    places = {writer: place for place, writer in enumerate(writers)}
+    flat = [None if dot is None else [places[dot.writer], dot.number] for dot in dots]
+    packed: bytes = msgpack.packb([writers, flat])
+    return packed
+
+
+def read_dots(content: bytes) -> list[Dot | None]:
+    """Raises Unreadable."""
+    writers, flat = unpacked(content)
+    try:
+        return [None if each is None else _dot(writers[each[0]], each[1]) for each in flat]
+    except (IndexError, TypeError) as error:
+        raise Unreadable(f"dots are not understood: {error!r}") from None
+
+
+def packed_ledgers(ledgers: Mapping[int, LedgerName]) -> bytes:
+    rows = [[n, each.face.value, *each.key, each.block_size] for n, each in ledgers.items()]
+    packed: bytes = msgpack.packb(rows)
+    return packed
+
+
+def read_ledgers(content: bytes) -> dict[int, LedgerName]:
+    """Raises Unreadable."""
+    found = {}
+    for number, face, model_name, tenant_id, block_size in unpacked(content):
+        key = PartitionKey(str(model_name), str(tenant_id))
+        found[int(number)] = LedgerName(Face(face), key, int(block_size))
+    return found
+
+
+def unpacked(content: bytes) -> Any:
+    """Returns what msgpack says; raises Unreadable."""
+    try:
+        return msgpack.unpackb(content, use_list=True, strict_map_key=False)
+    except (ValueError, msgpack.exceptions.UnpackException) as error:
+        raise Unreadable(f"it is no msgpack: {error!r}") from None
+
+
+# ---- views
+
+
+@dataclass(frozen=True, slots=True)
+class ViewHead:
+    """What a writer's view stands for."""
+
+    number: int  # of the view; its pieces carry it in their name
+    pieces: int
+    size_bytes: int
+    numbers: Mapping[str, int]  # up to which steps of each writer were in it when it was begun
+    position: Position  # up to which the stream had been read then
+    own: int  # number of the writer's own last step that was on its way then
+    partial: bool  # it does not have all that lives: what it lacks says nothing
+    served: list[tuple[str, str | None]]  # models and tenants; empty is all
+
+    def packed(self) -> bytes:
+        said = {
+            "v": FORM,
+            "number": self.number,
+            "pieces": self.pieces,
+            "bytes": self.size_bytes,
+            "numbers": dict(self.numbers),
+            "position": str(self.position),
+            "own": self.own,
+            "partial": self.partial,
+            "served": self.served,
+        }
+        content: bytes = msgpack.packb(said)
+        return content
+
+    @classmethod
+    def read(cls, content: bytes) -> ViewHead | None:
+        """Returns a view's head, None for a form of another version; raises Unreadable."""
+        said = unpacked(content)
+        try:
+            if said["v"] != FORM:
+                return None
+            return cls(
+                int(said["number"]),
+                int(said["pieces"]),
+                int(said["bytes"]),
+                {str(writer): int(number) for writer, number in said["numbers"].items()},
+                Position.of(said["position"]),
+                int(said["own"]),
+                bool(said["partial"]),
+                [(model, tenant) for model, tenant in said["served"]],
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise Unreadable(f"a view is not understood: {error!r}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some of what a writer has live, as it was at one moment."""
+
+    clock: float  # the writer's
+    position: Position  # up to which the stream had been read
+    own: int  # number of the writer's last own step
+    ledgers: Mapping[int, LedgerName] = field(default_factory=dict)
+    records: bytes = b""  # bookings, and bindings of sessions
+    dots: list[Dot | None] = field(default_factory=list)  # one a booking; None: not to be told
+    # Those that live and have no rank here: a face, model, tenant, request id and dot each.
+    elsewhere: list[tuple[str, str, str, str, Dot]] = field(default_factory=list)
+
+    def packed(self) -> bytes:
+        said = {
+            "t": self.clock,
+            "position": str(self.position),
+            "own": self.own,
+            "l": packed_ledgers(self.ledgers),
+            "r": self.records,
+            "dots": packed_dots(self.dots),
+            "elsewhere": self.elsewhere,
+        }
+        content: bytes = msgpack.packb(said)
+        return content
+
+    @classmethod
+    def read(cls, content: bytes) -> Piece:
+        """Raises Unreadable."""
+        said = unpacked(content)
+        try:
+            return cls(
+                float(said["t"]),
+                Position.of(said["position"]),
+                int(said["own"]),
+                read_ledgers(said["l"]),
+                bytes(said["r"]),
+                read_dots(said["dots"]),
+                list(_elsewhere(said["elsewhere"])),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise Unreadable(f"a piece of a view is not understood: {error!r}") from None
+
+
+def _dot(writer: Any, number: Any) -> Dot:
+    return Dot(str(writer), int(number))
+
+
+def _elsewhere(rows: Any) -> Iterator[tuple[str, str, str, str, Dot]]:
+    for face, model_name, tenant_id, request_id, dot in rows:
+        yield str(face), str(model_name), str(tenant_id), str(request_id), _dot(*dot)

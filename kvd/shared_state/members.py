@@ -1,0 +1,108 @@
+"""Who shares the state: each process says that it is there, again and again.
+
+    member:WRITER = {name, address, serves, number, view}      ends LEASE_S after its last word
+    members       = the writers of which a lease or a view may still be there
+
+`number` is that of the last step which the server has of the writer: whoever has heard less, and
+has read the stream, has missed something.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgpack
+
+from kvd.shared_state.entries import FORM, Unreadable, unpacked
+from kvd.shared_state.keys import Keys
+from kvd.shared_state.server import Client
+
+LEASE_S = 10.0  # that a process counts as there after its last word
+MAX_MEMBERS = 1024  # that are looked at; more is a fault
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """What a process has said of itself."""
+
+    writer: str
+    name: str  # of its host
+    address: str | None  # of its indexer face, as others reach it
+    serves: tuple[tuple[str, str | None], ...]  # models and tenants; empty is all
+    number: int  # of the last step that the server has
+    view: int  # of the last view, 0: none yet
+
+    def packed(self) -> bytes:
+        said = {
+            "v": FORM,
+            "name": self.name,
+            "address": self.address,
+            "serves": self.serves,
+            "number": self.number,
+            "view": self.view,
+        }
+        content: bytes = msgpack.packb(said)
+        return content
+
+    @classmethod
+    def read(cls, writer: str, content: bytes) -> Member | None:
+        """Returns what a process has said, None in a form of another version.
+
+        Raises Unreadable.
+        """
+        said = unpacked(content)
+        try:
+            if said["v"] != FORM:
+                return None
+            serves = tuple((str(model), tenant) for model, tenant in said["serves"])
+            address = said["address"]
+            return cls(
+                writer,
+                str(said["name"]),
+                None if address is None else str(address),
+                serves,
+                int(said["number"]),
+                int(said["view"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise Unreadable(f"a member is not understood: {error!r}") from None
+
+
+async def tell(client: Client, keys: Keys, member: Member) -> None:
+    """Says that a process is there; raises what the client raises."""
+    await client.sadd(keys.members, [member.writer])
+    await client.set(keys.member(member.writer), member.packed(), ex=int(LEASE_S))
+
+
+async def leave(client: Client, keys: Keys, writer: str) -> None:
+    """Says that a process is not there any more; its view stays until it ends."""
+    await client.delete([keys.member(writer)])
+
+
+async def listed(client: Client, keys: Keys, own: str) -> tuple[dict[str, Member], list[str]]:
+    """Returns the other processes that are there, and those that are not and have left a view.
+
+    Raises what the client raises.
+    """
+    writers = sorted(
+        each.decode() if isinstance(each, bytes) else str(each)
+        for each in await client.smembers(keys.members)
+    )[:MAX_MEMBERS]
+    others = [writer for writer in writers if writer != own]
+    if not others:
+        return {}, []
+    contents = await client.mget([keys.member(writer) for writer in others])
+    found: dict[str, Member] = {}
+    gone: list[str] = []
+    for writer, content in zip(others, contents, strict=True):
+        try:
+            member = None if content is None else Member.read(writer, content)
+        except Unreadable:  # it will say it again
+            continue
+        if member is not None:
+            found[writer] = member
+        elif content is None and await client.exists([keys.view(writer)]):
+            gone.append(writer)
+        elif content is None:
+            await client.srem(keys.members, [writer])
+    return found, gone

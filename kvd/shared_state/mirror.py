@@ -1,0 +1,573 @@
+"""What all writers have booked, as it is here: who has booked what, and how far each was heard.
+
+    entries of the stream ──> take ──────────┐
+                                             ├──> the faces' ledgers, as live requests
+    views of other writers ──> Merge ────────┘
+
+    numbers    writer ──> number of its last step that is in here, none before it lacking
+    requests   face, model, tenant, id ──> Known: its dot, and from where on its steps count
+    behind     writer ──> number of a step of it that is in the stream, or was: a gap before it
+
+A request's dot is its writer and the number of the step that booked it. Whoever has heard of that
+step, by `numbers`, and does not have the request, knows that it has ended. So two views merge
+without a memory of what ended (an observed-remove set with a version vector): of what only one of
+them has, the other one's numbers say whether it is new or gone.
+
+1. Steps of a writer are taken in the order of their numbers, each once. After a gap none of it are
+   taken until its view has been merged.
+2. Where two writers book the same id, the first in the stream stands, on all replicas.
+3. A step is of one booking, by its dot. One that comes before it is held for a while.
+4. A step counts for a request if it came after what was known of it: behind the place in the stream
+   up to which the view that told of it had read, or numbered behind that writer's own last step.
+5. What has no rank here waits for one, with all that becomes of it.
+
+Costs: a step some 10 µs, a booking with its hashes 20 µs; 400 bytes a live request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from kvd.model import PartitionKey
+from kvd.replica_sync.aside import Aside
+from kvd.selection.affinity import Affinity
+from kvd.shared_state.entries import (
+    BEGINNING,
+    ENTRY_BYTES,
+    Dot,
+    Entry,
+    LedgerName,
+    Piece,
+    Position,
+    ViewHead,
+)
+from kvd.slots.live_requests import LiveRequests
+from kvd.slots.rebooking import Booking, book_again
+from kvd.wire import affinity as sessions
+from kvd.wire.affinity import Bound
+from kvd.wire.lifecycle import Face, Outcome, Step
+from kvd_core.ledger.journal import ENDED, OUTPUT, PREFILLED, Booked, Journal, Said, Stepped, read
+
+BOUND = ord("G")  # kind of a record of a session: the payload of `kvd.wire.affinity`
+
+SCRATCH_BYTES = 64 * 1024 * 1024  # of one slice of an export; the longest booking takes 2 MiB
+
+SLICE = 32  # records taken between two checkpoints: under 1 ms
+
+# Requests that wait for their rank to be registered here. Beyond that they are left out, and the
+# view of this process says that it is not whole.
+MAX_WAITING = 16_384
+
+# Steps that wait for the booking before them, and how long: where replica sync is on, too, a step
+# may overtake it. Beyond that the oldest goes.
+MAX_EARLY = 65_536
+EARLY_S = 60.0
+
+Faces = Mapping[Face, LiveRequests[Any]]
+
+
+class Name(NamedTuple):
+    """A request, by the face through which it was booked."""
+
+    face: Face
+    key: PartitionKey
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """From where on steps of a request count: those before are in what was told of it."""
+
+    position: Position
+    writer: str
+    number: int
+
+    def covers(self, writer: str, number: int, position: Position) -> bool:
+        if writer == self.writer:
+            return number <= self.number
+        return position <= self.position
+
+
+def _all(dot: Dot) -> Seen:
+    """Returns that all steps of a booking count, our own that nobody has read, too."""
+    return Seen(Position(-1, 0), *dot)
+
+
+@dataclass(slots=True)
+class Known:
+    """A request that lives, as far as anybody has said."""
+
+    dot: Dot
+    also: Dot | None  # another one that it has elsewhere: it was restored there, or claimed
+    seen: Seen
+    face: Face | None  # where it is booked here; None: it waits for a rank
+    waiting: Waiting | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """One step of another writer."""
+
+    dot: Dot  # its own
+    record: Booked | Stepped | Said
+    of: Dot | None  # of the request that it is a step of
+    position: Position  # in the stream
+
+
+@dataclass(slots=True)
+class Waiting:
+    """A request that has no rank here yet."""
+
+    block_size: int
+    booking: Booking
+    at: float
+
+
+@dataclass(slots=True)
+class MirrorCounts:
+    """What became of what others told; plain numbers for metrics."""
+
+    steps: int = 0  # taken
+    bookings: int = 0  # of others, booked here
+    ended: int = 0  # requests that a view has shown to be gone
+    replaced: int = 0  # bookings made here under an id that another one had booked first
+    left_out: int = 0  # requests without a rank here, beyond MAX_WAITING
+    gaps: int = 0
+    views: int = 0  # merged
+
+
+class Mirror:
+    """The live requests of all writers."""
+
+    def __init__(
+        self,
+        writer: str,
+        faces: Faces,
+        affinity: Affinity | None,
+        journal: Journal,
+        aside: Aside,
+        serves: Callable[[PartitionKey], bool],
+        clock: Callable[[], float],
+    ) -> None:
+        """`journal` is where the faces record; it is paused while steps of others are taken.
+
+        What is `aside` is not this process's to tell of.
+        """
+        self.writer = writer
+        self.own = 0  # number of the last step of this process
+        self.settled = 0  # number of its last step that was read in the stream
+        self.position = BEGINNING  # up to which the stream has been read
+        self.numbers: dict[str, int] = {}
+        self.requests: dict[Name, Known] = {}
+        self.waiting: dict[Name, Known] = {}
+        self.behind: dict[str, int] = {}
+        self.counts = MirrorCounts()
+        self._faces = faces
+        self._affinity = affinity
+        self._journal = journal
+        self._serves = serves
+        self._clock = clock
+        self._aside = aside
+        self._restored: set[Name] = set()  # of which nobody has told yet
+        self._early: dict[Dot | Name, list[tuple[float, Told]]] = {}
+        self._held = 0  # steps in there
+
+    # ---- what happens here
+
+    def booked_here(self, name: LedgerName, request_id: str) -> None:
+        """Notes a booking that has the number `own`."""
+        dot = Dot(self.writer, self.own)
+        known = Known(dot, None, _all(dot), name.face)
+        self.requests[Name(name.face, name.key, request_id)] = known
+
+    def stepped_here(self, ledger: LedgerName, step: Stepped) -> Dot | None:
+        """Notes a step that has the number `own`, and returns of which booking it is.
+
+        None: only replica sync has told of that, and the stream is still to.
+        """
+        name = Name(ledger.face, ledger.key, step.request_id)
+        found = self._find(name)
+        if found is None:
+            dot = Dot(self.writer, self.own)
+            self._hold(name, Told(dot, step, None, BEGINNING))
+            return None
+        known = self.requests[found]
+        if step.kind == ENDED:
+            self._aside.note_end(*name[1:])
+            self._forget(found)
+        return known.dot
+
+    def skip_own(self) -> None:
+        """Leaves out a number: something of ours is lost for the stream."""
+        self.own += 1
+
+    def note_restored(self) -> None:
+        """Notes what is booked before anybody can have called."""
+        self._restored = {name for name, _ in self._unknown()}
+
+    def claim(self) -> Iterator[None]:
+        """Gives dots to what is booked here and has none: it was restored, or its step was lost."""
+        for number, (name, _) in enumerate(self._unknown(), 1):
+            self.own += 1
+            self.booked_here(LedgerName(name.face, name.key, 0), name.request_id)
+            if number % SLICE == 0:
+                yield
+
+    def drop_unknown(self) -> Iterator[None]:
+        """Ends what is booked here and known to nobody: it ended while this process was away."""
+        for number, (name, face) in enumerate(self._unknown(), 1):
+            self._quietly(face.mirror_step, name.key, name.request_id, Step.FREE, self._clock())
+            self.counts.ended += 1
+            if number % SLICE == 0:
+                yield
+
+    def _unknown(self) -> Iterator[tuple[Name, LiveRequests[Any]]]:
+        """Yields what is booked here, without anybody having said so."""
+        scratch = Journal(SCRATCH_BYTES)
+        for kind, face in self._faces.items():
+            for owner in list(face.owners()):
+                after: int | None = 0
+                while after is not None:
+                    after = owner.ledger.export(scratch, after, ENTRY_BYTES)
+                    for booked in read(scratch.take()):
+                        assert isinstance(booked, Booked)
+                        name = Name(kind, owner.key, booked.request_id)
+                        if self._find(name) is None and name[1:] not in self._aside.requests:
+                            yield name, face
+
+    def prune(self) -> Iterator[None]:
+        """Forgets what is not booked here any more, and what has waited too long for a rank."""
+        now = self._clock()
+        for number, (name, known) in enumerate(list(self.requests.items()), 1):
+            if not self._lives(name, known, now) and self.requests.get(name) is known:
+                self._forget(name)
+            if number % SLICE == 0:
+                yield
+        old = [of for of, steps in self._early.items() if steps[0][0] < now - EARLY_S]
+        for of in old:
+            self._held -= len(self._early.pop(of))
+        faces = self._faces
+        for key, request_id in list(self._aside.requests):
+            if not any(self._is_booked(face, Name(face, key, request_id)) for face in faces):
+                self._aside.requests.discard((key, request_id))
+
+    def _lives(self, name: Name, known: Known, now: float) -> bool:
+        if known.waiting is None:
+            return self._is_booked(known.face, name)
+        expiry_s = max(face.expiry_s for face in self._faces.values())
+        return known.waiting.at >= now - expiry_s
+
+    def _is_booked(self, face: Face | None, name: Name) -> bool:
+        owner = None if face is None else self._faces[face].owner(name.key)
+        return owner is not None and owner.ledger.request(name.request_id) is not None
+
+    # ---- what the stream says
+
+    def take(self, entry: Entry, position: Position, age_s: float) -> Iterator[None]:
+        """Takes an entry of the stream that came `age_s` ago; rests at every yield.
+
+        Raises ValueError on what are no records; what came before is taken none the less.
+        """
+        if entry.writer == self.writer:
+            self.settled = max(self.settled, entry.last)
+            return
+        have = self.numbers.get(entry.writer, 0)
+        if entry.last <= have:
+            return
+        if entry.first > have + 1:
+            self.missed(entry.writer, entry.last)
+            return
+        dots = iter(entry.dots)
+        later = self._clock() - entry.clock - age_s
+        number = entry.first - 1
+        for record in read(entry.records):
+            number += 1
+            of = next(dots, None) if isinstance(record, Stepped) else None
+            if number <= have:
+                continue
+            told = Told(Dot(entry.writer, number), record, of, position)
+            self._quietly(self._take, entry.ledgers, told, later)
+            self.numbers[entry.writer] = number
+            self.counts.steps += 1
+            if number % SLICE == 0:
+                yield
+        self.numbers[entry.writer] = entry.last
+
+    def missed(self, writer: str, number: int) -> None:
+        """Notes that steps of a writer up to a number exist, and that some are not in here."""
+        if writer not in self.behind:
+            self.counts.gaps += 1
+        self.behind[writer] = max(self.behind.get(writer, 0), number)
+
+    def _take(self, ledgers: Mapping[int, LedgerName], told: Told, later: float) -> None:
+        record = told.record
+        if isinstance(record, Said):
+            if record.kind == BOUND:
+                self._bind(record.content)
+            return
+        ledger = ledgers.get(record.ledger)
+        if ledger is None or not self._serves(ledger.key):
+            return
+        name = Name(ledger.face, ledger.key, record.request_id)
+        if isinstance(record, Booked):
+            known = self.requests.get(name)
+            if known is not None and not self._gives_way(name, known):
+                return
+            at = min(self._clock(), record.admitted_at + later)
+            self._book(name, ledger.block_size, Booking.of(record), at, told.dot, _all(told.dot))
+        else:
+            self._take_step(name, told, record)
+
+    def _take_step(self, name: Name, told: Told, step: Stepped) -> None:
+        found = self._find(name)
+        known = None if found is None else self.requests[found]
+        is_it = known is not None and told.of in (None, known.dot, known.also)
+        if found is not None and known is not None and is_it:
+            if not known.seen.covers(*told.dot, told.position):
+                self._step(found, step)
+        elif told.of is None:
+            self._hold(name, told)
+        elif told.of.number > self.numbers.get(told.of.writer, 0) and told.of.writer != self.writer:
+            self._hold(told.of, told)
+
+    def _hold(self, of: Dot | Name, told: Told) -> None:
+        """Keeps a step of a request of which its writer was not heard yet."""
+        self._early.setdefault(of, []).append((self._clock(), told))
+        self._held += 1
+        while self._held > MAX_EARLY:
+            self._held -= len(self._early.pop(next(iter(self._early))))
+            self.counts.left_out += 1
+
+    def _take_held(self, name: Name, dot: Dot, is_new: bool) -> None:
+        """Takes the steps of a request that came before its booking.
+
+        Our own are in it already, unless it `is_new`.
+        """
+        for of in (dot, name):
+            for _, told in self._early.get(of, ()):
+                is_due = is_new or told.dot.writer != self.writer
+                if is_due and isinstance(told.record, Stepped) and told.dot.writer != dot.writer:
+                    self._take_step(name, replace(told, of=dot), told.record)
+            self._held -= len(self._early.pop(of, ()))
+
+    def _gives_way(self, name: Name, known: Known) -> bool:
+        """Ends a booking of this process that comes behind another's in the stream."""
+        if known.dot.writer != self.writer or known.dot.number <= self.settled:
+            return False
+        self._end(name)
+        self.counts.replaced += 1
+        return True
+
+    def _book(
+        self, name: Name, block_size: int, booking: Booking, at: float, dot: Dot, seen: Seen
+    ) -> None:
+        known = self.requests[name] = Known(dot, None, seen, None)
+        is_new = self._place(name, known, block_size, booking, at)
+        if self._early and name in self.requests:
+            self._take_held(name, dot, is_new)
+
+    def _place(
+        self, name: Name, known: Known, block_size: int, booking: Booking, at: float
+    ) -> bool:
+        """Books it on its rank, or has it wait for one; False if it was booked before."""
+        for kind in sorted(self._faces, key=lambda kind: kind is not name.face):
+            face = self._faces[kind]
+            at = self._make_way(name._replace(face=kind), at)
+            outcome = book_again(face, name.key, block_size, booking, at)
+            if outcome is Outcome.APPLIED:
+                known.face = kind
+                owner = face.owner(name.key)
+                assert owner is not None
+                face.observe_begin(owner, name.request_id, mirrored=True)
+                self.counts.bookings += 1
+                return True
+            if outcome is Outcome.DUPLICATE:  # replica sync was faster, or it was restored
+                known.face = kind
+                return False
+        if len(self.waiting) >= MAX_WAITING:
+            self.counts.left_out += 1
+            del self.requests[name]
+            return True
+        known.waiting = Waiting(block_size, booking, at)
+        self.waiting[name] = known
+        return True
+
+    def _make_way(self, name: Name, at: float) -> float:
+        """Takes out what was restored here: the fleet says anew what became of it.
+
+        It stays the same booking for whoever has it, so it keeps its time, which is returned.
+        """
+        if name not in self._restored:
+            return at
+        self._restored.discard(name)
+        owner = self._faces[name.face].owner(name.key)
+        live = None if owner is None else owner.ledger.request(name.request_id)
+        if owner is None or live is None:
+            return at
+        owner.ledger.free(name.request_id)
+        admitted_at: float = live.admitted_at
+        return admitted_at
+
+    def place_waiting(self) -> Iterator[None]:
+        """Books what waits for a rank, where there is one now."""
+        for number, (name, known) in enumerate(list(self.waiting.items()), 1):
+            waiting = known.waiting
+            if waiting is not None and self.waiting.get(name) is known:
+                del self.waiting[name]
+                known.waiting = None
+                content = waiting.block_size, waiting.booking, waiting.at
+                self._quietly(self._place, name, known, *content)
+            if number % SLICE == 0:
+                yield
+
+    def _step(self, name: Name, step: Stepped) -> None:
+        known = self.requests[name]
+        if step.kind == ENDED:
+            self._end(name)
+        elif known.waiting is not None:
+            known.waiting.booking.take(step)
+        elif known.face is not None:
+            face = self._faces[known.face]
+            if step.kind == PREFILLED:
+                face.mirror_step(name.key, name.request_id, Step.PREFILL_COMPLETE, self._clock())
+            elif step.kind == OUTPUT and self._is_booked(known.face, name):
+                face.ledger_of(name.key).output_block(name.request_id, step.fraction)
+
+    def _end(self, name: Name) -> None:
+        self._aside.note_end(*name[1:])
+        known = self.requests[name]
+        if known.face is not None:
+            self._faces[known.face].mirror_step(name.key, name.request_id, Step.FREE, self._clock())
+        self._forget(name)
+
+    def _forget(self, name: Name) -> None:
+        del self.requests[name]
+        self.waiting.pop(name, None)
+
+    def find(self, name: Name) -> Known | None:
+        """Returns what is known of a request by what a face calls it."""
+        found = self._find(name)
+        return None if found is None else self.requests[found]
+
+    def _find(self, name: Name) -> Name | None:
+        """Returns the name under which a request is known; another face may have booked it."""
+        for face in (name.face, *Face):
+            found = name._replace(face=face)
+            if found in self.requests:
+                return found
+        return None
+
+    def _bind(self, payload: bytes) -> None:
+        bound = sessions.decode([sessions.TOPIC, payload])
+        if self._affinity is not None and isinstance(bound, Bound):
+            self._affinity.apply(bound)
+
+    def _quietly(self, what: Callable[..., Any], *arguments: Any) -> None:
+        """Does something of which others are not told: they have said it."""
+        self._journal.pause()
+        try:
+            what(*arguments)
+        finally:
+            self._journal.resume()
+
+
+class Merge:
+    """One view of another writer, brought in piece by piece."""
+
+    def __init__(self, mirror: Mirror, writer: str, head: ViewHead) -> None:
+        self._mirror = mirror
+        self._writer = writer
+        self._head = head
+        self._mentioned: set[Name] = set()
+        self._before = dict(mirror.numbers)
+        self._lacking: dict[str, int] = {}  # first booking of a writer that the view only names
+
+    def take(self, piece: Piece, age_s: float) -> Iterator[None]:
+        """Takes a piece that was written `age_s` ago; rests at every yield."""
+        mirror = self._mirror
+        seen = Seen(piece.position, self._writer, piece.own)
+        later = mirror._clock() - piece.clock - age_s
+        dots = iter(piece.dots)
+        for number, record in enumerate(read(piece.records), 1):
+            if isinstance(record, Said):
+                if record.kind == BOUND:
+                    mirror._quietly(mirror._bind, record.content)
+            elif isinstance(record, Booked):
+                dot = next(dots, None)
+                ledger = piece.ledgers.get(record.ledger)
+                if dot is not None and ledger is not None and mirror._serves(ledger.key):
+                    mirror._quietly(self._merge, ledger, record, dot, seen, later)
+            if number % SLICE == 0:
+                yield
+        for face, model_name, tenant_id, request_id, dot in piece.elsewhere:
+            name = Name(Face(face), PartitionKey(model_name, tenant_id), request_id)
+            found = mirror._find(name)
+            self._mentioned.add(found or name)
+            if found is None and dot.number > self._has_heard(dot.writer):
+                self._lacking[dot.writer] = min(
+                    dot.number, self._lacking.get(dot.writer, dot.number)
+                )
+
+    def _merge(
+        self, ledger: LedgerName, booked: Booked, dot: Dot, seen: Seen, later: float
+    ) -> None:
+        mirror = self._mirror
+        name = Name(ledger.face, ledger.key, booked.request_id)
+        found = mirror._find(name)
+        self._mentioned.add(found or name)
+        if found is not None:
+            known = mirror.requests[found]
+            if known.dot != dot:
+                known.also = dot
+            self._bring_up(found, booked, seen)
+        elif dot.number > self._has_heard(dot.writer):
+            at = min(mirror._clock(), booked.admitted_at + later)
+            mirror._book(name, ledger.block_size, Booking.of(booked), at, dot, seen)
+
+    def _has_heard(self, writer: str) -> int:
+        mirror = self._mirror
+        return mirror.own if writer == mirror.writer else self._before.get(writer, 0)
+
+    def _bring_up(self, name: Name, booked: Booked, seen: Seen) -> None:
+        """Takes what the view has more of a request that is known here."""
+        mirror = self._mirror
+        known = mirror.requests[name]
+        if known.waiting is not None:
+            if booked.output_blocks >= known.waiting.booking.output_blocks:
+                known.waiting.booking, known.seen = Booking.of(booked), seen
+            return
+        owner = None if known.face is None else mirror._faces[known.face].owner(name.key)
+        live = None if owner is None else owner.ledger.request(name.request_id)
+        if owner is None or live is None or live.output_blocks > booked.output_blocks:
+            return
+        if booked.prefill_complete and not live.prefill_complete:
+            mirror._step(name, Stepped(PREFILLED, 0, name.request_id, None))
+        for number in range(live.output_blocks + 1, booked.output_blocks + 1):
+            fraction = booked.fraction if number == booked.decayed_blocks else None
+            owner.ledger.output_block(name.request_id, fraction)
+        if booked.prefill_complete == live.prefill_complete or booked.prefill_complete:
+            known.seen = seen
+
+    def finish(self) -> Iterator[None]:
+        """Ends what the writer knew and has no more; from then on its numbers are ours."""
+        mirror, head = self._mirror, self._head
+        if not head.partial:
+            for number, (name, known) in enumerate(list(mirror.requests.items()), 1):
+                if self._is_gone(name, known) and mirror.requests.get(name) is known:
+                    mirror._quietly(mirror._end, name)
+                    mirror.counts.ended += 1
+                if number % SLICE == 0:
+                    yield
+        for writer, number in head.numbers.items():
+            if writer != mirror.writer:
+                whole = min(number, self._lacking.get(writer, number + 1) - 1)
+                mirror.numbers[writer] = max(whole, mirror.numbers.get(writer, 0))
+        mirror.counts.views += 1
+
+    def _is_gone(self, name: Name, known: Known) -> bool:
+        served = self._head.served
+        is_served = not served or (name.key[0], None) in served or tuple(name.key) in served
+        heard = self._head.numbers.get(known.dot.writer, 0)
+        return is_served and name not in self._mentioned and known.dot.number <= heard

@@ -1,0 +1,62 @@
+"""The client of the server: coredis, which runs on trio, and knows sentinels and clusters.
+
+It takes 18 MB of memory, so this room is imported where an address is set.
+"""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+from coredis import Redis, RedisCluster, Sentinel
+from coredis.connection import TCPLocation
+from coredis.exceptions import RedisError
+from coredis.retry import NoRetryPolicy
+
+from kvd.wire.state_address import StateServer
+
+Client = Redis[bytes] | RedisCluster[bytes]
+
+# What goes wrong with a server, or on the way to it.
+ServerError = (OSError, RedisError)
+
+CONNECT_S = 2.0  # that a server may take to accept a connection
+ANSWER_S = 3.0  # and to answer; longer than it is asked to wait for news
+
+
+@asynccontextmanager
+async def connected(server: StateServer) -> AsyncIterator[Client]:
+    """Gives a client of the server.
+
+    What goes wrong with it raises a ServerError, perhaps in a group.
+    """
+    address = server.address
+    options: dict[str, Any] = {
+        "username": address.user,
+        "password": server.password,
+        "stream_timeout": ANSWER_S,
+        "connect_timeout": CONNECT_S,
+    }
+    if address.tls:
+        options["ssl_context"] = ssl.create_default_context(cafile=server.ca_file)
+    async with AsyncExitStack() as stack:
+        client: Client
+        if address.sentinel_name is not None:
+            sentinels = Sentinel(
+                [TCPLocation(*each) for each in address.servers],
+                sentinel_kwargs={"stream_timeout": ANSWER_S, "connect_timeout": CONNECT_S},
+                retry_policy=NoRetryPolicy(),
+                db=address.database,
+                **options,
+            )
+            await stack.enter_async_context(sentinels)
+            client = sentinels.primary_for(address.sentinel_name)
+        elif address.is_cluster:
+            nodes = [TCPLocation(*each) for each in address.servers]
+            client = RedisCluster(startup_nodes=nodes, retry_policy=NoRetryPolicy(), **options)
+        else:
+            (host, port), *_ = address.servers
+            client = Redis(host, port, address.database, retry_policy=NoRetryPolicy(), **options)
+        yield await stack.enter_async_context(client)

@@ -1,0 +1,219 @@
+"""The part of the daemon that shares state: it keeps a session with the server, while there is one.
+
+    connected ──> Session ── ends by a fault ──> a pause ──> connected ..
+       what this process knows, and what it has still to say, lives on between two
+
+Nothing waits for the server: requests are booked and answered with what is known here, and what
+others have missed they read later.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator
+from dataclasses import fields
+from secrets import token_hex
+from typing import Any
+
+import trio
+
+from kvd.index.served import Place, ServedModels
+from kvd.replica_sync.aside import Aside
+from kvd.selection.service import Selections
+from kvd.shared_state.catalog import Catalog, CatalogCounts
+from kvd.shared_state.keys import Keys
+from kvd.shared_state.mirror import BOUND, Faces, Mirror
+from kvd.shared_state.outbox import Outbox
+from kvd.shared_state.server import ServerError, connected
+from kvd.shared_state.session import Session, Standing
+from kvd.shared_state.views import Views
+from kvd.slots.shared_loads import Ledgers
+from kvd.slots.trackers import SlotTrackers
+from kvd.telemetry.logs import get_logger
+from kvd.telemetry.metrics import Family, by_label, counter, gauge
+from kvd.wire import affinity as sessions
+from kvd.wire.affinity import Bound
+from kvd.wire.lifecycle import Face
+from kvd.wire.state_address import StateServer
+from kvd_core.ledger.journal import Journal
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0  # before a server is tried again; each twice the last
+STOP_S = 2.0  # that the server has at the end, to take what is left
+
+log = get_logger(__name__)
+
+
+class SharedState:
+    """What this process shares, from its start to its end."""
+
+    def __init__(
+        self,
+        server: StateServer,
+        journal: Journal,
+        ledgers: Ledgers,
+        aside: Aside,
+        slots: SlotTrackers,
+        selections: Selections,
+        served: ServedModels,
+        catalog: Catalog,
+    ) -> None:
+        """`journal` is where the ledgers record, for this alone; it is paused until `prepare`."""
+        faces: Faces = {Face.SLOT_TRACKER: slots, Face.SELECTION: selections.reservations}
+        writer = token_hex(8)
+        self._server = server
+        self._keys = Keys(server.prefix)
+        self._served = served
+        self._journal = journal
+        self._at_rest = trio.Lock()
+        self._catalog = catalog
+        affinity = selections.affinity
+        self._mirror = Mirror(
+            writer, faces, affinity, journal, aside, served.serves, trio.current_time
+        )
+        self._outbox = Outbox(journal, self._mirror, ledgers, faces)
+        content = faces, affinity, served.listed, self._at_rest
+        self._views = Views(self._mirror, self._outbox, *content)
+        self._standing = Standing()
+        self._stopping = trio.Event()
+        self._ended = trio.Event()
+        self._joined = trio.Event()  # what others had is in here
+        self._losses = 0  # sessions that ended by a fault
+        self._fault: str | None = None  # why there is no session, as it was said last
+        if affinity is not None:
+            affinity.bindings.subscribe(self._note_binding)
+
+    def _note_binding(self, bound: Bound) -> None:
+        self._journal.put(BOUND, sessions.encode(bound))
+
+    async def prepare(self) -> None:
+        """Notes what is registered, and listens, before anybody can have called."""
+        self._mirror.note_restored()
+        self._journal.resume()
+        self._outbox.introduce()
+        await self._catalog.note_restored()
+
+    async def run(self) -> None:
+        """Keeps a session with the server until `finish`."""
+        pause = FIRST_PAUSE_S
+        while not self._stopping.is_set():
+            try:
+                async with connected(self._server) as client:
+                    about = platform.node(), self._server.advertised, self._served.listed
+                    session = Session(
+                        client,
+                        self._keys,
+                        self._mirror,
+                        self._outbox,
+                        self._views,
+                        self._catalog,
+                        self._at_rest,
+                        self._standing,
+                        *about,
+                    )
+                    pause = FIRST_PAUSE_S
+                    self._standing.is_connected = True
+                    log.info("shared_state_connected", server=str(self._server.address))
+                    await session.run(self._joined, self._stopping)
+            except* ServerError as faults:
+                self._lost(faults)
+            with trio.move_on_after(pause):
+                await self._stopping.wait()
+            pause = min(LONGEST_PAUSE_S, 2 * pause)
+        self._ended.set()
+
+    def _lost(self, faults: BaseExceptionGroup[BaseException]) -> None:
+        """Notes why a session has ended, and says it once."""
+        fault = str(_first(faults)) or type(_first(faults)).__name__
+        if self._standing.is_connected or fault != self._fault:
+            log.warning("shared_state_lost", server=str(self._server.address), reason=fault)
+        self._losses += self._standing.is_connected
+        self._standing.is_connected = False
+        self._fault = fault
+
+    async def finish(self) -> None:
+        """Has the server take what is left, if it does so in time."""
+        self._stopping.set()
+        with trio.move_on_after(STOP_S):
+            await self._ended.wait()
+
+    # ---- what others say of themselves
+
+    async def addresses(self, wait_s: float) -> list[str]:
+        """Returns where other processes have an index, once they are known or `wait_s` is over."""
+        with trio.move_on_after(wait_s):
+            await self._joined.wait()
+        members = self._standing.members.values()
+        return sorted(each.address for each in members if each.address is not None)
+
+    def owner(self, place: Place) -> str | None:
+        """Returns where a model and tenant are served by another process."""
+        for member in self._standing.members.values():
+            if member.address is not None and (
+                place in member.serves or (place[0], None) in member.serves
+            ):
+                return member.address
+        return None
+
+    def shown(self) -> dict[str, Any]:
+        """Returns what a status says."""
+        return {
+            "server": str(self._server.address),
+            "connected": self._standing.is_connected,
+            "replicas": len(self._standing.members),
+            "behind": len(self._mirror.behind),
+            "fault": self._standing.refusal if self._standing.is_connected else self._fault,
+        }
+
+    def families(self) -> Iterator[Family]:
+        """Yields what metrics say."""
+        standing, mirror, outbox = self._standing, self._mirror, self._outbox
+        counts, of_mirror, of_views = standing.counts, mirror.counts, self._views.counts
+        help = "Whether the server of the shared state is connected"
+        yield gauge("kvd_shared_state_connected", help, int(standing.is_connected))
+        help = "Number of other processes that share this state"
+        yield gauge("kvd_shared_state_replicas", help, len(standing.members))
+        help = "Number of processes of which steps are lacking here"
+        yield gauge("kvd_shared_state_behind", help, len(mirror.behind))
+        help = "Number of live requests that have no registered rank here"
+        yield gauge("kvd_shared_state_waiting_requests", help, len(mirror.waiting))
+        help = "Total size of the steps that wait for the server in bytes"
+        yield gauge("kvd_shared_state_unsent_bytes", help, len(outbox))
+        help = "Number of connections to the server that were lost"
+        yield counter("kvd_shared_state_losses_total", help, self._losses)
+        for name, help, count in (
+            ("entries_written", "Number of entries written to the stream", counts.entries_written),
+            ("entries_read", "Number of entries read from the stream", counts.entries_read),
+            ("bytes_written", "Total size of the steps written in bytes", counts.bytes_written),
+            ("bytes_read", "Total size of the steps read in bytes", counts.bytes_read),
+            ("unreadable", "Number of entries and views that made no sense", counts.unreadable),
+            ("unknown_form", "Number of entries of another version", counts.unknown_form),
+            ("refused", "Number of writes that the server refused", counts.refused),
+            ("lost_stream", "Number of times that the server had lost steps", counts.lost_stream),
+            ("given_up", "Number of gaps of processes that are gone", counts.given_up),
+            ("steps", "Number of steps of other processes taken", of_mirror.steps),
+            ("bookings", "Number of requests of other processes booked", of_mirror.bookings),
+            ("ended", "Number of requests that a view showed to have ended", of_mirror.ended),
+            ("replaced", "Number of bookings that gave way to an earlier one", of_mirror.replaced),
+            ("left_out", "Number of requests left out at a bound", of_mirror.left_out),
+            ("gaps", "Number of gaps in what other processes told", of_mirror.gaps),
+            ("holes", "Number of times that own steps found no room", outbox.holes),
+            ("views_read", "Number of views of other processes merged", of_mirror.views),
+            ("views_written", "Number of views written", of_views.written),
+            ("view_bytes_written", "Total size of written views in bytes", of_views.written_bytes),
+            ("view_bytes_read", "Total size of views read in bytes", of_views.read_bytes),
+        ):
+            yield counter(f"kvd_shared_state_{name}_total", help, count)
+        help = "Number of shared registrations, by what became of them"
+        yield by_label(
+            "kvd_shared_registrations_total",
+            "counter",
+            help,
+            "outcome",
+            {each.name: getattr(self._catalog.counts, each.name) for each in fields(CatalogCounts)},
+        )
+
+
+def _first(faults: BaseException) -> BaseException:
+    while isinstance(faults, BaseExceptionGroup):
+        faults = faults.exceptions[0]
+    return faults

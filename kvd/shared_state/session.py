@@ -1,0 +1,415 @@
+"""What runs while the server is connected.
+
+    write   every FLUSH_S       own steps ──> stream
+    read    as they come        stream ──> Mirror, and where there is a gap: views
+    keep    every TICK_S        our lease, who else is there, our view, the catalog
+
+A session ends with the first fault of the server or of the way to it; what is to be written stays,
+and the next session goes on where this one has read. Where the server only refuses to write, since
+it is full, the session goes on and reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import trio
+from coredis.exceptions import ReadOnlyError, ResponseError
+from coredis.tokens import PureToken
+
+from kvd.shared_state import members
+from kvd.shared_state.catalog import Catalog
+from kvd.shared_state.entries import BEGINNING, Ask, Entry, Position, Unreadable, read_entry
+from kvd.shared_state.keys import Keys
+from kvd.shared_state.members import Member
+from kvd.shared_state.mirror import Merge, Mirror
+from kvd.shared_state.outbox import Outbox
+from kvd.shared_state.server import Client
+from kvd.shared_state.views import Views, read_head, read_pieces
+from kvd.telemetry.logs import get_logger
+
+FLUSH_S = 0.01  # a step is on its way to the server after that
+TICK_S = 1.0
+BLOCK_MS = 1000  # longest wait of the server for news
+ENTRIES_AT_ONCE = 64  # entries that are read at once: at most 4 MiB, but for bookings of millions
+
+# Bytes of the stream, about, and entries: older ones go. Whoever was away for longer reads views.
+STREAM_BYTES = 64 * 1024 * 1024
+MIN_ENTRIES, MAX_ENTRIES = 1024, 65_536
+
+VIEW_EVERY_S = 60.0  # a view is as old as that at most, where anything has changed
+ASK_AGAIN_S = 2.0  # pause between two wishes for the view of one writer
+GIVE_UP_S = 10.0  # after that, what a process that is gone has not told is given up
+WRITE_AGAIN_S = 1.0  # pause after the server has refused to write
+
+log = get_logger(__name__)
+
+
+@dataclass(slots=True)
+class SessionCounts:
+    """What the stream has cost; plain numbers for metrics."""
+
+    entries_written: int = 0
+    bytes_written: int = 0
+    entries_read: int = 0
+    bytes_read: int = 0
+    unreadable: int = 0
+    unknown_form: int = 0  # entries of another version of kvd
+    refused: int = 0  # writes, by a server that is full or may not be written to
+    lost_stream: int = 0  # times that the server had less than was read before
+    given_up: int = 0  # gaps of processes that are gone
+
+
+@dataclass(slots=True)
+class Standing:
+    """What is known of the fleet from one session to the next."""
+
+    members: dict[str, Member] = field(default_factory=dict)
+    counts: SessionCounts = field(default_factory=SessionCounts)
+    has_joined: bool = False  # all that others had at our start is in here
+    has_settled: bool = False  # what was restored here is known to all, or has been dropped
+    is_connected: bool = False
+    refusal: str | None = None  # why the server does not let us write
+
+
+class Session:
+    """One connection's worth of work."""
+
+    def __init__(
+        self,
+        client: Client,
+        keys: Keys,
+        mirror: Mirror,
+        outbox: Outbox,
+        views: Views,
+        catalog: Catalog,
+        at_rest: trio.Lock,
+        standing: Standing,
+        name: str,
+        address: str | None,
+        served: Collection[tuple[str, str | None]],
+    ) -> None:
+        self._client = client
+        self._keys = keys
+        self._mirror = mirror
+        self._outbox = outbox
+        self._views = views
+        self._catalog = catalog
+        self._at_rest = at_rest
+        self._standing = standing
+        self._about = name, address, tuple(served)
+        self._counts = standing.counts
+        self._viewed_at = -VIEW_EVERY_S
+        self._viewed_numbers: dict[str, int] = {}
+        self._read_since_view = 0
+        self._wanted = trio.Event()  # our view, by others
+        self._asked: dict[str, float] = {}
+        self._behind_since: dict[str, float] = {}
+        self._expected: dict[str, int] = {}  # numbers of others, as they said a tick ago
+        self._entry_bytes = 1024.0  # mean of what was read lately
+        self._server_s = 0.0  # the server's clock less ours
+
+    async def run(self, joined: trio.Event, stopping: trio.Event) -> None:
+        """Goes on until it is to stop, and then writes what is left.
+
+        `joined` is set when what others have is in here. Raises what the client raises, perhaps in
+        a group.
+        """
+        await self._set_clock()
+        async with trio.open_nursery() as nursery:
+            await self._join()
+            joined.set()
+            for task in (self._write, self._read, self._keep, self._show):
+                nursery.start_soon(task)
+            await stopping.wait()
+            nursery.cancel_scope.cancel()
+        await self.flush()
+        await members.leave(self._client, self._keys, self._mirror.writer)
+
+    async def _set_clock(self) -> None:
+        now = await self._client.time()
+        self._server_s = now.timestamp() - trio.current_time()
+
+    def _age_s(self, position: Position) -> float:
+        """Returns how old an entry of the stream is."""
+        return max(0.0, trio.current_time() + self._server_s - position.ms / 1000)
+
+    # ---- joining
+
+    async def _join(self) -> None:
+        """Reads what others have, and says that we are there."""
+        mirror = self._mirror
+        await self._check_stream()
+        if self._standing.has_joined:
+            await self._say_hello()
+            return
+        mirror.position = await self._end()
+        found, gone = await members.listed(self._client, self._keys, mirror.writer)
+        self._standing.members = found
+        for writer in (*gone, *found):
+            mirror.missed(writer, found[writer].number if writer in found else 1)
+        await self._heal()
+        self._standing.has_joined = True
+        await self._settle()
+        await self._say_hello()
+
+    async def _settle(self) -> None:
+        """Decides on what is booked here and known to nobody, once all others have been heard.
+
+        Where others share their state it has ended while this process was away. Else it is ours.
+        """
+        mirror = self._mirror
+        if self._standing.has_settled or mirror.behind:
+            return
+        async with self._at_rest:
+            self._outbox.drain(trio.current_time())
+            for _ in mirror.drop_unknown() if mirror.counts.views else mirror.claim():
+                await trio.lowlevel.checkpoint()
+        self._standing.has_settled = True
+
+    async def _say_hello(self) -> None:
+        await self._write_view()
+        await self._tell()
+
+    async def _end(self) -> Position:
+        """Returns the place of the last entry of the stream."""
+        last = await self._client.xrevrange(self._keys.ops, count=1)
+        return Position.of(last[0].identifier) if last else BEGINNING
+
+    async def _check_stream(self) -> None:
+        """Begins anew where the server has lost what was read: it was emptied, or another one."""
+        end = await self._end()
+        if end < self._mirror.position:
+            self._counts.lost_stream += 1
+            self._mirror.position = BEGINNING
+
+    # ---- writing
+
+    async def _write(self) -> NoReturn:
+        while True:
+            await trio.sleep(FLUSH_S)
+            if self._outbox.has_news:
+                await self.flush()
+
+    async def flush(self) -> None:
+        """Writes all steps so far."""
+        outbox = self._outbox
+        if not outbox.drain(trio.current_time()):
+            self._wanted.set()
+        while outbox.entries:
+            entry = outbox.entries[0]
+            most = int(min(MAX_ENTRIES, max(MIN_ENTRIES, STREAM_BYTES / self._entry_bytes)))
+            if not await self._try(
+                self._client.xadd(
+                    self._keys.ops,
+                    field_values=entry.fields(),
+                    trim_strategy=PureToken.MAXLEN,
+                    trim_operator=PureToken.APPROXIMATELY,
+                    threshold=most,
+                )
+            ):
+                await trio.sleep(WRITE_AGAIN_S)
+                continue
+            outbox.entries.popleft()
+            self._counts.entries_written += 1
+            self._counts.bytes_written += len(entry.records)
+
+    async def _try(self, command: Any) -> bool:
+        """Has the server write; False if it refuses. Raises what else the client raises."""
+        try:
+            await command
+        except ReadOnlyError:  # it has become a copy of another one, which is to be found
+            raise
+        except ResponseError as error:
+            self._counts.refused += 1
+            if self._standing.refusal is None:
+                log.warning("shared_state_refused", reason=str(error))
+            self._standing.refusal = str(error)
+            return False
+        if self._standing.refusal is not None:
+            log.info("shared_state_accepted")
+        self._standing.refusal = None
+        return True
+
+    # ---- reading
+
+    async def _read(self) -> NoReturn:
+        while True:
+            found = await self._client.xread(
+                {self._keys.ops: str(self._mirror.position)}, count=ENTRIES_AT_ONCE, block=BLOCK_MS
+            )
+            for entries in (found or {}).values():
+                for each in entries:
+                    await self._take(Position.of(each.identifier), each.field_values)
+            if self._mirror.behind:
+                await self._heal()
+
+    async def _take(self, position: Position, fields: Any) -> None:
+        """Takes one entry, whatever is in it, and is behind it then."""
+        self._counts.entries_read += 1
+        self._read_since_view += 1
+        size = sum(len(value) for value in fields.values())
+        self._counts.bytes_read += size
+        self._entry_bytes += (size - self._entry_bytes) / 256
+        try:
+            entry = read_entry(fields)
+            if isinstance(entry, Ask):
+                if entry.of == self._mirror.writer:
+                    self._wanted.set()
+            elif entry is None:
+                self._counts.unknown_form += 1
+            else:
+                await self._apply(entry, position)
+        except ValueError as error:  # Unreadable, or records that are none
+            self._counts.unreadable += 1
+            log.warning("shared_state_unreadable", reason=str(error))
+        self._mirror.position = max(self._mirror.position, position)
+
+    async def _apply(self, entry: Entry, position: Position) -> None:
+        async with self._at_rest:
+            self._outbox.drain(trio.current_time())
+            for _ in self._mirror.take(entry, position, self._age_s(position)):
+                await trio.lowlevel.checkpoint()
+                self._outbox.drain(trio.current_time())
+            if entry.writer in self._mirror.behind:
+                self._caught_up(entry.writer)
+
+    def _caught_up(self, writer: str) -> None:
+        mirror = self._mirror
+        if mirror.numbers.get(writer, 0) >= mirror.behind.get(writer, 0):
+            mirror.behind.pop(writer, None)
+            self._behind_since.pop(writer, None)
+
+    async def _heal(self) -> None:
+        """Merges the views of writers of which something is lacking."""
+        now = trio.current_time()
+        for writer in list(self._mirror.behind):
+            since = self._behind_since.setdefault(writer, now)
+            try:
+                is_whole = await self._merge(writer)
+            except Unreadable as error:
+                self._counts.unreadable += 1
+                log.warning("shared_state_unreadable", reason=str(error))
+                is_whole = False
+            if is_whole:
+                continue
+            is_there = writer in self._standing.members
+            if not is_there and (not self._standing.has_joined or now - since > GIVE_UP_S):
+                self._give_up(writer)
+            elif is_there and now - self._asked.get(writer, -ASK_AGAIN_S) >= ASK_AGAIN_S:
+                self._asked[writer] = now
+                ask = Ask(writer).fields(self._mirror.writer)
+                await self._try(self._client.xadd(self._keys.ops, field_values=ask))
+
+    def _give_up(self, writer: str) -> None:
+        """Waits no longer for a process that is gone; what others have of it, their views tell."""
+        del self._mirror.behind[writer]
+        self._behind_since.pop(writer, None)
+        self._counts.given_up += 1
+
+    async def _merge(self, writer: str) -> bool:
+        """Merges a writer's view, if it has more than is here; says whether nothing lacks then."""
+        mirror = self._mirror
+        self._caught_up(writer)
+        if writer not in mirror.behind:
+            return True
+        head = await read_head(self._client, self._keys, writer)
+        if head is None or head.numbers.get(writer, 0) <= mirror.numbers.get(writer, -1):
+            return False
+        age = self._age_s(head.position) if head.position != BEGINNING else 0.0
+        merge = Merge(mirror, writer, head)
+        pieces = read_pieces(self._client, self._keys, writer, head, self._views.counts)
+        async for piece in pieces:
+            async with self._at_rest:
+                self._outbox.drain(trio.current_time())
+                for _ in merge.take(piece, min(age, VIEW_EVERY_S)):
+                    await trio.lowlevel.checkpoint()
+        async with self._at_rest:
+            self._outbox.drain(trio.current_time())
+            for _ in merge.finish():
+                await trio.lowlevel.checkpoint()
+        await self._catch_up(head.position)
+        self._caught_up(writer)
+        return writer not in mirror.behind
+
+    async def _catch_up(self, position: Position) -> None:
+        """Takes again what the stream has from a place on, up to where it has been read."""
+        end = self._mirror.position
+        while position < end:
+            start = Position(position.ms, position.number + 1)
+            found = await self._client.xrange(
+                self._keys.ops, start=str(start), end=str(end), count=ENTRIES_AT_ONCE
+            )
+            if not found:
+                return
+            for each in found:
+                position = Position.of(each.identifier)
+                try:
+                    entry = read_entry(each.field_values)
+                    if isinstance(entry, Entry):
+                        await self._apply(entry, position)
+                except ValueError:  # counted when it was read first
+                    continue
+
+    # ---- keeping
+
+    async def _keep(self) -> NoReturn:
+        while True:
+            await trio.sleep(TICK_S)
+            await self._settle()
+            await self._tell()
+            await self._look()
+            await self._check_stream()
+            await self._catalog.sync(self._client, self._keys)
+            for work in (self._mirror.prune(), self._mirror.place_waiting()):
+                async with self._at_rest:
+                    for _ in work:
+                        await trio.lowlevel.checkpoint()
+            if await self._is_view_due():
+                self._wanted.set()
+
+    async def _tell(self) -> None:
+        name, address, served = self._about
+        told = Member(
+            self._mirror.writer, name, address, served, self._outbox.told, self._views.number
+        )
+        await self._try(members.tell(self._client, self._keys, told))
+
+    async def _look(self) -> None:
+        """Notes who is there, and whose steps the server had a tick ago that are not in here."""
+        mirror = self._mirror
+        for writer, number in self._expected.items():
+            if number > mirror.numbers.get(writer, 0):
+                mirror.missed(writer, number)
+        found, _ = await members.listed(self._client, self._keys, mirror.writer)
+        self._standing.members = found
+        self._expected = {writer: member.number for writer, member in found.items()}
+
+    async def _is_view_due(self) -> bool:
+        mirror = self._mirror
+        if not await self._client.exists([self._keys.view(mirror.writer)]):
+            return True
+        has_changed = self._viewed_numbers != mirror.numbers | {mirror.writer: mirror.own}
+        is_old = trio.current_time() - self._viewed_at >= VIEW_EVERY_S
+        return has_changed and (is_old or self._read_since_view >= MIN_ENTRIES // 2)
+
+    async def _show(self) -> NoReturn:
+        """Writes our view whenever it is wanted."""
+        while True:
+            await self._wanted.wait()
+            self._wanted = trio.Event()
+            await self._write_view()
+
+    async def _write_view(self) -> None:
+        mirror = self._mirror
+        if self._outbox.holes and self._standing.has_settled:
+            async with self._at_rest:
+                self._outbox.drain(trio.current_time())
+                for _ in mirror.claim():
+                    await trio.lowlevel.checkpoint()
+        self._viewed_at = trio.current_time()
+        self._viewed_numbers = mirror.numbers | {mirror.writer: mirror.own}
+        self._read_since_view = 0
+        await self._try(self._views.write(self._client, self._keys))

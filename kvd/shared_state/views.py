@@ -1,0 +1,184 @@
+"""A writer's view of all that lives: written to the server in pieces, read and merged by others.
+
+    ledgers ── export, a slice at a time ──> pieces ──> list view:WRITER:N
+                                                           │ whole
+    view:WRITER <── its head ──────────────────────────────┘
+        └──> others: head, pieces ──> Merge, then the stream from where the view had read it
+
+A view is written piece by piece while requests come and go; each piece says how far the writer was
+when it was made, so whoever merges it knows which steps are in it already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Collection
+from dataclasses import dataclass
+
+import trio
+
+from kvd.selection.affinity import Affinity
+from kvd.shared_state.entries import (
+    ENTRY_BYTES,
+    MAX_ENTRY_BYTES,
+    Dot,
+    LedgerName,
+    Piece,
+    Unreadable,
+    ViewHead,
+)
+from kvd.shared_state.keys import Keys
+from kvd.shared_state.mirror import BOUND, SCRATCH_BYTES, Faces, Mirror, Name
+from kvd.shared_state.outbox import Outbox
+from kvd.shared_state.server import Client
+from kvd.wire import affinity as sessions
+from kvd_core.ledger.journal import Booked, Journal, read
+
+# Time that a view is kept without being written anew: bookings of a writer that is gone for longer
+# have expired, by default.
+VIEW_S = 900
+OLD_PIECES_S = 60  # that the pieces of a replaced view are kept for whoever reads them
+
+# Pieces of one view that are read: 16 GiB. What claims more is refused.
+MAX_PIECES = 2**18
+
+SESSIONS_A_PIECE = 256
+ELSEWHERE_A_PIECE = 512
+
+
+@dataclass(slots=True)
+class ViewCounts:
+    """What views have cost; plain numbers for metrics."""
+
+    written: int = 0
+    written_bytes: int = 0
+    read: int = 0
+    read_bytes: int = 0
+
+
+class Views:
+    """Writes this process's views."""
+
+    def __init__(
+        self,
+        mirror: Mirror,
+        outbox: Outbox,
+        faces: Faces,
+        affinity: Affinity | None,
+        served: Collection[tuple[str, str | None]],
+        at_rest: trio.Lock,
+    ) -> None:
+        """`at_rest` is held by whoever takes an entry, from its first step to its last."""
+        self.counts = ViewCounts()
+        self.number = 0  # of the last view
+        self._mirror = mirror
+        self._outbox = outbox
+        self._faces = faces
+        self._affinity = affinity
+        self._served = served
+        self._at_rest = at_rest
+        self._scratch = Journal(SCRATCH_BYTES)
+
+    async def write(self, client: Client, keys: Keys) -> None:
+        """Writes a view of what lives now; raises what the client raises."""
+        mirror = self._mirror
+        async with self._at_rest:
+            self._outbox.drain(trio.current_time())
+            numbers = mirror.numbers | {mirror.writer: mirror.own}
+            position, own = mirror.position, mirror.own
+            left_out = mirror.counts.left_out
+        number = self.number + 1
+        name = keys.pieces(mirror.writer, number)
+        pieces = size = 0
+        await client.delete([name])
+        async for piece in self._pieces():
+            content = piece.packed()
+            await client.rpush(name, [content])
+            pieces += 1
+            size += len(content)
+        partial = left_out > 0
+        head = ViewHead(number, pieces, size, numbers, position, own, partial, list(self._served))
+        if pieces:
+            await client.expire(name, VIEW_S)
+        await client.set(keys.view(mirror.writer), head.packed(), ex=VIEW_S)
+        if self.number:
+            await client.expire(keys.pieces(mirror.writer, self.number), OLD_PIECES_S)
+        self.number = number
+        self.counts.written += 1
+        self.counts.written_bytes += size
+
+    async def _pieces(self) -> AsyncIterator[Piece]:
+        for kind, face in self._faces.items():
+            for owner in list(face.owners()):
+                after: int | None = 0 if owner.block_size else None
+                while after is not None:
+                    async with self._at_rest:
+                        now = trio.current_time()
+                        self._outbox.drain(now)
+                        after = owner.ledger.export(self._scratch, after, ENTRY_BYTES)
+                        records = self._scratch.take()
+                        ledger = LedgerName(kind, owner.key, owner.block_size or 0)
+                        piece = self._piece(now, {owner.ledger.number: ledger}, records)
+                    if records:
+                        yield piece
+        async with self._at_rest:
+            elsewhere = [(*_flat(name), known.dot) for name, known in self._mirror.waiting.items()]
+        for at in range(0, len(elsewhere), ELSEWHERE_A_PIECE):
+            yield self._bare(elsewhere=elsewhere[at : at + ELSEWHERE_A_PIECE])
+        if self._affinity is not None:
+            for number, bound in enumerate(self._affinity.bound(), 1):
+                self._scratch.put(BOUND, sessions.encode(bound))
+                if number % SESSIONS_A_PIECE == 0:
+                    yield self._bare(records=self._scratch.take())
+            if len(self._scratch):
+                yield self._bare(records=self._scratch.take())
+
+    def _piece(self, now: float, ledgers: dict[int, LedgerName], records: bytes) -> Piece:
+        dots: list[Dot | None] = []
+        for booked in read(records):
+            assert isinstance(booked, Booked)
+            name = Name(*ledgers[booked.ledger][:2], booked.request_id)
+            known = self._mirror.find(name)
+            dots.append(None if known is None else known.dot)
+        return Piece(now, self._mirror.position, self._mirror.own, ledgers, records, dots)
+
+    def _bare(
+        self,
+        records: bytes = b"",
+        elsewhere: list[tuple[str, str, str, str, Dot]] | None = None,
+    ) -> Piece:
+        """Returns a piece without bookings."""
+        mirror = self._mirror
+        now = trio.current_time()
+        return Piece(now, mirror.position, mirror.own, {}, records, [], elsewhere or [])
+
+
+def _flat(name: Name) -> tuple[str, str, str, str]:
+    return name.face.value, *name.key, name.request_id
+
+
+async def read_head(client: Client, keys: Keys, writer: str) -> ViewHead | None:
+    """Returns what a writer's last view stands for, None if there is none of a form we know.
+
+    Raises Unreadable, and what the client raises.
+    """
+    content = await client.get(keys.view(writer))
+    return None if content is None else ViewHead.read(content)
+
+
+async def read_pieces(
+    client: Client, keys: Keys, writer: str, head: ViewHead, counts: ViewCounts
+) -> AsyncIterator[Piece]:
+    """Yields the pieces of a view; raises Unreadable if not all of them are there."""
+    if head.pieces > MAX_PIECES:
+        raise Unreadable(f"a view of {head.pieces} pieces is too long")
+    name = keys.pieces(writer, head.number)
+    for index in range(head.pieces):
+        found = await client.lrange(name, index, index)
+        if not found:
+            raise Unreadable("a view has lost its pieces")
+        content = next(iter(found))
+        if len(content) > MAX_ENTRY_BYTES:
+            raise Unreadable("a piece of a view is too long")
+        counts.read_bytes += len(content)
+        yield Piece.read(content)
+    counts.read += 1

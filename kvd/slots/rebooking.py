@@ -1,0 +1,79 @@
+"""Requests that were booked before, or by another process: booked here as they are now.
+
+    Booked ──> Booking ── later steps ──> Booking ──> `book_again` ──> a face's ledger
+
+What a journal or a replica tells of a request is its booking and what came after it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kvd.model import PartitionKey
+from kvd.slots.live_requests import LiveRequests
+from kvd.wire.lifecycle import Lifecycle, Outcome, Step
+from kvd_core.ledger.journal import OUTPUT, PREFILLED, Booked, Stepped
+
+
+@dataclass(slots=True)
+class Booking:
+    """A live request: as it was booked, and what became of it."""
+
+    booked: Booked
+    prefill_complete: bool
+    output_blocks: int
+    decayed_blocks: int
+    fraction: float
+
+    @classmethod
+    def of(cls, booked: Booked) -> Booking:
+        outputs = booked.output_blocks, booked.decayed_blocks, booked.fraction
+        return cls(booked, booked.prefill_complete, *outputs)
+
+    def take(self, step: Stepped) -> None:
+        """Takes a step that does not end it."""
+        if step.kind == PREFILLED:
+            self.prefill_complete = True
+        elif step.kind == OUTPUT:
+            self.output_blocks += 1
+            if step.fraction is not None:
+                self.decayed_blocks, self.fraction = self.output_blocks, step.fraction
+
+
+def book_again(
+    face: LiveRequests[Any],
+    key: PartitionKey,
+    block_size: int,
+    booking: Booking,
+    admitted_at: float,
+) -> Outcome:
+    """Books a request with its age and all that became of it; nobody is told.
+
+    Changes nothing unless it is APPLIED.
+    """
+    booked = booking.booked
+    outcome = face.rebook(
+        Lifecycle(
+            key,
+            block_size,
+            booked.request_id,
+            booked.worker_id,
+            booked.dp_rank,
+            Step.ADD,
+            booked.hashes,
+            booked.tokens,
+            booked.expected_output_tokens,
+        ),
+        admitted_at,
+        booked.key,
+    )
+    if outcome is not Outcome.APPLIED:
+        return outcome
+    ledger = face.ledger_of(key)
+    if booking.prefill_complete:
+        ledger.prefill_complete(booked.request_id)
+    for number in range(1, booking.output_blocks + 1):
+        is_last_decayed = number == booking.decayed_blocks
+        ledger.output_block(booked.request_id, booking.fraction if is_last_decayed else None)
+    return outcome

@@ -1,0 +1,93 @@
+"""What `--state-url` may say: the server where replicas share their state.
+
+    redis://[USER@]HOST[:PORT][/DATABASE]                            rediss:// for TLS
+    redis+sentinel://[USER@]HOST[:PORT],HOST[:PORT]/NAME[/DATABASE]  rediss+sentinel://
+    redis+cluster://[USER@]HOST[:PORT],HOST[:PORT]                   rediss+cluster://
+
+`valkey` stands for `redis` everywhere. A password is in a file of its own: addresses are shown.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import unquote
+
+DEFAULT_PORT = 6379
+DEFAULT_SENTINEL_PORT = 26379
+
+MAX_SERVERS = 64  # that one address may name
+
+
+@dataclass(frozen=True, slots=True)
+class StateAddress:
+    """Where the shared state is."""
+
+    servers: tuple[tuple[str, int], ...]
+    tls: bool
+    user: str | None
+    sentinel_name: str | None  # of the servers that sentinels watch
+    is_cluster: bool
+    database: int
+
+    def __str__(self) -> str:
+        where = ",".join(f"{host}:{port}" for host, port in self.servers)
+        kind = "+sentinel" if self.sentinel_name else "+cluster" if self.is_cluster else ""
+        name = f"/{self.sentinel_name}" if self.sentinel_name else ""
+        scheme = "rediss" if self.tls else "redis"
+        database = f"/{self.database}" if self.database else ""
+        return f"{scheme}{kind}://{where}{name}{database}"
+
+
+def parse_address(text: str) -> StateAddress:
+    """Raises ValueError, without a password in what it says."""
+    scheme, found, rest = text.partition("://")
+    kind, _, variant = scheme.partition("+")
+    if not found or kind not in ("redis", "rediss", "valkey", "valkeys"):
+        raise ValueError("it must begin with redis://, rediss://, redis+sentinel:// or such")
+    if variant not in ("", "sentinel", "cluster"):
+        raise ValueError(f"there are no servers of the kind {variant!r}")
+    who, has_who, where = rest.rpartition("@")
+    if ":" in who:
+        raise ValueError("a password is shown to all who may read settings: put it into a file")
+    hosts, _, path = where.partition("/")
+    names = path.split("/") if path else []
+    name = names.pop(0) if variant == "sentinel" and names else None
+    if variant == "sentinel" and not name:
+        raise ValueError("an address of sentinels must end with /NAME of the servers they watch")
+    if variant == "cluster" and names:
+        raise ValueError("a cluster has no databases")
+    if len(names) > 1 or (names and not names[0].isdecimal()):
+        raise ValueError("the database must be a number")
+    default = DEFAULT_SENTINEL_PORT if variant == "sentinel" else DEFAULT_PORT
+    servers = tuple(_server(each, default) for each in hosts.split(","))
+    if len(servers) > MAX_SERVERS or (not variant and len(servers) > 1):
+        raise ValueError("it names too many servers")
+    return StateAddress(
+        servers,
+        kind in ("rediss", "valkeys"),
+        unquote(who) if has_who else None,
+        name,
+        variant == "cluster",
+        int(names[0]) if names else 0,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class StateServer:
+    """The server where replicas share their state, and what is said to it."""
+
+    address: StateAddress
+    prefix: str
+    password: str | None
+    ca_file: Path | None  # None: those of the system
+    advertised: str | None  # base URL of the indexer face, as other replicas reach it
+
+
+def _server(text: str, default: int) -> tuple[str, int]:
+    host, _, port = text.rpartition(":") if not text.endswith("]") else (text, "", "")
+    if not host:
+        host, port = port, ""
+    if not host.strip("[]") or (port and not port.isdecimal()) or int(port or default) > 65535:
+        raise ValueError(f"{text!r} is no HOST:PORT")
+    return host.strip("[]"), int(port or default)

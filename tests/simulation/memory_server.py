@@ -1,0 +1,186 @@
+"""A Redis server as a plain-Python model: the commands that sessions use, and ways to fail.
+
+It answers as a server of one process does, one command after the other. It may stand still, go
+away, be emptied, or lose its last writes as a copy does that takes over.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from typing import Any, NamedTuple
+
+import trio
+
+PATIENCE_S = 3.0  # of a client
+
+
+class StreamEntry(NamedTuple):
+    identifier: bytes
+    field_values: Mapping[bytes, bytes]
+
+
+def _bytes(value: object) -> bytes:
+    return value if isinstance(value, bytes) else str(value).encode()
+
+
+class MemoryServer:
+    """What all clients see."""
+
+    def __init__(self, most_entries: int) -> None:
+        """Streams keep so many entries at most, whatever their writers say."""
+        self.is_gone = False
+        self.is_frozen = False
+        self._most = most_entries
+        self._thawed = trio.Event()
+        self._news = trio.Event()
+        self._last = (0, 0)
+        self.flush()
+
+    def flush(self) -> None:
+        self.entries: list[tuple[tuple[int, int], dict[bytes, bytes]]] = []
+        self.values: dict[str, Any] = {}
+        self._ends: dict[str, float] = {}
+
+    def lose(self, count: int) -> None:
+        """Forgets the last entries; their places are given again."""
+        for _ in range(min(count, len(self.entries))):
+            self.entries.pop()
+        self._last = self.entries[-1][0] if self.entries else (0, 0)
+
+    def freeze(self) -> None:
+        self.is_frozen, self._thawed = True, trio.Event()
+
+    def thaw(self) -> None:
+        self.is_frozen = False
+        self._thawed.set()
+
+    async def _enter(self) -> None:
+        await trio.sleep(0.0002)
+        if self.is_frozen:
+            with trio.move_on_after(PATIENCE_S):
+                await self._thawed.wait()
+        if self.is_gone or self.is_frozen:
+            raise TimeoutError("the server does not answer")
+
+    def _find(self, name: str) -> Any:
+        if self._ends.get(name, trio.current_time()) < trio.current_time():
+            self.values.pop(name, None)
+            self._ends.pop(name, None)
+        return self.values.get(name)
+
+    # ---- commands
+
+    async def time(self) -> datetime:
+        await self._enter()
+        return datetime.fromtimestamp(trio.current_time(), UTC)
+
+    async def get(self, name: str) -> bytes | None:
+        await self._enter()
+        found: bytes | None = self._find(name)
+        return found
+
+    async def mget(self, names: Iterable[str]) -> tuple[bytes | None, ...]:
+        await self._enter()
+        return tuple(self._find(name) for name in names)
+
+    async def set(self, name: str, value: object, ex: int | None = None) -> bool:
+        await self._enter()
+        self.values[name] = _bytes(value)
+        self._ends.pop(name, None)
+        if ex is not None:
+            self._ends[name] = trio.current_time() + ex
+        return True
+
+    async def exists(self, names: Iterable[str]) -> int:
+        await self._enter()
+        return sum(self._find(name) is not None for name in names)
+
+    async def delete(self, names: Iterable[str]) -> int:
+        await self._enter()
+        return sum(self.values.pop(name, None) is not None for name in names)
+
+    async def expire(self, name: str, seconds: int) -> bool:
+        await self._enter()
+        if name in self.values:
+            self._ends[name] = trio.current_time() + seconds
+        return name in self.values
+
+    async def rpush(self, name: str, values: Iterable[bytes]) -> int:
+        await self._enter()
+        found: list[bytes] = self.values.setdefault(name, [])
+        found += values
+        return len(found)
+
+    async def lrange(self, name: str, start: int, stop: int) -> list[bytes]:
+        await self._enter()
+        found: list[bytes] = self._find(name) or []
+        return found[start : stop + 1]
+
+    async def sadd(self, name: str, values: Iterable[str]) -> int:
+        await self._enter()
+        self.values.setdefault(name, set()).update(map(_bytes, values))
+        return 1
+
+    async def srem(self, name: str, values: Iterable[str]) -> int:
+        await self._enter()
+        self.values.setdefault(name, set()).difference_update(map(_bytes, values))
+        return 1
+
+    async def smembers(self, name: str) -> frozenset[bytes]:
+        await self._enter()
+        return frozenset(self._find(name) or ())
+
+    async def hgetall(self, name: str) -> dict[bytes, bytes]:
+        await self._enter()
+        return dict(self._find(name) or {})
+
+    # ---- the stream
+
+    async def xadd(self, name: str, field_values: Mapping[Any, Any], **trims: Any) -> bytes:
+        await self._enter()
+        now = int(trio.current_time() * 1000)
+        ms, number = self._last
+        self._last = (now, 0) if now > ms else (ms, number + 1)
+        fields = {_bytes(key): _bytes(value) for key, value in field_values.items()}
+        self.entries.append((self._last, fields))
+        del self.entries[: -self._most]
+        self._news.set()
+        self._news = trio.Event()
+        return b"%d-%d" % self._last
+
+    def _between(self, after: tuple[int, int], end: tuple[int, int], count: int) -> Any:
+        return tuple(
+            StreamEntry(b"%d-%d" % position, OrderedDict(fields))
+            for position, fields in self.entries
+            if after < position <= end
+        )[:count]
+
+    async def xrevrange(self, name: str, count: int) -> Any:
+        await self._enter()
+        return tuple(
+            StreamEntry(b"%d-%d" % position, OrderedDict(fields))
+            for position, fields in self.entries[: -count - 1 : -1]
+        )
+
+    async def xrange(self, name: str, start: str, end: str, count: int) -> Any:
+        await self._enter()
+        ms, number = _place(start)
+        return self._between((ms, number - 1), _place(end), count)
+
+    async def xread(self, streams: Mapping[str, str], count: int, block: int) -> Any:
+        await self._enter()
+        ((name, after),) = streams.items()
+        found = self._between(_place(after), (2**63, 0), count)
+        if not found:
+            with trio.move_on_after(block / 1000):
+                await self._news.wait()
+            await self._enter()
+            found = self._between(_place(after), (2**63, 0), count)
+        return {name.encode(): found} if found else None
+
+
+def _place(text: str) -> tuple[int, int]:
+    ms, _, number = text.partition("-")
+    return int(ms), int(number)

@@ -1,0 +1,244 @@
+"""Replicas on a server that fails in every way: when it has come to rest, all agree.
+
+Each seed is a run of its own, in virtual time: bookings through any replica, steps and ends through
+others; a server that stands still, goes away, is emptied, trims, or loses its last writes; replicas
+that are killed and come back with nothing. Where no replica was killed and nothing could be lost,
+all have exactly what lives by a plain model.
+"""
+
+from __future__ import annotations
+
+from array import array
+from random import Random
+from typing import Any
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+from kvd.model import PartitionKey
+from kvd.replica_sync.aside import Aside
+from kvd.shared_state.catalog import Catalog
+from kvd.shared_state.keys import Keys
+from kvd.shared_state.mirror import Faces, Mirror
+from kvd.shared_state.outbox import Outbox
+from kvd.shared_state.session import Session, Standing
+from kvd.shared_state.views import Views
+from kvd.slots.shared_loads import Ledgers
+from kvd.slots.trackers import SlotTrackers
+from kvd.wire.lifecycle import Face
+from kvd_core.ledger.journal import Journal
+from kvd_core.ledger.ledger import ADDED
+from tests.simulation.memory_server import MemoryServer
+from tests.support.budget import scaled
+
+KEY = PartitionKey("m", "default")
+RANKS = 3
+STEPS = 60
+REPLICAS = 3
+CALM_S = 120.0  # of virtual time in which all must have come to agree
+
+
+class NoRegistrations:
+    """Nobody registers anything."""
+
+    changes = 0
+
+    def rows(self) -> Any:
+        return iter(())
+
+
+class Replica:
+    """One process: its tracker, and its sessions with the server."""
+
+    def __init__(self, server: MemoryServer, name: str, room: int) -> None:
+        self.name = name
+        self._server = server
+        journal = Journal(room)
+        journal.pause()
+        ledgers = Ledgers(journals=[journal])
+        self.slots = SlotTrackers(1e9, ledgers, clock=trio.current_time)
+        self.slots.register(KEY, 1, 4, 0, RANKS)
+        faces: Faces = {Face.SLOT_TRACKER: self.slots}
+        aside = Aside(journal, trio.current_time)
+        self.mirror = Mirror(name, faces, None, journal, aside, lambda key: True, trio.current_time)
+        self.outbox = Outbox(journal, self.mirror, ledgers, faces)
+        self._at_rest = trio.Lock()
+        self._views = Views(self.mirror, self.outbox, faces, None, [], self._at_rest)
+        self._standing = Standing()
+        self._catalog = Catalog(NoRegistrations(), {})  # type: ignore[arg-type]
+        self._scope = trio.CancelScope()
+        self.mirror.note_restored()
+        journal.resume()
+        self.outbox.introduce()
+
+    async def run(self) -> None:
+        with self._scope:
+            while True:
+                session = Session(
+                    self._server,  # type: ignore[arg-type]
+                    Keys("kvd"),
+                    self.mirror,
+                    self.outbox,
+                    self._views,
+                    self._catalog,
+                    self._at_rest,
+                    self._standing,
+                    self.name,
+                    None,
+                    [],
+                )
+                try:
+                    await session.run(trio.Event(), trio.Event())
+                except* OSError:
+                    await trio.sleep(0.2)
+
+    def kill(self) -> None:
+        self._scope.cancel()
+
+    @property
+    def tracker(self) -> Any:
+        return self.slots.trackers[KEY]
+
+    def book(self, request_id: str, rank: int, hashes: list[int]) -> None:
+        content = array("Q", hashes).tobytes()
+        tracker = self.tracker
+        at = trio.current_time()
+        number = tracker.ledger.rank_of(1, rank)
+        assert tracker.ledger.add(request_id, number, content, 4 * len(hashes), at) == ADDED
+
+    def live(self, names: list[str]) -> dict[str, tuple[int, int, bool, int]]:
+        """Returns what is booked, by id: rank, blocks, is the prefill complete, output blocks."""
+        found = {}
+        for name in names:
+            live = self.tracker.ledger.request(name)
+            if live is not None:
+                state = live.dp_rank, live.blocks, live.prefill_complete, live.output_blocks
+                found[name] = state
+        return found
+
+
+class World:
+    """The server, the replicas, and the truth."""
+
+    def __init__(self, seed: int, nursery: trio.Nursery) -> None:
+        self.random = Random(seed)
+        self.server = MemoryServer(self.random.choice([5, 20, 1000]))
+        self._nursery = nursery
+        self._started = 0
+        self._room = self.random.choice([600, 1 << 20])
+        self.is_lossy = False  # something may be lost for good
+        self.booked: list[str] = []
+        self.live: dict[str, tuple[int, int, bool, int]] = {}
+        self.replicas = [self.start() for _ in range(REPLICAS)]
+
+    def start(self) -> Replica:
+        self._started += 1
+        replica = Replica(self.server, f"w{self._started}", self._room)
+        self._nursery.start_soon(replica.run)
+        return replica
+
+    async def act(self) -> None:
+        random = self.random
+        await trio.sleep(random.choice([0, 0, 0.003, 0.05, 1.5]))
+        what = random.random()
+        if what < 0.45:
+            self.book()
+        elif what < 0.85:
+            self.go_on()
+        elif what < 0.88:
+            self.server.freeze()
+        elif what < 0.94:
+            self.server.thaw()
+            self.server.is_gone = False
+        elif what < 0.96:
+            self.server.is_gone = True
+        elif what < 0.97:
+            self.server.flush()
+        elif what < 0.985:
+            self.server.lose(random.randrange(6))
+        else:
+            self.kill()
+
+    def book(self) -> None:
+        random = self.random
+        name = f"r{len(self.booked)}"
+        rank, blocks = random.randrange(RANKS), random.randrange(1, 12)
+        random.choice(self.replicas).book(name, rank, [random.randrange(4) for _ in range(blocks)])
+        self.booked.append(name)
+        self.live[name] = rank, blocks, False, 0
+
+    def go_on(self) -> None:
+        """Has a request go on or end, through a replica that knows it."""
+        replica = self.random.choice(self.replicas)
+        known = sorted(replica.live(list(self.live)))
+        if not known:
+            return
+        name = self.random.choice(known)
+        rank, blocks, prefilled, outputs = self.live[name]
+        step = self.random.randrange(4)
+        if step == 0:
+            replica.slots.complete(replica.tracker, name)
+            prefilled = True
+        elif step == 1 and self.is_told_by(replica, name):
+            replica.tracker.ledger.output_block(name)
+            outputs += 1
+        elif step > 1:
+            replica.slots.end(replica.tracker, name)
+            del self.live[name]
+            return
+        self.live[name] = rank, blocks, prefilled, outputs
+
+    def is_told_by(self, replica: Replica, name: str) -> bool:
+        """One replica hears of a request's output, as a gateway has it."""
+        return int(name[1:]) % 7 < 4 and self.replicas.index(replica) == 0
+
+    def kill(self) -> None:
+        """Kills a replica; another one comes with nothing."""
+        self.is_lossy = True
+        number = self.random.randrange(REPLICAS)
+        self.replicas[number].kill()
+        self.replicas[number] = self.start()
+
+    def agree(self) -> bool:
+        first, *others = (replica.live(self.booked) for replica in self.replicas)
+        return all(each == first for each in others) and (self.is_lossy or first == self.live)
+
+    def differences(self) -> str:
+        """Returns what they do not agree on, and how far each has heard the others."""
+        found = [] if self.is_lossy else [("truth", self.live)]
+        found += [(each.name, each.live(self.booked)) for each in self.replicas]
+        lines = [
+            f"{name}: {[(who, live.get(name)) for who, live in found]}"
+            for name in self.booked
+            if len({str(live.get(name)) for _, live in found}) > 1
+        ]
+        for each in self.replicas:
+            mirror = each.mirror
+            lines.append(
+                f"{each.name}: own {mirror.own} told {each.outbox.told} numbers {mirror.numbers} "
+                f"behind {mirror.behind} dots "
+                f"{[(name.request_id, *known.dot) for name, known in mirror.requests.items()]} "
+                f"{mirror.counts}"
+            )
+        return "\n".join(lines)
+
+
+@pytest.mark.parametrize("seed", range(scaled(20)))
+def test_replicas_come_to_agree(seed: int) -> None:
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            world = World(seed, nursery)
+            for _ in range(STEPS):
+                await world.act()
+            world.server.thaw()
+            world.server.is_gone = False
+            with trio.move_on_after(CALM_S):
+                while not world.agree():  # noqa: ASYNC110  nothing tells when
+                    await trio.sleep(0.5)
+            assert world.agree(), world.differences()
+            for replica in world.replicas:
+                replica.tracker.ledger.verify()
+            nursery.cancel_scope.cancel()
+
+    trio.run(main, clock=MockClock(autojump_threshold=0))

@@ -1,0 +1,125 @@
+"""`kvd serve` as a process that lives more than once, and what is asked of it."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.support.engines import BLOCK_SIZE, Engine
+from tests.support.ports import find_free_port
+from tests.support.processes import Server, clean_environment
+
+FACES = ("indexer", "slot-tracker", "selection", "conductor")
+POLL_S = 0.01
+PATIENCE_S = 60.0
+
+
+def wait(condition: Callable[[], object]) -> None:
+    """Waits for a condition; fails the test after PATIENCE_S."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(POLL_S)
+
+
+class Kvd:
+    """`kvd serve` on one state directory, life after life."""
+
+    def __init__(self, folder: Path, *flags: str) -> None:
+        """The folder is there, and is this daemon's alone."""
+        self.folder = folder
+        self.state = folder / "state"
+        self.ports = {face: find_free_port() for face in FACES}
+        self.flags = [f"--state-dir={self.state}", "--snapshot-s=0.2", *flags]
+        self.client = httpx.Client(trust_env=False, timeout=PATIENCE_S)
+        self.server: Server | None = None
+
+    def start(self) -> None:
+        binds = [f"--{face}-bind=127.0.0.1:{port}" for face, port in self.ports.items()]
+        command = [sys.executable, "-m", "kvd", "serve", *binds, *self.flags]
+        self.server = Server(command, self.folder, self.ports["indexer"], clean_environment())
+        self.server.wait_healthy()
+
+    def url(self, face: str, path: str) -> str:
+        return f"http://127.0.0.1:{self.ports[face]}{path}"
+
+    def post(self, face: str, path: str, body: dict[str, Any], **headers: str) -> httpx.Response:
+        return self.client.post(self.url(face, path), json=body, headers=headers)
+
+    def get(self, face: str, path: str) -> Any:
+        return self.client.get(self.url(face, path)).json()
+
+    def metric(self, name: str) -> float:
+        text = self.client.get(self.url("indexer", "/metrics")).text
+        (line,) = [line for line in text.splitlines() if line.startswith(f"{name} ")]
+        return float(line.split()[1])
+
+    def snapshots_before_death(self) -> bool:
+        """Says whether the process has begun with a snapshot in which something had been heard."""
+        assert self.server is not None
+        self.server.wait_said("event=ready")
+        found = re.search(r"event=index_restored blocks=(\d+)", self.server.stderr)
+        return found is not None and int(found[1]) > 0
+
+    def kill(self) -> None:
+        assert self.server is not None
+        self.server.process.kill()
+        self.server.process.wait()
+
+    def stop(self) -> None:
+        assert self.server is not None
+        assert self.server.stop() == 0, self.server.stderr
+
+    def close(self) -> None:
+        self.client.close()
+        if self.server is not None and self.server.process.poll() is None:
+            self.kill()
+
+    def register(self, engine: Engine, instance_id: int = 1) -> None:
+        body = {
+            "instance_id": instance_id,
+            "endpoint": engine.endpoint,
+            "model_name": "m",
+            "block_size": BLOCK_SIZE,
+        }
+        if engine.replay_endpoint is not None:
+            body["replay_endpoint"] = engine.replay_endpoint
+        assert self.post("indexer", "/register", body).status_code == 201
+
+    def health(self, instance_id: int = 1) -> tuple[str, str]:
+        """Returns how far a stream is believed, and why not."""
+        for row in self.get("indexer", "/workers"):
+            if row["instance_id"] == instance_id:
+                listener = row["listeners"]["0"]
+                return listener["stream"], listener.get("loss", "")
+        return "absent", ""
+
+    def paths(self, instance_id: int = 1) -> set[tuple[int, ...]]:
+        """Returns the local hashes of each block that an instance holds, with all before it."""
+        return paths_of(self.get("indexer", "/dump"), instance_id)
+
+    def matched(self, tokens: list[int], instance_id: int = 1) -> int:
+        body = {"model_name": "m", "token_ids": tokens}
+        found = self.post("indexer", "/query", body).json()["scores"]
+        scores: dict[str, int] = found.get(str(instance_id), {})
+        return max(scores.values(), default=0)
+
+
+def paths_of(dump: dict[str, Any], instance_id: int = 1) -> set[tuple[int, ...]]:
+    """Returns what `Kvd.paths` does, of a dump."""
+    found: dict[int | None, tuple[int, ...]] = {None: ()}
+    for event in dump.get("m:default", {"events": []})["events"]:
+        if event["worker_id"] == instance_id:
+            stored = event["event"]["data"]["stored"]
+            parent = stored["parent_hash"]
+            for block in stored["blocks"]:
+                found[block["block_hash"]] = (*found[parent], block["tokens_hash"])
+                parent = block["block_hash"]
+    del found[None]
+    return set(found.values())

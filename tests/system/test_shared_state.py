@@ -1,0 +1,337 @@
+"""Three replicas on a real Redis or Valkey server: after whatever happened to it, all agree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from tests.support.budget import scaled
+from tests.support.engines import BLOCK_SIZE, Engine
+from tests.support.kvds import Kvd, wait
+from tests.support.ports import find_free_port
+from tests.support.state_servers import KINDS, StateServer, needs_server, sentinel_of
+
+pytestmark = needs_server
+
+REPLICAS = 3
+WORKERS = 4
+
+
+def worker(number: int) -> dict[str, Any]:
+    return {
+        "worker_id": number,
+        "model_name": "m",
+        "block_size": 4,
+        "endpoint": f"http://gpu{number}:8000",
+        "total_kv_blocks": 10_000,
+    }
+
+
+class Fleet:
+    """Replicas that share what they book, and what was booked by whom."""
+
+    def __init__(self, folder: Path, url: str, replicas: int = REPLICAS, *flags: str) -> None:
+        self.random = Random(7)
+        self.live: dict[str, bool] = {}  # is it a reservation
+        self.booked = 0
+        self.kvds: list[Kvd] = []
+        self._folder = folder
+        self._flags = (f"--state-url={url}", "--state-dir=off", "--no-router-kv-events", *flags)
+        for _ in range(replicas):
+            self.add()
+
+    def add(self, *flags: str) -> Kvd:
+        folder = self._folder / str(len(self.kvds))
+        folder.mkdir()
+        kvd = Kvd(folder, *self._flags, *flags)
+        self.kvds.append(kvd)
+        kvd.start()
+        return kvd
+
+    def close(self) -> None:
+        for kvd in self.kvds:
+            kvd.close()
+
+    def register(self) -> None:
+        """Registers workers through different replicas, and waits until all know them."""
+        for number in range(WORKERS):
+            kvd = self.kvds[number % len(self.kvds)]
+            assert kvd.post("selection", "/workers", worker(number)).status_code == 201
+        slots = {"worker_id": 1, "model_name": "m", "block_size": 4, "dp_start": 0, "dp_size": 2}
+        assert self.kvds[0].post("slot-tracker", "/register", slots).status_code == 201
+        wait(lambda: all(self.workers(kvd) == (WORKERS, 1) for kvd in self.kvds))
+
+    def workers(self, kvd: Kvd) -> tuple[int, int]:
+        return len(kvd.get("selection", "/workers")), len(kvd.get("slot-tracker", "/workers"))
+
+    def step(self, kvd: Kvd) -> None:
+        """Books something through a replica, or has something that lives go on or end there."""
+        chosen = self.random.choice([*self.live, None, None])
+        if chosen is None:
+            self.book(kvd)
+        elif self.live[chosen]:
+            path = f"/reservations/{chosen}"
+            what = self.random.choice(["/prefill_complete", "/output_block", None])
+            if what is None:
+                answer = kvd.client.delete(kvd.url("selection", path))
+                del self.live[chosen]
+            else:
+                answer = kvd.post("selection", path + what, {})
+            assert answer.status_code in (200, 404)  # not heard of it yet
+            if answer.status_code == 404 and what is None:
+                self.live[chosen] = True  # it lives on
+        else:
+            body = {"model_name": "m", "request_id": chosen}
+            what = self.random.choice(["/prefill_complete", "/free"])
+            found = kvd.client.get(kvd.url("slot-tracker", f"/requests/{chosen}?model_name=m"))
+            if found.status_code == 200:
+                assert kvd.post("slot-tracker", what, body).status_code in (200, 404)
+                if what == "/free":
+                    del self.live[chosen]
+
+    def book(self, kvd: Kvd) -> None:
+        self.booked += 1
+        name = f"r{self.booked}"
+        tokens = [self.random.randrange(3) for _ in range(self.random.randrange(4, 40))]
+        if self.random.random() < 0.6:
+            body = {"model_name": "m", "reservation_id": name, "token_ids": tokens}
+            body |= {"session_id": f"s{self.random.randrange(9)}"}
+            answer = kvd.post("selection", "/select_and_reserve", body)
+            assert answer.status_code == 200, answer.text
+            self.live[name] = True
+        else:
+            asked = {
+                "model_name": "m",
+                "request_id": name,
+                "worker_id": 1,
+                "dp_rank": self.random.randrange(2),
+                "sequence_hashes": tokens,
+                "new_isl_tokens": 4 * len(tokens),
+            }
+            answer = kvd.post("slot-tracker", "/add", asked)
+            assert answer.status_code == 201, answer.text
+            self.live[name] = False
+
+    def steps(self, count: int, *of: Kvd) -> None:
+        for _ in range(count):
+            self.step(self.random.choice(of or self.kvds))
+
+    def loads(self, kvd: Kvd) -> tuple[Any, ...]:
+        """Returns all that replicas must agree on."""
+        slots = kvd.get("slot-tracker", "/loads")
+        ranks = kvd.get("selection", "/loads")
+        found = set()
+        for name, is_reservation in self.live.items():
+            path = f"/reservations/{name}" if is_reservation else f"/requests/{name}?model_name=m"
+            face = "selection" if is_reservation else "slot-tracker"
+            answer = kvd.client.get(kvd.url(face, path))
+            if answer.status_code == 200:
+                said = answer.json()
+                found.add((name, said["worker_id"], said["dp_rank"]))
+        return slots, ranks, found
+
+    def agree(self) -> bool:
+        """Says whether all have exactly what lives."""
+        first, *others = (self.loads(kvd) for kvd in self.kvds)
+        return len(first[2]) == len(self.live) and all(each == first for each in others)
+
+    def settle(self) -> None:
+        """Waits until all agree."""
+        try:
+            wait(self.agree)
+        except AssertionError:
+            seen = "\n\n".join(str(self.loads(kvd)) for kvd in self.kvds)
+            pytest.fail(f"live: {sorted(self.live)}\n\n{seen}")
+
+
+@contextmanager
+def fleet_of(folder: Path, url: str, *flags: str, replicas: int = REPLICAS) -> Iterator[Fleet]:
+    fleet = Fleet(folder, url, replicas, "--session-affinity-ttl-secs=60", *flags)
+    try:
+        fleet.register()
+        yield fleet
+    finally:
+        fleet.close()
+
+
+@pytest.fixture(params=KINDS)
+def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StateServer]:
+    started = StateServer(tmp_path, kind=request.param)
+    yield started
+    started.close()
+
+
+def test_replicas_agree_on_what_any_of_them_books(tmp_path: Path, server: StateServer) -> None:
+    with fleet_of(tmp_path, server.url) as fleet:
+        for _ in range(3):
+            fleet.steps(scaled(60))
+            fleet.settle()
+
+
+def test_a_replica_that_was_away_hears_what_it_missed(tmp_path: Path, server: StateServer) -> None:
+    with fleet_of(tmp_path, server.url) as fleet:
+        one, two, three = fleet.kvds
+        fleet.steps(60)
+        fleet.settle()
+        three.kill()
+        fleet.steps(60, one, two)
+        three.start()
+        fleet.settle()
+        fleet.steps(60)
+        fleet.settle()
+
+
+def test_a_frozen_server_holds_nobody_up(tmp_path: Path, server: StateServer) -> None:
+    with fleet_of(tmp_path, server.url) as fleet:
+        fleet.steps(40)
+        fleet.settle()
+        server.freeze()
+        fleet.steps(60)
+        wait(lambda: fleet.kvds[0].metric("kvd_shared_state_connected") == 0)
+        fleet.steps(20)
+        server.thaw()
+        fleet.settle()
+
+
+def test_a_server_that_is_emptied_is_filled_again(tmp_path: Path, server: StateServer) -> None:
+    with fleet_of(tmp_path, server.url) as fleet:
+        fleet.steps(60)
+        fleet.settle()
+        assert server.ask(b"FLUSHALL").startswith(b"+OK")
+        fleet.steps(60)
+        fleet.settle()
+        late = fleet.add()  # it finds all of it there
+        wait(lambda: fleet.workers(late) == (WORKERS, 1))
+        fleet.settle()
+
+
+def test_a_server_that_comes_back_empty_is_filled_again(
+    tmp_path: Path, server: StateServer
+) -> None:
+    with fleet_of(tmp_path, server.url) as fleet:
+        fleet.steps(60)
+        server.kill()
+        fleet.steps(60)
+        server.start()
+        fleet.settle()
+        fleet.steps(60)
+        fleet.settle()
+
+
+def test_another_master_takes_over(tmp_path: Path, server: StateServer) -> None:
+    copy = StateServer(tmp_path, "--replicaof", "127.0.0.1", str(server.port))
+    sentinel = None
+    try:
+        wait(lambda: b"master_link_status:up" in copy.ask(b"INFO replication"))
+        sentinel = sentinel_of(tmp_path, server, "kvd")
+        wait(lambda: f":{copy.port}".encode() in sentinel.ask(b"SENTINEL REPLICAS kvd"))
+        url = f"redis+sentinel://127.0.0.1:{sentinel.port}/kvd"
+        with fleet_of(tmp_path, url) as fleet:
+            fleet.steps(60)
+            fleet.settle()
+            server.kill()
+            fleet.steps(60)
+            fleet.settle()
+            fleet.steps(60)
+            fleet.settle()
+    finally:
+        copy.close()
+        if sentinel is not None:
+            sentinel.close()
+
+
+def test_a_full_server_is_said_and_heals(tmp_path: Path, server: StateServer) -> None:
+    with fleet_of(tmp_path, server.url) as fleet:
+        fleet.steps(30)
+        fleet.settle()
+        assert server.ask(b"CONFIG SET maxmemory 1").startswith(b"+OK")
+        fleet.steps(60)
+        wait(lambda: fleet.kvds[0].metric("kvd_shared_state_refused_total") > 0)
+        assert server.ask(b"CONFIG SET maxmemory 0").startswith(b"+OK")
+        fleet.settle()
+
+
+def test_registrations_are_said_once(tmp_path: Path, server: StateServer) -> None:
+    with fleet_of(tmp_path, server.url) as fleet:
+        one, two, three = fleet.kvds
+        url = two.url("selection", "/workers/2")
+        assert two.client.delete(url).status_code == 200
+        wait(lambda: all(fleet.workers(kvd) == (WORKERS - 1, 1) for kvd in fleet.kvds))
+        three.kill()
+        assert one.client.delete(one.url("selection", "/workers/3")).status_code == 200
+        changed = worker(1) | {"total_kv_blocks": 7}
+        assert one.post("selection", "/workers", changed).status_code == 201
+        three.start()
+        wait(lambda: fleet.workers(three) == (WORKERS - 2, 1))
+        rows = {row["worker_id"]: row for row in three.get("selection", "/workers")}
+        assert rows[1]["total_kv_blocks"] == 7
+
+
+def test_what_ended_while_a_replica_was_down_is_not_booked_again(
+    tmp_path: Path, server: StateServer
+) -> None:
+    with fleet_of(tmp_path, server.url) as fleet:
+        one = fleet.kvds[0]
+        (tmp_path / "kept").mkdir()
+        two = fleet.add(f"--state-dir={tmp_path / 'kept'}")
+        wait(lambda: fleet.workers(two) == (WORKERS, 1))
+        fleet.steps(60, two)
+        fleet.settle()
+        two.kill()
+        for name, is_reservation in list(fleet.live.items())[::2]:
+            if is_reservation:
+                url = one.url("selection", f"/reservations/{name}")
+                assert one.client.delete(url).status_code == 200
+            else:
+                body = {"model_name": "m", "request_id": name}
+                assert one.post("slot-tracker", "/free", body).status_code == 200
+            del fleet.live[name]
+        two.start()
+        fleet.settle()
+
+
+def test_both_ways_of_telling_count_once(tmp_path: Path, server: StateServer) -> None:
+    ports = [find_free_port() for _ in range(2)]
+    flags = [
+        (f"--replica-sync-port={mine}", f"--replica-sync-peers=tcp://127.0.0.1:{other}")
+        for mine, other in (ports, ports[::-1])
+    ]
+    fleet = Fleet(tmp_path, server.url, 0)
+    try:
+        for each in flags:
+            fleet.add(*each)
+        fleet.register()
+        fleet.steps(80)
+        fleet.settle()
+    finally:
+        fleet.close()
+
+
+def test_a_new_replica_takes_the_index_of_one_that_is_there(
+    tmp_path: Path, server: StateServer
+) -> None:
+    engine, prompt = Engine(), [1] * BLOCK_SIZE * 3
+    shared = f"--state-url={server.url}", "--state-dir=off"
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    first, late = Kvd(tmp_path / "a", *shared), Kvd(tmp_path / "b", *shared)
+    try:
+        first.flags.append(f"--state-advertise={first.url('indexer', '')}")
+        first.start()
+        first.register(engine)
+        assert engine.subscribed.wait(60)
+        engine.store(prompt)
+        wait(lambda: first.matched(prompt) == len(prompt))
+        late.start()
+        assert late.server is not None
+        late.server.wait_said("event=recovered")
+        wait(lambda: late.matched(prompt) == len(prompt))
+    finally:
+        first.close()
+        late.close()
+        engine.close()
