@@ -56,8 +56,33 @@ BYTES_PER_TOKEN = 4  # of messages whose tokens nobody has said, for their weigh
 # Members that decide about a chat's tokens beside its messages.
 DECIDING = frozenset((*CHAT_MEMBERS, *UNTOLD)) - {"messages"}
 
-SCANNER = BodyScanner({"tokens": "u32?", "token_ids": "u32?"})
-TOKENS, TOKEN_IDS = 0, 1  # its arrays
+TOKENS, TOKEN_IDS = 0, 1  # arrays of the scanner
+
+
+class TokenReader:
+    """Reads objects that have tokens; one that was just read and is looked at is not read again."""
+
+    def __init__(self) -> None:
+        self.scanner = BodyScanner({"tokens": "u32?", "token_ids": "u32?"})
+        self._read: bytes | None = None  # of which the scanner's arrays are
+        self._members: dict[str, object] = {}
+
+    def members(self, body: bytes) -> dict[str, object]:
+        """Returns how many tokens each member has; raises as the scanner does."""
+        if body is not self._read:
+            self._read = None
+            self._members = self.scanner.scan(body)
+            self._read = body
+        return self._members
+
+    def look(self, body: bytes, pool: Pool, adapter: str | None, salt: str | None) -> None:
+        """Puts the tokens of an object before a pool, and forgets it: it may be long."""
+        array = TOKENS if "tokens" in self.members(body) else TOKEN_IDS
+        self._read = None
+        pool.look_tokens(self.scanner, array, adapter, salt)
+
+
+READER = TokenReader()
 
 
 class PromptTokens(Protocol):
@@ -81,8 +106,7 @@ class SaidTokens:
     count: int
 
     def look(self, pool: Pool, adapter: str | None, salt: str | None) -> None:
-        array = TOKENS if "tokens" in SCANNER.scan(self.body) else TOKEN_IDS
-        pool.look_tokens(SCANNER, array, adapter, salt)
+        READER.look(self.body, pool, adapter, salt)
 
 
 @dataclass(slots=True)
@@ -310,7 +334,7 @@ def unwrapped(body: bytes) -> bytes:
 def said_tokens(rung: Rung, body: bytes) -> SaidTokens | None:
     """Returns the tokens in an object, None if it does not hold the ids of one prompt's."""
     try:
-        members = SCANNER.scan(body)
+        members = READER.members(body)
     except (TypeError, ValueError):
         return None
     found = members.get("tokens") or members.get("token_ids")
