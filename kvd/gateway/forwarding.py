@@ -37,11 +37,10 @@ from kvd.gateway.pools import (
     taking_over,
 )
 from kvd.gateway.probing import Kind
-from kvd.gateway.stats import Decision, Ended, GatewayStats
+from kvd.gateway.stats import Decision, Ended, GatewayStats, Rung
 from kvd.gateway.tokens import Tokens
 from kvd.gateway.upstreams import Served, Standing, Upstream, Upstreams
 from kvd.http.relayed import RelayedRequest
-from kvd.http.types import Headers
 from kvd.http.untasked import in_task
 from kvd_core.relay.relay import Answer, Ending, Outcome
 
@@ -302,7 +301,7 @@ class Forwarder:
                         return None
                     worker_id = upstream.worker_id
                     self._chains.note_answer(attempt.asked, worker_id, answer.held)
-                    told = _decision_headers(attempt, chosen) if self._tells else []
+                    told = _decision_lines(attempt, chosen) if self._tells else b""
                     chunked, persists = _forward(request, attempt, exchange, answer, told)
                     self._choices.note_prefilled(chosen.reservation_id)
                     if attempt.later is not None:
@@ -405,13 +404,13 @@ def _tenant(request: RelayedRequest) -> str:
 
 
 def _forward(
-    request: RelayedRequest, attempt: Attempt, exchange: Exchange, answer: Answer, told: Headers
+    request: RelayedRequest, attempt: Attempt, exchange: Exchange, answer: Answer, told: bytes
 ) -> tuple[bool, bool]:
     """Sends an answer on; says whether in chunks, and whether the connection persists after it."""
     said = read_head(answer.head)
     length = len(answer.held) if answer.whole else said.length
     form = attempt.asked.api.errors
-    lines = _paced(said) + rendered(id_headers(form, attempt.request_id) + told)
+    lines = _paced(said) + rendered(id_headers(form, attempt.request_id)) + told
     if answer.events:
         lines += UNBUFFERED
         exchange.fill(errors.FILLERS[form])
@@ -476,20 +475,17 @@ def event_error(held: bytes) -> int | None:
     return None
 
 
-def _decision_headers(attempt: Attempt, chosen: Chosen) -> Headers:
-    headers: Headers = [
-        (b"x-kvd-endpoint", chosen.upstream.url.encode()),
-        (b"x-kvd-decision", chosen.decision.encode()),
-    ]
-    if attempt.tokens is not None:
-        headers += [
-            (b"x-kvd-matched-tokens", b"%d" % chosen.matched_tokens),
-            (b"x-kvd-prompt-tokens", b"%d" % attempt.tokens.count),
-        ]
+def _decision_lines(attempt: Attempt, chosen: Chosen) -> bytes:
+    """Returns the lines of the headers by which a client is told who serves it and why."""
+    place = chosen.upstream.url.encode(), chosen.decision.encode()
+    lines = b"x-kvd-endpoint: %b\r\nx-kvd-decision: %b\r\n" % place
+    rung = Rung.NONE
+    if (tokens := attempt.tokens) is not None:
+        rung = tokens.rung
+        counts = chosen.matched_tokens, tokens.count
+        lines += b"x-kvd-matched-tokens: %d\r\nx-kvd-prompt-tokens: %d\r\n" % counts
     if chosen.prefill is not None:
-        headers.append((b"x-kvd-prefill", chosen.prefill.upstream.url.encode()))
+        lines += b"x-kvd-prefill: %b\r\n" % chosen.prefill.upstream.url.encode()
     elif chosen.way is not None:
-        headers.append((b"x-kvd-prefill", chosen.way.encode()))
-    rung = b"none" if attempt.tokens is None else attempt.tokens.rung.encode()
-    headers.append((b"x-kvd-tokens", rung))
-    return headers
+        lines += b"x-kvd-prefill: %b\r\n" % chosen.way.encode()
+    return lines + b"x-kvd-tokens: %b\r\n" % rung.encode()
