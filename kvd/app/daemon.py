@@ -313,6 +313,7 @@ class _Daemon:
         if self._shared is not None:
             await self._shared.prepare()
             self._ports.served.ask(self._shared.owner)
+            self._parts.selections.readiness.show_shared(self._shared.shown)
             background.start_soon(self._shared.run)
         indexing = [config.indexer_bind, config.selection_bind, config.conductor_bind]
         if config.gateway_bind is not None:

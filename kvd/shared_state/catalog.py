@@ -28,7 +28,7 @@ from kvd.fleet_file.parse import TABLES
 from kvd.persistence.registrations import SLICE, Registrations, wanted_of
 from kvd.shared_state.entries import FORM, Unreadable, unpacked
 from kvd.shared_state.keys import Keys
-from kvd.shared_state.server import Client
+from kvd.shared_state.server import Client, time_of
 from kvd.telemetry.logs import get_logger
 
 GONE_S = 86_400.0  # that a removal is kept for those who were away
@@ -195,7 +195,7 @@ class Catalog:
     async def _write(self, client: Client, keys: Keys) -> None:
         """Writes what clients have changed here since the last look."""
         here = await self._here()
-        now = (await client.time()).timestamp()
+        now = await time_of(client, keys)
         changed: dict[str | bytes, bytes] = {}
         for field, row in here.items():
             if not row.is_like(self._agreed.get(field)):

@@ -1,14 +1,16 @@
 """Who shares the state: each process says that it is there, again and again.
 
-    member:WRITER = {name, address, serves, number, view}      ends LEASE_S after its last word
+    member:WRITER = {name, address, serves, numbers, view}     ends LEASE_S after its last word
     members       = the writers of which a lease or a view may still be there
 
-`number` is that of the last step which the server has of the writer: whoever has heard less, and
-has read the stream, has missed something.
+`numbers` are those up to which a process has all steps of each writer, its own included as far as
+the server has them: whoever has heard less, and has read the stream, has missed something. That
+may be of a process that is gone, whose last steps only some have heard.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgpack
@@ -29,7 +31,7 @@ class Member:
     name: str  # of its host
     address: str | None  # of its indexer face, as others reach it
     serves: tuple[tuple[str, str | None], ...]  # models and tenants; empty is all
-    number: int  # of the last step that the server has
+    numbers: Mapping[str, int]  # of each writer, up to which it has all steps
     view: int  # of the last view, 0: none yet
 
     def packed(self) -> bytes:
@@ -38,7 +40,7 @@ class Member:
             "name": self.name,
             "address": self.address,
             "serves": self.serves,
-            "number": self.number,
+            "numbers": dict(self.numbers),
             "view": self.view,
         }
         content: bytes = msgpack.packb(said)
@@ -61,10 +63,10 @@ class Member:
                 str(said["name"]),
                 None if address is None else str(address),
                 serves,
-                int(said["number"]),
+                {str(each): int(number) for each, number in said["numbers"].items()},
                 int(said["view"]),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise Unreadable(f"a member is not understood: {error!r}") from None
 
 

@@ -540,14 +540,14 @@ class Merge:
             return
         owner = None if known.face is None else mirror._faces[known.face].owner(name.key)
         live = None if owner is None else owner.ledger.request(name.request_id)
-        if owner is None or live is None or live.output_blocks > booked.output_blocks:
+        if owner is None or live is None:
             return
         if booked.prefill_complete and not live.prefill_complete:
             mirror._step(name, Stepped(PREFILLED, 0, name.request_id, None))
         for number in range(live.output_blocks + 1, booked.output_blocks + 1):
             fraction = booked.fraction if number == booked.decayed_blocks else None
             owner.ledger.output_block(name.request_id, fraction)
-        if booked.prefill_complete == live.prefill_complete or booked.prefill_complete:
+        if live.output_blocks <= booked.output_blocks:
             known.seen = seen
 
     def finish(self) -> Iterator[None]:

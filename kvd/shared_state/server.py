@@ -15,6 +15,7 @@ from coredis.connection import TCPLocation
 from coredis.exceptions import RedisError
 from coredis.retry import NoRetryPolicy
 
+from kvd.shared_state.keys import Keys
 from kvd.wire.state_address import StateServer
 
 Client = Redis[bytes] | RedisCluster[bytes]
@@ -60,3 +61,13 @@ async def connected(server: StateServer) -> AsyncIterator[Client]:
             (host, port), *_ = address.servers
             client = Redis(host, port, address.database, retry_policy=NoRetryPolicy(), **options)
         yield await stack.enter_async_context(client)
+
+
+async def time_of(client: Client, keys: Keys) -> float:
+    """Returns the server's clock in seconds; raises what the client raises.
+
+    A script, because a cluster's client sends a command to where its keys are, and TIME has none.
+    """
+    answer: Any = await client.eval("return redis.call('TIME')", [keys.ops], [])
+    seconds, micros = answer
+    return int(seconds) + int(micros) / 1e6

@@ -77,6 +77,7 @@ class SharedState:
         self._stopping = trio.Event()
         self._ended = trio.Event()
         self._joined = trio.Event()  # what others had is in here
+        self._pause_s = FIRST_PAUSE_S  # before the server is tried again
         self._losses = 0  # sessions that ended by a fault
         self._fault: str | None = None  # why there is no session, as it was said last
         if affinity is not None:
@@ -94,7 +95,6 @@ class SharedState:
 
     async def run(self) -> None:
         """Keeps a session with the server until `finish`."""
-        pause = FIRST_PAUSE_S
         while not self._stopping.is_set():
             try:
                 async with connected(self._server) as client:
@@ -110,16 +110,21 @@ class SharedState:
                         self._standing,
                         *about,
                     )
-                    pause = FIRST_PAUSE_S
-                    self._standing.is_connected = True
-                    log.info("shared_state_connected", server=str(self._server.address))
-                    await session.run(self._joined, self._stopping)
+                    await session.run(self._welcome, self._stopping)
             except* ServerError as faults:
                 self._lost(faults)
-            with trio.move_on_after(pause):
+            with trio.move_on_after(self._pause_s):
                 await self._stopping.wait()
-            pause = min(LONGEST_PAUSE_S, 2 * pause)
+            self._pause_s = min(LONGEST_PAUSE_S, 2 * self._pause_s)
         self._ended.set()
+
+    def _welcome(self) -> None:
+        """Notes that a session has begun: all that others have is in here."""
+        log.info("shared_state_connected", server=str(self._server.address))
+        self._standing.is_connected = True
+        self._fault = None
+        self._pause_s = FIRST_PAUSE_S
+        self._joined.set()
 
     def _lost(self, faults: BaseExceptionGroup[BaseException]) -> None:
         """Notes why a session has ended, and says it once."""

@@ -11,7 +11,7 @@ it is full, the session goes on and reads.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -26,12 +26,12 @@ from kvd.shared_state.keys import Keys
 from kvd.shared_state.members import Member
 from kvd.shared_state.mirror import Merge, Mirror
 from kvd.shared_state.outbox import Outbox
-from kvd.shared_state.server import Client
+from kvd.shared_state.server import Client, time_of
 from kvd.shared_state.views import Views, read_head, read_pieces
 from kvd.telemetry.logs import get_logger
 
-FLUSH_S = 0.01  # a step is on its way to the server after that
-TICK_S = 1.0
+FLUSH_S = 0.005  # a step is on its way to the server after that
+TICK_S = 1.0  # pause between two looks at who is there, and between two leases
 BLOCK_MS = 1000  # longest wait of the server for news
 ENTRIES_AT_ONCE = 64  # entries that are read at once: at most 4 MiB, but for bookings of millions
 
@@ -107,20 +107,22 @@ class Session:
         self._wanted = trio.Event()  # our view, by others
         self._asked: dict[str, float] = {}
         self._behind_since: dict[str, float] = {}
-        self._expected: dict[str, int] = {}  # numbers of others, as they said a tick ago
+        # What others said a tick ago: who has all steps of a writer up to a number.
+        self._expected: list[tuple[str, str, int]] = []
+        self._source: dict[str, str] = {}  # writers that lack, and whose view has more of them
         self._entry_bytes = 1024.0  # mean of what was read lately
         self._server_s = 0.0  # the server's clock less ours
 
-    async def run(self, joined: trio.Event, stopping: trio.Event) -> None:
+    async def run(self, joined: Callable[[], None], stopping: trio.Event) -> None:
         """Goes on until it is to stop, and then writes what is left.
 
-        `joined` is set when what others have is in here. Raises what the client raises, perhaps in
-        a group.
+        Calls `joined` when what others have is in here. Raises what the client raises, perhaps in a
+        group.
         """
         await self._set_clock()
         async with trio.open_nursery() as nursery:
             await self._join()
-            joined.set()
+            joined()
             for task in (self._write, self._read, self._keep, self._show):
                 nursery.start_soon(task)
             await stopping.wait()
@@ -129,8 +131,7 @@ class Session:
         await members.leave(self._client, self._keys, self._mirror.writer)
 
     async def _set_clock(self) -> None:
-        now = await self._client.time()
-        self._server_s = now.timestamp() - trio.current_time()
+        self._server_s = await time_of(self._client, self._keys) - trio.current_time()
 
     def _age_s(self, position: Position) -> float:
         """Returns how old an entry of the stream is."""
@@ -149,7 +150,7 @@ class Session:
         found, gone = await members.listed(self._client, self._keys, mirror.writer)
         self._standing.members = found
         for writer in (*gone, *found):
-            mirror.missed(writer, found[writer].number if writer in found else 1)
+            mirror.missed(writer, found[writer].numbers.get(writer, 0) if writer in found else 1)
         await self._heal()
         self._standing.has_joined = True
         await self._settle()
@@ -280,6 +281,7 @@ class Session:
         mirror = self._mirror
         if mirror.numbers.get(writer, 0) >= mirror.behind.get(writer, 0):
             mirror.behind.pop(writer, None)
+            self._source.pop(writer, None)
             self._behind_since.pop(writer, None)
 
     async def _heal(self) -> None:
@@ -295,32 +297,38 @@ class Session:
                 is_whole = False
             if is_whole:
                 continue
-            is_there = writer in self._standing.members
+            source = self._source.get(writer, writer)
+            is_there = source in self._standing.members
             if not is_there and (not self._standing.has_joined or now - since > GIVE_UP_S):
                 self._give_up(writer)
-            elif is_there and now - self._asked.get(writer, -ASK_AGAIN_S) >= ASK_AGAIN_S:
-                self._asked[writer] = now
-                ask = Ask(writer).fields(self._mirror.writer)
+            elif is_there and now - self._asked.get(source, -ASK_AGAIN_S) >= ASK_AGAIN_S:
+                self._asked[source] = now
+                ask = Ask(source).fields(self._mirror.writer)
                 await self._try(self._client.xadd(self._keys.ops, field_values=ask))
 
     def _give_up(self, writer: str) -> None:
         """Waits no longer for a process that is gone; what others have of it, their views tell."""
         del self._mirror.behind[writer]
+        self._source.pop(writer, None)
         self._behind_since.pop(writer, None)
         self._counts.given_up += 1
 
     async def _merge(self, writer: str) -> bool:
-        """Merges a writer's view, if it has more than is here; says whether nothing lacks then."""
+        """Merges a view that has more of a writer than is here; says whether nothing lacks then.
+
+        That is the writer's own, or that of who has heard more of one that is gone.
+        """
         mirror = self._mirror
         self._caught_up(writer)
         if writer not in mirror.behind:
             return True
-        head = await read_head(self._client, self._keys, writer)
+        source = self._source.get(writer, writer)
+        head = await read_head(self._client, self._keys, source)
         if head is None or head.numbers.get(writer, 0) <= mirror.numbers.get(writer, -1):
             return False
         age = self._age_s(head.position) if head.position != BEGINNING else 0.0
-        merge = Merge(mirror, writer, head)
-        pieces = read_pieces(self._client, self._keys, writer, head, self._views.counts)
+        merge = Merge(mirror, source, head)
+        pieces = read_pieces(self._client, self._keys, source, head, self._views.counts)
         async for piece in pieces:
             async with self._at_rest:
                 self._outbox.drain(trio.current_time())
@@ -372,20 +380,25 @@ class Session:
 
     async def _tell(self) -> None:
         name, address, served = self._about
-        told = Member(
-            self._mirror.writer, name, address, served, self._outbox.told, self._views.number
-        )
+        numbers = self._mirror.numbers | {self._mirror.writer: self._outbox.told}
+        told = Member(self._mirror.writer, name, address, served, numbers, self._views.number)
         await self._try(members.tell(self._client, self._keys, told))
 
     async def _look(self) -> None:
         """Notes who is there, and whose steps the server had a tick ago that are not in here."""
         mirror = self._mirror
-        for writer, number in self._expected.items():
+        for source, writer, number in self._expected:
             if number > mirror.numbers.get(writer, 0):
                 mirror.missed(writer, number)
+                self._source[writer] = source
         found, _ = await members.listed(self._client, self._keys, mirror.writer)
         self._standing.members = found
-        self._expected = {writer: member.number for writer, member in found.items()}
+        self._expected = [
+            (source, writer, number)
+            for source, member in found.items()
+            for writer, number in member.numbers.items()
+            if writer != mirror.writer and (writer == source or writer not in found)
+        ]
 
     async def _is_view_due(self) -> bool:
         mirror = self._mirror

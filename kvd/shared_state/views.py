@@ -41,6 +41,7 @@ OLD_PIECES_S = 60  # that the pieces of a replaced view are kept for whoever rea
 # Pieces of one view that are read: 16 GiB. What claims more is refused.
 MAX_PIECES = 2**18
 
+# What else one piece has at most, apart from bookings: some 50 KB.
 SESSIONS_A_PIECE = 256
 ELSEWHERE_A_PIECE = 512
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote
 
+# Ports where an address names none.
 DEFAULT_PORT = 6379
 DEFAULT_SENTINEL_PORT = 26379
 

@@ -1,16 +1,21 @@
 """Processes that die at any moment, on disks that lie: what comes back was so once, or is refused.
 
 A life books, completes and ends requests on two faces, with sessions and retries, and writes them
-to its journal now and then. It ends as a killed process does, or its files are torn or changed
-afterwards. The next life begins from what is there.
+to its journal now and then, on a disk that may be full for a while. It ends as a killed process
+does, or its files are torn, changed, or joined by a foreign one afterwards. The next life begins
+from what is there, perhaps after another boot, with a wall clock that has jumped. Nobody else gets
+the directory meanwhile.
 """
 
 from __future__ import annotations
 
 import math
+import resource
 import shutil
 import time
 from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
@@ -19,9 +24,10 @@ import pytest
 import trio
 
 from kvd.model import PartitionKey
+from kvd.persistence import moments
 from kvd.persistence.bookings import Restored, restore
 from kvd.persistence.directory import Directory
-from kvd.persistence.frames import Damaged
+from kvd.persistence.frames import Content, Damaged, Header, opening
 from kvd.persistence.journal import JournalWriter
 from kvd.persistence.reading import bookings_of
 from kvd.selection.options import RouterOptions
@@ -152,6 +158,33 @@ class Process:
         self.directory.close()
 
 
+@contextmanager
+def full_disk(process: Process, room: int) -> Iterator[None]:
+    """No file can grow beyond what the journal has and some bytes more."""
+    (_, path) = process.directory.journals()[-1]
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + room, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+class Clocks:
+    """What the machine says of boots and times, from life to life."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.boot = "boot-0"
+        self.ahead_s = 0.0  # of the wall clock; it must not outlast sessions
+        real = time.time
+        monkeypatch.setattr(moments, "_boot", lambda: self.boot)
+        monkeypatch.setattr(moments.time, "time", lambda: real() + self.ahead_s)
+
+    def jump(self, random: Random) -> None:
+        self.boot = random.choice([self.boot, f"boot-{random.random()}"])
+        self.ahead_s += random.choice([0.0, 3.0, -100_000.0])
+
+
 def _is(ledger: object, name: str) -> bool:
     return ledger.request(name) is not None  # type: ignore[attr-defined]
 
@@ -162,13 +195,17 @@ def _plain(live: object) -> tuple[object, ...]:
 
 
 def spoil(folder: Path, random: Random) -> str:
-    """Tears the end of the last journal off, or changes a bit of a file; returns which."""
+    """Tears the last journal, changes a bit of one, or puts a foreign file there; says which."""
     journals = sorted(folder.glob("journal.*"), key=lambda path: int(path.suffix[1:]))
     if not journals:
         return ""
     path = random.choice(journals)
     data = bytearray(path.read_bytes())
-    match random.randrange(3):
+    match random.randrange(4):
+        case 2:
+            header = Header(Content.REGISTRATIONS, "p", moments.Moments.now(0.0), 0)
+            (folder / f"journal.{len(journals) + 1000}").write_bytes(opening(header))
+            return "foreign"
         case 0 if path == journals[-1] and data:
             path.write_bytes(data[: random.randrange(len(data))])
             return "torn"
@@ -179,13 +216,16 @@ def spoil(folder: Path, random: Random) -> str:
     return ""
 
 
-async def lives(folder: Path, seed: int) -> None:
+async def lives(folder: Path, clocks: Clocks, seed: int) -> None:
     random = Random(seed)
     before = [NOTHING]  # all that was so since the last restart
     written = NOTHING  # what was last known to be with the kernel
     spoilt = ""
     for number in range(LIVES):
+        clocks.jump(random)
         process = Process(folder / "state", number)
+        with pytest.raises(OSError, match="in use"):
+            Directory(folder / "state")
         try:
             await process.start()
         except Damaged:
@@ -215,14 +255,27 @@ async def lives(folder: Path, seed: int) -> None:
                     written = before[-1]
                 if random.randrange(25) == 0:
                     await process.writer.sync()
+                if random.randrange(25) == 0:
+                    with full_disk(process, random.randrange(40)):
+                        await process.writer.flush()
+                    if process.writer.error is None:
+                        written = before[-1]  # there was room for the little that there was
+                    elif random.randrange(3):
+                        await process.writer.begin()
+                        assert process.writer.error is None
+                        written = before[-1]
+                    else:
+                        break  # it dies before the disk has room again
         process.service.check()
         process.die()
         spoilt = spoil(folder / "state", random) if random.randrange(3) == 0 else ""
 
 
 @pytest.mark.parametrize("seed", range(scaled(40)))
-def test_what_comes_back_was_so_once(tmp_path: Path, seed: int) -> None:
-    trio.run(lives, tmp_path, seed)
+def test_what_comes_back_was_so_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    trio.run(lives, tmp_path, Clocks(monkeypatch), seed)
 
 
 def test_hashes_are_those_that_were_booked(tmp_path: Path) -> None:

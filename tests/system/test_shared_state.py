@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from kvd.wire.state_address import parse_address
 from tests.support.budget import scaled
 from tests.support.engines import BLOCK_SIZE, Engine
 from tests.support.kvds import Kvd, wait
@@ -335,3 +336,65 @@ def test_a_new_replica_takes_the_index_of_one_that_is_there(
         first.close()
         late.close()
         engine.close()
+
+
+def test_users_passwords_tls_and_prefixes(tmp_path: Path, certificate: Path) -> None:
+    tls_port = find_free_port()
+    tls = ("--tls-port", str(tls_port), "--tls-auth-clients", "no")
+    cert, key = certificate / "cert.pem", certificate / "key.pem"
+    files = ("--tls-cert-file", str(cert), "--tls-key-file", str(key))
+    users = tmp_path / "users.acl"
+    users.write_text("user default off\nuser kvd on >secret ~{fleet-1}* &* +@all\n")
+    server = StateServer(tmp_path, *tls, *files, "--aclfile", str(users))
+    password = tmp_path / "password"
+    password.write_text("secret\n")
+    flags = f"--state-password-file={password}", f"--state-ca-file={cert}"
+    try:
+        url = f"rediss://kvd@127.0.0.1:{tls_port}"
+        with fleet_of(tmp_path, url, *flags, "--state-prefix=fleet-1", replicas=2) as fleet:
+            fleet.steps(30)
+            fleet.settle()
+            secrets = [kvd.server.stderr for kvd in fleet.kvds if kvd.server is not None]
+            assert not any("secret\n" in text for text in secrets)
+    finally:
+        server.close()
+
+
+def test_a_cluster(tmp_path: Path) -> None:
+    server = StateServer(tmp_path, "--cluster-enabled", "yes")
+    try:
+        assert server.ask(b"CLUSTER ADDSLOTSRANGE 0 16383").startswith(b"+OK")
+        wait(lambda: b"cluster_state:ok" in server.ask(b"CLUSTER INFO"))
+        with fleet_of(tmp_path, f"redis+cluster://127.0.0.1:{server.port}", replicas=2) as fleet:
+            fleet.steps(30)
+            fleet.settle()
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize(
+    ("url", "fault"),
+    [
+        ("http://h", "it must begin with redis://"),
+        ("redis://:pw@h", "a password is shown to all who may read settings"),
+        ("redis+sentinel://h:1", "must end with /NAME"),
+        ("redis://h:99999", "no HOST:PORT"),
+        ("redis://a,b", "too many servers"),
+        ("redis+cluster://h/1", "a cluster has no databases"),
+    ],
+)
+def test_addresses_are_checked_at_the_start(url: str, fault: str) -> None:
+    with pytest.raises(ValueError, match=fault):
+        parse_address(url)
+
+
+def test_a_wrong_password_is_said_and_nothing_waits(tmp_path: Path, server: StateServer) -> None:
+    assert server.ask(b"CONFIG SET requirepass right").startswith(b"+OK")
+    kvd = Kvd(tmp_path, f"--state-url={server.url}", "--state-dir=off")
+    try:
+        kvd.start()
+        assert kvd.server is not None
+        kvd.server.wait_said("event=shared_state_lost")
+        assert kvd.metric("kvd_shared_state_connected") == 0
+    finally:
+        kvd.close()

@@ -164,7 +164,18 @@ READY = row(
         "min_initial_workers": COUNT,
         "recovery": row({"state": one_of(*Recovery), "peers": COUNT, "blocks": BLOCKS}),
     },
-    {"workers": array(RECORD)},
+    {
+        "workers": array(RECORD),
+        "shared_state": row(
+            {
+                "server": TEXT,
+                "connected": FLAG,
+                "replicas": COUNT,
+                "behind": COUNT,
+                "fault": nullable(TEXT),
+            }
+        ),
+    },
 )
 
 # ---- prompts and selections
