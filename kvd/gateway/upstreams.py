@@ -263,8 +263,7 @@ class Upstreams:
             found = self.followed[wanted] = FollowedName(wanted)
             self._put_task.send_nowait(partial(found.run, self, self._dialer))
         else:
-            found = _upstream(wanted, self._key)
-            found.changed = self._by_served.clear
+            found = _upstream(wanted, self._key, self._by_served.clear)
             self.each[found.worker_id] = found
             found.changed()
             self._put_task.send_nowait(partial(self._watch, found))
@@ -457,9 +456,10 @@ def worker_id_of(target: Target) -> int:
     return int.from_bytes(digest, "big") >> 11
 
 
-def _upstream(wanted: Wanted, key: bytes) -> Upstream:
+def _upstream(wanted: Wanted, key: bytes, changed: Callable[[], None]) -> Upstream:
     target = parse_upstream(wanted.url)
-    return Upstream(wanted.url, target, worker_id_of(target), key, wanted.prefills)
+    worker_id = worker_id_of(target)
+    return Upstream(wanted.url, target, worker_id, key, wanted.prefills, changed=changed)
 
 
 def record_of(upstream: Upstream, facts: Facts) -> WorkerRecord:
