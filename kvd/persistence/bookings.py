@@ -117,6 +117,7 @@ class Bookings:
         self.live = {name: each for name, each in self.live.items() if name in self._told}
         self.leases = {name: each for name, each in self.leases.items() if name in self._told}
         self.answers = {name: each for name, each in self.answers.items() if name in self._told}
+        self.held = {name: each for name, each in self.held.items() if name in self._told}
         self._told.clear()
 
     def _name(self, number: int) -> LedgerName | None:
@@ -159,6 +160,7 @@ class Bookings:
         self._tell(session)
         if reservation_id is not None:
             self.held[reservation_id] = bound
+            self._tell(reservation_id)
 
     def _answer(
         self,
@@ -209,7 +211,7 @@ def restore(
     )
     for number, ((name, _), booking) in enumerate(oldest_first, 1):
         face, key, block_size = name
-        admitted_at = booking.booked.admitted_at
+        admitted_at = min(now, booking.booked.admitted_at)
         if admitted_at < now - faces[face].expiry_s:
             restored.expired += 1
         elif book_again(faces[face], key, block_size, booking, admitted_at) is Outcome.APPLIED:
@@ -218,18 +220,18 @@ def restore(
             restored.dropped += 1
         if number % SLICE == 0:
             yield
-    yield from _restore_sessions(bookings, selections, restored)
-    yield from _restore_answers(bookings, selections, restored)
+    yield from _restore_sessions(bookings, selections, now, restored)
+    yield from _restore_answers(bookings, selections, now, restored)
 
 
 def _restore_sessions(
-    bookings: Bookings, selections: Selections, restored: Restored
+    bookings: Bookings, selections: Selections, now: float, restored: Restored
 ) -> Iterator[None]:
     affinity = selections.affinity
     if affinity is None:
         return
     for number, lease in enumerate(bookings.leases.values(), 1):
-        outcome = affinity.apply(lease.bound, lease.at)
+        outcome = affinity.apply(lease.bound, min(now, lease.at))
         restored.sessions += outcome is Outcome.APPLIED
         if number % SLICE == 0:
             yield
@@ -241,12 +243,20 @@ def _restore_sessions(
 
 
 def _restore_answers(
-    bookings: Bookings, selections: Selections, restored: Restored
+    bookings: Bookings, selections: Selections, now: float, restored: Restored
 ) -> Iterator[None]:
+    booked = {
+        (name[1], request_id, booking.booked.admitted_at)
+        for (name, request_id), booking in bookings.live.items()
+        if name[0] is Face.SELECTION
+    }
     for number, answer in enumerate(bookings.answers.values(), 1):
         fleet = selections.fleets.get(answer.key)
-        if fleet is not None:
-            receipt = Receipt(fleet, answer.request_id, answer.booked_at, answer.beside)
+        ids = answer.request_id, answer.beside
+        of_it = [(answer.key, each, answer.booked_at) for each in ids]
+        if fleet is not None and not booked.isdisjoint(of_it):
+            at = min(now, answer.booked_at)
+            receipt = Receipt(fleet, answer.request_id, at, answer.beside)
             if receipt.left() is not None:
                 reply = SelectReply(answer.answer, receipt)
                 selections.reservations.retries.note(answer.retry, reply)

@@ -38,18 +38,21 @@ class Moments:
 
 @dataclass(frozen=True, slots=True)
 class Translation:
-    """What another process's clock has said, by this one's; nothing was later than now."""
+    """What another process's clock has said, by this one's.
+
+    It may say what is later than now, after another boot with its wall clock set back; two moments
+    stay as far apart as they were.
+    """
 
     offset: float
-    now: float
 
     @classmethod
     def between(cls, then: Moments, now: Moments) -> Translation:
-        return cls(now.clock - now.since(then) - then.clock, now.clock)
+        return cls(now.clock - now.since(then) - then.clock)
 
     def __call__(self, at: float) -> float:
         """Returns when that was by this process's clock."""
-        return min(at + self.offset, self.now)
+        return at + self.offset
 
 
 @cache

@@ -380,9 +380,9 @@ cdef class Ledger:
 
         Without any nobody records. What is booked already is not recorded: see `export`.
         """
-        if <size_t>len(journals) > kJournals:
+        if len(journals) > kJournals:
             raise ValueError(f"{len(journals)} journals are too many")
-        cdef size_t i
+        cdef int i
         cdef Journal journal
         for i in range(kJournals):
             self.c.records[i] = NULL
