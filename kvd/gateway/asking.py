@@ -9,9 +9,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 from zlib import crc32
 
 from kvd.gateway.errors import Form, GatewayError, Reason
@@ -106,10 +105,10 @@ AGENT_HEADER = b"x-claude-code-agent-id"
 PRIORITY_HEADER = b"x-vllm-priority"  # wins over the member of the body, as at the engine
 _NUMBER = re.compile(rb"-?\d{1,9}")
 SESSION_NAMES = frozenset((*SESSION_HEADERS, AGENT_HEADER))
+SESSION_MEMBERS = frozenset(("session_id", "prompt_cache_key", "conversation", "metadata"))
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
+class Asked(NamedTuple):
     """One request of a client, read."""
 
     api: Api
@@ -161,15 +160,15 @@ def read(api: Api, headers: Headers, body: bytes) -> Asked:
         members = SCANNER.scan(body)
     except (TypeError, ValueError) as error:
         raise GatewayError(Reason.INVALID_JSON, f"the body is not valid: {error}") from None
-    for name in FLEET_MEMBERS if not members.keys().isdisjoint(FLEET_MEMBERS) else ():
-        if members.get(name, b"null") != b"null":
+    spans = {name: value for name, value in members.items() if isinstance(value, bytes)}
+    for name in FLEET_MEMBERS if not spans.keys().isdisjoint(FLEET_MEMBERS) else ():
+        if spans.get(name, b"null") != b"null":
             text = f"{name} is set by the gateway, not by clients"
             raise GatewayError(Reason.FORBIDDEN_PARAMETER, text, param=name)
     model = members.get("model")
     if model is not None and not isinstance(model, str):
         raise GatewayError(Reason.INVALID_JSON, "model must be a text", param="model")
-    hints = _hints(members)
-    spans = {name: value for name in SPANS if isinstance(value := members.get(name), bytes)}
+    hints = _hints(members) if "nvext" in members else {}
     return Asked(
         api,
         model,
@@ -180,7 +179,7 @@ def read(api: Api, headers: Headers, body: bytes) -> Asked:
         _text(members.get("previous_response_id")),
         _expected_output(members, hints),
         _priority(headers, members),
-        _priority_jump(hints),
+        _priority_jump(hints) if hints else None,
     )
 
 
@@ -193,6 +192,8 @@ def session_of(headers: Headers, members: Mapping[str, object]) -> str | None:
             if name == b"x-claude-code-session-id" and (agent := said.get(AGENT_HEADER)):
                 value = f"{value}:{agent.decode('latin-1')}"  # a subagent has its own prompt
             return _bounded(value)
+    if members.keys().isdisjoint(SESSION_MEMBERS):
+        return None
     metadata = members.get("metadata")
     metadata = metadata if isinstance(metadata, dict) else {}
     for found in (
@@ -249,11 +250,11 @@ def _expected_output(members: Mapping[str, object], hints: Mapping[str, Any]) ->
     the load of an output fades towards its expected end, and very little on the way to a far one.
     """
     # As engines have it, the first of these wins.
-    names = ("max_completion_tokens", "max_tokens", "max_output_tokens")
-    limits = (_count(members.get(name)) for name in names)
-    limit = next((limit for limit in limits if limit is not None), None)
-    said = [each for each in (_count(hints.get("osl")), limit) if each is not None]
-    return min(said, default=None)
+    for name in ("max_completion_tokens", "max_tokens", "max_output_tokens"):
+        if (limit := _count(members.get(name))) is not None:
+            break
+    hinted = _count(hints.get("osl"))
+    return limit if hinted is None else min(hinted, limit or hinted)
 
 
 def _priority(headers: Headers, members: Mapping[str, object]) -> int:

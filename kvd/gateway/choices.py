@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import trio
@@ -27,8 +26,7 @@ from kvd.selection.worker_record import WorkerRecord
 from kvd.telemetry.metrics import Family
 
 
-@dataclass(frozen=True, slots=True)
-class Question:
+class Question(NamedTuple):
     """A prompt that wants a rank."""
 
     model: str

@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
+from typing import NamedTuple
 
 from kvd.errors import KvdError
 from kvd.gateway.asking import Api, Asked
 from kvd.gateway.choices import Choices, Placement, Question
 from kvd.gateway.errors import GatewayError, Reason
-from kvd.gateway.pools import LIMITS, Crew, Place, crew_of, prefill_body
+from kvd.gateway.pools import LIMITS, Crew, Place, crew_of, prefill_body, worker_ids
 from kvd.gateway.probing import Kind
 from kvd.gateway.stats import Decision, GatewayStats, Way
 from kvd.gateway.tokens import BYTES_PER_TOKEN, Later, PromptTokens, Tokens
@@ -25,9 +26,11 @@ from kvd.selection.phases import Phase
 from kvd_core.relay.relay import Answer, Ending
 from kvd_core.selector.selector import Pool, Prompt
 
+# What is still known of a request of each API while its answer is on its way.
+ANSWERED = {api: Asked(api, None, False, {}) for api in Api}
 
-@dataclass(frozen=True, slots=True)
-class Chosen:
+
+class Chosen(NamedTuple):
     """Who serves a request, and what was expected of that."""
 
     upstream: Upstream
@@ -46,6 +49,7 @@ class Attempt:
     asked: Asked
     served: Served
     tokens: PromptTokens | None
+    prompt_tokens: int | None  # None: not known
     request_id: bytes
     body: bytes
     path: bytes
@@ -60,6 +64,12 @@ class Attempt:
     prefill_failure: Answer | Ending | None = None
     bound: int | None = None  # the only worker that may still be tried; None: any
     session: str | None = None  # which it goes by where its tokens are not known
+
+    def let_go(self) -> None:
+        """Forgets what another try would need, which may be most of what a long answer costs."""
+        self.asked = ANSWERED[self.asked.api]
+        self.body, self.prefill_body = b"", None
+        self.tokens, self.prompt = None, None
 
     def may_try(self, upstream: Upstream) -> bool:
         worker_id = upstream.worker_id
@@ -88,12 +98,14 @@ class Chooser:
         self._tokens = tokens
         self._remote_tokens = remote_tokens
         self._prefix = prefix
+        # Of requests that have not been tried, by model and by whether they generate.
+        self._crews: dict[tuple[Served, bool], tuple[Sequence[Upstream], Crew]] = {}
         self._counter = count(1)
 
     async def choose(self, attempt: Attempt) -> Chosen | None:
         """Chooses and books; None if nobody is left. Raises GatewayError."""
         serving = self._upstreams.serving(attempt.served)
-        crew = crew_of((one for one in serving if attempt.may_try(one)), attempt.path)
+        crew = self._crew(attempt, serving)
         try:
             way = self._way(attempt, crew)
             engines = crew.pairs if way is Way.REMOTE else crew.alone
@@ -103,7 +115,8 @@ class Chooser:
                     raise GatewayError(Reason.NO_UPSTREAM, f"of {attempt.served.model} {text}")
                 return None
             phase = Phase.BOTH if way is Way.REMOTE else None
-            question = self._question(attempt, engines, phase)
+            allowed = crew.alone_ids if engines is crew.alone else worker_ids(engines)
+            question = self._question(attempt, engines, allowed, phase)
             placed = await self._choices.choose(question)
         except GatewayError:
             raise
@@ -115,6 +128,19 @@ class Chooser:
             raise GatewayError(Reason.NO_UPSTREAM, "the engine that was chosen has just left")
         return chosen
 
+    def _crew(self, attempt: Attempt, serving: Sequence[Upstream]) -> Crew:
+        if attempt.tried or attempt.bound is not None:
+            return crew_of((one for one in serving if attempt.may_try(one)), attempt.path)
+        kind = attempt.served, attempt.path in LIMITS
+        known = self._crews.get(kind)
+        if known is not None and known[0] is serving:
+            return known[1]
+        if known is not None:  # an engine has changed, and with it what any model has
+            self._crews.clear()
+        crew = crew_of(serving, attempt.path)
+        self._crews[kind] = serving, crew
+        return crew
+
     def _way(self, attempt: Attempt, crew: Crew) -> Way | None:
         """Says who computes a prompt; None: its model has no prefill engine."""
         if attempt.path not in LIMITS or not self._upstreams.prefills(attempt.served):
@@ -123,7 +149,7 @@ class Chooser:
             return Way.FALLBACK
         if not crew.alone:
             return Way.REMOTE
-        question = self._question(attempt, crew.alone, None)
+        question = self._question(attempt, crew.alone, crew.alone_ids, None)
         if self._choices.least_prefill_tokens(question) < self._remote_tokens:
             return Way.SHORT
         if attempt.prefill_body is None:
@@ -131,7 +157,11 @@ class Chooser:
         return Way.UNSUITED if attempt.prefill_body is None else Way.REMOTE
 
     def _question(
-        self, attempt: Attempt, engines: Sequence[Upstream], phase: Phase | None
+        self,
+        attempt: Attempt,
+        engines: Sequence[Upstream],
+        allowed: frozenset[int],
+        phase: Phase | None,
     ) -> Question:
         facts, asked = engines[0].facts, attempt.asked
         assert facts is not None
@@ -141,7 +171,7 @@ class Chooser:
             facts.block_size,
             partial(self._look, attempt, engines),
             f"{self._prefix}-{next(self._counter)}",
-            frozenset(one.worker_id for one in engines),
+            allowed,
             attempt.session,
             _priority_jump(asked, facts.kind),
             asked.expected_output_tokens,

@@ -15,7 +15,6 @@ import json
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
 from hashlib import blake2b
 from itertools import count
 from uuid import uuid4
@@ -27,7 +26,7 @@ from kvd.gateway.choices import Choices
 from kvd.gateway.choosing import Attempt, Chooser, Chosen
 from kvd.gateway.errors import GatewayError, Reason, id_headers
 from kvd.gateway.exchanges import Exchange, Exchanges
-from kvd.gateway.heads import KEY_HEADERS, EngineHead, read_head, request_id_of
+from kvd.gateway.heads import KEY_HEADERS, EngineHead, read_head, rendered, request_id_of
 from kvd.gateway.pools import (
     Beside,
     Place,
@@ -38,16 +37,18 @@ from kvd.gateway.pools import (
     taking_over,
 )
 from kvd.gateway.probing import Kind
-from kvd.gateway.stats import Decision, Ended, GatewayStats
+from kvd.gateway.stats import Decision, Ended, GatewayStats, Rung
 from kvd.gateway.tokens import Tokens
 from kvd.gateway.upstreams import Served, Standing, Upstream, Upstreams
 from kvd.http.relayed import RelayedRequest
-from kvd.http.types import Headers, Response
 from kvd.http.untasked import in_task
 from kvd_core.relay.relay import Answer, Ending, Outcome
 
+NOBODY = nullcontext()  # who prefills beside an engine that does so itself
 NOT_BOOKED = ""  # of a reservation that is none
 MAX_TRIES = 3  # engines that one request is sent to
+# Of a stream, for who stands between the gateway and the client.
+UNBUFFERED = b"cache-control: no-cache\r\nx-accel-buffering: no\r\n"
 # Payload that is held before a client is sent anything: answers that are no streams mostly fit.
 HOLD_BYTES = 64 * 1024
 # Statuses with which an engine says that it has done nothing, and another one may.
@@ -127,18 +128,7 @@ class Forwarder:
             self._stats.running -= 1
 
     async def _serve(self, api: Api, request: RelayedRequest, request_id: bytes) -> bool:
-        asked = read(api, request.headers, request.body)
-        served = self._served(asked.model)
-        engines = self._upstreams.serving(served)
-        if not engines:
-            text = f"no engine that serves {asked.model or served.model} can be used now"
-            raise GatewayError(Reason.NO_UPSTREAM, text)
-        keeper = self._keeper(asked, engines)
-        tokens = await self._tokens.of(asked, served, request.body, engines)
-        path = request.target.partition(b"?")[0]
-        attempt = Attempt(asked, served, tokens, request_id, request.body, path, bound=keeper)
-        if tokens is None:
-            attempt.session = self._chains.session(asked, served, _tenant(request))
+        attempt = await self._attempt(api, request, request_id)
         for _ in range(MAX_TRIES):
             chosen = await self._chooser.choose(attempt)
             if chosen is None:
@@ -156,6 +146,23 @@ class Forwarder:
             return await self._pass_refusal(request, attempt, refused)
         raise _unanswered(attempt, f"no engine has answered: {attempt.failed or 'none is left'}")
 
+    async def _attempt(self, api: Api, request: RelayedRequest, request_id: bytes) -> Attempt:
+        """Finds out what a request wants; raises GatewayError."""
+        asked = read(api, request.headers, request.body)
+        served = self._served(asked.model)
+        engines = self._upstreams.serving(served)
+        if not engines:
+            text = f"no engine that serves {asked.model or served.model} can be used now"
+            raise GatewayError(Reason.NO_UPSTREAM, text)
+        keeper = self._keeper(asked, engines)
+        tokens = await self._tokens.of(asked, served, request.body, engines)
+        path = request.target.partition(b"?")[0]
+        said = asked, served, tokens, None if tokens is None else tokens.count
+        attempt = Attempt(*said, request_id, request.body, path, bound=keeper)
+        if tokens is None:
+            attempt.session = self._chains.session(asked, served, _tenant(request))
+        return attempt
+
     async def _serve_stored(self, api: Api, request: RelayedRequest, request_id: bytes) -> bool:
         path = request.target.partition(b"?")[0]
         name = path.split(b"/")[3].decode("latin-1")
@@ -167,7 +174,7 @@ class Forwarder:
         assert upstream.facts is not None
         served = Served(upstream.facts.models[0].name)
         asked = Asked(api, None, False, {})
-        attempt = Attempt(asked, served, None, request_id, request.body, path)
+        attempt = Attempt(asked, served, None, None, request_id, request.body, path)
         rank = upstream.facts.ranks.start
         chosen = Chosen(upstream, rank, NOT_BOOKED, Decision.SESSION, 0, None, None)
         done = await self._send(request, attempt, chosen, request.body)
@@ -275,14 +282,14 @@ class Forwarder:
         upstream = chosen.upstream
         assert upstream.engine is not None
         head = upstream.head(request, attempt.request_id, len(body), chosen.dp_rank)
-        begin = partial(self._exchanges.begin, upstream.engine, head, body, HOLD_BYTES)
+        sent = upstream.engine, head, body, HOLD_BYTES
         async with request.lent() as client_fd:
-            with beside or nullcontext(), begin(client_fd) as exchange:
+            with beside or NOBODY, self._exchanges.begin(*sent, client_fd) as exchange:
+                del sent, body  # what is long is kept by `attempt`, while it may be sent again
                 answer = await (beside.begins(exchange) if beside else exchange.begins())
                 if answer is None:
                     ending = exchange.ending()
                 else:
-                    self._choices.note_prefilled(chosen.reservation_id)
                     if takes_over and fault(answer) == 500:
                         self._stats.prefill_failures["not_taken_over"] += 1
                         attempt.prefill_failure, attempt.bound = answer, upstream.worker_id
@@ -294,11 +301,14 @@ class Forwarder:
                         return None
                     worker_id = upstream.worker_id
                     self._chains.note_answer(attempt.asked, worker_id, answer.held)
-                    told = _decision_headers(attempt, chosen) if self._tells else []
+                    told = _decision_lines(attempt, chosen) if self._tells else b""
                     chunked, persists = _forward(request, attempt, exchange, answer, told)
+                    self._choices.note_prefilled(chosen.reservation_id)
                     if attempt.later is not None:
                         self._tokens.ask_later(attempt.later)
                         attempt.later = None
+                    attempt.let_go()
+                    request.body = b""
                     ending = await exchange.ends()
                     if beside is not None and ending.outcome is Outcome.COMPLETE:
                         await beside.ends()
@@ -354,9 +364,9 @@ class Forwarder:
 
     def _note_cached(self, attempt: Attempt, chosen: Chosen, tail: bytes) -> None:
         """Counts what was expected to be cached, beside what the engine says if it does."""
-        if attempt.tokens is None:
+        if attempt.prompt_tokens is None:
             return
-        self._stats.prompt_tokens += attempt.tokens.count
+        self._stats.prompt_tokens += attempt.prompt_tokens
         self._stats.matched_tokens += chosen.matched_tokens
         # Who takes over says of all that was handed over that it was cached.
         cached = cached_tokens(tail) if chosen.prefill is None else None
@@ -365,9 +375,9 @@ class Forwarder:
 
     def _note_reported(self, attempt: Attempt, chosen: Chosen, cached: int) -> None:
         """Counts what the engine that computed a prompt says of its cached tokens."""
-        if attempt.tokens is None:
+        if attempt.prompt_tokens is None:
             return
-        count, expected = attempt.tokens.count, chosen.matched_tokens
+        count, expected = attempt.prompt_tokens, chosen.matched_tokens
         self._stats.reported_matched_tokens += expected
         self._stats.reported_cached_tokens += cached
         prefill = chosen.prefill is not None
@@ -378,9 +388,11 @@ class Forwarder:
     ) -> bool:
         """Answers with what the last engine said that refused, as it said it."""
         said = read_head(answer.head)
-        headers = [*_paced(said), *id_headers(attempt.asked.api.errors, attempt.request_id)]
+        lines = _paced(said) + rendered(id_headers(attempt.asked.api.errors, attempt.request_id))
+        head, _, persists = request.answer_head(said.status, lines, len(answer.held))
         self._stats.ended[Ended.COMPLETE] += 1
-        return await request.respond(Response(said.status, answer.held, b"", headers))
+        await request.send_piece(head + answer.held, chunked=False)
+        return persists
 
 
 def _tenant(request: RelayedRequest) -> str:
@@ -392,17 +404,17 @@ def _tenant(request: RelayedRequest) -> str:
 
 
 def _forward(
-    request: RelayedRequest, attempt: Attempt, exchange: Exchange, answer: Answer, told: Headers
+    request: RelayedRequest, attempt: Attempt, exchange: Exchange, answer: Answer, told: bytes
 ) -> tuple[bool, bool]:
     """Sends an answer on; says whether in chunks, and whether the connection persists after it."""
     said = read_head(answer.head)
     length = len(answer.held) if answer.whole else said.length
-    headers = _paced(said) + id_headers(attempt.asked.api.errors, attempt.request_id) + told
+    form = attempt.asked.api.errors
+    lines = _paced(said) + rendered(id_headers(form, attempt.request_id)) + told
     if answer.events:
-        headers += [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
-    head, chunked, persists = request.answer_head(said.status, headers, length)
-    if answer.events:
-        exchange.fill(errors.FILLERS[attempt.asked.api.errors])
+        lines += UNBUFFERED
+        exchange.fill(errors.FILLERS[form])
+    head, chunked, persists = request.answer_head(said.status, lines, length)
     exchange.forward(head, chunked=chunked)
     return chunked, persists
 
@@ -432,10 +444,10 @@ def fault(answer: Answer) -> int | None:
     return answer.status if answer.status >= 400 else None
 
 
-def _paced(said: EngineHead) -> Headers:
+def _paced(said: EngineHead) -> bytes:
     """Returns the headers of an answer; one that refuses for now says when to come again."""
-    paced = said.status not in (429, 503) or any(name == b"retry-after" for name, _ in said.headers)
-    return said.headers if paced else [*said.headers, (b"retry-after", b"1")]
+    paced = said.status not in (429, 503) or b"\nretry-after:" in b"\n" + said.lines
+    return said.lines if paced else said.lines + b"retry-after: 1\r\n"
 
 
 def cached_tokens(tail: bytes) -> int | None:
@@ -463,20 +475,17 @@ def event_error(held: bytes) -> int | None:
     return None
 
 
-def _decision_headers(attempt: Attempt, chosen: Chosen) -> Headers:
-    headers: Headers = [
-        (b"x-kvd-endpoint", chosen.upstream.url.encode()),
-        (b"x-kvd-decision", chosen.decision.encode()),
-    ]
-    if attempt.tokens is not None:
-        headers += [
-            (b"x-kvd-matched-tokens", b"%d" % chosen.matched_tokens),
-            (b"x-kvd-prompt-tokens", b"%d" % attempt.tokens.count),
-        ]
+def _decision_lines(attempt: Attempt, chosen: Chosen) -> bytes:
+    """Returns the lines of the headers by which a client is told who serves it and why."""
+    place = chosen.upstream.url.encode(), chosen.decision.encode()
+    lines = b"x-kvd-endpoint: %b\r\nx-kvd-decision: %b\r\n" % place
+    rung = Rung.NONE
+    if (tokens := attempt.tokens) is not None:
+        rung = tokens.rung
+        counts = chosen.matched_tokens, tokens.count
+        lines += b"x-kvd-matched-tokens: %d\r\nx-kvd-prompt-tokens: %d\r\n" % counts
     if chosen.prefill is not None:
-        headers.append((b"x-kvd-prefill", chosen.prefill.upstream.url.encode()))
+        lines += b"x-kvd-prefill: %b\r\n" % chosen.prefill.upstream.url.encode()
     elif chosen.way is not None:
-        headers.append((b"x-kvd-prefill", chosen.way.encode()))
-    rung = b"none" if attempt.tokens is None else attempt.tokens.rung.encode()
-    headers.append((b"x-kvd-tokens", rung))
-    return headers
+        lines += b"x-kvd-prefill: %b\r\n" % chosen.way.encode()
+    return lines + b"x-kvd-tokens: %b\r\n" % rung.encode()

@@ -7,6 +7,7 @@ as they came.
 """
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from libcpp.string cimport string
+from libcpp.unordered_set cimport unordered_set
 
 from collections import namedtuple
 
@@ -48,9 +49,11 @@ NOT_RETURNED = HOP_BY_HOP | frozenset(
 KEY_HEADERS = frozenset((b"authorization", b"x-api-key"))  # show a client's key
 cdef frozenset NONE = frozenset()
 MAX_REQUEST_ID = 128  # bytes of a client's x-request-id that is kept
-# What an engine's answer says before its body: the headers that go on to the client, and the length
-# of the body, None where the engine does not say it.
-EngineHead = namedtuple("EngineHead", ("status", "headers", "length"))
+# What an engine's answer says before its body: the lines of the headers that go on to the client,
+# and the length of the body, None where the engine does not say it.
+EngineHead = namedtuple("EngineHead", ("status", "lines", "length"))
+
+cdef unordered_set[string] DROPPED = NOT_RETURNED
 
 
 def request_id_of(list headers not None, str made not None):
@@ -151,30 +154,62 @@ def read_head(bytes head not None):
     """Reads the head of an engine's answer, which the relay has found well-formed."""
     cdef const char* at = PyBytes_AS_STRING(head)
     cdef const char* end = at + PyBytes_GET_SIZE(head) - 2  # behind the last line's CRLF
-    cdef const char* stop
-    cdef const char* colon
-    cdef list headers = [], passed = []
-    cdef bytes name, value
-    status = int(head[9:12])
+    cdef Field field
+    cdef unordered_set[string] named
+    cdef string lines
+    status = (at[9] - c"0") * 100 + (at[10] - c"0") * 10 + at[11] - c"0"
     length = None
-    at = <const char*>memchr(at, c"\n", end - at) + 1
+    cdef const char* first = <const char*>memchr(at, c"\n", end - at) + 1
+    at = first
     while at < end:
-        stop = <const char*>memchr(at, c"\r", end - at)
-        colon = <const char*>memchr(at, c":", stop - at)
-        name = PyBytes_FromStringAndSize(at, colon - at)
-        value = PyBytes_FromStringAndSize(colon + 1, stop - colon - 1)
-        headers.append((name.lower(), value.strip(b" \t")))
-        at = stop + 2
-    cdef frozenset named = named_by_connection(headers)
-    for header in headers:
-        name = header[0]
-        if name == b"content-length" and length is None:
-            length = int(header[1])
-        if name in NOT_RETURNED or name in named or begins_with(name, b"x-kvd-"):
+        at = read_field(at, end, field)
+        if field.name == b"connection":
+            for each in (<bytes>field.value).split(b","):
+                named.insert(<string>each.strip().lower())
+    lines.reserve(end - first)
+    at = first
+    while at < end:
+        at = read_field(at, end, field)
+        if length is None and field.name == b"content-length":
+            length = int(<bytes>field.value)
+        if DROPPED.count(field.name) or named.count(field.name):
             continue
-        if not begins_with(name, b"access-control-"):
-            passed.append(header)
-    return EngineHead(status, passed, length)
+        if field.name.compare(0, 6, b"x-kvd-") and field.name.compare(0, 15, b"access-control-"):
+            lines.append(field.name).append(b": ").append(field.value).append(b"\r\n")
+    return EngineHead(status, <bytes>lines, length)
+
+
+cdef struct Field:
+    string name   # in lower case
+    string value  # without blanks around it
+
+
+cdef const char* read_field(const char* at, const char* end, Field& field):
+    """Reads the line of a field; returns where the next one begins."""
+    cdef const char* stop = <const char*>memchr(at, c"\r", end - at)
+    cdef const char* colon = <const char*>memchr(at, c":", stop - at)
+    cdef const char* last = stop
+    cdef size_t i
+    field.name.assign(at, colon - at)
+    for i in range(field.name.size()):
+        if c"A" <= field.name[i] <= c"Z":
+            field.name[i] |= 0x20
+    at = colon + 1
+    while at < last and (at[0] == c" " or at[0] == c"\t"):
+        at += 1
+    while last > at and ((last - 1)[0] == c" " or (last - 1)[0] == c"\t"):
+        last -= 1
+    field.value.assign(at, last - at)
+    return stop + 2
+
+
+def rendered(list headers not None):
+    """Returns the lines of headers."""
+    cdef string lines
+    cdef bytes name, value
+    for name, value in headers:
+        add_header(lines, name, value)
+    return PyBytes_FromStringAndSize(lines.data(), lines.size())
 
 
 cdef frozenset named_by_connection(list headers):

@@ -103,6 +103,7 @@ class Crew:
     prefills: Sequence[Upstream]
     takers: Sequence[Upstream]  # that take over from these
     alone: Sequence[Upstream]  # that serve all of it
+    alone_ids: frozenset[int]  # the workers that these are
 
     @property
     def pairs(self) -> Sequence[Upstream]:
@@ -117,14 +118,18 @@ def crew_of(engines: Iterable[Upstream], path: bytes) -> Crew:
     for each in engines:
         (prefills if each.role is Role.PREFILL else others).append(each)
     if path not in LIMITS:
-        return Crew((), (), others)
+        return Crew((), (), others, worker_ids(others))
     alone = [each for each in others if not _only_decodes(each)]
     if not prefills:
-        return Crew((), (), alone)
+        return Crew((), (), alone, worker_ids(alone))
     # All prefill engines of a model are of one kind (Upstreams).
     kinds = {_kind(each) for each in prefills}
     takers = [each for each in others if _kind(each) in kinds and _takes_over(each)]
-    return Crew(prefills, takers, alone)
+    return Crew(prefills, takers, alone, worker_ids(alone))
+
+
+def worker_ids(engines: Iterable[Upstream]) -> frozenset[int]:
+    return frozenset(each.worker_id for each in engines)
 
 
 def _kind(upstream: Upstream) -> Kind:

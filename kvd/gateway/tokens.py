@@ -15,9 +15,11 @@ for afterwards, off its way, so that the next turn is known up to here.
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import NamedTuple, Protocol
 
 import trio
 
@@ -27,7 +29,7 @@ from kvd.gateway.heads import own_head
 from kvd.gateway.probing import Facts, Kind
 from kvd.gateway.stats import GatewayStats, Rung
 from kvd.gateway.upstreams import Served, Upstream
-from kvd.http.untasked import in_task
+from kvd.http.untasked import Untasked, in_task
 from kvd_core.json.scan import BodyScanner
 from kvd_core.prompts.conversations import Conversations, Recalled
 from kvd_core.selector.selector import Pool
@@ -47,14 +49,40 @@ TOKENIZED = (Api.CHAT, Api.COMPLETIONS)  # /tokenize knows no others
 TOKENS_BYTES = 16 * 1024 * 1024
 # Turns whose tokens are still to be asked for off their way; what is beyond is not remembered.
 MAX_LATER = 256
-ASKING_LATER = 2  # at a time
+ASKING_LATER = 1  # at a time: where requests are many, asking for all would cost them more
+LATER_S = 0.25  # that each of them has at least, and at most twice
 BYTES_PER_TOKEN = 4  # of messages whose tokens nobody has said, for their weight alone
 
 # Members that decide about a chat's tokens beside its messages.
 DECIDING = frozenset((*CHAT_MEMBERS, *UNTOLD)) - {"messages"}
 
-SCANNER = BodyScanner({"tokens": "u32?", "token_ids": "u32?"})
-TOKENS, TOKEN_IDS = 0, 1  # its arrays
+TOKENS, TOKEN_IDS = 0, 1  # arrays of the scanner
+
+
+class TokenReader:
+    """Reads objects that have tokens; one that was just read and is looked at is not read again."""
+
+    def __init__(self) -> None:
+        self.scanner = BodyScanner({"tokens": "u32?", "token_ids": "u32?"})
+        self._read: bytes | None = None  # of which the scanner's arrays are
+        self._members: dict[str, object] = {}
+
+    def members(self, body: bytes) -> dict[str, object]:
+        """Returns how many tokens each member has; raises as the scanner does."""
+        if body is not self._read:
+            self._read = None
+            self._members = self.scanner.scan(body)
+            self._read = body
+        return self._members
+
+    def look(self, body: bytes, pool: Pool, adapter: str | None, salt: str | None) -> None:
+        """Puts the tokens of an object before a pool, and forgets it: it may be long."""
+        array = TOKENS if "tokens" in self.members(body) else TOKEN_IDS
+        self._read = None
+        pool.look_tokens(self.scanner, array, adapter, salt)
+
+
+READER = TokenReader()
 
 
 class PromptTokens(Protocol):
@@ -78,27 +106,22 @@ class SaidTokens:
     count: int
 
     def look(self, pool: Pool, adapter: str | None, salt: str | None) -> None:
-        array = TOKENS if "tokens" in SCANNER.scan(self.body) else TOKEN_IDS
-        pool.look_tokens(SCANNER, array, adapter, salt)
+        READER.look(self.body, pool, adapter, salt)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RecalledTokens:
     """The known beginning of a conversation."""
 
     recalled: Recalled
+    count: int
     rung = Rung.MEMORY
-
-    @property
-    def count(self) -> int:
-        return self.recalled.tokens + self.recalled.rest // BYTES_PER_TOKEN
 
     def look(self, pool: Pool, adapter: str | None, salt: str | None) -> None:
         pool.look(self.recalled.local_hashes, self.recalled.sequence_hashes, self.count)
 
 
-@dataclass(frozen=True, slots=True)
-class Later:
+class Later(NamedTuple):
     """A turn whose tokens are asked for off its way."""
 
     asked: Asked
@@ -124,13 +147,23 @@ class Tokens:
         self._stats = stats
         self._turn = 0
         self._tokenize_s = tokenize_s
-        self._put_later, self._later = trio.open_memory_channel[Later](MAX_LATER)
+        self._later: deque[Later] = deque()
+        self._asking: set[Untasked] = set()  # without a task: they only wait for the relay
 
     async def run(self) -> None:
-        """Asks for the tokens of turns that were served from memory, until it is cancelled."""
-        async with trio.open_nursery() as nursery:
-            for _ in range(ASKING_LATER):
-                nursery.start_soon(self._ask_later)
+        """Gives up asking for turns that were served from memory where it takes too long.
+
+        Until it is cancelled.
+        """
+        before: set[Untasked] = set()
+        try:
+            while True:
+                await trio.sleep(LATER_S)
+                self._give_up(before & self._asking)
+                before = set(self._asking)
+        finally:
+            self._later.clear()
+            self._give_up(set(self._asking))
 
     async def of(
         self, asked: Asked, served: Served, body: bytes, engines: Sequence[Upstream]
@@ -165,27 +198,51 @@ class Tokens:
 
     def ask_later(self, later: Later) -> None:
         """Has the tokens of a turn asked for whose answer has begun: no client waits for them."""
-        try:
-            self._put_later.send_nowait(later)
-        except trio.WouldBlock:
+        if len(self._later) >= MAX_LATER:
             self._stats.not_remembered += 1
+            return
+        self._later.append(later)
+        self._ask_next()
+
+    def _ask_next(self) -> None:
+        while self._later and len(self._asking) < ASKING_LATER:
+            asking = Untasked(self._ask_now(self._later.popleft()))
+            self._asking.add(asking)
+            self._step(asking)
+
+    def _go_on(self, asking: Untasked) -> None:
+        self._step(asking)
+        self._ask_next()
+
+    def _step(self, asking: Untasked) -> None:
+        try:
+            asking.step().subscribe(partial(self._go_on, asking))
+        except StopIteration:
+            self._asking.discard(asking)
+
+    def _give_up(self, asking: set[Untasked]) -> None:
+        for each in asking:
+            each.close()
+            self._asking.discard(each)
+        self._ask_next()
 
     def _recall(self, asked: Asked, served: Served) -> PromptTokens | None:
         if not remembers(asked):
             return None
         found = self.conversations.recall(context_of(asked, served), asked.messages)
-        return None if found is None else RecalledTokens(found)
+        if found is None:
+            return None
+        return RecalledTokens(found, found.tokens + found.rest // BYTES_PER_TOKEN)
 
     def _remember(self, asked: Asked, served: Served, pool: Pool, count: int) -> None:
         hashes = pool.hold().local_hashes
         self.conversations.remember(context_of(asked, served), asked.messages, hashes, count)
 
-    async def _ask_later(self) -> None:
-        async for later in self._later:
-            found = await self._ask(later.asked, later.body, later.engines)
-            if found is not None:
-                found.look(later.pool, later.served.adapter, None)
-                self._remember(later.asked, later.served, later.pool, found.count)
+    async def _ask_now(self, later: Later) -> None:
+        found = await self._ask_some(later.asked, later.body, later.engines)
+        if found is not None:
+            found.look(later.pool, later.served.adapter, None)
+            self._remember(later.asked, later.served, later.pool, found.count)
 
     async def _ask(
         self, asked: Asked, body: bytes, engines: Sequence[Upstream]
@@ -194,13 +251,20 @@ class Tokens:
             return said_tokens(Rung.IDS, b'{"token_ids":%b}' % ids)
         if not engines or asked.api not in RENDER_PATHS:
             return None
-        self._turn += 1
         with trio.move_on_after(self._tokenize_s):
-            for upstream in (engines[(self._turn + at) % len(engines)] for at in range(MAX_ASKED)):
-                try:
-                    return await self._ask_engine(asked, body, upstream)
-                except ExchangeFailed as error:  # the next one may be there
-                    upstream.note_gone(str(error))
+            return await self._ask_some(asked, body, engines)
+        return None
+
+    async def _ask_some(
+        self, asked: Asked, body: bytes, engines: Sequence[Upstream]
+    ) -> SaidTokens | None:
+        """Asks one engine, and another one if it does not answer."""
+        self._turn += 1
+        for upstream in (engines[(self._turn + at) % len(engines)] for at in range(MAX_ASKED)):
+            try:
+                return await self._ask_engine(asked, body, upstream)
+            except ExchangeFailed as error:  # the next one may be there
+                upstream.note_gone(str(error))
         return None
 
     async def _ask_engine(self, asked: Asked, body: bytes, upstream: Upstream) -> SaidTokens | None:
@@ -270,7 +334,7 @@ def unwrapped(body: bytes) -> bytes:
 def said_tokens(rung: Rung, body: bytes) -> SaidTokens | None:
     """Returns the tokens in an object, None if it does not hold the ids of one prompt's."""
     try:
-        members = SCANNER.scan(body)
+        members = READER.members(body)
     except (TypeError, ValueError):
         return None
     found = members.get("tokens") or members.get("token_ids")

@@ -13,13 +13,13 @@ nothing new, and what it is answering goes on.
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
 from hashlib import blake2b
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import trio
 
@@ -86,6 +86,8 @@ class Upstream:
     following: trio.CancelScope = field(default_factory=trio.CancelScope)
     failed: trio.Event = field(default_factory=trio.Event)  # a request found it gone
     met: trio.Event = field(default_factory=trio.Event)  # it has been asked once, with any outcome
+    # Called when it is well or out, or says what it is.
+    changed: Callable[[], None] = field(default=lambda: None)
 
     @property
     def authority(self) -> bytes:
@@ -126,15 +128,22 @@ class Upstream:
         if self.standing is Standing.SERVING:
             log.warning("upstream_out", url=self.url, reason=why)
             self.standing, self.problem = Standing.OUT, why
+            self.changed()
             self.failed.set()
 
 
-@dataclass(frozen=True, slots=True)
-class Served:
+class Served(NamedTuple):
     """What a model's name in a request stands for."""
 
     model: str  # of the fleet in the selection service
     adapter: str | None = None
+
+
+class _Engines(NamedTuple):
+    """The engines of a model."""
+
+    serving: tuple[Upstream, ...]  # those that are well
+    prefills: bool  # whether any are meant to prefill for others, well or not
 
 
 class Upstreams:
@@ -166,6 +175,7 @@ class Upstreams:
         self._canary = Canary(exchanges, choices) if proves else None
         self._changing = trio.Lock()
         self.names: dict[str, Served] = {}  # by the names that clients may use
+        self._by_served: dict[Served, _Engines] = {}  # until any engine changes
         # Whoever comes waits here for the task that follows it.
         self._put_task, self._tasks = trio.open_memory_channel[Callable[[], Awaitable[None]]](
             math.inf
@@ -229,6 +239,7 @@ class Upstreams:
                 self.unwant(Wanted(url, wanted.prefills), wanted.url)
         else:
             del self.each[found.worker_id]
+            found.changed()
             self._name()
             log.info("upstream_left", url=found.url)
         found.following.cancel()
@@ -252,29 +263,33 @@ class Upstreams:
             found = self.followed[wanted] = FollowedName(wanted)
             self._put_task.send_nowait(partial(found.run, self, self._dialer))
         else:
-            found = _upstream(wanted, self._key)
+            found = _upstream(wanted, self._key, self._by_served.clear)
             self.each[found.worker_id] = found
+            found.changed()
             self._put_task.send_nowait(partial(self._watch, found))
         return found
 
-    def serving(self, served: Served) -> list[Upstream]:
-        """Returns the engines that serve a model and are well."""
-        return [
-            upstream
-            for upstream in self
-            if upstream.standing is Standing.SERVING
-            and upstream.facts is not None
-            and upstream.facts.serves(served.adapter or served.model)
-        ]
+    def serving(self, served: Served) -> Sequence[Upstream]:
+        """Returns the engines that serve a model and are well: the same object until any does."""
+        return self._engines_of(served).serving
 
     def prefills(self, served: Served) -> bool:
         """Says whether prefill engines are meant for a model, well or not."""
-        name = served.adapter or served.model
-        return any(
-            upstream.role is Role.PREFILL
-            and (upstream.facts is None or upstream.facts.serves(name))
-            for upstream in self
-        )
+        return self._engines_of(served).prefills
+
+    def _engines_of(self, served: Served) -> _Engines:
+        found = self._by_served.get(served)
+        if found is None:
+            name = served.adapter or served.model
+            serving: list[Upstream] = []
+            prefills = False
+            for one in self:
+                serves = one.facts is None or one.facts.serves(name)  # it may, or it does
+                prefills = prefills or (serves and one.role is Role.PREFILL)
+                if serves and one.facts is not None and one.standing is Standing.SERVING:
+                    serving.append(one)
+            found = self._by_served[served] = _Engines(tuple(serving), prefills)
+        return found
 
     def only_name(self) -> str | None:
         """Returns the one base model there is, None for any other number of them."""
@@ -318,6 +333,7 @@ class Upstreams:
             upstream.problem = str(error)
             return
         upstream.standing, upstream.problem, upstream.failures = Standing.SERVING, None, 0
+        upstream.changed()
         log.info(
             "upstream_serving",
             url=upstream.url,
@@ -403,6 +419,7 @@ class Upstreams:
             if reasons:
                 raise NotAnEngine("; ".join(reasons))
             upstream.facts = facts
+            upstream.changed()
 
     def _check_role(self, upstream: Upstream, facts: Facts) -> None:
         """Raises NotAnEngine for one that cannot hand over to any other of its model."""
@@ -439,9 +456,10 @@ def worker_id_of(target: Target) -> int:
     return int.from_bytes(digest, "big") >> 11
 
 
-def _upstream(wanted: Wanted, key: bytes) -> Upstream:
+def _upstream(wanted: Wanted, key: bytes, changed: Callable[[], None]) -> Upstream:
     target = parse_upstream(wanted.url)
-    return Upstream(wanted.url, target, worker_id_of(target), key, wanted.prefills)
+    worker_id = worker_id_of(target)
+    return Upstream(wanted.url, target, worker_id, key, wanted.prefills, changed=changed)
 
 
 def record_of(upstream: Upstream, facts: Facts) -> WorkerRecord:

@@ -106,12 +106,13 @@ class Service:
         shared.stats.handler_timeouts += scope.cancelled_caught
         return self._rendered(shared, head, found, response, started)
 
-    def note_relayed(self, route: Route, head: Head, status: int, seconds: float) -> None:
+    def note_relayed(self, route: Route, request: RelayedRequest, seconds: float) -> None:
         """Counts and logs a request that was answered elsewhere; status 0: not at all."""
+        method, status = request.method, request.status
         if self.observe is not None:
-            self.observe(route.path, head.method, status, seconds)
+            self.observe(route.path, method, status, seconds)
         if self.access.on:
-            self.access.note(head.method, route.path, status, seconds, 0, head.headers)
+            self.access.note(method, route.path, status, seconds, 0, request.headers)
 
     def _rendered(
         self, shared: Shared, head: Head, found: Found, response: Response, started: float
@@ -247,7 +248,7 @@ class Connection(Transport):
         head.path, head.query = asked.path, asked.query
         if self._service.context.for_pages:
             welcome(self._service.context.authorizer, head)
-        self._rest = Untasked(self._relay(head, asked.route, asked.body))
+        self._rest = Untasked(self._relay(asked.route, self._relayed(head, asked.body)))
         return self._go_on(self._rest)
 
     def _go_on(self, rest: Untasked) -> Handoff | Exception | None:
@@ -416,7 +417,9 @@ class Connection(Transport):
         if found is None or not found.route.hot:
             return await self._serve_app(head, found, body)
         if found.route.relays is not None:
-            return await self._relay(head, found.route, body)
+            request = self._relayed(head, body)
+            del body  # which is the request's to keep
+            return await self._relay(found.route, request)
         if found.route.waits:
             return await self._serve_waiting(head, found, body)
         data, persists, undo = self._service.serve(self.shared, head, found, body)
@@ -434,19 +437,21 @@ class Connection(Transport):
         self._owed = not here
         return await self._answer(head, found, b"")
 
-    async def _relay(self, head: Head, route: Route, body: bytes) -> bool:
+    def _relayed(self, head: Head, body: bytes) -> RelayedRequest:
+        is_checked = self._service.context.authorizer.asks_for_tokens
+        return RelayedRequest(self, head, body, is_checked=is_checked)
+
+    async def _relay(self, route: Route, request: RelayedRequest) -> bool:
         """Has somebody else write the answer."""
         assert route.relays is not None
         self.enter(Phase.WORKING)
         started = perf_counter()
-        is_checked = self._service.context.authorizer.asks_for_tokens
-        request = RelayedRequest(self, head, body, is_checked=is_checked)
         self.shared.stats.connections_waiting += 1
         try:
             return await route.relays(request)
         finally:
             self.shared.stats.connections_waiting -= 1
-            self._service.note_relayed(route, head, request.status, perf_counter() - started)
+            self._service.note_relayed(route, request, perf_counter() - started)
 
     async def _serve_waiting(self, head: Head, found: Found, body: bytes) -> bool:
         """Serves an asynchronous handler, which is cancelled when its client leaves."""

@@ -17,9 +17,9 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 import trio
 
 from kvd.http.head import Head
-from kvd.http.render import CHUNKED_LINE, chunk, response_head, whole_response
+from kvd.http.render import CHUNKED_LINE, chunk, framed_head, start_lines, whole_response
 from kvd.http.transport import RECEIVE_BYTES, Phase, Transport
-from kvd.http.types import Headers, Response
+from kvd.http.types import Response
 from kvd.http.untasked import in_task
 from kvd.http.writer import connection_lines, persists_after
 
@@ -33,7 +33,7 @@ class RelayedRequest:
         self.method = head.method
         self.target = head.path + (b"?" + head.query if head.query else b"")
         self.headers = head.headers
-        self.body = body
+        self.body = body  # whoever relays may forget it, once nothing of it is to be sent again
         self.status = 0  # of the answer; 0: none has begun
         self._head = head
         self._transport = transport
@@ -49,11 +49,10 @@ class RelayedRequest:
         await self._transport.send(whole_response(response, response.body, lines, silent=False))
         return persists
 
-    def answer_head(
-        self, status: int, headers: Headers, length: int | None
-    ) -> tuple[bytes, bool, bool]:
+    def answer_head(self, status: int, own: bytes, length: int | None) -> tuple[bytes, bool, bool]:
         """Returns the head of an answer of `length` bytes, None if that is not known.
 
+        `own` are the lines of its headers but for those of the connection.
         Says also whether its body comes in chunks, and whether the connection persists after it:
         one of HTTP/1.0 ends with a body of unknown length.
         """
@@ -64,7 +63,8 @@ class RelayedRequest:
         if chunked:
             lines += CHUNKED_LINE
         self.status = status
-        return response_head(status, b"", headers, length, lines), chunked, persists
+        head = framed_head(status, start_lines(status, b"") + own, length, lines)
+        return head, chunked, persists
 
     async def send_piece(self, data: bytes, *, chunked: bool) -> None:
         """Sends a last piece behind what a borrower has sent."""

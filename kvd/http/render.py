@@ -39,11 +39,12 @@ def response_head(
     `length` is that of the body in bytes, or None when the body is chunked or ends with the
     connection. `lines` are rendered header lines, of the date and of the connection.
     """
-    head = start_lines(status, content_type)
-    if headers:
-        head += b"".join(
-            b"%b: %b\r\n" % header for header in headers if header[0] not in _HOP_BY_HOP
-        )
+    further = b"".join(b"%b: %b\r\n" % header for header in headers if header[0] not in _HOP_BY_HOP)
+    return framed_head(status, start_lines(status, content_type) + further, length, lines)
+
+
+def framed_head(status: int, head: bytes, length: int | None, lines: bytes) -> bytes:
+    """Does the same with a `head` that is rendered as far as its own headers go."""
     if length is None or status in BODILESS:
         return b"%b%b\r\n" % (head, lines)
     return b"%bcontent-length: %d\r\n%b\r\n" % (head, length, lines)

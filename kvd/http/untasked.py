@@ -70,13 +70,13 @@ class Untasked:
 
     __slots__ = ("_coroutine",)
 
-    def __init__(self, coroutine: Coroutine[Any, Any, bool]) -> None:
+    def __init__(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         self._coroutine = coroutine
 
     def step(self) -> Signal:
         """Runs it until it waits; returns for what. Raises StopIteration with its result."""
         global _stepping
-        assert not _stepping
+        before = _stepping  # one that has news for another one steps it
         task = getattr(_run, "task", None)
         if task is not None:
             del _run.task
@@ -85,7 +85,7 @@ class Untasked:
             signal: Signal = self._coroutine.send(None)
             return signal
         finally:
-            _stepping = False
+            _stepping = before
             if task is not None:
                 _run.task = task
 

@@ -17,9 +17,11 @@
 // A client that does not read stops its engine: when kWindow bytes wait for it, the engine's socket
 // is not read until it has taken them. A client that ends its stream has left.
 //
-// Engine connections are kept for the next request to the same engine, at most `idle_ns` long. One
-// that was kept and ends before it answers a byte had been closed by the engine as the request was
-// on its way: the request is sent again once, on a new connection, without Python's knowledge.
+// Engine connections are kept for the next request to the same engine, at most `idle_ns` long. They
+// stay in the epoll set, so that none has to be put there for each request; one that has news while
+// nobody uses it has ended. One that was kept and ends before it answers a byte had been closed by
+// the engine as the request was on its way: the request is sent again once, on a new connection,
+// without Python's knowledge.
 //
 // Invariants
 //   1. an exchange has its engine's descriptor and only lends the client's: who began it keeps the
@@ -28,7 +30,9 @@
 //      or kept for others; it stays until `drop`, so that Python can read what became of it;
 //   3. a notice is given at most once per kind: READY, then END;
 //   4. a connection is kept only for the address that it was made to;
-//   5. `tail` is the end of the payload that was forwarded, at most 2 x kTail bytes of it.
+//   5. an engine's connection has a line while it is open, in use or kept; its number tells it from
+//      those that had its descriptor before, also in events that were fetched before they closed;
+//   6. `tail` is the end of the payload that was forwarded, at most 2 x kTail bytes of it.
 //
 // Costs: begin 3 system calls on a kept connection, 5 on a new one; a receive of payload 2, plus
 // its share of an epoll_wait; memory about 400 B an exchange, up to `hold` until it is forwarded,
@@ -129,19 +133,17 @@ struct Exchange {
   Phase phase = Phase::kFree;
   Outcome outcome = Outcome::kUnderWay;
   Framing framing = Framing::kAsIs;
-  bool was_kept = false;        // the connection had served another request
-  bool engine_watched = false;  // its descriptor is in the epoll set
+  bool was_kept = false;  // the connection had served another request
   bool client_watched = false;
   bool completes = false;  // all of the payload is here
   int engine_fd = kNoSocket;
   int client_fd = kNoSocket;
-  uint32_t engine_events = 0;
   uint32_t client_events = 0;
   EngineId engine = 0;
   uint64_t era = 0;  // of the engine's address
   size_t hold = 0;
   std::string request;         // its head
-  const char* body = nullptr;  // the caller's, until END or drop
+  const char* body = nullptr;  // the caller's, until `forward`, END or drop
   size_t body_size = 0;
   size_t sent = 0;       // of both
   std::string received;  // the head as far as it has come; then the head alone
@@ -220,14 +222,15 @@ class Relay {
   }
 
   void forget_idle(EngineId id) {
-    for (const Idle& each : engines_[id].idle) ::close(each.fd);
+    for (const Idle& each : engines_[id].idle) close_line(each.fd);
     engines_[id].idle.clear();
   }
 
   size_t idle(EngineId id) const { return engines_[id].idle.size(); }
 
   // Sends a request to an engine. The answer is held up to `hold` bytes; without a client
-  // (kNoSocket) it is never forwarded, and a stream is held to its end as well. `body` is read until END or `drop`.
+  // (kNoSocket) it is never forwarded, and a stream is held to its end as well. `body` is read until
+  // `forward`, END or `drop`.
   ExchangeId begin(EngineId engine, int client_fd, const char* head, size_t head_size,
                    const char* body, size_t body_size, size_t hold) {
     const ExchangeId id = take();
@@ -259,7 +262,7 @@ class Relay {
     x.unsent_at = 0;
     note_payload(x, x.held.data(), x.held.size());
     frame(x.unsent, x.held.data(), x.held.size(), framing);
-    std::string().swap(x.held);
+    for (std::string* used : {&x.held, &x.request, &x.received}) std::string().swap(*used);
     if (x.completes) {
       complete(id);
     } else {
@@ -297,12 +300,11 @@ class Relay {
       now_ = now_ns();
       for (int i = 0; i < count; ++i) {
         const uint64_t tag = events[i].data.u64;
-        const ExchangeId id = tag & ~kClientSide;
-        if (!knows(id)) continue;  // watched by a `begin` that failed
         if (tag & kClientSide) {
-          on_client(id, events[i].events);
+          const ExchangeId id = tag & ~kClientSide;
+          if (knows(id)) on_client(id, events[i].events);  // else of a `begin` that failed
         } else {
-          on_engine(id, events[i].events);
+          on_line(tag, events[i].events);
         }
       }
       if (now_ns() >= end) return Served::kSome;
@@ -334,7 +336,7 @@ class Relay {
     for (Engine& engine : engines_) {
       size_t stale = 0;  // the oldest are in front
       while (stale < engine.idle.size() && now_ - engine.idle[stale].since_ns > limits.idle_ns) {
-        ::close(engine.idle[stale++].fd);
+        close_line(engine.idle[stale++].fd);
       }
       engine.idle.erase(engine.idle.begin(), engine.idle.begin() + static_cast<long>(stale));
     }
@@ -344,10 +346,21 @@ class Relay {
   static constexpr int kEvents = 256;        // taken from the set at once
   static constexpr int kReceivesInARow = 4;  // of one engine, before others have their turn
   static constexpr uint64_t kClientSide = UINT64_C(1) << 63;
+  static constexpr uint32_t kMaxLine = UINT32_C(1) << 30;  // the last bit of a tag is its side
+
+  static constexpr ExchangeId kNobody = ~UINT64_C(0);
 
   struct Idle {
     int fd;
     int64_t since_ns;
+  };
+  // A connection to an engine.
+  struct Line {
+    uint32_t number = 0;  // of all that there have been; 0: it is closed
+    uint32_t events = 0;
+    bool watched = false;  // its descriptor is in the epoll set
+    EngineId engine = 0;
+    ExchangeId exchange = kNobody;  // kNobody: it is kept for the next one
   };
   struct Engine {
     sockaddr_storage address{};
@@ -418,7 +431,7 @@ class Relay {
       char byte;
       const ssize_t got = recv(last.fd, &byte, 1, MSG_PEEK | MSG_DONTWAIT);
       if (got < 0 && errno == EAGAIN && now - last.since_ns <= limits.idle_ns) return last.fd;
-      ::close(last.fd);
+      close_line(last.fd);
     }
     return kNoSocket;
   }
@@ -441,6 +454,7 @@ class Relay {
     x.was_kept = x.engine_fd != kNoSocket;
     if (x.was_kept) {
       ++stats.reused;
+      line_of(x).exchange = id;
       x.phase = Phase::kSending;
       send_request(id);
     } else {
@@ -455,8 +469,9 @@ class Relay {
     x.touched_ns = now_;
     x.sent = 0;
     x.was_kept = false;
-    x.engine_fd = socket(engine.address.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
-    if (x.engine_fd < 0) return end(id, Outcome::kNoRoom);
+    const int fd = socket(engine.address.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+    if (fd < 0) return end(id, Outcome::kNoRoom);
+    open_line(id, fd);
     if (engine.address.ss_family != AF_UNIX) {
       const int on = 1;
       setsockopt(x.engine_fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
@@ -507,9 +522,20 @@ class Relay {
     watch_engine(id, EPOLLIN);
   }
 
+  void on_line(uint64_t tag, uint32_t events) {
+    const int fd = static_cast<int>(tag & 0xffffffff);
+    const Line line = lines_[static_cast<size_t>(fd)];
+    if (line.number != tag >> 32) return;  // closed by an event of the same batch
+    if (line.exchange != kNobody) return on_engine(line.exchange, events);
+    std::vector<Idle>& idle = engines_[line.engine].idle;
+    size_t at = 0;
+    while (idle[at].fd != fd) ++at;
+    idle.erase(idle.begin() + static_cast<long>(at));
+    close_line(fd);
+  }
+
   void on_engine(ExchangeId id, uint32_t events) {
     Exchange& x = at(id);
-    if (x.engine_fd == kNoSocket) return;  // closed by an event of the same batch
     if (x.phase == Phase::kConnecting) {
       int error = 0;
       socklen_t size = sizeof error;
@@ -527,7 +553,7 @@ class Relay {
       if (got <= 0) return on_engine_gone(id);
       x.touched_ns = now_;
       on_received(id, static_cast<size_t>(got));
-      if (got < static_cast<ssize_t>(kReceive) || !x.engine_watched) return;
+      if (got < static_cast<ssize_t>(kReceive) || !is_watched(x)) return;
       if (!waits_for_engine(x.phase)) return;
     }
   }
@@ -626,18 +652,39 @@ class Relay {
     if (!x.head.persists || engine.era != x.era || engine.idle.size() >= kMaxIdle) {
       return close_engine(x);
     }
-    unwatch(x.engine_fd, x.engine_watched, x.engine_events);
+    watch_engine(x, EPOLLIN);
+    line_of(x).exchange = kNobody;
     engine.idle.push_back({x.engine_fd, now_});
     x.engine_fd = kNoSocket;
   }
 
   void close_engine(Exchange& x) {
     if (x.engine_fd == kNoSocket) return;
-    ::close(x.engine_fd);  // and leaves the epoll set
+    close_line(x.engine_fd);
     x.engine_fd = kNoSocket;
-    x.engine_watched = false;
-    x.engine_events = 0;
   }
+
+  void open_line(ExchangeId id, int fd) {
+    const size_t at_least = static_cast<size_t>(fd) + 1;
+    try {
+      if (lines_.size() < at_least) lines_.resize(at_least);
+    } catch (...) {
+      ::close(fd);
+      throw;
+    }
+    last_line_ = (last_line_ & (kMaxLine - 1)) + 1;
+    lines_[static_cast<size_t>(fd)] = {last_line_, 0, false, at(id).engine, id};
+    at(id).engine_fd = fd;
+  }
+
+  void close_line(int fd) {
+    lines_[static_cast<size_t>(fd)].number = 0;
+    ::close(fd);  // and leaves the epoll set
+  }
+
+  Line& line_of(const Exchange& x) { return lines_[static_cast<size_t>(x.engine_fd)]; }
+
+  bool is_watched(const Exchange& x) { return x.engine_fd != kNoSocket && line_of(x).watched; }
 
   // ---- the client's side
 
@@ -702,7 +749,7 @@ class Relay {
 
   void pause_if_full(ExchangeId id) {
     Exchange& x = at(id);
-    if (x.unsent.size() - x.unsent_at <= kWindow || !x.engine_watched) return;
+    if (x.unsent.size() - x.unsent_at <= kWindow || !is_watched(x)) return;
     ++stats.pauses;
     watch_engine(id, 0);
   }
@@ -784,9 +831,13 @@ class Relay {
 
   // ---- the epoll set
 
-  void watch_engine(ExchangeId id, uint32_t events) {
-    Exchange& x = at(id);
-    watch(x.engine_fd, id, events, x.engine_watched, x.engine_events);
+  void watch_engine(ExchangeId id, uint32_t events) { watch_engine(at(id), events); }
+
+  void watch_engine(Exchange& x, uint32_t events) {
+    Line& line = line_of(x);
+    const uint64_t tag =
+        static_cast<uint64_t>(line.number) << 32 | static_cast<uint32_t>(x.engine_fd);
+    watch(x.engine_fd, tag, events, line.watched, line.events);
   }
 
   void watch_client(ExchangeId id, uint32_t events) {
@@ -828,6 +879,8 @@ class Relay {
   std::vector<std::unique_ptr<Exchange>> exchanges_;
   std::vector<uint32_t> free_;
   std::vector<Engine> engines_;
+  std::vector<Line> lines_;  // by descriptor
+  uint32_t last_line_ = 0;
   std::vector<Notice> notices_;
 };
 

@@ -47,6 +47,8 @@ class Outcome(IntEnum):
     NO_ROOM = 10
 
 
+OUTCOMES = tuple(Outcome)  # by number: to call the class takes 1 µs
+
 cdef class Relay:
     """Exchanges between clients and engines, on an epoll set of their own."""
 
@@ -126,11 +128,15 @@ cdef class Relay:
         return Answer(x.head.status, x.received, x.held, x.completes, x.head.events)
 
     def forward(self, uint64_t exchange, bytes head not None, bint chunked):
-        """Sends a ready answer on behind this head, in chunks or as it is."""
+        """Sends a ready answer on behind this head, in chunks or as it is.
+
+        What has been sent and received so far is forgotten.
+        """
         if self.known(exchange).phase != Phase.kReady:
             raise ValueError("the exchange is not ready")
         cdef Framing framing = Framing.kChunks if chunked else Framing.kAsIs
         self.core.forward(exchange, PyBytes_AS_STRING(head), PyBytes_GET_SIZE(head), framing)
+        del self.bodies[exchange]
         self.core.clear_notices()
 
     def fill(self, uint64_t exchange, bytes filler not None, double pause_s):
@@ -143,13 +149,13 @@ cdef class Relay:
         """Returns how an exchange went, as an Ending."""
         cdef const Exchange* x = self.known(exchange)
         waited = x.first_ns - x.begun_ns if x.first_ns else 0
-        return Ending(Outcome(<int>x.outcome), x.forwarded, x.receives, x.tail, waited)
+        return Ending(OUTCOMES[<int>x.outcome], x.forwarded, x.receives, x.tail, waited)
 
     def drop(self, uint64_t exchange):
         """Forgets an exchange; an engine that has not answered in full hears of it as an abort."""
         self.known(exchange)
         self.core.drop(exchange)
-        del self.bodies[exchange]
+        self.bodies.pop(exchange, None)
 
     def serve_ready(self, int64_t budget_ns):
         """Moves what has come, until nothing is left or `budget_ns` nanoseconds have passed.

@@ -190,3 +190,24 @@ def test_an_exchange_that_cannot_begin_leaves_nothing(turns: Turns) -> None:
     with pytest.raises(RuntimeError, match="Bad file descriptor"):
         relay.begin(engine, closed, REQUEST, b"{}", HOLD)
     assert len(relay) == 0
+
+
+@pytest.mark.parametrize(
+    "says", [b"", b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\n\r\n"]
+)
+def test_a_kept_connection_that_has_news_has_ended(turns: Turns, says: bytes) -> None:
+    """The next request goes over a new one, and what the engine has said unasked is no answer."""
+    relay = turns.relay
+    listener, engine = turns.engine()
+    for _ in range(2):
+        exchange = relay.begin(engine, -1, REQUEST, b"{}", HOLD)
+        stream = turns.accept(listener)
+        stream.sendall(OK)
+        turns.until(lambda exchange=exchange: relay.ready(exchange))  # type: ignore[misc]
+        assert relay.answer(exchange).held == b"ok"
+        relay.drop(exchange)
+        assert relay.idle(engine) == 1
+        stream.sendall(says)
+        stream.shutdown(socket.SHUT_WR)
+        turns.until(lambda: relay.idle(engine) == 0)
+    assert (relay.stats()["connected"], relay.stats()["sent_again"]) == (2, 0)

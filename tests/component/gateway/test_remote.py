@@ -169,7 +169,7 @@ async def test_a_booking_lives_as_long_as_the_request(tmp_path: Path) -> None:
 async def test_two_engines_are_booked_for_one_request(tmp_path: Path) -> None:
     async with asking(tmp_path) as (gateway, [kvd]):
         assert await gateway.choices.register(replace(record(1), role=Role.PREFILL)) == []
-        question = replace(gateway.question(), phase=Phase.BOTH)
+        question = gateway.question()._replace(phase=Phase.BOTH)
         assert gateway.choices.least_prefill_tokens(question) == len(PROMPT) * BLOCK_SIZE
         placed = await gateway.choices.choose(question)
         assert placed.prefill is not None
@@ -190,7 +190,7 @@ async def test_two_engines_are_chosen_by_load_without_a_kvd(tmp_path: Path) -> N
     async with asking(tmp_path) as (gateway, [kvd]):
         assert await gateway.choices.register(replace(record(1), role=Role.PREFILL)) == []
         await kvd.end()
-        placed = await gateway.choices.choose(replace(gateway.question(), phase=Phase.BOTH))
+        placed = await gateway.choices.choose(gateway.question()._replace(phase=Phase.BOTH))
         assert placed.by_load and placed.prefill is not None
         assert (placed.worker_id, placed.prefill.worker_id) == (2, 1)
         assert (await gateway.choices.choose(gateway.question())).worker_id == 2

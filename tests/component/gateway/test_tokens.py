@@ -1,0 +1,83 @@
+"""Turns whose tokens are asked for off their way, of an engine that may not say them."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+
+from kvd.gateway import tokens as module
+from kvd.gateway.asking import Api, read
+from kvd.gateway.exchanges import Exchanges
+from kvd.gateway.probing import Card, Facts, Kind
+from kvd.gateway.stats import GatewayStats
+from kvd.gateway.tokens import MAX_LATER, Later, Tokens
+from kvd.gateway.upstreams import Served, Upstream
+from kvd.wire.urls import parse_url
+from kvd_core.ledger.ledger import Ledger
+from kvd_core.selector.selector import Pool
+from tests.component.gateway.test_exchanges import Script, relaying
+from tests.support.zmtp_fakes import until
+
+URL = "http://127.0.0.1:8000"
+TOLD = b'HTTP/1.1 200 OK\r\ncontent-length: 20\r\n\r\n{"tokens":[1,2,3,4]}'
+
+
+def answering(*answers: bytes) -> Script:
+    """Returns a script that answers some questions, and then none."""
+
+    async def script(stream: trio.SocketStream) -> None:
+        for answer in answers:
+            await stream.receive_some()
+            await stream.send_all(answer)
+        while await stream.receive_some():
+            pass
+
+    return script
+
+
+def later(engine: int, number: int) -> Later:
+    """Returns a turn of one message that no other number has."""
+    body = b'{"model":"m","messages":[{"role":"user","content":"%d"}]}' % number
+    facts = Facts(
+        Kind.VLLM, "", (Card("m", None, None, {}),), 4, None, range(1), {}, {}, renders=False
+    )
+    upstream = Upstream(URL, parse_url(URL), 1, engine=engine, facts=facts)
+    pool = Pool(None, Ledger(), facts.block_size)
+    return Later(read(Api.CHAT, [], body), Served("m"), body, pool, [upstream])
+
+
+def tokens_of(exchanges: Exchanges) -> tuple[Tokens, GatewayStats]:
+    stats = GatewayStats()
+    return Tokens(exchanges, stats, 1 << 20), stats
+
+
+async def test_one_turn_is_asked_for_after_the_other() -> None:
+    async with relaying(answering(TOLD, TOLD, TOLD)) as (exchanges, engine, _):
+        tokens, stats = tokens_of(exchanges)
+        for number in range(3):
+            tokens.ask_later(later(engine, number))
+        await until(lambda: len(tokens.conversations) == 3)
+        assert exchanges.relay.stats()["connected"] == 1
+        assert stats.rung_failures.total() == 0
+
+
+async def test_what_an_engine_does_not_say_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LATER_S", 0.01)
+    async with relaying(answering(), answering(TOLD)) as (exchanges, engine, _):
+        tokens, stats = tokens_of(exchanges)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(tokens.run)
+            tokens.ask_later(later(engine, 1))
+            tokens.ask_later(later(engine, 2))
+            await until(lambda: len(tokens.conversations) == 1)
+            assert stats.rung_failures.total() == 1
+            nursery.cancel_scope.cancel()
+        assert len(exchanges.relay) == 0
+
+
+async def test_turns_beyond_the_bound_are_not_asked_for() -> None:
+    async with relaying(answering()) as (exchanges, engine, _):
+        tokens, stats = tokens_of(exchanges)
+        for number in range(MAX_LATER + 3):
+            tokens.ask_later(later(engine, number))
+        assert (stats.not_remembered, len(exchanges.relay)) == (2, 1)
