@@ -4,7 +4,8 @@
 
 Cost: the life of a request (/add of 2,048 tokens in blocks of 16, /prefill_complete, /free) on two
 slot trackers, one that shares its state and one that does not, in turns: CPU of the process, all
-threads, wall time p50 and p99; /query of 512 tokens on both; commands and bytes a life.
+threads, wall time p50 and p99; commands and bytes a life. And /query of 512 tokens on two daemons
+on which a client books all the time, one of which shares that.
 
 Delay: from the answer to /add on one replica until another one's /loads has it: through the server,
 by replica sync, and with a peer's Python by that of Dynamo's slot tracker.
@@ -18,12 +19,14 @@ from __future__ import annotations
 import argparse
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from statistics import median
 
@@ -44,9 +47,9 @@ def redis_command(server: str, port: int, folder: Path) -> list[str]:
 
 
 def kvd_command(port: int, *flags: str) -> list[str]:
-    faces = (f"--{face}-bind=off" for face in ("selection", "conductor"))
-    binds = f"--slot-tracker-bind=127.0.0.1:{port}", f"--indexer-bind=unix:/tmp/kvd-bench-{port}"
-    return [sys.executable, "-m", "kvd", "serve", *binds, *faces, "--state-dir=off", *flags]
+    off = [f"--{face}-bind=off" for face in ("indexer", "selection", "conductor")]
+    bind = f"--slot-tracker-bind=127.0.0.1:{port}"
+    return [sys.executable, "-m", "kvd", "serve", bind, *off, "--state-dir=off", *flags]
 
 
 @contextmanager
@@ -93,9 +96,48 @@ def costs(server: str, folder: Path) -> None:
         print(f"the server: {count / every:.2f} commands and {size / every:.0f} bytes in a life")
 
 
+def questions(server: str, folder: Path) -> None:
+    """What /query of 512 tokens takes beside bookings that are shared, and that are not."""
+    redis, *ports = free_ports(5)
+    with ExitStack() as stack:
+        stack.enter_context(started(redis_command(server, redis, folder), folder / "redis.log"))
+        flags: list[list[str]] = [[], [f"--state-url=redis://127.0.0.1:{redis}"]]
+        askers: list[Client] = []
+        for slots, index, each in zip(ports[::2], ports[1::2], flags, strict=True):
+            command = kvd_command(slots, f"--indexer-bind=127.0.0.1:{index}", *each)
+            stack.enter_context(serving(slots, folder / f"{slots}.log", command))
+            register(slots).close()
+            asker = Client(index)
+            worker = {"instance_id": 1, "endpoint": "tcp://127.0.0.1:1", "block_size": 16}
+            asker.ask("POST", "/register", MODEL | worker)
+            askers.append(asker)
+            booking = [sys.executable, __file__, "--book", str(slots)]
+            stack.enter_context(started(booking, folder / "book.log"))
+        took: list[list[float]] = [[], []]
+        question = MODEL | {"token_ids": list(range(512))}
+        for _ in range(ROUNDS):
+            for which in (0, 1):
+                for _ in range(QUESTIONS // ROUNDS):
+                    began = time.perf_counter()
+                    askers[which].ask("POST", "/query", question)
+                    took[which].append(time.perf_counter() - began)
+        for which, name in enumerate(("alone", "shared")):
+            ordered = sorted(took[which])
+            p50, p99 = ordered[len(ordered) // 2], ordered[len(ordered) * 99 // 100]
+            print(
+                f"/query beside bookings {name:6}: p50 {p50 * 1e6:6.0f} us, p99 {p99 * 1e6:6.0f} us"
+            )
+
+
+def book_on(port: int) -> None:
+    """Books and frees until the process is ended."""
+    client = Client(port)
+    for first in count(10**6, LIVES):
+        lives(client, first)
+
+
 def commands(port: int) -> tuple[int, int]:
     """Returns how many commands a server has had, and how many bytes."""
-    import socket
 
     with socket.create_connection(("127.0.0.1", port), 5) as stream:
         stream.sendall(b"INFO stats\r\n")
@@ -239,12 +281,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--server", default="redis-server", help="a Redis or Valkey server")
     parser.add_argument("--peer-python", help="Python with ai-dynamo, to be measured beside")
+    parser.add_argument("--book", type=int, metavar="PORT", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.book is not None:
+        book_on(options.book)
     if shutil.which(options.server) is None:
         sys.exit(f"{options.server} is not installed")
     with tempfile.TemporaryDirectory() as folder:
         try:
             costs(options.server, Path(folder))
+            questions(options.server, Path(folder))
             delays_of_all(options.server, options.peer_python, Path(folder))
             healing(options.server, Path(folder))
         except BenchError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -185,6 +186,42 @@ def test_a_replica_that_was_away_hears_what_it_missed(tmp_path: Path, server: St
         fleet.settle()
         fleet.steps(60)
         fleet.settle()
+
+
+def test_a_replica_that_stood_still_hears_what_it_missed(
+    tmp_path: Path, server: StateServer
+) -> None:
+    with fleet_of(tmp_path, server.url) as fleet:
+        one, two, three = fleet.kvds
+        fleet.steps(30)
+        fleet.settle()
+        assert three.server is not None
+        three.server.process.send_signal(signal.SIGSTOP)
+        fleet.steps(60, one, two)
+        wait(lambda: one.metric("kvd_shared_state_replicas") == 1)  # its lease has ended
+        three.server.process.send_signal(signal.SIGCONT)
+        fleet.settle()
+        wait(lambda: one.metric("kvd_shared_state_replicas") == 2)
+
+
+def test_answers_name_who_serves_a_model(tmp_path: Path, server: StateServer) -> None:
+    shared = f"--state-url={server.url}", "--state-dir=off"
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    one, two = Kvd(tmp_path / "a", *shared), Kvd(tmp_path / "b", *shared)
+    address = two.url("indexer", "")
+    one.flags.append("--serve=llama")
+    two.flags += ["--serve=qwen@acme", f"--state-advertise={address}"]
+    question = {"model_name": "qwen", "tenant_id": "acme", "token_ids": [1]}
+    try:
+        one.start()
+        two.start()
+        wait(lambda: one.metric("kvd_shared_state_replicas") == 1)
+        answer = one.post("indexer", "/query", question)
+        assert (answer.status_code, answer.json()["owner"]) == (421, address)
+    finally:
+        one.close()
+        two.close()
 
 
 def test_a_frozen_server_holds_nobody_up(tmp_path: Path, server: StateServer) -> None:
