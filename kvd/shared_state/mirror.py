@@ -65,6 +65,10 @@ MAX_WAITING = 16_384
 MAX_EARLY = 65_536
 EARLY_S = 60.0
 
+# Time after which a silent writer without live requests is forgotten: each restart is a new writer.
+# Should it be there still, its next step is a gap, and its view is read.
+FORGET_S = 3600.0
+
 Faces = Mapping[Face, LiveRequests[Any]]
 
 
@@ -160,6 +164,7 @@ class Mirror:
         self.settled = 0  # number of its last step that was read in the stream
         self.position = BEGINNING  # up to which the stream has been read
         self.numbers: dict[str, int] = {}
+        self._heard_at: dict[str, float] = {}  # when a writer's number grew last
         self.requests: dict[Name, Known] = {}
         self.waiting: dict[Name, Known] = {}
         self.behind: dict[str, int] = {}
@@ -245,6 +250,10 @@ class Mirror:
                 self._forget(name)
             if number % SLICE == 0:
                 yield
+        writers = {known.dot.writer for known in self.requests.values()}
+        for writer, at in list(self._heard_at.items()):
+            if at < now - FORGET_S and writer not in writers:
+                del self.numbers[writer], self._heard_at[writer]
         old = [of for of, steps in self._early.items() if steps[0][0] < now - EARLY_S]
         for of in old:
             self._held -= len(self._early.pop(of))
@@ -288,11 +297,22 @@ class Mirror:
                 continue
             told = Told(Dot(entry.writer, number), record, of, position)
             self._quietly(self._take, entry.ledgers, told, later)
-            self.numbers[entry.writer] = number
+            self.hear(entry.writer, number)
             self.counts.steps += 1
             if number % SLICE == 0:
                 yield
-        self.numbers[entry.writer] = entry.last
+        self.hear(entry.writer, entry.last)
+
+    def hear(self, writer: str, number: int) -> None:
+        """Notes that all steps of a writer are in here, up to a number."""
+        if number > self.numbers.get(writer, 0):
+            self.numbers[writer] = number
+            self._heard_at[writer] = self._clock()
+
+    def told_lately(self) -> dict[str, int]:
+        """Returns the numbers of those that have told something not long ago."""
+        since = self._clock() - FORGET_S / 2
+        return {each: self.numbers[each] for each, at in self._heard_at.items() if at >= since}
 
     def missed(self, writer: str, number: int) -> None:
         """Notes that steps of a writer up to a number exist, and that some are not in here."""
@@ -562,7 +582,7 @@ class Merge:
         for writer, number in head.numbers.items():
             if writer != mirror.writer:
                 whole = min(number, self._lacking.get(writer, number + 1) - 1)
-                mirror.numbers[writer] = max(whole, mirror.numbers.get(writer, 0))
+                mirror.hear(writer, whole)
         mirror.counts.views += 1
 
     def _is_gone(self, name: Name, known: Known) -> bool:

@@ -31,6 +31,7 @@ class Outbox:
     def __init__(self, journal: Journal, mirror: Mirror, ledgers: Ledgers, faces: Faces) -> None:
         self.entries: deque[Entry] = deque()  # the first is written first
         self.holes = 0  # times that steps were lost for the stream
+        self._size = 0  # bytes of the entries
         self._journal = journal
         self._mirror = mirror
         self._opened = ledgers
@@ -40,7 +41,7 @@ class Outbox:
 
     def __len__(self) -> int:
         """Bytes that wait."""
-        return len(self._journal) + sum(len(entry.records) for entry in self.entries)
+        return len(self._journal) + self._size
 
     @property
     def told(self) -> int:
@@ -64,6 +65,11 @@ class Outbox:
         records = self._journal.take()
         for piece in pieces(records, ENTRY_BYTES):
             self._number(piece, now)
+        if self._size > MAX_WAITING_BYTES:  # the server refuses to write
+            self.entries.clear()
+            self._size = 0
+            self.holes += 1
+            return False
         if self._journal.dropped == self._dropped:
             return True
         self._dropped = self._journal.dropped
@@ -71,6 +77,10 @@ class Outbox:
         self._mirror.skip_own()
         self.introduce()
         return False
+
+    def sent(self) -> None:
+        """Notes that the server has the first entry."""
+        self._size -= len(self.entries.popleft().records)
 
     def _number(self, records: bytes, now: float) -> None:
         mirror = self._mirror
@@ -93,6 +103,7 @@ class Outbox:
                 mirror.booked_here(name, record.request_id)
                 continue
             dots.append(mirror.stepped_here(name, record))
+        self._size += len(records)
         self.entries.append(Entry(mirror.writer, first, mirror.own, now, used, dots, records))
 
     def _introduce(self, content: bytes) -> None:

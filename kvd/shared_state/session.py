@@ -120,6 +120,7 @@ class Session:
         self._expected: list[tuple[str, str, int]] = []
         self._source: dict[str, str] = {}  # writers that lack, and whose view has more of them
         self._entry_bytes = 1024.0  # mean of what was read lately
+        self._has_said_unreadable = False
         self._server_s = 0.0  # the server's clock less ours
 
     async def run(self, joined: Callable[[], None], stopping: trio.Event) -> None:
@@ -225,7 +226,8 @@ class Session:
             ):
                 await trio.sleep(WRITE_AGAIN_S)
                 continue
-            outbox.entries.popleft()
+            if outbox.entries and outbox.entries[0] is entry:
+                outbox.sent()
             self._counts.entries_written += 1
             self._counts.bytes_written += len(entry.records)
 
@@ -281,10 +283,16 @@ class Session:
             else:
                 await self._apply(entry, position)
         except ValueError as error:  # Unreadable, or records that are none
-            self._counts.unreadable += 1
-            log.warning("shared_state_unreadable", reason=str(error))
+            self._note_unreadable(error)
         finally:
             self._mirror.position = max(self._mirror.position, position)
+
+    def _note_unreadable(self, error: ValueError) -> None:
+        """Counts what makes no sense, and says so once a session."""
+        self._counts.unreadable += 1
+        if not self._has_said_unreadable:
+            log.warning("shared_state_unreadable", reason=str(error))
+        self._has_said_unreadable = True
 
     async def _apply(self, entry: Entry, position: Position) -> None:
         async with self._at_rest:
@@ -310,8 +318,7 @@ class Session:
             try:
                 is_whole = await self._merge(writer)
             except Unreadable as error:
-                self._counts.unreadable += 1
-                log.warning("shared_state_unreadable", reason=str(error))
+                self._note_unreadable(error)
                 is_whole = False
             if is_whole:
                 continue
@@ -398,7 +405,7 @@ class Session:
 
     async def _tell(self) -> None:
         name, address, served = self._about
-        numbers = self._mirror.numbers | {self._mirror.writer: self._outbox.told}
+        numbers = self._mirror.told_lately() | {self._mirror.writer: self._outbox.told}
         told = Member(self._mirror.writer, name, address, served, numbers, self._views.number)
         await self._try(members.tell(self._client, self._keys, told))
 
