@@ -97,6 +97,11 @@ class Catalog:
         self._changes: int | None = None  # of the registrations, when they were looked at
         self._seen: bytes | None = None  # the name of the catalog's last change then
 
+    @property
+    def changes(self) -> int:
+        """Changes of what is registered here, so far."""
+        return self._registrations.changes
+
     async def note_restored(self) -> None:
         """Notes what is registered before anybody can have called."""
         self._restored = set(await self._here())

@@ -210,47 +210,53 @@ class Mirror:
 
     def note_restored(self) -> None:
         """Notes what is booked before anybody can have called."""
-        self._restored = {name for name, _ in self._unknown()}
+        self._restored = {each[0] for each in self._unknown() if each is not None}
 
     def claim(self) -> Iterator[None]:
         """Gives dots to what is booked here and has none: it was restored, or its step was lost."""
-        for number, (name, _) in enumerate(self._unknown(), 1):
+        for found in self._unknown():
+            if found is None:
+                yield
+                continue
+            name, _ = found
             self.own += 1
             self.booked_here(LedgerName(name.face, name.key, 0), name.request_id)
-            if number % SLICE == 0:
-                yield
 
     def drop_unknown(self) -> Iterator[None]:
         """Ends what is booked here and known to nobody: it ended while this process was away."""
-        for number, (name, face) in enumerate(self._unknown(), 1):
+        for found in self._unknown():
+            if found is None:
+                yield
+                continue
+            name, face = found
             self._quietly(face.mirror_step, name.key, name.request_id, Step.FREE, self._clock())
             self.counts.ended += 1
-            if number % SLICE == 0:
-                yield
 
-    def _unknown(self) -> Iterator[tuple[Name, LiveRequests[Any]]]:
-        """Yields what is booked here, without anybody having said so."""
+    def _unknown(self) -> Iterator[tuple[Name, LiveRequests[Any]] | None]:
+        """Yields what is booked here without anybody having said so, and None for a rest."""
         scratch = Journal(SCRATCH_BYTES)
         for kind, face in self._faces.items():
             for owner in list(face.owners()):
                 after: int | None = 0
                 while after is not None:
                     after = owner.ledger.export(scratch, after, ENTRY_BYTES)
-                    for booked in read(scratch.take()):
+                    for booked in list(read(scratch.take())):
                         assert isinstance(booked, Booked)
                         name = Name(kind, owner.key, booked.request_id)
                         if self._find(name) is None and name[1:] not in self._aside.requests:
                             yield name, face
+                    yield None
 
     def prune(self) -> Iterator[None]:
         """Forgets what is not booked here any more, and what has waited too long for a rank."""
         now = self._clock()
+        writers: set[str] = set()
         for number, (name, known) in enumerate(list(self.requests.items()), 1):
+            writers.add(known.dot.writer)
             if not self._lives(name, known, now) and self.requests.get(name) is known:
                 self._forget(name)
             if number % SLICE == 0:
                 yield
-        writers = {known.dot.writer for known in self.requests.values()}
         for writer, at in list(self._heard_at.items()):
             if at < now - FORGET_S and writer not in writers:
                 del self.numbers[writer], self._heard_at[writer]
@@ -258,7 +264,9 @@ class Mirror:
         for of in old:
             self._held -= len(self._early.pop(of))
         faces = self._faces
-        for key, request_id in list(self._aside.requests):
+        for number, (key, request_id) in enumerate(list(self._aside.requests), 1):
+            if number % SLICE == 0:
+                yield
             if not any(self._is_booked(face, Name(face, key, request_id)) for face in faces):
                 self._aside.requests.discard((key, request_id))
 

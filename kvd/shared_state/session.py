@@ -11,7 +11,7 @@ it is full, the session goes on and reads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -50,6 +50,7 @@ MIN_ENTRIES, MAX_ENTRIES = 1024, 65_536
 
 VIEW_EVERY_S = 60.0  # a view is as old as that at most, where anything has changed
 ASK_AGAIN_S = 2.0  # pause between two wishes for the view of one writer
+PRUNE_S = 30.0  # pause between two looks for what has ended unseen: 2 us a live request
 GIVE_UP_S = 10.0  # after that, what a process that is gone has not told is given up
 WRITE_AGAIN_S = 1.0  # pause after the server has refused to write
 
@@ -121,6 +122,7 @@ class Session:
         self._source: dict[str, str] = {}  # writers that lack, and whose view has more of them
         self._entry_bytes = 1024.0  # mean of what was read lately
         self._has_said_unreadable = False
+        self._placed: int | None = None  # changes of registrations, when it was tried to place all
         self._server_s = 0.0  # the server's clock less ours
 
     async def run(self, joined: Callable[[], None], stopping: trio.Event) -> None:
@@ -388,7 +390,13 @@ class Session:
 
     # ---- keeping
 
+    async def _rest_between(self, work: Iterator[None]) -> None:
+        async with self._at_rest:
+            for _ in work:
+                await trio.lowlevel.checkpoint()
+
     async def _keep(self) -> NoReturn:
+        pruned = trio.current_time()
         while True:
             await trio.sleep(TICK_S)
             await self._settle()
@@ -396,10 +404,13 @@ class Session:
             await self._look()
             await self._check_stream()
             await self._catalog.sync(self._client, self._keys)
-            for work in (self._mirror.prune(), self._mirror.place_waiting()):
-                async with self._at_rest:
-                    for _ in work:
-                        await trio.lowlevel.checkpoint()
+            if self._placed != self._catalog.changes:
+                self._placed = self._catalog.changes
+                await self._rest_between(self._mirror.place_waiting())
+            if trio.current_time() - pruned >= PRUNE_S:
+                pruned = trio.current_time()
+                self._placed = None  # where a bound was in the way, there may be room again
+                await self._rest_between(self._mirror.prune())
             if await self._is_view_due():
                 self._wanted.set()
 
