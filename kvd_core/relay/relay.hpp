@@ -67,7 +67,7 @@ namespace kvd::relay {
 constexpr size_t kReceive = 64 * 1024;  // bytes of one receive
 constexpr size_t kWindow = 256 * 1024;  // bytes that may wait for a client
 constexpr size_t kTail = 1024;          // bytes of the payload's end that are kept, at least
-constexpr size_t kMaxHead = 64 * 1024;  // bytes of an answer's head
+constexpr size_t kMaxHead = 64 * 1024;  // bytes of an answer's head, with the 1xx before it
 constexpr size_t kMaxIdle = 1024;       // kept connections of one engine
 constexpr int kNoSocket = -1;
 
@@ -147,6 +147,7 @@ struct Exchange {
   size_t body_size = 0;
   size_t sent = 0;       // of both
   std::string received;  // the head as far as it has come; then the head alone
+  size_t interim = 0;    // bytes of 1xx heads that came before it
   std::string held;      // payload before `forward`
   AnswerHead head;
   Body decoder;
@@ -467,7 +468,7 @@ class Relay {
     const Engine& engine = engines_[x.engine];
     x.phase = Phase::kConnecting;
     x.touched_ns = now_;
-    x.sent = 0;
+    x.sent = x.interim = 0;
     x.was_kept = false;
     const int fd = socket(engine.address.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
     if (fd < 0) return end(id, Outcome::kNoRoom);
@@ -575,12 +576,13 @@ class Relay {
       const Parsed parsed = parse_head(x.received.data(), x.received.size(), x.head, size);
       if (parsed == Parsed::kWrong) return end(id, Outcome::kMalformed);
       if (parsed == Parsed::kPart) {
-        if (x.received.size() > kMaxHead) end(id, Outcome::kMalformed);
+        if (x.interim + x.received.size() > kMaxHead) end(id, Outcome::kMalformed);
         return;
       }
       if (x.head.status == 101) return end(id, Outcome::kMalformed);
       if (x.head.status >= 200) break;
       x.received.erase(0, size);  // 1xx: more is to come
+      x.interim += size;
     }
     if (x.phase == Phase::kSending) {  // the rest of the request is not wanted
       x.head.persists = false;

@@ -173,6 +173,7 @@ def dechunked(data: bytes) -> bytes:
             Outcome.MALFORMED,
         ),
         (b"HTTP/1.1 200 OK\r\nx: " + b"y" * 70_000, Outcome.MALFORMED),
+        (b"HTTP/1.1 102 Processing\r\n\r\n" * 3000, Outcome.MALFORMED),
     ],
 )
 async def test_an_engine_that_breaks_off_costs_the_client_nothing(
