@@ -24,57 +24,73 @@ class Panel(NamedTuple):
     about: str = ""
 
 
-def rate(name: str, by: str = "instance", labels: str = "") -> str:
-    selector = f"{HERE},{labels}" if labels else HERE
-    return f"sum by ({by}) (rate({name}{{{selector}}}[$__rate_interval]))"
+def rate(name: str, by: str = "") -> str:
+    return f"sum by ({labels(by)}) (rate({name}{{{HERE}}}[$__rate_interval]))"
 
 
-def value(name: str, by: str = "instance", labels: str = "") -> str:
-    selector = f"{HERE},{labels}" if labels else HERE
-    return f"sum by ({by}) ({name}{{{selector}}})"
+def value(name: str, by: str = "", of: str = "sum") -> str:
+    return f"{of} by ({labels(by)}) ({name}{{{HERE}}})"
 
 
-def quantile(share: float, name: str) -> str:
-    buckets = rate(f"{name}_bucket", "le")
-    return f"histogram_quantile({share}, {buckets})"
+def quantile(share: float, name: str, by: str = "") -> str:
+    return f"histogram_quantile({share}, {rate(f'{name}_bucket', f'{by}, le'.lstrip(', '))})"
 
 
 def share(part: str, whole: str) -> str:
     return f"{rate(part)} / {rate(whole)}"
 
 
+def spread(name: str) -> str:
+    return f"{value(name, of='max')} / {value(name, of='avg')}"
+
+
+def labels(by: str) -> str:
+    """Each address has lines of its own: figures of the process are on each of its faces."""
+    return f"instance, {by}" if by else "instance"
+
+
 ROWS: dict[str, list[Panel]] = {
     "Can the index be believed?": [
         Panel("Streams", "short", {"{{state}}": value("kvd_streams", "state")}),
         Panel("Quiet engines", "short", {"{{why}}": value("kvd_quiet_streams", "why")}),
-        Panel("Batches lost", "short", {"{{instance}}": rate("kvd_listener_lost_total")}),
+        Panel("Batches lost", "ops", {"": rate("kvd_listener_lost_total")}),
         Panel("Events", "ops", {"{{type}}": rate("kvd_events_total", "type")}),
         Panel(
             "Events without effect",
             "ops",
             {"{{reason}}": rate("kvd_events_ignored_total", "reason")},
         ),
-        Panel("Models that never match", "short", {"{{instance}}": value("kvd_unmatched_models")}),
+        Panel("Models that never match", "short", {"": value("kvd_unmatched_models")}),
     ],
     "Is routing good?": [
         Panel(
-            "Share of prompts that were cached",
+            "Share of prompts that was cached",
             "percentunit",
+            {"": share("kvd_selection_cached_tokens_total", "kvd_selection_prompt_tokens_total")},
+            "At the chosen ranks, by the index; blocks in lower tiers count in part.",
+        ),
+        Panel(
+            "Matched tokens",
+            "short",
             {
-                "foreseen": share(
-                    "kvd_selection_expected_cached_tokens_total",
-                    "kvd_selection_prompt_tokens_total",
-                ),
-                "reported by engines": share(
-                    "kvd_selection_reported_cached_tokens_total",
-                    "kvd_selection_prompt_tokens_total",
-                ),
+                "prompts": rate("kvd_selection_prompt_tokens_total"),
+                "cached": rate("kvd_selection_cached_tokens_total"),
             },
+            "A second.",
+        ),
+        Panel(
+            "Cached tokens, as engines report",
+            "short",
+            {
+                "expected": rate("kvd_selection_expected_cached_tokens_total"),
+                "reported": rate("kvd_selection_reported_cached_tokens_total"),
+            },
+            "A second, of the requests whose callers report.",
         ),
         Panel(
             "Questions that matched",
             "percentunit",
-            {"{{instance}}": share("kvd_questions_matched_total", "kvd_questions_total")},
+            {"": share("kvd_questions_matched_total", "kvd_questions_total")},
         ),
         Panel(
             "Blocks that the best rank had more",
@@ -82,16 +98,11 @@ ROWS: dict[str, list[Panel]] = {
             {"p90": quantile(0.9, "kvd_selection_regret_blocks")},
             "What was given up for balance, a choice.",
         ),
-        Panel("Choices", "ops", {"{{phase}}": rate("kvd_selection_choices_total", "phase")}),
         Panel(
-            "Wait for a rank",
-            "s",
-            {
-                "p50": quantile(0.5, "kvd_selection_wait_seconds"),
-                "p99": quantile(0.99, "kvd_selection_wait_seconds"),
-            },
+            "Selections by outcome",
+            "ops",
+            {"{{outcome}}": rate("kvd_selection_decisions_total", "outcome")},
         ),
-        Panel("Selections that wait", "short", {"{{instance}}": value("kvd_selection_waiting")}),
     ],
     "How loaded are the ranks?": [
         Panel(
@@ -105,15 +116,21 @@ ROWS: dict[str, list[Panel]] = {
             {"worker {{worker_id}}": value("kvd_selection_decode_blocks", "worker_id")},
         ),
         Panel(
+            "Spread of the load",
+            "short",
+            {
+                "tokens to prefill": spread("kvd_selection_prefill_tokens"),
+                "blocks in use": spread("kvd_selection_decode_blocks"),
+            },
+            "The most loaded rank beside the mean of all: 1 is even.",
+        ),
+        Panel(
             "Reservations",
             "short",
             {
                 "selection": value("kvd_selection_reservations"),
                 "slot tracker": value("kvd_slots_requests"),
             },
-        ),
-        Panel(
-            "Ranks that are absent", "short", {"{{instance}}": value("kvd_selection_absent_ranks")}
         ),
         Panel(
             "Requests that expired",
@@ -123,53 +140,106 @@ ROWS: dict[str, list[Panel]] = {
                 "slot tracker": rate("kvd_slots_requests_expired_total"),
             },
         ),
+        Panel("Ranks that are absent", "short", {"": value("kvd_selection_absent_ranks")}),
+    ],
+    "How soon are answers there?": [
         Panel(
-            "Prompt tokens a second, as learned",
-            "short",
-            {"worker {{worker_id}}": value("kvd_selection_prefill_tokens_per_second", "worker_id")},
+            "Indexer, p99",
+            "s",
+            {
+                "{{endpoint}}": quantile(
+                    0.99, "dynamo_kvindexer_request_duration_seconds", "endpoint"
+                )
+            },
+        ),
+        Panel(
+            "Selection service, p99",
+            "s",
+            {"{{endpoint}}": quantile(0.99, "kvd_selection_request_duration_seconds", "endpoint")},
+        ),
+        Panel(
+            "Wait for a rank",
+            "s",
+            {
+                "p50": quantile(0.5, "kvd_selection_wait_seconds"),
+                "p99": quantile(0.99, "kvd_selection_wait_seconds"),
+            },
         ),
     ],
-    "Is the process well?": [
-        Panel("Requests", "ops", {"{{instance}}": rate("kvd_http_requests_total")}),
-        Panel("Memory", "bytes", {"{{instance}}": value("process_resident_memory_bytes")}),
-        Panel("Messages that wait", "short", {"{{instance}}": value("kvd_queued_messages")}),
+    "Is anything full?": [
+        Panel("Messages that wait", "short", {"": value("kvd_queued_messages")}),
+        Panel("Selections that wait", "short", {"": value("kvd_selection_waiting")}),
         Panel(
             "Index",
             "short",
             {"blocks": value("kvd_index_blocks"), "limit": value("kvd_index_max_blocks")},
+            "A limit of 0 is none.",
+        ),
+        Panel(
+            "Refused at a bound",
+            "ops",
+            {
+                "blocks": rate("kvd_index_refused_blocks_total"),
+                "messages of engines": rate("kvd_listener_dropped_total"),
+                "connections": rate("kvd_http_connections_refused_total"),
+                "bodies": rate("kvd_http_bodies_refused_total"),
+                "requests of the slot tracker": rate("kvd_slots_refused_total"),
+            },
         ),
         Panel("Clients refused", "ops", {"{{reason}}": rate("kvd_http_refusals_total", "reason")}),
-        Panel("Connections", "short", {"{{instance}}": value("kvd_http_connections_open")}),
+        Panel("Connections", "short", {"": value("kvd_http_connections_open")}),
+    ],
+    "What does the process use?": [
+        Panel("Requests", "ops", {"": rate("kvd_http_requests_total")}),
+        Panel(
+            "Memory",
+            "bytes",
+            {
+                "resident": value("process_resident_memory_bytes"),
+                "index": value("kvd_index_bytes"),
+                "free in the heap": value("kvd_heap_free_bytes"),
+            },
+        ),
+        Panel("Messages that wait, in bytes", "bytes", {"": value("kvd_queued_bytes")}),
     ],
     "Does state survive?": [
         Panel(
-            "Server of the shared state",
-            "bool_yes_no",
-            {"{{instance}}": value("kvd_shared_state_connected")},
+            "Server of the shared state", "bool_yes_no", {"": value("kvd_shared_state_connected")}
         ),
-        Panel(
-            "Replicas that are behind", "short", {"{{instance}}": value("kvd_shared_state_behind")}
-        ),
-        Panel("State not written", "ops", {"{{instance}}": rate("kvd_state_failures_total")}),
+        Panel("Replicas that are behind", "short", {"": value("kvd_shared_state_behind")}),
+        Panel("State not written", "ops", {"": rate("kvd_state_failures_total")}),
     ],
     "The gateway": [
         Panel("Engines", "short", {"{{standing}}": value("kvd_gateway_upstreams", "standing")}),
-        Panel("Requests", "ops", {"{{instance}}": rate("kvd_gateway_relay_begun_total")}),
         Panel(
-            "Share of prompts that were cached",
-            "percentunit",
-            {
-                "foreseen": share(
-                    "kvd_gateway_matched_tokens_total", "kvd_gateway_prompt_tokens_total"
-                )
-            },
+            "Requests by outcome",
+            "ops",
+            {"{{outcome}}": rate("kvd_gateway_relayed_requests_total", "outcome")},
         ),
+        Panel("What decided", "ops", {"{{by}}": rate("kvd_gateway_decisions_total", "by")}),
+        Panel(
+            "Share of prompts that was cached",
+            "percentunit",
+            {"": share("kvd_gateway_matched_tokens_total", "kvd_gateway_prompt_tokens_total")},
+            "As foreseen at the chosen engine.",
+        ),
+        Panel(
+            "Cached tokens, as engines report",
+            "short",
+            {
+                "expected": rate("kvd_gateway_reported_matched_tokens_total"),
+                "reported": rate("kvd_gateway_reported_cached_tokens_total"),
+            },
+            "A second, of the requests whose engines report.",
+        ),
+        Panel("Requests refused", "ops", {"{{code}}": rate("kvd_gateway_refusals_total", "code")}),
     ],
 }
 
 
 def target(number: int, legend: str, expression: str) -> dict[str, Any]:
-    return {"refId": chr(ord("A") + number), "expr": expression, "legendFormat": legend}
+    named = f"{{{{instance}}}} {legend}".strip()
+    return {"refId": chr(ord("A") + number), "expr": expression, "legendFormat": named}
 
 
 def panels() -> list[dict[str, Any]]:

@@ -324,8 +324,8 @@ class Upstreams:
         """Reaches an engine and asks it what it is."""
         try:
             await self._resolve(upstream)
-            if not await self._is_well(upstream):
-                raise NotAnEngine(upstream.problem or "its health check failed")
+            if (fault := await self._fault(upstream)) is not None:
+                raise NotAnEngine(fault)
             facts = await self._ask(upstream)
         except (NotAnEngine, ExchangeFailed, Unreachable, KvdError) as error:
             if upstream.problem != str(error):
@@ -378,10 +378,11 @@ class Upstreams:
         upstream.address = address
 
     async def _check(self, upstream: Upstream) -> None:
-        if not await self._is_well(upstream):
+        upstream.problem = await self._fault(upstream)
+        if upstream.problem is not None:
             upstream.failures += 1
             if upstream.failures >= MAX_FAILURES:
-                upstream.note_gone(upstream.problem or "its health checks failed")
+                upstream.note_gone(upstream.problem)
             return
         upstream.failures = 0
         if trio.current_time() - upstream.asked_at >= REFRESH_S:
@@ -390,8 +391,8 @@ class Upstreams:
             except (NotAnEngine, ExchangeFailed, KvdError) as error:
                 upstream.note_gone(str(error))
 
-    async def _is_well(self, upstream: Upstream) -> bool:
-        """Asks for its health, which costs it nothing; the reason of a failure is its problem."""
+    async def _fault(self, upstream: Upstream) -> str | None:
+        """Asks for its health, which costs it nothing; returns what is wrong, None: it is well."""
         assert upstream.engine is not None
         path = "/ready" if upstream.facts and upstream.facts.kind is Kind.SGLANG else "/health"
         head = own_head("GET", path, upstream.authority, 0, upstream.key)
@@ -401,13 +402,10 @@ class Upstreams:
                 answer = await self._exchanges.ask(upstream.engine, head, b"", HEALTH_BYTES)
                 status = answer.status
         except ExchangeFailed as error:
-            upstream.problem = str(error)
-            return False
+            return str(error)
         if status in (200, 204, 404):  # 404: an engine without that path answers at least
-            upstream.problem = None
-            return True
-        upstream.problem = f"{path} answers {status}" if status else f"{path} does not answer"
-        return False
+            return None
+        return f"{path} answers {status}" if status else f"{path} does not answer"
 
     async def _register(self, upstream: Upstream, facts: Facts) -> None:
         """Makes it a worker, or the worker anew if it says other things than before."""

@@ -216,14 +216,13 @@ class Session:
             self._wanted.set()
         while outbox.entries:
             entry = outbox.entries[0]
-            most = int(min(MAX_ENTRIES, max(MIN_ENTRIES, STREAM_BYTES / self._entry_bytes)))
             if not await self._try(
                 self._client.xadd(
                     self._keys.ops,
                     field_values=entry.fields(),
                     trim_strategy=PureToken.MAXLEN,
                     trim_operator=PureToken.APPROXIMATELY,
-                    threshold=most,
+                    threshold=self._most_entries(),
                 )
             ):
                 await trio.sleep(WRITE_AGAIN_S)
@@ -232,6 +231,10 @@ class Session:
                 outbox.sent()
             self._counts.entries_written += 1
             self._counts.bytes_written += len(entry.records)
+
+    def _most_entries(self) -> int:
+        """Returns how many entries the stream keeps, by the mean of their bytes."""
+        return int(min(MAX_ENTRIES, max(MIN_ENTRIES, STREAM_BYTES / self._entry_bytes)))
 
     async def _try(self, command: Any) -> bool:
         """Has the server write; False if it refuses. Raises what else the client raises."""
@@ -442,7 +445,7 @@ class Session:
             return True
         has_changed = self._viewed_numbers != mirror.numbers | {mirror.writer: mirror.own}
         is_old = trio.current_time() - self._viewed_at >= VIEW_EVERY_S
-        return has_changed and (is_old or self._read_since_view >= MIN_ENTRIES // 2)
+        return has_changed and (is_old or self._read_since_view >= self._most_entries() // 2)
 
     async def _show(self) -> NoReturn:
         """Writes our view whenever it is wanted."""

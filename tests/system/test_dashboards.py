@@ -9,84 +9,180 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import httpx
 import pytest
+import trio
 import yaml
 
+from examples.engine.options import EngineOptions
 from tests.support.exposition import labels, parse
+from tests.support.gateways import engines, gateway_of
 from tests.support.kvds import Kvd
 from tests.support.ports import find_free_port
-from tests.support.processes import REPOSITORY
+from tests.support.processes import REPOSITORY, Server, clean_environment
+from tests.support.promql import Query, Selector, read
 
 RULES = REPOSITORY / "packaging/prometheus/kvd-alerts.yml"
 CASES = REPOSITORY / "packaging/prometheus/kvd-alerts.test.yml"
 DASHBOARD = REPOSITORY / "packaging/grafana/kvd.json"
 
-# Of PromQL, of Prometheus, and labels that it adds itself.
-FUNCTIONS = {"by", "histogram_quantile", "increase", "label_values", "rate", "sum"}
-OF_PROMETHEUS = {"up"}
-ADDED = {"instance", "job"}
+ADDED = {"instance", "job"}  # labels that Prometheus adds
+LEGEND = re.compile(r"\{\{\s*(\w+)\s*\}\}")
+ANNOTATION = re.compile(r"\$labels\.(\w+)")
 
-SELECTOR = re.compile(r"([a-z_]\w*)\s*(?:\{([^}]*)\})?")
-MATCHER = re.compile(r'(\w+)(=~|=)"([^"]*)"')
+Samples = dict[str, list[dict[str, str]]]  # the labels of all samples, by name
+
+needs_promtool = pytest.mark.skipif(
+    shutil.which("promtool") is None, reason="promtool is not installed"
+)
 
 
-def expressions() -> Iterator[str]:
-    for group in yaml.safe_load(RULES.read_text())["groups"]:
-        yield from (rule["expr"] for rule in group["rules"])
-    said = json.loads(DASHBOARD.read_text())
-    for panel in said["panels"]:
-        yield from (target["expr"] for target in panel.get("targets", ()))
-    yield from (each["query"]["query"] for each in said["templating"]["list"][1:])
+class Asked(NamedTuple):
+    """An expression, and the labels that its legend or its annotations show."""
+
+    expression: str
+    shown: frozenset[str] = frozenset()
+
+
+def rules() -> list[dict[str, Any]]:
+    return [
+        rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]
+    ]
+
+
+def targets() -> Iterator[dict[str, str]]:
+    for panel in json.loads(DASHBOARD.read_text())["panels"]:
+        yield from panel.get("targets", ())
+
+
+def expressions() -> Iterator[Asked]:
+    for rule in rules():
+        said = " ".join(rule["annotations"].values())
+        yield Asked(rule["expr"], frozenset(ANNOTATION.findall(said)))
+    for target in targets():
+        yield Asked(target["expr"], frozenset(LEGEND.findall(target["legendFormat"])))
+    for each in json.loads(DASHBOARD.read_text())["templating"]["list"][1:]:
+        yield Asked(each["query"]["query"])
 
 
 @pytest.fixture(scope="module")
-def samples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, str]]]:
-    """The labels of all samples of a kvd that has everything, by name."""
-    folder = tmp_path_factory.mktemp("kvd")
+def samples(tmp_path_factory: pytest.TempPathFactory) -> Samples:
+    """What a kvd shows that has everything, and several gateway processes without a kvd."""
+    texts = [*serve_texts(tmp_path_factory.mktemp("kvd"))]
+    texts.append(trio.run(gateway_text, tmp_path_factory.mktemp("gateway")))
+    found: Samples = {}
+    for text in texts:
+        for key in parse(text):
+            found.setdefault(key.partition("{")[0], []).append(labels(key))
+    return found
+
+
+def serve_texts(folder: Path) -> Iterator[str]:
+    """Yields the metrics of each face, after a booking and its report."""
     fleet = folder / "fleet.toml"
     fleet.write_text("")
     gateway = find_free_port()
     flags = [f"--fleet-file={fleet}", f"--gateway-bind=127.0.0.1:{gateway}"]
     flags += ["--upstreams=http://127.0.0.1:1", f"--state-url=redis://127.0.0.1:{find_free_port()}"]
-    kvd = Kvd(folder, *flags)
-    found: dict[str, list[dict[str, str]]] = {}
+    kvd = Kvd(folder, *flags, "--no-router-use-kv-events")
     try:
         kvd.start()
         worker = {"worker_id": 1, "model_name": "m", "block_size": 4, "endpoint": "http://x"}
         assert kvd.post("selection", "/workers", worker).status_code == 201
+        asked = {"model_name": "m", "token_ids": [*range(8)], "reservation_id": "a"}
+        assert kvd.post("selection", "/select_and_reserve", asked).status_code == 200
+        report = {"prompt_tokens": 8, "cached_tokens": 0}
+        assert kvd.post("selection", "/reservations/a/report", report).status_code == 200
         for port in (*kvd.ports.values(), gateway):
-            answer = httpx.get(f"http://127.0.0.1:{port}/metrics", trust_env=False, verify=False)
-            for key in parse(answer.text):
-                found.setdefault(key.partition("{")[0], []).append(labels(key))
-            for name in re.findall(r"^# TYPE (\w+)", answer.text, re.MULTILINE):
-                found.setdefault(name, [])
+            url = f"http://127.0.0.1:{port}/metrics"
+            yield httpx.get(url, trust_env=False, verify=False).text
     finally:
         kvd.close()
-    return found
 
 
-@pytest.mark.parametrize("expression", sorted(set(expressions())))
-def test_metrics_and_labels_are_there(
-    samples: dict[str, list[dict[str, str]]], expression: str
-) -> None:
-    plain = re.sub(r"\[[^]]*\]", "", expression)  # ranges
-    grouped = set(re.findall(r"\w+", " ".join(re.findall(r"by \(([^)]*)\)", plain))))
-    plain = re.sub(r"by \([^)]*\)", "", plain)
-    names = [match for match in SELECTOR.finditer(plain) if match[1] not in FUNCTIONS | ADDED]
-    assert names
-    for match in names:
-        name = match[1]
-        if name in OF_PROMETHEUS:
-            continue
-        assert name in samples, name
-        for label, operator, said in MATCHER.findall(match[2] or ""):
-            if label not in ADDED:
-                values = {each[label] for each in samples[name]}
-                assert values >= set(said.split("|") if operator == "=~" else [said])
-        known = {label for each in samples[name] for label in each}
-        assert not samples[name] or grouped - ADDED <= known, (name, grouped)
+async def gateway_text(folder: Path) -> str:
+    """Returns the metrics of gateway processes that have answered one request and refused one."""
+    servers: list[Server] = []
+
+    def start(*flags: str, face: str) -> Server:
+        port = find_free_port()
+        command = [sys.executable, "-m", "kvd", face, "--port", str(port), *flags]
+        servers.append(Server(command, folder, port, clean_environment()))
+        servers[-1].wait_healthy()
+        return servers[-1]
+
+    flags = ["--processes", "2", "--kvd", f"http://127.0.0.1:{find_free_port()}"]
+    try:
+        async with (
+            engines(EngineOptions()) as running,
+            gateway_of(start, [each.url for each in running], flags) as client,
+        ):
+            assert (await client.chat("a")).headers["x-kvd-decision"] == "fallback"
+            assert (await client.chat("a", model="unknown")).status == 404
+            return (await client.get("/metrics")).body.decode()
+    finally:
+        for server in servers:
+            server.stop()
+
+
+def unknown(asked: Asked, samples: Samples) -> list[str]:
+    """Returns the names, labels and values in an expression that no sample has."""
+    query = read(asked.expression)
+    wrong = [each for selector in query.selectors for each in unmatched(selector, samples)]
+    return wrong + unseen_labels(query, asked.shown, samples)
+
+
+def unmatched(selector: Selector, samples: Samples) -> Iterator[str]:
+    if selector.name == "up":  # of Prometheus
+        return
+    if selector.name not in samples:
+        yield selector.name
+    for label, operator, text in selector.matchers:
+        if label not in ADDED:
+            values = {each.get(label) for each in samples.get(selector.name, [])}
+            wanted = text.split("|") if "~" in operator else [text]
+            yield from (f"{label}={each}" for each in wanted if each not in values)
+
+
+def unseen_labels(query: Query, shown: frozenset[str], samples: Samples) -> list[str]:
+    """Returns labels that each `by` or what is shown names in vain."""
+    each_has = [set().union(*samples.get(one.name, [])) for one in query.selectors]
+    known = ADDED.union(set.intersection(*each_has))
+    kept = set.union(*query.grouped) if query.grouped else known
+    named = shown.union(*query.grouped)
+    return sorted((named - known) | (shown - kept))
+
+
+@pytest.mark.parametrize("asked", sorted(set(expressions())), ids=lambda asked: asked.expression)
+def test_metrics_and_labels_are_there(samples: Samples, asked: Asked) -> None:
+    assert read(asked.expression).selectors
+    assert unknown(asked, samples) == []
+
+
+def test_what_is_not_there_is_found() -> None:
+    samples: Samples = {"a": [{"x": "1", "le": "2"}], "b": [{}]}
+    for expression, wrong in (
+        ('sum by (x) (rate(a{x=~"1"}[5m])) / 2', []),
+        ("c > 0", ["c"]),
+        ('a{x="1", y!="2"}', ["y=2"]),
+        ('a{x!~"1|3"}', ["x=3"]),
+        ("sum by (z) (a)", ["z"]),
+        ("label_values(b, x)", ["x"]),
+        ("sum by (x) (a) / sum by (x) (b)", ["x"]),
+    ):
+        assert unknown(Asked(expression), samples) == wrong, expression
+    assert unknown(Asked("sum by (le) (a)", frozenset({"x"})), samples) == ["x"]
+    for expression in (
+        "a offset 5m",
+        "avg_over_time(a[5m])",
+        "a{x=1}",
+        "a[5m:1m]",
+        "sum without (x) (a)",
+    ):
+        with pytest.raises(ValueError):
+            read(expression)
 
 
 def test_the_dashboard_is_up_to_date() -> None:
@@ -99,21 +195,35 @@ def test_alerts_lead_to_sections_of_the_operations_page() -> None:
     page = (REPOSITORY / "docs/operations.md").read_text()
     titles = re.findall(r"^#+ (.*)$", page, re.MULTILINE)
     anchors = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
-    for rule in yaml.safe_load(RULES.read_text())["groups"][0]["rules"]:
+    for rule in rules():
+        assert {"summary", "description", "runbook"} == rule["annotations"].keys()
+        assert rule["labels"]["severity"] in ("critical", "warning", "info")
         where, _, anchor = rule["annotations"]["runbook"].partition("#")
         assert where == "docs/operations.md"
         assert anchor in anchors, anchor
 
 
 def test_each_alert_has_a_case() -> None:
-    rules = yaml.safe_load(RULES.read_text())["groups"][0]["rules"]
     cases = yaml.safe_load(CASES.read_text())["tests"]
-    assert [rule["alert"] for rule in rules] == [case["name"] for case in cases]
+    assert [rule["alert"] for rule in rules()] == [case["name"] for case in cases]
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+@needs_promtool
 @pytest.mark.parametrize("command", [("check", RULES), ("test", CASES)])
 def test_the_rules_by_promtool(command: tuple[str, Path]) -> None:
     verb, path = command
     done = subprocess.run(["promtool", verb, "rules", path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@needs_promtool
+def test_prometheus_reads_the_dashboard(tmp_path: Path) -> None:
+    variables = {"$__rate_interval": "5m", "$instance": ".*"}
+    said = [target["expr"] for target in targets()]
+    for name, text in variables.items():
+        said = [each.replace(name, text) for each in said]
+    rules = [{"record": f"panel:{number}", "expr": each} for number, each in enumerate(said)]
+    path = tmp_path / "panels.yml"
+    path.write_text(yaml.safe_dump({"groups": [{"name": "panels", "rules": rules}]}))
+    done = subprocess.run(["promtool", "check", "rules", path], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

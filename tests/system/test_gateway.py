@@ -12,6 +12,7 @@ import pytest
 import trio
 
 from examples.engine.options import EngineOptions, Fault
+from tests.support.exposition import parse
 from tests.support.gateways import Client, serving, wait_heard, wait_metric, wait_serving
 from tests.support.ports import find_free_port
 from tests.support.processes import Server, clean_environment
@@ -329,3 +330,16 @@ async def test_tokens_are_asked_of_the_next_engine_where_one_has_gone(kvd_proces
         for number in range(4):
             answered = await client.chat(f"{number} {PROMPT}")
             assert (answered.status, answered.headers["x-kvd-tokens"]) == (200, "tokenize")
+
+
+def test_an_engine_that_was_never_there_is_said_once(kvd_process: Start) -> None:
+    server = kvd_process("--upstream", "http://127.0.0.1:1", face="gateway")
+    server.wait_said("event=upstream_unusable url=http://127.0.0.1:1 reason=unreachable")
+
+    def attempts() -> float:
+        text = httpx.get(f"{server.base_url}/metrics", trust_env=False, verify=False).text
+        return parse(text)["kvd_gateway_relay_begun_total"]
+
+    begun = attempts()
+    server.wait_until(lambda: attempts() >= begun + 3, "asking again")
+    assert server.stderr.count("event=upstream_unusable") == 1
