@@ -18,8 +18,8 @@ def text_dump(state: State) -> Iterator[bytes]:
     written: set[str] = set()
     for partition, events in state.dump():
         yield separator + _dump_head(partition, written)
-        while piece := events.read(SLICE_BYTES):
-            yield piece
+        while not events.done:
+            yield events.read(SLICE_BYTES)
         yield b"]}"
         separator = b","
     yield b"{}" if separator == b"{" else b"}"
@@ -31,8 +31,8 @@ def binary_dump(state: State) -> Iterator[bytes]:
     yield BINARY_HEAD
     for partition, runs in state.dump(binary=True):
         yield binary_entry(*partition.key, partition.block_size)
-        while piece := runs.read(SLICE_BYTES):
-            yield piece
+        while not runs.done:
+            yield runs.read(SLICE_BYTES)
         blocks += runs.blocks
     yield binary_end(blocks)
 

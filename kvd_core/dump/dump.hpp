@@ -34,6 +34,7 @@
 #include <unordered_set>
 #include <vector>
 
+#include "base/steps.hpp"
 #include "dump/format.hpp"
 #include "index/index.hpp"
 
@@ -54,18 +55,24 @@ class Dump {
 
   uint64_t blocks_written() const { return blocks_written_; }
 
-  // Appends events until `out` holds `enough` bytes or all is written.
-  // `owners[rank]` is the id of a rank's worker as JSON, null where the rank is not to be dumped.
-  // Returns false when all is written.
+  // Appends events until `out` holds `enough` bytes, a slice of the work is done, or all is written:
+  // then it returns false. `owners[rank]` is the id of a rank's worker as JSON, null where the rank is
+  // not to be dumped.
   bool fill(const std::vector<const std::string*>& owners, std::string& out, size_t enough) {
     if (open_ && !still_ours(owners)) close(out);
     if (open_) resume(out);
-    while (out.size() < enough) {
-      if (open_) {
-        write_run(out, enough);
+    Steps steps(kStepsASlice);
+    while (out.size() < enough && steps.left()) {
+      if (unnamed_ != kNone) {
+        collect(steps);
+      } else if (open_) {
+        const uint64_t before = blocks_written_;
+        write_run(out, std::min(enough, out.size() + kPieceBytes));
+        steps.take((blocks_written_ - before) * kStepsABlock);
       } else if (watcher_.next == kNone) {
         return false;
       } else {
+        steps.take(kStepsALook);
         step(owners, out);
       }
     }
@@ -75,6 +82,12 @@ class Dump {
 
  private:
   static constexpr uint32_t kBatch = 256;  // blocks named before they are written
+  // Work of a call, about 0.3 ms: blocks that are written, chains and ranks that have nothing to be
+  // dumped, and names looked through.
+  static constexpr int64_t kStepsASlice = 4096;
+  static constexpr size_t kStepsABlock = 2;
+  static constexpr size_t kPieceBytes = 16 * 1024;  // of a run between two looks at the steps
+  static constexpr size_t kStepsALook = 8, kStepsAName = 3;
 
   Dump(Index& index, std::unique_ptr<DumpFormat> format, bool binary)
       : index_(index), binary_(binary), format_(std::move(format)) {
@@ -108,7 +121,7 @@ class Dump {
       layer_ = offset_ = 0;
     }
     if (rank < owners.size() && owners[rank] != nullptr && begin_run(node, *owners[rank], out)) {
-      write_run(out, out.size() + 1);  // no event is left empty
+      if (open_) write_run(out, out.size() + 1);  // no event is left empty
     } else {
       ++rank_;
       layer_ = offset_ = 0;
@@ -131,7 +144,8 @@ class Dump {
     return best;
   }
 
-  // Opens the rank's first run in the chain at or behind (layer_, offset_); false without one.
+  // Opens the rank's first run in the chain at or behind (layer_, offset_), or has its names collected
+  // first; false without one.
   bool begin_run(NodeId id, const std::string& owner, std::string& out) {
     const Node& node = tree().node(id);
     uint32_t start = 0;
@@ -147,7 +161,7 @@ class Dump {
       layer_ = run.layer;
       offset_ = from;
       if (from >= run.end) continue;
-      open(owner, {id, from}, out);
+      if (can_name(node.chain.block()[from])) open(owner, {id, from}, out);
       return true;
     }
     return false;
@@ -181,7 +195,8 @@ class Dump {
     owner_ = owner;
     dp_rank_ = index_.rank(rank_).dp_rank;
     const BlockId parent = tree().parent_of(tree().node(at.node).chain.block()[at.offset]);
-    const uint64_t name = parent == kNone ? 0 : name_above(parent);
+    uint64_t name = 0;
+    if (parent != kNone) find_name_above(parent, name);
     if (told_.insert(rank_).second) format_->rank(owner, index_.rank(rank_), out);
     const RunHead head{
         &owner, dp_rank_, index_.tier_of(layer_), index_.group_of(layer_), parent != kNone,
@@ -204,7 +219,7 @@ class Dump {
   }
 
   void write_run(std::string& out, size_t enough) {
-    while (out.size() < enough) {
+    while (out.size() < enough && unnamed_ == kNone) {
       const Node& node = tree().node(at_.node);
       if (at_.offset == node.chain.len()) {
         if (!enter_only_child(node)) return close(out);
@@ -215,7 +230,7 @@ class Dump {
       const bool alone = layer_ != kDeviceLayer && !binary_;
       to = std::min(to, at_.offset + (alone ? 1 : kBatch));
       write_blocks(node, to, out);
-      if (alone) return close(out);
+      if (alone && unnamed_ == kNone) return close(out);
     }
   }
 
@@ -241,13 +256,15 @@ class Dump {
 
   void write_blocks(const Node& node, uint32_t to, std::string& out) {
     uint64_t names[kBatch];
-    const uint32_t n = to - at_.offset;
-    for (uint32_t i = 0; i < n; ++i) names[i] = name_of(node.chain.block()[at_.offset + i], layer_);
     const BlockId* ids = node.chain.block() + at_.offset;
+    uint32_t n = 0;
+    for (; n < to - at_.offset && find_name(ids[n], layer_, names[n]); ++n) {}
+    if (n != to - at_.offset) unnamed_ = ids[n];
+    if (n == 0) return;
     format_->blocks(ids, names, node.chain.local() + at_.offset, n, out);
     blocks_written_ += n;
-    last_ = node.chain.block()[to - 1];
-    at_.offset = to;
+    last_ = ids[n - 1];
+    at_.offset += n;
     if (first_beyond_ != kNone) taken_[key(first_beyond_)] = last_;
   }
 
@@ -260,27 +277,40 @@ class Dump {
 
   // ---- names
 
-  // What the rank calls a block that it holds on the layer.
-  uint64_t name_of(BlockId block, LayerId layer) {
-    const uint64_t own = tree().block(block).name;
-    if (means(own, block, layer)) return own;
-    auto& names = other_names_[rank_];
-    auto it = names.find(place(block, layer));
-    if (it == names.end() || !means(it->second, block, layer)) {
-      collect(names);
-      it = names.find(place(block, layer));
+  // Finds what the rank calls a block that it holds on the layer; false when its names are to be
+  // collected for that.
+  bool find_name(BlockId block, LayerId layer, uint64_t& name) {
+    name = tree().block(block).name;
+    if (means(name, block, layer)) return true;
+    const auto& names = other_names_[rank_];
+    const auto it = names.find(place(block, layer));
+    if (it == names.end()) return false;
+    name = it->second;
+    return means(name, block, layer);
+  }
+
+  // Whether a run that begins with a block can be opened now; else its rank's names are collected.
+  bool can_name(BlockId first) {
+    uint64_t name;
+    const BlockId above = tree().parent_of(first);
+    if (!find_name(first, layer_, name)) {
+      unnamed_ = first;
+    } else if (above != kNone && !find_name_above(above, name)) {
+      unnamed_ = above;
     }
-    return it == names.end() ? unused(own) : it->second;
+    return unnamed_ == kNone;
   }
 
   // What it calls the block before a run. Where it does not hold that (behind a hole), the block's
   // own name, as far as that means nothing else to the rank.
-  uint64_t name_above(BlockId block) {
-    if (tree().held(block, layer_, rank_)) return name_of(block, layer_);
+  bool find_name_above(BlockId block, uint64_t& name) {
+    if (tree().held(block, layer_, rank_)) return find_name(block, layer_, name);
     for (LayerId layer = 0; layer < kMaxLayers; ++layer) {
-      if (is_dumped(layer) && tree().held(block, layer, rank_)) return name_of(block, layer);
+      if (is_dumped(layer) && tree().held(block, layer, rank_))
+        return find_name(block, layer, name);
     }
-    return unused(tree().block(block).name);
+    name = unused(tree().block(block).name);
+    return true;
   }
 
   uint64_t unused(uint64_t name) const {
@@ -301,18 +331,36 @@ class Dump {
     return uint64_t{block} * kMaxLayers + layer;
   }
 
-  void collect(std::unordered_map<uint64_t, uint64_t>& names) const {
-    names.clear();
+  // Goes on with looking through the rank's names for those that are not the blocks' own. A table that
+  // has grown meanwhile is begun anew. One that was looked through in parts, and still lacks the name,
+  // has changed: then it is looked through at once.
+  void collect(Steps& steps) {
     const Names& all = index_.rank(rank_).names;
-    for (uint32_t slot = 0; slot < all.capacity(); ++slot) {
-      const uint32_t value = all.value(slot);
-      if (value == Names::kAbsent) continue;
-      const BlockId block = index_.keys().block(value);
-      const uint64_t name = index_.keys().name(value);
-      if (name == tree().block(block).name) continue;
-      for (LayerMask rest = index_.keys().layers(value); rest != 0; rest &= rest - 1)
-        names[place(block, static_cast<LayerId>(__builtin_ctz(rest)))] = name;
+    auto& names = other_names_[rank_];
+    if (all.capacity() != slots_) {
+      slots_ = all.capacity();
+      slot_ = 0;
+      names.clear();
+      names.reserve(all.size());  // to grow would take longer than a slice
     }
+    const bool again = collected_ == key(unnamed_);
+    while (slot_ < slots_ && (steps.left() || again)) {
+      note_name(all.value(slot_++), names);
+      steps.take(kStepsAName);
+    }
+    if (slot_ < slots_) return;
+    collected_ = key(unnamed_);
+    unnamed_ = kNone;
+    slots_ = 0;
+  }
+
+  void note_name(uint32_t value, std::unordered_map<uint64_t, uint64_t>& names) const {
+    if (value == Names::kAbsent) return;
+    const BlockId block = index_.keys().block(value);
+    const uint64_t name = index_.keys().name(value);
+    if (name == tree().block(block).name) return;
+    for (LayerMask rest = index_.keys().layers(value); rest != 0; rest &= rest - 1)
+      names[place(block, static_cast<LayerId>(__builtin_ctz(rest)))] = name;
   }
 
   Index& index_;
@@ -335,6 +383,10 @@ class Dump {
 
   std::unordered_set<RankId> told_;              // ranks whose first run has begun
   std::unordered_map<uint64_t, BlockId> taken_;  // (first block of a chain, rank) -> last written
+  BlockId unnamed_ = kNone;  // a block of the rank whose name is being looked for
+  uint64_t collected_ = 0;   // `key` of the one that was looked for last
+  uint32_t slots_ = 0;       // of the rank's names, while these are looked through,
+  uint32_t slot_ = 0;        // and which is next
   // By rank, block and layer.
   std::unordered_map<RankId, std::unordered_map<uint64_t, uint64_t>> other_names_;
 };

@@ -238,3 +238,4 @@ cdef class Dump:
     cdef CDump* c
     cdef PrefixIndex index
     cdef string text
+    cdef readonly bint done             # all is written

@@ -564,11 +564,12 @@ cdef class Dump:
         return self.c.blocks_written()
 
     def read(self, size_t enough):
-        """The next piece of the list of events; empty when all is written.
+        """The next piece of the list of events; `done` says whether it is the last.
 
-        Returns as soon as there are at least `enough` bytes. A piece of text may end inside an
-        event, and the next one goes on there; a binary piece consists of whole records.
+        Returns as soon as there are at least `enough` bytes, or a slice of the work is done: then a
+        piece may be empty. One of text may end inside an event, and the next one goes on there; a
+        binary piece consists of whole records.
         """
         self.text.clear()
-        self.c.fill(self.index.owners(), self.text, enough)
+        self.done = not self.c.fill(self.index.owners(), self.text, enough)
         return PyBytes_FromStringAndSize(self.text.data(), self.text.size())

@@ -18,8 +18,8 @@ Row = tuple[str, int, str, int | None, tuple[tuple[int, int], ...]]
 
 
 def pieces(dump: Dump, enough: int = 65536) -> Iterator[bytes]:
-    while piece := dump.read(enough):
-        yield piece
+    while not dump.done:
+        yield dump.read(enough)
 
 
 def entry_text(events: bytes, key: str = KEY, block_size: int = BLOCK_SIZE) -> bytes:
