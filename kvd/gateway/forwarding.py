@@ -205,7 +205,7 @@ class Forwarder:
         if not name:
             name = self._upstreams.only_name()
             if name is None:
-                text = "the request names no model, and there is not exactly one"
+                text = "the request names no model, and the engines do not serve exactly one"
                 raise GatewayError(Reason.MODEL_NOT_FOUND, text, param="model")
         served = self._upstreams.names.get(name)
         if served is None:
@@ -422,7 +422,7 @@ def _forward(
 def _unanswered(attempt: Attempt, text: str) -> GatewayError:
     """Returns what a client is told whose request no engine has answered."""
     if attempt.lacks_room:  # the engines may be well
-        return GatewayError(Reason.OVERLOADED, "the gateway has no descriptor or port left")
+        return GatewayError(Reason.OVERLOADED, "the gateway has no file descriptor or port left")
     return GatewayError(Reason.UPSTREAM_FAILED, text)
 
 

@@ -159,7 +159,7 @@ def _take(snapshot: Snapshot, reader: DumpReader, found: Frame) -> None:
     elif found.kind == DUMP:
         reader.feed(found.content)
     else:
-        raise Damaged(f"frames of kind {found.kind} are not known")
+        raise Damaged(f"it has a part of the unknown kind {found.kind}")
 
 
 def _places(content: bytes) -> Iterator[tuple[RankKey, KeptPlace]]:
@@ -171,4 +171,4 @@ def _places(content: bytes) -> Iterator[tuple[RankKey, KeptPlace]]:
             rank = RankKey(PartitionKey(*key), instance_id, dp_rank)
             yield rank, (endpoint, Place(expected, digests, publisher, kept))
     except (TypeError, ValueError) as error:
-        raise Damaged(f"its places are not understood: {error}") from None
+        raise Damaged(f"its places of streams are not understood: {error}") from None
