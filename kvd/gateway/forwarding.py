@@ -25,7 +25,7 @@ from kvd.gateway.chains import Chains
 from kvd.gateway.choices import Choices
 from kvd.gateway.choosing import Attempt, Chooser, Chosen
 from kvd.gateway.errors import GatewayError, Reason, id_headers
-from kvd.gateway.exchanges import Exchange, Exchanges
+from kvd.gateway.exchanges import WHY, Exchange, Exchanges
 from kvd.gateway.heads import KEY_HEADERS, EngineHead, read_head, rendered, request_id_of
 from kvd.gateway.pools import (
     Beside,
@@ -330,7 +330,7 @@ class Forwarder:
         if outcome not in NOT_BEGUN:
             text = "the engine has sent nothing for too long"
             raise GatewayError(Reason.UPSTREAM_TIMEOUT, text)
-        attempt.failed = outcome.name.lower().replace("_", " ")
+        attempt.failed = WHY[outcome]
         self._stats.retries[outcome.name.lower()] += 1
         attempt.lacks_room = outcome is Outcome.NO_ROOM
         if not attempt.lacks_room:
