@@ -8,6 +8,8 @@
     dump        an index written, and one received, checked and applied
     ledger      live requests, and the load of every rank
     selector    the cost of every rank for a prompt, and the choice
+    prompts     prompts that were seen before, by their messages
+    relay       bytes between clients and engines
     conductor   publishers of the KV Events standard in the same tree
 
 Each imports from those above it only. Nothing here imports kvd.

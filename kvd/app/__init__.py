@@ -3,7 +3,7 @@
 daemon                       `run`: one process from its configuration to its exit code; the
                              nurseries and their order
 processes                    `run`: the same for several processes of a gateway, and their kvd
-apis                         `Apis`: the four faces, each with its routes, its metrics and its
+apis                         `Apis`: the faces, each with its routes, its metrics and its
                              part of the fleet file
 api_server                   `ApiServer`: one face on its sockets, with and without TLS
 ports                        `Ports`: what is opened before anything runs

@@ -3,5 +3,7 @@
 main            `main`: arguments to one command and its exit code
 status          `kvd status`: asks the faces of a running daemon and reports their health
 state           `kvd state`: what a state directory holds
+replay, replay_report
+                `kvd replay`: its options; its report, which that command alone loads
 settings_page   `kvd config docs`: docs/configuration.md, written from the settings
 """

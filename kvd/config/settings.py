@@ -597,27 +597,27 @@ GATEWAY_SETTINGS = section(
     prefills=Setting(
         parsers.parse_upstreams,
         "URL,...",
-        "vLLM engines that compute prompts for the upstreams and hand them over; SGLang's say so "
+        "vLLM engines that compute prompts for the upstreams; those of SGLang are upstreams "
         "themselves",
         common=True,
     ),
     gateway_remote_prefill_tokens=Setting(
         parsers.at_least(0),
         "TOKENS",
-        "tokens of a prompt that no other engine caches, from which on a prefill engine computes "
-        "it",
+        "uncached tokens of a prompt, on the best of the other engines, from which on a prefill "
+        "engine computes it",
         DEFAULT_REMOTE_TOKENS,
     ),
     gateway_canary=switch(
-        "have engines with KV events prove with a short prompt of kvd's own that these are of "
-        "their tokens",
+        "whether kvd checks with a short prompt of its own that an engine's KV events match what "
+        "the engine computes",
         default=True,
     ),
     upstream_key_file=file("file with the API key of the engines, for the gateway's own requests"),
     gateway_processes=Setting(
         parsers.within(1, MAX_PROCESSES),
         "N",
-        "processes that share the gateway's port; several ask one more, which chooses for all",
+        "processes that share the gateway's port; beside several, one more chooses for all of them",
         1,
         also="--processes",
     ),
@@ -631,7 +631,7 @@ GATEWAY_SETTINGS = section(
     gateway_kvd_s=Setting(
         parsers.parse_seconds,
         "SECONDS",
-        "time a kvd of gateway_kvd has to choose; without one the request goes by load",
+        "time a kvd of gateway_kvd has to choose; if none does, the request is routed by load",
         DEFAULT_DEADLINE_S,
     ),
     gateway_kvd_token_file=file(
@@ -647,19 +647,19 @@ GATEWAY_SETTINGS = section(
     gateway_memory_bytes=Setting(
         parsers.within(0, 2**40),
         "BYTES",
-        "memory for the token blocks of known conversations, whose next turns need no tokenizer; "
-        "0: none",
+        "memory for the token blocks of known conversations, whose next turns need not be "
+        "tokenized; 0: none",
         256 * 1024 * 1024,
     ),
     gateway_tokenize_s=Setting(
         parsers.parse_seconds,
         "SECONDS",
-        "time engines have to tell the token ids of a prompt; without them the request goes by "
+        "time engines have to tokenize a prompt; without its tokens the request is routed by "
         "session and load",
         DEFAULT_TOKENIZE_S,
     ),
     gateway_decision_headers=switch(
-        "whether answers say which engine has served them and why; addresses are not for everybody",
+        "whether headers of answers say which engine has served them, by its address, and why",
         True,
     ),
     gateway_connect_s=seconds("time allowed to connect to an engine"),
@@ -737,18 +737,19 @@ SHARED_STATE_SETTINGS = section(
     state_prefix=Setting(
         parsers.parse_prefix,
         "TEXT",
-        "what begins the names of kvd's keys on that server; replicas of one fleet say the same",
+        "prefix of kvd's keys on the server of state_url; the same for all replicas of a fleet",
         "kvd",
     ),
-    state_password_file=file("file with the password for that server"),
+    state_password_file=file("file with the password for the server of state_url"),
     state_ca_file=file(
-        "file with the certificates that the server's is checked against (default: the system's)"
+        "file with the certificates of authorities for the server of state_url (default: the "
+        "system's)"
     ),
     state_advertise=Setting(
         parsers.parse_advertised,
         "URL",
-        "base URL of the indexer face, as other replicas reach it: a new one recovers the index "
-        "from there, and answers 421 name it (default: nobody is told)",
+        "base URL at which other replicas reach this indexer: new ones recover the index from it, "
+        "and answers with status 421 name it (default: others are not told)",
     ),
 )
 

@@ -1,7 +1,9 @@
 """The gateway: clients' requests on their way to the engine that has most of the prompt cached.
 
     upstreams   the engines behind the gateway: who they are, whether they are well
+    names       names whose addresses are engines
     probing     what an engine says of itself: models, block size, ranks, where its events are
+    canary      does what an engine publishes match what it computes?
     asking      what a request wants: model, prompt, session, limits
     forms       fields of multipart bodies
     tokens      the prompt's token ids, from the request or from an engine

@@ -167,7 +167,7 @@ def read(api: Api, headers: Headers, body: bytes) -> Asked:
             raise GatewayError(Reason.FORBIDDEN_PARAMETER, text, param=name)
     model = members.get("model")
     if model is not None and not isinstance(model, str):
-        raise GatewayError(Reason.INVALID_JSON, "model must be a text", param="model")
+        raise GatewayError(Reason.INVALID_JSON, "model must be a string", param="model")
     hints = _hints(members) if "nvext" in members else {}
     return Asked(
         api,

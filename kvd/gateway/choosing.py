@@ -111,8 +111,8 @@ class Chooser:
             engines = crew.pairs if way is Way.REMOTE else crew.alone
             if not engines:
                 if serving and not attempt.tried:
-                    text = "prefill engines and those that take over from them are both needed"
-                    raise GatewayError(Reason.NO_UPSTREAM, f"of {attempt.served.model} {text}")
+                    text = "needs both a prefill engine and one that takes over from it"
+                    raise GatewayError(Reason.NO_UPSTREAM, f"{attempt.served.model} {text}")
                 return None
             phase = Phase.BOTH if way is Way.REMOTE else None
             allowed = crew.alone_ids if engines is crew.alone else worker_ids(engines)
@@ -125,7 +125,7 @@ class Chooser:
         chosen = self._chosen(attempt, placed, question.reservation_id, way, crew)
         if chosen is None:
             self._choices.free(question.reservation_id)
-            raise GatewayError(Reason.NO_UPSTREAM, "the engine that was chosen has just left")
+            raise GatewayError(Reason.NO_UPSTREAM, "the chosen engine has just been removed")
         return chosen
 
     def _crew(self, attempt: Attempt, serving: Sequence[Upstream]) -> Crew:

@@ -21,6 +21,18 @@ TURN_NS = 500_000
 SWEEP_S = 0.25
 
 
+# Why an engine has not answered, for operators and clients.
+WHY = {
+    Outcome.UNREACHABLE: "unreachable: nothing accepts connections there",
+    Outcome.NO_ANSWER: "the connection was closed before an answer",
+    Outcome.BROKEN: "an answer was broken off",
+    Outcome.MALFORMED: "an answer was malformed or too long",
+    Outcome.CONNECT_TIME: "no connection was accepted in time",
+    Outcome.SILENCE: "nothing was sent for too long",
+    Outcome.NO_ROOM: "kvd has no descriptor, port or memory left for a connection",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class RelayLimits:
     """How long an exchange may take, in seconds."""
@@ -36,7 +48,7 @@ class ExchangeFailed(Exception):
     """An engine has not answered a request of the gateway's own."""
 
     def __init__(self, outcome: Outcome) -> None:
-        super().__init__(outcome.name.lower().replace("_", " "))
+        super().__init__(WHY[outcome])
         self.outcome = outcome
 
 

@@ -31,7 +31,7 @@ def field_of(headers: Headers, body: bytes, name: str) -> str | None:
     said = next(value for each, value in headers if each == b"content-type")
     found = _BOUNDARY.search(said)
     if found is None:
-        raise GatewayError(Reason.INVALID_FORM, "the content-type names no boundary")
+        raise GatewayError(Reason.INVALID_FORM, "the content-type header has no boundary parameter")
     delimiter = b"--" + (found[1] or found[2])
     at = body.find(delimiter)
     for _ in range(MAX_PARTS):

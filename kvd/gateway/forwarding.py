@@ -25,7 +25,7 @@ from kvd.gateway.chains import Chains
 from kvd.gateway.choices import Choices
 from kvd.gateway.choosing import Attempt, Chooser, Chosen
 from kvd.gateway.errors import GatewayError, Reason, id_headers
-from kvd.gateway.exchanges import Exchange, Exchanges
+from kvd.gateway.exchanges import WHY, Exchange, Exchanges
 from kvd.gateway.heads import KEY_HEADERS, EngineHead, read_head, rendered, request_id_of
 from kvd.gateway.pools import (
     Beside,
@@ -205,7 +205,7 @@ class Forwarder:
         if not name:
             name = self._upstreams.only_name()
             if name is None:
-                text = "the request names no model, and there is not exactly one"
+                text = "the request names no model, and the engines do not serve exactly one"
                 raise GatewayError(Reason.MODEL_NOT_FOUND, text, param="model")
         served = self._upstreams.names.get(name)
         if served is None:
@@ -330,7 +330,7 @@ class Forwarder:
         if outcome not in NOT_BEGUN:
             text = "the engine has sent nothing for too long"
             raise GatewayError(Reason.UPSTREAM_TIMEOUT, text)
-        attempt.failed = outcome.name.lower().replace("_", " ")
+        attempt.failed = WHY[outcome]
         self._stats.retries[outcome.name.lower()] += 1
         attempt.lacks_room = outcome is Outcome.NO_ROOM
         if not attempt.lacks_room:
@@ -422,7 +422,7 @@ def _forward(
 def _unanswered(attempt: Attempt, text: str) -> GatewayError:
     """Returns what a client is told whose request no engine has answered."""
     if attempt.lacks_room:  # the engines may be well
-        return GatewayError(Reason.OVERLOADED, "the gateway has no descriptor or port left")
+        return GatewayError(Reason.OVERLOADED, "the gateway has no file descriptor or port left")
     return GatewayError(Reason.UPSTREAM_FAILED, text)
 
 

@@ -144,7 +144,7 @@ class Probe:
         page = _positive(info.get("page_size")) or 1
         size = _positive(info.get("dp_size")) or 1
         if size > MAX_RANKS:
-            raise NotAnEngine(f"it says that it has {size} ranks; {MAX_RANKS} are the limit")
+            raise NotAnEngine(f"it has {size} ranks; {MAX_RANKS} are the limit")
         tokens = _positive(info.get("max_total_num_tokens"))
         block_size = page * (_positive(info.get("dcp_size")) or 1)
         events: dict[int, str] = {}
@@ -178,9 +178,9 @@ class Probe:
     async def _models(self) -> tuple[Card, ...]:
         answer = await self._get("/v1/models")
         if answer is None:
-            raise NotAnEngine("/v1/models is not there")
+            raise NotAnEngine("it has no /v1/models (404), as servers of OpenAI's API have")
         if answer.status == 401:
-            raise NotAnEngine("/v1/models wants a key: give --upstream-key-file")
+            raise NotAnEngine("/v1/models needs the key of this engine: check --upstream-key-file")
         listed = _parsed(answer)
         rows = listed.get("data") if isinstance(listed, dict) else None
         if not isinstance(rows, list):
@@ -213,7 +213,7 @@ class Probe:
             parts = urlsplit(endpoint)
             port = parts.port
         except ValueError as error:
-            raise NotAnEngine(f"it publishes at {endpoint!r}: {error}") from None
+            raise NotAnEngine(f"it says it publishes at {endpoint!r}: {error}") from None
         if parts.hostname not in ("*", "0.0.0.0", "::"):
             return endpoint
         host = self._target.host
@@ -247,7 +247,7 @@ class Probe:
         with trio.move_on_after(PROBE_S):
             answer = await self._exchanges.ask(self._engine, head, body, PROBE_BYTES)
             return None if answer.status == 404 else answer
-        raise NotAnEngine(f"{path} does not answer")
+        raise NotAnEngine(f"{path} has not answered within {PROBE_S:g} s")
 
 
 def cache_configs(metrics: str) -> list[dict[str, int]]:

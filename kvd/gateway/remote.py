@@ -203,7 +203,7 @@ class RemoteChoices:
                     with trio.fail_after(TELL_S):
                         await self._tell(kvd)
                 except (Failed, Unreachable, trio.TooSlowError) as error:
-                    kvd.note_failed(str(error) or "its catalog does not answer")
+                    kvd.note_failed(str(error) or "it has not answered GET /workers in time")
             return kvd.changed_at > since
 
     async def _tell(self, kvd: Kvd) -> None:
@@ -444,7 +444,7 @@ class RemoteChoices:
         steps = self._steps.values()
         help = "Number of steps of bookings that wait to be told to a kvd elsewhere"
         yield gauge("kvd_gateway_waiting_steps", help, sum(map(len, steps)))
-        help = "Number of steps of bookings dropped because too many waited"
+        help = "Number of steps of bookings never told to a kvd elsewhere because too many waited"
         dropped = sum(each.dropped for each in steps)
         yield counter("kvd_gateway_dropped_steps_total", help, dropped)
 
@@ -487,7 +487,7 @@ def _placement(answer: Answer) -> Placement:
     try:
         return placement(answer.held)
     except (KeyError, TypeError, ValueError):
-        raise Failed("its answer is not that of a kvd") from None
+        raise Failed("it does not answer as the selection service of a kvd does") from None
 
 
 def _rows(answer: Answer) -> list[dict[str, Any]]:
@@ -501,7 +501,7 @@ def _rows(answer: Answer) -> list[dict[str, Any]]:
             return rows
     except (KeyError, TypeError, ValueError):
         pass  # whatever it is, it is no catalog
-    raise Failed("its catalog is not that of a kvd")
+    raise Failed("its GET /workers does not answer as that of a kvd does")
 
 
 def _refusal(answer: Answer) -> str:

@@ -214,9 +214,9 @@ class Upstreams:
         if found is None:
             found = self._admit(wanted)
         elif owner in found.owners:
-            raise Conflict(f"{wanted.url} is there already")
+            raise Conflict(f"{wanted.url} is registered already")
         elif isinstance(found, Upstream) and found.prefills != wanted.prefills:
-            raise Conflict(f"{wanted.url} is there already, with another role")
+            raise Conflict(f"{wanted.url} is registered already, with another role")
         found.owners.add(owner)
         self.changes += 1
         return found
@@ -227,8 +227,11 @@ class Upstreams:
         What it is answering goes on. Raises NotFound for one that the owner does not want.
         """
         found = self._find(wanted)
-        if found is None or owner not in found.owners:
-            raise NotFound(f"{wanted.url} is not there")
+        if found is None:
+            raise NotFound(f"{wanted.url} is not registered")
+        if owner not in found.owners:
+            others = " and ".join(sorted(found.owners))
+            raise NotFound(f"{wanted.url} comes from the {others}, and is removed there")
         found.owners.discard(owner)
         self.changes += 1
         if found.owners:
@@ -403,9 +406,11 @@ class Upstreams:
                 status = answer.status
         except ExchangeFailed as error:
             return str(error)
+        if not status:
+            return f"{path} has not answered within {HEALTH_TIMEOUT_S:g} s"
         if status in (200, 204, 404):  # 404: an engine without that path answers at least
             return None
-        return f"{path} answers {status}" if status else f"{path} does not answer"
+        return f"{path} answers {status}"
 
     async def _register(self, upstream: Upstream, facts: Facts) -> None:
         """Makes it a worker, or the worker anew if it says other things than before."""
@@ -424,17 +429,18 @@ class Upstreams:
         if not upstream.prefills and facts.role is not Role.PREFILL:
             return
         if facts.kind is Kind.OPENAI:
-            raise NotAnEngine("it is named with --prefill, and is neither vLLM nor SGLang")
+            raise NotAnEngine("it is to be a prefill engine, and is neither vLLM nor SGLang")
         if facts.kind is Kind.SGLANG and facts.role is not Role.PREFILL:
             mode = "null" if facts.role is None else facts.role
-            raise NotAnEngine(f"it is named with --prefill, and its disaggregation_mode is {mode}")
+            text = f"it is to be a prefill engine, and its disaggregation_mode is {mode}"
+            raise NotAnEngine(f"{text}: start it with --disaggregation-mode prefill")
         for other in self:
             beside = other.facts
             if other is upstream or beside is None or other.role is not Role.PREFILL:
                 continue
             if beside.models[0].name == facts.models[0].name and beside.kind is not facts.kind:
-                text = f"it is {facts.kind}, and {other.url} prefills its model as {beside.kind}"
-                raise NotAnEngine(text)
+                text = f"it is {facts.kind}, and another prefill engine of its model, {other.url}, "
+                raise NotAnEngine(f"{text}is {beside.kind}: all of a model must be of one kind")
 
     def _name(self) -> None:
         """Finds what each name stands for now."""

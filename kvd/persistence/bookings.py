@@ -101,7 +101,7 @@ class Bookings:
         elif record.kind == WHOLE:
             self._end_told()
         else:
-            raise Damaged(f"records of kind {record.kind} are not known")
+            raise Damaged(f"it has a record of the unknown kind {record.kind}")
 
     def _at(self, moment: float) -> float:
         assert self._translate is not None
@@ -127,7 +127,7 @@ class Bookings:
         """
         name = self._ledgers.get(number)
         if name is None and self._is_whole:
-            raise Damaged(f"ledger {number} was not introduced")
+            raise Damaged(f"a record is about ledger {number}, which no earlier one describes")
         return name
 
     def _step(self, step: Stepped) -> None:

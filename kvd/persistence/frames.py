@@ -97,7 +97,7 @@ def unpacked(content: bytes) -> Any:
     try:
         return msgpack.unpackb(content, strict_map_key=False)
     except (ValueError, msgpack.UnpackException) as error:
-        raise Damaged(f"a frame is not msgpack: {error}") from None
+        raise Damaged(f"a part of it is not msgpack: {error}") from None
 
 
 class Reading:
@@ -137,7 +137,7 @@ class Reading:
         for found in self.frames():
             if found.kind == END:
                 if found.end != self.size:
-                    raise Damaged("something follows its end")
+                    raise Damaged(f"bytes follow its end at byte {found.end}")
                 return
             yield found
         raise CutOff(self.size)
@@ -150,7 +150,7 @@ class Reading:
             raise Damaged("not a file of a kvd state directory")
         version = magic[len(MAGIC) :].decode("latin-1")
         if version not in map(str, READABLE):
-            raise Damaged(f"format {version!r} is not known to kvd {VERSION}")
+            raise Damaged(f"kvd {VERSION} cannot read its format {version!r}")
         self.whole = len(magic)
         first = self._frame()
         if first.kind != HEADER:
@@ -171,7 +171,7 @@ class Reading:
             raise CutOff(self.size)
         size, checksum = _HEAD.unpack(head)
         if not 0 < size <= MAX_FRAME_BYTES:
-            raise Damaged(f"no frame at byte {self.whole}")
+            raise Damaged(f"the length at byte {self.whole} is wrong")
         body = self._file.read(size)
         if len(body) < size:
             raise CutOff(self.size)

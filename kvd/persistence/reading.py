@@ -55,7 +55,7 @@ async def bookings_of(paths: list[Path], now: float) -> Bookings:
 
 def _take_records(bookings: Bookings, found: Frame) -> None:
     if found.kind != RECORDS:
-        raise Damaged(f"frames of kind {found.kind} are not known")
+        raise Damaged(f"it has a part of the unknown kind {found.kind}")
     try:
         for record in read(found.content):
             bookings.take(record)

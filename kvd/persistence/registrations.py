@@ -175,7 +175,7 @@ async def register_again(
                 (model_name, tenant_id), changes = unpacked(each.content)
                 said.append(((model_name, tenant_id), changes))
             else:
-                raise Damaged(f"frames of kind {each.kind} are not known")
+                raise Damaged(f"it has a part of the unknown kind {each.kind}")
     except (TypeError, ValueError) as error:
         raise Damaged(f"its registrations are not understood: {error}") from None
     again = Again()
@@ -185,7 +185,8 @@ async def register_again(
             again.registered += 1
         except (KvdError, ValueError, TypeError) as error:
             again.failed += 1
-            log.warning("registration_not_restored", table=table, reason=str(error))
+            said_of = f"{table} {json.dumps(members)}"
+            log.warning("registration_not_restored", registration=said_of, reason=str(error))
         if number % SLICE == 0:
             await trio.lowlevel.checkpoint()
     for place, changes in said:
@@ -194,7 +195,8 @@ async def register_again(
             again.registered += 1
         except (KvdError, ValueError, TypeError) as error:
             again.failed += 1
-            log.warning("registration_not_restored", table="policy", reason=str(error))
+            said_of = f"policy {json.dumps(place)}"
+            log.warning("registration_not_restored", registration=said_of, reason=str(error))
     return again
 
 
@@ -202,7 +204,7 @@ async def _register(
     table: str, members: dict[str, Any], mark: str, targets: Mapping[str, RegistrationTarget]
 ) -> None:
     if table not in targets:
-        raise ValueError("its face is not served")
+        raise ValueError("the face that it belongs to is off")
     await targets[table].add(wanted_of(table, json.dumps(members), mark))
 
 

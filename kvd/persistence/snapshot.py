@@ -173,7 +173,7 @@ def _take(snapshot: Snapshot, reader: DumpReader, held: HoldingsReader, found: F
     elif found.kind in holdings.KINDS:
         held.take(found.kind, found.content)
     else:
-        raise Damaged(f"frames of kind {found.kind} are not known")
+        raise Damaged(f"it has a part of the unknown kind {found.kind}")
 
 
 def _places(content: bytes) -> Iterator[tuple[RankKey, KeptPlace]]:
@@ -185,4 +185,4 @@ def _places(content: bytes) -> Iterator[tuple[RankKey, KeptPlace]]:
             rank = RankKey(PartitionKey(*key), instance_id, dp_rank)
             yield rank, (endpoint, Place(expected, digests, publisher, kept))
     except (TypeError, ValueError) as error:
-        raise Damaged(f"its places are not understood: {error}") from None
+        raise Damaged(f"its places of streams are not understood: {error}") from None

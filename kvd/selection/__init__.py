@@ -30,5 +30,7 @@ atomic step: between choosing a rank and booking it nothing is awaited.
     options, tuning            settings; what operators change at run time
     policies                   costs by name, each a row of weights
     decisions                  the decision log: a line a booked choice, without prompts
+    speeds, fitting, regret    how fast ranks are, learned from their requests; the line through
+                               those, compiled; what was expected of choices, and what came
     readiness, stats           is it worth asking; what has become of every selection
 """

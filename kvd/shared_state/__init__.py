@@ -1,6 +1,6 @@
 """What replicas share through a Redis or Valkey server, so that each knows what all have booked.
 
-addresses   what `--state-url` may say, and the client of the server that it names
+server      the client of the server that `--state-url` names (kvd.wire.state_address)
 keys        the names of what is kept there
 entries     one entry of the stream, one piece of a view: as bytes
 outbox      `Outbox`: this process's own steps, numbered, in entries

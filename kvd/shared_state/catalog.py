@@ -195,7 +195,7 @@ class Catalog:
         except (KvdError, ValueError, TypeError) as error:
             self._failed.add(field)
             self.counts.failed += 1
-            log.warning("shared_registration_failed", table=row.table, reason=str(error))
+            log.warning("shared_registration_failed", registration=field, reason=str(error))
 
     async def _write(self, client: Client, keys: Keys) -> None:
         """Writes what clients have changed here since the last look."""

@@ -115,7 +115,7 @@ def read_entry(fields: Mapping[Any, Any]) -> Entry | Ask | None:
         if b"ask" in fields:
             return Ask(fields[b"ask"].decode())
         if len(fields[b"r"]) > MAX_ENTRY_BYTES:
-            raise Unreadable("an entry is too long")
+            raise Unreadable(f"an entry is longer than {MAX_ENTRY_BYTES} bytes")
         return Entry(
             fields[b"w"].decode(),
             int(fields[b"n"]),
@@ -150,7 +150,7 @@ def read_dots(content: bytes) -> list[Dot | None]:
     try:
         return [None if each is None else _dot(writers[each[0]], each[1]) for each in flat]
     except (IndexError, TypeError) as error:
-        raise Unreadable(f"dots are not understood: {error!r}") from None
+        raise Unreadable(f"the numbers of steps are not understood: {error!r}") from None
 
 
 def packed_ledgers(ledgers: Mapping[int, LedgerName]) -> bytes:
@@ -173,7 +173,7 @@ def unpacked(content: bytes) -> Any:
     try:
         return msgpack.unpackb(content, use_list=True, strict_map_key=False)
     except (ValueError, msgpack.exceptions.UnpackException) as error:
-        raise Unreadable(f"it is no msgpack: {error!r}") from None
+        raise Unreadable(f"an entry or a view is not msgpack: {error!r}") from None
 
 
 # ---- views

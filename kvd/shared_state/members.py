@@ -67,7 +67,7 @@ class Member:
                 int(said["view"]),
             )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise Unreadable(f"a member is not understood: {error!r}") from None
+            raise Unreadable(f"the row of a process is not understood: {error!r}") from None
 
 
 async def tell(client: Client, keys: Keys, member: Member) -> None:

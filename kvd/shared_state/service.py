@@ -177,9 +177,9 @@ class SharedState:
         yield gauge("kvd_shared_state_connected", help, int(standing.is_connected))
         help = "Number of other processes that share this state"
         yield gauge("kvd_shared_state_replicas", help, len(standing.members))
-        help = "Number of processes of which steps are lacking here"
+        help = "Number of other processes whose last steps have not come here yet"
         yield gauge("kvd_shared_state_behind", help, len(mirror.behind))
-        help = "Number of live requests that have no registered rank here"
+        help = "Number of live requests whose rank is not registered here"
         yield gauge("kvd_shared_state_waiting_requests", help, len(mirror.waiting))
         help = "Total size of the steps that wait for the server in bytes"
         yield gauge("kvd_shared_state_unsent_bytes", help, len(outbox))
@@ -190,18 +190,18 @@ class SharedState:
             ("entries_read", "Number of entries read from the stream", counts.entries_read),
             ("bytes_written", "Total size of the steps written in bytes", counts.bytes_written),
             ("bytes_read", "Total size of the steps read in bytes", counts.bytes_read),
-            ("unreadable", "Number of entries and views that made no sense", counts.unreadable),
+            ("unreadable", "Number of entries and views that could not be read", counts.unreadable),
             ("unknown_form", "Number of entries of another version", counts.unknown_form),
             ("refused", "Number of writes that the server refused", counts.refused),
-            ("lost_stream", "Number of times that the server had lost steps", counts.lost_stream),
-            ("given_up", "Number of gaps of processes that are gone", counts.given_up),
+            ("lost_stream", "Number of times that the server had lost entries", counts.lost_stream),
+            ("given_up", "Number of gaps given up because their process is gone", counts.given_up),
             ("steps", "Number of steps of other processes taken", of_mirror.steps),
             ("bookings", "Number of requests of other processes booked", of_mirror.bookings),
             ("ended", "Number of requests that a view showed to have ended", of_mirror.ended),
             ("replaced", "Number of bookings that gave way to an earlier one", of_mirror.replaced),
-            ("left_out", "Number of requests left out at a bound", of_mirror.left_out),
+            ("left_out", "Number of requests not booked at a bound", of_mirror.left_out),
             ("gaps", "Number of gaps in what other processes told", of_mirror.gaps),
-            ("holes", "Number of times that own steps found no room", outbox.holes),
+            ("holes", "Number of times that steps of this process found no room", outbox.holes),
             ("views_read", "Number of views of other processes merged", of_mirror.views),
             ("views_written", "Number of views written", of_views.written),
             ("view_bytes_written", "Total size of written views in bytes", of_views.written_bytes),

@@ -171,15 +171,15 @@ async def read_pieces(
 ) -> AsyncIterator[Piece]:
     """Yields the pieces of a view; raises Unreadable if not all of them are there."""
     if head.pieces > MAX_PIECES:
-        raise Unreadable(f"a view of {head.pieces} pieces is too long")
+        raise Unreadable(f"a view has {head.pieces} pieces; {MAX_PIECES} are the limit")
     name = keys.pieces(writer, head.number)
     for index in range(head.pieces):
         found = await client.lrange(name, index, index)
         if not found:
-            raise Unreadable("a view has lost its pieces")
+            raise Unreadable(f"piece {index} of a view is not there any more")
         content = next(iter(found))
         if len(content) > MAX_ENTRY_BYTES:
-            raise Unreadable("a piece of a view is too long")
+            raise Unreadable(f"a piece of a view is longer than {MAX_ENTRY_BYTES} bytes")
         counts.read_bytes += len(content)
         yield Piece.read(content)
     counts.read += 1

@@ -1,6 +1,8 @@
 """What the daemon says of itself.
 
-logs      one line for each change, as key=value fields or JSON
-stderr    the descriptor of log lines, which is never waited for
-metrics   counters, gauges and histograms, in the Prometheus text format
+logs       one line for each change, as key=value fields or JSON
+stderr     the descriptor of log lines, which is never waited for
+rotating   lines into a file of bounded size, by a thread
+metrics    counters, gauges and histograms, in the Prometheus text format
+merging    metrics of several processes as one text
 """

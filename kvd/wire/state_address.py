@@ -45,25 +45,30 @@ def parse_address(text: str) -> StateAddress:
     scheme, found, rest = text.partition("://")
     kind, _, variant = scheme.partition("+")
     if not found or kind not in ("redis", "rediss", "valkey", "valkeys"):
-        raise ValueError("it must begin with redis://, rediss://, redis+sentinel:// or such")
+        raise ValueError("it must begin with redis:// or valkey://, or rediss:// for TLS")
     if variant not in ("", "sentinel", "cluster"):
-        raise ValueError(f"there are no servers of the kind {variant!r}")
+        raise ValueError(f"after {kind}+ only sentinel or cluster may follow, not {variant!r}")
     who, has_who, where = rest.rpartition("@")
     if ":" in who:
-        raise ValueError("a password is shown to all who may read settings: put it into a file")
+        raise ValueError(
+            "whoever reads the settings would see the password: put it into a file that "
+            "state_password_file names"
+        )
     hosts, _, path = where.partition("/")
     names = path.split("/") if path else []
     name = names.pop(0) if variant == "sentinel" and names else None
     if variant == "sentinel" and not name:
-        raise ValueError("an address of sentinels must end with /NAME of the servers they watch")
+        raise ValueError("sentinels are followed by /NAME, by which they know their servers")
     if variant == "cluster" and names:
-        raise ValueError("a cluster has no databases")
+        raise ValueError(f"a cluster has no databases: leave out /{path}")
     if len(names) > 1 or (names and not names[0].isdecimal()):
-        raise ValueError("the database must be a number")
+        raise ValueError(f"expected the number of a database, not {path!r}")
     default = DEFAULT_SENTINEL_PORT if variant == "sentinel" else DEFAULT_PORT
     servers = tuple(_server(each, default) for each in hosts.split(","))
-    if len(servers) > MAX_SERVERS or (not variant and len(servers) > 1):
-        raise ValueError("it names too many servers")
+    if not variant and len(servers) > 1:
+        raise ValueError(f"{scheme}:// takes one server: use {scheme}+sentinel:// or +cluster://")
+    if len(servers) > MAX_SERVERS:
+        raise ValueError(f"it names {len(servers)} servers; {MAX_SERVERS} are the limit")
     return StateAddress(
         servers,
         kind in ("rediss", "valkeys"),
@@ -90,5 +95,5 @@ def _server(text: str, default: int) -> tuple[str, int]:
     if not host:
         host, port = port, ""
     if not host.strip("[]") or (port and not port.isdecimal()) or int(port or default) > 65535:
-        raise ValueError(f"{text!r} is no HOST:PORT")
+        raise ValueError(f"expected HOST or HOST:PORT, not {text!r}")
     return host.strip("[]"), int(port or default)

@@ -6,8 +6,9 @@ requests.pxd             live requests by id, age and rank
 loads.pxd                what every rank works on, shared by ledgers
 types.pxd, bounds.hpp    structs; what a ledger holds at most
 rows.pxd                 loads as JSON
-journal                  `Journal`: each step of requests on its way to a file, and back;
-                         records.pxd, record_buffer.hpp what it is made of
+journal                  `Journal`: each step of requests on its way to a file, and back
+records.pxd, record_buffer.hpp
+                         what it is made of
 verify                   every invariant, checked; verify.hpp those of the trie
 trie.hpp, rank_refs.hpp  live prompts as a trie, and the ranks that pass through its stretches;
                          trie.pxd declares them for Cython

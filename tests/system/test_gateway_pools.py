@@ -450,7 +450,7 @@ async def test_sglang_has_no_other_way(kvd_process: Start) -> None:
         await wait_serving(client, 2)
         answered = await client.chat(PROMPT)
         assert (answered.status, answered.headers["retry-after"]) == (503, "1")
-        assert "are both needed" in answered.json["error"]["message"]
+        assert "needs both" in answered.json["error"]["message"]
 
 
 async def test_a_pair_that_is_too_busy_says_so(kvd_process: Start) -> None:
@@ -490,7 +490,10 @@ async def test_engines_that_cannot_prefill_for_others(kvd_process: Start) -> Non
         prefills=1,
         unusable=1,
     ) as (client, running):
-        why = "it is named with --prefill, and its disaggregation_mode is null"
+        why = (
+            "it is to be a prefill engine, and its disaggregation_mode is null: "
+            "start it with --disaggregation-mode prefill"
+        )
         shown = None
         with trio.fail_after(NOT_MY_FAULT_S):
             while shown != ("prefill", why):

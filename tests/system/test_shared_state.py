@@ -413,10 +413,12 @@ def test_a_cluster(tmp_path: Path) -> None:
     ("url", "fault"),
     [
         ("http://h", "it must begin with redis://"),
-        ("redis://:pw@h", "a password is shown to all who may read settings"),
-        ("redis+sentinel://h:1", "must end with /NAME"),
-        ("redis://h:99999", "no HOST:PORT"),
-        ("redis://a,b", "too many servers"),
+        ("redis://:pw@h", "put it into a file that state_password_file names"),
+        ("redis+sentinel://h:1", "followed by /NAME"),
+        ("redis://h:99999", "expected HOST or HOST:PORT"),
+        ("redis://a,b", "takes one server"),
+        ("redis+cluster://" + ",".join("h" * 65), "64 are the limit"),
+        ("redis+ring://h", "only sentinel or cluster may follow"),
         ("redis+cluster://h/1", "a cluster has no databases"),
     ],
 )

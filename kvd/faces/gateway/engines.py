@@ -31,7 +31,7 @@ def read_upstream(body: bytes) -> Wanted:
     url = bodies.bounded(bodies.text(members, "url"), "url")
     role = bodies.optional_text(members, "role")
     if role not in (None, Role.PREFILL):
-        raise BadRequest(f"role: expected {Role.PREFILL}, or none for an engine that decodes")
+        raise BadRequest(f"role: expected {Role.PREFILL}, or no role for an engine that decodes")
     try:
         if parse_dns(url) is None:
             parse_upstream(url)
@@ -44,7 +44,7 @@ def add(upstreams: Upstreams, request: Request) -> Response:
     """Has an engine be asked what it is, and served with from then on."""
     wanted = read_upstream(request.body)
     if wanted.name is not None:
-        raise BadRequest("url: names are followed by way of the settings and the fleet file")
+        raise BadRequest("url: dns: names belong in the settings or the fleet file")
     found = upstreams.want(wanted, CALLS)
     assert isinstance(found, Upstream)
     answer = bodies.json_response({"url": found.url, "worker_id": found.worker_id})
@@ -57,6 +57,6 @@ def remove(upstreams: Upstreams, request: Request) -> Response:
     text = request.captured.decode("latin-1")
     found = upstreams.each.get(int(text)) if text.isdecimal() and len(text) < 20 else None
     if found is None:
-        raise NotFound(f"there is no upstream {text}")
+        raise NotFound(f"there is no upstream with the worker_id {text}")
     upstreams.unwant(Wanted(found.url, found.prefills), CALLS)
     return bodies.json_response({"url": found.url, "worker_id": found.worker_id})

@@ -52,7 +52,7 @@ def gateway_families(
     for name, help, value in (
         ("prompt_tokens", "Number of prompt tokens in requests with known token ids",
          stats.prompt_tokens),
-        ("matched_tokens", "Number of those tokens expected to be cached at the chosen engine",
+        ("matched_tokens", "Number of prompt tokens expected to be cached at the chosen engine",
          stats.matched_tokens),
         ("reported_matched_tokens",
          "Number of tokens expected to be cached in requests whose engine reported the real number",
@@ -70,11 +70,11 @@ def gateway_families(
     strands = chains.strands
     help = "Number of beginnings of conversations known by their text alone"
     yield gauge("kvd_gateway_texts", help, len(strands))
-    help = "Number of those forgotten to make room for others"
+    help = "Number of beginnings known by their text forgotten to make room for others"
     yield counter("kvd_gateway_texts_forgotten_total", help, strands.forgotten)
     help = "Number of responses that clients may go on from"
     yield gauge("kvd_gateway_responses", help, len(chains.responses))
-    help = "Number of those forgotten to make room for others"
+    help = "Number of responses forgotten to make room for others"
     yield counter("kvd_gateway_responses_forgotten_total", help, stats.responses_forgotten)
     help = "Number of turns not remembered because too many were waiting for their tokens"
     yield counter("kvd_gateway_turns_not_remembered_total", help, stats.not_remembered)

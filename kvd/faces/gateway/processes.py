@@ -32,7 +32,7 @@ async def merged_metrics(
     if asked == place.name:
         return metrics(sources, request)
     if asked not in place.sockets:
-        raise NotFound(f"no such process; there are {', '.join(place.sockets)}")
+        raise NotFound(f"there is no such process, only {', '.join(place.sockets)}")
     text = await siblings.metrics(asked)
     if text is None:
         raise Unavailable(f"the process {asked} does not answer", 1)

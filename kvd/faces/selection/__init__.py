@@ -10,6 +10,7 @@ reservations                 reservations made by name, shown and told of output
 workers, records             the catalog of workers: its routes, and records read and written
 tuning                       busy thresholds, router modes and policies, changed at run time
 members                      members that several routes read
-booking_metrics, choice_metrics
-                             what /metrics says of reservations and of choices
+regret                       what was expected of choices, and what came of them
+booking_metrics, choice_metrics, speed_metrics
+                             what /metrics says of reservations, choices and speeds of ranks
 """

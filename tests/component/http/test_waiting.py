@@ -158,7 +158,7 @@ async def test_what_is_held_at_the_stop_is_answered() -> None:
         assert (await client.read_reply()).status == 200
 
 
-async def test_a_placeholder_is_captured_in_the_lane_too() -> None:
+async def test_a_placeholder_is_captured_on_the_fast_path_too() -> None:
     async with serving() as running, running.client() as client:
         for name in ("a", "a%2Fb", "state"):
             assert (await client.request("DELETE", f"/gone/{name}")).body == name.encode()
