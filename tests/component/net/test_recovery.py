@@ -32,7 +32,7 @@ from kvd.net.recovery import (
 )
 from kvd.wire.dump import BINARY_DUMP, wants_binary
 from kvd_core.index.prefix_index import IngestCounters, PrefixIndex
-from tests.support.dumps import binary_of, dump_json, event, read, rows_of
+from tests.support.dumps import binary_of, dump_json, event, pieces, read, rows_of
 from tests.support.idle_listeners import IdleListeners
 from tests.support.serving import serving
 from tests.support.zmtp_fakes import NOT_MY_FAULT_S
@@ -73,7 +73,7 @@ class Replica:
 
     def dumped(self) -> dict[str, object]:
         return {
-            str(partition.key): rows_of(json.loads(b"[" + dump.read(10**9) + b"]"))
+            str(partition.key): rows_of(json.loads(b"[" + b"".join(pieces(dump)) + b"]"))
             for partition, dump in self.state.dump()
         }
 
