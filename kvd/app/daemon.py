@@ -43,6 +43,9 @@ from kvd.app.stopping import Stop
 from kvd.app.unmatched_log import UnmatchedLog
 from kvd.config.load import Config, StartError
 from kvd.config.reload import Reader
+from kvd.diagnosis.doctor import Doctor
+from kvd.diagnosis.gathering import Rooms
+from kvd.faces.common.diagnosis import diagnose_route
 from kvd.faces.gateway.engines import CALLS
 from kvd.fleet_file.follower import FleetFileFollower, RegistrationTarget
 from kvd.fleet_file.targets import UpstreamTarget
@@ -262,6 +265,9 @@ class _Daemon:
         self._shared: SharedState | None = None  # None: nothing is shared
         if config.state_server is not None and told is not None and aside is not None:
             self._shared = self._share(config.state_server, told, ledgers, aside, registrations)
+        shown = None if self._shared is None else self._shared.shown
+        rooms = _rooms(self._parts, ports)
+        self._doctor = Doctor(rooms, ports.dialer, trio.current_time(), shown)
         self._reloader = Reloader(
             config, reader, stop, ports, self._parts, self._listeners, self._fleet
         )
@@ -371,6 +377,7 @@ class _Daemon:
             await trio.sleep(EXPIRY_PAUSE_S)
             now = trio.current_time()
             index_full.check(now)
+            self._doctor.look_again(now)
             for work in (
                 unmatched.check(),
                 parts.slots.expire(now),
@@ -452,10 +459,11 @@ class _Daemon:
         stop = trio.Event()
         async with trio.open_nursery() as serving:
             apis = self._ports.apis.routes(self._parts, lambda: self._config)
+            diagnose = diagnose_route(self._doctor)
             for face, routes, not_found in apis:
                 face.sources += self._sources()
                 face.log_requests(self._config.access_log)
-                await serving.start(face.serve, routes, not_found, stop)
+                await serving.start(face.serve, (*routes, diagnose), not_found, stop)
                 bind = " ".join(face.addresses())
                 log.info("serving", version=VERSION, face=face.name, bind=bind)
             self._serving.set()
@@ -543,6 +551,18 @@ def _components(
         selections,
         ports.sync.start(listening, context, slots, selections, aside),
         Gateway(config, selections, registry, ports.dialer, place),
+    )
+
+
+def _rooms(parts: Components, ports: Ports) -> Rooms:
+    return Rooms(
+        parts.state,
+        parts.registry,
+        parts.publishers,
+        parts.slots,
+        parts.selections,
+        parts.replicas,
+        {face.name: face.authorizer for face in ports.apis.served},
     )
 
 

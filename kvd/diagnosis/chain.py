@@ -1,0 +1,49 @@
+"""Walks the chain from the engines to the choice, link by link."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from kvd.diagnosis.choices import check_choices
+from kvd.diagnosis.engines import check_engine
+from kvd.diagnosis.events import check_events
+from kvd.diagnosis.evidence import Evidence
+from kvd.diagnosis.findings import KINDS, Finding
+from kvd.diagnosis.identity import check_identity
+from kvd.diagnosis.questions import check_questions
+from kvd.diagnosis.room import check_room
+
+# Findings of one name that are shown; the next one counts the others. A fleet that is unreachable
+# as a whole is one fault.
+MOST_OF_A_KIND = 64
+
+
+def diagnose(evidence: Evidence) -> list[Finding]:
+    """Returns all that is wrong, in the order of the chain."""
+    order = list(KINDS)
+    return sorted(_bounded(_all(evidence)), key=lambda finding: order.index(finding.name))
+
+
+def _all(evidence: Evidence) -> Iterator[Finding]:
+    for stream in evidence.streams:
+        yield from check_engine(stream)
+        yield from check_events(stream)
+    yield from check_identity(evidence)
+    yield from check_room(evidence.room, evidence.watched_s)
+    yield from check_questions(evidence)
+    yield from check_choices(evidence)
+
+
+def _bounded(findings: Iterable[Finding]) -> Iterator[Finding]:
+    seen: Counter[str] = Counter()
+    last: dict[str, Finding] = {}
+    for finding in findings:
+        seen[finding.name] += 1
+        if seen[finding.name] <= MOST_OF_A_KIND:
+            yield finding
+        last[finding.name] = finding
+    for name, count in seen.items():
+        if count > MOST_OF_A_KIND:
+            more = f"{count - MOST_OF_A_KIND} more"
+            yield last[name]._replace(subject=more, evidence=f"{count} in all")

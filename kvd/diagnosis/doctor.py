@@ -1,0 +1,38 @@
+"""Examines the daemon when somebody asks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from kvd.diagnosis.chain import diagnose
+from kvd.diagnosis.evidence import Look
+from kvd.diagnosis.findings import Finding
+from kvd.diagnosis.gathering import Gathering, Rooms, Shown
+from kvd.diagnosis.looks import Looker
+
+if TYPE_CHECKING:
+    from kvd.net.dialing import Dialer
+
+
+class Doctor:
+    """Finds out what is wrong, from what the daemon knows and what engines show from outside."""
+
+    def __init__(
+        self, rooms: Rooms, dialer: Dialer, now: float, shared: Shown | None = None
+    ) -> None:
+        """Moments are monotonic seconds; `shared` shows the shared state, if there is one."""
+        self._gathering = Gathering(rooms, now)
+        self._looker = Looker(dialer)
+        self._shared = shared
+
+    def look_again(self, now: float) -> None:
+        """Takes counters now and then; to be called every few seconds."""
+        self._gathering.look_again(now)
+
+    async def examine(self, *, probes: bool) -> list[Finding]:
+        """Returns what is wrong; with `probes` engines are looked at, which takes seconds."""
+        looks: Mapping[str, Look] = {}
+        if probes:
+            looks = await self._looker.look_at(self._gathering.endpoints())
+        return diagnose(await self._gathering.gather(looks, self._shared))

@@ -1,0 +1,95 @@
+"""Do questions match what engines cache, and do they get as far as to be asked?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvd.diagnosis.evidence import Evidence, FaceEvidence, ModelEvidence
+from kvd.diagnosis.findings import Finding, found, minutes, place
+
+# Prompts of a side before it counts that none of them has a salt, or an adapter: the first few of a
+# fleet are often probes, which have neither.
+ENOUGH = 20
+
+SHOWN_TOKENS = 4  # of those with which prompts begin
+
+
+def check_questions(evidence: Evidence) -> Iterator[Finding]:
+    """Yields why questions may not match, by model, and which were refused."""
+    for model in evidence.models:
+        yield from check_model(model)
+    for face in evidence.faces:
+        if face.refused:
+            yield _host(face, evidence.watched_s)
+
+
+def check_model(model: ModelEvidence) -> Iterator[Finding]:
+    """Yields what separates the questions about a model from its events."""
+    sides = [*_check_salts(model), *_check_adapters(model)]
+    yield from sides
+    if model.is_unmatched and not sides:
+        yield _unmatched(model)
+
+
+def _check_salts(model: ModelEvidence) -> Iterator[Finding]:
+    asked, told, subject = model.asked, model.told, f"model {place(model.key)}"
+    if asked.prompts < ENOUGH or told.prompts == 0:
+        return
+    if told.salted >= ENOUGH and not asked.salted:
+        evidence = (
+            f"{told.salted} of {told.prompts} prompts in events have a cache salt, "
+            f"none of {asked.prompts} questions"
+        )
+        yield found("salt_one_sided", subject, evidence)
+    # Engines that do not tell of salts are matched without.
+    elif asked.salted >= ENOUGH and not told.salted and told.telling == told.prompts >= ENOUGH:
+        evidence = (
+            f"{asked.salted} of {asked.prompts} questions have a cache salt, "
+            f"none of {told.prompts} prompts in events"
+        )
+        yield found("salt_one_sided", subject, evidence)
+
+
+def _check_adapters(model: ModelEvidence) -> Iterator[Finding]:
+    asked, told, subject = model.asked, model.told, f"model {place(model.key)}"
+    if asked.prompts < ENOUGH or told.prompts < ENOUGH:
+        return
+    if told.adapted >= ENOUGH and not asked.adapted:
+        evidence = (
+            f"{told.adapted} of {told.prompts} prompts in events have an adapter, "
+            f"none of {asked.prompts} questions"
+        )
+        yield found("adapter_one_sided", subject, evidence)
+    elif asked.adapted >= ENOUGH and not told.adapted:
+        evidence = (
+            f"{asked.adapted} of {asked.prompts} questions have an adapter, "
+            f"none of {told.prompts} prompts in events"
+        )
+        yield found("adapter_one_sided", subject, evidence)
+
+
+def _unmatched(model: ModelEvidence) -> Finding:
+    subject = f"model {place(model.key)}"
+    evidence = f"0 of {model.questions} questions matched any of {model.blocks} blocks"
+    asked, told = model.asked.first_tokens, model.told.first_tokens
+    if asked and told and not asked & told:
+        evidence += f"; questions begin with token {_some(asked)}, events with {_some(told)}"
+        return found("tokens_disagree", subject, evidence)
+    if not model.asked.prompts:
+        advice = (
+            "compute hashes as docs/identifiers.md says, with blocks of "
+            f"{model.block_size} tokens, or send token_ids to /query"
+        )
+        return found("no_match_ever", subject, f"{evidence}; all were by hash", advice=advice)
+    advice = "compare token_ids of a question with those of an event, block by block"
+    return found("no_match_ever", subject, evidence, advice=advice)
+
+
+def _host(face: FaceEvidence, watched_s: float) -> Finding:
+    evidence = f"{face.refused} requests in {minutes(watched_s)}, the last for {face.host!r}"
+    return found("host_refused", f"{face.name} face", evidence, host=face.host)
+
+
+def _some(tokens: frozenset[int]) -> str:
+    shown = ", ".join(map(str, sorted(tokens)[:SHOWN_TOKENS]))
+    return shown + (", ..." if len(tokens) > SHOWN_TOKENS else "")

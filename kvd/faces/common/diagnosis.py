@@ -1,0 +1,36 @@
+"""What every face says of what is wrong: /diagnose."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+from urllib.parse import parse_qs
+
+from kvd.errors import BadRequest
+from kvd.faces.common import bodies
+from kvd.faces.common.schemas import DIAGNOSE_PATH
+from kvd.http.types import Admission, Request, Response, Route
+
+if TYPE_CHECKING:
+    from kvd.diagnosis.doctor import Doctor
+
+# Diagnoses under way, of all faces: each walks over all streams, and may look at engines.
+MAX_DIAGNOSES = 4
+
+PROBES = {"": False, "0": False, "1": True}
+
+
+async def diagnose(doctor: Doctor, request: Request) -> Response:
+    """Answers what is wrong, in the order of the chain; `?probe=1` has engines looked at."""
+    given = parse_qs(request.query.decode("latin-1"), keep_blank_values=True).get("probe", [""])
+    if given[-1] not in PROBES or len(given) > 1:
+        raise BadRequest("the parameter `probe` is 0 or 1")
+    found = await doctor.examine(probes=PROBES[given[0]])
+    return bodies.json_response({"findings": [each._asdict() for each in found]})
+
+
+def diagnose_route(doctor: Doctor) -> Route:
+    """Returns the route, to be shared by the faces of one process."""
+    text = f"there are {MAX_DIAGNOSES} diagnoses under way already"
+    admission = Admission(MAX_DIAGNOSES, text)
+    return Route("GET", DIAGNOSE_PATH, partial(diagnose, doctor), admission=admission)
