@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvd.diagnosis.evidence import Look, StreamEvidence
-from kvd.diagnosis.findings import Finding, found
+from kvd.diagnosis.findings import Finding, counted, found
 from kvd.wire.endpoints import host_and_port
 from kvd.wire.stream_link import Quiet
 
 # Time after which a restart is no news any more; rolling restarts of a fleet take some minutes.
 RECENT_S = 600.0
 
-# What libzmq's handshake says where the other end is no ZeroMQ socket, or none that publishes.
-HANDSHAKE = "handshake"
+# What is said of connections that were made and came to no handshake of ZeroMQ's.
+NO_HANDSHAKE = ("handshake", "protocol error", "connection lost")
 CURVE_FAULTS = ("CURVE", "authentication failed")
 PUBLISHING = ("PUB", "XPUB")
 SHOWN_BYTES = 24  # of what something else than ZeroMQ has said
@@ -28,10 +28,11 @@ def check_engine(stream: StreamEvidence) -> Iterator[Finding]:
         yield fault
     elif stream.bad_frames and not stream.messages:
         refused = ", ".join(f"{why} {count}" for why, count in stream.bad_frames.items())
-        evidence = f"{sum(stream.bad_frames.values())} messages, none a batch of events: {refused}"
+        heard = counted(sum(stream.bad_frames.values()), "message")
+        evidence = f"{heard}, none a batch of events: {refused}"
         yield found("not_kv_events", stream.subject, evidence, endpoint=stream.endpoint)
     elif stream.messages and stream.batches_flawed >= stream.messages:
-        evidence = f"{stream.messages} batches, none could be read: {stream.flaw}"
+        evidence = f"none of {stream.messages} batches could be read: {stream.flaw}"
         yield found("not_kv_events", stream.subject, evidence, endpoint=stream.endpoint)
     elif stream.quiet == Quiet.SILENT:
         evidence = f"connected to {stream.endpoint}, 0 messages for {stream.quiet_s:.0f} s or more"
@@ -44,15 +45,16 @@ def check_engine(stream: StreamEvidence) -> Iterator[Finding]:
 
 def _contact(stream: StreamEvidence) -> Finding | None:
     """Returns why there is no connection of use."""
-    if stream.is_connected:
+    # libzmq takes what an HTTP server answers for a peer of ZMTP 1.0, for a moment.
+    if stream.is_connected and (stream.messages or stream.look is None or stream.look.is_zmtp):
         return None
     error = stream.last_error
     if any(each in error for each in CURVE_FAULTS):
         return found("keys_differ", stream.subject, error)
     if stream.look is not None:
         return _seen(stream, stream.look)
-    if HANDSHAKE in error:
-        return _not_zmq(stream, error)
+    if not stream.joins and any(each in error for each in NO_HANDSHAKE):
+        return _not_zmq(stream, f"no handshake of ZeroMQ's: {error}")
     if error or stream.quiet == Quiet.UNREACHABLE:
         return _unreachable(stream, error or f"no connection for {stream.quiet_s:.0f} s")
     return None  # it is just being connected to

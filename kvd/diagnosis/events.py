@@ -79,9 +79,7 @@ def _check_lost(stream: StreamEvidence) -> Iterator[Finding]:
         evidence = f"{answered} replays of {stream.replay_endpoint} were answered; {_lost(stream)}"
         yield found("replay_too_short", stream.subject, evidence)
     elif unanswered:
-        evidence = (
-            f"{stream.replay_endpoint} left {unanswered} replays unanswered; {_lost(stream)}"
-        )
+        evidence = f"{stream.replay_endpoint} left {unanswered} replays unanswered; {_lost(stream)}"
         yield _missing(stream, evidence)
 
 

@@ -117,7 +117,7 @@ KINDS: Mapping[str, Kind] = {
     "replay_too_short": Kind(
         Severity.WARNING,
         "the engine's replay buffer does not reach back to what is missing",
-        "raise \"buffer_steps\" in the engine's --kv-events-config (vLLM's default is 10000 batches)",
+        'raise "buffer_steps" in the engine\'s --kv-events-config; vLLM has 10000 batches',
     ),
     "model_name_mismatch": Kind(
         Severity.ERROR,
@@ -217,3 +217,8 @@ def place(key: PartitionKey) -> str:
 def minutes(seconds: float) -> str:
     """Returns a time as findings say it."""
     return f"{seconds:.0f} s" if seconds < 120.0 else f"{seconds / 60:.0f} minutes"
+
+
+def counted(number: int, noun: str) -> str:
+    """Returns a number of things."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -86,7 +86,10 @@ class Gathering:
         """Returns the addresses that a look may say something about."""
         found: list[str] = []
         for listener in self._listeners():
-            if not listener.connected and listener.status is not ListenerStatus.PAUSED:
+            is_refused = bool(listener.counts.refused) and not listener.counts.messages
+            if listener.status is ListenerStatus.PAUSED:
+                continue
+            if not listener.connected or is_refused:
                 found.append(listener.endpoint)
             elif listener.replay_endpoint is not None:
                 found.append(listener.replay_endpoint)

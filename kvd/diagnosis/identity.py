@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from kvd.diagnosis.evidence import Evidence, ModelEvidence, WorkerEvidence
-from kvd.diagnosis.findings import Finding, found, place
+from kvd.diagnosis.findings import Finding, counted, found, place
 from kvd.model import PartitionKey
 
 MOST_NAMED = 4  # registered names, or ranks, that a finding lists
@@ -24,13 +24,15 @@ def check_identity(evidence: Evidence) -> Iterator[Finding]:
 
 def _unknown(key: PartitionKey, asked: int, registered: Collection[PartitionKey]) -> Finding:
     tenants = sorted(each.tenant_id for each in registered if each.model_name == key.model_name)
-    subject = f"model {place(key)}"
+    subject, requests = f"model {place(key)}", counted(asked, "request")
     if tenants:
         known = _some(tenants)
-        evidence = f"{asked} requests for tenant {key.tenant_id}; the model has tenants: {known}"
+        evidence = f"{requests} for tenant {key.tenant_id}; the model has tenants: {known}"
         return found("tenant_mismatch", subject, evidence, advice=f"{known}, or {key.tenant_id}")
     known = _some(sorted({each.model_name for each in registered})) or "none"
-    evidence = f"{asked} requests for a model that nobody registered; registered: {known}"
+    evidence = (
+        f"{counted(asked, 'request')} for a model that nobody registered; registered: {known}"
+    )
     return found("model_name_mismatch", subject, evidence, advice=f"{known}, or {key.model_name}")
 
 

@@ -15,7 +15,7 @@ import os
 import socket
 import struct
 from collections.abc import Iterable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING
 
 import trio
@@ -80,11 +80,9 @@ async def look_once(endpoint: str, dialer: Dialer) -> Look:
         return Look(f"no connection within {LOOK_S:g} s")
     said = bytearray()
     async with aclosing(stream):
-        with trio.move_on_after(LOOK_S):
-            try:
-                await _talk(stream, said)
-            except (trio.BrokenResourceError, trio.ClosedResourceError):
-                pass  # it hung up: what it has said counts
+        # Who hangs up has said what counts before.
+        with trio.move_on_after(LOOK_S), suppress(trio.BrokenResourceError):
+            await _talk(stream, said)
     return read_look(bytes(said))
 
 
