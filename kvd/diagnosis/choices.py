@@ -12,6 +12,8 @@ ENOUGH_BOOKINGS = 100
 # Share of one worker that is nearly all. Prompts of one prefix go to one worker while its load
 # allows; a fleet that is in use has others.
 NEARLY_ALL = 0.95
+# Seconds without a connection to a replica before that is said; a restarted one is back sooner.
+AWAY_S = 5.0
 # Lead of a replica's clock that is not the network's and not rounding.
 SKEW_S = 1.0
 
@@ -62,10 +64,14 @@ def _check_selections(selections: SelectionEvidence, watched_s: float) -> Iterat
 
 def _check_replicas(evidence: Evidence) -> Iterator[Finding]:
     for replica in evidence.replicas:
-        if not replica.is_connected and replica.last_error:
+        fault = "" if replica.look is None else replica.look.fault
+        if fault or replica.away_s > AWAY_S:
             advice = "start it with --replica-sync-port, or register where it publishes"
             subject = f"replica {replica.endpoint}"
-            yield found("replica_behind", subject, replica.last_error, advice=advice)
+            text = f"no connection for {minutes(replica.away_s)}"
+            why = fault or replica.last_error
+            told = f"{text}: {why}" if why else text
+            yield found("replica_behind", subject, told, advice=advice)
     traffic, span = evidence.traffic, minutes(evidence.watched_s)
     if traffic.overflows or traffic.missed:
         text = f"{traffic.overflows} times a queue was full, {traffic.missed} messages were missed"

@@ -84,6 +84,7 @@ class ModelEvidence:
     key: PartitionKey
     block_size: int
     blocks: int
+    parked: int  # blocks without content or a parent
     questions: int
     matched: int
     is_unmatched: bool  # asked often enough to say so
@@ -124,8 +125,9 @@ class ReplicaEvidence:
     """A replica that is listened to."""
 
     endpoint: str
-    is_connected: bool
+    away_s: float  # seconds without a connection
     last_error: str
+    look: Look | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,17 +74,21 @@ class Gathering:
     def __init__(self, rooms: Rooms, now: float) -> None:
         self._rooms = rooms
         self._growth: Growth[Counted] = Growth(now)
+        self._away: dict[str, float] = {}  # replicas, and when they were first seen unconnected
         self._bookings: Counter[tuple[PartitionKey, int]] = Counter()
         rooms.selections.reservations.moments.subscribe(self._note)
 
     def look_again(self, now: float) -> None:
         """Takes the counters now and then; to be called every few seconds."""
+        away = [each.endpoint for each in self._rooms.replicas.all() if not each.connected]
+        self._away = {endpoint: self._away.get(endpoint, now) for endpoint in away}
         if self._growth.is_due(now):
             self._growth.take(self._totals(), now)
 
     def endpoints(self) -> list[str]:
         """Returns the addresses that a look may say something about."""
-        found: list[str] = []
+        replicas = self._rooms.replicas
+        found = [each.endpoint for each in replicas.all() if not each.connected]
         for listener in self._listeners():
             is_refused = bool(listener.counts.refused) and not listener.counts.messages
             if listener.status is ListenerStatus.PAUSED:
@@ -123,7 +127,12 @@ class Gathering:
                 ),
             ),
             replicas=tuple(
-                ReplicaEvidence(each.endpoint, each.connected, each.last_error or "")
+                ReplicaEvidence(
+                    each.endpoint,
+                    0.0 if each.connected else now - self._away.get(each.endpoint, now),
+                    each.last_error or "",
+                    looks.get(each.endpoint),
+                )
                 for each in replicas.all()
             ),
             traffic=ReplicaTraffic(grown["replicas", "overflows"], grown["replicas", "missed"]),
@@ -306,10 +315,12 @@ def _stream(
 
 def _model(partition: Partition) -> ModelEvidence:
     index = partition.index
+    stats = index.stats()
     return ModelEvidence(
         partition.key,
         partition.block_size,
-        index.stats()["blocks"],
+        stats["blocks"],
+        stats["parked_now"],
         index.questions,
         index.matched,
         partition.is_unmatched,

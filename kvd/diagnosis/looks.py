@@ -35,6 +35,7 @@ MOST_BYTES = 512  # read of an answer: a greeting and a command have 64 and some
 
 MECHANISM_BYTES = 20
 GREETING_BYTES = 64
+VERSION_END = 12  # of a greeting: behind its signature and the version
 SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
 GREETING = SIGNATURE + b"\3\0" + b"NULL".ljust(MECHANISM_BYTES, b"\0") + bytes(32)
 SOCKET_TYPE = b"\x0bSocket-Type"
@@ -105,10 +106,12 @@ async def _connect(address: str) -> trio.SocketStream:
 
 async def _talk(stream: trio.SocketStream, said: bytearray) -> None:
     """Says what a subscriber says, and collects the answer until that tells who is there."""
-    await stream.send_all(GREETING)
+    # Who has another mechanism hangs up at once when it hears ours.
+    await stream.send_all(GREETING[:VERSION_END])
     while len(said) < GREETING_BYTES:
         if not await _hear(stream, said) or not is_greeting(said):
             return
+    await stream.send_all(GREETING[VERSION_END:])
     if _mechanism(said) != "NULL":
         return
     await stream.send_all(READY)
@@ -141,5 +144,9 @@ def read_look(said: bytes | bytearray) -> Look:
 
 def _mechanism(said: bytes | bytearray) -> str:
     """Returns the mechanism that a greeting names, "" while it has not come as far."""
-    name = bytes(said[12 : 12 + MECHANISM_BYTES]) if len(said) >= GREETING_BYTES else b""
+    name = (
+        bytes(said[VERSION_END : VERSION_END + MECHANISM_BYTES])
+        if len(said) >= GREETING_BYTES
+        else b""
+    )
     return name.rstrip(b"\0").decode("ascii", "replace")

@@ -25,6 +25,9 @@ def check_questions(evidence: Evidence) -> Iterator[Finding]:
 
 def check_model(model: ModelEvidence) -> Iterator[Finding]:
     """Yields what separates the questions about a model from its events."""
+    if model.parked and not model.blocks and not model.told.prompts:
+        evidence = f"{model.parked} blocks are known by hash alone, and none by its tokens"
+        yield found("tokens_missing", f"model {place(model.key)}", evidence)
     sides = [*_check_salts(model), *_check_adapters(model)]
     yield from sides
     if model.is_unmatched and not sides:

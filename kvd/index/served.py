@@ -14,8 +14,8 @@ from kvd.errors import Misdirected
 from kvd.model import is_name
 from kvd.telemetry.metrics import Family, counter
 
-# Models and tenants asked for in vain that are remembered; the one not asked for the longest time is
-# forgotten first. Clients have a few names, and those who try names out have many.
+# Models and tenants asked for in vain that are remembered; the one that was last asked for longest
+# ago is forgotten first. Clients have a few names, and those who try names out have many.
 MAX_UNKNOWN = 64
 MAX_UNKNOWN_CHARACTERS = 256  # of the names of those; longer ones are nobody's mistake
 
