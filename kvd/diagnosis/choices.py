@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvd.diagnosis.evidence import Evidence, SelectionEvidence, ShareEvidence
-from kvd.diagnosis.findings import Finding, found, minutes, place
+from kvd.diagnosis.findings import Finding, counted, found, minutes, place
 
 # Bookings before their shares say anything.
 ENOUGH_BOOKINGS = 100
@@ -25,7 +25,7 @@ def check_choices(evidence: Evidence) -> Iterator[Finding]:
     yield from _check_selections(evidence.selections, evidence.watched_s)
     for each in evidence.expired:
         if each.expired:
-            text = f"{each.expired} requests in {minutes(evidence.watched_s)}"
+            text = f"{counted(each.expired, 'request')} in {minutes(evidence.watched_s)}"
             yield found("reservations_expire", f"{each.face} face", text, expiry_s=each.expiry_s)
     yield from _check_replicas(evidence)
     if evidence.clock_lead_s >= SKEW_S:
@@ -50,7 +50,8 @@ def _check_selections(selections: SelectionEvidence, watched_s: float) -> Iterat
     span = minutes(watched_s)
     if selections.overloaded:
         evidence = (
-            f"{selections.overloaded} selections refused in {span}, {selections.served} served"
+            f"{counted(selections.overloaded, 'selection')} refused in {span}, "
+            f"{selections.served} served"
         )
         yield found("all_overloaded", "selection service", evidence)
     if selections.queue_full or selections.timed_out:

@@ -77,16 +77,15 @@ class Patient:
         made.wait_subscribed(1, WITHIN_S)
         return made
 
-    def worker(self, worker_id: int, endpoint: str | None, **members: Any) -> Json:
-        """Registers a worker of model m with the selection service; without events as `None`."""
+    def worker(self, worker_id: int, events: str | None, **members: Any) -> Json:
+        """Registers a worker of model m with the selection service; None: it has no KV events."""
         usual: Json = {
             "worker_id": worker_id,
             "model_name": "m",
             "endpoint": f"http://worker-{worker_id}:8000",
             "block_size": BLOCK_SIZE,
         }
-        usual |= {"without_kv_events": True} if endpoint is None else {}
-        usual |= {} if endpoint is None else {"kv_events_endpoint": endpoint}
+        usual |= {"without_kv_events": True} if events is None else {"kv_events_endpoint": events}
         found: Json = self.post("selection", "/workers", usual | members)
         return found
 
