@@ -71,8 +71,9 @@ def text(found: list[Finding]) -> Iterator[str]:
 
 
 @contextmanager
-def progress(what: str, to: TextIO = sys.stderr) -> Iterator[None]:
+def progress(what: str) -> Iterator[None]:
     """Shows how long something takes, where a person reads it."""
+    to = sys.stderr
     if not to.isatty():
         yield
         return
