@@ -40,8 +40,8 @@ def _check_share(share: ShareEvidence, watched_s: float) -> Iterator[Finding]:
     most = max(share.bookings, key=share.bookings.__getitem__)
     if share.bookings[most] >= NEARLY_ALL * total:
         evidence = (
-            f"{share.bookings[most]} of {total} bookings observed in {minutes(watched_s)}; "
-            f"{share.workers} workers can be chosen"
+            f"{share.bookings[most]} of {total} observed bookings on busy ranks in "
+            f"{minutes(watched_s)}; {share.workers} workers can be chosen"
         )
         yield found("load_one_sided", f"worker {most} of {place(share.key)}", evidence)
 

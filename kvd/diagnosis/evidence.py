@@ -4,7 +4,7 @@
               ├─ models       each model and tenant with an index: questions beside events
               ├─ unknown      models and tenants that were asked for and are not registered
               ├─ workers      of the selection service, those that cannot be chosen
-              ├─ shares       bookings by worker, of each fleet
+              ├─ shares       bookings by busy worker, of each fleet
               ├─ faces        requests refused for their Host
               ├─ replicas, shared, clock
               └─ room, selections, expired
@@ -104,7 +104,7 @@ class WorkerEvidence:
 
 @dataclass(frozen=True, slots=True)
 class ShareEvidence:
-    """How the bookings of a model and tenant went to its workers."""
+    """How the bookings of a model and tenant went to its workers, while these were busy."""
 
     key: PartitionKey
     bookings: Mapping[int, Growth]  # by worker, of those observed

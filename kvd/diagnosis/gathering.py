@@ -48,6 +48,9 @@ from kvd.wire.stream_link import ListenerStatus
 from kvd_core.index.prefix_index import Said
 
 SLICE = 64  # streams, or models, between two checkpoints: about 1 ms
+# Requests of a rank with which another one could as well go elsewhere: with fewer, prompts of one
+# prefix rightly go to one rank.
+BUSY_REQUESTS = 4
 MAX_SHARES = 4096  # workers whose bookings are counted; those of others are not
 
 Counted = tuple[str, Hashable]  # a kind of counter, and what it is about
@@ -69,7 +72,7 @@ class Rooms:
 
 
 class Gathering:
-    """What the daemon knows, and counts that nobody else keeps: who gets the bookings."""
+    """What the daemon knows, and counts that nobody else keeps: which busy ranks get bookings."""
 
     def __init__(self, rooms: Rooms, now: float) -> None:
         self._rooms = rooms
@@ -143,10 +146,14 @@ class Gathering:
     # ---- counters
 
     def _note(self, moment: Moment) -> None:
-        """Counts a booking that the sample has; replicas count their own."""
-        if moment.step is not Step.ADD or moment.mirrored or moment.live is None:
+        """Counts a booking that the sample has and a busy rank got; replicas count their own."""
+        live, fleet = moment.live, self._rooms.selections.fleets.get(moment.key)
+        if moment.step is not Step.ADD or moment.mirrored or live is None or fleet is None:
             return
-        worker = moment.key, moment.live.worker_id
+        rank = fleet.ledger.rank_of(live.worker_id, live.dp_rank)
+        if rank is None or fleet.ledger.load(rank).requests <= BUSY_REQUESTS:
+            return
+        worker = moment.key, live.worker_id
         if worker in self._bookings or len(self._bookings) < MAX_SHARES:
             self._bookings[worker] += 1
 

@@ -121,7 +121,7 @@ def serve(patient: Patient) -> None:
     for each in range(2 * ENOUGH_BOOKINGS):
         body = {"model_name": "m", "token_ids": prompt(each)}
         live.append(patient.post("selection", "/select_and_reserve", body)["reservation_id"])
-        if len(live) > 4:
+        if len(live) > 12:
             selection.post(f"/reservations/{live[0]}/prefill_complete")
             selection.delete(f"/reservations/{live.pop(0)}")
 
