@@ -59,33 +59,28 @@ def _check_selections(selections: SelectionEvidence, watched_s: float) -> Iterat
             f"{selections.queue_full} selections found the queue full and {selections.timed_out} "
             f"waited too long in {span}; {selections.waiting} wait, {selections.max_waiting} may"
         )
-        advice = "add workers, or raise router_queue_requests, router_queue_s"
-        yield found("queue_full", "selection service", evidence, advice=advice)
+        yield found("queue_full", "selection service", evidence, "selections")
 
 
 def _check_replicas(evidence: Evidence) -> Iterator[Finding]:
     for replica in evidence.replicas:
         fault = "" if replica.look is None else replica.look.fault
         if fault or replica.away_s > AWAY_S:
-            advice = "start it with --replica-sync-port, or register where it publishes"
             subject = f"replica {replica.endpoint}"
             text = f"no connection for {minutes(replica.away_s)}"
             why = fault or replica.last_error
             told = f"{text}: {why}" if why else text
-            yield found("replica_behind", subject, told, advice=advice)
+            yield found("replica_behind", subject, told, "replica")
     traffic, span = evidence.traffic, minutes(evidence.watched_s)
     if traffic.overflows or traffic.missed:
         text = f"{traffic.overflows} times a queue was full, {traffic.missed} messages were missed"
-        advice = "raise replica_sync_queue_messages, or use shared state (docs/scale-out.md)"
-        yield found("replica_behind", "replicas", f"{text} in {span}", advice=advice)
+        yield found("replica_behind", "replicas", f"{text} in {span}", "queue")
     shared = evidence.shared
     if shared is None:
         return
     if not shared.is_connected:
-        advice = "start the server, or correct state_server"
         text = shared.fault or "not connected"
-        yield found("replica_behind", f"state server {shared.server}", text, advice=advice)
+        yield found("replica_behind", f"state server {shared.server}", text, "server")
     elif shared.behind:
         text = f"steps of {shared.behind} replicas are lacking"
-        advice = "nothing, if it ends within a minute; else restart this kvd"
-        yield found("replica_behind", f"state server {shared.server}", text, advice=advice)
+        yield found("replica_behind", f"state server {shared.server}", text, "steps")

@@ -46,7 +46,7 @@ def _check_use(stream: StreamEvidence) -> Iterator[Finding]:
         if count := stream.foreign.get(member, 0):
             evidence = f"{count} events are of another {member} than it is registered with"
             said = stream.key.model_name if member == "model_name" else stream.key.tenant_id
-            yield found(name, subject, evidence, advice=f"the events', or {said}")
+            yield found(name, subject, evidence, known=f"the events', or {said}")
     for member, name in (
         ("additional_salt", "salt_one_sided"),
         ("lora_name", "adapter_one_sided"),
@@ -64,10 +64,7 @@ def _check_lost(stream: StreamEvidence) -> Iterator[Finding]:
         evidence = (
             f"{stream.dropped} batches found no room in the queue of the stream; {_lost(stream)}"
         )
-        advice = (
-            "raise engine_queue_messages, engine_queue_bytes or queues_bytes, or divide the fleet"
-        )
-        yield found("queue_full", stream.subject, evidence, advice=advice)
+        yield found("queue_full", stream.subject, evidence, "stream")
     if stream.dropped < stream.lost:
         yield found("messages_lost", stream.subject, _lost(stream))
     answered = sum(stream.replays.get(end, 0) for end in ANSWERED)

@@ -1,7 +1,7 @@
 """What can be found: each with a name, a severity, what it means and the line that mends it.
 
 `KINDS` is the catalog that documents, schemas and checks share. A remedy is a template whose fields
-a check fills in.
+a check fills in; where it depends on what was found, there are several, by case.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Kind(NamedTuple):
 
     severity: Severity
     means: str
-    remedy: str
+    remedy: str | Mapping[str, str]  # by case
 
 
 class Finding(NamedTuple):
@@ -106,7 +106,11 @@ KINDS: Mapping[str, Kind] = {
     "queue_full": Kind(
         Severity.ERROR,
         "more waits here than there is room for",
-        "{advice}",
+        {
+            "stream": "raise engine_queue_messages, engine_queue_bytes or queues_bytes; or divide "
+            "the fleet (docs/scale-out.md)",
+            "selections": "add workers, or raise router_queue_requests or router_queue_s",
+        },
     ),
     "replay_missing": Kind(
         Severity.WARNING,
@@ -122,27 +126,30 @@ KINDS: Mapping[str, Kind] = {
     "model_name_mismatch": Kind(
         Severity.ERROR,
         "a model is asked for, or published, under a name that is not registered",
-        "use one name on both sides: {advice}",
+        "use one name on both sides: {known}",
     ),
     "tenant_mismatch": Kind(
         Severity.ERROR,
         "a model is asked for, or published, under a tenant it is not registered for",
-        "use one tenant_id on both sides: {advice}",
+        "use one tenant_id on both sides: {known}",
     ),
     "rank_missing": Kind(
         Severity.ERROR,
         "data-parallel ranks are not registered, so what they cache is not known",
-        "register each rank with its own endpoint (vLLM adds the dp rank to the port): {advice}",
+        "register each rank with its own endpoint (vLLM adds the dp rank to the port): {ranks}",
     ),
     "worker_unschedulable": Kind(
         Severity.ERROR,
         "a worker of the selection service cannot be chosen",
-        "register it again with what is missing: {advice}",
+        "register it again with what is missing",
     ),
     "index_full": Kind(
         Severity.ERROR,
         "the index refuses blocks, so prompts miss what engines cache",
-        "{advice}",
+        {
+            "blocks": "index_max_blocks = {blocks}  # 60 bytes each, then kvd reload",
+            "hashes": "see docs/faces/conductor.md: hashes wait for tokens or a parent",
+        },
     ),
     "salt_one_sided": Kind(
         Severity.ERROR,
@@ -164,7 +171,11 @@ KINDS: Mapping[str, Kind] = {
     "no_match_ever": Kind(
         Severity.ERROR,
         "no question has ever matched, although blocks are held",
-        "{advice}",
+        {
+            "tokens": "compare token_ids of a question with those of an event, block by block",
+            "hashes": "compute hashes as docs/identifiers.md says, with blocks of {size} tokens, "
+            "or send token_ids to /query",
+        },
     ),
     "host_refused": Kind(
         Severity.WARNING,
@@ -192,7 +203,12 @@ KINDS: Mapping[str, Kind] = {
     "replica_behind": Kind(
         Severity.WARNING,
         "what other replicas book is not known here, or not all of it",
-        "{advice}",
+        {
+            "replica": "start it with --replica-sync-port, or register where it publishes",
+            "queue": "raise replica_sync_queue_messages, or share state (docs/scale-out.md)",
+            "server": "start the server, or correct state_url",
+            "steps": "nothing, if it ends within a minute; else restart this kvd",
+        },
     ),
     "clock_skew": Kind(
         Severity.WARNING,
@@ -202,10 +218,11 @@ KINDS: Mapping[str, Kind] = {
 }
 
 
-def found(name: str, subject: str, evidence: str, **fields: object) -> Finding:
+def found(name: str, subject: str, evidence: str, case: str = "", **fields: object) -> Finding:
     """Returns a finding of a kind, whose remedy has these fields filled in."""
     kind = KINDS[name]
-    remedy = kind.remedy.format(subject=subject, **fields)
+    template = kind.remedy if isinstance(kind.remedy, str) else kind.remedy[case]
+    remedy = template.format(subject=subject, **fields)
     return Finding(name, kind.severity, subject, evidence, remedy)
 
 

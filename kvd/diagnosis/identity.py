@@ -28,12 +28,12 @@ def _unknown(key: PartitionKey, asked: int, registered: Collection[PartitionKey]
     if tenants:
         known = _some(tenants)
         evidence = f"{requests} for tenant {key.tenant_id}; the model has tenants: {known}"
-        return found("tenant_mismatch", subject, evidence, advice=f"{known}, or {key.tenant_id}")
+        return found("tenant_mismatch", subject, evidence, known=f"{known}, or {key.tenant_id}")
     known = _some(sorted({each.model_name for each in registered})) or "none"
     evidence = (
         f"{counted(asked, 'request')} for a model that nobody registered; registered: {known}"
     )
-    return found("model_name_mismatch", subject, evidence, advice=f"{known}, or {key.model_name}")
+    return found("model_name_mismatch", subject, evidence, known=f"{known}, or {key.model_name}")
 
 
 def _check_ranks(model: ModelEvidence) -> Iterator[Finding]:
@@ -42,7 +42,7 @@ def _check_ranks(model: ModelEvidence) -> Iterator[Finding]:
         missing = sorted(set(range(min(ranks), max(ranks))) - ranks)
         evidence = f"ranks {_some(sorted(ranks))} are registered, {_some(missing)} are not"
         subject = f"worker {instance_id} of {place(model.key)}"
-        yield found("rank_missing", subject, evidence, advice=f"dp_rank {_some(missing)}")
+        yield found("rank_missing", subject, evidence, ranks=f"dp_rank {_some(missing)}")
 
 
 def _unschedulable(worker: WorkerEvidence) -> Finding:
@@ -57,7 +57,7 @@ def _unschedulable(worker: WorkerEvidence) -> Finding:
             return found(
                 "rank_missing", subject, evidence, advice="kv_events_endpoints of each rank"
             )
-    return found("worker_unschedulable", subject, evidence, advice=evidence)
+    return found("worker_unschedulable", subject, evidence)
 
 
 def _some(values: list[str] | list[int]) -> str:

@@ -33,9 +33,10 @@ LOOKS_AT_ONCE = 64  # a descriptor each
 MAX_LOOKS = 1024  # addresses; others are not looked at
 MOST_BYTES = 512  # read of an answer: a greeting and a command have 64 and some 40
 
+# Of a greeting, as the protocol has it: the mechanism, all of it, what comes before the mechanism.
 MECHANISM_BYTES = 20
 GREETING_BYTES = 64
-VERSION_END = 12  # of a greeting: behind its signature and the version
+VERSION_END = 12
 SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
 GREETING = SIGNATURE + b"\3\0" + b"NULL".ljust(MECHANISM_BYTES, b"\0") + bytes(32)
 SOCKET_TYPE = b"\x0bSocket-Type"

@@ -78,14 +78,10 @@ def _unmatched(model: ModelEvidence) -> Finding:
     if asked and told and not asked & told:
         evidence += f"; questions begin with token {_some(asked)}, events with {_some(told)}"
         return found("tokens_disagree", subject, evidence)
-    if not model.asked.prompts:
-        advice = (
-            "compute hashes as docs/identifiers.md says, with blocks of "
-            f"{model.block_size} tokens, or send token_ids to /query"
-        )
-        return found("no_match_ever", subject, f"{evidence}; all were by hash", advice=advice)
-    advice = "compare token_ids of a question with those of an event, block by block"
-    return found("no_match_ever", subject, evidence, advice=advice)
+    if model.asked.prompts:
+        return found("no_match_ever", subject, evidence, "tokens")
+    evidence += "; all were by hash"
+    return found("no_match_ever", subject, evidence, "hashes", size=model.block_size)
 
 
 def _host(face: FaceEvidence, watched_s: float) -> Finding:

@@ -16,8 +16,8 @@ def check_room(room: RoomEvidence, watched_s: float) -> Iterator[Finding]:
         f"{room.refused_lately} blocks refused in {minutes(watched_s)}, {room.refused} in all; "
         f"{room.blocks} blocks and {room.pairs} pairs of a rank and a block are held"
     )
-    advice = "see docs/faces/conductor.md: hashes wait for tokens or a parent"
     if room.max_blocks:
         evidence += f", index_max_blocks is {room.max_blocks}"
-        advice = f"index_max_blocks = {2 * room.max_blocks}  # 60 bytes each, then kvd reload"
-    yield found("index_full", "index", evidence, advice=advice)
+        yield found("index_full", "index", evidence, "blocks", blocks=2 * room.max_blocks)
+    else:
+        yield found("index_full", "index", evidence, "hashes")

@@ -61,13 +61,20 @@ def test_nothing_is_wrong_with_nothing() -> None:
     assert of_stream(STREAM) == of_model(MODEL) == []
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_every_kind_is_worded(name: str) -> None:
-    fields = ("endpoint", "bind", "host", "hint", "size", "advice")
-    text = dict.fromkeys(fields, "<filled in>")
-    finding = found(name, "a subject", "1 of 2", **text, expiry_s=300.0)
+CASES = [
+    (name, case)
+    for name, kind in KINDS.items()
+    for case in ([""] if isinstance(kind.remedy, str) else kind.remedy)
+]
+
+
+@pytest.mark.parametrize(("name", "case"), CASES)
+def test_every_kind_is_worded(name: str, case: str) -> None:
+    names = ("endpoint", "bind", "host", "hint", "size", "known", "ranks", "blocks")
+    fields = dict.fromkeys(names, "<filled in>")
+    finding = found(name, "a subject", "1 of 2", case, **fields, expiry_s=300.0)
     assert finding.severity in Severity and finding.severity is KINDS[name].severity
-    assert finding.remedy and "{" + "}" not in finding.remedy
+    assert finding.remedy
     assert KINDS[name].means[0].islower() and not KINDS[name].means.endswith(".")
 
 
