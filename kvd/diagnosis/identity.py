@@ -54,9 +54,8 @@ def _unschedulable(worker: WorkerEvidence) -> Finding:
             fields = {"hint": f'"block_size": {size}', "size": size}
             return found("block_size_mismatch", subject, evidence, **fields)
         if "is required for dp_rank" in reason:
-            return found(
-                "rank_missing", subject, evidence, advice="kv_events_endpoints of each rank"
-            )
+            ranks = "kv_events_endpoints by rank"
+            return found("rank_missing", subject, evidence, ranks=ranks)
     return found("worker_unschedulable", subject, evidence)
 
 

@@ -193,9 +193,16 @@ def test_ranks_need_not_begin_with_0() -> None:
     assert finding.evidence == "ranks 8, 9, 11 are registered, 10 are not"
 
 
-def test_a_worker_may_lack_something_else() -> None:
-    worker = WorkerEvidence(1, M, ("is_eagle differs from that of its model",))
-    assert names(Evidence(workers=(worker,))) == ["worker_unschedulable"]
+@pytest.mark.parametrize(
+    ("reason", "expected"),
+    [
+        ("is_eagle differs from that of its model", "worker_unschedulable"),
+        ("block_size 64 differs from 16 of its model", "block_size_mismatch"),
+        ("kv_events endpoint is required for dp_rank 1", "rank_missing"),
+    ],
+)
+def test_a_worker_that_cannot_be_chosen(reason: str, expected: str) -> None:
+    assert names(Evidence(workers=(WorkerEvidence(1, M, (reason,)),))) == [expected]
 
 
 # ---- questions
