@@ -214,7 +214,7 @@ cdef class PrefixIndex:
         self.locals.resize(n)
         self.match_scratch.reset(deref(self.c))
         if n != 0:
-            self.note_prompt(tokens[0], bool(cache_salt), bool(lora_name))
+            self.note_prompt(tokens[0], 1 if cache_salt else 0, 1 if lora_name else 0)
         if cache_salt:
             local_hashes(tokens, n, size, seed_of(lora_name, cache_salt), self.locals.data())
             self.match_scratch.add(deref(self.c), self.locals.data(), n, kSalted)
