@@ -403,7 +403,7 @@ class _Daemon:
         await registry.wait_for_instances(config.min_initial_workers)
         self._gate.set()
         log.info("ready", workers=registry.instances())
-        await confirm_restored(self._parts.state, registry)
+        await confirm_restored(self._parts.state, registry, self._parts.publishers)
 
     def _leave_snapshot(self) -> None:
         if self._keeper is not None:
@@ -599,7 +599,8 @@ def _keeper(
     store: Store, parts: Components, ledgers: Ledgers, registrations: Registrations
 ) -> Keeper:
     accounts = ledgers, parts.slots, parts.selections
-    return Keeper(store, parts.state, parts.registry, *accounts, registrations, trio.current_time)
+    index = parts.state, parts.registry, parts.publishers
+    return Keeper(store, *index, *accounts, registrations, trio.current_time)
 
 
 def _open_decision_log(config: Config, opened: ExitStack) -> RotatingWriter | None:

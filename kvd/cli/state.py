@@ -102,9 +102,10 @@ def _shown(header: Header, held: Any) -> str:
     if isinstance(held, snapshot.Snapshot):
         models = ", ".join(
             f"{entry.model_name}:{entry.tenant_id} ({entry.blocks} blocks)"
-            for entry in held.entries
+            for entry in (*held.entries, *held.holdings.entries)
         )
-        return f"{held.blocks} blocks, {len(held.places)} streams; {by}; {models or 'no model'}"
+        streams = len(held.places) + len(held.holdings.publishers)
+        return f"{held.blocks} blocks, {streams} streams; {by}; {models or 'no model'}"
     if isinstance(held, Bookings):
         faces = Counter(face.value for (face, _, _), _ in held.live)
         live = ", ".join(f"{count} of {face}" for face, count in sorted(faces.items()))
@@ -133,7 +134,8 @@ def _exported(path: Path) -> Iterator[str]:
     yield f',"sessions":{json.dumps(list(_sessions(bookings)))}'
     if Content.INDEX in held:
         found = trio.run(snapshot.read, held[Content.INDEX])
-        yield f',"streams":{json.dumps(list(_streams(found)))},"dump":'
+        yield f',"streams":{json.dumps(list(_streams(found)))}'
+        yield f',"publishers":{json.dumps(list(_publishers(found)))},"dump":'
         for piece in _dump(found):
             yield piece.decode()
 
@@ -177,6 +179,18 @@ def _streams(found: snapshot.Snapshot) -> Iterator[dict[str, Any]]:
             "next_seq": place.expected,
             "publisher": place.publisher.hex(),
             "loss": place.losses.why,
+        }
+
+
+def _publishers(found: snapshot.Snapshot) -> Iterator[dict[str, Any]]:
+    for each in found.holdings.publishers:
+        yield {
+            **each.key._asdict(),
+            "endpoint": each.endpoint,
+            "next_seq": each.place.expected,
+            "publisher": each.place.publisher.hex(),
+            "loss": each.place.losses.why,
+            "last_event_id": each.publication.highest,
         }
 
 

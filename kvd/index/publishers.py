@@ -9,7 +9,7 @@ several, of other types, models, adapters, block sizes and salts, and several st
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -26,8 +26,10 @@ from kvd.wire.curve import check_server_key
 from kvd.wire.egress import EgressPolicy
 from kvd.wire.endpoints import Addresses
 from kvd.wire.envelope import StreamIdentity
+from kvd.wire.event_order import KeptStream
 from kvd.wire.event_stream import EventStream
-from kvd.wire.standard_events import StandardEventStream
+from kvd.wire.place import Place
+from kvd.wire.standard_events import KeptPublication, StandardEventStream
 from kvd.wire.stream_link import STALE_AFTER_S
 from kvd_core.conductor.conductor import Source
 
@@ -170,6 +172,7 @@ class Publishers:
         self._publishers: dict[PublisherKey, Publisher] = {}
         self._leaving: set[PublisherKey] = set()
         self._doubtful: dict[PublisherKey, Publisher] = {}  # those that have held nothing so far
+        self.unsettled: dict[PublisherKey, Publisher] = {}  # see `settle`
         self.left_counts = StreamCounts()  # of listeners that are no more
         self.refused = 0  # at the capacity
         self.changes = 0  # publishers that have come and gone
@@ -241,6 +244,37 @@ class Publishers:
         self._capacity.take()
         self._listeners.start(key, listener)
 
+    # ---- what another process has left (docs/state.md)
+
+    def heir(self, key: PublisherKey, endpoint: str, place: Place) -> Publisher | None:
+        """Returns who may go on from a place: the same publisher at the same address."""
+        found = self.find(key)
+        if found is None or found.listener.endpoint != endpoint or not place.expected:
+            return None
+        return None if found.listener.counts.messages else found
+
+    def take_over(
+        self,
+        publisher: Publisher,
+        place: Place,
+        publication: KeptPublication,
+        streams: Iterable[KeptStream],
+    ) -> None:
+        """Has a publisher go on where another process was, whose blocks it has been given.
+
+        Nothing of it has been heard yet. One that has left meanwhile stays away.
+        """
+        key = publisher.described.key
+        if self._publishers.get(key) is not publisher:
+            return
+        publisher.listener.take_over(place)
+        publisher.publication.take_over(publication, streams)
+        self.unsettled[key] = publisher
+
+    def settle(self, key: PublisherKey) -> None:
+        """Says that a publisher has gone past what was restored of it."""
+        self.unsettled.pop(key).publication.settled()
+
     def check_unused(self) -> Iterator[None]:
         """Logs once of each publisher of which nothing is held because no event is its own.
 
@@ -288,6 +322,7 @@ class Publishers:
         self.changes += 1
         self._capacity.give_back()
         self._doubtful.pop(key, None)
+        self.unsettled.pop(key, None)
         self._leaving.discard(key)
         self._state.remove_source(key.partition, key.block_size, publisher.source)
         self.left_counts.add(publisher.listener.counts)

@@ -11,7 +11,7 @@ Nothing of a dump counts before all of it has been received and checked.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -19,9 +19,9 @@ import trio
 
 from kvd.errors import KvdError
 from kvd.index.partitions import State
+from kvd.index.publishers import Publishers
 from kvd.index.registry import Registry
 from kvd.index.restore import bring_in, planned_of
-from kvd.model import InstanceId, PartitionKey
 from kvd.net.dialing import Dialer
 from kvd.net.fetch import FetchError, FetchLimits, Headers, Sink, fetch
 from kvd.telemetry.logs import get_logger
@@ -170,29 +170,33 @@ def _reader(headers: Headers, max_blocks: int, max_entries: int) -> DumpReader:
     )
 
 
-async def confirm_restored(state: State, registry: Registry) -> None:
-    """Confirms restored instances one by one, as they are listened to; returns after the last."""
-    since: dict[tuple[PartitionKey, InstanceId], float] = {}
-    while state.unconfirmed:
+async def confirm_restored(state: State, registry: Registry, publishers: Publishers) -> None:
+    """Confirms who was restored, one by one, as they are listened to; returns after the last."""
+    heard = _Heard()
+    while state.unconfirmed or publishers.unsettled:
         await trio.sleep(CONFIRM_EVERY_S)
-        _confirm_heard(state, registry, since, trio.current_time())
+        now = trio.current_time()
+        for registration in list(registry.registrations()):
+            instance = registration.key.partition, registration.key.instance_id
+            if instance in state.unconfirmed and heard.is_long(
+                instance, registration.listener, now
+            ):
+                state.confirm(*instance)
+        for key, publisher in list(publishers.unsettled.items()):
+            if heard.is_long(key, publisher.listener, now):
+                publishers.settle(key)
 
 
-def _confirm_heard(
-    state: State,
-    registry: Registry,
-    since: dict[tuple[PartitionKey, InstanceId], float],
-    now: float,
-) -> None:
-    """Confirms who has been heard for long enough; `since` says when each was heard first."""
-    for registration in list(registry.registrations()):
-        instance = registration.key.partition, registration.key.instance_id
-        if instance not in state.unconfirmed:
-            continue
-        if not _is_heard(registration.listener, now):
-            since[instance] = now
-        elif now - since.setdefault(instance, now) >= CONFIRMED_AFTER_S:
-            state.confirm(*instance)
+class _Heard:
+    """Since when streams have been heard without a break."""
+
+    def __init__(self) -> None:
+        self._since: dict[Hashable, float] = {}
+
+    def is_long(self, key: Hashable, listener: EventStream, now: float) -> bool:
+        if not _is_heard(listener, now):
+            self._since[key] = now
+        return now - self._since.setdefault(key, now) >= CONFIRMED_AFTER_S
 
 
 def _is_heard(listener: EventStream, now: float) -> bool:

@@ -6,6 +6,7 @@ reading         what a directory has of registrations and bookings
 bookings        what lives after a journal's records, and how it comes back
 journal         `JournalWriter`: the bookings, as they are made
 snapshot        the index, and where its streams were
+holdings        the same of the conductor's publishers
 directory       `Directory`: one owner, files that are replaced whole
 frames          the form of these files: versions, headers, checksums
 moments         ages across a restart

@@ -1,7 +1,8 @@
 """The index in a file: where each stream was, and a dump of what it had told by then, or later.
 
     places of all streams, in slices ──┐
-    dump, in slices ───────────────────┴──> index.new ── fsync, rename ──> index
+    dump, in slices ───────────────────┼──> index.new ── fsync, rename ──> index
+    publishers, the same (holdings.py) ┘
     index ──> checked whole, staged ──> planned ──> blocks ──> streams go on at their places
 
 Places are taken before the dump begins, so what a dump has more than its places is told again by
@@ -12,15 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 import trio
 
 from kvd.index.dumps import binary_dump
 from kvd.index.partitions import State
+from kvd.index.publishers import Publishers
 from kvd.index.registry import KeptPlace, Registry
 from kvd.model import PartitionKey, RankKey
 from kvd.net.recovery import MAX_RANKS
+from kvd.persistence import holdings
 from kvd.persistence.directory import Directory, NewFile
 from kvd.persistence.frames import (
     Content,
@@ -32,6 +36,7 @@ from kvd.persistence.frames import (
     packed,
     unpacked,
 )
+from kvd.persistence.holdings import Holdings, HoldingsReader
 from kvd.wire.place import KeptLosses, Place
 from kvd_core.dump.recovery import DumpReader, StagedEntry
 
@@ -54,14 +59,17 @@ class Snapshot:
     header: Header
     places: dict[RankKey, KeptPlace] = field(default_factory=dict)
     entries: list[StagedEntry] = field(default_factory=list)
+    holdings: Holdings = field(default_factory=Holdings)
 
     @property
     def blocks(self) -> int:
-        """Blocks, counted once for each rank and tier."""
-        return sum(entry.blocks for entry in self.entries)
+        """Blocks, counted once for each rank and tier, or holder and medium."""
+        return sum(entry.blocks for entry in (*self.entries, *self.holdings.entries))
 
 
-async def write(directory: Directory, header: Header, state: State, registry: Registry) -> int:
+async def write(
+    directory: Directory, header: Header, state: State, registry: Registry, publishers: Publishers
+) -> int:
     """Writes a snapshot and returns its bytes; raises OSError, and the last one stays.
 
     Others run meanwhile: the loop is held for about 0.3 ms at a time.
@@ -71,7 +79,9 @@ async def write(directory: Directory, header: Header, state: State, registry: Re
     try:
         waiting: list[tuple[int, bytes]] = []
         size = 0
-        for kind, content in _contents(state, registry):
+        for kind, content in chain(
+            _contents(state, registry), holdings.contents(state, publishers)
+        ):
             if content:
                 waiting.append((kind, content))
                 size += len(content)
@@ -128,12 +138,14 @@ async def read(path: Path) -> Snapshot:
             max_entries=MAX_RANKS,
             max_ranks=MAX_RANKS,
         )
+        held = HoldingsReader(MAX_BLOCKS, MAX_RANKS)
         frames = reading.whole_frames()
         while batch := await trio.to_thread.run_sync(_some, frames):
             for each in batch:
-                _take(snapshot, reader, each)
+                _take(snapshot, reader, held, each)
                 await trio.lowlevel.checkpoint()
         snapshot.entries = reader.finish()
+        snapshot.holdings = held.finish()
     except ValueError as error:
         raise Damaged(f"its dump is not understood: {error}") from None
     finally:
@@ -153,11 +165,13 @@ def _some(frames: Iterator[Frame]) -> list[Frame]:
     return found
 
 
-def _take(snapshot: Snapshot, reader: DumpReader, found: Frame) -> None:
+def _take(snapshot: Snapshot, reader: DumpReader, held: HoldingsReader, found: Frame) -> None:
     if found.kind == PLACES:
         snapshot.places.update(_places(found.content))
     elif found.kind == DUMP:
         reader.feed(found.content)
+    elif found.kind in holdings.KINDS:
+        held.take(found.kind, found.content)
     else:
         raise Damaged(f"frames of kind {found.kind} are not known")
 

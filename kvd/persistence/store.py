@@ -26,6 +26,7 @@ import trio
 from kvd.errors import KvdError
 from kvd.fleet_file.follower import RegistrationTarget
 from kvd.index.partitions import State
+from kvd.index.publishers import Publishers
 from kvd.index.registry import Registry
 from kvd.index.restore import bring_in, planned_of
 from kvd.model import InstanceId, PartitionKey
@@ -33,6 +34,7 @@ from kvd.persistence import snapshot
 from kvd.persistence.bookings import Restored, restore
 from kvd.persistence.directory import Directory
 from kvd.persistence.frames import Content, Damaged, Header, Reading
+from kvd.persistence.holdings import Restoring
 from kvd.persistence.journal import MAX_WAITING_BYTES, JournalWriter
 from kvd.persistence.moments import Moments
 from kvd.persistence.reading import bookings_of, frames_of
@@ -115,6 +117,7 @@ class Keeper:
         store: Store,
         state: State,
         registry: Registry,
+        publishers: Publishers,
         ledgers: Ledgers,
         slots: SlotTrackers,
         selections: Selections,
@@ -126,6 +129,7 @@ class Keeper:
         self.stats = store.stats
         self._state = state
         self._registry = registry
+        self._publishers = publishers
         self._slots = slots
         self._selections = selections
         self._registrations = registrations
@@ -202,6 +206,7 @@ class Keeper:
         try:
             found = await snapshot.read(path)
             planned = await planned_of(self._state, found.entries)
+            restoring = Restoring(self._state, self._publishers, found.holdings)
         except FileNotFoundError:
             self._restored_index.set()
             return False
@@ -212,6 +217,8 @@ class Keeper:
         else:
             await bring_in(self._state, planned, self._note_blocks)
             self._registry.take_over(found.places)
+            workers = self.stats.blocks
+            await restoring.run(lambda blocks: self._note_blocks(workers + blocks))
             self._restored = [(each.key, id_) for each in planned for id_ in each.workers]
         finally:
             self._state.end_recovery()
@@ -220,7 +227,7 @@ class Keeper:
         log.info(
             "index_restored",
             blocks=self.stats.blocks,
-            streams=len(found.places),
+            streams=len(found.places) + len(found.holdings.publishers),
             age_s=round(Moments.now(began).since(found.header.moments), 3),
             seconds=self._clock() - began,
         )
@@ -279,7 +286,8 @@ class Keeper:
         began = self._clock()
         header = self._header(Content.INDEX)
         try:
-            size = await snapshot.write(self._directory, header, self._state, self._registry)
+            listened = self._registry, self._publishers
+            size = await snapshot.write(self._directory, header, self._state, *listened)
         except OSError as error:
             self._failed(Content.INDEX, error)
             return

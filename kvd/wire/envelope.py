@@ -117,6 +117,14 @@ class Envelopes:
         """Whether it is time to `forget_backends`."""
         return len(self._backends) >= self._crowd
 
+    def kept(self) -> dict[str, int]:
+        """Returns the numbers of all backends, for `take_over` by another process."""
+        return dict(self._backends)
+
+    def take_over(self, backends: dict[str, int]) -> None:
+        self._backends |= backends
+        self._named = max(self._backends.values())
+
     def forget_backends(self, busy: set[int]) -> None:
         """Forgets all but these; between two payloads, since events in hand may be of others."""
         self._backends = {

@@ -16,8 +16,10 @@ An event costs a look into a dict of streams. No clock, no sockets, no logging.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
+from zlib import crc32
 
 from kvd.wire.envelope import StandardEvent, Stream
 
@@ -42,6 +44,15 @@ class _Place:
     marks: dict[int, int] = field(default_factory=dict)  # of the first events, by number
     repeated: int | None = None  # the number of the last stale one, if that was repeated
     fresh: bool = False  # one of those behind says something else than the first events
+
+
+class KeptStream(NamedTuple):
+    """A stream's place, as one process tells it to the one that takes its place."""
+
+    stream: Stream
+    first: int
+    last: int
+    marks: dict[int, int]
 
 
 class EventOrder:
@@ -126,6 +137,22 @@ class EventOrder:
         place.repeated = number if repeated else None
         return repeated
 
+    @property
+    def highest(self) -> int:
+        """The highest `event_id` of the publisher, -1 before the first."""
+        return self._highest
+
+    def kept(self) -> Iterator[KeptStream]:
+        """Yields what another process has to know, the stream heard longest ago first."""
+        for stream, place in list(self._streams.items()):
+            yield KeptStream(stream, place.first, place.last, place.marks)
+
+    def take_over(self, highest: int, streams: Iterable[KeptStream]) -> None:
+        """Goes on where another process was, before the first event."""
+        self._highest = highest
+        for stream, first, last, marks in streams:
+            self._streams[stream] = _Place(first, last, marks=marks)
+
     def forget(self, backend: int) -> None:
         """Forgets the streams of a backend."""
         for stream in [each for each in self._streams if each[2] == backend]:
@@ -149,7 +176,8 @@ def _mark(event: StandardEvent) -> int:
     said = event.event
     blocks = said.get("seq_hashes") or said.get("block_hashes") or said.get("object_key")
     ends = (blocks[0], blocks[-1]) if isinstance(blocks, list) else blocks
-    return hash((event.kind, repr(said.get("timestamp")), repr(ends)))
+    # The same in every process, as `hash` of a text is not.
+    return crc32(repr((event.kind, said.get("timestamp"), ends)).encode())
 
 
 def put_in_order(events: list[Any]) -> None:

@@ -20,8 +20,8 @@ No clock, no sockets, no logging.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Generator, Iterator
-from typing import TypeVar
+from collections.abc import Generator, Iterable, Iterator
+from typing import NamedTuple, TypeVar
 
 from kvd.wire import kv_events
 from kvd.wire.envelope import (
@@ -34,7 +34,7 @@ from kvd.wire.envelope import (
     StandardEvent,
     StreamIdentity,
 )
-from kvd.wire.event_order import EventOrder, put_in_order
+from kvd.wire.event_order import EventOrder, KeptStream, put_in_order
 from kvd.wire.kv_events import MARK, U32_MAX, Event, Unread
 from kvd_core.conductor.conductor import Source
 from kvd_core.index.prefix_index import FLAWED, NO_ROOM, SLICE_STEPS, UNFINISHED, Slice
@@ -59,6 +59,13 @@ _NOTHING: Iterator[None] = iter(())
 _Value = TypeVar("_Value")
 # A standard event, what is wrong with it, or an engine's own.
 _Event = StandardEvent | ValueError | Foreign | Unread
+
+
+class KeptPublication(NamedTuple):
+    """What one process tells of a publisher to the one that takes its place."""
+
+    backends: dict[str, int]  # numbers by name: holders are known by them
+    highest: int  # `event_id`
 
 
 class StandardEventStream:
@@ -266,6 +273,19 @@ class StandardEventStream:
         self.order.clear()
         self._engine.forget()
         self._useless_before, self._stored_before = self._useless(), self._all_stored()
+
+    def kept(self) -> KeptPublication:
+        """Returns what another process has to know, but for the order's streams."""
+        return KeptPublication(self._envelopes.kept(), self.order.highest)
+
+    def take_over(self, kept: KeptPublication, streams: Iterable[KeptStream]) -> None:
+        """Goes on where another process was, before the first event."""
+        self._envelopes.take_over(kept.backends)
+        self.order.take_over(kept.highest, streams)
+
+    def settled(self) -> None:
+        """Says that the publisher has gone past what was restored of it."""
+        self._source.settled()
 
     def restored(self) -> bool:
         return False

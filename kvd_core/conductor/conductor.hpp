@@ -49,6 +49,8 @@
 
 namespace kvd {
 
+struct StagedWaiting;
+
 class Conductor final : public Placements {
  public:
   enum class Outcome : uint8_t { PLACED, PARKED, FULL, REFUSED };
@@ -127,6 +129,19 @@ class Conductor final : public Placements {
   // Takes the layers of `mask` from what the holder calls `hash`.
   void remove(Source* source, RankId id, uint64_t hash, LayerMask mask, uint64_t space,
               bool by_engine);
+
+  // ---- what another process has kept (conductor/kept.hpp); `place_waiting` has to follow
+
+  bool bring_back(RankId id, const Store& s, uint64_t above);
+  bool wait_again(RankId id, const StagedWaiting& waiting, LayerId layer);
+
+  // The block before a run that was kept, kNone while it is unknown.
+  BlockId parent_of_kept(RankId id, uint64_t parent, uint64_t space, uint64_t above) const;
+
+  // Until then what is told again of the source's blocks is no second copy.
+  void settled(const Source& source) {
+    for (const Holder& holder : source.holders) index_.rank(holder.id).restored = false;
+  }
 
   // Drops what the holder has on the layers of `mask` in one namespace, or with `all` in all.
   void clear(Source* source, RankId id, LayerMask mask, uint64_t space, bool all);
@@ -316,6 +331,8 @@ class Conductor final : public Placements {
   bool credit(Source& source, RankId id, uint64_t hash, LayerId layer, uint64_t space,
               bool by_engine, bool copy);
   void clear_space(RankId id, LayerMask mask, uint64_t space);
+
+  bool await_sequences(RankId id, const Store& s);
 
   // ---- what waits (conductor/waiting.hpp)
 

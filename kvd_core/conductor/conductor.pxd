@@ -66,6 +66,7 @@ cdef extern from "conductor/conductor.hpp" namespace "kvd" nogil:
             CSteps&
         ) except +
         cbool place_waiting(CSteps&) except +
+        void settled(const CSource&)
         void remove(CSource*, RankId, uint64_t, uint32_t, uint64_t, cbool) except +
         void clear(CSource*, RankId, uint32_t, uint64_t, cbool) except +
         pair[uint64_t, uint64_t] held_by(const CSource&)

@@ -408,6 +408,14 @@ cdef class Source:
             return []
         return [(each.backend, each.dp_rank if each.ranked else None) for each in self.c.holders]
 
+    def settled(self):
+        """Says that the publisher has gone past what was restored of it.
+
+        Until then what it tells again of a restored block is no second copy.
+        """
+        if self.c != NULL:
+            self.conductor.c.settled(deref(self.c))
+
     def drop_idle(self):
         """Forgets those that hold nothing: who comes for good must not lack room for them."""
         if self.c != NULL:

@@ -32,7 +32,7 @@ namespace kvd {
 inline Conductor::Outcome Conductor::store(Source* source, RankId id, const StoredBlocks& e) {
   if (!index_.has_room(id, e.n)) return Outcome::FULL;
   index_.make_room(id, e.n);
-  index_.ranks_[id].settling = !e.by_engine;
+  index_.ranks_[id].settling = !e.by_engine || index_.ranks_[id].restored;
   BlockId below = e.has_parent ? meaning(*source, id, e.parent, e.space, e.by_engine) : kNone;
   uint64_t space = e.space;
   if (below != kNone && e.inherits) space = sequences().space_of(below);
@@ -80,7 +80,7 @@ inline uint32_t Conductor::store_named(Source* source, RankId id, const uint64_t
                                        uint32_t from, uint32_t n, LayerId layer, uint64_t space,
                                        bool by_engine, bool has_parent, Steps& steps) {
   if (!index_.has_room(id, n - from)) return kNone;
-  index_.ranks_[id].settling = !by_engine;
+  index_.ranks_[id].settling = !by_engine || index_.ranks_[id].restored;
   const bool copy = index_.is_copy(id, n, has_parent);
   note(*source, id, space);
   if (from == n) return n;

@@ -107,6 +107,7 @@ inline void Conductor::set_aside(Source& source, RankId id, uint64_t hash, const
   const uint64_t name = one.names[0];
   Parked* before = parked_at(id, name);
   const bool had_content = before != nullptr && before->has_content;
+  if (sequence == 0 && before != nullptr && before->certain) sequence = before->sequence;
   index_.park(id, name, one.layer, &one);
   Parked* parked = parked_at(id, name);
   if (parked == nullptr || had_content) return;

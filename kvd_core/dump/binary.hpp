@@ -3,13 +3,15 @@
 //   "KVDDUMP1"                                     the last byte is the version
 //   'P' u32 block_size  u32 n [model]  u32 n [tenant]             an entry; its runs follow
 //   'K' ..  'R' ..                                what a rank has told, a run (`dump/format.hpp`)
+//   'W' ..  'M' ..                                of publishers: what waits for its place, a medium
 //   'E' u64 blocks                                                the end, and how many there were
 //
-// Costs: one copy of 16 bytes a block; memory one record.
+// Costs: one copy of 16 bytes a block, of publishers' 24; memory one record.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
+#include <iterator>
 #include <string>
 
 #include "dump/staged.hpp"
@@ -59,6 +61,10 @@ class DumpBinary {
         return run(p, n);
       case kRankTag:
         return rank(p, n);
+      case kWaitingTag:
+        return waiting(p, n);
+      case kMediumTag:
+        return medium(p, n);
       case 'E':
         return last(p, n);
       default:
@@ -94,12 +100,15 @@ class DumpBinary {
     const bool is_text = (flags & kTextWorker) != 0;
     const uint64_t worker = get<uint64_t>(p + 27);
     const uint32_t blocks = get<uint32_t>(p + 35);
-    if (stage_.entries().empty() || flags > (kHasParent | kTextWorker) || tier >= kTierLayers ||
-        blocks == 0 || blocks > kRecordBlocks) {
+    const bool sequences = (flags & kSequences) != 0;
+    if (stage_.entries().empty() || flags > (kHasParent | kTextWorker | kSequences) ||
+        sequences != stage_.sequences() || !(sequences || tier < kTierLayers) || blocks == 0 ||
+        blocks > kRecordBlocks) {
       Stage::refuse("a run that cannot be");
     }
     const size_t text = is_text ? name_bytes(worker) : 0;
-    if (n < kRunHead + text + 16 * size_t{blocks}) return nullptr;
+    const size_t block = 8 * stage_.words();
+    if (n < kRunHead + text + (sequences ? 8 : 0) + block * blocks) return nullptr;
     const std::string id = worker_id(p + kRunHead, text, is_text, worker);
     RunOf of{get<uint32_t>(p + 7), tier};
     of.group = get<uint32_t>(p + 3);
@@ -108,8 +117,13 @@ class DumpBinary {
     of.term = get<uint64_t>(p + 19);
     stage_.begin_run();
     p += kRunHead + text;
-    for (uint32_t i = 0; i < blocks; ++i, p += 16)
-      stage_.add_block(get<uint64_t>(p), get<uint64_t>(p + 8));
+    if (sequences) {
+      of.above = get<uint64_t>(p);
+      p += 8;
+    }
+    for (uint32_t i = 0; i < blocks; ++i, p += block)
+      stage_.add_block(get<uint64_t>(p), get<uint64_t>(p + 8),
+                       sequences ? get<uint64_t>(p + 16) : 0);
     stage_.end_run(id, of);
     return p;
   }
@@ -146,6 +160,39 @@ class DumpBinary {
     }
     stage_.add_told(worker_id(p + kRankHead, text, is_text, worker), std::move(told));
     return p + size;
+  }
+
+  const uint8_t* waiting(const uint8_t* p, size_t n) {
+    if (n < kWaitingHead) return nullptr;
+    const uint8_t flags = p[1];
+    const uint64_t text = name_bytes(get<uint64_t>(p + 11));
+    if (stage_.entries().empty() || !stage_.sequences() ||
+        flags > (kHasContent | kByEngine | kCertain))
+      Stage::refuse("a block without a place that cannot be");
+    if (n < kWaitingHead + text) return nullptr;
+    StagedWaiting told;
+    told.has_content = (flags & kHasContent) != 0;
+    told.by_engine = (flags & kByEngine) != 0;
+    told.certain = (flags & kCertain) != 0;
+    told.tier = p[2];
+    told.group = get<uint32_t>(p + 3);
+    told.dp_rank = get<uint32_t>(p + 7);
+    uint64_t* const fields[] = {&told.name,  &told.hash,  &told.space,   &told.parent,
+                                &told.local, &told.plain, &told.sequence};
+    for (size_t i = 0; i < std::size(fields); ++i) *fields[i] = get<uint64_t>(p + 19 + 8 * i);
+    stage_.add_waiting(worker_id(p + kWaitingHead, text, true, 0), told);
+    return p + kWaitingHead + text;
+  }
+
+  const uint8_t* medium(const uint8_t* p, size_t n) {
+    if (n < kMediumHead) return nullptr;
+    const size_t name = name_bytes(get<uint32_t>(p + 2)), key = name_bytes(get<uint32_t>(p + 6));
+    if (stage_.entries().empty() || !stage_.sequences()) Stage::refuse("a medium that cannot be");
+    if (n < kMediumHead + name + key) return nullptr;
+    const char* const text = reinterpret_cast<const char*>(p) + kMediumHead;
+    stage_.entries().back().media.push_back(
+        {p[1], std::string(text, name), std::string(text + name, key)});
+    return p + kMediumHead + name + key;
   }
 
   static std::string worker_id(const uint8_t* text, size_t n, bool is_text, uint64_t number) {

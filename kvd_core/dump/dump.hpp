@@ -36,21 +36,18 @@
 
 #include "dump/format.hpp"
 #include "index/index.hpp"
-#include "index/worker.hpp"
 
 namespace kvd {
 
 class Dump {
  public:
   // Watches the index until it is destroyed; the index must outlive it.
-  Dump(Index& index, bool binary) : index_(index), binary_(binary) {
-    if (binary) {
-      format_ = std::make_unique<BinaryFormat>();
-    } else {
-      format_ = std::make_unique<TextFormat>();
-    }
-    tree().watch(&watcher_);
-  }
+  Dump(Index& index, bool binary) : Dump(index, make_format(index, binary), binary) {}
+
+  // In the binary form, with sequence hashes; these must outlive it, too.
+  Dump(Index& index, const Sequences& sequences)
+      : Dump(index, std::make_unique<BinaryFormat>(index, &sequences), true) {}
+
   Dump(const Dump&) = delete;
   Dump& operator=(const Dump&) = delete;
   ~Dump() { tree().unwatch(&watcher_); }
@@ -58,9 +55,9 @@ class Dump {
   uint64_t blocks_written() const { return blocks_written_; }
 
   // Appends events until `out` holds `enough` bytes or all is written.
-  // `owners[rank]` is the worker of a rank, null where the rank is not to be dumped.
+  // `owners[rank]` is the id of a rank's worker as JSON, null where the rank is not to be dumped.
   // Returns false when all is written.
-  bool fill(const std::vector<const Worker*>& owners, std::string& out, size_t enough) {
+  bool fill(const std::vector<const std::string*>& owners, std::string& out, size_t enough) {
     if (open_ && !still_ours(owners)) close(out);
     if (open_) resume(out);
     while (out.size() < enough) {
@@ -79,12 +76,22 @@ class Dump {
  private:
   static constexpr uint32_t kBatch = 256;  // blocks named before they are written
 
+  Dump(Index& index, std::unique_ptr<DumpFormat> format, bool binary)
+      : index_(index), binary_(binary), format_(std::move(format)) {
+    tree().watch(&watcher_);
+  }
+
+  static std::unique_ptr<DumpFormat> make_format(const Index& index, bool binary) {
+    if (binary) return std::make_unique<BinaryFormat>(index);
+    return std::make_unique<TextFormat>();
+  }
+
   Tree& tree() { return index_.tree(); }
   const Tree& tree() const { return index_.tree(); }
 
   // ---- which run comes next
 
-  void step(const std::vector<const Worker*>& owners, std::string& out) {
+  void step(const std::vector<const std::string*>& owners, std::string& out) {
     if (watcher_.moves != moves_) {  // the chain in progress has changed: begin it anew
       moves_ = watcher_.moves;
       rank_ = layer_ = offset_ = 0;
@@ -125,7 +132,7 @@ class Dump {
   }
 
   // Opens the rank's first run in the chain at or behind (layer_, offset_); false without one.
-  bool begin_run(NodeId id, const Worker& worker, std::string& out) {
+  bool begin_run(NodeId id, const std::string& owner, std::string& out) {
     const Node& node = tree().node(id);
     uint32_t start = 0;
     for (size_t i = 0; i < node.runs.size(); ++i) {
@@ -140,7 +147,7 @@ class Dump {
       layer_ = run.layer;
       offset_ = from;
       if (from >= run.end) continue;
-      open(worker, {id, from}, out);
+      open(owner, {id, from}, out);
       return true;
     }
     return false;
@@ -167,22 +174,23 @@ class Dump {
 
   // ---- one run
 
-  void open(const Worker& worker, Position at, std::string& out) {
+  void open(const std::string& owner, Position at, std::string& out) {
     at_ = at;
     last_ = first_beyond_ = kNone;
     open_ = true;
-    owner_ = worker.number;
+    owner_ = owner;
     dp_rank_ = index_.rank(rank_).dp_rank;
     const BlockId parent = tree().parent_of(tree().node(at.node).chain.block()[at.offset]);
-    const uint64_t name = parent == kNone ? 0 : name_of(rank_, parent);
-    if (told_.insert(rank_).second) format_->rank(worker, index_, index_.rank(rank_), out);
-    const RunHead head{&worker,         dp_rank_, index_.tier_of(layer_), index_.group_of(layer_),
-                       parent != kNone, name};
+    const uint64_t name = parent == kNone ? 0 : name_above(parent);
+    if (told_.insert(rank_).second) format_->rank(owner, index_.rank(rank_), out);
+    const RunHead head{
+        &owner, dp_rank_, index_.tier_of(layer_), index_.group_of(layer_), parent != kNone,
+        name,   parent};
     format_->open(head, out);
   }
 
-  bool still_ours(const std::vector<const Worker*>& owners) const {
-    return rank_ < owners.size() && owners[rank_] != nullptr && owners[rank_]->number == owner_ &&
+  bool still_ours(const std::vector<const std::string*>& owners) const {
+    return rank_ < owners.size() && owners[rank_] != nullptr && *owners[rank_] == owner_ &&
            index_.rank(rank_).dp_rank == dp_rank_;
   }
 
@@ -234,13 +242,9 @@ class Dump {
   void write_blocks(const Node& node, uint32_t to, std::string& out) {
     uint64_t names[kBatch];
     const uint32_t n = to - at_.offset;
-    for (uint32_t i = 0; i < n; ++i) names[i] = name_of(rank_, node.chain.block()[at_.offset + i]);
+    for (uint32_t i = 0; i < n; ++i) names[i] = name_of(node.chain.block()[at_.offset + i], layer_);
     const BlockId* ids = node.chain.block() + at_.offset;
-    for (uint32_t from = 0, i = 0; from < n; from = i) {
-      const uint64_t term = index_.term_at(ids[from]);
-      while (i < n && index_.term_at(ids[i]) == term) ++i;
-      format_->blocks(names + from, node.chain.local() + at_.offset + from, i - from, term, out);
-    }
+    format_->blocks(ids, names, node.chain.local() + at_.offset, n, out);
     blocks_written_ += n;
     last_ = node.chain.block()[to - 1];
     at_.offset = to;
@@ -256,49 +260,58 @@ class Dump {
 
   // ---- names
 
-  // What the rank calls the block. Where the rank does not hold it (the parent of a run behind a
-  // hole), the block's own name, as far as that means nothing else to the rank.
-  uint64_t name_of(RankId rank, BlockId block) {
+  // What the rank calls a block that it holds on the layer.
+  uint64_t name_of(BlockId block, LayerId layer) {
     const uint64_t own = tree().block(block).name;
-    if (means(rank, own, block)) return own;
-    auto& names = other_names_[rank];
-    auto it = names.find(block);
-    if (it == names.end() || !means(rank, it->second, block)) {
-      if (!holds(rank, block)) return unused(rank, own);
-      collect(rank, names);
-      it = names.find(block);
+    if (means(own, block, layer)) return own;
+    auto& names = other_names_[rank_];
+    auto it = names.find(place(block, layer));
+    if (it == names.end() || !means(it->second, block, layer)) {
+      collect(names);
+      it = names.find(place(block, layer));
     }
-    return it == names.end() ? unused(rank, own) : it->second;
+    return it == names.end() ? unused(own) : it->second;
   }
 
-  uint64_t unused(RankId rank, uint64_t name) const {
-    while (index_.rank(rank).names.find(name, index_.keys()) != Names::kAbsent)
+  // What it calls the block before a run. Where it does not hold that (behind a hole), the block's
+  // own name, as far as that means nothing else to the rank.
+  uint64_t name_above(BlockId block) {
+    if (tree().held(block, layer_, rank_)) return name_of(block, layer_);
+    for (LayerId layer = 0; layer < kMaxLayers; ++layer) {
+      if (is_dumped(layer) && tree().held(block, layer, rank_)) return name_of(block, layer);
+    }
+    return unused(tree().block(block).name);
+  }
+
+  uint64_t unused(uint64_t name) const {
+    while (index_.rank(rank_).names.find(name, index_.keys()) != Names::kAbsent)
       name = mix64(name + 1);
     return name;
   }
 
-  bool means(RankId rank, uint64_t name, BlockId block) const {
-    const Names& names = index_.rank(rank).names;
+  bool means(uint64_t name, BlockId block, LayerId layer) const {
+    const Names& names = index_.rank(rank_).names;
     const uint32_t slot = names.find(name, index_.keys());
-    return slot != Names::kAbsent && index_.keys().block(names.value(slot)) == block;
+    if (slot == Names::kAbsent) return false;
+    const uint32_t value = names.value(slot);
+    return index_.keys().block(value) == block && (index_.keys().layers(value) >> layer & 1) != 0;
   }
 
-  bool holds(RankId rank, BlockId block) const {
-    for (LayerId layer = 0; layer < kMaxLayers; ++layer) {
-      if (is_dumped(layer) && tree().held(block, layer, rank)) return true;
-    }
-    return false;
+  static uint64_t place(BlockId block, LayerId layer) {
+    return uint64_t{block} * kMaxLayers + layer;
   }
 
-  void collect(RankId rank, std::unordered_map<BlockId, uint64_t>& names) const {
+  void collect(std::unordered_map<uint64_t, uint64_t>& names) const {
     names.clear();
-    const Names& all = index_.rank(rank).names;
+    const Names& all = index_.rank(rank_).names;
     for (uint32_t slot = 0; slot < all.capacity(); ++slot) {
       const uint32_t value = all.value(slot);
       if (value == Names::kAbsent) continue;
       const BlockId block = index_.keys().block(value);
       const uint64_t name = index_.keys().name(value);
-      if (name != tree().block(block).name) names[block] = name;
+      if (name == tree().block(block).name) continue;
+      for (LayerMask rest = index_.keys().layers(value); rest != 0; rest &= rest - 1)
+        names[place(block, static_cast<LayerId>(__builtin_ctz(rest)))] = name;
     }
   }
 
@@ -322,7 +335,8 @@ class Dump {
 
   std::unordered_set<RankId> told_;              // ranks whose first run has begun
   std::unordered_map<uint64_t, BlockId> taken_;  // (first block of a chain, rank) -> last written
-  std::unordered_map<RankId, std::unordered_map<BlockId, uint64_t>> other_names_;
+  // By rank, block and layer.
+  std::unordered_map<RankId, std::unordered_map<uint64_t, uint64_t>> other_names_;
 };
 
 }  // namespace kvd

@@ -11,7 +11,7 @@
 //
 // Binary records, little-endian and without padding; the worker's text is JSON with its quotes:
 //
-//   u8  'R'       u8  flags   1 has a parent, 2 the worker's id is a text
+//   u8  'R'       u8  flags   1 has a parent, 2 the worker's id is a text, 4 has sequence hashes
 //   u8  tier      u32 group   the cache group, kNone is the main one, whose blocks are the prefix
 //   u32 dp_rank
 //   u64 parent    the rank's name of the block before the first; 0 without
@@ -20,6 +20,21 @@
 //   u32 n         1 .. kRecordBlocks
 //   [text]
 //   n times       u64 name (engine hash), u64 local hash
+//
+// With flag 4, for what a conductor's publishers hold, `term` is the namespace of the blocks; behind
+// the text is u64, the sequence hash of the block before the first (0 unknown or none); and each
+// block has its own behind its local hash. The tier may be a medium. Behind the runs of a partition:
+//
+//   u8  'W'       u8  flags   1 its content is known, 2 an engine's own event has told of it,
+//                             4 its sequence hash is certain
+//   u8  tier      u32 group   of a block that has no place yet, or a further name of one that has
+//   u32 dp_rank   u64 bytes of the worker's text
+//   u64 name, announced hash, namespace, announced parent, local hash, the same by the seed of
+//       sequence hashes, sequence hash (0 unknown)
+//   [text]
+//
+//   u8  'M'       u8  tier    u32 n, u32 m: a medium beyond the tiers
+//   [name, n bytes]  [the same as a JSON member name, m bytes]
 //
 //   u8  'K'       u8  flags   2 as above, 4 names salts, 8 names offloaded blocks, 16 numbers groups
 //   u32 dp_rank   u32 main group, kNone unknown
@@ -40,7 +55,6 @@
 #include <string>
 
 #include "index/index.hpp"
-#include "index/worker.hpp"
 
 namespace kvd {
 
@@ -48,11 +62,19 @@ constexpr uint8_t kRunTag = 'R';
 constexpr uint8_t kRankTag = 'K';
 constexpr uint8_t kHasParent = 1;
 constexpr uint8_t kTextWorker = 2;
-constexpr uint8_t kSalted = 4;
+constexpr uint8_t kSequences = 4;  // of a run
+constexpr uint8_t kSalted = 4;     // of a rank, as the next two
 constexpr uint8_t kOffloads = 8;
 constexpr uint8_t kNumbersGroups = 16;
-constexpr size_t kRunHead = 39;   // bytes before the worker's text
-constexpr size_t kRankHead = 20;  // the same
+constexpr uint8_t kWaitingTag = 'W';
+constexpr uint8_t kMediumTag = 'M';
+constexpr uint8_t kHasContent = 1;  // of what waits, as the next one
+constexpr uint8_t kByEngine = 2;
+constexpr uint8_t kCertain = 4;
+constexpr size_t kRunHead = 39;      // bytes before the worker's text
+constexpr size_t kRankHead = 20;     // the same
+constexpr size_t kWaitingHead = 75;  // the same
+constexpr size_t kMediumHead = 10;   // bytes before the texts
 constexpr size_t kGroupBytes = 13;
 constexpr size_t kWindowBytes = 8;
 // Blocks of one record: a reader keeps at most one record, 64 KiB, before it takes it.
@@ -60,24 +82,32 @@ constexpr uint32_t kRecordBlocks = 4096;
 
 constexpr const char* kTierNames[] = {"device", "host_pinned", "disk", "external"};
 
+// Appends a number of a binary record.
+template <class T>
+inline void put(std::string& out, T value) {
+  char bytes[sizeof(T)];
+  for (size_t i = 0; i < sizeof(T); ++i) bytes[i] = static_cast<char>(value >> (8 * i));
+  out.append(bytes, sizeof(T));
+}
+
 struct RunHead {
-  const Worker* worker;
+  const std::string* owner;  // the worker's id as JSON
   uint32_t dp_rank;
   LayerId tier;
   uint32_t group;
   bool has_parent;
   uint64_t parent;
+  BlockId before;  // the block of that name
 };
 
 class DumpFormat {
  public:
   virtual ~DumpFormat() = default;
   // What a rank's stream has told, before the rank's first run.
-  virtual void rank(const Worker& worker, const Index& index, const RankTraits& told,
-                    std::string& out) = 0;
+  virtual void rank(const std::string& owner, const RankTraits& told, std::string& out) = 0;
   virtual void open(const RunHead& head, std::string& out) = 0;
-  // Blocks of one run, all of the same term.
-  virtual void blocks(const uint64_t* names, const uint64_t* locals, size_t n, uint64_t term,
+  // Blocks of one run.
+  virtual void blocks(const BlockId* ids, const uint64_t* names, const uint64_t* locals, size_t n,
                       std::string& out) = 0;
   // What is written so far is handed out, though the run may go on.
   virtual void pause(std::string& out) = 0;
@@ -86,10 +116,10 @@ class DumpFormat {
 
 class TextFormat : public DumpFormat {
  public:
-  void rank(const Worker&, const Index&, const RankTraits&, std::string&) override {}
+  void rank(const std::string&, const RankTraits&, std::string&) override {}
 
   void open(const RunHead& head, std::string& out) override {
-    out.append(begun_ ? ",{\"worker_id\":" : "{\"worker_id\":").append(head.worker->number);
+    out.append(begun_ ? ",{\"worker_id\":" : "{\"worker_id\":").append(*head.owner);
     out.append(",\"storage_tier\":\"").append(kTierNames[head.tier]);
     out.append("\",\"residency_domain\":\"worker\",\"event\":{\"event_id\":");
     number(event_id_[head.tier]++, out);
@@ -105,7 +135,7 @@ class TextFormat : public DumpFormat {
     dp_rank_ = head.dp_rank;
   }
 
-  void blocks(const uint64_t* names, const uint64_t* locals, size_t n, uint64_t,
+  void blocks(const BlockId*, const uint64_t* names, const uint64_t* locals, size_t n,
               std::string& out) override {
     for (size_t i = 0; i < n; ++i) {
       out.append(first_ ? "{\"block_hash\":" : ",{\"block_hash\":");
@@ -139,12 +169,15 @@ class TextFormat : public DumpFormat {
 
 class BinaryFormat : public DumpFormat {
  public:
-  void rank(const Worker& worker, const Index& index, const RankTraits& told,
-            std::string& out) override {
+  // With `sequences` blocks come with what these know of them.
+  explicit BinaryFormat(const Index& index, const Sequences* sequences = nullptr)
+      : index_(index), sequences_(sequences) {}
+
+  void rank(const std::string& owner, const RankTraits& told, std::string& out) override {
     const uint8_t said = (told.salted ? kSalted : 0) | (told.offloads ? kOffloads : 0) |
                          (told.numbers_groups ? kNumbersGroups : 0);
     if (said == 0 && told.groups.empty() && told.windows.empty() && told.main_group < 0) return;
-    name(worker);
+    name(owner);
     put<uint8_t>(out, kRankTag);
     put<uint8_t>(out, said | (is_text_ ? kTextWorker : 0));
     put<uint32_t>(out, told.dp_rank);
@@ -159,29 +192,32 @@ class BinaryFormat : public DumpFormat {
       put<uint64_t>(out, static_cast<uint64_t>(group.window));
     }
     for (const Window& window : told.windows) {
-      put<uint32_t>(out, index.group_of(window.layer));
+      put<uint32_t>(out, index_.group_of(window.layer));
       put<uint32_t>(out, window.blocks);
     }
   }
 
   void open(const RunHead& head, std::string&) override {
-    name(*head.worker);
+    name(*head.owner);
     tier_ = head.tier;
     group_ = head.group;
     dp_rank_ = head.dp_rank;
     has_parent_ = head.has_parent;
     parent_ = head.has_parent ? head.parent : 0;
+    above_ = head.before == kNone ? 0 : sequence_of(head.before);
   }
 
-  void blocks(const uint64_t* names, const uint64_t* locals, size_t n, uint64_t term,
+  void blocks(const BlockId* ids, const uint64_t* names, const uint64_t* locals, size_t n,
               std::string& out) override {
-    if (term != term_) end(out);
-    term_ = term;
     for (size_t i = 0; i < n; ++i) {
+      const uint64_t term = sequences_ ? sequences_->space_of(ids[i]) : index_.term_at(ids[i]);
+      if (term != term_) end(out);
+      term_ = term;
       if (count_ == 0) begin(out);
-      put(out, names[i]);
-      put(out, locals[i]);
+      put<uint64_t>(out, names[i]);
+      put<uint64_t>(out, locals[i]);
       parent_ = names[i];
+      if (sequences_ != nullptr) put<uint64_t>(out, above_ = sequence_of(ids[i]));
       if (++count_ == kRecordBlocks) end(out);
     }
   }
@@ -190,22 +226,20 @@ class BinaryFormat : public DumpFormat {
   void close(std::string& out) override { end(out); }
 
  private:
-  template <class T>
-  static void put(std::string& out, T value) {
-    char bytes[sizeof(T)];
-    for (size_t i = 0; i < sizeof(T); ++i) bytes[i] = static_cast<char>(value >> (8 * i));
-    out.append(bytes, sizeof(T));
+  uint64_t sequence_of(BlockId id) const {
+    return sequences_ == nullptr ? 0 : sequences_->sequence_of(id);
   }
 
-  void name(const Worker& worker) {
-    is_text_ = worker.number.front() == '"';
-    worker_ = worker.number;
+  void name(const std::string& owner) {
+    is_text_ = owner.front() == '"';
+    worker_ = owner;
     number_ = is_text_ ? worker_.size() : std::stoull(worker_);
   }
 
   void begin(std::string& out) {
     put<uint8_t>(out, kRunTag);
-    put<uint8_t>(out, (has_parent_ ? kHasParent : 0) | (is_text_ ? kTextWorker : 0));
+    put<uint8_t>(out, (has_parent_ ? kHasParent : 0) | (is_text_ ? kTextWorker : 0) |
+                          (sequences_ != nullptr ? kSequences : 0));
     put<uint8_t>(out, static_cast<uint8_t>(tier_));
     put<uint32_t>(out, group_);
     put<uint32_t>(out, dp_rank_);
@@ -215,6 +249,7 @@ class BinaryFormat : public DumpFormat {
     count_at_ = out.size();
     put<uint32_t>(out, 0);
     if (is_text_) out.append(worker_);
+    if (sequences_ != nullptr) put(out, above_);
   }
 
   void end(std::string& out) {
@@ -224,6 +259,8 @@ class BinaryFormat : public DumpFormat {
     count_ = 0;
   }
 
+  const Index& index_;
+  const Sequences* const sequences_;
   std::string worker_;
   uint64_t number_ = 0;
   bool is_text_ = false;
@@ -233,6 +270,7 @@ class BinaryFormat : public DumpFormat {
   uint32_t dp_rank_ = 0;
   bool has_parent_ = false;
   uint64_t parent_ = 0;
+  uint64_t above_ = 0;  // sequence hash of the block of that name
   size_t count_at_ = 0;
   uint32_t count_ = 0;
 };

@@ -2,13 +2,13 @@
 """Data sheet of dumps as they are received."""
 
 from libc.stddef cimport size_t
-from libc.stdint cimport uint8_t, uint32_t, uint64_t
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libcpp cimport bool as cbool
 from libcpp.deque cimport deque
 from libcpp.string cimport string
 from libcpp.vector cimport vector
 
-from kvd_core.index.prefix_index cimport CIndex, CWorker
+from kvd_core.index.prefix_index cimport CIndex, CSteps, CWorker
 
 
 cdef extern from "dump/staged.hpp" namespace "kvd" nogil:
@@ -32,14 +32,19 @@ cdef extern from "dump/staged.hpp" namespace "kvd" nogil:
         vector[CStagedWorker] workers
 
     cppclass CStage "kvd::Stage":
-        CStage(CLimits) except +
+        CStage(CLimits, cbool) except +
         deque[CEntry]& entries()
         uint64_t blocks()
 
     cppclass CRestore "kvd::Restore":
         CRestore(const CStage&, const CEntry&) except +
-        cbool apply(CIndex&, const vector[CWorker*]&, uint32_t) except +
+        cbool apply(CIndex&, CWorkersOf&, CSteps&) except +
         uint64_t stored()
+
+    cppclass CWorkersOf "kvd::WorkersOf":
+        CWorkersOf(CIndex&, const vector[CWorker*]&)
+
+    int64_t kStepsARestored
 
 cdef extern from "dump/text.hpp" namespace "kvd" nogil:
     cppclass CDumpText "kvd::DumpText":

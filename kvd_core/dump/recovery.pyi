@@ -16,6 +16,7 @@ class DumpReader:
         max_events: int,
         max_entries: int,
         max_ranks: int,
+        sequences: bool = ...,
     ) -> None: ...
     @property
     def blocks(self) -> int: ...

@@ -40,19 +40,19 @@ cdef class Staged:
 
 
 cdef class DumpReader:
-    """Reads one dump, in its text or its binary form.
+    """Reads one dump, in its text or its binary form; with `sequences` one of publishers.
 
     ValueError says why a dump is refused: malformed, wrong, or beyond the limits. Nothing of it
     may be used then.
     """
 
     def __cinit__(self, bint binary, *, uint64_t max_blocks, uint64_t max_events,
-                  uint64_t max_entries, uint64_t max_ranks):
+                  uint64_t max_entries, uint64_t max_ranks, bint sequences=False):
         cdef CLimits limits
         limits.blocks, limits.runs, limits.entries = max_blocks, max_events, max_entries
         limits.ranks = max_ranks
         self.stage = Staged.__new__(Staged)
-        self.stage.c = new CStage(limits)
+        self.stage.c = new CStage(limits, sequences)
         if binary:
             self.binary = new CDumpBinary(deref(self.stage.c))
         else:
@@ -177,4 +177,10 @@ cdef class Restore:
             raise ValueError("as many workers as the entry has")
         for worker in workers:
             wanted.push_back(&worker.c if worker is not None and worker.index is index else NULL)
-        return self.c.apply(deref(index.c), wanted, max_blocks)
+        cdef CWorkersOf* to = new CWorkersOf(deref(index.c), wanted)
+        cdef CSteps* steps = new CSteps(max_blocks * kStepsARestored)
+        try:
+            return self.c.apply(deref(index.c), deref(to), deref(steps))
+        finally:
+            del to
+            del steps

@@ -5,6 +5,9 @@
 //     runs      [ worker 0, rank 0, device, parent -, 3 blocks ] [ .. ] ..
 //     pages     [ name local | name local | .. ]       64 Ki blocks each; a run lies in one page
 //
+// What publishers hold comes with sequence hashes: a third number a block, and that of the block
+// before a run; and with blocks that have no place yet, and names of media.
+//
 // Applying cannot fail halfway: everything that could be refused was refused while reading.
 //
 // Invariants
@@ -56,6 +59,25 @@ struct StagedRun {
   uint32_t group;  // kNone: the main one
   uint8_t tier;
   bool has_parent;
+  uint64_t above;  // sequence hash of the block before, 0 unknown
+};
+
+// A block of a publisher that has no place yet, or a further name of one that has.
+struct StagedWaiting {
+  uint32_t worker = 0;
+  uint32_t dp_rank = 0;
+  uint32_t group = kNone;
+  uint8_t tier = 0;
+  bool has_content = false;
+  bool by_engine = false;
+  bool certain = false;  // `sequence` is
+  uint64_t name = 0, hash = 0, space = 0, parent = 0, local = 0, plain = 0, sequence = 0;
+};
+
+struct StagedMedium {
+  uint8_t tier;  // as runs say it
+  std::string name;
+  std::string key;  // as a JSON member name
 };
 
 // Whose a run is, and where.
@@ -66,6 +88,7 @@ struct RunOf {
   bool has_parent = false;
   uint64_t parent = 0;
   uint64_t term = 0;
+  uint64_t above = 0;
 };
 
 // A rank, and what its stream had told.
@@ -98,6 +121,8 @@ struct StagedEntry {
   uint64_t blocks = 0;
   std::vector<StagedWorker> workers;
   std::deque<StagedRun> runs;
+  std::deque<StagedWaiting> waiting;
+  std::vector<StagedMedium> media;
 };
 
 // Collects entries; every `refuse` is a std::invalid_argument with a text for the log.
@@ -105,13 +130,15 @@ class Stage {
  public:
   static constexpr uint32_t kPageBlocks = 65536;
 
-  explicit Stage(DumpLimits limits) : limits_(limits) {}
+  Stage(DumpLimits limits, bool sequences) : limits_(limits), sequences_(sequences) {}
 
   [[noreturn]] static void refuse(const std::string& why) { throw std::invalid_argument(why); }
 
   std::deque<StagedEntry>& entries() { return entries_; }
+  bool sequences() const { return sequences_; }
+  size_t words() const { return sequences_ ? 3 : 2; }  // of a block in a page
   const uint64_t* page(uint64_t first) const {
-    return pages_[first >> 32].data() + 2 * (first & 0xffffffff);
+    return pages_[first >> 32].data() + words() * (first & 0xffffffff);
   }
 
   void begin_entry() {
@@ -123,16 +150,18 @@ class Stage {
 
   void begin_run() { first_part_ = entries_.back().runs.size(); }
 
-  void add_block(uint64_t name, uint64_t local) {
+  void add_block(uint64_t name, uint64_t local, uint64_t sequence = 0) {
     StagedEntry& entry = entries_.back();
     if (++blocks_ > limits_.blocks) refuse("too many blocks");
     const bool goes_on = entry.runs.size() != first_part_;
     if (goes_on && name == last_name_) refuse_parent();
     const bool whole = goes_on && entry.runs.back().n < kRunBlocks;
     if (!whole || used_ == kPageBlocks) begin_part(entry);
-    uint64_t* const at = pages_.back().data() + 2 * used_++;
+    uint64_t* const at = pages_.back().data() + words() * used_++;
     at[0] = last_name_ = name;
     at[1] = local;
+    last_sequence_ = sequence;
+    if (sequences_) at[2] = sequence;
     ++entry.runs.back().n;
     ++entry.blocks;
   }
@@ -145,6 +174,7 @@ class Stage {
     rank(entry.workers[worker].ranks, of.dp_rank);
     entry.runs[first_part_].has_parent = of.has_parent;
     entry.runs[first_part_].parent = of.parent;
+    entry.runs[first_part_].above = of.above;
     if (of.has_parent && page(entry.runs[first_part_].first)[0] == of.parent) refuse_parent();
     for (size_t i = first_part_; i < entry.runs.size(); ++i) {
       entry.runs[i].worker = worker;
@@ -161,6 +191,14 @@ class Stage {
     rank(entry.workers[worker_number(entry, worker_id)].ranks, told.dp_rank) = std::move(told);
   }
 
+  void add_waiting(const std::string& worker_id, StagedWaiting told) {
+    StagedEntry& entry = entries_.back();
+    if (++waiting_ > limits_.blocks) refuse("too many blocks without a place");
+    told.worker = worker_number(entry, worker_id);
+    rank(entry.workers[told.worker].ranks, told.dp_rank);
+    entry.waiting.push_back(told);
+  }
+
   // A removed entry's blocks stay in their pages until the stage goes.
   uint64_t blocks() const { return blocks_; }
 
@@ -168,12 +206,13 @@ class Stage {
   void begin_part(StagedEntry& entry) {
     if (++runs_ > limits_.runs) refuse("too many events");
     if (pages_.empty() || used_ == kPageBlocks) {
-      pages_.emplace_back(2 * kPageBlocks);
+      pages_.emplace_back(words() * kPageBlocks);
       used_ = 0;
     }
     const uint64_t first = uint64_t{pages_.size() - 1} << 32 | used_;
     const bool goes_on = entry.runs.size() != first_part_;
-    entry.runs.push_back({goes_on ? last_name_ : 0, first, 0, 0, 0, 0, kNone, 0, goes_on});
+    entry.runs.push_back({goes_on ? last_name_ : 0, first, 0, 0, 0, 0, kNone, 0, goes_on,
+                          goes_on ? last_sequence_ : 0});
   }
 
   // No cache holds that: whoever says so is not to be believed in the rest. A name that comes again
@@ -201,46 +240,75 @@ class Stage {
   }
 
   const DumpLimits limits_;
+  const bool sequences_;
   std::deque<StagedEntry> entries_;
   std::vector<PageVector<uint64_t>> pages_;
   uint32_t used_ = 0;  // blocks in the last page
   uint64_t blocks_ = 0;
   uint64_t runs_ = 0;
   uint64_t ranks_ = 0;
+  uint64_t waiting_ = 0;
   size_t first_part_ = 0;
   uint64_t last_name_ = 0;
+  uint64_t last_sequence_ = 0;
   std::unordered_map<std::string, uint32_t, KeyedHash> worker_numbers_;
   uint32_t last_worker_ = kNone;
+};
+
+constexpr uint32_t kStepsARestored = 2;  // a block
+
+// A dump's blocks as those of workers; `workers[i]` is the entry's, or null where its blocks are not
+// wanted (any more).
+class WorkersOf {
+ public:
+  WorkersOf(Index& index, const std::vector<Worker*>& workers) : index_(index), workers_(workers) {}
+
+  RankId rank(size_t worker, uint32_t dp_rank) {
+    return workers_[worker] == nullptr ? kNone : workers_[worker]->rank(index_, dp_rank);
+  }
+
+  LayerId layer(uint8_t tier, uint32_t group) {
+    return group == kNone ? tier : index_.group_layer(tier, group);
+  }
+
+  bool knows(RankId rank, const StagedRun& run) const {
+    return index_.rank(rank).names.find(run.parent, index_.keys()) != Names::kAbsent;
+  }
+
+  bool store(RankId rank, const Store& blocks, uint64_t) { return index_.store(rank, blocks); }
+
+ private:
+  Index& index_;
+  const std::vector<Worker*>& workers_;
 };
 
 // Applies one entry to an index, slice by slice.
 //
 // A run whose parent its rank does not know yet waits for it (the order of lower-tier events is
 // free). What waits in vain is stored last: the index parks it, as it parks any such event.
+//
+// `To` says whose the blocks are: `WorkersOf`, or what publishers hold (conductor/kept.hpp).
 class Restore {
  public:
   Restore(const Stage& stage, const StagedEntry& entry) : stage_(stage), entry_(entry) {}
 
-  // Stores about `budget` blocks, fewer where they take longer; false when all is done. `workers[i]`
-  // is entry.workers[i], or null where its blocks are not wanted (any more).
-  bool apply(Index& index, const std::vector<Worker*>& workers, uint32_t budget) {
-    Steps steps(int64_t{budget} * kStepsARestored);
+  // Stores blocks until the steps are used up; false when all is done.
+  template <class To>
+  bool apply(Index& index, To& to, Steps& steps) {
     while (steps.left() && worker_ < entry_.workers.size()) {
-      steps.take(size_t{kStepsARestored} * teach(index, workers[worker_]));
+      steps.take(size_t{kStepsARestored} * teach(index, to));
     }
     while (steps.left()) {
       const StagedRun* run = next_run();
       if (run == nullptr) return false;
       steps.take(kStepsARestored);  // a run that is not wanted takes time as well
-      Worker* const worker = workers[run->worker];
-      if (worker == nullptr) continue;
-      const RankId rank = worker->rank(index, run->dp_rank);
+      const RankId rank = to.rank(run->worker, run->dp_rank);
       if (rank == kNone) continue;
-      if (!last_call_ && run->has_parent && !known(index, rank, run->parent)) {
+      if (!last_call_ && run->has_parent && !to.knows(rank, *run)) {
         waiting_[{rank, run->parent}].push_back(*run);
         continue;
       }
-      store(index, rank, *run);
+      store(index, to, rank, *run);
       steps.take(size_t{kStepsARestored} * (run->n + index.rank_end() / kRanksABlock));
     }
     return true;
@@ -249,8 +317,6 @@ class Restore {
   uint64_t stored() const { return stored_; }
 
  private:
-  static constexpr uint32_t kStepsARestored = 2;  // a block
-
   struct Name {
     RankId rank;
     uint64_t name;
@@ -263,14 +329,15 @@ class Restore {
   };
 
   // Gives a worker's ranks what their streams had told; returns what that costs, in blocks.
-  uint32_t teach(Index& index, Worker* worker) {
-    const auto& ranks = entry_.workers[worker_++].ranks;
-    if (worker == nullptr) return 1;
+  template <class To>
+  uint32_t teach(Index& index, To& to) {
+    const auto& ranks = entry_.workers[worker_].ranks;
     for (const StagedRank& told : ranks) {
-      const RankId rank = worker->rank(index, told.dp_rank);
+      const RankId rank = to.rank(worker_, told.dp_rank);
       if (rank != kNone) teach(index, rank, told);
     }
-    return static_cast<uint32_t>(ranks.size());
+    ++worker_;
+    return 1 + static_cast<uint32_t>(ranks.size());
   }
 
   // What the rank's own stream has told already stands.
@@ -302,24 +369,24 @@ class Restore {
     return next_run();
   }
 
-  static bool known(const Index& index, RankId rank, uint64_t name) {
-    return index.rank(rank).names.find(name, index.keys()) != Names::kAbsent;
-  }
-
-  void store(Index& index, RankId rank, const StagedRun& run) {
-    const uint64_t* pair = stage_.page(run.first);
+  template <class To>
+  void store(Index& index, To& to, RankId rank, const StagedRun& run) {
+    const size_t words = stage_.words();
+    const uint64_t* block = stage_.page(run.first);
     names_.resize(run.n);
     locals_.resize(run.n);
-    for (uint32_t i = 0; i < run.n; ++i) {
-      names_[i] = pair[2 * i];
-      locals_[i] = pair[2 * i + 1];
+    sequences_.resize(run.n);
+    for (uint32_t i = 0; i < run.n; ++i, block += words) {
+      names_[i] = block[0];
+      locals_[i] = block[1];
+      if (words == 3) sequences_[i] = block[2];
     }
     index.rank(rank).settling = index.rank(rank).restored = true;
-    const LayerId layer = run.group == kNone ? run.tier : index.group_layer(run.tier, run.group);
+    const LayerId layer = to.layer(run.tier, run.group);
     if (layer == kNone) return;  // too many groups: as their events would be, they are left out
-    const Store blocks{names_.data(), locals_.data(), run.n,   run.has_parent,
-                       run.parent,    layer,          run.term};
-    if (index.store(rank, blocks)) stored_ += run.n;
+    Store blocks{names_.data(), locals_.data(), run.n, run.has_parent, run.parent, layer, run.term};
+    if (words == 3) blocks.sequences = sequences_.data();
+    if (to.store(rank, blocks, run.above)) stored_ += run.n;
     if (waiting_.empty()) return;
     for (const uint64_t name : names_) {
       const auto it = waiting_.find({rank, name});
@@ -338,7 +405,7 @@ class Restore {
   StagedRun run_{};
   std::vector<StagedRun> found_;  // runs whose parent has been stored
   std::unordered_map<Name, std::vector<StagedRun>, NameHash> waiting_;
-  std::vector<uint64_t> names_, locals_;
+  std::vector<uint64_t> names_, locals_, sequences_;
 };
 
 }  // namespace kvd

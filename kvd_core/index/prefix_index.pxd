@@ -181,7 +181,7 @@ cdef extern from "dump/dump.hpp" namespace "kvd" nogil:
     cppclass CDump "kvd::Dump":
         CDump(CIndex&, cbool) except +
         uint64_t blocks_written()
-        cbool fill(const vector[const CWorker*]&, string&, size_t) except +
+        cbool fill(const vector[const string*]&, string&, size_t) except +
 
 cdef extern from "index/verify.hpp" namespace "kvd" nogil:
     cppclass CVerifier "kvd::Verifier":
@@ -227,7 +227,7 @@ cdef class PrefixIndex:
     cdef size_t match_hashes(self, BodyScanner scanner, int array) except? -1
     cdef void note_question(self, size_t blocks) noexcept
     cdef void note_prompt(self, uint32_t first, bint is_salted, bint is_adapted) noexcept
-    cdef vector[const CWorker*] owners(self)
+    cdef vector[const string*] owners(self)
 
 
 cdef class Worker:

@@ -297,13 +297,13 @@ cdef class PrefixIndex:
         dump.c = new CDump(deref(self.c), binary)
         return dump
 
-    cdef vector[const CWorker*] owners(self):
-        cdef vector[const CWorker*] owners
+    cdef vector[const string*] owners(self):
+        cdef vector[const string*] owners
         cdef Worker worker
         owners.resize(self.c.rank_end(), NULL)
         for worker in self.workers:
             for entry in worker.c.ranks:
-                owners[entry.second] = &worker.c
+                owners[entry.second] = &worker.c.number
         return owners
 
     def stats(self):

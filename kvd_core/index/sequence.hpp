@@ -92,6 +92,19 @@ class Sequences {
     }
   }
 
+  // Sets the sequence hashes of consecutive blocks behind `above` that another process knew (0: it did
+  // not); returns of how many.
+  uint32_t recall(BlockId above, const BlockId* blocks, const uint64_t* sequences, uint32_t n,
+                  uint64_t space) {
+    if (above != kNone && (sequence_of(above) == 0 || space_of(above) != space)) return 0;
+    for (uint32_t i = 0; i < n; ++i) {
+      if (sequences[i] == 0) return i;
+      set(blocks[i], space, sequences[i]);
+      if (key_of(blocks[i]) != key(space, sequences[i])) return i;
+    }
+    return n;
+  }
+
   void erase(BlockId block) {
     const uint64_t known = key_of(block);
     if (known == 0) return;

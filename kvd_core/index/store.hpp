@@ -152,8 +152,13 @@ inline void Index::place(RankId id, const Store& s, Position at, BlockId below) 
 
 inline void Index::sequence_blocks(const Store& s) {
   const bool told = s.plain != nullptr;
+  BlockId above = tree_.parent_of(ids_[0]);
+  uint32_t known = 0;
+  if (s.sequences != nullptr)
+    known = sequences_->recall(above, ids_.data(), s.sequences, s.n, s.space);
+  if (known != 0) above = ids_[known - 1];
   if (told || sequences_->seed() == kBaseSeed) {
-    sequences_->chain(tree_.parent_of(ids_[0]), ids_.data(), told ? s.plain : s.locals, s.n,
+    sequences_->chain(above, ids_.data() + known, (told ? s.plain : s.locals) + known, s.n - known,
                       s.space, told);
   }
   if (placements_ != nullptr) placements_->placed(s, ids_.data());

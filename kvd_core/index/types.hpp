@@ -124,6 +124,7 @@ struct Parked {
   uint64_t plain = 0;      // local hash by the seed of sequence hashes
   uint64_t sequence = 0;   // sequence hash, 0 unknown
   bool by_engine = false;  // an engine's own event has told of it
+  bool certain = false;    // it had a place with that sequence hash, in another process
   // The others of its rank that wait for the same parent; null where it waits for none (publishers').
   uint64_t name = 0;  // its own
   Parked* newer = nullptr;
@@ -252,6 +253,7 @@ struct Store {
   const uint64_t* plain = nullptr;
   uint64_t space = 0;
   Origin origin = Origin::UNSAID;
+  const uint64_t* sequences = nullptr;  // sequence hashes that another process knew, 0 unknown
 };
 
 // Told of blocks as they are placed, while sequence hashes are kept.

@@ -1,5 +1,6 @@
-// Any sequence of events of publishers, registrations, links to a worker, sweeps and questions: all
-// invariants hold after every one of them, and once all are gone and swept nothing is left.
+// Any sequence of events of publishers, registrations, links to a worker, sweeps, questions, and slices
+// of what is kept for another process: all invariants hold after every one of them, in the other
+// process, too; and once all are gone and swept nothing is left.
 //
 //   clang++ -g -O1 -std=c++17 -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all
 //       -Ikvd_core tests/fuzz/fuzz_conductor.cpp -o fuzz_conductor
@@ -19,6 +20,8 @@
 #include "conductor/engine_events.hpp"
 #include "base/hash.hpp"
 #include "conductor/holdings.hpp"
+#include "conductor/kept.hpp"
+#include "dump/binary.hpp"
 #include "index/match.hpp"
 #include "index/verify.hpp"
 
@@ -64,7 +67,7 @@ class Life {
 
   void step(Bytes& in) {
     const size_t i = in.below(kSources);
-    switch (in.below(13)) {
+    switch (in.below(14)) {
       case 0:
       case 1:
       case 2:
@@ -95,6 +98,9 @@ class Life {
       case 11:
         conductor_.drop_idle(sources_[i]);
         break;
+      case 12:
+        keep(in);
+        break;
       default:
         index_.sweep(in.next());
         break;
@@ -106,6 +112,7 @@ class Life {
   }
 
   void end() {
+    kept_.reset();
     for (size_t i = 0; i < kSources; ++i) leave(i);
     worker_.retire_all(index_);
     other_.retire_all(index_);
@@ -311,6 +318,46 @@ class Life {
     settle(in);
   }
 
+  // Goes on with what is kept for another process, or begins anew; once all of it is written, another
+  // one goes on with that.
+  void keep(Bytes& in) {
+    if (kept_ == nullptr) {
+      kept_ = std::make_unique<kvd::KeptHoldings>(index_, conductor_);
+      kept_text_ = std::string(kvd::DumpBinary::kMagic) + 'P' + '\2' + std::string(11, '\0');
+    }
+    const size_t enough = 1 + in.next();
+    std::string piece;
+    const bool more = kept_->fill({sources_, sources_ + kSources}, piece, enough);
+    kept_text_ += piece;
+    if (more) return;
+    kept_text_ += 'E';
+    kvd::put<uint64_t>(kept_text_, kept_->blocks_written());
+    kept_.reset();
+    bring_back(enough);
+  }
+
+  void bring_back(size_t at_once) {
+    kvd::Stage stage({UINT64_MAX, UINT64_MAX, 1, UINT64_MAX}, true);
+    kvd::DumpBinary reader(stage);
+    reader.feed(reinterpret_cast<const uint8_t*>(kept_text_.data()), kept_text_.size());
+    reader.finish();
+    kvd::Index index(kBlockSize);
+    kvd::Conductor conductor(index, conductor_.seed());
+    std::vector<kvd::Source*> sources;
+    for (const kvd::Source* source : sources_) {
+      sources.push_back(conductor.add_source(source->instance->key, source->home, source->adapter,
+                                             source->dp_rank, source->store));
+    }
+    kvd::RestoreHoldings restore(index, conductor, stage, stage.entries().front());
+    for (bool more = true; more;) {
+      kvd::Steps steps(static_cast<int64_t>(at_once));
+      more = restore.apply(sources, steps);
+      kvd::Verifier verifier(index);
+      verifier.run();
+      verifier.run(conductor);
+    }
+  }
+
   void ask(Bytes& in) {
     const Prompt of = prompt(in);
     const uint64_t where = space(in);
@@ -333,6 +380,8 @@ class Life {
   std::unique_ptr<kvd::EngineEvents> engines_[kSources];
   kvd::Holdings holdings_;
   kvd::Match match_;
+  std::unique_ptr<kvd::KeptHoldings> kept_;  // being written
+  std::string kept_text_;
   std::string by_tokens_, by_hashes_, answer_;
 };
 

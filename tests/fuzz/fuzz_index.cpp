@@ -115,10 +115,10 @@ class Life {
     if (!dump_->fill(owners(), text, kSlice)) dump_.reset();
   }
 
-  std::vector<const kvd::Worker*> owners() const {
-    std::vector<const kvd::Worker*> owners(index_.rank_end(), nullptr);
+  std::vector<const std::string*> owners() const {
+    std::vector<const std::string*> owners(index_.rank_end(), nullptr);
     for (const kvd::Worker& worker : workers_) {
-      for (const auto& entry : worker.ranks) owners[entry.second] = &worker;
+      for (const auto& entry : worker.ranks) owners[entry.second] = &worker.number;
     }
     return owners;
   }

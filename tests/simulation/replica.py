@@ -25,6 +25,7 @@ import kvd.wire.losses
 from kvd.faces.indexer import routes as indexer
 from kvd.http.types import Request
 from kvd.index.partitions import State
+from kvd.index.publishers import Publishers
 from kvd.index.registry import Registration, Registry
 from kvd.model import RankKey
 from kvd.net.fetch import FetchError
@@ -229,12 +230,13 @@ class Replica:
                     listening, context, self.ready, LinkOptions(), turns=virtual_turns()
                 )
                 self.registry = Registry(self.state, self.tasks)
+                self.publishers = Publishers(self.state, self.tasks)
                 for engine in at_start:
                     self.register(engine)
                 task_status.started()
                 recovered(await recover(self.state, peers, self.recovery))
                 self.ready.set()
-                await confirm_restored(self.state, self.registry)
+                await confirm_restored(self.state, self.registry, self.publishers)
                 await trio.sleep_forever()
         self._ended.set()
 

@@ -254,9 +254,10 @@ async def test_settling(autojump_clock: Clock) -> None:
             await trio.sleep(0.1)
             for key in KEYS:
                 fleet.speak(key)  # without a word no engine is confirmed
-            await cancelling.run(partial(confirm_restored, replica.state, replica.registry))
+            listened = replica.state, replica.registry, replica.publishers
+            await cancelling.run(partial(confirm_restored, *listened))
             check_replica(replica)
-            await confirm_restored(replica.state, replica.registry)
+            await confirm_restored(*listened)
             assert not replica.state.unconfirmed
 
 

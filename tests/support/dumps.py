@@ -6,6 +6,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from kvd_core.conductor.conductor import Conductor, Source
+from kvd_core.conductor.kept import HoldingsDump
 from kvd_core.dump.recovery import BINARY_HEAD, DumpReader, StagedEntry, binary_end, binary_entry
 from kvd_core.index.prefix_index import Dump, IngestCounters, PrefixIndex
 
@@ -35,6 +37,16 @@ def binary_of(index: PrefixIndex, enough: int = 65536) -> bytes:
     return head + runs + binary_end(dump.blocks)
 
 
+def holdings_of(conductor: Conductor, sources: list[Source | None], enough: int = 65536) -> bytes:
+    """What publishers hold, as it is kept."""
+    dump = HoldingsDump(conductor, sources)
+    records = b""
+    while not dump.done:
+        records += dump.read(enough)
+    head = BINARY_HEAD + binary_entry("m", "t", conductor.index.block_size)
+    return head + records + binary_end(dump.blocks)
+
+
 def rows(text: bytes, key: str = KEY) -> list[Row]:
     """The events of one entry, sorted, without their numbers."""
     return rows_of(json.loads(text)[key]["events"])
@@ -56,11 +68,13 @@ def _row(event: dict[str, Any]) -> Row:
     )
 
 
-def read(data: bytes, binary: bool, step: int = 65536, **limits: int) -> list[StagedEntry]:
+def read(
+    data: bytes, binary: bool, step: int = 65536, *, sequences: bool = False, **limits: int
+) -> list[StagedEntry]:
     """Reads a dump in pieces of `step` bytes."""
     bounds = {"max_blocks": 2**40, "max_events": 2**40, "max_entries": 100}
     bounds |= {"max_ranks": 100_000, **limits}
-    reader = DumpReader(binary, **bounds)
+    reader = DumpReader(binary, sequences=sequences, **bounds)
     for at in range(0, len(data), step):
         reader.feed(data[at : at + step])
     return reader.finish()

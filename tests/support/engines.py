@@ -70,7 +70,7 @@ class Engine:
                 told += path[1]
             parent = known
         if new:
-            self._publish([["BlockStored", new, first_parent, told, BLOCK_SIZE, None]])
+            self.publish([["BlockStored", new, first_parent, told, BLOCK_SIZE, None]])
 
     def evict(self, hash: int) -> None:
         """Drops a block and all that go on from it."""
@@ -79,7 +79,7 @@ class Engine:
             gone += [other for other, (parent, _) in self.cache.items() if parent == one]
         for one in gone:
             del self._by_path[self.cache.pop(one)]
-        self._publish([["BlockRemoved", gone]])
+        self.publish([["BlockRemoved", gone]])
 
     def paths(self) -> set[tuple[int, ...]]:
         """Returns the tokens of each cached block with all before it."""
@@ -91,7 +91,8 @@ class Engine:
         parent, tokens = self.cache[hash]
         return (*self._tokens(parent), *tokens)
 
-    def _publish(self, events: list[object]) -> None:
+    def publish(self, events: list[object]) -> None:
+        """Publishes a batch of events."""
         payload = msgpack.packb([time.time(), events, 0])
         with self._lock:
             self._kept.append((self.seq, payload))

@@ -17,6 +17,7 @@ from kvd.errors import Conflict, NotFound, Unavailable
 from kvd.faces.indexer import routes as indexer
 from kvd.index.partitions import State
 from kvd.index.peers import MAX_PEERS, Peers
+from kvd.index.publishers import Publishers
 from kvd.index.registry import Registry
 from kvd.index.restore import SLICE_WORKERS, Planned, plan, restore
 from kvd.model import PartitionKey, RankKey
@@ -528,7 +529,8 @@ async def test_restored_ranks_settle_when_they_have_been_listened_to(
     assert fresh.state.unconfirmed == {(PARTITION, 7)}
     (listener,) = fresh.listeners.running.values()
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(confirm_restored, fresh.state, fresh.registry)
+        publishers = Publishers(fresh.state, fresh.listeners)
+        nursery.start_soon(confirm_restored, fresh.state, fresh.registry, publishers)
         await trio.sleep(3 * CONFIRMED_AFTER_S)
         assert fresh.state.unconfirmed  # pending: it may have much to tell
         listener.connecting()

@@ -10,9 +10,11 @@ import pytest
 
 from kvd_core.base.hashing import local_hashes
 from kvd_core.conductor.conductor import Conductor, Source, namespace
+from kvd_core.conductor.kept import HoldingsRestore
 from kvd_core.index.prefix_index import IngestCounters, PrefixIndex
 from tests.models.conductor_model import ConductorModel, Holder, sequence_hashes
 from tests.support.budget import scaled
+from tests.support.dumps import binary_of, holdings_of, read
 
 LIVES = scaled(12)
 BLOCK_SIZE = 2
@@ -211,6 +213,38 @@ class Life:
         """Changes nothing that anybody could see."""
         self.random.choice(self.publishers).source.drop_idle()
 
+    def restart(self) -> None:
+        """Another process goes on with what was kept; of second copies it knows nothing."""
+        enough, steps = self.random.choice((1, 300, 65536)), self.random.choice((1, 100, 100_000))
+        sources = [each.source for each in self.publishers]
+        (workers,) = read(binary_of(self.index, enough), binary=True)
+        (holdings,) = read(
+            holdings_of(self.conductor, sources, enough), binary=True, sequences=True
+        )
+        self.index = PrefixIndex(BLOCK_SIZE, IngestCounters())
+        self.worker = self.index.add_worker(int(WORKER))
+        self.worker.register(0)
+        step = workers.restore()
+        while step.apply(self.index, [self.worker] * workers.worker_count, steps):
+            pass
+        self.worker.settled()
+        self.conductor = Conductor(self.index, self.hash_seed)
+        self.conductor.sequence(0)
+        for publisher in self.publishers:
+            scope = SCOPES[publisher.scope]
+            publisher.source = self.conductor.add_source(
+                publisher.instance, *scope, 0, publisher.store
+            )
+        sources = [each.source for each in self.publishers]
+        again = HoldingsRestore(holdings, self.conductor, sources)
+        while again.apply(steps):
+            self.index.verify()
+        for source in sources:
+            source.settled()
+        for holder in self.model.holders:
+            holder.copies.clear()
+            holder.names = {name: held for name, held in holder.names.items() if held.media}
+
     STEPS = (
         (store, 30),
         (store_named, 20),
@@ -288,6 +322,19 @@ def test_random_lives_while_sequence_hashes_are_made(seed: int) -> None:
     for _ in range(30):
         life.compare()
         life.step()
+
+
+@pytest.mark.slow("compares all answers after each step")
+@pytest.mark.parametrize("seed", range(LIVES))
+def test_random_lives_that_another_process_goes_on_with(seed: int) -> None:
+    life = Life(seed, hash_seed=1337 if seed % 4 else 42)
+    for _ in range(6):
+        for _ in range(15):
+            life.step()
+            life.compare()
+        life.restart()
+        life.conductor.verify()
+        life.compare()
 
 
 @pytest.mark.slow("compares all answers after each step")

@@ -1,0 +1,212 @@
+"""What the conductor's publishers hold, in a snapshot: where each was, and the blocks.
+
+    places, numbers of events ── in slices ──┐
+    what each conductor's holders have ──────┴──> frames of the snapshot
+    frames ──> staged ──> matched with who is registered ──> blocks ──> publishers go on
+
+A publisher is found again by its key and address; what others held is left out, and they are
+replayed from their beginning. Inside a dump it is known by its place among those of its model,
+tenant and block size (kvd_core/conductor/kept.hpp).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import trio
+
+from kvd.index.dumps import SLICE_BYTES
+from kvd.index.partitions import SizedKey, State
+from kvd.index.publishers import Publisher, PublisherKey, Publishers
+from kvd.persistence.frames import Damaged, packed, unpacked
+from kvd.wire.event_order import KeptStream
+from kvd.wire.place import KeptLosses, Place
+from kvd.wire.standard_events import KeptPublication
+from kvd_core.conductor.kept import HoldingsDump, HoldingsRestore
+from kvd_core.dump.recovery import BINARY_HEAD, DumpReader, StagedEntry, binary_end, binary_entry
+
+PUBLISHERS = ord("P")  # kind of a frame with places of publishers, SLICE_PUBLISHERS at most
+NUMBERS = ord("N")  # kind of a frame with numbers of a publisher's events, SLICE_STREAMS at most
+HOLDINGS = ord("B")  # kind of a frame with a piece of the dump
+KINDS = (PUBLISHERS, NUMBERS, HOLDINGS)
+
+SLICE_PUBLISHERS = 16  # looked at between two checkpoints: about 0.2 ms
+SLICE_STREAMS = 256  # the same, of one publisher's streams of events
+SLICE_STEPS = 4096  # of 0.1 us, that blocks are brought back in between two checkpoints
+
+
+@dataclass(slots=True)
+class KeptPublisher:
+    """A publisher as another process has left it."""
+
+    key: PublisherKey
+    endpoint: str
+    place: Place
+    publication: KeptPublication
+    streams: list[KeptStream] = field(default_factory=list)  # of its events
+
+
+@dataclass(slots=True)
+class Holdings:
+    """What a snapshot has of publishers, read whole."""
+
+    publishers: list[KeptPublisher] = field(default_factory=list)
+    entries: list[StagedEntry] = field(default_factory=list)
+
+
+# ---- written
+
+
+def contents(state: State, publishers: Publishers) -> Iterator[tuple[int, bytes]]:
+    """Yields kind and content of each frame, and nothing (b"") where others may run."""
+    known = list(publishers)
+    rows: list[object] = []
+    for number, each in enumerate(known):
+        rows.append(_row(each))
+        if len(rows) == SLICE_PUBLISHERS:
+            yield PUBLISHERS, packed(rows)
+            rows = []
+        streams = each.publication.order.kept()
+        while some := list(islice(streams, SLICE_STREAMS)):
+            yield NUMBERS, packed((number, some))
+    if rows:
+        yield PUBLISHERS, packed(rows)
+    groups: dict[SizedKey, list[Publisher]] = {}
+    for each in known:
+        groups.setdefault(_sized(each.described.key), []).append(each)
+    blocks = 0
+    for number, (sized, members) in enumerate(groups.items()):
+        yield HOLDINGS, (b"" if number else BINARY_HEAD) + binary_entry(*sized)
+        partition = state.sized.get(sized)
+        if partition is None or not partition.sources:  # all of them have left meanwhile
+            continue
+        dump = HoldingsDump(partition.conductor, [each.source for each in members])
+        while not dump.done:
+            yield HOLDINGS, dump.read(SLICE_BYTES)
+        blocks += dump.blocks
+    if groups:
+        yield HOLDINGS, binary_end(blocks)
+
+
+def _row(publisher: Publisher) -> object:
+    place = publisher.listener.batches.place()
+    return publisher.described.key, publisher.listener.endpoint, place, publisher.publication.kept()
+
+
+def _sized(key: PublisherKey) -> SizedKey:
+    return (*key.partition, key.block_size)
+
+
+# ---- read
+
+
+class HoldingsReader:
+    """Takes the frames of one snapshot. Raises Damaged and ValueError on what cannot be."""
+
+    def __init__(self, max_blocks: int, max_ranks: int) -> None:
+        self._found = Holdings()
+        self._numbers: dict[int, list[KeptStream]] = {}  # by publisher
+        self._dump: DumpReader | None = None
+        self._limits = max_blocks, max_ranks
+
+    def take(self, kind: int, content: bytes) -> None:
+        if kind == HOLDINGS:
+            self._feed(content)
+            return
+        try:
+            if kind == PUBLISHERS:
+                self._found.publishers += map(_publisher, unpacked(content))
+            else:
+                number, streams = unpacked(content)
+                self._numbers.setdefault(number, []).extend(map(_stream, streams))
+        except (TypeError, ValueError) as error:
+            raise Damaged(f"its publishers are not understood: {error}") from None
+
+    def finish(self) -> Holdings:
+        """Returns all of it, which must be complete."""
+        for number, streams in self._numbers.items():
+            if not 0 <= number < len(self._found.publishers):
+                raise Damaged(f"it has no publisher {number}")
+            self._found.publishers[number].streams = streams
+        if self._dump is not None:
+            self._found.entries = self._dump.finish()
+        return self._found
+
+    def _feed(self, content: bytes) -> None:
+        if self._dump is None:
+            blocks, ranks = self._limits
+            self._dump = DumpReader(
+                True,
+                max_blocks=blocks,
+                max_events=blocks,
+                max_entries=ranks,
+                max_ranks=ranks,
+                sequences=True,
+            )
+        self._dump.feed(content)
+
+
+def _publisher(row: Any) -> KeptPublisher:
+    key, endpoint, place, publication = row
+    expected, digests, publisher, losses = place
+    why, heard, named, lacking, since = losses
+    kept = KeptLosses(why, heard, named, [(of, tiers) for of, tiers in lacking], since)
+    backends, highest = publication
+    return KeptPublisher(
+        PublisherKey(*key),
+        endpoint,
+        Place(expected, digests, publisher, kept),
+        KeptPublication(backends, highest),
+    )
+
+
+def _stream(row: Any) -> KeptStream:
+    (lora_name, cache_salt, backend, medium, rank), first, last, marks = row
+    return KeptStream((lora_name, cache_salt, backend, medium, rank), first, last, marks)
+
+
+# ---- brought back
+
+
+class Restoring:
+    """Gives publishers back what they held: all that is planned, or where they leave, less.
+
+    Made before anything changes: ValueError for what cannot be. Nothing of a publisher may have
+    been heard yet.
+    """
+
+    def __init__(self, state: State, publishers: Publishers, holdings: Holdings) -> None:
+        self._publishers = publishers
+        self._kept: list[tuple[KeptPublisher, Publisher]] = []
+        groups: dict[SizedKey, list[Publisher | None]] = {}
+        for each in holdings.publishers:
+            found = publishers.heir(each.key, each.endpoint, each.place)
+            groups.setdefault(_sized(each.key), []).append(found)
+            if found is not None:
+                self._kept.append((each, found))
+        self._restores: list[HoldingsRestore] = []
+        for entry in holdings.entries:
+            model_name, tenant_id = entry.model_name, entry.tenant_id
+            assert model_name is not None and tenant_id is not None  # the binary form has both
+            sized = model_name, tenant_id, entry.block_size
+            partition = state.sized.get(sized)
+            heirs = groups.get(sized, [])
+            if partition is not None and any(heirs):
+                sources = [None if heir is None else heir.source for heir in heirs]
+                self._restores.append(HoldingsRestore(entry, partition.conductor, sources))
+
+    async def run(self, note: Callable[[int], None]) -> None:
+        """Brings it back, and lets others run; calls `note` with the blocks stored so far."""
+        stored = 0
+        for restore in self._restores:
+            while restore.apply(SLICE_STEPS):
+                note(stored + restore.blocks)
+                await trio.lowlevel.checkpoint()
+            stored += restore.blocks
+        note(stored)
+        for kept, publisher in self._kept:
+            self._publishers.take_over(publisher, kept.place, kept.publication, kept.streams)
+            await trio.lowlevel.checkpoint()
