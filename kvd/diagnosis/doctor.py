@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from kvd.diagnosis.chain import diagnose
+import trio
+
+from kvd.diagnosis.chain import in_order, walk
 from kvd.diagnosis.evidence import Look
 from kvd.diagnosis.findings import Finding
 from kvd.diagnosis.gathering import Gathering, Rooms, Shown
@@ -35,4 +37,10 @@ class Doctor:
         looks: Mapping[str, Look] = {}
         if probes:
             looks = await self._looker.look_at(self._gathering.endpoints())
-        return diagnose(await self._gathering.gather(looks, self._shared))
+        found = []
+        for finding in walk(await self._gathering.gather(looks, self._shared)):
+            if finding is None:
+                await trio.lowlevel.checkpoint()
+            else:
+                found.append(finding)
+        return in_order(found)
