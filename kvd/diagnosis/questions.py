@@ -35,40 +35,34 @@ def check_model(model: ModelEvidence) -> Iterator[Finding]:
 
 
 def _check_salts(model: ModelEvidence) -> Iterator[Finding]:
-    asked, told, subject = model.asked, model.told, f"model {place(model.key)}"
-    if asked.prompts < ENOUGH or told.prompts == 0:
-        return
-    if told.salted >= ENOUGH and not asked.salted:
-        evidence = (
-            f"{told.salted} of {told.prompts} prompts in events have a cache salt, "
-            f"none of {asked.prompts} questions"
-        )
-        yield found("salt_one_sided", subject, evidence)
+    asked, told = model.asked, model.told
     # Engines that do not tell of salts are matched without.
-    elif asked.salted >= ENOUGH and not told.salted and told.telling == told.prompts >= ENOUGH:
-        evidence = (
-            f"{asked.salted} of {asked.prompts} questions have a cache salt, "
-            f"none of {told.prompts} prompts in events"
-        )
-        yield found("salt_one_sided", subject, evidence)
+    tells = told.salted > 0 or told.telling == told.prompts
+    if tells:
+        yield from _one_sided(model, "salt_one_sided", "a cache salt", asked.salted, told.salted)
 
 
 def _check_adapters(model: ModelEvidence) -> Iterator[Finding]:
-    asked, told, subject = model.asked, model.told, f"model {place(model.key)}"
-    if asked.prompts < ENOUGH or told.prompts < ENOUGH:
+    asked, told = model.asked.adapted, model.told.adapted
+    yield from _one_sided(model, "adapter_one_sided", "an adapter", asked, told)
+
+
+def _one_sided(
+    model: ModelEvidence, name: str, what: str, asked: int, told: int
+) -> Iterator[Finding]:
+    """Yields that of all prompts only those `asked`, or only those `told`, have something."""
+    questions, stored = model.asked.prompts, model.told.prompts
+    if min(questions, stored) < ENOUGH or max(asked, told) < ENOUGH or min(asked, told):
         return
-    if told.adapted >= ENOUGH and not asked.adapted:
+    if told:
         evidence = (
-            f"{told.adapted} of {told.prompts} prompts in events have an adapter, "
-            f"none of {asked.prompts} questions"
+            f"{told} of {stored} prompts in events have {what}, none of {questions} questions"
         )
-        yield found("adapter_one_sided", subject, evidence)
-    elif asked.adapted >= ENOUGH and not told.adapted:
+    else:
         evidence = (
-            f"{asked.adapted} of {asked.prompts} questions have an adapter, "
-            f"none of {told.prompts} prompts in events"
+            f"{asked} of {questions} questions have {what}, none of {stored} prompts in events"
         )
-        yield found("adapter_one_sided", subject, evidence)
+    yield found(name, f"model {place(model.key)}", evidence)
 
 
 def _unmatched(model: ModelEvidence) -> Finding:

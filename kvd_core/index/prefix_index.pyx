@@ -28,8 +28,7 @@ NEW_RANK = kNewRank
 ALL_TIERS = kAllTiers
 # What a batch may take of the loop at once, about 2 ms: then others have their turn.
 SLICE_STEPS = 20_000
-# What prompts said (see index/said.hpp): how many, with a salt, with an adapter, by engines that tell
-# of salts; the first tokens of the last.
+# What prompts said (see index/said.hpp).
 Said = namedtuple("Said", ("prompts", "salted", "adapted", "telling", "first_tokens"))
 IGNORED = ("medium", "remote", "kind", "group", "block_size", "tokens", "too_many_ranks", "full")
 

@@ -12,19 +12,23 @@ from tests.support.ports import find_free_port
 from tests.support.processes import Server
 
 STALE_S = 0.3  # until a silent engine is said to be so
+FLAGS = (
+    f"--engine-stale-s={STALE_S}",
+    "--engine-connect-timeout-s=0.5",
+    "--replay-idle-s=0.2",
+    "--replay-spare-s=0",
+)
 
 
 @pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, dict[str, str]]]:
-    flags = (
-        f"--engine-stale-s={STALE_S}",
-        "--engine-connect-timeout-s=0.5",
-        "--replay-idle-s=0.2",
-        "--replay-spare-s=0",
-        "--session-affinity-ttl-secs=60",
-        f"--replica-sync-port={find_free_port()}",
-    )
-    with running_patient(tmp_path_factory.mktemp("kvd"), *flags) as running:
+def daemon(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[tuple[Server, dict[str, str]]]:
+    """A daemon with the module's FLAGS, if it has some."""
+    flags = getattr(request.module, "FLAGS", FLAGS)
+    replicas = f"--replica-sync-port={find_free_port()}"
+    folder = tmp_path_factory.mktemp("kvd")
+    with running_patient(folder, *flags, replicas, "--session-affinity-ttl-secs=60") as running:
         yield running
 
 

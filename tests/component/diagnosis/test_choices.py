@@ -4,46 +4,27 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import ExitStack
 
-import pytest
 import zmq
 
 from kvd.diagnosis.choices import ENOUGH_BOOKINGS
 from kvd.model import PartitionKey
 from kvd.wire import affinity
 from kvd.wire.affinity import Bound, Version
-from tests.support.patients import Patient, Rank, prompt, running_patient
+from tests.support.patients import Patient, Rank, prompt
 from tests.support.ports import find_free_port
-from tests.support.processes import Server
 
 MAX_BLOCKS = 8
 QUEUE = 10
 
 
-@pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, dict[str, str]]]:
-    """A daemon with little room, and no patience."""
-    flags = (
-        f"--index-max-blocks={MAX_BLOCKS}",
-        f"--engine-queue-messages={QUEUE}",
-        "--request-expiry-s=1",
-        "--router-queue-requests=1",
-        "--router-queue-s=0.2",
-        "--session-affinity-ttl-secs=60",
-        f"--replica-sync-port={find_free_port()}",
-    )
-    with running_patient(tmp_path_factory.mktemp("kvd"), *flags) as running:
-        yield running
-
-
-@pytest.fixture
-def patient(daemon: tuple[Server, dict[str, str]]) -> Iterator[Patient]:
-    with ExitStack() as opened:
-        made = Patient(*daemon, opened)
-        yield made
-        made.empty()
+FLAGS = (  # little room, and no patience
+    f"--index-max-blocks={MAX_BLOCKS}",
+    f"--engine-queue-messages={QUEUE}",
+    "--request-expiry-s=1",
+    "--router-queue-requests=1",
+    "--router-queue-s=0.2",
+)
 
 
 def test_the_index_is_full(patient: Patient) -> None:
