@@ -86,6 +86,7 @@ class Affinity:
 
     def apply(self, bound: Bound, at: float | None = None) -> Outcome:
         """Takes what a replica says of a session now, or what was so at an earlier time."""
+        self._note_lead(bound)
         fleet = self._fleets.get(bound.partition)
         if fleet is None or not fleet.workers:
             return Outcome.UNKNOWN_MODEL
@@ -94,7 +95,6 @@ class Affinity:
             return Outcome.UNKNOWN_WORKER
         if bound.dp_rank is not None and bound.dp_rank not in record.ranks:
             return Outcome.UNKNOWN_RANK
-        self._note_lead(bound)
         key = bound.partition, bound.session_id
         place = bound.worker_id, bound.dp_rank
         at = self._clock() if at is None else at
