@@ -562,6 +562,8 @@ def _rooms(parts: Components, ports: Ports) -> Rooms:
         parts.slots,
         parts.selections,
         parts.replicas,
+        parts.gateway.upstreams,
+        parts.gateway.choices,
         {face.name: face.authorizer for face in ports.apis.served},
     )
 

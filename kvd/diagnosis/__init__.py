@@ -2,10 +2,11 @@
 
     rooms of the daemon ──── gathering ──> Evidence ── chain ──> Findings ──> GET /diagnose
     engines, from outside ── looks ──────────┘           │
-                                engines, events, identity, room, questions, choices
+                     engines, upstreams, events, identity, room, questions, choices
 
     evidence    what is known at one moment, as plain values
     engines     is anybody there, does it speak ZeroMQ, does it publish KV events?
+    upstreams   do engines behind the gateway serve?
     events      do they arrive whole, and can they be used as registered?
     identity    are model, tenant and ranks those that are asked for?
     room        is there room to hold what they cache?

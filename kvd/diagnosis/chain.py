@@ -13,6 +13,7 @@ from kvd.diagnosis.findings import KINDS, Finding
 from kvd.diagnosis.identity import check_identity
 from kvd.diagnosis.questions import check_questions
 from kvd.diagnosis.room import check_room
+from kvd.diagnosis.upstreams import check_kvd, check_upstream
 
 # Findings of one name that are shown; the next one counts the others. A fleet that is unreachable
 # as a whole is one fault.
@@ -41,6 +42,10 @@ def walk(evidence: Evidence) -> Iterator[Finding | None]:
         yield from check_events(stream)
         if number % SLICE == 0:
             yield None
+    for upstream in evidence.upstreams:
+        yield from check_upstream(upstream)
+    for kvd in evidence.kvds:
+        yield from check_kvd(kvd)
     yield from check_identity(evidence)
     yield from check_room(evidence.room, evidence.watched_s)
     yield from check_questions(evidence)

@@ -1,6 +1,7 @@
 """What is known at one moment, as plain values: all that checks see.
 
     Evidence ─┬─ streams      those of engines and publishers that show a sign of anything
+              ├─ upstreams, kvds   of the gateway
               ├─ models       each model and tenant with an index: questions beside events
               ├─ unknown      models and tenants that were asked for and are not registered
               ├─ workers      of the selection service, those that cannot be chosen
@@ -64,6 +65,23 @@ class StreamEvidence:
     foreign: Mapping[str, int] = field(default_factory=dict)  # events, by the member that differs
     look: Look | None = None
     replay_look: Look | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class UpstreamEvidence:
+    """An engine behind the gateway."""
+
+    url: str
+    problem: str  # why it gets no requests, "" if it does
+    doubt: str  # why its events are not believed, "" if they are
+
+
+@dataclass(frozen=True, slots=True)
+class KvdEvidence:
+    """A kvd elsewhere, that the gateway asks who serves a prompt."""
+
+    url: str
+    problem: str  # why it is not asked, "" if it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +204,8 @@ class Evidence:
 
     watched_s: float = 0.0  # for which counters have been watched
     streams: tuple[StreamEvidence, ...] = ()
+    upstreams: tuple[UpstreamEvidence, ...] = ()
+    kvds: tuple[KvdEvidence, ...] = ()
     models: tuple[ModelEvidence, ...] = ()
     registered: frozenset[PartitionKey] = frozenset()
     unknown: Mapping[PartitionKey, Growth] = field(default_factory=dict)

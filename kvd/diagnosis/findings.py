@@ -74,6 +74,16 @@ KINDS: Mapping[str, Kind] = {
         "the engine was started again a short while ago, and its cache began empty",
         "look at the engine's log for why it ended; kvd needs nothing",
     ),
+    "upstream_unusable": Kind(
+        Severity.ERROR,
+        "an engine behind the gateway gets no requests",
+        "start the engine at {endpoint}, or correct --upstream; GET /status there has more",
+    ),
+    "kvd_unreachable": Kind(
+        Severity.ERROR,
+        "the gateway cannot ask the kvd that chooses, so requests go by load alone",
+        "start kvd at {endpoint}, or correct --gateway-kvd",
+    ),
     "block_size_mismatch": Kind(
         Severity.ERROR,
         "engine and registration have blocks of different sizes",

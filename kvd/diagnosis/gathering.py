@@ -17,6 +17,7 @@ from kvd.diagnosis.evidence import (
     Evidence,
     ExpiredEvidence,
     FaceEvidence,
+    KvdEvidence,
     Look,
     ModelEvidence,
     ReplicaEvidence,
@@ -27,10 +28,13 @@ from kvd.diagnosis.evidence import (
     ShareEvidence,
     Side,
     StreamEvidence,
+    UpstreamEvidence,
     WorkerEvidence,
 )
 from kvd.diagnosis.findings import place
 from kvd.diagnosis.growth import Growth
+from kvd.gateway.choices import Choices
+from kvd.gateway.upstreams import DISAGREE, Upstream, Upstreams
 from kvd.http.auth import Authorizer
 from kvd.index.partitions import Partition, State
 from kvd.index.publishers import Publishers
@@ -68,6 +72,8 @@ class Rooms:
     slots: SlotTrackers
     selections: Selections
     replicas: Replicas
+    upstreams: Upstreams
+    choices: Choices  # of the gateway
     authorizers: Mapping[str, Authorizer]  # by face, of those that are served
 
 
@@ -111,6 +117,14 @@ class Gathering:
             watched_s=self._growth.since_s(now),
             streams=await self._streams(looks),
             models=await self._models(),
+            upstreams=tuple(
+                UpstreamEvidence(each.url, each.problem or "", _doubt(each))
+                for each in rooms.upstreams
+            ),
+            kvds=tuple(
+                KvdEvidence(str(each["url"]), str(each["problem"] or ""))
+                for each in rooms.choices.shown() or ()
+            ),
             registered=frozenset(self._registered()),
             unknown=_of(grown, "unknown"),
             workers=await self._workers(),
@@ -318,6 +332,11 @@ def _stream(
         look=looks.get(listener.endpoint),
         replay_look=looks.get(listener.replay_endpoint or ""),
     )
+
+
+def _doubt(upstream: Upstream) -> str:
+    """Returns why the events of an engine are not believed."""
+    return upstream.advice if upstream.advice == DISAGREE else ""
 
 
 def _model(partition: Partition) -> ModelEvidence:

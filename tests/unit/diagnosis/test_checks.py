@@ -11,6 +11,7 @@ from kvd.diagnosis.choices import AWAY_S, ENOUGH_BOOKINGS, SKEW_S
 from kvd.diagnosis.engines import RECENT_S
 from kvd.diagnosis.evidence import (
     Evidence,
+    KvdEvidence,
     Look,
     ModelEvidence,
     ReplicaEvidence,
@@ -21,6 +22,7 @@ from kvd.diagnosis.evidence import (
     ShareEvidence,
     Side,
     StreamEvidence,
+    UpstreamEvidence,
     WorkerEvidence,
 )
 from kvd.diagnosis.findings import KINDS, Finding, Severity, found
@@ -169,6 +171,19 @@ def test_what_an_http_server_says_is_taken_for_a_peer_for_a_moment() -> None:
 )
 def test_events(stream: StreamEvidence, expected: list[str]) -> None:
     assert of_stream(stream) == expected
+
+
+# ---- the gateway
+
+
+def test_the_gateway() -> None:
+    upstream = UpstreamEvidence("http://gpu1:8000", "", "")
+    kvd = KvdEvidence("http://kv:8092", "")
+    assert names(Evidence(upstreams=(upstream,), kvds=(kvd,))) == []
+    away = replace(upstream, problem="unreachable", doubt="other tokens")
+    assert names(Evidence(upstreams=(away,))) == ["upstream_unusable"]
+    assert names(Evidence(upstreams=(replace(upstream, doubt="other"),))) == ["tokens_disagree"]
+    assert names(Evidence(kvds=(replace(kvd, problem="unreachable"),))) == ["kvd_unreachable"]
 
 
 # ---- identity
