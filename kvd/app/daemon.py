@@ -45,7 +45,7 @@ from kvd.config.load import Config, StartError
 from kvd.config.reload import Reader
 from kvd.diagnosis.doctor import Doctor
 from kvd.diagnosis.gathering import Rooms
-from kvd.faces.common.diagnosis import diagnose_route
+from kvd.faces.common.diagnosis import diagnose_route, diagnoses_bound
 from kvd.faces.gateway.engines import CALLS
 from kvd.fleet_file.follower import FleetFileFollower, RegistrationTarget
 from kvd.fleet_file.targets import UpstreamTarget
@@ -267,6 +267,7 @@ class _Daemon:
             self._shared = self._share(config.state_server, told, ledgers, aside, registrations)
         shown = None if self._shared is None else self._shared.shown
         rooms = _rooms(self._parts, ports)
+        self._diagnoses = diagnoses_bound()
         self._doctor = Doctor(rooms, ports.dialer, trio.current_time(), shown)
         self._reloader = Reloader(
             config, reader, stop, ports, self._parts, self._listeners, self._fleet
@@ -459,7 +460,7 @@ class _Daemon:
         stop = trio.Event()
         async with trio.open_nursery() as serving:
             apis = self._ports.apis.routes(self._parts, lambda: self._config)
-            diagnose = diagnose_route(self._doctor)
+            diagnose = diagnose_route(self._doctor, self._diagnoses)
             for face, routes, not_found in apis:
                 face.sources += self._sources()
                 face.log_requests(self._config.access_log)
@@ -491,7 +492,7 @@ class _Daemon:
         kept = () if self._keeper is None else (self._keeper.families,)
         shared = () if self._shared is None else (self._shared.families,)
         own = [self._reloader.families, self._families, self._ports.sync.families]
-        own.append(self._ports.served.families)
+        own += [self._ports.served.families, self._doctor.families]
         return [*own, *followers, *decisions, *places, *kept, *shared]
 
     def _families(self) -> Iterator[Family]:
@@ -501,6 +502,8 @@ class _Daemon:
         help = "Total size of the unapplied messages of engines and replicas in bytes"
         yield gauge("kvd_queued_bytes", help, space.size_bytes)
         yield from self._heaps.metrics()
+        help = "Number of diagnoses refused at the limit"
+        yield counter("kvd_diagnoses_refused_total", help, self._diagnoses.refused)
         help = "Number of log lines dropped because the reader of stderr was too slow"
         yield counter("kvd_log_lines_dropped_total", help, logs.dropped())
         help = "Number of outgoing addresses refused, by stage"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import trio
@@ -12,6 +12,7 @@ from kvd.diagnosis.evidence import Look
 from kvd.diagnosis.findings import Finding
 from kvd.diagnosis.gathering import Gathering, Rooms, Shown
 from kvd.diagnosis.looks import Looker
+from kvd.telemetry.metrics import Family, counter
 
 if TYPE_CHECKING:
     from kvd.net.dialing import Dialer
@@ -31,6 +32,14 @@ class Doctor:
     def look_again(self, now: float) -> None:
         """Takes counters now and then; to be called every few seconds."""
         self._gathering.look_again(now)
+
+    def families(self) -> Iterator[Family]:
+        """Yields what metrics say of its bounds."""
+        help = "Number of bookings on busy ranks that kvd doctor does not count, at the limit"
+        name = "kvd_diagnosis_bookings_uncounted_total"
+        yield counter(name, help, self._gathering.uncounted)
+        help = "Number of addresses that a diagnosis left out, at its limits"
+        yield counter("kvd_diagnosis_looks_left_out_total", help, self._looker.left_out)
 
     async def examine(self, *, probes: bool) -> list[Finding]:
         """Returns what is wrong; with `probes` engines are looked at, which takes seconds."""

@@ -70,7 +70,7 @@ def _seen(stream: StreamEvidence, look: Look) -> Finding | None:
     if look.socket_type and look.socket_type not in PUBLISHING:
         evidence = f"{where} speaks ZeroMQ, but as a {look.socket_type} socket, not PUB"
         return found("not_kv_events", stream.subject, evidence, endpoint=where)
-    if (look.mechanism == "CURVE") != stream.has_key:
+    if look.mechanism and (look.mechanism == "CURVE") != stream.has_key:
         own = "CURVE" if stream.has_key else "NULL"
         evidence = f"{where} wants {look.mechanism}, and is registered for {own}"
         return found("keys_differ", stream.subject, evidence)

@@ -83,6 +83,7 @@ class Gathering:
     def __init__(self, rooms: Rooms, now: float) -> None:
         self._rooms = rooms
         self._growth: Growth[Counted] = Growth(now)
+        self.uncounted = 0  # bookings, beyond MAX_SHARES workers
         self._away: dict[str, float] = {}  # replicas, and when they were first seen unconnected
         self._bookings: Counter[tuple[PartitionKey, int]] = Counter()
         rooms.selections.reservations.moments.subscribe(self._note)
@@ -170,6 +171,8 @@ class Gathering:
         worker = moment.key, live.worker_id
         if worker in self._bookings or len(self._bookings) < MAX_SHARES:
             self._bookings[worker] += 1
+        else:
+            self.uncounted += 1
 
     def _totals(self) -> dict[Counted, int]:
         """Returns the counters whose growth says something."""

@@ -51,10 +51,12 @@ class Looker:
     def __init__(self, dialer: Dialer) -> None:
         self._dialer = dialer
         self._limiter = trio.CapacityLimiter(LOOKS_AT_ONCE)
+        self.left_out = 0  # addresses, for their number or for want of time
 
     async def look_at(self, endpoints: Iterable[str]) -> dict[str, Look]:
         """Looks at each of them, MAX_LOOKS at most, as far as it gets within LOOKS_S."""
         looks: dict[str, Look] = {}
+        wanted = list(dict.fromkeys(endpoints))
 
         async def look(endpoint: str) -> None:
             async with self._limiter:
@@ -62,8 +64,9 @@ class Looker:
 
         with trio.move_on_after(LOOKS_S):
             async with trio.open_nursery() as nursery:
-                for endpoint in list(dict.fromkeys(endpoints))[:MAX_LOOKS]:
+                for endpoint in wanted[:MAX_LOOKS]:
                     nursery.start_soon(look, endpoint)
+        self.left_out += len(wanted) - len(looks)
         return looks
 
 

@@ -36,6 +36,7 @@ class ServedModels:
         self._asked: Callable[[Place], str | None] | None = None
         self.misdirected = 0  # requests and registrations that belong elsewhere
         self.unknown: dict[tuple[str, str], int] = {}  # requests about what nobody registered
+        self.forgotten = 0  # of these models and tenants, at the limit
 
     @property
     def listed(self) -> list[Place]:
@@ -75,11 +76,14 @@ class ServedModels:
         self.unknown[place] = self.unknown.pop(place, 0) + 1  # the last one asked for is last
         if len(self.unknown) > MAX_UNKNOWN:
             del self.unknown[next(iter(self.unknown))]
+            self.forgotten += 1
 
     def families(self) -> Iterator[Family]:
         """Yields what metrics say."""
         help = "Number of requests and registrations for models that this process does not serve"
         yield counter("kvd_misdirected_total", help, self.misdirected)
+        help = "Number of (model, tenant) pairs asked for in vain that were forgotten at the limit"
+        yield counter("kvd_unknown_models_forgotten_total", help, self.forgotten)
 
 
 EVERYTHING = ServedModels()

@@ -68,7 +68,7 @@ def all_routes() -> dict[str, tuple[Route, ...]]:
     }
     return {
         face: with_document(
-            face, (*routes, metrics_route([]), diagnose_route(nobody)), DESCRIPTIONS[face]
+            face, (*routes, metrics_route([]), diagnose_route(nobody, nobody)), DESCRIPTIONS[face]
         )
         for face, routes in faces.items()
     }

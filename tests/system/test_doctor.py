@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+import socket
 import sys
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from pathlib import Path
 from threading import Event
 
@@ -15,6 +18,7 @@ import pytest
 
 from kvd.cli import doctor
 from kvd.cli.main import main
+from kvd.faces.common.diagnosis import MAX_DIAGNOSES
 from tests.support.documented import documented
 from tests.support.patients import FACES, Patient, running_patient
 from tests.support.ports import find_free_port
@@ -83,6 +87,22 @@ def test_nobody_can_be_asked(patient: Patient, capsys: Capture) -> None:
     assert out == "" and error.startswith(f"kvd: kvd does not answer: indexer 127.0.0.1:{port}: ")
     assert main(["doctor", "--indexer-bind=off", *away]) == 2
     assert "every face is off" in capsys.readouterr().err
+
+
+def test_so_many_diagnoses_and_no_more(patient: Patient) -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as mute:  # each look waits for it
+        patient.register(f"tcp://127.0.0.1:{mute.getsockname()[1]}")
+        url = f"{patient.urls['indexer']}/diagnose?probe=1"
+
+        def ask(_: int) -> int:
+            return httpx.get(url, trust_env=False, verify=False, timeout=60).status_code
+
+        with ThreadPoolExecutor(2 * MAX_DIAGNOSES) as pool:
+            statuses = Counter(pool.map(ask, range(2 * MAX_DIAGNOSES)))
+    assert statuses == {200: MAX_DIAGNOSES, 503: MAX_DIAGNOSES}
+    text = patient.clients["indexer"].get("/metrics").text
+    assert f"kvd_diagnoses_refused_total {MAX_DIAGNOSES}\n" in text
+    patient.empty()
 
 
 @pytest.mark.parametrize("query", ["probe=2", "probe=yes", "probe=0&probe=1"])

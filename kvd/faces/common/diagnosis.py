@@ -29,8 +29,10 @@ async def diagnose(doctor: Doctor, request: Request) -> Response:
     return bodies.json_response({"findings": [each._asdict() for each in found]})
 
 
-def diagnose_route(doctor: Doctor) -> Route:
-    """Returns the route, to be shared by the faces of one process."""
-    text = f"there are {MAX_DIAGNOSES} diagnoses under way already"
-    admission = Admission(MAX_DIAGNOSES, text)
-    return Route("GET", DIAGNOSE_PATH, partial(diagnose, doctor), admission=admission)
+def diagnose_route(doctor: Doctor, diagnoses: Admission) -> Route:
+    return Route("GET", DIAGNOSE_PATH, partial(diagnose, doctor), admission=diagnoses)
+
+
+def diagnoses_bound() -> Admission:
+    """Returns what bounds the diagnoses of one process, on all of its faces."""
+    return Admission(MAX_DIAGNOSES, f"there are {MAX_DIAGNOSES} diagnoses under way already")

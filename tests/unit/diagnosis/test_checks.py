@@ -125,6 +125,7 @@ def test_a_fleet_that_is_away_as_a_whole_is_summed_up() -> None:
         ),
         (replace(AWAY, look=Look(is_zmtp=True, mechanism="CURVE")), ["keys_differ"]),
         (replace(AWAY, look=Look(is_zmtp=True, mechanism="CURVE"), has_key=True), []),
+        (replace(AWAY, look=Look(is_zmtp=True), has_key=True), []),  # it hung up early
         (replace(STREAM, messages=0, quiet="silent", quiet_s=30.0), ["engine_silent"]),
         (replace(STREAM, bad_frames={"frame_count": 3}), []),  # others are batches
         (replace(STREAM, messages=0, bad_frames={"frame_count": 3}), ["not_kv_events"]),

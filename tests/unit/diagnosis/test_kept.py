@@ -31,7 +31,7 @@ def test_the_model_not_asked_for_the_longest_time_is_forgotten() -> None:
     served = ServedModels()
     asked(served, ("m", "t"), *((f"m{number}", "t") for number in range(MAX_UNKNOWN - 1)))
     asked(served, ("m", "t"), ("another", "t"))
-    assert len(served.unknown) == MAX_UNKNOWN
+    assert len(served.unknown) == MAX_UNKNOWN and served.forgotten == 1
     assert served.unknown["m", "t"] == 2 and ("m0", "t") not in served.unknown
 
 
