@@ -35,7 +35,7 @@ with `DEFAULT`, and one that a setting may replace, holds unless the setting say
 # Numbers that formats, protocols and exit codes prescribe, and marks: they bound nothing.
 PRESCRIBED = re.compile(
     r"EXIT_\w+|[UI]\d+_(MAX|MIN)|RANK_MAX|U64_DIGITS|MAX_PORT|MAX_GROUP|END_SEQ|FIRST|FIRST_OF_STORES"
-    r"|(ZAP_REQUEST|MONITOR)_FRAMES|(SEQ|PUBLISHER)_BYTES|STDERR|CRITICAL|PIPE_BUF|RUN_\w+"
+    r"|(ZAP_REQUEST|MONITOR)_FRAMES|(SEQ|PUBLISHER|MECHANISM|GREETING)_BYTES|VERSION_END|STDERR|CRITICAL|PIPE_BUF|RUN_\w+"
     r"|NEW_BEGINNING|KEEPALIVE_\w+|CHUNKED|ANYONE"
 )
 # Compiled code names many numbers; these names say that they bound something.

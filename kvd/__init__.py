@@ -9,6 +9,7 @@
     index                        who caches which block
     replica_sync, shared_state   replicas tell each other of requests; share state in a server
     persistence                  what outlives the process
+    diagnosis                    why prompts do not match: `kvd doctor`
     replay                       `kvd replay`
     http, net                    sockets of clients; of engines, replicas and peers
     wire                         rules about what comes over those, without I/O

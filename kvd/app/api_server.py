@@ -112,6 +112,10 @@ class ApiServer:
                     "--allow-unauthenticated"
                 )
 
+    @property
+    def authorizer(self) -> Authorizer:
+        return self._context.authorizer
+
     def addresses(self) -> list[str]:
         """Returns where the face listens, in the form of bind addresses."""
         secured = [f"{TLS_PREFIX}{address(sock)}" for sock in self._tls_sockets]

@@ -43,6 +43,9 @@ from kvd.app.stopping import Stop
 from kvd.app.unmatched_log import UnmatchedLog
 from kvd.config.load import Config, StartError
 from kvd.config.reload import Reader
+from kvd.diagnosis.doctor import Doctor
+from kvd.diagnosis.gathering import Rooms
+from kvd.faces.common.diagnosis import diagnose_route, diagnoses_bound
 from kvd.faces.gateway.engines import CALLS
 from kvd.fleet_file.follower import FleetFileFollower, RegistrationTarget
 from kvd.fleet_file.targets import UpstreamTarget
@@ -262,6 +265,10 @@ class _Daemon:
         self._shared: SharedState | None = None  # None: nothing is shared
         if config.state_server is not None and told is not None and aside is not None:
             self._shared = self._share(config.state_server, told, ledgers, aside, registrations)
+        shown = None if self._shared is None else self._shared.shown
+        rooms = _rooms(self._parts, ports)
+        self._diagnoses = diagnoses_bound()
+        self._doctor = Doctor(rooms, ports.dialer, trio.current_time(), shown)
         self._reloader = Reloader(
             config, reader, stop, ports, self._parts, self._listeners, self._fleet
         )
@@ -371,6 +378,7 @@ class _Daemon:
             await trio.sleep(EXPIRY_PAUSE_S)
             now = trio.current_time()
             index_full.check(now)
+            self._doctor.look_again(now)
             for work in (
                 unmatched.check(),
                 parts.slots.expire(now),
@@ -452,10 +460,11 @@ class _Daemon:
         stop = trio.Event()
         async with trio.open_nursery() as serving:
             apis = self._ports.apis.routes(self._parts, lambda: self._config)
+            diagnose = diagnose_route(self._doctor, self._diagnoses)
             for face, routes, not_found in apis:
                 face.sources += self._sources()
                 face.log_requests(self._config.access_log)
-                await serving.start(face.serve, routes, not_found, stop)
+                await serving.start(face.serve, (*routes, diagnose), not_found, stop)
                 bind = " ".join(face.addresses())
                 log.info("serving", version=VERSION, face=face.name, bind=bind)
             self._serving.set()
@@ -483,7 +492,7 @@ class _Daemon:
         kept = () if self._keeper is None else (self._keeper.families,)
         shared = () if self._shared is None else (self._shared.families,)
         own = [self._reloader.families, self._families, self._ports.sync.families]
-        own.append(self._ports.served.families)
+        own += [self._ports.served.families, self._doctor.families]
         return [*own, *followers, *decisions, *places, *kept, *shared]
 
     def _families(self) -> Iterator[Family]:
@@ -493,6 +502,8 @@ class _Daemon:
         help = "Total size of the unapplied messages of engines and replicas in bytes"
         yield gauge("kvd_queued_bytes", help, space.size_bytes)
         yield from self._heaps.metrics()
+        help = "Number of diagnoses refused at the limit"
+        yield counter("kvd_diagnoses_refused_total", help, self._diagnoses.refused)
         help = "Number of log lines dropped because the reader of stderr was too slow"
         yield counter("kvd_log_lines_dropped_total", help, logs.dropped())
         help = "Number of outgoing addresses refused, by stage"
@@ -543,6 +554,20 @@ def _components(
         selections,
         ports.sync.start(listening, context, slots, selections, aside),
         Gateway(config, selections, registry, ports.dialer, place),
+    )
+
+
+def _rooms(parts: Components, ports: Ports) -> Rooms:
+    return Rooms(
+        parts.state,
+        parts.registry,
+        parts.publishers,
+        parts.slots,
+        parts.selections,
+        parts.replicas,
+        parts.gateway.upstreams,
+        parts.gateway.choices,
+        {face.name: face.authorizer for face in ports.apis.served},
     )
 
 

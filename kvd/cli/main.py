@@ -3,7 +3,8 @@
 Exit codes: 0 done, 1 not done, 2 the command line is wrong (unknown flag, bad number). A daemon
 that could not start ends with 78 (EX_CONFIG) if it will not with the same configuration, with 1
 otherwise; one line on stderr says why. `kvd status` has its own: 0 all streams exact, 1 some are
-not, 2 something does not answer, or nothing could be asked.
+not, 2 something does not answer, or nothing could be asked; `kvd doctor` likewise: 0 nothing is
+wrong, 1 something is, 2 nothing could be asked.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from kvd._version import VERSION
 from kvd.cli.settings_page import render_page
@@ -25,6 +26,9 @@ from kvd.config.file import render
 from kvd.telemetry import logs
 from kvd.wire.egress import EgressPolicy
 from kvd.wire.urls import masked
+
+if TYPE_CHECKING:
+    from kvd.cli.status import Client
 
 log = logs.get_logger(__name__)
 
@@ -131,6 +135,7 @@ def build_parser(kind: type[Parser] = Parser) -> Parser:
     add_conductor(commands)
     add_config(commands)
     add_status(commands)
+    add_doctor(commands)
     add_reload(commands)
     add_state(commands)
     add_replay(commands)
@@ -325,6 +330,13 @@ def add_status(commands: Any) -> None:
         metavar="SECONDS",
         help="time over which rates are measured (default 1.0)",
     )
+    add_credentials(parser)
+    parser.add_argument("--json", action="store_true", help="write the whole report as JSON")
+    parser.set_defaults(given=status_settings, command=show_status)
+
+
+def add_credentials(parser: Parser) -> None:
+    """Adds what commands may show to the daemon that they ask."""
     parser.add_argument(
         "--token-file",
         type=_usage(parsers.parse_path),
@@ -343,19 +355,47 @@ def add_status(commands: Any) -> None:
         metavar="FILE",
         help="PEM private key of --client-certfile, unless that file contains it",
     )
-    parser.add_argument("--json", action="store_true", help="write the whole report as JSON")
-    parser.set_defaults(given=status_settings, command=show_status)
 
 
 def status_settings(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, object]:
-    binds = {name: getattr(args, name) for name in config.FACE_BINDS}
+    return asking_settings(parser, args, "interval", "json")
+
+
+def doctor_settings(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, object]:
+    return asking_settings(parser, args, "json", "no_probe")
+
+
+def asking_settings(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, *own: str
+) -> dict[str, object]:
+    """Returns where a daemon is asked, with which credentials, and a command's own options."""
     if args.client_keyfile is not None and args.client_certfile is None:
         parser.error("--client-keyfile needs --client-certfile")
-    own = ("interval", "json", "token_file", "client_certfile", "client_keyfile")
-    return binds | {name: getattr(args, name) for name in own}
+    names = *config.FACE_BINDS, *own, "token_file", "client_certfile", "client_keyfile"
+    return {name: getattr(args, name) for name in names}
 
 
 def show_status(given: Mapping[str, object]) -> CommandResult:
+    from kvd.cli import status
+
+    asked = _asking(given)
+    if asked is None:
+        return "", status.UNREACHABLE
+    values, client = asked
+    # A rate over no time is that of a moment.
+    interval_s = max(float(str(given["interval"])), status.SHORTEST_S)
+    shown = status.figures(status.look(status.faces_of(values), interval_s, client), interval_s)
+    # Names are their clients': some could look like lines of ours, or write anywhere on a terminal.
+    text = "\n".join(map(logs.plain, status.text(shown)))
+    text = json.dumps(shown, indent=1) if given["json"] else text
+    return f"{text}\n", status.exit_code(shown)
+
+
+def _asking(given: Mapping[str, object]) -> tuple[dict[str, Any], Client] | None:
+    """Returns the settings and a client for the daemon of the service; None: nothing can be asked.
+
+    The reason is written to standard error.
+    """
     from kvd.cli import status
 
     told = given[config.CONFIG] or os.environ.get(config.CONFIG_VARIABLE)
@@ -368,15 +408,45 @@ def show_status(given: Mapping[str, object]) -> CommandResult:
         client = status.Client(token, held["tls_certfile"].value, *own)
     except (config.StartError, OSError) as error:
         logs.complain(error)
-        return "", status.UNREACHABLE
-    binds = status.faces_of({name: said.value for name, said in held.items()})
-    # A rate over no time is that of a moment.
-    interval_s = max(float(str(given["interval"])), status.SHORTEST_S)
-    shown = status.figures(status.look(binds, interval_s, client), interval_s)
-    # Names are their clients': some could look like lines of ours, or write anywhere on a terminal.
-    text = "\n".join(map(logs.plain, status.text(shown)))
-    text = json.dumps(shown, indent=1) if given["json"] else text
-    return f"{text}\n", status.exit_code(shown)
+        return None
+    return {name: said.value for name, said in held.items()}, client
+
+
+def add_doctor(commands: Any) -> None:
+    parser = commands.add_parser(
+        "doctor",
+        help="find out why prompts do not match, and how to mend it",
+        description="Asks a running daemon what is wrong between its engines and its choices, and "
+        "writes each finding with its evidence and a remedy. The daemon looks at engines from "
+        "outside, which may take ten seconds. It is asked at the address in the file, the "
+        "environment or the flags, on the first face that answers.",
+        epilog="Exit codes: 0 nothing is wrong, 1 there are findings, 2 kvd cannot be asked.",
+    )
+    add_general(parser)
+    add_settings(parser, settings.BIND_SETTINGS)
+    add_credentials(parser)
+    parser.add_argument(
+        "--no-probe", action="store_true", help="do not look at engines from outside"
+    )
+    parser.add_argument("--json", action="store_true", help="write the findings as JSON")
+    parser.set_defaults(given=doctor_settings, command=show_findings)
+
+
+def show_findings(given: Mapping[str, object]) -> CommandResult:
+    from kvd.cli import doctor
+
+    asked = _asking(given)
+    if asked is None:
+        return "", doctor.UNREACHABLE
+    values, client = asked
+    try:
+        found = doctor.examine(doctor.binds_of(values), client, probes=not given["no_probe"])
+    except doctor.Unreached as error:
+        logs.complain(config.StartError(f"kvd does not answer: {error}"))
+        return "", doctor.UNREACHABLE
+    text = "\n".join(map(logs.plain, doctor.text(found)))
+    text = json.dumps({"findings": found}, indent=1) if given["json"] else text
+    return f"{text}\n", doctor.exit_code(found)
 
 
 def add_reload(commands: Any) -> None:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from kvd.config.parsers import Bind, Binds, UnixBind
+from kvd.faces.common.schemas import DIAGNOSE_PATH
 from kvd.selection.worker_record import Lifecycle
 from kvd.wire.event_stream import StreamHealth
 
@@ -93,9 +94,9 @@ class Client:
             with _using(own_certfile if own_keyfile is None else own_keyfile):
                 self._tls.load_cert_chain(own_certfile, own_keyfile)
 
-    def ask(self, bind: Bind, path: str) -> str:
+    def ask(self, bind: Bind, path: str, timeout_s: float = TIMEOUT_S) -> str:
         """Returns what GET of a path answers; unless that is 200, OSError or HTTPException."""
-        connection, headers = self._connection(bind), self._headers
+        connection, headers = self._connection(bind, timeout_s), self._headers
         if isinstance(bind, UnixBind):
             headers = {"Host": "localhost", **headers}
         try:
@@ -108,13 +109,13 @@ class Client:
             raise OSError(f"{path}: {answer.status} {answer.reason}{HINTS.get(answer.status, '')}")
         return text
 
-    def _connection(self, bind: Bind) -> HTTPConnection:
+    def _connection(self, bind: Bind, timeout_s: float) -> HTTPConnection:
         if isinstance(bind, UnixBind):
-            return _UnixConnection(bind.path, timeout=TIMEOUT_S)
+            return _UnixConnection(bind.path, timeout=timeout_s)
         host = EVERYWHERE.get(bind.host, bind.host)
         if bind.tls:
-            return HTTPSConnection(host, bind.port, timeout=TIMEOUT_S, context=self._tls)
-        return HTTPConnection(host, bind.port, timeout=TIMEOUT_S)
+            return HTTPSConnection(host, bind.port, timeout=timeout_s, context=self._tls)
+        return HTTPConnection(host, bind.port, timeout=timeout_s)
 
 
 @contextmanager
@@ -142,6 +143,7 @@ class Face:
     before: Samples = field(default_factory=dict)
     after: Samples = field(default_factory=dict)
     lists: dict[str, Any] = field(default_factory=dict)
+    findings: list[dict[str, str]] = field(default_factory=list)  # of the first face that answers
 
     def value(self, name: str) -> float | None:
         """Returns the sum of a metric over its labels, None if the face has no such."""
@@ -174,6 +176,8 @@ def look(binds: Mapping[str, Bind], interval_s: float, client: Client) -> list[F
     time.sleep(max(0.0, begun + interval_s - time.monotonic()))
     for face in faces:
         _try(_look_again, face, client)
+    if answering := next((face for face in faces if face.error is None), None):
+        _try(_look_for_findings, answering, client)  # those of the process, on every face
     return faces
 
 
@@ -201,12 +205,17 @@ def _look_again(face: Face, client: Client) -> None:
         face.lists[name] = json.loads(client.ask(face.bind, path))
 
 
+def _look_for_findings(face: Face, client: Client) -> None:
+    face.findings = json.loads(client.ask(face.bind, DIAGNOSE_PATH))["findings"]
+
+
 def figures(faces: list[Face], interval_s: float) -> dict[str, Any]:
     """Returns what `--json` writes."""
     listening = [face for face in faces if face.by_label("kvd_streams")]
     shown: dict[str, Any] = {
         "faces": {face.name: _face(face, interval_s) for face in faces},
         "streams": _streams(listening),
+        "findings": [finding for face in faces for finding in face.findings],
         "unmatched_models": _first(faces, {"": "kvd_unmatched_models"})[""] or 0,
         "requests_per_s": round(sum(map(_requests, faces)) / interval_s, 1),
         "resident_bytes": _first(faces, {"": "process_resident_memory_bytes"})[""],
@@ -334,6 +343,9 @@ def text(shown: Mapping[str, Any]) -> Iterator[str]:
         yield f"{'queued':13} {messages:,} messages, {_mib(size)}"
     if shown["log_lines_dropped"]:
         yield f"{'log':13} {shown['log_lines_dropped']:,} lines dropped"
+    if shown["findings"]:
+        names = ", ".join(dict.fromkeys(each["name"] for each in shown["findings"]))
+        yield f"{'findings':13} {len(shown['findings']):,}: {names}; `kvd doctor` explains them"
     yield from _inexact(shown)
 
 

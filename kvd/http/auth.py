@@ -16,6 +16,7 @@ from kvd.http.permits import VERDICTS, PermitRules
 from kvd.http.types import Headers, Route, Scope
 
 GRANTED = VERDICTS.index("granted")
+MAX_HOST_BYTES = 253 + 6  # of the last refused host, that are kept: a name of DNS, and a port
 API_KEY = b"x-api-key"  # in which clients of Anthropic's API show their token
 _CHALLENGE: Headers = [(b"www-authenticate", b"Bearer")]
 _REFUSALS = {
@@ -52,6 +53,7 @@ class Authorizer:
     def __init__(self, policy: Policy) -> None:
         self.rules = PermitRules()
         self.refused = dict.fromkeys(_REFUSALS, 0)
+        self.refused_host = ""  # the last one that was refused
         self._names: tuple[str, ...] = ()
         self.set_policy(policy)
 
@@ -92,10 +94,19 @@ class Authorizer:
             return None
         reason = VERDICTS[verdict]
         self.refused[reason] += 1
+        if reason == "host":
+            self.refused_host = _host_of(headers)
         status, text = _REFUSALS[reason]
         if reason == "scope":
             text = f"{text} {scope.name.lower()}" if scope.name else text
         return Refusal(status, text, _CHALLENGE if status == 401 else [])
+
+
+def _host_of(headers: Headers) -> str:
+    """Returns the host that a request names, without a port, as far as it can be shown."""
+    named = next((value for name, value in headers if name == b"host"), b"")
+    host, _, port = named[:MAX_HOST_BYTES].decode("ascii", "replace").rpartition(":")
+    return host if host and port.isdecimal() else f"{host}:{port}" if host else port
 
 
 def _with_api_key(headers: Headers) -> Headers:

@@ -11,7 +11,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from types import MappingProxyType
 
 from kvd.errors import Misdirected
+from kvd.model import is_name
 from kvd.telemetry.metrics import Family, counter
+
+# Models and tenants asked for in vain that are remembered; the one that was last asked for longest
+# ago is forgotten first. Clients have a few names, and those who try names out have many.
+MAX_UNKNOWN = 64
+MAX_UNKNOWN_CHARACTERS = 256  # of the names of those; longer ones are nobody's mistake
 
 Place = tuple[str, str | None]  # model, tenant; None is every tenant of it
 
@@ -29,6 +35,8 @@ class ServedModels:
         self._owners = owners
         self._asked: Callable[[Place], str | None] | None = None
         self.misdirected = 0  # requests and registrations that belong elsewhere
+        self.unknown: dict[tuple[str, str], int] = {}  # requests about what nobody registered
+        self.forgotten = 0  # of these models and tenants, at the limit
 
     @property
     def listed(self) -> list[Place]:
@@ -61,10 +69,21 @@ class ServedModels:
             f"model={model_name} tenant_id={tenant_id} is not served here", self.owner(place)
         )
 
+    def note_unknown(self, place: tuple[str, str]) -> None:
+        """Counts a request about a model and tenant that are served here and not registered."""
+        if not all(len(each) <= MAX_UNKNOWN_CHARACTERS and is_name(each) for each in place):
+            return
+        self.unknown[place] = self.unknown.pop(place, 0) + 1  # the last one asked for is last
+        if len(self.unknown) > MAX_UNKNOWN:
+            del self.unknown[next(iter(self.unknown))]
+            self.forgotten += 1
+
     def families(self) -> Iterator[Family]:
         """Yields what metrics say."""
         help = "Number of requests and registrations for models that this process does not serve"
         yield counter("kvd_misdirected_total", help, self.misdirected)
+        help = "Number of (model, tenant) pairs asked for in vain that were forgotten at the limit"
+        yield counter("kvd_unknown_models_forgotten_total", help, self.forgotten)
 
 
 EVERYTHING = ServedModels()

@@ -198,6 +198,7 @@ class _Reader:
         listener = self._listener
         if listener.counts.restarts != self._restarts_said:
             self._restarts_said = listener.counts.restarts
+            listener.restarted_at = trio.current_time()
             self._log.warning("engine_restarted", last_seq=listener.batches.passed)
 
     def _say_flaw(self) -> None:

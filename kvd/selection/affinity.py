@@ -7,6 +7,7 @@ session's rank hold for that request alone.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 
 import msgpack
@@ -20,6 +21,9 @@ from kvd.wire.lifecycle import Outcome
 from kvd_core.ledger.journal import Journal
 
 MAX_SESSION_ID_BYTES = 256  # longest session id, as on the original
+
+# Seconds by which a clock is ahead at least: those that follow NTP agree within milliseconds.
+LEAST_LEAD_S = 0.1
 
 LEASED = ord("S")  # kind of a journal's record of a session: its binding, and who holds it
 
@@ -43,6 +47,8 @@ class Affinity:
         self.sessions: Sessions[Key] = Sessions(ttl_s, max_sessions)
         self.leases: dict[str, tuple[Key, Binding]] = {}  # by reservation id
         self.bindings: Observers[[Bound]] = Observers()  # told of bindings made here
+        self.lead_s = 0.0  # by which the last replica whose clock was ahead of ours was so
+        self.led_at = -math.inf  # when that was heard
         self._writer_id = writer_id
         self._fleets = fleets
         self._clock = clock
@@ -80,6 +86,7 @@ class Affinity:
 
     def apply(self, bound: Bound, at: float | None = None) -> Outcome:
         """Takes what a replica says of a session now, or what was so at an earlier time."""
+        self._note_lead(bound)
         fleet = self._fleets.get(bound.partition)
         if fleet is None or not fleet.workers:
             return Outcome.UNKNOWN_MODEL
@@ -95,6 +102,12 @@ class Affinity:
         if taken:
             self._record(bound, at)
         return Outcome.APPLIED if taken else Outcome.OLDER
+
+    def _note_lead(self, bound: Bound) -> None:
+        """Notes a version of the future: its writer's clock is ahead of ours."""
+        lead_s = (bound.version.sequence - self._wall_ns()) / 1e9
+        if lead_s > LEAST_LEAD_S:
+            self.lead_s, self.led_at = lead_s, self._clock()
 
     def hold(self, reservation_id: str, bound: Bound) -> None:
         """Keeps a session bound as long as a reservation lives, if it is bound so still."""

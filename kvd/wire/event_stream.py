@@ -81,6 +81,7 @@ class EventStream:
         "link",
         "name",
         "replay_endpoint",
+        "restarted_at",
         "server_key",
     )
 
@@ -104,6 +105,7 @@ class EventStream:
         self.endpoint = endpoint
         self.replay_endpoint = replay_endpoint
         self.server_key = server_key
+        self.restarted_at: float | None = None  # when the engine was last found to be another
         self._stream = stream
         self._on_link = on_link
         self.counts = StreamCounts()

@@ -11,6 +11,7 @@ store.hpp, remove.hpp, retire.hpp, parked.hpp
 sequence.hpp                 blocks by sequence hash
 predicted.hpp                blocks that are thought to be cached, beside events
 predictions                  `Predictions`: the same where there are no events
+said.hpp                     what prompts of both sides have said of themselves
 stream.hpp, cache_groups.hpp
                              from the events of one worker to operations
 path.hpp, match.hpp, answer.hpp, tiered_answer.hpp

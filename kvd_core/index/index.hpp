@@ -62,6 +62,7 @@
 #include "base/keyed.hpp"
 #include "index/names.hpp"
 #include "index/predicted.hpp"
+#include "index/said.hpp"
 #include "index/sequence.hpp"
 #include "base/steps.hpp"
 #include "index/tree.hpp"
@@ -89,6 +90,8 @@ class Index {
   Tree& tree() { return tree_; }
   const Tally& tally() const { return tally_; }
   const Budget& budget() const { return *budget_; }
+  Said& asked() { return asked_; }  // by questions
+  Said& told() { return told_; }    // by engines
   uint64_t held(LayerId tier) const { return held_[tier]; }
   NameKeys keys() const { return {tree_, records_, hash_}; }
 
@@ -438,6 +441,7 @@ class Index {
   uint64_t stamp_ = 0;
   uint64_t held_[kTierLayers] = {};  // by live ranks
   Tally tally_;
+  Said asked_, told_;
   std::unique_ptr<Predicted> predicted_;
 
   // Scratch of the operation in progress, kept for its capacity.

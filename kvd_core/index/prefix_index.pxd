@@ -37,6 +37,14 @@ cdef extern from "index/index.hpp" namespace "kvd" nogil:
         uint64_t refused            # blocks told that there was no room for
         uint64_t crowded            # of those, where too many wait already
 
+    cppclass CSaid "kvd::Said":
+        uint64_t prompts            # by their tokens
+        uint64_t salted
+        uint64_t adapted
+        uint64_t telling            # by engines that would have told of a salt
+        uint32_t first[16]          # of the last of them, their first tokens
+        void note(uint32_t, cbool, cbool, cbool)
+
     cppclass CTally "kvd::Tally":
         uint64_t stored             # blocks gained by a rank on a layer
         uint64_t refreshed          # blocks announced again
@@ -78,6 +86,8 @@ cdef extern from "index/index.hpp" namespace "kvd" nogil:
         uint32_t block_size()
         CTree& tree()
         const CTally& tally()
+        CSaid& asked()                 # by questions
+        CSaid& told()                  # by engines
         uint64_t held(LayerId)
         CRank& rank(RankId)
         RankId rank_end()
@@ -216,6 +226,7 @@ cdef class PrefixIndex:
     cdef bytes answer(self, size_t blocks)
     cdef size_t match_hashes(self, BodyScanner scanner, int array) except? -1
     cdef void note_question(self, size_t blocks) noexcept
+    cdef void note_prompt(self, uint32_t first, bint is_salted, bint is_adapted) noexcept
     cdef vector[const string*] owners(self)
 
 

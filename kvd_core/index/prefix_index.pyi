@@ -1,5 +1,5 @@
 from collections.abc import Iterable, Sequence
-from typing import Final, TypedDict, type_check_only
+from typing import Final, NamedTuple, TypedDict, type_check_only
 
 from kvd_core.json.scan import BodyScanner
 
@@ -46,6 +46,13 @@ class IndexStats(TypedDict):
     parked_dropped: int
     parked_unsalted: int
     self_references: int
+
+class Said(NamedTuple):
+    prompts: int
+    salted: int
+    adapted: int
+    telling: int
+    first_tokens: list[int]
 
 class Slice:
     def __init__(self, steps: int) -> None: ...
@@ -100,6 +107,8 @@ class PrefixIndex:
     ) -> tuple[dict[tuple[int | str, int], tuple[int, int, int]], list[int]]: ...
     def dump(self, binary: bool = False) -> Dump: ...
     def stats(self) -> IndexStats: ...
+    def asked(self) -> Said: ...
+    def told(self) -> Said: ...
     def verify(self) -> None: ...
 
 class Worker:

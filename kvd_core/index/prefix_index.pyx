@@ -9,6 +9,7 @@ One thread owns an index. Nothing here does I/O, reads a clock or logs.
 """
 
 import json
+from collections import namedtuple
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from cython.operator cimport dereference as deref
@@ -27,6 +28,8 @@ NEW_RANK = kNewRank
 ALL_TIERS = kAllTiers
 # What a batch may take of the loop at once, about 2 ms: then others have their turn.
 SLICE_STEPS = 20_000
+# What prompts said (see index/said.hpp).
+Said = namedtuple("Said", ("prompts", "salted", "adapted", "telling", "first_tokens"))
 IGNORED = ("medium", "remote", "kind", "group", "block_size", "tokens", "too_many_ranks", "full")
 
 
@@ -37,6 +40,13 @@ cdef uint64_t seed_of(str lora_name, str cache_salt) except? 0:
         string_view(PyBytes_AS_STRING(lora), PyBytes_GET_SIZE(lora)),
         string_view(PyBytes_AS_STRING(salt), PyBytes_GET_SIZE(salt)),
     )
+
+
+cdef object said_by(const CSaid* side):
+    """A side as a Said."""
+    cdef size_t i, kept = min(side.prompts, sizeof(side.first) // sizeof(side.first[0]))
+    first = [side.first[i] for i in range(kept)]
+    return Said(side.prompts, side.salted, side.adapted, side.telling, first)
 
 
 cdef int place_waiting(CIndex& index) except -1:
@@ -202,6 +212,8 @@ cdef class PrefixIndex:
         n = n // size if size != 0 else 0
         self.locals.resize(n)
         self.match_scratch.reset(deref(self.c))
+        if n != 0:
+            self.note_prompt(tokens[0], 1 if cache_salt else 0, 1 if lora_name else 0)
         if cache_salt:
             local_hashes(tokens, n, size, seed_of(lora_name, cache_salt), self.locals.data())
             self.match_scratch.add(deref(self.c), self.locals.data(), n, kSalted)
@@ -240,6 +252,11 @@ cdef class PrefixIndex:
         if blocks != 0 and self.c.tree().block_count() != 0:
             self.questions += 1
             self.matched += not self.match_scratch.touched().empty()
+
+    cdef void note_prompt(self, uint32_t first, bint is_salted, bint is_adapted) noexcept:
+        """Counts what a question by tokens, about a block or more, has said of its prompt."""
+        if self.c.tree().block_count() != 0:
+            self.c.asked().note(first, is_salted, is_adapted, True)
 
     cdef bytes answer(self, size_t blocks):
         self.note_question(blocks)
@@ -314,6 +331,14 @@ cdef class PrefixIndex:
             "parked_unsalted": t.parked_unsalted,
             "self_references": t.self_references,
         }
+
+    def asked(self):
+        """What questions by tokens have said of their prompts, while there were blocks."""
+        return said_by(&self.c.asked())
+
+    def told(self):
+        """What engines have said of the prompts whose first blocks they stored, by tokens."""
+        return said_by(&self.c.told())
 
     def verify(self):
         """Checks every invariant of the index; RuntimeError names the first broken one."""

@@ -544,8 +544,15 @@ cdef class Pool:
                               Settings settings):
         """The same as a whole object: `opening` and `members` begin it, up to a comma."""
         if self.index is not None:
-            self.index.note_question(self.c.prompt().locals.size())
+            self.note_asked()
         return self.rendered(kAnswer, settings, self.at(candidate), opening, members)
+
+    cdef void note_asked(self) noexcept:
+        """Counts the prompt among the questions that the index was asked."""
+        cdef CPrompt* prompt = &self.c.prompt()
+        self.index.note_question(prompt.locals.size())
+        if prompt.by_tokens and prompt.locals.size() != 0:
+            self.index.note_prompt(prompt.first_token, prompt.is_salted, prompt.is_adapted)
 
     def render_overlaps(self):
         """The cached blocks of every candidate as a JSON array, see `selector/rows.pxd`."""

@@ -63,6 +63,9 @@ struct Prompt {
   std::vector<uint64_t> sequence;
   uint64_t isl_tokens = 0;
   bool is_salted = false;
+  bool is_adapted = false;
+  bool by_tokens = false;    // it has come as tokens, one or more
+  uint32_t first_token = 0;  // of these
 
   void take(const Prompt& other) {
     copy(other.locals.data(), other.locals.size(), locals);
@@ -70,6 +73,9 @@ struct Prompt {
     copy(other.sequence.data(), other.sequence.size(), sequence);
     isl_tokens = other.isl_tokens;
     is_salted = other.is_salted;
+    is_adapted = other.is_adapted;
+    by_tokens = other.by_tokens;
+    first_token = other.first_token;
   }
 
   void take_hashes(const uint64_t* local, size_t n_local, const uint64_t* rolling, size_t n_rolling,
@@ -77,7 +83,7 @@ struct Prompt {
     copy(local, n_local, locals);
     copy(rolling, n_rolling, sequence);
     isl_tokens = isl;
-    is_salted = false;
+    is_salted = is_adapted = by_tokens = false;
   }
 
   // `eagle`: blocks of pairs, as EAGLE engines cache them, each with the token behind it.
@@ -87,6 +93,9 @@ struct Prompt {
     const auto hash = eagle ? eagle_hashes : local_hashes;
     isl_tokens = n;
     is_salted = !salt.empty();
+    is_adapted = !lora.empty();
+    by_tokens = n != 0;
+    first_token = by_tokens ? tokens[0] : 0;
     fit(locals, blocks);
     hash(tokens, blocks, block_size, local_hash_seed(lora, {}), locals.data());
     fit(salted, is_salted ? blocks : 0);

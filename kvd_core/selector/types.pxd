@@ -42,6 +42,9 @@ cdef extern from "selector/types.hpp" namespace "kvd::selector" nogil:
         vector[uint64_t] sequence
         uint64_t isl_tokens
         cbool is_salted
+        cbool is_adapted
+        cbool by_tokens            # it has come as tokens
+        uint32_t first_token       # of these
         const vector[uint64_t]& used()    # the local hashes of what a rank will cache
         void take(const CPrompt&) except +
         void take_hashes(const uint64_t*, size_t, const uint64_t*, size_t, uint64_t) except +

@@ -7,6 +7,7 @@ from random import Random
 from typing import Any
 
 from kvd.faces.common import replica_sync
+from kvd.faces.common.diagnosis import diagnose_route
 from kvd.faces.common.monitoring import metrics_route
 from kvd.faces.common.openapi import with_document
 from kvd.faces.conductor import routes as conductor
@@ -66,6 +67,8 @@ def all_routes() -> dict[str, tuple[Route, ...]]:
         "conductor": conductor.routes(state, Publishers(state, nobody)),
     }
     return {
-        face: with_document(face, (*routes, metrics_route([])), DESCRIPTIONS[face])
+        face: with_document(
+            face, (*routes, metrics_route([]), diagnose_route(nobody, nobody)), DESCRIPTIONS[face]
+        )
         for face, routes in faces.items()
     }

@@ -1,18 +1,21 @@
-"""docs/limits.md is written from the code: it lists every bound, as it is now."""
+"""Pages that are written from the code are as it is now: bounds, and what the doctor finds."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 
+import pytest
+
 from tests.support.processes import REPOSITORY
 
 
-def test_the_page_of_limits_is_up_to_date() -> None:
-    command = [sys.executable, "docs/limits.py"]
+@pytest.mark.parametrize("name", ["limits", "doctor"])
+def test_a_page_is_up_to_date(name: str) -> None:
+    command = [sys.executable, f"docs/{name}.py"]
     ran = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
-    page = (REPOSITORY / "docs/limits.md").read_text()
-    assert page == ran.stdout, "python docs/limits.py > docs/limits.md"
+    page = (REPOSITORY / f"docs/{name}.md").read_text()
+    assert page == ran.stdout, f"python docs/{name}.py > docs/{name}.md"
 
 
 def test_a_bound_without_a_meaning_is_an_error() -> None:

@@ -22,7 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("kvd.app",),
     (
         *("kvd.fleet_file", "kvd.faces", "kvd.replica_sync", "kvd.replay", "kvd.persistence"),
-        "kvd.shared_state",
+        *("kvd.shared_state", "kvd.diagnosis"),
     ),
     ("kvd.config",),
     ("kvd.gateway", "kvd.http", "kvd.net"),

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvd.diagnosis.findings import KINDS, Severity
 from kvd.faces.common.bodies import MAX_KEPT_BYTES, MAX_RETRY_KEY_BYTES, U32_MAX, U64_MAX
 from kvd.telemetry.metrics import CONTENT_TYPE, METRICS_PATH
 
@@ -18,6 +19,7 @@ Content = dict[str, Schema]  # by content type
 
 JSON = "application/json"
 DOCUMENT_PATH = "/openapi.json"
+DIAGNOSE_PATH = "/diagnose"
 
 
 def whole(minimum: int, maximum: int) -> Schema:
@@ -125,11 +127,26 @@ RETRY_KEY: Schema = {
     "schema": {"type": "string", "maxLength": MAX_RETRY_KEY_BYTES},
 }
 
+FINDING = row(
+    {
+        "name": one_of(*KINDS),
+        "severity": one_of(*Severity),
+        "subject": TEXT,
+        "evidence": TEXT,
+        "remedy": TEXT,
+    }
+)
+PROBE: Schema = {"name": "probe", "in": "query", "required": False, "schema": one_of("0", "1")}
 PEER = {"endpoint": ADDRESS}
 HEALTH = Operation("Answers as long as the daemon lives", {200: NOTHING})
 EVERY_FACE: Mapping[str, Operation] = {
     f"GET {METRICS_PATH}": Operation(
         "Shows metrics in Prometheus' text format", {200: {CONTENT_TYPE.decode(): {"schema": TEXT}}}
+    ),
+    f"GET {DIAGNOSE_PATH}": Operation(
+        "Names what keeps prompts from matching, with evidence and remedies",
+        {200: in_json(row({"findings": array(FINDING)}))},
+        parameters=(PROBE,),
     ),
     f"GET {DOCUMENT_PATH}": Operation("Shows this document", {200: in_json(by_name(ANY))}),
 }

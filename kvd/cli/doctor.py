@@ -1,0 +1,96 @@
+"""Says what keeps prompts from matching, and what mends it: `kvd doctor`.
+
+    GET /diagnose?probe=1, of the first face that answers ──> findings ──> text, JSON, an exit code
+
+The daemon has the evidence and looks at its engines itself: from here they may be out of reach.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from http.client import HTTPException
+from threading import Event, Thread
+from typing import Any, TextIO
+
+from kvd.cli.status import Client, faces_of
+from kvd.config.parsers import Bind, Binds
+from kvd.faces.common.schemas import DIAGNOSE_PATH
+
+WELL, ILL, UNREACHABLE = 0, 1, 2  # exit codes
+
+# Time for an answer: the daemon looks at engines for ten seconds at most.
+TIMEOUT_S = 30.0
+REDRAWN_S = 0.2  # pause between two drawings of the progress
+
+Finding = dict[str, str]
+
+
+class Unreached(Exception):
+    """No face has answered; the text says why of each."""
+
+
+def examine(binds: Mapping[str, Bind], client: Client, *, probes: bool) -> list[Finding]:
+    """Returns what the first face that answers has found; raises Unreached."""
+    path = f"{DIAGNOSE_PATH}?probe=1" if probes else DIAGNOSE_PATH
+    faults = []
+    for name, bind in binds.items():
+        try:
+            with progress(f"asking the {name} at {bind}, which looks at its engines"):
+                found: list[Finding] = json.loads(client.ask(bind, path, TIMEOUT_S))["findings"]
+            return found
+        except (OSError, HTTPException, ValueError, KeyError) as error:
+            faults.append(f"{name} {bind}: {error or type(error).__name__}")
+    raise Unreached("; ".join(faults) or "every face is off")
+
+
+def binds_of(values: Mapping[str, Any]) -> dict[str, Bind]:
+    """Returns where to ask, the gateway last: its address may be the clients' alone."""
+    binds = faces_of(values)
+    gateway = values["gateway_bind"]
+    if isinstance(gateway, Binds):
+        binds["gateway"] = min(gateway.each, key=lambda bind: bind.tls)
+    return binds
+
+
+def exit_code(found: list[Finding]) -> int:
+    return ILL if found else WELL
+
+
+def text(found: list[Finding]) -> Iterator[str]:
+    """Yields lines for people."""
+    for each in found:
+        yield f"{each['severity']}: {each['name']}: {each['subject']}"
+        yield f"    found   {each['evidence']}"
+        yield f"    remedy  {each['remedy']}"
+    if not found:
+        yield "nothing is wrong"
+
+
+@contextmanager
+def progress(what: str) -> Iterator[None]:
+    """Shows how long something takes, where a person reads it."""
+    to = sys.stderr
+    if not to.isatty():
+        yield
+        return
+    over = Event()
+    drawing = Thread(target=_draw, args=(what, to, over))
+    drawing.start()
+    try:
+        yield
+    finally:
+        over.set()
+        drawing.join()
+
+
+def _draw(what: str, to: TextIO, over: Event) -> None:
+    began = time.monotonic()
+    while not over.wait(REDRAWN_S):
+        to.write(f"\r\x1b[K{what}: {time.monotonic() - began:.0f} s")
+        to.flush()
+    to.write("\r\x1b[K")
+    to.flush()

@@ -1,0 +1,55 @@
+"""Examines the daemon when somebody asks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import trio
+
+from kvd.diagnosis.chain import in_order, walk
+from kvd.diagnosis.evidence import Look
+from kvd.diagnosis.findings import Finding
+from kvd.diagnosis.gathering import Gathering, Rooms, Shown
+from kvd.diagnosis.looks import Looker
+from kvd.telemetry.metrics import Family, counter
+
+if TYPE_CHECKING:
+    from kvd.net.dialing import Dialer
+
+
+class Doctor:
+    """Finds out what is wrong, from what the daemon knows and what engines show from outside."""
+
+    def __init__(
+        self, rooms: Rooms, dialer: Dialer, now: float, shared: Shown | None = None
+    ) -> None:
+        """Moments are monotonic seconds; `shared` shows the shared state, if there is one."""
+        self._gathering = Gathering(rooms, now)
+        self._looker = Looker(dialer)
+        self._shared = shared
+
+    def look_again(self, now: float) -> None:
+        """Takes counters now and then; to be called every few seconds."""
+        self._gathering.look_again(now)
+
+    def families(self) -> Iterator[Family]:
+        """Yields what metrics say of its bounds."""
+        help = "Number of bookings on busy ranks that kvd doctor does not count, at the limit"
+        name = "kvd_diagnosis_bookings_uncounted_total"
+        yield counter(name, help, self._gathering.uncounted)
+        help = "Number of addresses that a diagnosis left out, at its limits"
+        yield counter("kvd_diagnosis_looks_left_out_total", help, self._looker.left_out)
+
+    async def examine(self, *, probes: bool) -> list[Finding]:
+        """Returns what is wrong; with `probes` engines are looked at, which takes seconds."""
+        looks: Mapping[str, Look] = {}
+        if probes:
+            looks = await self._looker.look_at(self._gathering.endpoints())
+        found = []
+        for finding in walk(await self._gathering.gather(looks, self._shared)):
+            if finding is None:
+                await trio.lowlevel.checkpoint()
+            else:
+                found.append(finding)
+        return in_order(found)

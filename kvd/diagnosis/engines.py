@@ -1,0 +1,99 @@
+"""Is an engine there, does it speak ZeroMQ, and does it publish anything?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvd.diagnosis.evidence import Look, StreamEvidence
+from kvd.diagnosis.findings import Finding, counted, found
+from kvd.wire.endpoints import host_and_port
+from kvd.wire.stream_link import Quiet
+
+# Time after which a restart is no news any more; rolling restarts of a fleet take some minutes.
+RECENT_S = 600.0
+
+# What is said of connections that were made and came to no handshake of ZeroMQ's.
+NO_HANDSHAKE = ("handshake", "protocol error", "connection lost")
+CURVE_FAULTS = ("CURVE", "authentication failed")
+PUBLISHING = ("PUB", "XPUB")
+SHOWN_BYTES = 24  # of what something else than ZeroMQ has said
+
+
+def check_engine(stream: StreamEvidence) -> Iterator[Finding]:
+    """Yields what is wrong with the connection, or with who is at its other end."""
+    if stream.is_paused:
+        return
+    fault = _contact(stream)
+    if fault is not None:
+        yield fault
+    elif stream.bad_frames and not stream.messages:
+        refused = ", ".join(f"{why} {count}" for why, count in stream.bad_frames.items())
+        heard = counted(sum(stream.bad_frames.values()), "message")
+        evidence = f"{heard}, none a batch of events: {refused}"
+        yield found("not_kv_events", stream.subject, evidence, endpoint=stream.endpoint)
+    elif stream.messages and stream.batches_flawed >= stream.messages:
+        evidence = f"none of {stream.messages} batches could be read: {stream.flaw}"
+        yield found("not_kv_events", stream.subject, evidence, endpoint=stream.endpoint)
+    elif stream.quiet == Quiet.SILENT:
+        evidence = f"connected to {stream.endpoint}, 0 messages for {stream.quiet_s:.0f} s or more"
+        yield found("engine_silent", stream.subject, evidence)
+    if stream.restarted_s is not None and stream.restarted_s < RECENT_S:
+        times = "once" if stream.restarts == 1 else f"{stream.restarts} times"
+        evidence = f"restarted {times}, the last time {stream.restarted_s:.0f} s ago"
+        yield found("engine_restarted", stream.subject, evidence)
+
+
+def _contact(stream: StreamEvidence) -> Finding | None:
+    """Returns why there is no connection of use."""
+    # libzmq takes what an HTTP server answers for a peer of ZMTP 1.0, for a moment.
+    if stream.is_connected and (stream.messages or stream.look is None or stream.look.is_zmtp):
+        return None
+    error = stream.last_error
+    if any(each in error for each in CURVE_FAULTS):
+        return found("keys_differ", stream.subject, error)
+    if stream.look is not None:
+        return _seen(stream, stream.look)
+    if not stream.joins and any(each in error for each in NO_HANDSHAKE):
+        return _not_zmq(stream, f"no handshake of ZeroMQ's: {error}")
+    if error or stream.quiet == Quiet.UNREACHABLE:
+        return _unreachable(stream, error or f"no connection for {stream.quiet_s:.0f} s")
+    return None  # it is just being connected to
+
+
+def _seen(stream: StreamEvidence, look: Look) -> Finding | None:
+    where = stream.endpoint
+    if look.fault:
+        return _unreachable(stream, f"{where}: {look.fault}")
+    if not look.is_zmtp:
+        said = f"began with {_shown(look.said)}" if look.said else "said nothing"
+        return _not_zmq(stream, f"{where} accepts connections and {said}: no greeting of ZeroMQ's")
+    if look.socket_type and look.socket_type not in PUBLISHING:
+        evidence = f"{where} speaks ZeroMQ, but as a {look.socket_type} socket, not PUB"
+        return found("not_kv_events", stream.subject, evidence, endpoint=where)
+    if look.mechanism and (look.mechanism == "CURVE") != stream.has_key:
+        own = "CURVE" if stream.has_key else "NULL"
+        evidence = f"{where} wants {look.mechanism}, and is registered for {own}"
+        return found("keys_differ", stream.subject, evidence)
+    return None  # it can be connected to: that is under way
+
+
+def _unreachable(stream: StreamEvidence, evidence: str) -> Finding:
+    place = host_and_port(stream.endpoint)
+    bind = stream.endpoint if place is None else f"tcp://*:{place[1]}"
+    fields = {"endpoint": stream.endpoint, "bind": bind}
+    return found("engine_unreachable", stream.subject, evidence, **fields)
+
+
+def _not_zmq(stream: StreamEvidence, evidence: str) -> Finding:
+    host = host_of(stream.endpoint)
+    return found("not_zmq", stream.subject, evidence, endpoint=stream.endpoint, host=host)
+
+
+def host_of(endpoint: str) -> str:
+    """Returns the host of an address, for a line to paste."""
+    place = host_and_port(endpoint)
+    return "HOST" if place is None else place[0]
+
+
+def _shown(said: bytes) -> str:
+    return repr(said[:SHOWN_BYTES].decode("ascii", "backslashreplace"))

@@ -1,0 +1,104 @@
+"""Do events arrive whole, and can they be used as they are registered?"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from kvd.diagnosis.engines import host_of
+from kvd.diagnosis.evidence import StreamEvidence
+from kvd.diagnosis.findings import Finding, found
+from kvd.wire.replay import ReplayEnd
+
+# Reasons of ignored events that have a finding of their own.
+NAMED = ("block_size", "tokens", "full")
+
+# Ends of replays in which the engine has answered, and in which nobody has.
+ANSWERED = (ReplayEnd.REACHED, ReplayEnd.MARKER, ReplayEnd.HOLE)
+UNANSWERED = (ReplayEnd.SILENT, ReplayEnd.FAILED)
+
+_OTHER_SIZE = re.compile(r"blocks of (\d+) tokens")
+
+
+def check_events(stream: StreamEvidence) -> Iterator[Finding]:
+    """Yields what is wrong with the events of a stream."""
+    yield from _check_use(stream)
+    if 0 < stream.batches_flawed < stream.messages and stream.loss:
+        evidence = f"{stream.batches_flawed} of {stream.messages} batches: {stream.flaw}"
+        yield found("batches_unreadable", stream.subject, evidence)
+    if stream.lost and stream.loss:
+        yield from _check_lost(stream)
+    else:
+        yield from _check_replay(stream)
+
+
+def _check_use(stream: StreamEvidence) -> Iterator[Finding]:
+    ignored, subject = stream.ignored, stream.subject
+    if sized := ignored.get("block_size", 0) + stream.foreign.get("block_size", 0):
+        other = _OTHER_SIZE.search(stream.loss)
+        hint = f'"block_size": {other[1]}' if other else "as its --block-size says"
+        blocks = f"blocks of {other[1]}" if other else "blocks of other sizes"
+        evidence = f"{sized} events with {blocks} tokens, {stream.block_size} are registered"
+        yield found("block_size_mismatch", subject, evidence, hint=hint, size=stream.block_size)
+    if bare := ignored.get("tokens", 0):
+        yield found("tokens_missing", subject, f"{bare} events have fewer tokens than hashes need")
+    for member, name in (("model_name", "model_name_mismatch"), ("tenant_id", "tenant_mismatch")):
+        if count := stream.foreign.get(member, 0):
+            evidence = f"{count} events are of another {member} than it is registered with"
+            said = stream.key.model_name if member == "model_name" else stream.key.tenant_id
+            yield found(name, subject, evidence, known=f"the events', or {said}")
+    for member, name in (
+        ("additional_salt", "salt_one_sided"),
+        ("lora_name", "adapter_one_sided"),
+    ):
+        if count := stream.foreign.get(member, 0):
+            evidence = f"{count} events have another {member} than it is registered with"
+            yield found(name, subject, evidence)
+    others = {why: count for why, count in ignored.items() if why not in NAMED}
+    if others and stream.loss.startswith("all events were"):
+        yield found("events_ignored", subject, stream.loss)
+
+
+def _check_lost(stream: StreamEvidence) -> Iterator[Finding]:
+    if stream.dropped:
+        evidence = (
+            f"{stream.dropped} batches found no room in the queue of the stream; {_lost(stream)}"
+        )
+        yield found("queue_full", stream.subject, evidence, "stream")
+    if stream.dropped < stream.lost:
+        yield found("messages_lost", stream.subject, _lost(stream))
+    answered = sum(stream.replays.get(end, 0) for end in ANSWERED)
+    unanswered = sum(stream.replays.get(end, 0) for end in UNANSWERED)
+    if stream.replay_endpoint is None:
+        evidence = f"no replay endpoint is registered; {_lost(stream)}"
+        yield _missing(stream, evidence)
+    elif answered:
+        evidence = f"{answered} replays of {stream.replay_endpoint} were answered; {_lost(stream)}"
+        yield found("replay_too_short", stream.subject, evidence)
+    elif unanswered:
+        evidence = f"{stream.replay_endpoint} left {unanswered} replays unanswered; {_lost(stream)}"
+        yield _missing(stream, evidence)
+
+
+def _check_replay(stream: StreamEvidence) -> Iterator[Finding]:
+    """Yields what a look at the replay endpoint has shown, before it is needed."""
+    look, where = stream.replay_look, stream.replay_endpoint
+    if look is None or not stream.is_connected:
+        return
+    if look.fault:
+        yield _missing(stream, f"{where}: {look.fault}")
+    elif not look.is_zmtp:
+        yield _missing(stream, f"{where} accepts connections and does not speak ZeroMQ")
+    elif look.socket_type not in ("", "ROUTER"):
+        yield _missing(stream, f"{where} is a {look.socket_type} socket, not ROUTER")
+
+
+def _missing(stream: StreamEvidence, evidence: str) -> Finding:
+    return found("replay_missing", stream.subject, evidence, host=host_of(stream.endpoint))
+
+
+def _lost(stream: StreamEvidence) -> str:
+    return (
+        f"{stream.lost} batches are lost, in {stream.gaps} gaps over {stream.joins} connections "
+        f"({stream.loss})"
+    )

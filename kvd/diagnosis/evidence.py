@@ -1,0 +1,221 @@
+"""What is known at one moment, as plain values: all that checks see.
+
+    Evidence ─┬─ streams      those of engines and publishers that show a sign of anything
+              ├─ upstreams, kvds   of the gateway
+              ├─ models       each model and tenant with an index: questions beside events
+              ├─ unknown      models and tenants that were asked for and are not registered
+              ├─ workers      of the selection service, those that cannot be chosen
+              ├─ shares       bookings by busy worker, of each fleet
+              ├─ faces        requests refused for their Host
+              ├─ replicas, shared, clock
+              └─ room, selections, expired
+
+`since` of a growth is how long its counters have been watched: see `kvd.diagnosis.growth`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kvd.model import InstanceId, PartitionKey
+
+Growth = int  # of a counter within the last minutes
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What an engine's address has shown from outside."""
+
+    fault: str = ""  # why there was no connection, "" if there was one
+    said: bytes = b""  # the first bytes, of whatever listens there
+    is_zmtp: bool = False  # these are a greeting of ZeroMQ's
+    mechanism: str = ""  # of that greeting: NULL, PLAIN or CURVE
+    socket_type: str = ""  # that it names, "" if it came to no handshake
+
+
+@dataclass(frozen=True, slots=True)
+class StreamEvidence:
+    """The event stream of one rank or publisher."""
+
+    subject: str
+    key: PartitionKey
+    endpoint: str
+    replay_endpoint: str | None
+    has_key: bool  # it is registered with a key of CURVE
+    block_size: int  # tokens, as registered
+    is_paused: bool = False
+    is_connected: bool = True
+    last_error: str = ""
+    quiet: str = ""  # a Quiet of kvd.wire.stream_link
+    quiet_s: float = 0.0
+    messages: int = 0
+    bad_frames: Mapping[str, int] = field(default_factory=dict)
+    batches_flawed: int = 0
+    flaw: str = ""  # why the last of these could not be read
+    joins: int = 0  # connections
+    restarts: int = 0
+    restarted_s: float | None = None  # seconds since the last of these
+    gaps: int = 0
+    lost: int = 0  # messages that are missing for good
+    dropped: int = 0  # of them, those that found no room here
+    replays: Mapping[str, int] = field(default_factory=dict)  # by how they ended
+    loss: str = ""
+    ignored: Mapping[str, int] = field(default_factory=dict)  # events, by reason
+    foreign: Mapping[str, int] = field(default_factory=dict)  # events, by the member that differs
+    look: Look | None = None
+    replay_look: Look | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class UpstreamEvidence:
+    """An engine behind the gateway."""
+
+    url: str
+    problem: str  # why it gets no requests, "" if it does
+    doubt: str  # why its events are not believed, "" if they are
+
+
+@dataclass(frozen=True, slots=True)
+class KvdEvidence:
+    """A kvd elsewhere, that the gateway asks who serves a prompt."""
+
+    url: str
+    problem: str  # why it is not asked, "" if it is
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """What prompts have said of themselves, in questions or in events."""
+
+    prompts: int = 0
+    salted: int = 0
+    adapted: int = 0
+    telling: int = 0  # by engines that would have told of a salt
+    first_tokens: frozenset[int] = frozenset()  # of the last of them
+
+
+@dataclass(frozen=True, slots=True)
+class ModelEvidence:
+    """The index of one model and tenant."""
+
+    key: PartitionKey
+    block_size: int
+    blocks: int
+    parked: int  # blocks without content or a parent
+    questions: int
+    matched: int
+    is_unmatched: bool  # asked often enough to say so
+    asked: Side
+    told: Side
+    ranks: Mapping[InstanceId, frozenset[int]]  # registered ones, where some are missing between
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerEvidence:
+    """A worker of the selection service that cannot be chosen."""
+
+    worker_id: int
+    key: PartitionKey
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ShareEvidence:
+    """How the bookings of a model and tenant went to its workers, while these were busy."""
+
+    key: PartitionKey
+    bookings: Mapping[int, Growth]  # by worker, of those observed
+    workers: int  # that could have been chosen
+
+
+@dataclass(frozen=True, slots=True)
+class FaceEvidence:
+    """Requests that a face refused for their Host."""
+
+    name: str
+    refused: Growth
+    host: str  # of the last of them
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaEvidence:
+    """A replica that is listened to."""
+
+    endpoint: str
+    away_s: float  # seconds without a connection
+    last_error: str
+    look: Look | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SharedEvidence:
+    """The shared state."""
+
+    server: str
+    is_connected: bool
+    behind: int  # processes of which steps are lacking
+    fault: str
+
+
+@dataclass(frozen=True, slots=True)
+class RoomEvidence:
+    """What the index may hold, and does."""
+
+    max_blocks: int = 0  # 0: no bound
+    blocks: int = 0
+    pairs: int = 0
+    refused: int = 0  # blocks, since the start
+    refused_lately: Growth = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SelectionEvidence:
+    """What became of selections."""
+
+    overloaded: Growth = 0
+    queue_full: Growth = 0
+    timed_out: Growth = 0
+    served: Growth = 0
+    waiting: int = 0
+    max_waiting: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ExpiredEvidence:
+    """Requests that a face dropped as too old."""
+
+    face: str
+    expired: Growth
+    expiry_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaTraffic:
+    """What was not told to replicas, or not heard of them."""
+
+    overflows: Growth = 0
+    missed: Growth = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """All of it."""
+
+    watched_s: float = 0.0  # for which counters have been watched
+    streams: tuple[StreamEvidence, ...] = ()
+    upstreams: tuple[UpstreamEvidence, ...] = ()
+    kvds: tuple[KvdEvidence, ...] = ()
+    models: tuple[ModelEvidence, ...] = ()
+    registered: frozenset[PartitionKey] = frozenset()
+    unknown: Mapping[PartitionKey, Growth] = field(default_factory=dict)
+    workers: tuple[WorkerEvidence, ...] = ()
+    shares: tuple[ShareEvidence, ...] = ()
+    faces: tuple[FaceEvidence, ...] = ()
+    room: RoomEvidence = RoomEvidence()
+    selections: SelectionEvidence = SelectionEvidence()
+    expired: tuple[ExpiredEvidence, ...] = ()
+    replicas: tuple[ReplicaEvidence, ...] = ()
+    traffic: ReplicaTraffic = ReplicaTraffic()
+    shared: SharedEvidence | None = None
+    clock_lead_s: float = 0.0  # the most that a replica's clock was ahead lately

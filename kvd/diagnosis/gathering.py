@@ -1,0 +1,390 @@
+"""Gathers evidence from the rooms of the daemon.
+
+Streams that show no sign of anything are passed over, and long walks rest between slices, so that
+whoever looks costs those who route nothing to speak of.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import trio
+
+from kvd.diagnosis.evidence import (
+    Evidence,
+    ExpiredEvidence,
+    FaceEvidence,
+    KvdEvidence,
+    Look,
+    ModelEvidence,
+    ReplicaEvidence,
+    ReplicaTraffic,
+    RoomEvidence,
+    SelectionEvidence,
+    SharedEvidence,
+    ShareEvidence,
+    Side,
+    StreamEvidence,
+    UpstreamEvidence,
+    WorkerEvidence,
+)
+from kvd.diagnosis.findings import place
+from kvd.diagnosis.growth import Growth
+from kvd.gateway.choices import Choices
+from kvd.gateway.upstreams import DISAGREE, Upstream, Upstreams
+from kvd.http.auth import Authorizer
+from kvd.index.partitions import Partition, State
+from kvd.index.publishers import Publishers
+from kvd.index.registry import Registry
+from kvd.model import InstanceId, PartitionKey
+from kvd.replica_sync.replicas import Replicas
+from kvd.selection.candidates import Fleet
+from kvd.selection.service import Selections
+from kvd.selection.stats import Outcome
+from kvd.slots.live_requests import Moment
+from kvd.slots.trackers import SlotTrackers
+from kvd.wire.event_stream import EventStream, StreamHealth
+from kvd.wire.lifecycle import Step
+from kvd.wire.stream_link import ListenerStatus
+from kvd_core.index.prefix_index import Said
+
+SLICE = 32  # streams, or models, between two checkpoints: 0.5 to 1 ms
+# Requests of a rank with which another one could as well go elsewhere: with fewer, prompts of one
+# prefix rightly go to one rank.
+BUSY_REQUESTS = 4
+MAX_SHARES = 4096  # workers whose bookings are counted; those of others are not
+
+Counted = tuple[str, Hashable]  # a kind of counter, and what it is about
+Looks = Mapping[str, Look]  # by address
+Shown = Callable[[], dict[str, Any]]  # what the shared state says of itself
+
+
+@dataclass(frozen=True, slots=True)
+class Rooms:
+    """Where evidence is."""
+
+    state: State
+    registry: Registry
+    publishers: Publishers
+    slots: SlotTrackers
+    selections: Selections
+    replicas: Replicas
+    upstreams: Upstreams
+    choices: Choices  # of the gateway
+    authorizers: Mapping[str, Authorizer]  # by face, of those that are served
+
+
+class Gathering:
+    """What the daemon knows, and counts that nobody else keeps: which busy ranks get bookings."""
+
+    def __init__(self, rooms: Rooms, now: float) -> None:
+        self._rooms = rooms
+        self._growth: Growth[Counted] = Growth(now)
+        self.uncounted = 0  # bookings, beyond MAX_SHARES workers
+        self._away: dict[str, float] = {}  # replicas, and when they were first seen unconnected
+        self._bookings: Counter[tuple[PartitionKey, int]] = Counter()
+        rooms.selections.reservations.moments.subscribe(self._note)
+
+    def look_again(self, now: float) -> None:
+        """Takes the counters now and then; to be called every few seconds."""
+        away = [each.endpoint for each in self._rooms.replicas.all() if not each.connected]
+        self._away = {endpoint: self._away.get(endpoint, now) for endpoint in away}
+        if self._growth.is_due(now):
+            self._growth.take(self._totals(), now)
+
+    def endpoints(self) -> list[str]:
+        """Returns the addresses that a look may say something about."""
+        replicas = self._rooms.replicas
+        found = [each.endpoint for each in replicas.all() if not each.connected]
+        for listener in self._listeners():
+            is_refused = bool(listener.counts.refused) and not listener.counts.messages
+            if listener.status is ListenerStatus.PAUSED:
+                continue
+            if not listener.connected or is_refused:
+                found.append(listener.endpoint)
+            elif listener.replay_endpoint is not None:
+                found.append(listener.replay_endpoint)
+        return found
+
+    async def gather(self, looks: Looks, shared: Shown | None) -> Evidence:
+        """Returns the evidence of this moment."""
+        rooms, now = self._rooms, trio.current_time()
+        grown = self._growth.grown(self._totals())
+        replicas = rooms.replicas
+        return Evidence(
+            watched_s=self._growth.since_s(now),
+            streams=await self._streams(looks),
+            models=await self._models(),
+            upstreams=tuple(
+                UpstreamEvidence(each.url, each.problem or "", _doubt(each))
+                for each in rooms.upstreams
+            ),
+            kvds=tuple(
+                KvdEvidence(str(each["url"]), str(each["problem"] or ""))
+                for each in rooms.choices.shown() or ()
+            ),
+            registered=frozenset(self._registered()),
+            unknown=_of(grown, "unknown"),
+            workers=await self._workers(),
+            shares=tuple(self._shares(grown)),
+            faces=tuple(
+                FaceEvidence(name, grown["host", name], each.refused_host)
+                for name, each in rooms.authorizers.items()
+            ),
+            room=self._room(grown),
+            selections=self._selections(grown),
+            expired=(
+                ExpiredEvidence("slot-tracker", grown["expired", "slots"], rooms.slots.expiry_s),
+                ExpiredEvidence(
+                    "selection",
+                    grown["expired", "selections"],
+                    rooms.selections.reservations.expiry_s,
+                ),
+            ),
+            replicas=tuple(
+                ReplicaEvidence(
+                    each.endpoint,
+                    0.0 if each.connected else now - self._away.get(each.endpoint, now),
+                    each.last_error or "",
+                    looks.get(each.endpoint),
+                )
+                for each in replicas.all()
+            ),
+            traffic=ReplicaTraffic(grown["replicas", "overflows"], grown["replicas", "missed"]),
+            shared=None if shared is None else _shared(shared()),
+            clock_lead_s=self._clock_lead_s(now),
+        )
+
+    # ---- counters
+
+    def _note(self, moment: Moment) -> None:
+        """Counts a booking that the sample has and a busy rank got; replicas count their own."""
+        live, fleet = moment.live, self._rooms.selections.fleets.get(moment.key)
+        if moment.step is not Step.ADD or moment.mirrored or live is None or fleet is None:
+            return
+        rank = fleet.ledger.rank_of(live.worker_id, live.dp_rank)
+        if rank is None or fleet.ledger.load(rank).requests <= BUSY_REQUESTS:
+            return
+        worker = moment.key, live.worker_id
+        if worker in self._bookings or len(self._bookings) < MAX_SHARES:
+            self._bookings[worker] += 1
+        else:
+            self.uncounted += 1
+
+    def _totals(self) -> dict[Counted, int]:
+        """Returns the counters whose growth says something."""
+        rooms = self._rooms
+        counts = rooms.replicas.counts
+        totals: dict[Counted, int] = {
+            ("room", "refused"): rooms.state.budget.refused,
+            ("expired", "slots"): rooms.slots.expired,
+            ("expired", "selections"): rooms.selections.reservations.expired,
+            ("replicas", "overflows"): counts.overflows,
+            ("replicas", "missed"): counts.missed,
+        }
+        totals |= {("outcome", outcome): 0 for outcome in Outcome}
+        for _, _, outcome, number in rooms.selections.counts.outcomes():
+            totals["outcome", Outcome(outcome)] += number
+        for name, each in rooms.authorizers.items():
+            totals["host", name] = each.refused["host"]
+        for asked, number in rooms.state.served.unknown.items():
+            totals["unknown", PartitionKey(*asked)] = number
+        for worker, number in self._bookings.items():
+            totals["booking", worker] = number
+        return totals
+
+    # ---- the chain
+
+    def _listeners(self) -> Iterable[EventStream]:
+        yield from [each.listener for each in self._rooms.registry.registrations()]
+        yield from [each.listener for each in self._rooms.publishers]
+
+    async def _streams(self, looks: Looks) -> tuple[StreamEvidence, ...]:
+        rooms, found = self._rooms, []
+        for number, registration in enumerate(list(rooms.registry.registrations()), 1):
+            key, listener = registration.key, registration.listener
+            partition = rooms.state.partitions.get(key.partition)
+            if partition is not None and _shows(listener, looks):
+                subject = f"worker {key.instance_id} rank {key.dp_rank} of {place(key.partition)}"
+                size = partition.block_size
+                found.append(_stream(subject, key.partition, size, listener, looks, {}))
+            if number % SLICE == 0:
+                await trio.lowlevel.checkpoint()
+        for number, each in enumerate(list(rooms.publishers), 1):
+            foreign = each.publication.mismatches
+            if foreign or _shows(each.listener, looks):
+                said = each.described
+                named = PartitionKey(said.model_name, said.tenant_id)
+                subject = f"publisher {said.instance_id} rank {said.dp_rank} of {place(named)}"
+                size = said.block_size
+                found.append(_stream(subject, named, size, each.listener, looks, foreign))
+            if number % SLICE == 0:
+                await trio.lowlevel.checkpoint()
+        return tuple(found)
+
+    async def _models(self) -> tuple[ModelEvidence, ...]:
+        found = []
+        for number, partition in enumerate(list(self._rooms.state.partitions.values()), 1):
+            found.append(_model(partition))
+            if number % SLICE == 0:
+                await trio.lowlevel.checkpoint()
+        return tuple(found)
+
+    def _registered(self) -> Iterable[PartitionKey]:
+        rooms = self._rooms
+        yield from rooms.state.partitions
+        yield from (key for key, fleet in rooms.selections.fleets.items() if fleet.workers)
+        yield from rooms.slots.trackers
+
+    async def _workers(self) -> tuple[WorkerEvidence, ...]:
+        found = []
+        for number, entry in enumerate(list(self._rooms.selections.workers.entries.values()), 1):
+            if entry.reasons:
+                record = entry.record
+                found.append(WorkerEvidence(record.worker_id, record.key, tuple(entry.reasons)))
+            if number % SLICE == 0:
+                await trio.lowlevel.checkpoint()
+        return tuple(found)
+
+    def _shares(self, grown: Mapping[Counted, int]) -> Iterable[ShareEvidence]:
+        by_fleet: dict[PartitionKey, dict[int, int]] = {}
+        for (key, worker_id), bookings in _of(grown, "booking").items():
+            by_fleet.setdefault(key, {})[worker_id] = bookings
+        for key, shares in by_fleet.items():
+            fleet = self._rooms.selections.fleets.get(key)
+            if fleet is not None:
+                yield ShareEvidence(key, shares, len(_present(fleet)))
+
+    def _room(self, grown: Mapping[Counted, int]) -> RoomEvidence:
+        budget = self._rooms.state.budget
+        held = budget.blocks, budget.pairs
+        return RoomEvidence(budget.max_blocks, *held, budget.refused, grown["room", "refused"])
+
+    def _selections(self, grown: Mapping[Counted, int]) -> SelectionEvidence:
+        selections = self._rooms.selections
+        return SelectionEvidence(
+            grown["outcome", Outcome.OVERLOADED],
+            grown["outcome", Outcome.QUEUE_FULL],
+            grown["outcome", Outcome.TIMED_OUT],
+            grown["outcome", Outcome.SERVED],
+            selections.scheduler.held,
+            selections.options.max_held,
+        )
+
+    def _clock_lead_s(self, now: float) -> float:
+        affinity = self._rooms.selections.affinity
+        if affinity is None or now - affinity.led_at > self._growth.since_s(now):
+            return 0.0
+        return affinity.lead_s
+
+
+def _of(grown: Mapping[Counted, int], kind: str) -> dict[Any, int]:
+    """Returns what has grown of a kind, by what its counters are about."""
+    return {about: count for (each, about), count in grown.items() if each == kind and count}
+
+
+def _shows(listener: EventStream, looks: Looks) -> bool:
+    """Says whether a stream shows a sign of anything."""
+    return (
+        listener.health(trio.current_time()) is not StreamHealth.EXACT
+        or listener.restarted_at is not None
+        or bool(listener.ignored)
+        or listener.replay_endpoint in looks
+    )
+
+
+def _stream(
+    subject: str,
+    key: PartitionKey,
+    block_size: int,
+    listener: EventStream,
+    looks: Looks,
+    foreign: Mapping[str, int],
+) -> StreamEvidence:
+    now, counts, link = trio.current_time(), listener.counts, listener.link
+    at, flaw = listener.restarted_at, listener.batches.last_flaw
+    return StreamEvidence(
+        subject=subject,
+        key=key,
+        endpoint=listener.endpoint,
+        replay_endpoint=listener.replay_endpoint,
+        has_key=listener.server_key is not None,
+        block_size=block_size,
+        is_paused=listener.status is ListenerStatus.PAUSED,
+        is_connected=listener.connected,
+        last_error=link.last_error or "",
+        quiet=link.quiet or "",
+        quiet_s=now - link.quiet_since,
+        messages=counts.messages,
+        bad_frames=dict(counts.bad_frames),
+        batches_flawed=counts.flawed,
+        flaw="" if flaw is None else flaw[1],
+        joins=counts.joins,
+        restarts=counts.restarts,
+        restarted_s=None if at is None else now - at,
+        gaps=counts.gaps,
+        lost=counts.lost,
+        dropped=counts.dropped,
+        replays=dict(counts.replays),
+        loss=listener.loss,
+        ignored=dict(listener.ignored),
+        foreign=dict(foreign),
+        look=looks.get(listener.endpoint),
+        replay_look=looks.get(listener.replay_endpoint or ""),
+    )
+
+
+def _doubt(upstream: Upstream) -> str:
+    """Returns why the events of an engine are not believed."""
+    return upstream.advice if upstream.advice == DISAGREE else ""
+
+
+def _model(partition: Partition) -> ModelEvidence:
+    index = partition.index
+    stats = index.stats()
+    return ModelEvidence(
+        partition.key,
+        partition.block_size,
+        stats["blocks"],
+        stats["parked_now"],
+        index.questions,
+        index.matched,
+        partition.is_unmatched,
+        _side(index.asked()),
+        _side(index.told()),
+        _with_holes(partition.ranks),
+    )
+
+
+def _side(said: Said) -> Side:
+    counted = said.prompts, said.salted, said.adapted, said.telling
+    return Side(*counted, frozenset(said.first_tokens))
+
+
+def _with_holes(ranks: Mapping[InstanceId, set[int]]) -> dict[InstanceId, frozenset[int]]:
+    """Returns the ranks of instances whose ranks are not numbered one after the other."""
+    return {
+        instance_id: frozenset(each)
+        for instance_id, each in ranks.items()
+        if max(each) - min(each) >= len(each)
+    }
+
+
+def _present(fleet: Fleet) -> list[int]:
+    """Returns the workers of a fleet of which a rank can be chosen."""
+    return [
+        record.worker_id
+        for record in fleet.workers.values()
+        if any(
+            (absence := fleet.absent.get((record.worker_id, each))) is None or absence.reachable
+            for each in record.ranks
+        )
+    ]
+
+
+def _shared(shown: Mapping[str, Any]) -> SharedEvidence:
+    fault = str(shown["fault"] or "")
+    return SharedEvidence(shown["server"], shown["connected"], shown["behind"], fault)

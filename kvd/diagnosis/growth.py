@@ -1,0 +1,49 @@
+"""How far counters have grown in the last minutes: what was wrong last week is no finding.
+
+    time      ───┼────────────┼────────────┼─── now
+              before        middle        (the next step)
+    grown     from `before` on: one step to two; since the start until there have been two
+
+Costs: one dict of counters each step, and another one when somebody asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import Generic, TypeVar
+
+STEP_S = 300.0  # from one taking of counters to the next: a finding lasts for two of these at most
+
+Name = TypeVar("Name", bound=Hashable)
+
+
+class Growth(Generic[Name]):
+    """Counters that only grow, as they were one step and two steps ago."""
+
+    def __init__(self, now: float) -> None:
+        """Moments are seconds, monotonic."""
+        self._before: Mapping[Name, int] = {}
+        self._middle: Mapping[Name, int] = {}
+        self._before_at = self._middle_at = now
+
+    def is_due(self, now: float) -> bool:
+        """Says whether `take` is to be called."""
+        return now - self._middle_at >= STEP_S
+
+    def take(self, totals: Mapping[Name, int], now: float) -> None:
+        """Takes the counters of this moment."""
+        self._before, self._before_at = self._middle, self._middle_at
+        self._middle, self._middle_at = totals, now
+
+    def since_s(self, now: float) -> float:
+        """Returns the seconds over which `grown` says anything."""
+        return now - self._before_at
+
+    def grown(self, totals: Mapping[Name, int]) -> dict[Name, int]:
+        """Returns by how much each counter has grown; one that began anew counts from 0."""
+        before = self._before
+        found = {}
+        for name, total in totals.items():
+            earlier = before.get(name, 0)
+            found[name] = total - earlier if total >= earlier else total
+        return found

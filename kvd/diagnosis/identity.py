@@ -1,0 +1,64 @@
+"""Are model, tenant and ranks those that are asked for?"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from kvd.diagnosis.evidence import Evidence, ModelEvidence, WorkerEvidence
+from kvd.diagnosis.findings import Finding, counted, found, place
+from kvd.model import PartitionKey
+
+MOST_NAMED = 4  # registered names, or ranks, that a finding lists
+
+
+def check_identity(evidence: Evidence) -> Iterator[Finding]:
+    """Yields what is asked for and not registered, and workers that are not registered whole."""
+    for key, asked in evidence.unknown.items():
+        if key not in evidence.registered:
+            yield _unknown(key, asked, evidence.registered)
+    for model in evidence.models:
+        yield from _check_ranks(model)
+    for worker in evidence.workers:
+        yield _unschedulable(worker)
+
+
+def _unknown(key: PartitionKey, asked: int, registered: Collection[PartitionKey]) -> Finding:
+    tenants = sorted(each.tenant_id for each in registered if each.model_name == key.model_name)
+    subject, requests = f"model {place(key)}", counted(asked, "request")
+    if tenants:
+        known = _some(tenants)
+        evidence = f"{requests} for tenant {key.tenant_id}; the model has tenants: {known}"
+        return found("tenant_mismatch", subject, evidence, known=f"{known}, or {key.tenant_id}")
+    known = _some(sorted({each.model_name for each in registered})) or "none"
+    evidence = (
+        f"{counted(asked, 'request')} for a model that nobody registered; registered: {known}"
+    )
+    return found("model_name_mismatch", subject, evidence, known=f"{known}, or {key.model_name}")
+
+
+def _check_ranks(model: ModelEvidence) -> Iterator[Finding]:
+    """Yields instances whose ranks have holes; ranks are numbered one after the other."""
+    for instance_id, ranks in model.ranks.items():
+        missing = sorted(set(range(min(ranks), max(ranks))) - ranks)
+        evidence = f"ranks {_some(sorted(ranks))} are registered, {_some(missing)} are not"
+        subject = f"worker {instance_id} of {place(model.key)}"
+        yield found("rank_missing", subject, evidence, ranks=f"dp_rank {_some(missing)}")
+
+
+def _unschedulable(worker: WorkerEvidence) -> Finding:
+    subject = f"worker {worker.worker_id} of {place(worker.key)}"
+    evidence = "; ".join(worker.reasons)
+    for reason in worker.reasons:
+        if reason.startswith("block_size ") and " differs from " in reason:
+            _, _, size = reason.removesuffix(" of its model").rpartition(" ")
+            fields = {"hint": f'"block_size": {size}', "size": size}
+            return found("block_size_mismatch", subject, evidence, **fields)
+        if "is required for dp_rank" in reason:
+            ranks = "kv_events_endpoints by rank"
+            return found("rank_missing", subject, evidence, ranks=ranks)
+    return found("worker_unschedulable", subject, evidence)
+
+
+def _some(values: list[str] | list[int]) -> str:
+    more = f", and {len(values) - MOST_NAMED} more" if len(values) > MOST_NAMED else ""
+    return ", ".join(map(str, values[:MOST_NAMED])) + more

@@ -1,0 +1,88 @@
+"""Do questions match what engines cache, and do they get as far as to be asked?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvd.diagnosis.evidence import Evidence, FaceEvidence, ModelEvidence
+from kvd.diagnosis.findings import Finding, found, minutes, place
+
+# Prompts of a side before it counts that none of them has a salt, or an adapter: the first few of a
+# fleet are often probes, which have neither.
+ENOUGH = 20
+
+SHOWN_TOKENS = 4  # of those with which prompts begin
+
+
+def check_questions(evidence: Evidence) -> Iterator[Finding]:
+    """Yields why questions may not match, by model, and which were refused."""
+    for model in evidence.models:
+        yield from check_model(model)
+    for face in evidence.faces:
+        if face.refused:
+            yield _host(face, evidence.watched_s)
+
+
+def check_model(model: ModelEvidence) -> Iterator[Finding]:
+    """Yields what separates the questions about a model from its events."""
+    if model.parked and not model.blocks and not model.told.prompts:
+        evidence = f"{model.parked} blocks are known by hash alone, and none by its tokens"
+        yield found("tokens_missing", f"model {place(model.key)}", evidence)
+    sides = [*_check_salts(model), *_check_adapters(model)]
+    yield from sides
+    if model.is_unmatched and not sides:
+        yield _unmatched(model)
+
+
+def _check_salts(model: ModelEvidence) -> Iterator[Finding]:
+    asked, told = model.asked, model.told
+    # Engines that do not tell of salts are matched without.
+    tells = told.salted > 0 or told.telling == told.prompts
+    if tells:
+        yield from _one_sided(model, "salt_one_sided", "a cache salt", asked.salted, told.salted)
+
+
+def _check_adapters(model: ModelEvidence) -> Iterator[Finding]:
+    asked, told = model.asked.adapted, model.told.adapted
+    yield from _one_sided(model, "adapter_one_sided", "an adapter", asked, told)
+
+
+def _one_sided(
+    model: ModelEvidence, name: str, what: str, asked: int, told: int
+) -> Iterator[Finding]:
+    """Yields that of all prompts only those `asked`, or only those `told`, have something."""
+    questions, stored = model.asked.prompts, model.told.prompts
+    if min(questions, stored) < ENOUGH or max(asked, told) < ENOUGH or min(asked, told):
+        return
+    if told:
+        evidence = (
+            f"{told} of {stored} prompts in events have {what}, none of {questions} questions"
+        )
+    else:
+        evidence = (
+            f"{asked} of {questions} questions have {what}, none of {stored} prompts in events"
+        )
+    yield found(name, f"model {place(model.key)}", evidence)
+
+
+def _unmatched(model: ModelEvidence) -> Finding:
+    subject = f"model {place(model.key)}"
+    evidence = f"0 of {model.questions} questions matched any of {model.blocks} blocks"
+    asked, told = model.asked.first_tokens, model.told.first_tokens
+    if asked and told and not asked & told:
+        evidence += f"; questions begin with token {_some(asked)}, events with {_some(told)}"
+        return found("tokens_disagree", subject, evidence)
+    if model.asked.prompts:
+        return found("no_match_ever", subject, evidence, "tokens")
+    evidence += "; all were by hash"
+    return found("no_match_ever", subject, evidence, "hashes", size=model.block_size)
+
+
+def _host(face: FaceEvidence, watched_s: float) -> Finding:
+    evidence = f"{face.refused} requests in {minutes(watched_s)}, the last for {face.host!r}"
+    return found("host_refused", f"{face.name} face", evidence, host=face.host)
+
+
+def _some(tokens: frozenset[int]) -> str:
+    shown = ", ".join(map(str, sorted(tokens)[:SHOWN_TOKENS]))
+    return shown + (", ..." if len(tokens) > SHOWN_TOKENS else "")

@@ -1,0 +1,23 @@
+"""Do engines behind the gateway serve, and does a kvd elsewhere choose for it?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvd.diagnosis.evidence import KvdEvidence, UpstreamEvidence
+from kvd.diagnosis.findings import Finding, found
+
+
+def check_upstream(upstream: UpstreamEvidence) -> Iterator[Finding]:
+    """Yields why an engine gets no requests, or why its events are not believed."""
+    subject = f"upstream {upstream.url}"
+    if upstream.problem:
+        yield found("upstream_unusable", subject, upstream.problem, endpoint=upstream.url)
+    elif upstream.doubt:
+        yield found("tokens_disagree", subject, upstream.doubt)
+
+
+def check_kvd(kvd: KvdEvidence) -> Iterator[Finding]:
+    """Yields why a kvd elsewhere is not asked who serves a prompt."""
+    if kvd.problem:
+        yield found("kvd_unreachable", f"kvd {kvd.url}", kvd.problem, endpoint=kvd.url)

@@ -1,0 +1,38 @@
+"""What every face says of what is wrong: /diagnose."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+from urllib.parse import parse_qs
+
+from kvd.errors import BadRequest
+from kvd.faces.common import bodies
+from kvd.faces.common.schemas import DIAGNOSE_PATH
+from kvd.http.types import Admission, Request, Response, Route
+
+if TYPE_CHECKING:
+    from kvd.diagnosis.doctor import Doctor
+
+# Diagnoses under way, of all faces: each walks over all streams, and may look at engines.
+MAX_DIAGNOSES = 4
+
+PROBES = {"": False, "0": False, "1": True}
+
+
+async def diagnose(doctor: Doctor, request: Request) -> Response:
+    """Answers what is wrong, in the order of the chain; `?probe=1` has engines looked at."""
+    given = parse_qs(request.query.decode("latin-1"), keep_blank_values=True).get("probe", [""])
+    if given[-1] not in PROBES or len(given) > 1:
+        raise BadRequest("the parameter `probe` is 0 or 1")
+    found = await doctor.examine(probes=PROBES[given[0]])
+    return bodies.json_response({"findings": [each._asdict() for each in found]})
+
+
+def diagnose_route(doctor: Doctor, diagnoses: Admission) -> Route:
+    return Route("GET", DIAGNOSE_PATH, partial(diagnose, doctor), admission=diagnoses)
+
+
+def diagnoses_bound() -> Admission:
+    """Returns what bounds the diagnoses of one process, on all of its faces."""
+    return Admission(MAX_DIAGNOSES, f"there are {MAX_DIAGNOSES} diagnoses under way already")
