@@ -1,0 +1,130 @@
+// The tree, a level at a time, for people who walk it: which chains go on below a place, and who
+// holds how much of each.
+//
+//   below P      9 ── [d e f] ──┬─ ..      DEVICE  rank 2: 3 blocks, rank 7: 1
+//                │              └─ ..      HOST    rank 2: 1
+//                5 ── [g]                  DEVICE  rank 2: 1
+//
+// Siblings come newest first, a page at a time; the next page begins behind the last chain of the
+// one before. Between two pages the tree may change: a chain is named by its node and its first
+// hash, and one that is not there any more, or elsewhere, is not found.
+//
+// Costs: a chain O(runs, and members of their sets), of which `kMost` are looked at; a page so many
+// chains, or fewer when kPageMost members have been looked at. Nothing is changed.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <tuple>
+#include <vector>
+
+#include "index/index.hpp"
+
+namespace kvd {
+
+struct Holding {
+  uint32_t tier;
+  RankId rank;      // kNone: a publisher's, whom no worker stands for
+  uint32_t blocks;  // of the chain
+};
+
+struct Branch {
+  NodeId node = kNone;
+  uint64_t first = 0;     // the local hash of its first block
+  uint32_t blocks = 0;    // of the chain
+  uint32_t children = 0;  // chains that go on behind it
+  bool whole = true;      // whether all who hold it have been looked at
+  std::vector<Holding> holders;  // by tier, those of most blocks first
+};
+
+// Blocks that a rank holds on a tier, those of the main cache group.
+inline uint64_t held_on(const Index& index, RankId rank, uint32_t tier) {
+  return index.rank(rank).held[tier];
+}
+
+class Branches {
+ public:
+  // Members of rank sets looked at for one chain: 20 µs.
+  static constexpr size_t kMost = 2048;
+  // The same for a page: under 1 ms.
+  static constexpr size_t kPageMost = 65536;
+
+  explicit Branches(const Index& index) : index_(index) {}
+
+  bool has(NodeId node, uint64_t first) const {
+    const Tree& tree = index_.tree();
+    return tree.alive(node) && node != Tree::kRoot && tree.node(node).first_hash() == first;
+  }
+
+  bool goes_on(NodeId node, NodeId at) const { return index_.tree().node(node).parent == at; }
+
+  // Lists children of `at` behind the sibling `after`, or from the first where that is kNone. Both
+  // have to be there. Returns whether there are more.
+  bool list(NodeId at, NodeId after, size_t limit, std::vector<Branch>& out) {
+    const Tree& tree = index_.tree();
+    NodeId next = after == kNone ? tree.node(at).first_child : tree.node(after).next;
+    for (seen_ = 0; next != kNone && out.size() < limit && seen_ < kPageMost;
+         next = tree.node(next).next)
+      out.push_back(branch(next));
+    return next != kNone;
+  }
+
+ private:
+  Branch branch(NodeId id) {
+    const Node& node = index_.tree().node(id);
+    Branch found;
+    found.node = id;
+    found.first = node.first_hash();
+    found.blocks = node.chain.len();
+    found.children = node.children;
+    held_.clear();
+    size_t left = kMost;
+    for (size_t i = 0; i < node.runs.size(); ++i) {
+      const Run& run = node.runs[i];
+      if (run.layer >= kTierLayers) continue;
+      const uint32_t from =
+          i == 0 || node.runs[i - 1].layer != run.layer ? 0 : node.runs[i - 1].end;
+      const auto& members = index_.tree().sets().members(run.set);
+      const size_t looked = std::min(left, members.size());
+      for (size_t k = 0; k < looked; ++k) note(run.layer, members[k], run.end - from);
+      left -= looked;
+      found.whole = found.whole && looked == members.size();
+    }
+    seen_ += kMost - left;
+    gather(found.holders);
+    return found;
+  }
+
+  void note(LayerId layer, RankId id, uint32_t blocks) {
+    const Rank& rank = index_.rank(id);
+    if (!rank.live || rank.hidden) return;
+    RankId shown = id;
+    if (rank.seen_as != kNone) shown = rank.seen_as < kAll ? rank.seen_as : kNone;
+    if (rank.seen_as == kNone && rank.published) shown = kNone;
+    held_.push_back({layer, shown, blocks});
+  }
+
+  // Adds up what is of the same rank and tier.
+  void gather(std::vector<Holding>& out) {
+    const auto place = [](const Holding& h) { return std::make_pair(h.tier, h.rank); };
+    std::sort(held_.begin(), held_.end(),
+              [&](const Holding& a, const Holding& b) { return place(a) < place(b); });
+    for (const Holding& held : held_) {
+      if (!out.empty() && place(out.back()) == place(held))
+        out.back().blocks += held.blocks;
+      else
+        out.push_back(held);
+    }
+    std::sort(out.begin(), out.end(), [](const Holding& a, const Holding& b) {
+      return std::make_tuple(a.tier, ~a.blocks, a.rank) <
+             std::make_tuple(b.tier, ~b.blocks, b.rank);
+    });
+  }
+
+  const Index& index_;
+  size_t seen_ = 0;
+  std::vector<Holding> held_;
+};
+
+}  // namespace kvd

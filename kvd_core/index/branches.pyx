@@ -1,0 +1,108 @@
+# distutils: language = c++
+"""The tree of a prefix index, a level at a time, and what each rank of a worker holds in all.
+
+`index/branches.hpp` has the rules. Nothing here changes an index.
+"""
+
+from collections import namedtuple
+
+from cython.operator cimport dereference as deref
+from libc.stdint cimport uint32_t, uint64_t
+from libcpp cimport bool as cbool
+from libcpp.vector cimport vector
+
+from kvd_core.index.prefix_index cimport (
+    CIndex,
+    PrefixIndex,
+    RankId,
+    Worker,
+    kNone,
+    kTierLayers,
+)
+
+
+cdef extern from "index/branches.hpp" namespace "kvd" nogil:
+    cppclass CHolding "kvd::Holding":
+        uint32_t tier
+        RankId rank
+        uint32_t blocks
+
+    cppclass CBranch "kvd::Branch":
+        uint32_t node
+        uint64_t first
+        uint32_t blocks
+        uint32_t children
+        cbool whole
+        vector[CHolding] holders
+
+    cppclass CBranches "kvd::Branches":
+        CBranches(const CIndex&)
+        cbool has(uint32_t, uint64_t)
+        cbool goes_on(uint32_t, uint32_t)
+        cbool list(uint32_t, uint32_t, size_t, vector[CBranch]&) except +
+
+    # The counters that a rank has beside what prefix_index.pxd knows of it.
+    uint64_t held_on "kvd::held_on"(const CIndex&, RankId, uint32_t)
+
+ROOT = 0  # the node above all chains
+
+# A chain of blocks below another one: its node and the local hash of its first block name it.
+# `holders` are (tier, worker id, dp rank, blocks of the chain), by tier, those of most blocks first;
+# worker and rank are None for publishers that no worker stands for. Not all are there unless it is
+# `whole`.
+Branch = namedtuple("Branch", ("node", "first", "blocks", "children", "whole", "holders"))
+
+
+def branches(PrefixIndex index not None, above, after, size_t limit):
+    """Lists chains that go on behind one, newest first: at most `limit`, and whether there are more.
+
+    `above` and `after` are (node, first hash): of the chain that the listed ones go on from, None
+    for the beginning of prompts, and of the last one of the page before, None for the first page.
+    LookupError if one of them is not there any more.
+    """
+    cdef CBranches* walk = new CBranches(deref(index.c))
+    cdef vector[CBranch] found
+    cdef Worker worker
+    cdef cbool more
+    try:
+        for place in (above, after):
+            if place is not None and not walk.has(place[0], place[1]):
+                raise LookupError(place)
+        at = ROOT if above is None else above[0]
+        behind = kNone if after is None else after[0]
+        if after is not None and not walk.goes_on(behind, at):
+            raise LookupError(after)
+        more = walk.list(at, behind, limit, found)
+    finally:
+        del walk
+    owners = {kNone: (None, None)}
+    for worker in index.workers:
+        for entry in worker.c.ranks:
+            owners[entry.second] = (worker.worker_id, entry.first)
+    rows = [
+        Branch(
+            each.node,
+            each.first,
+            each.blocks,
+            each.children,
+            each.whole,
+            [
+                (one.tier, *owners.get(one.rank, (None, None)), one.blocks)
+                for one in each.holders
+            ],
+        )
+        for each in found
+    ]
+    return rows, more
+
+
+def holdings(Worker worker not None):
+    """How many blocks each rank of a worker holds, by dp rank, as a tuple by tier."""
+    if worker.index is None:
+        return {}
+    return {
+        entry.first: tuple([
+            held_on(deref(worker.index.c), entry.second, tier) for tier in range(kTierLayers)
+        ])
+        for entry in worker.c.ranks
+    }
