@@ -61,6 +61,9 @@ class Observers(Generic[P]):
     def subscribe(self, subscriber: Callable[P, object]) -> None:
         self.subscribers.append(subscriber)
 
+    def unsubscribe(self, subscriber: Callable[P, object]) -> None:
+        self.subscribers.remove(subscriber)
+
     def tell(self, *args: P.args, **kwargs: P.kwargs) -> None:
         for subscriber in self.subscribers:
             subscriber(*args, **kwargs)

@@ -47,6 +47,8 @@ from kvd.diagnosis.doctor import Doctor
 from kvd.diagnosis.gathering import Rooms
 from kvd.faces.common.diagnosis import diagnose_route, diagnoses_bound
 from kvd.faces.gateway.engines import CALLS
+from kvd.faces.ui import ui_routes
+from kvd.faces.ui.picture import Picture, PicturedRooms
 from kvd.fleet_file.follower import FleetFileFollower, RegistrationTarget
 from kvd.fleet_file.targets import UpstreamTarget
 from kvd.gateway.siblings import Place
@@ -269,6 +271,7 @@ class _Daemon:
         rooms = _rooms(self._parts, ports)
         self._diagnoses = diagnoses_bound()
         self._doctor = Doctor(rooms, ports.dialer, trio.current_time(), shown)
+        self._picture = Picture(_pictured(self._parts, ports))
         self._reloader = Reloader(
             config, reader, stop, ports, self._parts, self._listeners, self._fleet
         )
@@ -302,6 +305,7 @@ class _Daemon:
         background.start_soon(self._sweep)
         background.start_soon(self._expire)
         background.start_soon(self._heaps.run)
+        background.start_soon(self._picture.run)
         background.start_soon(sdnotify.feed_watchdog, lambda: not self._recovered.is_set())
 
     async def serve(self, listening: trio.Nursery, background: trio.Nursery) -> None:
@@ -461,10 +465,11 @@ class _Daemon:
         async with trio.open_nursery() as serving:
             apis = self._ports.apis.routes(self._parts, lambda: self._config)
             diagnose = diagnose_route(self._doctor, self._diagnoses)
+            of_all = (diagnose, *ui_routes(self._picture, self._parts.state))
             for face, routes, not_found in apis:
                 face.sources += self._sources()
                 face.log_requests(self._config.access_log)
-                await serving.start(face.serve, (*routes, diagnose), not_found, stop)
+                await serving.start(face.serve, (*routes, *of_all), not_found, stop)
                 bind = " ".join(face.addresses())
                 log.info("serving", version=VERSION, face=face.name, bind=bind)
             self._serving.set()
@@ -569,6 +574,11 @@ def _rooms(parts: Components, ports: Ports) -> Rooms:
         parts.gateway.choices,
         {face.name: face.authorizer for face in ports.apis.served},
     )
+
+
+def _pictured(parts: Components, ports: Ports) -> PicturedRooms:
+    rooms = parts.state, parts.registry, parts.publishers, parts.slots, parts.selections
+    return PicturedRooms(*rooms, ports.apis.served)
 
 
 def _open_store(config: Config, opened: ExitStack) -> Store | None:

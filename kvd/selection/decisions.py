@@ -40,6 +40,27 @@ CHOICE, PREFILL_COMPLETE, END = "choice", "prefill_complete", "end"
 _dumps = json.JSONEncoder(separators=(",", ":")).encode
 
 
+def outcome(moment: Moment, live: LiveRequest, fleet: Fleet) -> dict[str, object]:
+    """Returns whom a request was booked on a moment ago, and what that cost; O(candidates)."""
+    pool = fleet.pool  # it has looked at this prompt last
+    chosen = pool.find(live.worker_id, live.dp_rank)
+    assert chosen is not None
+    row = pool.explained(chosen, fleet.settings)
+    return {
+        "model": moment.key.model_name,
+        "tenant": moment.key.tenant_id,
+        "request": moment.request_id,
+        "candidates": len(pool),
+        "worker_id": live.worker_id,
+        "dp_rank": live.dp_rank,
+        "cost": row.cost,
+        "cached_tokens": row.cached_tokens,
+        "prefill_tokens": row.effective_prefill_tokens,
+        "queued_tokens": row.active_prefill_tokens,
+        "expected_output_tokens": live.expected_output_tokens,
+    }
+
+
 class DecisionLog:
     """Writes down what becomes of the reservations of a service."""
 
@@ -84,9 +105,6 @@ class DecisionLog:
     def _choice(self, moment: Moment, live: LiveRequest) -> dict[str, object]:
         fleet = self._fleets[moment.key]
         pool = fleet.pool  # it has looked at this prompt last
-        chosen = pool.find(live.worker_id, live.dp_rank)
-        assert chosen is not None
-        row = pool.explained(chosen, fleet.settings)
         prompt = pool.hold()
         stride = max(1, LOGGED_TOKENS // pool.block_size)
         hashes = array("Q", prompt.sequence_hashes)
@@ -96,21 +114,11 @@ class DecisionLog:
         return {
             "at": self._wall_ns() // 1000 / 1e6,
             "event": CHOICE,
-            "model": moment.key.model_name,
-            "tenant": moment.key.tenant_id,
-            "request": moment.request_id,
+            **outcome(moment, live, fleet),
             "prompt_tokens": prompt.isl_tokens,
             "hashed_tokens": stride * pool.block_size,
             "hashes": b64encode(logged.tobytes()).decode(),
-            "candidates": len(pool),
             "matched": pool.deepest(MAX_MATCHED),
-            "worker_id": live.worker_id,
-            "dp_rank": live.dp_rank,
-            "cost": row.cost,
-            "cached_tokens": row.cached_tokens,
-            "prefill_tokens": row.effective_prefill_tokens,
-            "queued_tokens": row.active_prefill_tokens,
-            "expected_output_tokens": live.expected_output_tokens,
         }
 
     def families(self) -> Iterator[Family]:

@@ -12,7 +12,7 @@ come from closed sets; models, tenants and workers are named only where their nu
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import accumulate
 from resource import getpagesize
@@ -129,6 +129,14 @@ class RequestMetrics:
         if status >= 400:
             kind = "4xx" if status < 500 else "5xx"
             endpoint.errors[kind] = endpoint.errors.get(kind, 0) + 1
+
+    def total(self, without: Container[str] = ()) -> int:
+        """Returns how many requests there have been, but for some paths."""
+        return sum(
+            sum(endpoint.methods.values())
+            for path, endpoint in self._endpoints.items()
+            if path not in without
+        )
 
     def families(self) -> Iterator[Family | None]:
         ordered = sorted(self._endpoints.items())

@@ -21,6 +21,8 @@ from kvd.faces.selection import schemas as selection_schemas
 from kvd.faces.selection.routes import selection_routes
 from kvd.faces.slot_tracker import routes as slot_tracker
 from kvd.faces.slot_tracker import schemas as slot_tracker_schemas
+from kvd.faces.ui import ui_routes
+from kvd.faces.ui.picture import Picture, PicturedRooms
 from kvd.gateway.forwarding import Forwarder
 from kvd.gateway.stats import GatewayStats
 from kvd.http.types import DEFAULT_BODY_LIMIT, Route
@@ -52,23 +54,24 @@ def all_routes() -> dict[str, tuple[Route, ...]]:
     selections = Selections(state, registry, RouterOptions(), 1.0, Random(0), *clocks)
     of_replicas = replica_sync.routes(replicas)
     forwarder = Forwarder(nobody, nobody, nobody, GatewayStats(), nobody, nobody, 0)
+    publishers, slots = Publishers(state, nobody), SlotTrackers(1.0)
+    picture = Picture(PicturedRooms(state, registry, publishers, slots, selections, []))
+    of_all = *ui_routes(picture, state), metrics_route([]), diagnose_route(nobody, nobody)
     faces = {
         "gateway": (
             *gateway_routes(nobody, nobody, forwarder, DEFAULT_BODY_LIMIT),
             *upstream_routes(nobody),
         ),
         "indexer": indexer.routes(state, registry, Peers(), dumps, test_endpoints=True),
-        "slot-tracker": slot_tracker.routes(SlotTrackers(1.0), time.monotonic) + of_replicas,
+        "slot-tracker": slot_tracker.routes(slots, time.monotonic) + of_replicas,
         "selection": (
             *selection_routes(selections),
             indexer.dump_route(state, dumps),
             *of_replicas,
         ),
-        "conductor": conductor.routes(state, Publishers(state, nobody)),
+        "conductor": conductor.routes(state, publishers),
     }
     return {
-        face: with_document(
-            face, (*routes, metrics_route([]), diagnose_route(nobody, nobody)), DESCRIPTIONS[face]
-        )
+        face: with_document(face, (*routes, *of_all), DESCRIPTIONS[face])
         for face, routes in faces.items()
     }

@@ -119,11 +119,11 @@ def tenant(members: Members) -> str:
     return DEFAULT_TENANT if given is None else given
 
 
-def parameters(request: Request) -> dict[str, Any]:
-    """Returns what the query says of PLACE; raises BadRequest if it says one of that twice."""
+def parameters(request: Request, *names: str) -> dict[str, Any]:
+    """Returns what the query says of PLACE and of other names; BadRequest if it says one twice."""
     found: dict[str, Any] = {}
     for name, value in parse_qsl(request.query.decode("latin-1"), keep_blank_values=True):
-        if name not in PLACE:
+        if name not in PLACE and name not in names:
             continue
         if name in found:
             raise BadRequest(f"the parameter `{name}` is given twice")

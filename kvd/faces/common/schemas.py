@@ -20,6 +20,19 @@ Content = dict[str, Schema]  # by content type
 JSON = "application/json"
 DOCUMENT_PATH = "/openapi.json"
 DIAGNOSE_PATH = "/diagnose"
+PICTURE_PATH, BRANCHES_PATH = "/picture", "/branches"
+# Of the page of every face: by path, a file of kvd/faces/ui/files and its content type.
+UI_FILES = {
+    "/ui": ("index.html", "text/html; charset=utf-8"),
+    "/ui/kvd.svg": ("kvd.svg", "image/svg+xml"),
+    "/ui/page.css": ("page.css", "text/css; charset=utf-8"),
+    "/ui/page.js": ("page.js", "text/javascript; charset=utf-8"),
+    "/ui/asking.js": ("asking.js", "text/javascript; charset=utf-8"),
+    "/ui/drawing.js": ("drawing.js", "text/javascript; charset=utf-8"),
+    "/ui/live.js": ("live.js", "text/javascript; charset=utf-8"),
+    "/ui/tree.js": ("tree.js", "text/javascript; charset=utf-8"),
+    "/ui/trying.js": ("trying.js", "text/javascript; charset=utf-8"),
+}
 
 
 def whole(minimum: int, maximum: int) -> Schema:
@@ -137,6 +150,134 @@ FINDING = row(
     }
 )
 PROBE: Schema = {"name": "probe", "in": "query", "required": False, "schema": one_of("0", "1")}
+RANK: Members = {"model_name": TEXT, "tenant_id": TEXT, "worker_id": TEXT, "dp_rank": U32}
+TIERED = by_name(BLOCKS)
+STREAM: Members = {
+    "stream": one_of("stale", "degraded", "recovering", "exact"),
+    "status": one_of("pending", "active", "paused", "failed"),
+}
+CURVE = array(nullable(NUMBER))  # the oldest first; null: nothing was known then
+CURVES = (
+    "requests_per_s",
+    "events_per_s",
+    "live",
+    "queued",
+    "matched_share",
+    "cached_share",
+)
+SUMS = (
+    "requests",
+    "events",
+    "questions",
+    "matched",
+    "prompt_tokens",
+    "cached_tokens",
+    "live",
+    "queued",
+)
+DECISION: Members = {
+    **RANK,
+    "age_s": NUMBER,
+    "request": TEXT,
+    "candidates": COUNT,
+    "cost": NUMBER,
+    "cached_tokens": TOKENS,
+    "prefill_tokens": TOKENS,
+    "queued_tokens": TOKENS,
+    "expected_output_tokens": nullable(TOKENS),
+}
+RANK_SHOWN = row(
+    RANK,
+    {
+        **STREAM,
+        "why": TEXT,
+        "lifecycle": TEXT,
+        "reasons": array(TEXT),
+        "total_blocks": BLOCKS,
+        "load": row({"prefill_tokens": TOKENS, "decode_blocks": BLOCKS, "requests": COUNT}),
+        "blocks": TIERED,
+        "requests": CURVE,
+        "cached_share": CURVE,
+    },
+)
+MODEL_SHOWN = row(
+    {
+        "model_name": TEXT,
+        "tenant_id": TEXT,
+        "block_size": BLOCK_SIZE,
+        "blocks": BLOCKS,
+        "chains": COUNT,
+        "held": TIERED,
+        "questions": COUNT,
+        "matched": COUNT,
+        "never_matches": FLAG,
+    }
+)
+PICTURE = row(
+    {
+        "kvd": row({"version": TEXT, "process": TEXT}),
+        "faces": array(row({"name": TEXT, "addresses": array(TEXT), "requests": COUNT})),
+        "totals": row(dict.fromkeys(SUMS, COUNT)),
+        "history": row({"interval_s": NUMBER, **dict.fromkeys(CURVES, CURVE)}),
+        "decisions": array(row(DECISION)),
+        "streams": row(
+            {
+                "counts": by_name(COUNT),
+                "doubtful": array(
+                    row({"of": one_of("worker", "publisher"), **RANK, **STREAM}, {"why": TEXT})
+                ),
+            }
+        ),
+        "models": array(MODEL_SHOWN),
+        "more_models": FLAG,
+        "ranks": array(RANK_SHOWN),
+        "more_ranks": FLAG,
+    }
+)
+HELD_BY = row({"worker_id": nullable(TEXT), "dp_rank": nullable(U32), "blocks": BLOCKS})
+BRANCH = row(
+    {
+        "name": TEXT,
+        "blocks": BLOCKS,
+        "children": COUNT,
+        "whole": FLAG,
+        "tiers": by_name(row({"count": COUNT, "holders": array(HELD_BY)})),
+    }
+)
+BRANCHES_SHOWN = row(
+    {
+        "model_name": TEXT,
+        "tenant_id": TEXT,
+        "block_size": BLOCK_SIZE,
+        "branches": array(BRANCH),
+        "more": FLAG,
+    }
+)
+UI: Mapping[str, Operation] = {
+    f"GET {PICTURE_PATH}": Operation(
+        "Shows ranks, rates, streams and recent choices, for pages and `kvd top`",
+        {200: in_json(PICTURE)},
+    ),
+    f"GET {BRANCHES_PATH}": Operation(
+        "Lists the branches of the prefix tree below one, a page at a time",
+        {200: in_json(BRANCHES_SHOWN)},
+        (404, 422),
+        parameters=(
+            in_query("model_name", required=True),
+            in_query("tenant_id"),
+            in_query("routing_group"),
+            in_query("block_size"),
+            in_query("above"),
+            in_query("after"),
+        ),
+    ),
+    **{
+        f"GET {path}": Operation(
+            f"Serves a part of the page: {name}", {200: {kind: {"schema": TEXT}}}
+        )
+        for path, (name, kind) in UI_FILES.items()
+    },
+}
 PEER = {"endpoint": ADDRESS}
 HEALTH = Operation("Answers as long as the daemon lives", {200: NOTHING})
 EVERY_FACE: Mapping[str, Operation] = {
@@ -149,6 +290,7 @@ EVERY_FACE: Mapping[str, Operation] = {
         parameters=(PROBE,),
     ),
     f"GET {DOCUMENT_PATH}": Operation("Shows this document", {200: in_json(by_name(ANY))}),
+    **UI,
 }
 REPLICAS: Mapping[str, Operation] = {
     "POST /replica_sync/register_peer": Operation(

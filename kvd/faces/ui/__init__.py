@@ -1,0 +1,26 @@
+"""The live picture: what kvd does now, for people, at /ui of every face and in `kvd top`.
+
+    browser  /ui, /ui/*.js    static files ──> files/
+             /picture         one bounded JSON document ─┬─ who there is, from the rooms themselves
+    kvd top  /picture                                    └─ the last minutes: History
+             /branches        the prefix tree, a level at a time
+
+pages      static files, with a strict Content-Security-Policy
+picture    `Picture`: the document behind the page and `kvd top`
+ranks      the ranks that any face knows, each as a row
+history    `History`: samples of the last minutes, taken only while somebody looks
+branches   the prefix tree
+"""
+
+from __future__ import annotations
+
+from kvd.faces.ui.branches import branches_route
+from kvd.faces.ui.pages import page_routes
+from kvd.faces.ui.picture import Picture
+from kvd.http.types import Route
+from kvd.index.partitions import State
+
+
+def ui_routes(picture: Picture, state: State) -> tuple[Route, ...]:
+    """Returns the routes that every face has for people who look."""
+    return (*page_routes(), picture.route(), branches_route(state))

@@ -1,0 +1,123 @@
+// Try a route: what this face's OpenAPI document says of it, an example to fill in, the answer.
+
+import { read, send } from "./asking.js";
+import { $, make, number, say } from "./drawing.js";
+
+const MOST_SHOWN = 200000; // characters of an answer
+const TOKENS = 64; // token ids of an example
+
+export class Trying {
+  constructor() {
+    this.operations = null; // none read yet
+    this.known = {}; // members of a body that a picture shows
+    $("try-route").addEventListener("change", () => this.choose());
+    $("try-form").addEventListener("submit", (event) => {
+      event.preventDefault();
+      this.send();
+    });
+  }
+
+  show({ models }) {
+    const [first] = models;
+    if (first) {
+      const { model_name, tenant_id, block_size } = first;
+      this.known = { model_name, tenant_id, block_size, model: model_name };
+    }
+  }
+
+  async open() {
+    if (this.operations) return;
+    const document = await read("openapi.json");
+    this.operations = Object.entries(document.paths).flatMap(([path, methods]) =>
+      Object.entries(methods).map(([method, said]) => ({ path, method: method.toUpperCase(), said })))
+      .filter(({ path }) => !path.startsWith("/ui"));
+    $("try-route").replaceChildren(...this.operations.map(({ path, method }, at) => {
+      const option = make("option", "", `${method} ${path}`);
+      option.value = at;
+      return option;
+    }));
+    this.choose();
+  }
+
+  choose() {
+    const { method, said } = this.operations[$("try-route").value];
+    const scopes = (said.security ?? []).flatMap((each) => each.bearer ?? []);
+    say($("try-summary"), `${said.summary}.${scopes.length ? ` Scope ${scopes.join(", ")}.` : ""}`);
+    $("try-parameters").replaceChildren(...(said.parameters ?? []).map((each) => {
+      const input = make("input");
+      input.name = each.name;
+      input.required = Boolean(each.required);
+      input.value = each.required ? (this.known[each.name] ?? "") : "";
+      input.dataset.place = each.in;
+      return make("label", "", `${each.name}${each.required ? "" : " (optional)"} `, input);
+    }));
+    const content = said.requestBody?.content?.["application/json"];
+    $("try-body-line").hidden = !content;
+    $("try-body").value = content ? JSON.stringify(this.example(content.schema), null, 1) : "";
+    say($("try-note"), method === "GET" || scopes[0] === "read" ? "" : "This may change what kvd knows.");
+    $("try-answer").hidden = true;
+  }
+
+  // Returns a value that a schema allows: what is known of this kvd, else the least.
+  example(schema, name = "") {
+    if (schema.example !== undefined) return schema.example;
+    if (schema.const !== undefined) return schema.const;
+    if (schema.enum) return schema.enum[0];
+    if (schema.anyOf) return this.example(schema.anyOf[0], name);
+    if (this.known[name] !== undefined) return this.known[name];
+    if (schema.type === "object") {
+      const { properties = {}, required = [] } = schema;
+      const wanted = Object.keys(properties).filter((each) =>
+        required.includes(each) || each === "token_ids" || each === "messages");
+      return Object.fromEntries(wanted.map((each) => [each, this.example(properties[each], each)]));
+    }
+    if (schema.type === "array") {
+      if (/token|ids/.test(name)) return Array.from({ length: TOKENS }, (_, at) => at + 1);
+      return [this.example(schema.items ?? {}, "")];
+    }
+    if (schema.type === "integer" || schema.type === "number") return Math.max(1, schema.minimum ?? 1);
+    if (schema.type === "boolean") return false;
+    return schema.type === "string" ? "text" : {};
+  }
+
+  async send() {
+    const { path, method } = this.operations[$("try-route").value];
+    const asked = new URLSearchParams();
+    const headers = {};
+    let where = path;
+    for (const input of $("try-parameters").querySelectorAll("input")) {
+      if (input.dataset.place === "path") {
+        where = where.replace(`{${input.name}}`, encodeURIComponent(input.value));
+      } else if (input.value && input.dataset.place === "header") headers[input.name] = input.value;
+      else if (input.value) asked.set(input.name, input.value);
+    }
+    const options = { method, headers };
+    if (!$("try-body-line").hidden) {
+      options.body = $("try-body").value;
+      headers["content-type"] = "application/json";
+    }
+    const query = asked.size ? `?${asked}` : "";
+    const begun = performance.now();
+    try {
+      const answer = await send(where.slice(1) + query, options);
+      const text = await answer.text();
+      const took = number(performance.now() - begun);
+      this.answer(`${answer.status} ${answer.statusText}, ${took} ms, ${number(text.length)} characters`, text);
+    } catch (error) {
+      this.answer("No answer", error.message);
+    }
+  }
+
+  answer(status, text) {
+    let shown = text;
+    try {
+      shown = JSON.stringify(JSON.parse(text), null, 1);
+    } catch {
+      // Not JSON: it is shown as it came.
+    }
+    say($("try-status"), status);
+    const rest = shown.length > MOST_SHOWN ? "\n…" : "";
+    say($("try-text"), shown.slice(0, MOST_SHOWN) + rest);
+    $("try-answer").hidden = false;
+  }
+}
