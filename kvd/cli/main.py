@@ -136,6 +136,8 @@ def build_parser(kind: type[Parser] = Parser) -> Parser:
     add_config(commands)
     add_status(commands)
     add_doctor(commands)
+
+    add_top(commands)
     add_reload(commands)
     add_state(commands)
     add_replay(commands)
@@ -447,6 +449,44 @@ def show_findings(given: Mapping[str, object]) -> CommandResult:
     text = "\n".join(map(logs.plain, doctor.text(found)))
     text = json.dumps({"findings": found}, indent=1) if given["json"] else text
     return f"{text}\n", doctor.exit_code(found)
+
+
+def add_top(commands: Any) -> None:
+    parser = commands.add_parser(
+        "top",
+        help="watch a running daemon in the terminal",
+        description="Shows what a running daemon does, again and again: rates, streams, workers "
+        "with load, hit share and tiers, recent choices. The page /ui of each face shows the same. "
+        "It is asked at the address in the file, the environment or the flags, on the first face "
+        "that answers. q and Ctrl-C quit; arrows and space scroll.",
+        epilog="Exit codes: 0 quit, 1 there is no terminal, 2 the credentials cannot be read.",
+    )
+    add_general(parser)
+    add_settings(parser, settings.BIND_SETTINGS)
+    parser.add_argument(
+        "--interval",
+        type=_usage(parsers.parse_pause),
+        default=2.0,
+        metavar="SECONDS",
+        help="time between two looks (default 2.0)",
+    )
+    add_credentials(parser)
+    parser.set_defaults(given=top_settings, command=watch)
+
+
+def top_settings(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, object]:
+    return asking_settings(parser, args, "interval")
+
+
+def watch(given: Mapping[str, object]) -> CommandResult:
+    from kvd.cli import status, top  # here, as no other command needs to load Rich
+
+    asked = _asking(given)
+    if asked is None:
+        return "", status.UNREACHABLE
+    values, client = asked
+    interval_s = max(float(str(given["interval"])), status.SHORTEST_S)
+    return "", top.run(top.binds_of(values), client, interval_s)
 
 
 def add_reload(commands: Any) -> None:

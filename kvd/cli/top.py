@@ -1,0 +1,331 @@
+"""Shows what a running daemon does in a terminal, again and again: `kvd top`.
+
+    thread   GET /picture, of the first face that answers ──> the last picture, or what went wrong
+    here     keys, the size of the terminal, the last picture ──> a screen that fits
+
+The terminal is as before when it ends, by q, Ctrl-C, SIGTERM or a lost connection (SIGHUP).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import sys
+import termios
+import time
+import tty
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.client import HTTPException
+from threading import Event, Thread
+from types import FrameType
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from kvd.cli.status import Client, faces_of
+from kvd.config.parsers import Bind, Binds
+from kvd.faces.common.schemas import PICTURE_PATH
+from kvd.telemetry.logs import plain
+from kvd.wire.event_stream import StreamHealth
+
+LEFT, NO_TERMINAL = 0, 1  # exit codes
+
+KEYS_S = 0.2  # longest wait for a key before the size of the terminal is looked at
+ENDS = (signal.SIGTERM, signal.SIGHUP)
+BARS = "▁▂▃▄▅▆▇█"
+MOST_BARS = 30  # samples of a curve: a minute
+SHOWN_DECISIONS = 5  # recent choices shown where there is room
+SHOWN_DOUBTFUL = 5  # streams listed that cannot be believed
+STYLES = {
+    StreamHealth.EXACT: "green",
+    StreamHealth.RECOVERING: "yellow",
+    StreamHealth.DEGRADED: "red",
+    StreamHealth.STALE: "red",
+}
+Json = dict[str, Any]
+
+
+def binds_of(values: Mapping[str, Any]) -> dict[str, Bind]:
+    """Returns where to ask, the gateway last: its address may be the clients' alone."""
+    binds = faces_of(values)
+    gateway = values["gateway_bind"]
+    if isinstance(gateway, Binds):
+        binds["gateway"] = min(gateway.each, key=lambda bind: bind.tls)
+    return binds
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the last look has brought: a picture, else why there is none."""
+
+    picture: Json | None
+    where: str
+
+
+class Asker:
+    """Asks for pictures in a thread of its own, so that keys never wait for an answer."""
+
+    def __init__(self, binds: Mapping[str, Bind], client: Client, interval_s: float) -> None:
+        self._binds = binds
+        self._client = client
+        self._interval_s = interval_s
+        self._ended = Event()
+        self.last = Answer(None, "asking")
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Asks until the end; an answer that is still awaited then is not waited for."""
+        Thread(target=self._run, daemon=True).start()
+        try:
+            yield
+        finally:
+            self._ended.set()
+
+    def _run(self) -> None:
+        while not self._ended.is_set():
+            self.last = self._ask()
+            self._ended.wait(self._interval_s)
+
+    def _ask(self) -> Answer:
+        faults = []
+        for name, bind in self._binds.items():
+            try:
+                picture = json.loads(self._client.ask(bind, PICTURE_PATH))
+                return Answer(picture, f"{name} {bind}")
+            except (OSError, HTTPException, ValueError) as error:
+                faults.append(f"{name} {bind}: {error or type(error).__name__}")
+        return Answer(None, "; ".join(faults) or "every face is off")
+
+
+class _Left(Exception):
+    """The process was told to end."""
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    raise _Left
+
+
+@contextmanager
+def _keys() -> Iterator[int]:
+    """Has the terminal hand on each key at once; yields the descriptor to read them from."""
+    stdin = sys.stdin.fileno()
+    before = termios.tcgetattr(stdin)
+    handlers = {each: signal.signal(each, _leave) for each in ENDS}
+    try:
+        tty.setcbreak(stdin)
+        yield stdin
+    finally:
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
+        termios.tcsetattr(stdin, termios.TCSADRAIN, before)
+
+
+def run(binds: Mapping[str, Bind], client: Client, interval_s: float) -> int:
+    """Shows pictures until it is told to stop, and returns the exit code."""
+    console = Console()
+    if not (console.is_terminal and sys.stdin.isatty()):
+        sys.stderr.write("kvd: kvd top needs a terminal; `kvd status` writes lines\n")
+        return NO_TERMINAL
+    asker = Asker(binds, client, interval_s)
+    try:
+        with _keys() as keys, asker.running(), _screen(console) as live:
+            _show(console, live, asker, keys)
+    except (KeyboardInterrupt, _Left):
+        pass  # it was asked to end, and has
+    return LEFT
+
+
+def _screen(console: Console) -> Live:
+    return Live(console=console, screen=True, auto_refresh=False, vertical_overflow="crop")
+
+
+def _show(console: Console, live: Live, asker: Asker, keys: int) -> None:
+    """Draws what has changed until q is pressed."""
+    drawn: object = None
+    last: Json | None = None
+    scrolled = 0
+    while True:
+        answer, size = asker.last, console.size
+        last = answer.picture or last
+        if drawn != (state := (id(answer), size, scrolled)):
+            live.update(screen(answer, last, size.width, size.height, scrolled), refresh=True)
+            drawn = state
+        if not select.select([keys], [], [], KEYS_S)[0]:
+            continue
+        pressed = os.read(keys, 16)
+        if pressed in (b"", b"q", b"Q"):  # or the terminal has gone
+            return
+        most = 0 if last is None else max(0, len(last["ranks"]) - 1)
+        scrolled = min(most, max(0, scrolled + _steps(pressed, size.height // 2)))
+
+
+def _steps(pressed: bytes, page: int) -> int:
+    """Returns by how many workers a key scrolls."""
+    ways = {b"j": 1, b"\x1b[B": 1, b"k": -1, b"\x1b[A": -1, b" ": page, b"\x1b[6~": page}
+    return {**ways, b"b": -page, b"\x1b[5~": -page}.get(pressed, 0)
+
+
+def screen(answer: Answer, last: Json | None, width: int, height: int, scrolled: int) -> Group:
+    """Returns what fits on a screen of so many columns and lines."""
+    state = Text(" ".join(("kvd", "" if last is None else last["kvd"]["version"])), "bold")
+    if answer.picture is None:
+        state.append(f"  {plain(answer.where)}", "red" if last or answer.where != "asking" else "")
+    else:
+        state.append(f"  {plain(answer.where)}  {time.strftime('%H:%M:%S')}", "not bold")
+    foot = Text("q quits, arrows and space scroll", "dim")
+    if last is None:
+        return Group(_cut(state), foot)
+    parts: list[RenderableType] = [_cut(state), *_rates(last["history"], width)]
+    parts += _streams(last)
+    decisions = last["decisions"][:SHOWN_DECISIONS] if height >= 24 else []
+    room = height - len(parts) - 2 - (len(decisions) + 2 if decisions else 0)
+    parts.append(_ranks(last, width, max(1, room), scrolled))
+    if decisions:
+        parts += [Text(), _decisions(decisions, width)]
+    return Group(*parts, foot)
+
+
+def _cut(text: Text) -> Text:
+    text.no_wrap, text.overflow = True, "ellipsis"
+    return text
+
+
+def _rates(history: Json, width: int) -> list[Text]:
+    """Returns the curves of all ranks, two in a line where there is room."""
+    shown = (
+        ("requests/s", "requests_per_s", False),
+        ("events/s", "events_per_s", False),
+        ("live", "live", False),
+        ("queued", "queued", False),
+        ("cached", "cached_share", True),
+        ("matched", "matched_share", True),
+    )
+    columns = 2 if width >= 60 else 1
+    bars = min(MOST_BARS, max(0, width // columns - 22))
+    cells = []
+    for title, name, is_share in shown:
+        values = history[name]
+        value = _latest(values) if is_share else values[-1] if values else None
+        said = _share(value) if is_share else _number(value)
+        cell = Text(f"{title:10} {said:>8} ")
+        cell.append(f"{curve(values, bars, 1.0 if is_share else 0.0):{bars}} ", "cyan")
+        cells.append(cell)
+    lines = [cells[at : at + columns] for at in range(0, len(cells), columns)]
+    return [_cut(Text.assemble(*line)) for line in lines]
+
+
+def _streams(picture: Json) -> list[Text]:
+    """Returns how many streams there are of each state, and which cannot be believed."""
+    counts = picture["streams"]["counts"]
+    line = Text("streams    ")
+    for name, count in counts.items():
+        if count:
+            line.append(f"{count:,} {name}  ", STYLES.get(StreamHealth(name), ""))
+    lines = [line if any(counts.values()) else Text("streams    none", "dim")]
+    for each in picture["streams"]["doubtful"][:SHOWN_DOUBTFUL]:
+        why = "; ".join(each[name] for name in ("status", "why") if name in each)
+        lines.append(Text(f"  {each['of']} {plain(_place(each))}: ", ""))
+        lines[-1].append(each["stream"], STYLES[StreamHealth(each["stream"])])
+        lines[-1].append(f", {plain(why)}")
+    for model in picture["models"]:
+        if model["never_matches"]:
+            name = plain(f"{model['model_name']}/{model['tenant_id']}")
+            lines.append(Text(f"  {name}: no question has ever matched", "red"))
+    return [_cut(each) for each in lines]
+
+
+def _ranks(picture: Json, width: int, room: int, scrolled: int) -> Table:
+    """Returns as many workers as there is room for."""
+    table = Table(box=None, expand=True, padding=(0, 1, 0, 0), header_style="dim")
+    table.add_column("worker", no_wrap=True, ratio=3, overflow="ellipsis")
+    table.add_column("stream", no_wrap=True)
+    table.add_column("live", no_wrap=True, justify="right")
+    bars = min(MOST_BARS, max(0, (width - 70) // 2))
+    if bars:
+        table.add_column("", no_wrap=True)
+    table.add_column("cached", no_wrap=True, justify="right")
+    if bars:
+        table.add_column("", no_wrap=True)
+    table.add_column("blocks", no_wrap=True, justify="right")
+    if width >= 100:
+        table.add_column("by tier", no_wrap=True, ratio=2, overflow="ellipsis")
+    ranks = picture["ranks"]
+    most = max((value or 0 for each in ranks for value in each.get("requests", ())), default=0)
+    for each in ranks[scrolled : scrolled + room - 1]:
+        blocks = each.get("blocks", {})
+        requests, shares = each.get("requests", ()), each.get("cached_share", ())
+        cells: list[str | Text] = [
+            Text(plain(_place(each))),
+            _standing(each),
+            _number(each["load"]["requests"] if "load" in each else None),
+            *([Text(curve(requests, bars, most), "cyan")] if bars else []),
+            _share(_latest(shares)),
+            *([Text(curve(shares, bars, 1.0), "cyan")] if bars else []),
+            _number(sum(blocks.values())),
+        ]
+        if width >= 100:
+            tiers = (f"{tier} {count:,}" for tier, count in blocks.items() if count)
+            cells.append(", ".join(tiers))
+        table.add_row(*cells)
+    return table
+
+
+def _standing(rank: Json) -> Text:
+    if rank.get("lifecycle", "schedulable") != "schedulable":
+        return Text(rank["lifecycle"], "red")
+    health = rank.get("stream")
+    return Text("no events", "dim") if health is None else Text(health, STYLES[health])
+
+
+def _decisions(decisions: Sequence[Json], width: int) -> Table:
+    """Returns the last choices, the newest first."""
+    table = Table(box=None, expand=True, padding=(0, 1, 0, 0), header_style="dim")
+    for title, ratio in (("ago", None), ("request", 2), ("worker", 2)):
+        table.add_column(title, no_wrap=True, ratio=ratio, overflow="ellipsis")
+    table.add_column("cached of prompt", no_wrap=True, justify="right")
+    if width >= 80:
+        table.add_column("cost", no_wrap=True, justify="right")
+    for each in decisions:
+        prompt = each["cached_tokens"] + each["prefill_tokens"]
+        cells: list[str | Text] = [
+            f"{each['age_s']:.0f} s",
+            Text(plain(each["request"])),
+            Text(plain(_place(each))),
+            f"{each['cached_tokens']:,} of {prompt:,}",
+        ]
+        table.add_row(*cells, *([f"{each['cost']:,.2f}"] if width >= 80 else []))
+    return table
+
+
+def curve(values: Sequence[float | None], width: int, most: float) -> str:
+    """Returns the last values as bars, the newest at the right; a blank where nothing was known."""
+    shown = list(values)[-width:] if width else []
+    top = max((value for value in (*shown, most) if value), default=1.0)
+    bars = (
+        " " if value is None else BARS[min(7, max(0, round(7 * value / top)))] for value in shown
+    )
+    return "".join(bars).rjust(width)
+
+
+def _place(each: Json) -> str:
+    tenant = "" if each["tenant_id"] == "default" else f"/{each['tenant_id']}"
+    return f"{each['worker_id']}:{each['dp_rank']} {each['model_name']}{tenant}"
+
+
+def _latest(values: Sequence[float | None]) -> float | None:
+    return next((value for value in reversed(values) if value is not None), None)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.1f}" if isinstance(value, float) else f"{value:,}"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"

@@ -1,0 +1,177 @@
+"""`kvd top` in a terminal: it draws, fits, scrolls, and leaves the terminal as it was."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.support.pictured import MODEL, Pictured, pictured
+from tests.support.ports import find_free_port
+from tests.support.processes import clean_environment
+
+PATIENCE_S = 20.0  # for what takes milliseconds
+WORKERS = 12
+ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\x1b[()=>].?|\r")
+CLEARED, SHOWN_AGAIN = "\x1b[?1049h", "\x1b[?1049l"  # the other screen, and back
+
+
+class Terminal:
+    """A command in a terminal of so many columns and lines, and what it writes."""
+
+    def __init__(self, *command: str, width: int = 100, height: int = 40) -> None:
+        self._outer, inner = os.openpty()
+        self.inner = inner
+        self.before = termios.tcgetattr(inner)
+        self.written = ""
+        self._size(width, height)
+        environ = clean_environment(TERM="xterm-256color", PYTHONUTF8="1")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "kvd", *command],
+            stdin=inner,
+            stdout=inner,
+            stderr=inner,
+            env=environ,
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )
+
+    def _size(self, width: int, height: int) -> None:
+        fcntl.ioctl(self._outer, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
+
+    def resize(self, width: int, height: int) -> None:
+        self.read()
+        self.written = ""
+        self._size(width, height)
+
+    def press(self, keys: bytes) -> None:
+        os.write(self._outer, keys)
+
+    def read(self) -> None:
+        while select.select([self._outer], [], [], 0.02)[0]:
+            self.written += os.read(self._outer, 1 << 16).decode("utf-8", "replace")
+
+    def until(self, seen: Callable[[str], object]) -> None:
+        """Waits until what has been written since the last change of size is so."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not seen(ESCAPES.sub("", self.written)):
+            assert time.monotonic() < deadline, self.written[-4000:]
+            self.read()
+
+    def ended(self) -> int:
+        """Returns the exit code, once the command has ended by itself."""
+        deadline = time.monotonic() + PATIENCE_S
+        while (code := self.process.poll()) is None:
+            assert time.monotonic() < deadline
+            self.read()
+        self.read()
+        return code
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        os.close(self._outer)
+        os.close(self.inner)
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pictured]:
+    with pictured(tmp_path_factory.mktemp("fleet"), WORKERS) as found:
+        found.ask(20)
+        yield found
+
+
+@contextmanager
+def top(fleet: Pictured, *flags: str, width: int = 100, height: int = 40) -> Iterator[Terminal]:
+    off = [f"--{face}-bind=off" for face in ("slot-tracker", "selection", "conductor")]
+    bind = f"--indexer-bind=127.0.0.1:{fleet.port}"
+    opened = Terminal("top", bind, *off, "--interval=0.1", *flags, width=width, height=height)
+    try:
+        yield opened
+    finally:
+        opened.close()
+
+
+def test_it_draws_the_fleet_and_ends_with_q(fleet: Pictured) -> None:
+    with top(fleet) as terminal:
+        terminal.until(lambda text: all(f"{n}:0 {MODEL}" in text for n in range(1, WORKERS + 1)))
+        terminal.until(lambda text: f"{WORKERS} exact" in text)
+        terminal.until(lambda text: "q quits" in text)
+        fleet.ask(5)
+        terminal.until(lambda text: "cached of prompt" in text and "request-000" in text)
+        terminal.press(b"q")
+        assert terminal.ended() == 0
+        assert terminal.written.index(CLEARED) < terminal.written.rindex(SHOWN_AGAIN)
+        assert termios.tcgetattr(terminal.inner) == terminal.before
+        assert "Traceback" not in terminal.written
+
+
+@pytest.mark.parametrize("end", [b"\x03", signal.SIGTERM])
+def test_it_leaves_the_terminal_as_it_was(fleet: Pictured, end: bytes | signal.Signals) -> None:
+    with top(fleet) as terminal:
+        terminal.until(lambda text: "q quits" in text)
+        if isinstance(end, bytes):
+            terminal.press(end)
+        else:
+            terminal.process.send_signal(end)
+        assert terminal.ended() == 0
+        assert SHOWN_AGAIN in terminal.written
+        assert termios.tcgetattr(terminal.inner) == terminal.before
+        assert "Traceback" not in terminal.written
+
+
+@pytest.mark.parametrize(("width", "height"), [(44, 18), (80, 24), (160, 60), (20, 6)])
+def test_it_fits_after_the_terminal_was_resized(fleet: Pictured, width: int, height: int) -> None:
+    with top(fleet) as terminal:
+        terminal.until(lambda text: "q quits" in text)
+        terminal.resize(width, height)
+        terminal.until(lambda text: text.count("requests/s") > 2)
+        whole = terminal.written.split("\x1b[H")[-2]  # the last one may be half written
+        lines = ESCAPES.sub("", whole).split("\n")
+        assert len(lines) <= height
+        assert max(map(len, lines)) <= width
+
+
+def test_keys_scroll_the_workers(fleet: Pictured) -> None:
+    with top(fleet, height=16) as terminal:
+        terminal.until(lambda text: f"1:0 {MODEL}" in text)
+        assert f"{WORKERS}:0 {MODEL}" not in terminal.written
+        terminal.press(b" ")
+        terminal.until(lambda text: f"{WORKERS}:0 {MODEL}" in text)
+
+
+def test_it_waits_for_a_daemon_that_does_not_answer() -> None:
+    off = [f"--{face}-bind=off" for face in ("slot-tracker", "selection", "conductor")]
+    terminal = Terminal("top", f"--indexer-bind=127.0.0.1:{find_free_port()}", *off)
+    try:
+        terminal.until(lambda text: "Connection refused" in text)
+        terminal.press(b"q")
+        assert terminal.ended() == 0
+    finally:
+        terminal.close()
+
+
+def test_it_needs_a_terminal(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "kvd", "top"],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        env=clean_environment(),
+        cwd=tmp_path,
+    )
+    assert ended.returncode == 1
+    assert ended.stderr == "kvd: kvd top needs a terminal; `kvd status` writes lines\n"
