@@ -11,6 +11,7 @@ store.hpp, remove.hpp, retire.hpp, parked.hpp
 sequence.hpp                 blocks by sequence hash
 predicted.hpp                blocks that are thought to be cached, beside events
 predictions                  `Predictions`: the same where there are no events
+branches                     the tree, a level at a time, for people
 said.hpp                     what prompts of both sides have said of themselves
 stream.hpp, cache_groups.hpp
                              from the events of one worker to operations

@@ -31,10 +31,10 @@ struct Holding {
 
 struct Branch {
   NodeId node = kNone;
-  uint64_t first = 0;     // the local hash of its first block
-  uint32_t blocks = 0;    // of the chain
-  uint32_t children = 0;  // chains that go on behind it
-  bool whole = true;      // whether all who hold it have been looked at
+  uint64_t first = 0;            // the local hash of its first block
+  uint32_t blocks = 0;           // of the chain
+  uint32_t children = 0;         // chains that go on behind it
+  bool whole = true;             // whether all who hold it have been looked at
   std::vector<Holding> holders;  // by tier, those of most blocks first
 };
 
@@ -111,10 +111,8 @@ class Branches {
     std::sort(held_.begin(), held_.end(),
               [&](const Holding& a, const Holding& b) { return place(a) < place(b); });
     for (const Holding& held : held_) {
-      if (!out.empty() && place(out.back()) == place(held))
-        out.back().blocks += held.blocks;
-      else
-        out.push_back(held);
+      if (!out.empty() && place(out.back()) == place(held)) out.back().blocks += held.blocks;
+      else out.push_back(held);
     }
     std::sort(out.begin(), out.end(), [](const Holding& a, const Holding& b) {
       return std::make_tuple(a.tier, ~a.blocks, a.rank) <

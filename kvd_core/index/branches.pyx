@@ -46,7 +46,7 @@ cdef extern from "index/branches.hpp" namespace "kvd" nogil:
 
 ROOT = 0  # the node above all chains
 
-# A chain of blocks below another one: its node and the local hash of its first block name it.
+# A chain of blocks below another: its node and the local hash of its first block name it.
 # `holders` are (tier, worker id, dp rank, blocks of the chain), by tier, those of most blocks first;
 # worker and rank are None for publishers that no worker stands for. Not all are there unless it is
 # `whole`.
@@ -54,7 +54,7 @@ Branch = namedtuple("Branch", ("node", "first", "blocks", "children", "whole", "
 
 
 def branches(PrefixIndex index not None, above, after, size_t limit):
-    """Lists chains that go on behind one, newest first: at most `limit`, and whether there are more.
+    """Lists chains behind one, newest first: at most `limit`, and whether there are more.
 
     `above` and `after` are (node, first hash): of the chain that the listed ones go on from, None
     for the beginning of prompts, and of the last one of the page before, None for the first page.

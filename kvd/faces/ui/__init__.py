@@ -1,9 +1,9 @@
 """The live picture: what kvd does now, for people, at /ui of every face and in `kvd top`.
 
-    browser  /ui, /ui/*.js    static files ──> files/
-             /picture         one bounded JSON document ─┬─ who there is, from the rooms themselves
-    kvd top  /picture                                    └─ the last minutes: History
-             /branches        the prefix tree, a level at a time
+    /ui, /ui/*.js    static files ──> files/
+    /picture         one bounded JSON document ─┬─ who there is, from the rooms themselves
+    (kvd top, too)                              └─ the last minutes: History
+    /branches        the prefix tree, a level at a time
 
 pages      static files, with a strict Content-Security-Policy
 picture    `Picture`: the document behind the page and `kvd top`
