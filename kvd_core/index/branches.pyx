@@ -47,7 +47,7 @@ cdef extern from "index/branches.hpp" namespace "kvd" nogil:
 ROOT = 0  # the node above all chains
 
 # A chain of blocks below another: its node and the local hash of its first block name it.
-# `holders` are (tier, worker id, dp rank, blocks of the chain), by tier, those of most blocks first;
+# `holders` are (tier, worker id, dp rank, blocks of the chain), by tier, most blocks first;
 # worker and rank are None for publishers that no worker stands for. Not all are there unless it is
 # `whole`.
 Branch = namedtuple("Branch", ("node", "first", "blocks", "children", "whole", "holders"))
