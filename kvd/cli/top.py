@@ -37,8 +37,8 @@ from kvd.wire.event_stream import StreamHealth
 
 LEFT, NO_TERMINAL = 0, 1  # exit codes
 
-KEYS_S = 0.2  # longest wait for a key before the size of the terminal is looked at
-ENDS = (signal.SIGTERM, signal.SIGHUP)
+KEYS_S = 0.2  # longest wait for a key before the size of the terminal, and signals, are looked at
+ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 BARS = "▁▂▃▄▅▆▇█"
 MOST_BARS = 30  # samples of a curve: a minute
 SHOWN_DECISIONS = 5  # recent choices shown where there is room
@@ -104,20 +104,20 @@ class Asker:
         return Answer(None, "; ".join(faults) or "every face is off")
 
 
-class _Left(Exception):
-    """The process was told to end."""
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    raise _Left
-
-
 @contextmanager
-def _keys() -> Iterator[int]:
-    """Has the terminal hand on each key at once; yields the descriptor to read them from."""
+def _keys(told: Event) -> Iterator[int]:
+    """Has the terminal hand on each key at once; yields the descriptor to read them from.
+
+    `told` is set once a signal asks for the end. A handler that raised might do so where exceptions
+    are dropped, as in a destructor.
+    """
+
+    def end(number: int, frame: FrameType | None) -> None:
+        told.set()
+
     stdin = sys.stdin.fileno()
     before = termios.tcgetattr(stdin)
-    handlers = {each: signal.signal(each, _leave) for each in ENDS}
+    handlers = {each: signal.signal(each, end) for each in ENDS}
     try:
         tty.setcbreak(stdin)
         yield stdin
@@ -134,11 +134,9 @@ def run(binds: Mapping[str, Bind], client: Client, interval_s: float) -> int:
         sys.stderr.write("kvd: kvd top needs a terminal; `kvd status` writes lines\n")
         return NO_TERMINAL
     asker = Asker(binds, client, interval_s)
-    try:
-        with _keys() as keys, asker.running(), _screen(console) as live:
-            _show(console, live, asker, keys)
-    except (KeyboardInterrupt, _Left):
-        pass  # it was asked to end, and has
+    told = Event()
+    with _keys(told) as keys, asker.running(), _screen(console) as live:
+        _show(console, live, asker, keys, told)
     return LEFT
 
 
@@ -146,12 +144,12 @@ def _screen(console: Console) -> Live:
     return Live(console=console, screen=True, auto_refresh=False, vertical_overflow="crop")
 
 
-def _show(console: Console, live: Live, asker: Asker, keys: int) -> None:
-    """Draws what has changed until q is pressed."""
+def _show(console: Console, live: Live, asker: Asker, keys: int, told: Event) -> None:
+    """Draws what has changed until q is pressed, or a signal has told it to end."""
     drawn: object = None
     last: Json | None = None
     scrolled = 0
-    while True:
+    while not told.is_set():
         answer, size = asker.last, console.size
         last = answer.picture or last
         if drawn != (state := (id(answer), size, scrolled)):
