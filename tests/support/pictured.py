@@ -36,7 +36,7 @@ class Pictured:
             base_url=f"http://127.0.0.1:{selection}", trust_env=False, verify=False
         )
         self._chance = Random(1)
-        self._asked = 0
+        self.asked = 0
         self._live: list[str] = []
         self.start()
 
@@ -68,12 +68,12 @@ class Pictured:
     def ask(self, requests: int) -> None:
         """Sends requests where kvd says; their engines cache them, and the oldest end."""
         for _ in range(requests):
-            self._asked += 1
+            self.asked += 1
             template = self._chance.randrange(TEMPLATES)
             begins = [template * 100_000 + at for at in range(BEGINNING)]
             turn = self._chance.randrange(40)
             tokens = begins + [10**6 + turn * 1000 + at for at in range(REST)]
-            name = f"request-{self._asked:05}"
+            name = f"request-{self.asked:05}"
             body = {"model_name": MODEL, "token_ids": tokens, "reservation_id": name}
             answer = self.client.post("/select_and_reserve", json=body)
             answer.raise_for_status()

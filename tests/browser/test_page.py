@@ -1,0 +1,109 @@
+"""The page as people see it: it draws, follows what changes, fits, and complains of nothing."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.pictured import Pictured, pictured
+
+CHROMIUM = shutil.which("chromium")
+WORKERS = 12
+PATIENCE_MS = 20_000
+
+playwright = pytest.importorskip(
+    "playwright.sync_api", reason="playwright is not installed: pip install .[browser]"
+)
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed"),
+]
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pictured]:
+    with pictured(tmp_path_factory.mktemp("fleet"), WORKERS) as found:
+        found.ask(20)
+        yield found
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as driver:
+        opened = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield opened
+        opened.close()
+
+
+class Page:
+    """The page in a window of its own, and what its console says."""
+
+    def __init__(self, browser: Any, fleet: Pictured, view: str = "", **look: Any) -> None:
+        context = browser.new_context(**look)
+        context.set_default_timeout(PATIENCE_MS)
+        self.said: list[str] = []
+        self.page = context.new_page()
+        self.page.on("console", lambda message: self.said.append(message.text))
+        self.page.on("pageerror", lambda error: self.said.append(str(error)))
+        self.page.goto(f"{fleet.url}/ui{view}")
+
+    def until(self, place: str, text: str) -> None:
+        """Waits until an element has a text."""
+        expect = playwright.expect(self.page.locator(place))
+        expect.to_contain_text(text, timeout=PATIENCE_MS)
+
+    def until_not(self, place: str, text: str) -> None:
+        expect = playwright.expect(self.page.locator(place))
+        expect.not_to_contain_text(text, timeout=PATIENCE_MS)
+
+
+def test_it_draws_every_worker_and_what_comes(browser: Any, fleet: Pictured) -> None:
+    page = Page(browser, fleet)
+    page.until("#rank-count", f"{WORKERS} ranks")
+    page.until("#streams", f"{WORKERS} exact")
+    fleet.ask(5)
+    page.until("#decisions", f"request-{fleet.asked:05}")
+    assert not page.said
+
+
+def test_it_goes_on_after_a_restart(browser: Any, tmp_path: Path) -> None:
+    with pictured(tmp_path, 2) as fleet:
+        page = Page(browser, fleet)
+        page.until("#rank-count", "2 ranks")
+        assert fleet.stop() == 0
+        page.until_not("#state", "live")
+        fleet.start()
+        page.until("#state", "live")
+        page.until("#rank-count", "2 ranks")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_is_readable_on_a_phone(browser: Any, fleet: Pictured, scheme: str) -> None:
+    look = {"viewport": {"width": 360, "height": 740}, "color_scheme": scheme}
+    page = Page(browser, fleet, **look)
+    page.until("#rank-count", f"{WORKERS} ranks")
+    assert page.page.evaluate("document.documentElement.scrollWidth") <= 360
+    color = page.page.evaluate("getComputedStyle(document.body).backgroundColor")
+    light = sum(map(int, color[color.index("(") + 1 : -1].split(",")[:3])) > 3 * 128
+    assert light == (scheme == "light")
+    assert not page.said
+
+
+def test_the_tree_opens_branch_by_branch(browser: Any, fleet: Pictured) -> None:
+    page = Page(browser, fleet, "#tree")
+    branch = page.page.locator("#branches > ul > li.branch").first
+    branch.locator("summary").first.click()
+    branch.locator("li.branch").first.wait_for()
+    assert not page.said
+
+
+def test_a_route_can_be_tried(browser: Any, fleet: Pictured) -> None:
+    page = Page(browser, fleet, "#try")
+    page.page.select_option("#try-route", label="GET /workers")
+    page.page.click("#try-form button[type=submit]")
+    page.until("#try", "200 OK")
+    assert not page.said
