@@ -32,6 +32,7 @@ for package in ("kvd", "kvd_core"):
             count += 1
 print(count, "modules imported")
 """
+PAGE = "ui/files/*"
 FACES = ("indexer", "slot-tracker", "selection", "conductor")
 
 
@@ -40,6 +41,7 @@ def files(pattern: str) -> set[str]:
         str(path.relative_to(TREE))
         for package in PACKAGES
         for path in (TREE / package).rglob(pattern)
+        if path.is_file()
     }
 
 
@@ -68,7 +70,7 @@ def build_sdist(folder: Path) -> Path:
         names = {name.partition("/")[2] for name in opened.getnames()}
     wanted = files("*.pyx") | files("*.pxd") | files("*.pyi") | files("*.hpp") | files("*.py")
     wanted |= {"packaging/build", "packaging/debian/control", "systemd/kvd.service", "setup.py"}
-    wanted |= {"pyproject.toml", "Makefile", "LICENSE"}
+    wanted |= {"pyproject.toml", "Makefile", "LICENSE"} | files(PAGE)
     check(wanted <= names, f"not in the source distribution: {wanted - names}")
     generated = {name for name in names if name.endswith(".so") or name.startswith("build/")}
     generated |= names & {name.replace(".pyx", ".cpp") for name in files("*.pyx")}
@@ -86,6 +88,7 @@ def build_wheel(source: Path, folder: Path) -> Path:
     compiled = {re.sub(r"\.cpython-[^/]*\.so$", ".pyx", name) for name in names if ".so" in name}
     check(compiled == files("*.pyx"), f"compiled modules: {compiled ^ files('*.pyx')}")
     wanted = files("*.py") | files("*.pyi") | files("*.pxd") | files("py.typed")
+    wanted |= files(PAGE)
     check(wanted <= names, f"not in the wheel: {wanted - names}")
     check(any(name.endswith("/licenses/LICENSE") for name in names), "no license in the wheel")
     extra = {
