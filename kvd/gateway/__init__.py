@@ -12,7 +12,7 @@
     remote      kvds elsewhere, which are told of engines, and by
     steps       what becomes of bookings
     siblings    other gateway processes, asked what they count
-    choosing    who of the engines that are well and untried serves a request
+    attempts    a request's way from engine to engine: who of the well and untried serves it next
     pools       two engines for one request: one computes the prompt, another one answers
     forwarding  one request: a choice, tries, the answer on its way, the booking's end
     heads       heads of requests and answers, as they go on to the other side

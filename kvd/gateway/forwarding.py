@@ -21,9 +21,9 @@ from uuid import uuid4
 
 from kvd.gateway import errors
 from kvd.gateway.asking import Api, Asked, read
+from kvd.gateway.attempts import Attempt, Chooser, Chosen
 from kvd.gateway.chains import Chains
 from kvd.gateway.choices import Choices
-from kvd.gateway.choosing import Attempt, Chooser, Chosen
 from kvd.gateway.errors import GatewayError, Reason, id_headers
 from kvd.gateway.exchanges import WHY, Exchange, Exchanges
 from kvd.gateway.heads import KEY_HEADERS, EngineHead, read_head, rendered, request_id_of

@@ -33,7 +33,7 @@ from kvd.http.untasked import in_task
 from kvd.net.dialing import Dialer, Unreachable
 from kvd.selection.phases import PREFILL_SUFFIX, Phase, serves
 from kvd.selection.worker_record import Lifecycle, WorkerRecord
-from kvd.telemetry.logs import get_logger
+from kvd.telemetry.logs import RateLimit, get_logger
 from kvd.telemetry.metrics import Family, by_label, counter, gauge
 from kvd.wire.urls import parse_kvd
 from kvd_core.ledger.ledger import Ledger
@@ -46,6 +46,7 @@ CHECK_S = 5.0  # pause between two looks at a kvd's catalog
 # second: it is asked for its catalog alone, and meanwhile requests go by load.
 RETRY_S = 0.1
 MAX_RETRY_S = 1.0
+REFUSALS_LOGGED_S = 30.0  # pause between two log lines about questions that one kvd refuses
 TELL_S = 10.0  # time for a look at the catalog and for telling what is missing there
 ANSWER_BYTES = 64 * 1024  # of an answer about one request
 CATALOG_BYTES = 64 * 1024 * 1024  # of an answer about workers, 600 bytes each and 200 a rank
@@ -141,6 +142,7 @@ class RemoteChoices:
         self._turn = 0
         self._asked = 0
         self.questions = Counter(dict.fromkeys(OUTCOMES, 0))
+        self._refusals = RateLimit(REFUSALS_LOGGED_S)
 
     async def run(self) -> None:
         async with trio.open_nursery() as nursery:
@@ -270,7 +272,8 @@ class RemoteChoices:
                     placed, booked_as = await self._ask(kvd, question, prompt)
             except Refused as error:
                 self.questions["failed"] += 1
-                log.warning("question_refused", url=kvd.url, reason=error)
+                if self._refusals.admit(kvd.url, trio.current_time()) is not None:
+                    log.warning("question_refused", url=kvd.url, reason=error)
                 continue
             except (Failed, trio.TooSlowError) as error:
                 self.questions["failed" if str(error) else "late"] += 1
