@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from kvd.errors import KvdError
 from kvd.gateway.asking import Api, Asked
-from kvd.gateway.choices import Choices, Placement, Question
+from kvd.gateway.choices import Choices, Placement, Question, WhileWanted
 from kvd.gateway.errors import GatewayError, Reason
 from kvd.gateway.pools import LIMITS, Crew, Place, crew_of, prefill_body, worker_ids
 from kvd.gateway.probing import Kind
@@ -53,6 +53,7 @@ class Attempt:
     request_id: bytes
     body: bytes
     path: bytes
+    while_wanted: WhileWanted
     tried: set[int] = field(default_factory=set)  # worker ids
     refused: Answer | None = None  # what the last one that refused has said
     failed: str | None = None  # why the last one that failed did
@@ -103,7 +104,10 @@ class Chooser:
         self._counter = count(1)
 
     async def choose(self, attempt: Attempt) -> Chosen | None:
-        """Chooses and books; None if nobody is left. Raises GatewayError."""
+        """Chooses and books; None if nobody is left.
+
+        Raises GatewayError, or OSError once the choice is not wanted any more.
+        """
         serving = self._upstreams.serving(attempt.served)
         crew = self._crew(attempt, serving)
         try:
@@ -176,6 +180,7 @@ class Chooser:
             _priority_jump(asked, facts.kind),
             asked.expected_output_tokens,
             phase,
+            attempt.while_wanted,
         )
 
     def _look(self, attempt: Attempt, engines: Sequence[Upstream], pool: Pool) -> None:

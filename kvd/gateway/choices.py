@@ -8,9 +8,9 @@ Worker   ──> register, deregister: the engines that can be chosen
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Iterator, Mapping
 from contextlib import suppress
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import trio
 
@@ -24,6 +24,19 @@ from kvd.selection.requests import Constraints, Look, QueuedRequest, SelectReque
 from kvd.selection.service import Selections
 from kvd.selection.worker_record import WorkerRecord
 from kvd.telemetry.metrics import Family
+
+T = TypeVar("T")
+
+
+class WhileWanted(Protocol):
+    """Awaits something in a task, and gives it up once nobody wants the answer any more."""
+
+    async def __call__(self, waiting: Awaitable[T], /) -> T:
+        """Returns what is awaited; raises OSError if it was given up."""
+
+
+async def always_wanted(waiting: Awaitable[T]) -> T:
+    return await waiting
 
 
 class Question(NamedTuple):
@@ -39,6 +52,7 @@ class Question(NamedTuple):
     priority_jump: float = 0.0  # seconds that it counts as older while it waits
     expected_output_tokens: int | None = None
     phase: Phase | None = None  # of disaggregated serving; None: the whole request
+    while_wanted: WhileWanted = always_wanted  # what the choice waits for is awaited by it
 
     @property
     def key(self) -> PartitionKey:
@@ -76,7 +90,10 @@ class Choices(Protocol):
         """Has an engine not be chosen any more, if it ever was."""
 
     async def choose(self, question: Question) -> Placement:
-        """Chooses and books, at once or when a rank is free; raises KvdError if there is none."""
+        """Chooses and books, at once or when a rank is free; raises KvdError if there is none.
+
+        Raises OSError, and nothing is booked, if the choice is not wanted any more.
+        """
 
     def least_prefill_tokens(self, question: Question) -> int:
         """Returns the tokens of a prompt that each of its engines would have to compute, at least.
@@ -167,7 +184,8 @@ class LocalChoices:
         reply = selections.scheduler.select(ask, question.look)
         if isinstance(reply, QueuedRequest):
             await in_task()
-            placed = placement(await selections.scheduler.wait(reply))
+            waiting = selections.scheduler.wait(reply)
+            placed = placement(await question.while_wanted(waiting))
         else:
             placed = placement(reply.answer)
         return placed._replace(by_session=bound is not None and bound[0] == placed.worker_id)

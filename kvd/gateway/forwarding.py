@@ -158,7 +158,8 @@ class Forwarder:
         tokens = await self._tokens.of(asked, served, request.body, engines)
         path = request.target.partition(b"?")[0]
         said = asked, served, tokens, None if tokens is None else tokens.count
-        attempt = Attempt(*said, request_id, request.body, path, bound=keeper)
+        where = request.body, path, request.unless_left
+        attempt = Attempt(*said, request_id, *where, bound=keeper)
         if tokens is None:
             attempt.session = self._chains.session(asked, served, _tenant(request))
         return attempt
@@ -174,7 +175,8 @@ class Forwarder:
         assert upstream.facts is not None
         served = Served(upstream.facts.models[0].name)
         asked = Asked(api, None, False, {})
-        attempt = Attempt(asked, served, None, None, request_id, request.body, path)
+        where = request.body, path, request.unless_left
+        attempt = Attempt(asked, served, None, None, request_id, *where)
         rank = upstream.facts.ranks.start
         chosen = Chosen(upstream, rank, NOT_BOOKED, Decision.SESSION, 0, None, None)
         done = await self._send(request, attempt, chosen, request.body)

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import TypeVar
 
 import trio
 
@@ -22,6 +23,8 @@ from kvd.http.transport import RECEIVE_BYTES, Phase, Transport
 from kvd.http.types import Response
 from kvd.http.untasked import in_task
 from kvd.http.writer import connection_lines, persists_after
+
+T = TypeVar("T")
 
 
 class RelayedRequest:
@@ -70,6 +73,31 @@ class RelayedRequest:
         """Sends a last piece behind what a borrower has sent."""
         await in_task()
         await self._transport.send(chunk(data) if chunked else data)
+
+    async def unless_left(self, waiting: Awaitable[T]) -> T:
+        """Awaits something, in a task, for as long as the client is there.
+
+        Raises:
+            OSError: it has left, and `waiting` is cancelled.
+        """
+        came: list[T] = []
+        failure: Exception | None = None
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._cancel_at_end, nursery.cancel_scope)
+            try:
+                came.append(await waiting)
+            except Exception as error:
+                failure = error  # raised below, where no nursery makes a group of it
+            nursery.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
+        if not came:
+            raise ConnectionResetError("the client left before its answer")
+        return came[0]
+
+    async def _cancel_at_end(self, waiting: trio.CancelScope) -> None:
+        await self._transport.stream.wait_for_end()
+        waiting.cancel()
 
     def lent(self) -> AbstractAsyncContextManager[int]:
         """Lends the client's socket, which nobody else touches meanwhile."""

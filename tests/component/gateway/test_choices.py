@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -19,7 +20,7 @@ from kvd.gateway.choices import LocalChoices, Placement, Question
 from kvd.gateway.exchanges import Exchanges, RelayLimits
 from kvd.gateway.forwarding import Forwarder
 from kvd.gateway.names import Wanted
-from kvd.gateway.stats import GatewayStats
+from kvd.gateway.stats import Ended, GatewayStats
 from kvd.gateway.tokens import Tokens
 from kvd.gateway.upstreams import Standing, Upstreams
 from kvd.index.partitions import State
@@ -27,8 +28,9 @@ from kvd.index.registry import Registry
 from kvd.net.dialing import Dialer
 from kvd.selection.options import RouterOptions
 from kvd.selection.service import Selections
+from kvd_core.selector.selector import Pool
 from tests.support.gateways import engines
-from tests.support.serving import Client, serving
+from tests.support.serving import Client, Running, serving
 from tests.support.zmtp_fakes import NOT_MY_FAULT_S, until
 
 CHAT = "/v1/chat/completions"
@@ -37,7 +39,12 @@ CHAT = "/v1/chat/completions"
 class Asking:
     """A client of a gateway, and what its selection service was asked, the last first."""
 
-    def __init__(self, client: Client, asked: list[Question]) -> None:
+    choices: LocalChoices
+    selections: Selections
+    stats: GatewayStats
+
+    def __init__(self, running: Running, client: Client, asked: list[Question]) -> None:
+        self.running = running
         self._client = client
         self._asked = asked
 
@@ -80,7 +87,9 @@ async def asking(**options: Any) -> AsyncIterator[Asking]:
             await until(lambda: all(one.standing is Standing.SERVING for one in upstreams))
             routes = gateway_routes(upstreams, choices, forwarder, 1 << 20)
             async with serving(routes=routes) as running, running.client() as client:
-                yield Asking(client, asked)
+                gateway = Asking(running, client, asked)
+                gateway.choices, gateway.selections, gateway.stats = choices, selections, stats
+                yield gateway
             nursery.cancel_scope.cancel()
 
 
@@ -115,3 +124,26 @@ async def test_sessions_count_where_no_tokens_are_known() -> None:
         text = (await gateway.about("/v1/messages", **told)).session
         assert text is not None and text.startswith("text-")
         assert (await gateway.about("/v1/embeddings", input="hi")).session is None
+
+
+def long_prompt(pool: Pool) -> None:
+    pool.look(b"", b"", 1_000_000)
+
+
+async def test_a_client_that_leaves_while_it_waits_for_a_free_rank_waits_no_more() -> None:
+    async with asking() as gateway:
+        (worker,) = gateway.selections.workers.entries.values()
+        await gateway.choices.register(replace(worker.record, max_num_batched_tokens=40))
+        busy = (await gateway.about())._replace(reservation_id="busy", look=long_prompt)
+        await gateway.choices.choose(busy)
+        async with gateway.running.client() as other:
+            body = b'{"max_tokens": 2, "messages": []}'
+            head = f"POST {CHAT} HTTP/1.1\r\nhost: kvd\r\ncontent-length: {len(body)}\r\n\r\n"
+            await other.send(head.encode() + body)
+            await until(lambda: gateway.selections.scheduler.held == 1)
+        await until(lambda: gateway.selections.scheduler.held == 0)
+        await gateway.running.until(client_gone=1)
+        assert gateway.stats.ended[Ended.CLIENT_GONE] == 1
+        assert list(gateway.selections.reservations.live) == ["busy"]
+        gateway.choices.free("busy")
+        await gateway.about()
