@@ -73,7 +73,7 @@ async def _receive_rest(
     try:
         with transport.within(Phase.BODY, seconds):
             while wanted := body.wanted:
-                body.feed(await source.receive(wanted))
+                body.feed(await source.receive(min(wanted, RECEIVE_BYTES)))
                 if body.yields or source.reads % YIELD_READS == 0:
                     await trio.lowlevel.checkpoint()
     except trio.TooSlowError:
@@ -119,8 +119,8 @@ class CountedBody:
 
     @property
     def wanted(self) -> int:
-        """How many bytes to receive next; 0 at the end of the body."""
-        return min(self._missing, RECEIVE_BYTES)
+        """How many bytes to feed next, at most; 0 at the end of the body."""
+        return self._missing
 
     def feed(self, piece: bytes) -> None:
         """Takes the next bytes, of which none are beyond the body."""
