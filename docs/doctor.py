@@ -37,6 +37,36 @@ unless told `--no-probe`, kvd looks at registered addresses to which it has no c
 replay endpoints: one connection each, 2 s for an answer, 10 s in all, 1,024 addresses. Four
 diagnoses run at once; more are 503.
 
+## From nothing to a diagnosed fault
+
+1. `make run` sets everything up, and starts kvd in front of two simulated engines; the first time
+   that takes two or three minutes, most of it for building. In another terminal:
+2. `.venv/bin/kvd doctor` says `nothing is wrong`.
+3. Make the mistake that most people make first, an engine's HTTP port in place of that of its
+   events:
+
+   ```
+   curl -s http://127.0.0.1:8090/register -H 'Content-Type: application/json' \
+     -d '{"instance_id":7,"endpoint":"tcp://127.0.0.1:8080","model_name":"demo","block_size":16}'
+   ```
+
+   The answer is `{"status":"ok"}`: ZeroMQ connects in the background, and kvd goes on trying.
+4. `.venv/bin/kvd doctor` takes three seconds, prints the finding above for `worker 7 rank 0 of
+   demo/default`, and exits with 1.
+5. Take it out, and ask for a model that nobody serves:
+
+   ```
+   curl -s http://127.0.0.1:8090/unregister -H 'Content-Type: application/json' \
+     -d '{"instance_id":7,"model_name":"demo"}'
+   curl -s http://127.0.0.1:8090/query -H 'Content-Type: application/json' \
+     -d '{"model_name":"demo2","token_ids":[1,2,3]}'
+   ```
+
+   Of the first fault nothing is said any more; the other one is `model_name_mismatch`, with
+   `demo`, the name that is registered. It is forgotten in five to ten minutes.
+
+## What it finds
+
 An `error` costs hits or requests; a `warning` may. Requests that were refused or dropped, and
 bookings, count for five to ten minutes. Salts and adapters are compared after 20 prompts on either
 side, matches after 100 questions. kvd subscribes to every topic, so none is wrong. Not found are

@@ -1,0 +1,174 @@
+"""Writes docs/api.md: every route of every face, from the OpenAPI documents.
+
+python docs/api.py > docs/api.md
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from kvd.faces.common.openapi import document
+from tests.support.all_routes import DESCRIPTIONS, all_routes
+
+Schema = Mapping[str, Any]
+
+HEAD = """\
+# Every route
+
+To look a route up: what it takes, what it answers and refuses. The pages of the faces say what that
+means ([gateway](gateway.md), [indexer](faces/indexer.md), [slot tracker](faces/slot_tracker.md),
+[selection](faces/selection.md), [conductor](faces/conductor.md)). A running daemon shows the same
+as an OpenAPI 3.1 document at `GET /openapi.json` of each face, with schemas of the answers, and
+`/ui` lets you try each route.
+
+Bodies are JSON unless something else is said. Members in **bold** are needed. `u32`, `u64` and
+`i64` are whole numbers that fit these types. Routes without a scope are open to everybody; the
+others ask for a token with [the scope](security.md#tokens) where the daemon has tokens. Refusals
+that any route can have are left out: 400 malformed, 408 too slow, 413 too long a body, 414 too long
+a URL, 415 a compressed or undeclared body, 417 an expectation, 421 another host, 431 too long a
+head, 500 a bug, 503 a bound, and 401 and 403 for want of a token.
+
+`python docs/api.py > docs/api.md` writes this page.
+"""
+OF_ALL = {"400", "401", "403", "408", "413", "414", "415", "417", "421", "431", "500", "503"}
+# Ranges that have a name of their own.
+NAMED = {
+    (0, 2**32 - 1): "u32",
+    (0, 2**64 - 1): "u64",
+    (-(2**63), 2**63 - 1): "i64",
+    (-(2**63), 2**64 - 1): "i64 or u64",
+}
+PLAIN = {"string": "text", "boolean": "true or false", "number": "number", "null": "null"}
+SHOWN_MEMBERS = 3  # of an object in an object; more are "..."
+
+
+def kind(schema: Schema, depth: int = 0) -> str:
+    """Says in a few words what a schema allows."""
+    if "$ref" in schema:
+        return "a refusal"
+    if "const" in schema:
+        return f"`{json.dumps(schema['const'])}`"
+    if "enum" in schema:
+        return " or ".join(f"`{json.dumps(each)}`" for each in schema["enum"])
+    for union in ("anyOf", "oneOf"):
+        if union in schema:
+            return " or ".join(dict.fromkeys(kind(each, depth) for each in schema[union]))
+    wanted = schema.get("type")
+    if isinstance(wanted, list):
+        each_alone = ({**schema, "type": one} for one in wanted)
+        return " or ".join(dict.fromkeys(kind(each, depth) for each in each_alone))
+    if wanted == "array":
+        return f"array of {kind(schema.get('items', {}), depth + 1)}"
+    if wanted == "integer":
+        return whole(schema)
+    if wanted == "object":
+        names = list(schema.get("properties", {}))
+        if depth and names:
+            return "{" + ", ".join(names[:SHOWN_MEMBERS]) + (", ...}" if names[3:] else "}")
+        return "object"
+    return PLAIN.get(str(wanted), "anything")
+
+
+def whole(schema: Schema) -> str:
+    """Says which whole numbers a schema allows."""
+    low, high = schema.get("minimum"), schema.get("maximum")
+    if low is not None and high is not None:
+        return NAMED.get((low, high)) or f"{low:,} to {high:,}"
+    return "whole number" if low is None else f"whole number from {low:,}"
+
+
+def described(name: str, schema: Schema, *, needed: bool) -> str:
+    """Returns one member or parameter with what it may be."""
+    said, shown = schema.get("description"), f"**`{name}`**" if needed else f"`{name}`"
+    return f"{shown} {kind(schema)}" + (f" ({said})" if said else "")
+
+
+def members_of(content: Schema) -> Iterator[str]:
+    """Yields what a body of a request has."""
+    for media, body in content.items():
+        schema = body.get("schema", {})
+        if media != "application/json":
+            yield f"{media}"
+            continue
+        for each in schema.get("anyOf", schema.get("oneOf", [schema])):
+            if each.get("properties"):
+                needed = set(each.get("required", ()))
+                rows = each["properties"].items()
+                yield ", ".join(described(name, of, needed=name in needed) for name, of in rows)
+            else:
+                yield kind(each)
+
+
+def answers_of(responses: Schema) -> Iterator[str]:
+    """Yields statuses that this route has beside those of all, with what their bodies are."""
+    for status, response in responses.items():
+        if "$ref" in response:
+            if status not in OF_ALL:
+                yield status
+            continue
+        bodies = []
+        for media, body in response.get("content", {}).items():
+            schema = body.get("schema", {})
+            if media != "application/json":
+                bodies.append(media)
+            elif schema.get("properties"):
+                bodies.append(", ".join(f"`{name}`" for name in schema["properties"]))
+            else:
+                bodies.append(kind(schema, 1))
+        yield f"{status}{': ' if bodies else ''}{' or '.join(dict.fromkeys(bodies))}"
+
+
+def route_of(said: Schema) -> str:
+    """Returns what is said of one route, below its name."""
+    parameters = [
+        described(each["name"], each["schema"], needed=each.get("required", False))
+        + (" (header)" if each["in"] == "header" else "")
+        for each in said.get("parameters", ())
+    ]
+    lines = [f"with {', '.join(parameters)}"] if parameters else []
+    content = said.get("requestBody", {}).get("content", {})
+    lines += [f"takes {body}" for body in members_of(content)]
+    lines.append(f"answers {'; '.join(answers_of(said['responses']))}")
+    summary = re.sub(r"\s+", " ", said["summary"]).rstrip(".")
+    return f"{summary}.\n\n" + "".join(f"- {line}\n" for line in lines)
+
+
+def routes_of(paths: Schema) -> Iterator[str]:
+    """Yields the routes of one document; those of which the same is said stand together."""
+    together: dict[str, list[str]] = {}
+    for path, operations in paths.items():
+        for method, said in operations.items():
+            scope = next((each["bearer"][0] for each in said.get("security", ()) if each), None)
+            needs = f" ({scope.replace('|', ' or ')})" if scope else ""
+            text = f"{needs}: {route_of(said)}"
+            together.setdefault(text, []).append(f"**`{method.upper()} {path}`**")
+    for text, names in together.items():
+        yield f"\n{', '.join(names)}{text}"
+
+
+def page() -> Iterator[str]:
+    """Yields the page, piece by piece; routes that every face has come last."""
+    yield HEAD
+    documents = {
+        face: document(face, routes, DESCRIPTIONS[face]) for face, routes in all_routes().items()
+    }
+    paths = [set(shown["paths"]) for shown in documents.values()]
+    of_every = set.intersection(*paths)
+    for face, shown in documents.items():
+        yield f"\n## {face.replace('-', ' ').capitalize()}\n"
+        own = {path: said for path, said in shown["paths"].items() if path not in of_every}
+        yield from routes_of(own)
+    yield "\n## Every face\n"
+    any_face = next(iter(documents.values()))["paths"]
+    yield from routes_of({path: any_face[path] for path in sorted(of_every)})
+
+
+if __name__ == "__main__":
+    sys.stdout.writelines(page())
