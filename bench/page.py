@@ -1,0 +1,94 @@
+"""What the live page costs: time until it is drawn, and CPU of the daemon while somebody looks.
+
+    python bench/page.py [--workers 64] [--rounds 5]
+
+A daemon with simulated engines that have published blocks, Debian's Chromium without a window, by
+playwright (`pip install .[browser]`). Drawn: from the navigation until the last of the ranks is in
+the document and the first picture was painted; each round is a browser context without a cache.
+CPU: of the daemon's process, 10 s without the page and 10 s with it open.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from machine import OtherLoad
+from playwright import sync_api as playwright
+
+from tests.support.pictured import Pictured, pictured
+
+WATCHED_S = 10.0
+PATIENCE_MS = 30_000
+DRAWN = """() => [
+    performance.now(),
+    performance.getEntriesByName("first-contentful-paint")[0]?.startTime ?? NaN,
+    performance.getEntriesByType("resource").concat(performance.getEntriesByType("navigation"))
+        .reduce((sum, each) => sum + each.transferSize, 0),
+]"""
+
+
+def cpu_s(fleet: Pictured) -> float:
+    fields = Path(f"/proc/{fleet.server.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def watched(fleet: Pictured) -> float:
+    """Returns the share of a core that the daemon takes in the next seconds."""
+    before = cpu_s(fleet)
+    time.sleep(WATCHED_S)
+    return (cpu_s(fleet) - before) / WATCHED_S
+
+
+def drawn(browser: Any, fleet: Pictured, workers: int) -> tuple[Any, list[float]]:
+    """Opens the page; returns it with milliseconds until drawn and painted, and bytes."""
+    page = browser.new_context().new_page()
+    page.set_default_timeout(PATIENCE_MS)
+    page.goto(f"{fleet.url}/ui", wait_until="commit")
+    page.locator("#rank-count", has_text=f"{workers} ranks").wait_for()
+    return page, page.evaluate(DRAWN)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--workers", type=int, default=64, metavar="N")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N")
+    options = parser.parse_args()
+    if (chromium := shutil.which("chromium")) is None:
+        sys.exit("page.py: chromium is not installed")
+    load = OtherLoad()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        pictured(Path(folder), options.workers) as fleet,
+        playwright.sync_playwright() as driver,
+    ):
+        fleet.ask(100)
+        unseen = watched(fleet)
+        browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        rounds = []
+        for _ in range(options.rounds):
+            page, figures = drawn(browser, fleet, options.workers)
+            rounds.append(figures)
+            page.close()
+        page, _ = drawn(browser, fleet, options.workers)
+        seen = watched(fleet)
+        browser.close()
+    whole, painted, size = (median(each) for each in zip(*rounds, strict=True))
+    print(f"{options.workers} workers; other processes kept {load.cores():.1f} cores busy\n")
+    print("| drawn | first painted | transferred | CPU unseen | CPU while seen |")
+    print("|---|---|---|---|---|")
+    print(f"| {whole:.0f} ms | {painted:.0f} ms | {size / 1024:.0f} KiB ", end="")
+    print(f"| {unseen:.1%} of a core | {seen:.1%} |")
+
+
+if __name__ == "__main__":
+    main()
