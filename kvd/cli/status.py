@@ -94,9 +94,9 @@ class Client:
             with _using(own_certfile if own_keyfile is None else own_keyfile):
                 self._tls.load_cert_chain(own_certfile, own_keyfile)
 
-    def ask(self, bind: Bind, path: str, timeout_s: float = TIMEOUT_S) -> str:
+    def ask(self, bind: Bind, path: str, timeout_s: float | None = None) -> str:
         """Returns what GET of a path answers; unless that is 200, OSError or HTTPException."""
-        connection, headers = self._connection(bind, timeout_s), self._headers
+        connection, headers = self._connection(bind, timeout_s or TIMEOUT_S), self._headers
         if isinstance(bind, UnixBind):
             headers = {"Host": "localhost", **headers}
         try:

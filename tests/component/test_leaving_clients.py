@@ -28,8 +28,9 @@ from kvd.selection.requests import QueuedRequest
 from kvd.slots.trackers import SlotTrackers
 from kvd_core.selector.settings import Settings
 from tests.support.budget import scaled
+from tests.support.descriptors import open_descriptors
 from tests.support.selecting import M, Service, worker
-from tests.support.serving import Client, Running, open_descriptors, serving
+from tests.support.serving import Client, Running, serving
 
 BATCH = 40  # tokens: three prompts make a rank busy
 TOKENS = list(range(16))

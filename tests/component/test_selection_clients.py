@@ -25,8 +25,9 @@ from kvd_core.base.hashing import local_hashes, sequence_hashes
 from kvd_core.selector.settings import Settings
 from tests.models.ledger_model import ModelLedger
 from tests.support.budget import scaled
+from tests.support.descriptors import open_descriptors
 from tests.support.selecting import EXPIRY_S, M, Service, worker
-from tests.support.serving import Client, Reply, Running, eventually, open_descriptors, serving
+from tests.support.serving import Client, Reply, Running, eventually, serving
 
 BLOCK_SIZE = 4
 BATCH = 40  # tokens: two prompts or three make a rank busy

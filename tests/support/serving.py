@@ -5,7 +5,6 @@ With the fixture `layers` a test runs twice, without TLS and with it.
 
 from __future__ import annotations
 
-import os
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
@@ -319,8 +318,3 @@ async def eventually(condition: Callable[[], bool]) -> None:
     """Waits until `condition` holds; counters have nobody to wait on."""
     while not condition():  # noqa: ASYNC110
         await trio.sleep(0.002)
-
-
-def open_descriptors() -> int:
-    """Returns how many file descriptors this process has open."""
-    return len(os.listdir("/proc/self/fd"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import struct
 import subprocess
@@ -22,10 +21,6 @@ async def until(condition: Callable[[], object]) -> None:
     with trio.fail_after(NOT_MY_FAULT_S):
         while not condition():  # noqa: ASYNC110 - nothing here could set an event
             await trio.sleep(0.005)
-
-
-def open_descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 @contextlib.contextmanager

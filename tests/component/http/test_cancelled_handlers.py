@@ -32,7 +32,8 @@ from kvd.net.zsocket import make_context
 from kvd.wire.dump import BINARY_DUMP
 from tests.support.agreement import check_agreement
 from tests.support.cancelling import every_checkpoint
-from tests.support.serving import PATIENT, Client, eventually, open_descriptors, serving
+from tests.support.descriptors import open_descriptors
+from tests.support.serving import PATIENT, Client, eventually, serving
 
 PARTITION = PartitionKey("m", "default")
 KEYS = [RankKey(PARTITION, 1, dp_rank) for dp_rank in range(3)]

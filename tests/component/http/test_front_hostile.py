@@ -12,7 +12,8 @@ import trio
 from kvd.http.auth import Policy, Token
 from kvd.http.types import Scope
 from tests.support.budget import scaled
-from tests.support.serving import BIG, SOON, Client, Running, eventually, open_descriptors, serving
+from tests.support.descriptors import open_descriptors
+from tests.support.serving import BIG, SOON, Client, Running, eventually, serving
 
 pytestmark = pytest.mark.usefixtures("layers")
 

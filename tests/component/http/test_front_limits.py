@@ -13,6 +13,7 @@ import trio
 from kvd.http.auth import Policy, Token
 from kvd.http.transport import Phase
 from kvd.http.types import Request, Response, Route, Scope
+from tests.support.descriptors import open_descriptors
 from tests.support.loglines import logged
 from tests.support.serving import (
     ROUTES,
@@ -20,7 +21,6 @@ from tests.support.serving import (
     Running,
     echo,
     eventually,
-    open_descriptors,
     serving,
 )
 

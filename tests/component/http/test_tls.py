@@ -19,6 +19,7 @@ from kvd.http.certificates import TlsCredentials, load_terms
 from kvd.http.options import TlsFiles
 from kvd.http.tls import TlsServer
 from tests.support.asking import make_client_certificates
+from tests.support.descriptors import open_descriptors
 from tests.support.serving import (
     SOON,
     TEST_SECONDS,
@@ -26,7 +27,6 @@ from tests.support.serving import (
     Client,
     Running,
     eventually,
-    open_descriptors,
     serving,
 )
 

@@ -23,9 +23,10 @@ from tests.component.net.test_dialing import Names
 from tests.component.net.test_recovery import HASTY as HASTY_FETCH
 from tests.component.net.test_recovery import PARTITION, Replica
 from tests.support.cancelling import every_checkpoint
+from tests.support.descriptors import open_descriptors
 from tests.support.listening import HASTY, HASTY_REPLAYS, Listening
 from tests.support.replay_servers import ReplayServer, three_frames
-from tests.support.zmtp_fakes import Publisher, open_descriptors, reserved_endpoint, until
+from tests.support.zmtp_fakes import Publisher, reserved_endpoint, until
 
 
 async def test_a_listener_whose_gap_is_replayed(

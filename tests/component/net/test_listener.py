@@ -12,13 +12,13 @@ import trio
 import zmq
 
 from kvd.net.turns import MAX_TURN_MESSAGES, ROUND_NS
+from tests.support.descriptors import open_descriptors
 from tests.support.listening import Listening
 from tests.support.zmtp_fakes import (
     NOT_MY_FAULT_S,
     ChildPublisher,
     Fake,
     Publisher,
-    open_descriptors,
     reserved_endpoint,
     serve_fake,
     shake_hands,

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 import trio
 
+from tests.support.descriptors import open_descriptors
 from tests.support.listening import HASTY, Listening
 from tests.support.zmtp_fakes import (
     GREETING,
@@ -14,7 +15,6 @@ from tests.support.zmtp_fakes import (
     Publisher,
     large_frame,
     message,
-    open_descriptors,
     ready,
     serve_fake,
     shake_hands,

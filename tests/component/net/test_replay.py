@@ -9,6 +9,7 @@ import trio
 import zmq
 
 from kvd.net.replay import Replayer, ReplayOptions
+from tests.support.descriptors import open_descriptors
 from tests.support.listening import HASTY, HASTY_REPLAYS, Listening
 from tests.support.replay_servers import (
     Answer,
@@ -24,7 +25,7 @@ from tests.support.replay_servers import (
     with_numbers,
     without_end,
 )
-from tests.support.zmtp_fakes import Publisher, open_descriptors, reserved_endpoint, until
+from tests.support.zmtp_fakes import Publisher, reserved_endpoint, until
 
 Publish = Callable[..., Publisher]
 Serve = Callable[..., ReplayServer]

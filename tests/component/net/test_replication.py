@@ -24,6 +24,7 @@ from kvd.wire.fields import Refused
 from kvd.wire.hosts import everywhere
 from kvd.wire.lifecycle import BOUNDS, TOPIC, Lifecycle, Outcome, Step, encode
 from kvd.wire.replica import ReplicaCounts
+from tests.support.descriptors import open_descriptors
 from tests.support.narrow import narrow_stream
 from tests.support.replicating import HASTY_REPLICA, Ledger, Process, add, event, frames, start
 from tests.support.zmtp_fakes import (
@@ -33,7 +34,6 @@ from tests.support.zmtp_fakes import (
     Publisher,
     large_frame,
     message,
-    open_descriptors,
     read_exactly,
     ready,
     reserved_endpoint,
