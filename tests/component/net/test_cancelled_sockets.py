@@ -15,12 +15,11 @@ import zmq
 import kvd.net.recovery
 from kvd.net.dialing import Dialer
 from kvd.net.listener import run_listener
-from kvd.net.recovery import RecoveryStats, recover
+from kvd.net.recovery import RecoveryLimits, RecoveryStats, recover
 from kvd.net.replay import Replayer
 from kvd.net.turns import Turns
 from kvd.wire.dump import BINARY_DUMP, JSON_DUMP
 from tests.component.net.test_dialing import Names
-from tests.component.net.test_recovery import HASTY as HASTY_FETCH
 from tests.component.net.test_recovery import PARTITION, Replica
 from tests.support.cancelling import every_checkpoint
 from tests.support.descriptors import open_descriptors
@@ -83,7 +82,7 @@ async def test_a_recovery(form: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
         before = open_descriptors()
         for cancelling in every_checkpoint(at_least=5):
             fresh = Replica()
-            call = partial(recover, fresh.state, [url], RecoveryStats(), HASTY_FETCH)
+            call = partial(recover, fresh.state, [url], RecoveryStats(), RecoveryLimits())
             await cancelling.run(call)
             assert not fresh.state.recovering
             for partition in fresh.state.partitions.values():
