@@ -1,0 +1,175 @@
+"""A call before anybody sends it: routes, bodies and types of answers, written once for all clients.
+
+    class Indexer(EveryFace[How]):
+        @asked("POST /query", repeatable=True)
+        def query(self, model_name: str, ...) -> Call[Scores]:
+
+The method says what to ask; `asked` makes of it a method that asks, and waits for the answer as
+the face's client does: `indexer.query(...)` of a blocking client returns Scores, that of one on
+trio has to be awaited.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from functools import cached_property, update_wrapper
+from types import MappingProxyType
+from typing import (
+    Any,
+    Concatenate,
+    Generic,
+    ParamSpec,
+    Protocol,
+    TypeVar,
+    get_args,
+    get_type_hints,
+    overload,
+)
+from urllib.parse import quote, urlencode
+
+from kvd.client.exchanges import Counts, Exchange, Request
+from kvd.client.reading import body_reader
+
+P = ParamSpec("P")
+T = TypeVar("T")
+How = TypeVar("How")  # how a client waits: Blocking or Trio
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+class Blocking:
+    """Marks what waits by blocking its thread."""
+
+
+class Trio:
+    """Marks what has to be awaited, in a task of trio."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[T]):
+    """One thing to ask, whose answer is a T.
+
+    Members and parameters that are None are left out. `segment` stands for the placeholder of the
+    route's path. With a `key` (Idempotency-Key) the call may be repeated.
+    """
+
+    body: Mapping[str, Any] | None = None
+    segment: str | int | None = None
+    query: Mapping[str, str | int | None] = NOTHING
+    key: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """What holds of all calls of a route.
+
+    `name` is method and path. A `repeatable` one may be asked again when its answer is lost. One
+    that `ends` something has done so if it finds nothing when it is repeated. `statuses` are those
+    of its answers.
+    """
+
+    name: str
+    repeatable: bool = False
+    ends: bool = False
+    statuses: tuple[int, ...] = (200, 201)
+
+
+class Asker(Protocol):
+    """Asks one address, and waits in its own way."""
+
+    attempts: int
+    counts: Counts
+
+    def ask(self, exchange: Exchange[Any]) -> Any: ...
+
+
+class Face(Generic[How]):
+    """What can be asked of one address."""
+
+    def __init__(self, asker: Asker) -> None:
+        self._asker = asker
+
+
+class Asked(Generic[P, T]):
+    """A method that asks what `make` says."""
+
+    def __init__(self, make: Callable[Concatenate[Any, P], Call[T]], route: Route) -> None:
+        self.make = make
+        self.route = route
+        update_wrapper(self, make)
+
+    @overload
+    def __get__(self, face: None, owner: type) -> Asked[P, T]: ...
+    @overload
+    def __get__(self, face: Face[Blocking], owner: type) -> Callable[P, T]: ...
+    @overload
+    def __get__(self, face: Face[Trio], owner: type) -> Callable[P, Coroutine[Any, Any, T]]: ...
+    def __get__(self, face: Face[Any] | None, owner: type) -> Any:
+        if face is None:
+            return self
+
+        def ask(*args: P.args, **kwargs: P.kwargs) -> Any:
+            return face._asker.ask(self.exchange(face, *args, **kwargs))
+
+        return update_wrapper(ask, self.make)
+
+    @cached_property
+    def answer(self) -> Any:
+        """The type of the answer."""
+        return get_args(get_type_hints(self.make)["return"])[0]
+
+    @cached_property
+    def _read(self) -> Callable[[bytes], T]:
+        return body_reader(self.answer)
+
+    def exchange(self, face: Face[Any], *args: P.args, **kwargs: P.kwargs) -> Exchange[T]:
+        """Returns the exchange that the call begins."""
+        call, route = self.make(face, *args, **kwargs), self.route
+        return Exchange(
+            route.name,
+            request_of(call, route),
+            self._read,
+            route.statuses,
+            face._asker.attempts if route.repeatable or call.key is not None else 1,
+            route.ends,
+            face._asker.counts,
+        )
+
+
+def asked(
+    name: str, *, repeatable: bool = False, ends: bool = False, statuses: tuple[int, ...] = (200, 201)
+) -> Callable[[Callable[Concatenate[Any, P], Call[T]]], Asked[P, T]]:
+    """Makes a method that asks of one that says what to ask."""
+    route = Route(name, repeatable, ends, statuses)
+
+    def made(make: Callable[Concatenate[Any, P], Call[T]]) -> Asked[P, T]:
+        return Asked(make, route)
+
+    return made
+
+
+def request_of(call: Call[Any], route: Route) -> Request:
+    """Returns what a call sends."""
+    method, _, path = route.name.partition(" ")
+    if call.segment is not None:
+        before, _, rest = path.partition("{")
+        path = before + quote(str(call.segment), safe="") + rest.partition("}")[2]
+    given = {name: value for name, value in call.query.items() if value is not None}
+    if given:
+        path += "?" + urlencode(given)
+    headers = [] if call.key is None else [("idempotency-key", call.key)]
+    if call.body is None:
+        return Request(method, path, tuple(headers), b"")
+    headers.append(("content-type", "application/json"))
+    return Request(method, path, tuple(headers), encoded(call.body))
+
+
+def encoded(body: Mapping[str, Any]) -> bytes:
+    """Returns a body as JSON, without members that are None.
+
+    Sequences of all kinds become arrays. Raises ValueError and TypeError for what JSON has not.
+    """
+    given = {name: value for name, value in body.items() if value is not None}
+    return json.dumps(given, separators=(",", ":"), allow_nan=False, default=list).encode()

@@ -1,0 +1,379 @@
+"""The clients: one that blocks, one on trio; they differ in how they wait and in nothing else.
+
+    Client, AsyncClient ── indexer, slot_tracker, ... ──> faces of calls (`calls.Asked`)
+          │                                                  │ an Exchange
+          │ reserve                                          v
+          └── books, hands out a Choice, frees ──> an asker: one address, httpx below
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing, asynccontextmanager, closing, contextmanager
+from functools import cached_property
+from typing import Any, Generic, Self, TypeVar, Unpack
+
+import httpx
+import trio
+
+from kvd.client.calls import Asker, Blocking, How, Trio
+from kvd.client.choices import Choice, new_reservation_id
+from kvd.client.conductor import Conductor
+from kvd.client.connecting import (
+    CONNECT_S,
+    FREE_S,
+    LATE,
+    LOST,
+    MAX_ANSWER_BYTES,
+    NOT_SENT,
+    TIMEOUT_S,
+    Address,
+    Terms,
+    Where,
+    check_attempts,
+    read_token,
+)
+from kvd.client.decisions import Selection
+from kvd.client.errors import ClientError, Refused
+from kvd.client.exchanges import MAX_ATTEMPTS, NOT_FOUND, Counts, Exchange, Reply
+from kvd.client.gateway import Gateway
+from kvd.client.indexer import Indexer
+from kvd.client.selecting import Wish
+from kvd.client.selection import SelectionService
+from kvd.client.slot_tracker import SlotTracker
+
+T = TypeVar("T")
+
+
+class _Faces(ABC, Generic[How]):
+    """The faces of a kvd, each asked at its own address."""
+
+    def __init__(
+        self,
+        *,
+        indexer: str = "http://127.0.0.1:8090",
+        slot_tracker: str = "http://127.0.0.1:8091",
+        selection: str = "http://127.0.0.1:8092",
+        conductor: str = "http://127.0.0.1:13333",
+        gateway: str = "http://127.0.0.1:8080",
+        token: str | None = None,
+        token_file: Where | None = None,
+        ca_file: Where | None = None,
+        cert_file: Where | None = None,
+        key_file: Where | None = None,
+        timeout_s: float = TIMEOUT_S,
+        attempts: int = MAX_ATTEMPTS,
+        max_answer_bytes: int = MAX_ANSWER_BYTES,
+    ) -> None:
+        """Takes addresses, and what the daemon wants to see; connects with the first call.
+
+        Addresses are `http://HOST:PORT`, `https://HOST:PORT` or `unix:PATH`, by default those of
+        `kvd serve` on this machine. `token`, or what `token_file` has, is shown to all of them.
+        `ca_file` is what the daemon's certificate is checked with, instead of the system's
+        authorities; `cert_file` and `key_file` are the client's own. `timeout_s` is the longest
+        time of a call with all its attempts, of which repeatable calls have `attempts`. Proxies of
+        the environment are not used.
+
+        Raises ValueError for an address or token that cannot be, OSError for a file of no use.
+        """
+        self.counts = Counts()
+        self._askers: list[Any] = []  # of the faces that were asked, to be closed
+        self._addresses = {
+            "indexer": Address.parse(indexer),
+            "slot_tracker": Address.parse(slot_tracker),
+            "selection": Address.parse(selection),
+            "conductor": Address.parse(conductor),
+            "gateway": Address.parse(gateway),
+        }
+        shown = read_token(token, token_file)
+        self._terms = Terms(shown, ca_file, cert_file, key_file, timeout_s, max_answer_bytes)
+        self._attempts = check_attempts(attempts)
+
+    def _booking(self, reservation_id: str, wish: Wish) -> Exchange[Selection]:
+        """Returns the exchange that books under an id, and finds that booking when repeated."""
+        service: SelectionService[Any] = self.selection
+        return SelectionService.select_and_reserve.exchange(
+            service, reservation_id=reservation_id, idempotency_key=reservation_id, **wish
+        )
+
+    def _freeing(self, reservation_id: str) -> Exchange[None]:
+        service: SelectionService[Any] = self.selection
+        return SelectionService.free.exchange(service, reservation_id)
+
+    def _note_unfreed(self, error: ClientError) -> bool:
+        """Says whether a reservation that could not be freed has ended all the same.
+
+        If not, it expires. That is counted and not raised: what the caller has done, or what has
+        gone wrong there, matters more.
+        """
+        has_ended = isinstance(error, Refused) and error.status == NOT_FOUND
+        self.counts.unfreed += not has_ended
+        return has_ended
+
+    @abstractmethod
+    def _asker(self, face: str) -> Asker:
+        """Returns what asks at a face's address."""
+
+    @cached_property
+    def indexer(self) -> Indexer[How]:
+        """The calls of the KV indexer."""
+        return Indexer(self._asker("indexer"))
+
+    @cached_property
+    def slot_tracker(self) -> SlotTracker[How]:
+        """The calls of the slot tracker."""
+        return SlotTracker(self._asker("slot_tracker"))
+
+    @cached_property
+    def selection(self) -> SelectionService[How]:
+        """The calls of the selection service."""
+        return SelectionService(self._asker("selection"))
+
+    @cached_property
+    def conductor(self) -> Conductor[How]:
+        """The calls of the conductor."""
+        return Conductor(self._asker("conductor"))
+
+    @cached_property
+    def gateway(self) -> Gateway[How]:
+        """The gateway's own calls; its engines are asked with OpenAI's client."""
+        return Gateway(self._asker("gateway"))
+
+
+# ---- blocking
+
+
+class BlockingAsker:
+    """Asks one address and blocks meanwhile; threads may share it."""
+
+    def __init__(self, address: Address, terms: Terms, attempts: int, counts: Counts) -> None:
+        self.attempts = attempts
+        self.counts = counts
+        self._terms = terms
+        self._url = address.url
+        transport = httpx.HTTPTransport(**terms.transport_options(address))
+        self._http = httpx.Client(transport=transport, **terms.client_options())
+
+    def close(self) -> None:
+        self._http.close()
+
+    def ask(self, exchange: Exchange[T], timeout_s: float | None = None) -> T:
+        """Returns the answer; `timeout_s` is the client's unless given."""
+        limit_s = self._terms.timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + limit_s
+        while True:
+            try:
+                reply = self._send(exchange, deadline)
+            except LOST as error:
+                pause_s = exchange.lost(error, not isinstance(error, NOT_SENT))
+            except LATE as error:
+                raise exchange.late(limit_s) from error
+            else:
+                if (wait_s := exchange.answered(reply)) is None:
+                    return exchange.result()
+                pause_s = wait_s
+            if time.monotonic() + pause_s >= deadline:
+                raise exchange.late(limit_s)
+            time.sleep(pause_s)
+
+    def _send(self, exchange: Exchange[Any], deadline: float) -> Reply:
+        """Makes one attempt; every piece of its answer has what is left of the time."""
+        left_s = max(0.0, deadline - time.monotonic())
+        timeout = httpx.Timeout(left_s, connect=min(left_s, CONNECT_S))
+        request = made(self._http, self._url, exchange, timeout)
+        with closing(self._http.send(request, stream=True)) as response:
+            body = bytearray()
+            for piece in response.iter_raw():
+                body += piece
+                if len(body) > self._terms.max_answer_bytes:
+                    raise exchange.too_long(self._terms.max_answer_bytes)
+                if time.monotonic() >= deadline:
+                    raise httpx.ReadTimeout("an answer that goes on and on")
+            return reply_of(response, body)
+
+
+class Client(_Faces[Blocking]):
+    """Asks a kvd and blocks until it has answered.
+
+    Threads may share one. Close it, or use it in a `with` block: its connections stay open.
+    """
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes all connections."""
+        for asker in self._askers:
+            asker.close()
+
+    def _asker(self, face: str) -> BlockingAsker:
+        address = self._addresses[face]
+        asker = BlockingAsker(address, self._terms, self._attempts, self.counts)
+        self._askers.append(asker)
+        return asker
+
+    @contextmanager
+    def reserve(self, **wish: Unpack[Wish]) -> Iterator[Choice[Blocking]]:
+        """Books the prompt on the rank that should serve it, for as long as the block runs.
+
+            with client.reserve(model_name="m", token_ids=tokens) as choice:
+                answer = send(choice.endpoint)
+
+        The reservation is freed whatever happens: at the end of the block, when it raises, and
+        when the answer to the booking is lost. What the block raises comes out of it as it is.
+        Raises what `SelectionService.select_and_reserve` does.
+        """
+        reservation_id = new_reservation_id()
+        booking, service = self._booking(reservation_id, wish), self.selection
+        try:
+            selection = service._asker.ask(booking)
+        except BaseException:
+            if booking.uncertain:
+                self._free(reservation_id)
+            raise
+        choice: Choice[Blocking] = Choice(service._asker, reservation_id, selection)
+        try:
+            yield choice
+        finally:
+            choice.freed = self._free(reservation_id)
+
+    def _free(self, reservation_id: str) -> bool:
+        """Ends a reservation within FREE_S; says whether it has ended."""
+        try:
+            self.selection._asker.ask(self._freeing(reservation_id), FREE_S)
+        except ClientError as error:
+            return self._note_unfreed(error)
+        return True
+
+
+# ---- on trio
+
+
+class TrioAsker:
+    """Asks one address while other tasks run; tasks may share it."""
+
+    def __init__(self, address: Address, terms: Terms, attempts: int, counts: Counts) -> None:
+        self.attempts = attempts
+        self.counts = counts
+        self._terms = terms
+        self._url = address.url
+        transport = httpx.AsyncHTTPTransport(**terms.transport_options(address))
+        self._http = httpx.AsyncClient(transport=transport, **terms.client_options())
+
+    async def aclose(self) -> None:
+        await self._http.aclose()
+
+    async def ask(self, exchange: Exchange[T], timeout_s: float | None = None) -> T:
+        """Returns the answer; `timeout_s` is the client's unless given."""
+        limit_s = self._terms.timeout_s if timeout_s is None else timeout_s
+        with trio.move_on_after(limit_s):
+            while True:
+                try:
+                    reply = await self._send(exchange)
+                except LOST as error:
+                    pause_s = exchange.lost(error, not isinstance(error, NOT_SENT))
+                else:
+                    if (wait_s := exchange.answered(reply)) is None:
+                        return exchange.result()
+                    pause_s = wait_s
+                await trio.sleep(pause_s)
+        raise exchange.late(limit_s)
+
+    async def _send(self, exchange: Exchange[Any]) -> Reply:
+        """Makes one attempt."""
+        timeout = httpx.Timeout(None, connect=CONNECT_S)
+        request = made(self._http, self._url, exchange, timeout)
+        async with aclosing(await self._http.send(request, stream=True)) as response:
+            body = bytearray()
+            async with aclosing(response.aiter_raw()) as pieces:
+                async for piece in pieces:
+                    body += piece
+                    if len(body) > self._terms.max_answer_bytes:
+                        raise exchange.too_long(self._terms.max_answer_bytes)
+            return reply_of(response, body)
+
+
+class AsyncClient(_Faces[Trio]):
+    """Asks a kvd from tasks of trio.
+
+    Tasks may share one. Close it, or use it in an `async with` block: its connections stay open.
+    """
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Closes all connections."""
+        for asker in self._askers:
+            await asker.aclose()
+
+    def _asker(self, face: str) -> TrioAsker:
+        address = self._addresses[face]
+        asker = TrioAsker(address, self._terms, self._attempts, self.counts)
+        self._askers.append(asker)
+        return asker
+
+    @asynccontextmanager
+    async def reserve(self, **wish: Unpack[Wish]) -> AsyncIterator[Choice[Trio]]:
+        """Books the prompt on the rank that should serve it, for as long as the block runs.
+
+            async with client.reserve(model_name="m", token_ids=tokens) as choice:
+                answer = await send(choice.endpoint)
+
+        The reservation is freed whatever happens: at the end of the block, when it raises or is
+        cancelled, and when the answer to the booking is lost. What the block raises comes out of
+        it as it is; a cancelled one ends up to 5 s later, if the daemon is silent.
+        Raises what `SelectionService.select_and_reserve` does.
+        """
+        reservation_id = new_reservation_id()
+        booking, service = self._booking(reservation_id, wish), self.selection
+        try:
+            selection = await service._asker.ask(booking)
+        except BaseException:
+            if booking.uncertain:
+                await self._free(reservation_id)
+            raise
+        choice: Choice[Trio] = Choice(service._asker, reservation_id, selection)
+        try:
+            yield choice
+        finally:
+            choice.freed = await self._free(reservation_id)
+
+    async def _free(self, reservation_id: str) -> bool:
+        """Ends a reservation within FREE_S, cancelled or not; says whether it has ended."""
+        with trio.CancelScope(shield=True):
+            try:
+                await self.selection._asker.ask(self._freeing(reservation_id), FREE_S)
+            except ClientError as error:
+                return self._note_unfreed(error)
+        return True
+
+
+# ---- both
+
+
+def made(
+    http: httpx.Client | httpx.AsyncClient,
+    url: str,
+    exchange: Exchange[Any],
+    timeout: httpx.Timeout,
+) -> httpx.Request:
+    """Returns the request of an exchange's next attempt."""
+    if http.is_closed:
+        raise exchange.closed()
+    method, target, headers, body = exchange.begin()
+    return http.build_request(
+        method, url + target, headers=headers, content=body, timeout=timeout
+    )
+
+
+def reply_of(response: httpx.Response, body: bytearray) -> Reply:
+    return Reply(response.status_code, response.headers.get("retry-after", ""), bytes(body))

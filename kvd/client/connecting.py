@@ -1,0 +1,119 @@
+"""Where a daemon is and what it wants to see: addresses, tokens, TLS."""
+
+from __future__ import annotations
+
+import re
+import ssl
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import httpx
+
+from kvd._version import VERSION
+from kvd.client.exchanges import MAX_ATTEMPTS
+
+Where = str | PathLike[str]  # of a file
+
+UNIX = "unix:"
+
+# Longest time of a call with all its attempts and pauses: a selection may wait 25 s for a rank.
+TIMEOUT_S = 30.0
+CONNECT_S = 5.0  # of that, for a connection to be made
+FREE_S = 5.0  # for freeing a reservation, which holds up whoever has been cancelled
+# Longest answer that is kept; a dump of a large index is longer, and may be allowed to be.
+MAX_ANSWER_BYTES = 256 * 1024 * 1024
+# Connections to one address that are open at once; further calls wait for one of them.
+MAX_CONNECTIONS = 100
+MAX_IDLE_CONNECTIONS = 20  # of those, kept open for the next calls
+IDLE_S = 5.0  # how long they are kept
+
+# How an attempt can have no answer: one that did not get as far as being sent, and others.
+NOT_SENT = (httpx.ConnectError, httpx.ConnectTimeout)
+LOST = (*NOT_SENT, httpx.NetworkError, httpx.RemoteProtocolError)
+LATE = (httpx.ReadTimeout, httpx.WriteTimeout, httpx.PoolTimeout)
+
+_TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]+")
+
+
+class Address(NamedTuple):
+    """Where one face is: a base URL, and the path of the Unix socket that leads there."""
+
+    url: str
+    socket: str | None
+    has_tls: bool
+
+    @classmethod
+    def parse(cls, text: str) -> Address:
+        """Reads `http://HOST:PORT`, `https://HOST:PORT` or `unix:PATH`; raises ValueError.
+
+        Behind a proxy the URL may have a path.
+        """
+        if text.startswith(UNIX):
+            if not text.removeprefix(UNIX):
+                raise ValueError(f"{text}: the path of the socket is missing")
+            return cls("http://localhost", text.removeprefix(UNIX), False)
+        parts = urlsplit(text)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"{text}: expected http://HOST:PORT, https://HOST:PORT or unix:PATH")
+        if parts.username is not None or parts.query or parts.fragment:
+            raise ValueError(f"{text}: expected no user, query or fragment")
+        return cls(text.rstrip("/"), None, parts.scheme == "https")
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a client shows and trusts, and how long it waits."""
+
+    token: str | None
+    ca_file: Where | None
+    cert_file: Where | None
+    key_file: Where | None
+    timeout_s: float
+    max_answer_bytes: int
+
+    def client_options(self) -> dict[str, Any]:
+        """Returns what httpx's clients take."""
+        headers = {"user-agent": f"kvd-client/{VERSION}", "accept-encoding": "identity"}
+        if self.token is not None:
+            headers["authorization"] = f"Bearer {self.token}"
+        return {"headers": headers, "trust_env": False, "follow_redirects": False}
+
+    def transport_options(self, address: Address) -> dict[str, Any]:
+        """Returns what httpx's transports take; raises OSError for files of no use."""
+        limits = httpx.Limits(
+            max_connections=MAX_CONNECTIONS,
+            max_keepalive_connections=MAX_IDLE_CONNECTIONS,
+            keepalive_expiry=IDLE_S,
+        )
+        # Without TLS no certificates are read, which takes as long as many calls.
+        verify = self._tls() if address.has_tls else False
+        return {"verify": verify, "uds": address.socket, "limits": limits, "trust_env": False}
+
+    def _tls(self) -> ssl.SSLContext:
+        context = ssl.create_default_context(cafile=self.ca_file)
+        if self.cert_file is not None:
+            context.load_cert_chain(self.cert_file, self.key_file)
+        return context
+
+
+def read_token(token: str | None, token_file: Where | None) -> str | None:
+    """Returns the token, if there is one.
+
+    Raises ValueError for two of them or one that cannot be, OSError for a file of no use.
+    """
+    if token_file is not None:
+        if token is not None:
+            raise ValueError("token and token_file: give one of them")
+        token = Path(token_file).read_text().strip()
+    if token is not None and not _TOKEN.fullmatch(token):
+        raise ValueError("the token has characters that no token has")
+    return token
+
+
+def check_attempts(attempts: int) -> int:
+    if not 1 <= attempts <= MAX_ATTEMPTS:
+        raise ValueError(f"attempts: expected 1 to {MAX_ATTEMPTS}")
+    return attempts

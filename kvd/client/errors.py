@@ -1,0 +1,36 @@
+"""What can become of a call instead of its answer; all of it is a ClientError."""
+
+from __future__ import annotations
+
+
+class ClientError(Exception):
+    """A call has no answer; the base of everything that a call raises about a daemon."""
+
+
+class Unreachable(ClientError):
+    """Nobody answered: no connection, one that ended too early, or no answer in time.
+
+    A call that is not repeatable may have had its effect all the same.
+    """
+
+
+class Refused(ClientError):
+    """The daemon refused the call, and nothing has changed.
+
+    `status` is HTTP's; `text` is what the daemon says; `retry_after_s` is when it may do better,
+    in seconds, if it said so.
+    """
+
+    def __init__(self, call: str, status: int, text: str, retry_after_s: int | None = None) -> None:
+        super().__init__(f"{call}: {status} {text}".rstrip())
+        self.status = status
+        self.text = text
+        self.retry_after_s = retry_after_s
+
+
+class Unauthorised(Refused):
+    """The daemon wants a token (401), or one of another scope (403): docs/security.md."""
+
+
+class WrongAnswer(ClientError):
+    """The answer is not what this client understands: no kvd, another face, or another version."""
