@@ -1,4 +1,4 @@
-"""A call before anybody sends it: routes, bodies and types of answers, written once for all clients.
+"""A call before anybody sends it: its route, body and type of answer, once for all clients.
 
     class Indexer(EveryFace[How]):
         @asked("POST /query", repeatable=True)
@@ -15,7 +15,6 @@ import json
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from functools import cached_property, update_wrapper
-from types import MappingProxyType
 from typing import (
     Any,
     Concatenate,
@@ -36,7 +35,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 How = TypeVar("How")  # how a client waits: Blocking or Trio
 
-NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class Blocking:
@@ -57,7 +55,7 @@ class Call(Generic[T]):
 
     body: Mapping[str, Any] | None = None
     segment: str | int | None = None
-    query: Mapping[str, str | int | None] = NOTHING
+    query: Mapping[str, str | int | None] | None = None
     key: str | None = None
 
 
@@ -82,7 +80,7 @@ class Asker(Protocol):
     attempts: int
     counts: Counts
 
-    def ask(self, exchange: Exchange[Any]) -> Any: ...
+    def ask(self, exchange: Exchange[Any], timeout_s: float | None = None) -> Any: ...
 
 
 class Face(Generic[How]):
@@ -98,7 +96,7 @@ class Asked(Generic[P, T]):
     def __init__(self, make: Callable[Concatenate[Any, P], Call[T]], route: Route) -> None:
         self.make = make
         self.route = route
-        update_wrapper(self, make)
+        self.__doc__ = make.__doc__
 
     @overload
     def __get__(self, face: None, owner: type) -> Asked[P, T]: ...
@@ -139,7 +137,11 @@ class Asked(Generic[P, T]):
 
 
 def asked(
-    name: str, *, repeatable: bool = False, ends: bool = False, statuses: tuple[int, ...] = (200, 201)
+    name: str,
+    *,
+    repeatable: bool = False,
+    ends: bool = False,
+    statuses: tuple[int, ...] = (200, 201),
 ) -> Callable[[Callable[Concatenate[Any, P], Call[T]]], Asked[P, T]]:
     """Makes a method that asks of one that says what to ask."""
     route = Route(name, repeatable, ends, statuses)
@@ -156,7 +158,7 @@ def request_of(call: Call[Any], route: Route) -> Request:
     if call.segment is not None:
         before, _, rest = path.partition("{")
         path = before + quote(str(call.segment), safe="") + rest.partition("}")[2]
-    given = {name: value for name, value in call.query.items() if value is not None}
+    given = {name: value for name, value in (call.query or {}).items() if value is not None}
     if given:
         path += "?" + urlencode(given)
     headers = [] if call.key is None else [("idempotency-key", call.key)]

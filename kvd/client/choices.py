@@ -56,7 +56,7 @@ class Choice(Face[How]):
         output_tokens: int | None = None,
         ttft_ms: float | None = None,
     ) -> Call[None]:
-        """Says what became of the request, as far as that is known; see `SelectionService.report`."""
+        """Says what became of the request, if known; see `SelectionService.report`."""
         given = {
             "prompt_tokens": prompt_tokens,
             "cached_tokens": cached_tokens,

@@ -1,19 +1,19 @@
 """The clients: one that blocks, one on trio; they differ in how they wait and in nothing else.
 
-    Client, AsyncClient ── indexer, slot_tracker, ... ──> faces of calls (`calls.Asked`)
-          │                                                  │ an Exchange
-          │ reserve                                          v
-          └── books, hands out a Choice, frees ──> an asker: one address, httpx below
+Client, AsyncClient ── indexer, slot_tracker, ... ──> faces of calls (`calls.Asked`)
+      │                                                  │ an Exchange
+      │ reserve                                          v
+      └── books, hands out a Choice, frees ──> an asker: one address, httpx below
 """
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager, closing, contextmanager
 from functools import cached_property
-from typing import Any, Generic, Self, TypeVar, Unpack
+from typing import Any, Generic, Self, TypeVar, Unpack, cast
 
 import httpx
 import trio
@@ -290,7 +290,8 @@ class TrioAsker:
         request = made(self._http, self._url, exchange, timeout)
         async with aclosing(await self._http.send(request, stream=True)) as response:
             body = bytearray()
-            async with aclosing(response.aiter_raw()) as pieces:
+            received = cast(AsyncGenerator[bytes, None], response.aiter_raw())
+            async with aclosing(received) as pieces:
                 async for piece in pieces:
                     body += piece
                     if len(body) > self._terms.max_answer_bytes:
@@ -370,9 +371,7 @@ def made(
     if http.is_closed:
         raise exchange.closed()
     method, target, headers, body = exchange.begin()
-    return http.build_request(
-        method, url + target, headers=headers, content=body, timeout=timeout
-    )
+    return http.build_request(method, url + target, headers=headers, content=body, timeout=timeout)
 
 
 def reply_of(response: httpx.Response, body: bytearray) -> Reply:

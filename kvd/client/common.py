@@ -117,9 +117,7 @@ class WithReplicas(Face[How]):
     """The calls of faces that replicas tell of their requests."""
 
     @asked("POST /replica_sync/register_peer", repeatable=True)
-    def register_replica(
-        self, endpoint: str, *, curve_server_key: str | None = None
-    ) -> Call[None]:
+    def register_replica(self, endpoint: str, *, curve_server_key: str | None = None) -> Call[None]:
         """Has the daemon listen to the replica that publishes at an `endpoint`, tcp or ipc."""
         return Call({"endpoint": endpoint, "curve_server_key": curve_server_key})
 

@@ -153,7 +153,7 @@ class Exchange(Generic[T]):
         return self._ends and status == NOT_FOUND and self.uncertain
 
     def _pause_s(self) -> float:
-        return FIRST_PAUSE_S * 2 ** (self._begun - 1) * uniform(0.5, 1.0)
+        return FIRST_PAUSE_S * (1 << (self._begun - 1)) * uniform(0.5, 1.0)
 
 
 def _retry_after_s(reply: Reply) -> int | None:

@@ -106,7 +106,7 @@ def _whole(value: Any) -> int:
 
 
 def _number(value: Any) -> float:
-    return value if type(value) in (int, float) else _expected("a number")
+    return float(value) if type(value) in (int, float) else _expected("a number")
 
 
 def _text(value: Any) -> str:
@@ -191,9 +191,7 @@ def _mapping_reader(name: Callable[[str], Any], element: Read) -> Read:
     def read(value: Any) -> dict[Any, Any]:
         if type(value) is not dict:
             _expected("an object")
-        return {
-            _within(each, name, each): _within(each, element, value[each]) for each in value
-        }
+        return {_within(each, name, each): _within(each, element, value[each]) for each in value}
 
     return read
 

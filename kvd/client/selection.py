@@ -78,9 +78,7 @@ class SelectionService(EveryFace[How], WithReplicas[How]):
         return Call({"workers": workers, **place(model_name, tenant_id)})
 
     @asked("PATCH /workers/{worker_id}", repeatable=True)
-    def change_worker(
-        self, worker_id: int, **described: Unpack[Description]
-    ) -> Call[WorkerRecord]:
+    def change_worker(self, worker_id: int, **described: Unpack[Description]) -> Call[WorkerRecord]:
         """Changes the members of a worker that are given."""
         return Call(described, worker_id)
 

@@ -85,9 +85,7 @@ class SlotTracker(EveryFace[How], WithReplicas[How]):
         self, model_name: str, worker_id: int, *, tenant_id: str | None = None
     ) -> Call[None]:
         """Removes a worker with its requests."""
-        return Call(
-            {"model_name": model_name, "worker_id": worker_id, "tenant_id": tenant_id}
-        )
+        return Call({"model_name": model_name, "worker_id": worker_id, "tenant_id": tenant_id})
 
     @asked("GET /workers", repeatable=True)
     def workers(
@@ -135,9 +133,7 @@ class SlotTracker(EveryFace[How], WithReplicas[How]):
         return Call(step(model_name, request_id, tenant_id))
 
     @asked("POST /free", repeatable=True)
-    def free(
-        self, model_name: str, request_id: str, *, tenant_id: str | None = None
-    ) -> Call[None]:
+    def free(self, model_name: str, request_id: str, *, tenant_id: str | None = None) -> Call[None]:
         """Says that a request has ended, known or not."""
         return Call(step(model_name, request_id, tenant_id))
 

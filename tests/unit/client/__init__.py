@@ -1,0 +1,1 @@
+"""The client without a socket: calls, attempts, answers."""
