@@ -36,7 +36,6 @@ T = TypeVar("T")
 How = TypeVar("How")  # how a client waits: Blocking or Trio
 
 
-
 class Blocking:
     """Marks what waits by blocking its thread."""
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager, closing, contextmanager
 from functools import cached_property
-from typing import Any, Generic, Self, TypeVar, Unpack, cast
+from typing import Any, Generic, Self, TypeVar, Unpack
 
 import httpx
 import trio
@@ -184,11 +184,11 @@ class BlockingAsker:
         timeout = httpx.Timeout(left_s, connect=min(left_s, CONNECT_S))
         request = made(self._http, self._url, exchange, timeout)
         with closing(self._http.send(request, stream=True)) as response:
-            body = bytearray()
+            body, limit = bytearray(), self._terms.max_answer_bytes
             for piece in response.iter_raw():
                 body += piece
-                if len(body) > self._terms.max_answer_bytes:
-                    raise exchange.too_long(self._terms.max_answer_bytes)
+                if len(body) > limit:
+                    raise exchange.too_long(limit)
                 if time.monotonic() >= deadline:
                     raise httpx.ReadTimeout("an answer that goes on and on")
             return reply_of(response, body)
@@ -289,14 +289,15 @@ class TrioAsker:
         timeout = httpx.Timeout(None, connect=CONNECT_S)
         request = made(self._http, self._url, exchange, timeout)
         async with aclosing(await self._http.send(request, stream=True)) as response:
-            body = bytearray()
-            received = cast(AsyncGenerator[bytes, None], response.aiter_raw())
-            async with aclosing(received) as pieces:
-                async for piece in pieces:
+            body, limit = bytearray(), self._terms.max_answer_bytes
+            with trio.CancelScope() as scope:
+                async for piece in response.aiter_raw():
                     body += piece
-                    if len(body) > self._terms.max_answer_bytes:
-                        raise exchange.too_long(self._terms.max_answer_bytes)
-            return reply_of(response, body)
+                    if len(body) > limit:
+                        scope.cancel()  # which ends httpx's generators; to leave them would not
+        if len(body) > limit:
+            raise exchange.too_long(limit)
+        return reply_of(response, body)
 
 
 class AsyncClient(_Faces[Trio]):
