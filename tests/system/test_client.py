@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ READER = "reader-0123456789"
 TEST_SECONDS = 60
 TOKENS = list(range(1, 18))  # four whole blocks, and a rest
 RESERVING = b"POST /select_and_reserve "
+_tokens = count(100)
 NAMES = {"indexer": "indexer", "slot-tracker": "slot_tracker"}
 NAMES |= {"selection": "selection", "conductor": "conductor"}
 
@@ -147,6 +149,11 @@ async def through_proxy(making: Make, faces: Faces, **options: Any) -> AsyncIter
         where = addresses(faces) | {"selection": proxy.url}
         async with making(**where, **options) as either:
             yield either, proxy
+
+
+def novel(tokens: int) -> list[int]:
+    """Returns a prompt that nobody has booked before, of which a worker could have blocks."""
+    return [next(_tokens) for _ in range(tokens)]
 
 
 async def live(either: Either, model_name: str = "m") -> list[int]:
@@ -461,7 +468,7 @@ async def test_a_busy_daemon_is_asked_again(making: Make, open_kvd: Faces) -> No
     async with making(**addresses(open_kvd)) as either:
         threshold = {"active_prefill_tokens_threshold": 10}
         await either.ask(lambda kvd: kvd.selection.set_busy_threshold("busy", **threshold))
-        prompt = {"model_name": "busy", "token_ids": TOKENS}
+        prompt = {"model_name": "busy", "token_ids": novel(12)}
         before = await overloaded(either)
         async with trio.open_nursery() as nursery:
             async with either.reserve(**prompt) as first:
@@ -612,7 +619,7 @@ async def test_a_cancelled_block_is_freed(open_kvd: Faces) -> None:
 
 
 async def test_a_cancelled_wait_books_nothing(open_kvd: Faces) -> None:
-    prompt: dict[str, Any] = {"model_name": "busy", "token_ids": TOKENS * 2}
+    prompt: dict[str, Any] = {"model_name": "busy", "token_ids": novel(17)}
 
     async def wait() -> None:
         async with client.reserve(**prompt):
