@@ -43,7 +43,7 @@ class Choice(Face[How]):
         return Call(segment=self.reservation_id)
 
     @asked(OUTPUT_BLOCK)
-    def output_block(self, decay_fraction: float | None = None) -> Call[None]:
+    def output_block(self, *, decay_fraction: float | None = None) -> Call[None]:
         """Says that the answer has filled another block; see `SelectionService.output_block`."""
         return Call({"decay_fraction": decay_fraction}, self.reservation_id)
 

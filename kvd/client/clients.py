@@ -233,7 +233,7 @@ class Client(_Faces[Blocking]):
         try:
             selection = service._asker.ask(booking)
         except BaseException:
-            if booking.uncertain:
+            if booking.may_have_effect:
                 self._free(reservation_id)
             raise
         choice: Choice[Blocking] = Choice(service._asker, reservation_id, selection)
@@ -340,7 +340,7 @@ class AsyncClient(_Faces[Trio]):
         try:
             selection = await service._asker.ask(booking)
         except BaseException:
-            if booking.uncertain:
+            if booking.may_have_effect:
                 await self._free(reservation_id)
             raise
         choice: Choice[Trio] = Choice(service._asker, reservation_id, selection)

@@ -66,7 +66,7 @@ class Counts:
 
 
 class Exchange(Generic[T]):
-    """A call under way; `uncertain` says whether it may have had its effect unseen."""
+    """A call under way."""
 
     def __init__(
         self,
@@ -87,14 +87,15 @@ class Exchange(Generic[T]):
         self._ends = ends
         self._counts = counts
         self._begun = 0
-        self._settled = 0  # attempts of which it is certain what they have done
+        self._futile = 0  # attempts that have certainly changed nothing: not sent, or refused
         self._reply: Reply | None = None
         self._last = ""
         counts.calls += 1
 
     @property
-    def uncertain(self) -> bool:
-        return self._begun > self._settled
+    def may_have_effect(self) -> bool:
+        """Whether an attempt may have done what the call is for, answered or not."""
+        return self._begun > self._futile
 
     def begin(self) -> Request:
         """Returns what is to be sent, the first time or again."""
@@ -107,7 +108,7 @@ class Exchange(Generic[T]):
 
         Raises Unreachable after the last one.
         """
-        self._settled += not was_sent
+        self._futile += not was_sent
         self._last = str(error) or type(error).__name__
         if self._begun >= self._attempts:
             raise Unreachable(f"{self.name}: {self._last}") from error
@@ -115,7 +116,7 @@ class Exchange(Generic[T]):
 
     def answered(self, reply: Reply) -> float | None:
         """Takes note of a reply; returns the pause before the next attempt, None after the last."""
-        self._settled += 1
+        self._futile += reply.status not in self._statuses
         self._reply = reply
         if reply.status in self._statuses or self._begun >= self._attempts:
             return None
@@ -150,7 +151,7 @@ class Exchange(Generic[T]):
 
     def _has_ended(self, status: int) -> bool:
         """Says whether an attempt without an answer has done what this one finds done."""
-        return self._ends and status == NOT_FOUND and self.uncertain
+        return self._ends and status == NOT_FOUND and self.may_have_effect
 
     def _pause_s(self) -> float:
         return FIRST_PAUSE_S * (1 << (self._begun - 1)) * uniform(0.5, 1.0)

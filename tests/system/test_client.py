@@ -512,7 +512,7 @@ async def test_a_reservation_lasts_as_long_as_its_block(making: Make, open_kvd: 
                 await either.ask(lambda kvd: make(choice))
 
             await ask(lambda choice: choice.prefill_complete())
-            await ask(lambda choice: choice.output_block(0.5))
+            await ask(lambda choice: choice.output_block(decay_fraction=0.5))
             await ask(lambda choice: choice.report(prompt_tokens=17, cached_tokens=0))
             shown = await either.ask(lambda kvd: kvd.selection.reservation(choice.reservation_id))
             assert (shown.prefill_complete, shown.output_blocks) == (True, 1)
@@ -578,6 +578,16 @@ async def test_a_booking_that_took_too_long_is_freed(making: Make, open_kvd: Fac
                 raise AssertionError("it was held back")
         assert proxy.held.is_set()
         assert await live(either) == [0, 0]
+
+
+async def test_a_booking_whose_answer_is_wrong_is_freed(making: Make, open_kvd: Faces) -> None:
+    where = addresses(open_kvd)
+    async with making(**where) as direct, making(**where, max_answer_bytes=50) as either:
+        with pytest.raises(WrongAnswer):
+            async with either.reserve(model_name="m", token_ids=TOKENS):
+                raise AssertionError("it cannot be read")
+        assert either.counts.unfreed == 0
+        assert await live(direct) == [0, 0]
 
 
 async def test_a_daemon_that_dies_under_a_reservation_is_counted(
