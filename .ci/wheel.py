@@ -138,7 +138,7 @@ def main() -> None:
         venv.create(folder / "venv", with_pip=True)
         commands = folder / "venv" / "bin"
         quiet = ("-qq", "--disable-pip-version-check")
-        run(commands / "python", "-m", "pip", *quiet, "install", wheel, cwd=empty)
+        run(commands / "python", "-m", "pip", *quiet, "install", f"{wheel}[client]", cwd=empty)
         print(wheel.name, run(commands / "kvd", "--version", cwd=empty), end="")
         print(run(commands / "python", "-c", IMPORT_ALL, cwd=empty), end="")
         serve(commands / "kvd", empty)

@@ -1,5 +1,6 @@
 """kvd, the daemon: routes requests to the engines that have their prompts cached.
 
+    client                       what programs ask kvd with; the daemon has no part of it
     cli                          the command line
     app                          the running daemon
     config, fleet_file           what it is told: settings; workers and replicas in a file

@@ -29,8 +29,8 @@ class Refused(ClientError):
 
 
 class Unauthorised(Refused):
-    """The daemon wants a token (401), or one of another scope (403): docs/security.md."""
+    """The daemon wants a token (401), or one of another scope (403)."""
 
 
 class WrongAnswer(ClientError):
-    """The answer is not what this client understands: no kvd, another face, or another version."""
+    """The answer cannot be read: it is no kvd's, another face's, or that of another version."""

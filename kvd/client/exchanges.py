@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from http import HTTPStatus
 from random import uniform
 from typing import Generic, NamedTuple, TypeVar
 
@@ -30,9 +31,9 @@ FIRST_PAUSE_S = 0.1
 MAX_RETRY_AFTER_S = 5
 MAX_TEXT = 1000  # characters of a refusal that is not kvd's that its error shows
 
-RETRIED = (429, 503)  # with Retry-After
-UNAUTHORISED = (401, 403)
-NOT_FOUND = 404
+RETRIED = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)  # with Retry-After
+UNAUTHORISED = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
+NOT_FOUND = HTTPStatus.NOT_FOUND
 
 
 class Request(NamedTuple):

@@ -1,4 +1,4 @@
-"""Pages that are written from the code are as it is now: bounds, routes, what the doctor finds."""
+"""Pages that are written from the code are as it is: bounds, routes, findings, the client."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from tests.support.processes import REPOSITORY
 
 
-@pytest.mark.parametrize("name", ["limits", "doctor", "api"])
+@pytest.mark.parametrize("name", ["limits", "doctor", "api", "client"])
 def test_a_page_is_up_to_date(name: str) -> None:
     command = [sys.executable, f"docs/{name}.py"]
     ran = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)

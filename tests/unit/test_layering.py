@@ -16,8 +16,10 @@ import pytest
 from tests.support.processes import REPOSITORY
 
 # From the top down. A package may use those of lower rows, and of its own row where that makes no
-# circle. `__main__` belongs to the command line; the last row is modules, which everybody may use.
+# circle. The first row is for other programs: nobody here uses it. `__main__` belongs to the command
+# line; the last row is modules, which everybody may use.
 LAYERS: tuple[tuple[str, ...], ...] = (
+    ("kvd.client",),
     ("kvd.__main__", "kvd.cli"),
     ("kvd.app",),
     (
@@ -146,11 +148,31 @@ def test_pure_packages_stay_pure(package: str) -> None:
 
 def test_what_is_imported_is_installed() -> None:
     """Tests have more packages than users: what only those install must not be needed."""
-    declared = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["dependencies"]
-    installed = {re.split(r"[^\w-]", each)[0].replace("-", "_") for each in declared}
-    known = {"zmq" if name == "pyzmq" else name for name in installed} | {"kvd", "kvd_core"}
-    used = {each.partition(".")[0] for path in MODULES.values() for each in imports(path)}
-    assert not used - known - sys.stdlib_module_names
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    of_clients = distributions(project["optional-dependencies"]["client"])
+    known = distributions(project["dependencies"]) | {"kvd", "kvd_core"} | sys.stdlib_module_names
+    for module, path in MODULES.items():
+        used = {each.partition(".")[0] for each in imports(path)}
+        assert not used - known - (of_clients if package(module) == "kvd.client" else set()), module
+
+
+def distributions(declared: list[str]) -> set[str]:
+    """Returns the modules of requirements, without their versions."""
+    names = {re.split(r"[^\w-]", each)[0].replace("-", "_") for each in declared}
+    return {"zmq" if name == "pyzmq" else name for name in names}
+
+
+def test_the_client_needs_nothing_of_the_daemon() -> None:
+    """Who asks kvd imports its compiled hashes, and not what answers."""
+    used = {
+        each
+        for module, path in MODULES.items()
+        if package(module) == "kvd.client"
+        for each in imports(path)
+        if each.startswith("kvd")
+    }
+    others = {each for each in used if package(each) != "kvd.client"}
+    assert others == {"kvd._version", "kvd_core.base.hashing"}
 
 
 def test_who_knows_the_wall_clock() -> None:
@@ -171,7 +193,7 @@ def test_who_knows_the_wall_clock() -> None:
 
 def test_the_examples_use_kvd_from_outside() -> None:
     for path in (REPOSITORY / "examples").rglob("*.py"):
-        used = {name.split(".")[0] for name in imports(path)}
+        used = {name.split(".")[0] for name in imports(path) if name != "kvd.client"}
         assert not used & {"kvd", "kvd_core"}, path
 
 
