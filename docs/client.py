@@ -90,8 +90,8 @@ A token needs the [scopes](security.md#scopes) of the calls: `lifecycle` for `re
 queries and lists, `admin` for registrations. `token_file` is read once. Proxies of the
 environment are not used.
 
-Share one client between tasks (`AsyncClient`) or threads (`Client`): it keeps connections open,
-up to 100 to an address, and further calls wait for one of them.
+Share one client between tasks (`AsyncClient`) or threads (`Client`): it keeps connections open.
+Of one address, 1,000 selections wait at once beside 100 other calls; further ones queue here.
 
 ## Reserve
 

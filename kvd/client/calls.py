@@ -63,13 +63,14 @@ class Route:
     """What holds of all calls of a route.
 
     `name` is method and path. A `repeatable` one may be asked again when its answer is lost. One
-    that `ends` something has done so if it finds nothing when it is repeated. `statuses` are those
-    of its answers.
+    that `ends` something has done so if it finds nothing when it is repeated. One that `waits` may
+    be answered late, when another call has come. `statuses` are those of its answers.
     """
 
     name: str
     repeatable: bool = False
     ends: bool = False
+    waits: bool = False
     statuses: tuple[int, ...] = (200, 201)
 
 
@@ -131,6 +132,7 @@ class Asked(Generic[P, T]):
             route.statuses,
             face._asker.attempts if route.repeatable or call.key is not None else 1,
             route.ends,
+            route.waits,
             face._asker.counts,
         )
 
@@ -140,10 +142,11 @@ def asked(
     *,
     repeatable: bool = False,
     ends: bool = False,
+    waits: bool = False,
     statuses: tuple[int, ...] = (200, 201),
 ) -> Callable[[Callable[Concatenate[Any, P], Call[T]]], Asked[P, T]]:
     """Makes a method that asks of one that says what to ask."""
-    route = Route(name, repeatable, ends, statuses)
+    route = Route(name, repeatable, ends, waits, statuses)
 
     def made(make: Callable[Concatenate[Any, P], Call[T]]) -> Asked[P, T]:
         return Asked(make, route)

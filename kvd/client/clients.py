@@ -27,12 +27,15 @@ from kvd.client.connecting import (
     LATE,
     LOST,
     MAX_ANSWER_BYTES,
+    MAX_CONNECTIONS,
+    MAX_WAITING_CONNECTIONS,
     NOT_SENT,
     TIMEOUT_S,
     Address,
     Terms,
     Where,
     check_attempts,
+    limits,
     read_token,
 )
 from kvd.client.decisions import Selection
@@ -153,11 +156,17 @@ class BlockingAsker:
         self.counts = counts
         self._terms = terms
         self._url = address.url
-        transport = httpx.HTTPTransport(**terms.transport_options(address))
-        self._http = httpx.Client(transport=transport, **terms.client_options())
+        options, shown = terms.transport_options(address), terms.client_options()
+        self._http, self._waiting = (
+            httpx.Client(
+                transport=httpx.HTTPTransport(**options, limits=limits(connections)), **shown
+            )
+            for connections in (MAX_CONNECTIONS, MAX_WAITING_CONNECTIONS)
+        )
 
     def close(self) -> None:
         self._http.close()
+        self._waiting.close()
 
     def ask(self, exchange: Exchange[T], timeout_s: float | None = None) -> T:
         """Returns the answer; `timeout_s` is the client's unless given."""
@@ -182,8 +191,9 @@ class BlockingAsker:
         """Makes one attempt; every piece of its answer has what is left of the time."""
         left_s = max(0.0, deadline - time.monotonic())
         timeout = httpx.Timeout(left_s, connect=min(left_s, CONNECT_S))
-        request = made(self._http, self._url, exchange, timeout)
-        with closing(self._http.send(request, stream=True)) as response:
+        http = self._waiting if exchange.waits else self._http
+        request = made(http, self._url, exchange, timeout)
+        with closing(http.send(request, stream=True)) as response:
             body, limit = bytearray(), self._terms.max_answer_bytes
             for piece in response.iter_raw():
                 body += piece
@@ -262,11 +272,17 @@ class TrioAsker:
         self.counts = counts
         self._terms = terms
         self._url = address.url
-        transport = httpx.AsyncHTTPTransport(**terms.transport_options(address))
-        self._http = httpx.AsyncClient(transport=transport, **terms.client_options())
+        options, shown = terms.transport_options(address), terms.client_options()
+        self._http, self._waiting = (
+            httpx.AsyncClient(
+                transport=httpx.AsyncHTTPTransport(**options, limits=limits(connections)), **shown
+            )
+            for connections in (MAX_CONNECTIONS, MAX_WAITING_CONNECTIONS)
+        )
 
     async def aclose(self) -> None:
         await self._http.aclose()
+        await self._waiting.aclose()
 
     async def ask(self, exchange: Exchange[T], timeout_s: float | None = None) -> T:
         """Returns the answer; `timeout_s` is the client's unless given."""
@@ -287,8 +303,9 @@ class TrioAsker:
     async def _send(self, exchange: Exchange[Any]) -> Reply:
         """Makes one attempt."""
         timeout = httpx.Timeout(None, connect=CONNECT_S)
-        request = made(self._http, self._url, exchange, timeout)
-        async with aclosing(await self._http.send(request, stream=True)) as response:
+        http = self._waiting if exchange.waits else self._http
+        request = made(http, self._url, exchange, timeout)
+        async with aclosing(await http.send(request, stream=True)) as response:
             body, limit = bytearray(), self._terms.max_answer_bytes
             with trio.CancelScope() as scope:
                 async for piece in response.aiter_raw():

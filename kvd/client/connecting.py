@@ -25,9 +25,11 @@ CONNECT_S = 5.0  # of that, for a connection to be made
 FREE_S = 5.0  # for freeing a reservation, which holds up whoever has been cancelled
 # Longest answer that is kept; a dump of a large index is longer, and may be allowed to be.
 MAX_ANSWER_BYTES = 256 * 1024 * 1024
-# Connections to one address that are open at once; further calls wait for one of them.
+# Connections to one address that are open at once; further calls wait for one of them. Selections,
+# which wait for what other calls free, have connections of their own.
 MAX_CONNECTIONS = 100
-MAX_IDLE_CONNECTIONS = 20  # of those, kept open for the next calls
+MAX_WAITING_CONNECTIONS = 1000
+MAX_IDLE_CONNECTIONS = 20  # of either kind, kept open for the next calls
 IDLE_S = 5.0  # how long they are kept
 
 # How an attempt can have no answer: one that did not get as far as being sent, and others.
@@ -83,20 +85,24 @@ class Terms:
 
     def transport_options(self, address: Address) -> dict[str, Any]:
         """Returns what httpx's transports take; raises OSError for files of no use."""
-        limits = httpx.Limits(
-            max_connections=MAX_CONNECTIONS,
-            max_keepalive_connections=MAX_IDLE_CONNECTIONS,
-            keepalive_expiry=IDLE_S,
-        )
         # Without TLS no certificates are read, which takes as long as many calls.
         verify = self._tls() if address.has_tls else False
-        return {"verify": verify, "uds": address.socket, "limits": limits, "trust_env": False}
+        return {"verify": verify, "uds": address.socket, "trust_env": False}
 
     def _tls(self) -> ssl.SSLContext:
         context = ssl.create_default_context(cafile=self.ca_file)
         if self.cert_file is not None:
             context.load_cert_chain(self.cert_file, self.key_file)
         return context
+
+
+def limits(connections: int) -> httpx.Limits:
+    """Returns how many connections a pool has."""
+    return httpx.Limits(
+        max_connections=connections,
+        max_keepalive_connections=MAX_IDLE_CONNECTIONS,
+        keepalive_expiry=IDLE_S,
+    )
 
 
 def read_token(token: str | None, token_file: Where | None) -> str | None:

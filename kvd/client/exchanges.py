@@ -77,10 +77,12 @@ class Exchange(Generic[T]):
         statuses: tuple[int, ...],
         attempts: int,
         ends: bool,
+        waits: bool,
         counts: Counts,
     ) -> None:
         """Takes what `Route` and `Call` say; `attempts` is 1 for calls that are not repeatable."""
         self.name = name
+        self.waits = waits
         self._request = request
         self._read = read
         self._statuses = statuses

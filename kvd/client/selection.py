@@ -89,12 +89,12 @@ class SelectionService(EveryFace[How], WithReplicas[How]):
 
     # ---- choices
 
-    @asked("POST /select", repeatable=True)
+    @asked("POST /select", repeatable=True, waits=True)
     def select(self, **wish: Unpack[AdvisoryWish]) -> Call[Selection]:
         """Says which rank should serve a prompt; waits while all are busy."""
         return Call(wish)
 
-    @asked("POST /select_and_reserve")
+    @asked("POST /select_and_reserve", waits=True)
     def select_and_reserve(
         self, *, idempotency_key: str | None = None, **wish: Unpack[SelectionWish]
     ) -> Call[Selection]:

@@ -24,6 +24,7 @@ from kvd.client import (
     local_hashes,
     sequence_hashes,
 )
+from kvd.client.connecting import MAX_CONNECTIONS
 from tests.support.asking import Faces, make_client_certificates, serving_faces
 from tests.support.dropping import Dropping, dropping
 from tests.support.engines import BLOCK_SIZE, Engine
@@ -665,6 +666,25 @@ async def cancel_when_held(client: AsyncClient, proxy: Dropping) -> None:
         nursery.start_soon(reserve)
         await proxy.held.wait()
         nursery.cancel_scope.cancel()
+
+
+async def test_those_who_wait_keep_nobody_from_freeing(open_kvd: Faces) -> None:
+    """Each waiting selection has a connection; what they wait for needs one, too."""
+    waiting = 120
+    assert waiting > MAX_CONNECTIONS
+
+    async def wait() -> None:
+        async with client.reserve(model_name="busy", token_ids=novel(17)):
+            pass
+
+    async with on_trio(open_kvd) as (either, client):
+        booked = client.reserve(model_name="busy", token_ids=novel(17))
+        async with trio.open_nursery() as nursery, booked:
+            for _ in range(waiting):
+                nursery.start_soon(wait)
+            await until_live(either, [1, waiting], "busy")
+        assert await live(either, "busy") == [0, 0]
+        assert client.counts.unfreed == 0
 
 
 async def test_many_tasks_share_a_client(open_kvd: Faces) -> None:

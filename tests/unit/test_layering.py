@@ -16,8 +16,8 @@ import pytest
 from tests.support.processes import REPOSITORY
 
 # From the top down. A package may use those of lower rows, and of its own row where that makes no
-# circle. The first row is for other programs: nobody here uses it. `__main__` belongs to the command
-# line; the last row is modules, which everybody may use.
+# circle. The first row is for other programs: nobody here uses it. `__main__` belongs to the
+# command line; the last row is modules, which everybody may use.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("kvd.client",),
     ("kvd.__main__", "kvd.cli"),

@@ -23,7 +23,9 @@ BROKEN = ConnectionResetError("it ended")
 
 
 def exchange(attempts: int = MAX_ATTEMPTS, ends: bool = False, kind: Any = int) -> Exchange[Any]:
-    return Exchange("POST /x", REQUEST, body_reader(kind), (200, 201), attempts, ends, Counts())
+    return Exchange(
+        "POST /x", REQUEST, body_reader(kind), (200, 201), attempts, ends, False, Counts()
+    )
 
 
 def refused(status: int, body: bytes = b'{"error":"no"}', retry_after: str = "") -> Reply:
@@ -51,7 +53,7 @@ def test_pauses_grow_up_to_the_last_attempt() -> None:
 
 def test_retries_are_counted() -> None:
     counts = Counts()
-    made = Exchange("GET /x", REQUEST, body_reader(int), (200,), 2, False, counts)
+    made = Exchange("GET /x", REQUEST, body_reader(int), (200,), 2, False, False, counts)
     made.begin()
     assert counts == Counts(calls=1)
     made.lost(BROKEN, was_sent=False)
