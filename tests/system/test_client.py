@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import trio
 
+from examples.engine.options import EngineOptions
 from kvd.client import (
     AsyncClient,
     Choice,
@@ -28,7 +29,9 @@ from kvd.client.connecting import MAX_CONNECTIONS
 from tests.support.asking import Faces, make_client_certificates, serving_faces
 from tests.support.dropping import Dropping, dropping
 from tests.support.engines import BLOCK_SIZE, Engine
+from tests.support.gateways import engines
 from tests.support.ports import find_free_port
+from tests.support.running import running_kvd
 
 TOKEN = "everything-0123456789"
 READER = "reader-0123456789"
@@ -365,6 +368,27 @@ async def test_the_conductor_is_told_and_asked(making: Make, kvd: Faces) -> None
         assert found["default"]["e"].longest_matched == 0
         gone = await ask(lambda face: face.unregister("e"))
         assert gone.removed_instances == ("e|default|0",)
+
+
+async def test_the_gateway_is_told_and_asked(making: Make, tmp_path: Path) -> None:
+    async with engines(EngineOptions(model="m"), EngineOptions(model="m")) as (first, second):
+        starting = running_kvd(tmp_path, f"--upstream={first.url}", face="gateway")
+        with ExitStack() as stack:
+            server = await trio.to_thread.run_sync(stack.enter_context, starting)
+            async with making(gateway=server.base_url) as either:
+
+                async def ask(make: Callable[[Any], Any]) -> Any:
+                    return await either.ask(lambda kvd: make(kvd.gateway))
+
+                added = await ask(lambda face: face.add_upstream(second.url))
+                assert added.url == second.url
+                while (await ask(lambda face: face.ready())).serving < 2:  # noqa: ASYNC110
+                    await trio.sleep(0.01)
+                status = await ask(lambda face: face.status())
+                assert [each.models for each in status.upstreams] == [("m",), ("m",)]
+                assert await ask(lambda face: face.remove_upstream(added.worker_id)) == added
+                await ask(lambda face: face.health())
+            await trio.to_thread.run_sync(stack.close)
 
 
 # ---- who may ask
