@@ -82,7 +82,8 @@ AsyncClient(
     indexer="unix:/run/kvd/indexer.sock",  # a Unix socket
     token_file="/etc/router/kvd-token",  # or token="..."
     ca_file="kvd-ca.pem",  # instead of the system's authorities
-    cert_file="router.pem", key_file="router.key",  # where the daemon wants a certificate
+    cert_file="router.pem",  # where the daemon wants a certificate
+    key_file="router.key",
 )
 ```
 
