@@ -115,17 +115,15 @@ def played(each: Asked[Any, Any]) -> Call[Any]:
     return call
 
 
-def resolved(schema: dict[str, Any]) -> dict[str, Any]:
-    return schema.get("properties", {})
-
-
 @EACH_CALL
 def test_a_call_says_all_that_its_route_reads(face: str, each: Asked[Any, Any]) -> None:
     call, operation = played(each), operations(face)[each.route.name]
     content = operation.get("requestBody", {}).get("content", {})
-    known = set(content.get("application/json", {}).get("schema", {}).get("properties", {}))
-    sent = set(call.body or ())
-    assert sent <= known
+    schema = content.get("application/json", {}).get("schema", {})
+    known, sent = set(schema.get("properties", {})), set(call.body or ())
+    assert set(schema.get("required", ())) <= sent <= known
+    if {"model_name", "model", "modelname"} & known:
+        assert {"model_name", "model", "modelname"} & sent or each is SelectionService.change_worker
     assert known - sent <= UNSENT | UNSENT_TO.get(each.route.name, set())
     assert (call.body is not None) == ("requestBody" in operation)
     given = {(said["in"], said["name"]) for said in operation.get("parameters", ())}
