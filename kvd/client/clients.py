@@ -79,7 +79,8 @@ class _Faces(ABC, Generic[How]):
         time of a call with all its attempts, of which repeatable calls have `attempts`. Proxies of
         the environment are not used.
 
-        Raises ValueError for an address or token that cannot be, OSError for a file of no use.
+        Raises ValueError for an address or token that cannot be, OSError for a token file of no
+        use; the first call over TLS raises OSError for the other files.
         """
         self.counts = Counts()
         self._askers: list[Any] = []  # of the faces that were asked, to be closed
