@@ -6,6 +6,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from kvd.persistence.bookings import Bookings
 from kvd.persistence.directory import journals
 from kvd.persistence.frames import Content, Damaged, Frame, Header, Reading, unpacked
 from kvd.persistence.moments import Moments
-from kvd.persistence.reading import bookings_of, frames_of
+from kvd.persistence.reading import UnreadJournal, bookings_of, frames_of
 from kvd.persistence.registrations import ROWS
 
 EXIT_DAMAGED = 1
@@ -47,7 +48,7 @@ def export(path: Path) -> Result:
             sys.stdout.write(piece)
         sys.stdout.write("}\n")
         sys.stdout.flush()
-    except (OSError, Damaged) as error:
+    except (OSError, Damaged, UnreadJournal) as error:
         raise StartError(f"{path}: {error}") from None
     return "", 0
 
@@ -70,23 +71,33 @@ def _each(path: Path, say: Callable[[Header, Any], str]) -> Result:
     _check_folder(path)
     lines: list[str] = []
     code = 0
+    oldest = next((file for _, file in journals(path)), None)
     for content, file in _files(path):
         try:
-            header, held = _read(content, file)
+            header, held = _read(content, file, oldest)
             line = say(header, held)
+        except FileNotFoundError:  # the daemon needs it no longer
+            continue
+        except UnreadJournal as error:
+            line, code = f"damaged: {_reason(error.why)}", EXIT_DAMAGED
         except (OSError, Damaged) as error:
-            line, code = f"damaged: {error}", EXIT_DAMAGED
+            line, code = f"damaged: {_reason(error)}", EXIT_DAMAGED
         lines.append(f"{file.name}: {line}\n")
     return "".join(lines) or "nothing is kept here\n", code
 
 
-def _read(content: Content, file: Path) -> tuple[Header, Any]:
+def _reason(error: OSError | Damaged) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
+def _read(content: Content, file: Path, oldest: Path | None) -> tuple[Header, Any]:
     if content is Content.INDEX:
         found = trio.run(snapshot.read, file)
         return found.header, found
     header = _header(file)
     if content is Content.JOURNAL:
-        return header, trio.run(bookings_of, [file], 0.0)
+        is_later = file != oldest
+        return header, trio.run(partial(bookings_of, [file], 0.0, is_later=is_later))
     return header, frames_of(file, content)
 
 

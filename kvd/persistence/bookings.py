@@ -67,11 +67,22 @@ class Bookings:
         self.leases: dict[tuple[PartitionKey, str], Lease] = {}  # of sessions
         self.held: dict[str, Bound] = {}  # by reservation: what it keeps bound
         self.answers: dict[tuple[str | None, str], Answer] = {}
+        # Reservations, and when each was booked by the clock that has told of it last.
+        self._reserved: dict[tuple[PartitionKey, str | None], tuple[float, Live]] = {}
         self._ledgers: dict[int, LedgerName] = {}
         self._instance_id = ""
+        self._has_all = False  # some journal so far has begun with all that was booked
         self._is_whole = False  # what was booked when the journal began has all been told
         self._told: set[object] = set()  # by this journal, before it was whole
         self._translate: Translation | None = None
+
+    @property
+    def is_part(self) -> bool:
+        """Whether the records are what is left of more: a first journal is short of its beginning.
+
+        The one before it has gone only once it had all.
+        """
+        return bool(self.live or self.leases or self.answers) and not self._has_all
 
     def begin(self, instance_id: str, translate: Translation) -> None:
         """Says that the records of another journal follow, and how their clock is to be read."""
@@ -86,9 +97,7 @@ class Bookings:
         """Takes the next record; raises Damaged on one that means nothing."""
         if isinstance(record, Booked):
             if (name := self._name(record.ledger)) is not None:
-                record = record._replace(admitted_at=self._at(record.admitted_at))
-                self.live[name, record.request_id] = Booking.of(record)
-                self._tell((name, record.request_id))
+                self._book((name, record.request_id), record)
         elif isinstance(record, Stepped):
             self._step(record)
         elif record.kind == LEDGER:
@@ -103,6 +112,19 @@ class Bookings:
         else:
             raise Damaged(f"it has a record of the unknown kind {record.kind}")
 
+    def _book(self, live: Live, record: Booked) -> None:
+        """Takes a booking, or what is told of it again in another journal.
+
+        It keeps its time then: no two readings of clocks agree, and answers go by it.
+        """
+        known = self.live.get(live)
+        (face, key, _), request_id = live
+        if face is Face.SELECTION:
+            self._reserved[key, request_id] = record.admitted_at, live
+        at = self._at(record.admitted_at) if known is None else known.booked.admitted_at
+        self.live[live] = Booking.of(record._replace(admitted_at=at))
+        self._tell(live)
+
     def _at(self, moment: float) -> float:
         assert self._translate is not None
         return self._translate(moment)
@@ -113,11 +135,13 @@ class Bookings:
 
     def _end_told(self) -> None:
         """Forgets what only earlier journals have told: it ended where these had no room."""
-        self._is_whole = True
+        self._is_whole = self._has_all = True
         self.live = {name: each for name, each in self.live.items() if name in self._told}
         self.leases = {name: each for name, each in self.leases.items() if name in self._told}
         self.answers = {name: each for name, each in self.answers.items() if name in self._told}
         self.held = {name: each for name, each in self.held.items() if name in self._told}
+        reserved = self._reserved.items()
+        self._reserved = {name: each for name, each in reserved if each[1] in self.live}
         self._told.clear()
 
     def _name(self, number: int) -> LedgerName | None:
@@ -140,6 +164,7 @@ class Bookings:
             del self.live[live]
             if live[0][0] is Face.SELECTION:
                 self.held.pop(step.request_id, None)
+                self._reserved.pop((live[0][1], step.request_id), None)
         else:
             booking.take(step)
 
@@ -174,9 +199,14 @@ class Bookings:
         beside: str | None,
     ) -> None:
         retry = Retry((reservation_id, key), content)
-        booked = PartitionKey(*place), request_id, self._at(booked_at), beside
+        of = PartitionKey(*place)
+        at = self._at(booked_at)
+        for each in (request_id, beside):
+            reserved = self._reserved.get((of, each))
+            if reserved is not None and reserved[0] == booked_at and reserved[1] in self.live:
+                at = self.live[reserved[1]].booked.admitted_at
         self.answers.pop(retry.name, None)  # the oldest booking comes first
-        self.answers[retry.name] = Answer(retry, answer, *booked)
+        self.answers[retry.name] = Answer(retry, answer, of, request_id, at, beside)
         self._tell(retry.name)
 
 

@@ -39,15 +39,7 @@ class Directory:
     def __init__(self, path: Path) -> None:
         """Makes it when it is new, and takes it; raises InUse, and OSError where it cannot be."""
         self.path = path
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_RIGHTS)
-        try:
-            _take(self._lock)
-            for left in path.glob(f"*{NEW}"):
-                left.unlink()
-        except BaseException:
-            os.close(self._lock)
-            raise
+        self._lock = _taken(path)
 
     def close(self) -> None:
         os.close(self._lock)
@@ -63,13 +55,57 @@ class Directory:
         """Returns the journals that are there by number, the oldest first."""
         return journals(self.path)
 
+    def drop_journals(self, before: int | None = None) -> None:
+        """Removes all journals, or those of lower numbers."""
+        for number, path in self.journals():
+            if before is None or number < before:
+                with suppress(OSError):  # what cannot be removed is refused at the next start
+                    path.unlink()
+
+    def create_journal(self, header: Header) -> tuple[int, int]:
+        """Begins a journal; returns its descriptor and its bytes so far. Raises OSError."""
+        self._stay()
+        path = self.journal(header.number)
+        file = _create(path)
+        try:
+            put(file, opening(header))
+        except BaseException:
+            os.close(file)
+            with suppress(OSError):  # what counts is why it could not be begun
+                path.unlink()
+            raise
+        return file, len(opening(header))
+
+    def has_journal(self, number: int, file: int) -> bool:
+        """Says whether a journal is still found under its name."""
+        try:
+            return os.path.samestat(os.stat(self.journal(number)), os.fstat(file))
+        except FileNotFoundError:
+            return False
+
+    def begin(self, header: Header) -> NewFile:
+        """Begins a file that is to take the place of another; raises OSError."""
+        self._stay()
+        return NewFile(self.file(header.content), header)
+
+    def _stay(self) -> None:
+        """Takes the directory again where it has been removed or put elsewhere meanwhile.
+
+        Raises InUse where another process has the one that is there now, and OSError.
+        """
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(self.path / LOCK), os.fstat(self._lock)):
+                return
+        lock = _taken(self.path)
+        os.close(self._lock)
+        self._lock = lock
+
     def replace(self, header: Header, frames: Iterable[bytes]) -> int:
         """Writes a file whole and puts it where the last one was; returns its bytes.
 
         The last one stays where that fails, with OSError.
         """
-        path = self.file(header.content)
-        writing = NewFile(path, header)
+        writing = self.begin(header)
         try:
             for each in frames:
                 writing.write(each)
@@ -129,19 +165,6 @@ def journals(path: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), each) for match, each in found if match is not None)
 
 
-def create_journal(path: Path, header: Header) -> tuple[int, int]:
-    """Begins a journal; returns its descriptor and its bytes so far."""
-    file = _create(path)
-    try:
-        put(file, opening(header))
-    except BaseException:
-        os.close(file)
-        with suppress(OSError):  # what counts is why it could not be begun
-            path.unlink()
-        raise
-    return file, len(opening(header))
-
-
 def put(file: int, data: bytes) -> None:
     """Writes all of the data."""
     left = memoryview(data)
@@ -160,6 +183,21 @@ def sync_directory(path: Path) -> None:
 
 def _create(path: Path) -> int:
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, FILE_RIGHTS)
+
+
+def _taken(path: Path) -> int:
+    """Makes a directory when it is new, and takes it; returns the descriptor of its lock."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_RIGHTS)
+    try:
+        _take(lock)
+        for left in path.glob(f"*{NEW}"):
+            if not left.is_dir():  # that is not ours; writing such a file will say so
+                left.unlink()
+    except BaseException:
+        os.close(lock)
+        raise
+    return lock
 
 
 def _take(lock: int) -> None:

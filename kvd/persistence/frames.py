@@ -10,6 +10,8 @@ its end, where its process was killed; a fault before the end is damage in eithe
 
 from __future__ import annotations
 
+import os
+import stat
 import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -32,6 +34,9 @@ _HEAD = Struct("<II")
 # Longest frame of a state directory's file. What is written stays below 8 MiB but for the hashes of
 # one huge prompt, so a longer one is damage.
 MAX_FRAME_BYTES = 256 * 1024 * 1024
+
+# Longest header; one has some 200 bytes, of which the version and the process's id may grow.
+MAX_HEADER_BYTES = 4096
 
 HEADER = ord("H")
 END = ord("E")
@@ -96,7 +101,7 @@ def unpacked(content: bytes) -> Any:
     """Returns the value of some msgpack that a checksum has covered; raises Damaged."""
     try:
         return msgpack.unpackb(content, strict_map_key=False)
-    except (ValueError, msgpack.UnpackException) as error:
+    except (TypeError, ValueError, msgpack.UnpackException) as error:
         raise Damaged(f"a part of it is not msgpack: {error}") from None
 
 
@@ -104,10 +109,14 @@ class Reading:
     """One file, read from its beginning. Raises OSError and Damaged."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("rb")
-        self.size = path.stat().st_size
+        # A pipe would wait for a writer, and a device may have no end.
+        self._file = open(path, "rb", opener=_open_at_once)  # noqa: SIM115  closed by `close`
         self.whole = 0  # bytes of the file that were read and are sound
         try:
+            about = os.fstat(self._file.fileno())
+            if not stat.S_ISREG(about.st_mode):
+                raise Damaged("not a regular file")
+            self.size = about.st_size
             self.header = self._header()
         except BaseException:
             self._file.close()
@@ -116,17 +125,17 @@ class Reading:
     def close(self) -> None:
         self._file.close()
 
-    def frames(self, *, may_be_torn: bool = False) -> Iterator[Frame]:
+    def frames(self, torn: int | None = None) -> Iterator[Frame]:
         """Yields the frames behind the header.
 
-        A file that `may_be_torn` just ends before its first incomplete or faulty frame, unless a
-        sound one lies behind that.
+        A file of frames of the kind `torn` may have been cut off in the middle of a write: it just
+        ends before its first incomplete or faulty frame, unless a sound one lies behind that.
         """
         while self.whole < self.size:
             try:
                 found = self._frame()
             except Damaged:
-                if not may_be_torn or self._sound_behind():
+                if torn is None or self._sound_behind(torn):
                     raise
                 return
             self.whole = found.end
@@ -152,7 +161,7 @@ class Reading:
         if version not in map(str, READABLE):
             raise Damaged(f"kvd {VERSION} cannot read its format {version!r}")
         self.whole = len(magic)
-        first = self._frame()
+        first = self._frame(MAX_HEADER_BYTES)
         if first.kind != HEADER:
             raise Damaged("it has no header")
         self.whole = first.end
@@ -163,14 +172,14 @@ class Reading:
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise Damaged(f"its header is not understood: {error}") from None
 
-    def _frame(self) -> Frame:
-        """Reads the frame at `whole`."""
+    def _frame(self, most: int = MAX_FRAME_BYTES) -> Frame:
+        """Reads the frame at `whole`, which has `most` bytes at most."""
         self._file.seek(self.whole)
         head = self._file.read(_HEAD.size)
         if len(head) < _HEAD.size:
             raise CutOff(self.size)
         size, checksum = _HEAD.unpack(head)
-        if not 0 < size <= MAX_FRAME_BYTES:
+        if not 0 < size <= most:
             raise Damaged(f"the length at byte {self.whole} is wrong")
         body = self._file.read(size)
         if len(body) < size:
@@ -179,18 +188,26 @@ class Reading:
             raise Damaged(f"the checksum at byte {self.whole} is wrong")
         return Frame(body[0], body[1:], self.whole + _HEAD.size + size)
 
-    def _sound_behind(self) -> bool:
-        """Says whether the frame behind a faulty one is sound: then the fault is no torn end."""
-        faulty = self.whole
-        self._file.seek(faulty)
-        head = self._file.read(_HEAD.size)
-        if len(head) < _HEAD.size:
-            return False
-        self.whole = faulty + _HEAD.size + _HEAD.unpack(head)[0]
-        try:
-            self._frame()
-        except Damaged:
-            return False
-        finally:
-            self.whole = faulty
-        return True
+    def _sound_behind(self, kind: int) -> bool:
+        """Says whether a sound frame lies behind the faulty one: then the fault is no torn end.
+
+        The faulty one's length may be what is wrong, so a frame may begin anywhere. What looks like
+        one has the kind, and so has the next one if it is not the last; a checksum is the proof.
+        """
+        self._file.seek(self.whole)
+        rest = self._file.read(self.size - self.whole)
+        kinds = bytes((kind,))
+        at = rest.find(kinds, _HEAD.size + 1)
+        while at != -1:
+            size, checksum = _HEAD.unpack_from(rest, at - _HEAD.size)
+            end = at + size
+            next_kind = rest[end + _HEAD.size : end + _HEAD.size + 1]
+            looks_so = size > 0 and (end == len(rest) or next_kind == kinds)
+            if looks_so and zlib.crc32(memoryview(rest)[at:end]) == checksum:
+                return True
+            at = rest.find(kinds, at + 1)
+        return False
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -14,6 +14,7 @@ to time a new journal is tried, which begins with all that is booked then.
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -23,7 +24,7 @@ from typing import NoReturn
 import trio
 
 from kvd.persistence.bookings import WHOLE
-from kvd.persistence.directory import Directory, create_journal, put, sync_directory
+from kvd.persistence.directory import Directory, put, sync_directory
 from kvd.persistence.frames import Content, Header, frame
 from kvd.persistence.moments import Moments
 from kvd.selection.service import Selections
@@ -85,8 +86,9 @@ class JournalWriter:
         self._clock = clock
         self.stats = JournalStats()
         self.error: str | None = None  # why nothing is recorded, None: all is
-        self._number = max((number for number, _ in directory.journals()), default=0)
+        self._last = max((number for number, _ in directory.journals()), default=0)
         self._file: int | None = None
+        self._number = 0  # of the file
         self._size = 0
         self._bound = MAX_JOURNAL_BYTES
         self._dropped = 0  # records, when the journal was begun
@@ -109,22 +111,31 @@ class JournalWriter:
                 self._failed(error)
 
     async def sync(self) -> None:
-        """Has the disk have what was written; raises OSError."""
-        if self._file is None or self._synced == self._size:
+        """Has the disk have what was written; raises OSError, also where the journal is gone."""
+        if self._file is None or self.error is not None:
             return
         # A new journal may be begun meanwhile.
         file, size, number, is_whole = os.dup(self._file), self._size, self._number, self._is_whole
         try:
-            await trio.to_thread.run_sync(os.fdatasync, file)
+            await trio.to_thread.run_sync(self._secure, number, file, self._synced != size)
         finally:
             os.close(file)
+        if self._synced == size:
+            return
         if self._synced == 0:
             await trio.to_thread.run_sync(sync_directory, self._directory.path)
         if number != self._number:
             return
         self._synced = size
         if is_whole:
-            await trio.to_thread.run_sync(self._drop_before, number)
+            await trio.to_thread.run_sync(self._directory.drop_journals, number)
+
+    def _secure(self, number: int, file: int, has_news: bool) -> None:
+        """In a thread: has a journal be on the disk, where the next start looks for it."""
+        if has_news:
+            os.fdatasync(file)
+        if not self._directory.has_journal(number, file):
+            raise OSError(errno.ENOENT, "the journal has been removed")
 
     async def _write_all(self) -> NoReturn:
         while True:
@@ -133,7 +144,8 @@ class JournalWriter:
             elif self._file is not None:
                 await trio.sleep(FLUSH_S)
                 await self.flush()
-            if self._file is None or self._size > self._bound or self._has_hole():
+            has_ended = self._file is None or self.error is not None
+            if has_ended or self._size > self._bound or self._has_hole():
                 await self.begin()
 
     async def finish(self) -> None:
@@ -148,18 +160,16 @@ class JournalWriter:
         if self.error is not None:  # what has waited meanwhile has nowhere to go
             self.stats.lost_bytes += len(self._journal.take())
         await self.flush()  # to the one before: it may be needed still
-        self._number += 1
-        header = Header(
-            Content.JOURNAL, self._instance_id, Moments.now(self._clock()), self._number
-        )
-        path = self._directory.journal(self._number)
+        self._last += 1  # whatever becomes of it, the next one has another name
+        number = self._last
+        header = Header(Content.JOURNAL, self._instance_id, Moments.now(self._clock()), number)
         try:
-            made = await trio.to_thread.run_sync(create_journal, path, header)
+            made = await trio.to_thread.run_sync(self._directory.create_journal, header)
         except OSError as error:
             self._failed(error)
             return
         self._close()
-        self._file, self._size = made
+        self._number, (self._file, self._size) = number, made
         self._synced = 0
         if self.error is not None:
             log.info("state_journal_resumed", path=str(self._directory.path))
@@ -175,7 +185,7 @@ class JournalWriter:
         except MemoryError:  # more waits than may: a hole, so another one is begun
             return
         await self.flush()
-        if self._file is None or self._has_hole():
+        if self.error is not None or self._has_hole():
             return
         self._bound = max(MAX_JOURNAL_BYTES, GROWTH * self._size)
         self._is_whole = True
@@ -205,7 +215,7 @@ class JournalWriter:
 
     async def flush(self) -> None:
         """Writes what waits."""
-        if self._file is None or not len(self._journal):
+        if self._file is None or self.error is not None or not len(self._journal):
             return
         records = self._journal.take()
         try:
@@ -230,21 +240,14 @@ class JournalWriter:
         self._size += len(framed)
 
     def _failed(self, error: OSError) -> None:
+        """Notes a fault; the file stays open until the next journal: a thread may write to it."""
         self.stats.failures += 1
         reason = error.strerror or str(error)
         if self.error is None:
             log.warning("state_journal_failed", path=str(self._directory.path), reason=reason)
         self.error = reason
-        self._close()
 
     def _close(self) -> None:
         if self._file is not None:
             os.close(self._file)
             self._file = None
-
-    def _drop_before(self, whole: int) -> None:
-        """In a thread: removes the journals before one that has all that lives."""
-        for number, path in self._directory.journals():
-            if number < whole:
-                with suppress(FileNotFoundError):  # an operator was faster
-                    path.unlink()

@@ -27,30 +27,50 @@ def frames_of(path: Path, content: Content) -> list[Frame]:
         reading.close()
 
 
-async def bookings_of(paths: list[Path], now: float) -> Bookings:
-    """Returns what lives after the records of some journals; raises OSError and Damaged."""
+class UnreadJournal(Exception):
+    """One of several journals cannot be believed, so none of them is."""
+
+    def __init__(self, path: Path, why: OSError | Damaged) -> None:
+        super().__init__(f"{path.name}: {why}")
+        self.path = path
+        self.why = why
+
+
+async def bookings_of(paths: list[Path], now: float, *, is_later: bool = False) -> Bookings:
+    """Returns what lives after the records of all journals that there are, the oldest first.
+
+    Of all but the first, if it `is_later`. Raises UnreadJournal.
+    """
     bookings = Bookings()
     present = Moments.now(now)
     for path in paths:
         try:
-            reading = await trio.to_thread.run_sync(Reading, path)
-        except CutOff:
-            continue  # its process was killed before it had a header
-        try:
-            if reading.header.content is not Content.JOURNAL:
-                raise Damaged(f"it holds {reading.header.content}, not a journal")
-            translate = Translation.between(reading.header.moments, present)
-            bookings.begin(reading.header.instance_id, translate)
-            for each in reading.frames(may_be_torn=True):
-                _take_records(bookings, each)
-                await trio.lowlevel.checkpoint()
-            if reading.whole < reading.size:
-                log.warning(
-                    "journal_torn", file=str(path), dropped_bytes=reading.size - reading.whole
-                )
-        finally:
-            reading.close()
+            await _read_journal(path, bookings, present)
+        except (OSError, Damaged) as error:
+            raise UnreadJournal(path, error) from None
+        if bookings.is_part and not is_later:
+            raise UnreadJournal(path, CutOff(path.stat().st_size))
     return bookings
+
+
+async def _read_journal(path: Path, bookings: Bookings, present: Moments) -> None:
+    try:
+        reading = await trio.to_thread.run_sync(Reading, path)
+    except CutOff:
+        return  # its process was killed before it had a header
+    try:
+        if reading.header.content is not Content.JOURNAL:
+            raise Damaged(f"it holds {reading.header.content}, not a journal")
+        translate = Translation.between(reading.header.moments, present)
+        bookings.begin(reading.header.instance_id, translate)
+        for each in reading.frames(torn=RECORDS):
+            _take_records(bookings, each)
+            await trio.lowlevel.checkpoint()
+        if reading.whole < reading.size:
+            dropped = reading.size - reading.whole
+            log.warning("journal_torn", file=str(path), dropped_bytes=dropped)
+    finally:
+        reading.close()
 
 
 def _take_records(bookings: Bookings, found: Frame) -> None:

@@ -75,7 +75,7 @@ async def write(
     Others run meanwhile: the loop is held for about 0.3 ms at a time.
     """
     to_thread = trio.to_thread.run_sync
-    writing = await to_thread(NewFile, directory.file(Content.INDEX), header)
+    writing = await to_thread(directory.begin, header)
     try:
         waiting: list[tuple[int, bytes]] = []
         size = 0

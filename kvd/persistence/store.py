@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -37,7 +36,7 @@ from kvd.persistence.frames import Content, Damaged, Header, Reading
 from kvd.persistence.holdings import Restoring
 from kvd.persistence.journal import MAX_WAITING_BYTES, JournalWriter
 from kvd.persistence.moments import Moments
-from kvd.persistence.reading import bookings_of, frames_of
+from kvd.persistence.reading import UnreadJournal, bookings_of, frames_of
 from kvd.persistence.registrations import Registrations, register_again
 from kvd.selection.service import Selections
 from kvd.slots.shared_loads import Ledgers
@@ -168,8 +167,10 @@ class Keeper:
             bookings = await bookings_of([path for _, path in journals], now)
             for _ in restore(bookings, self._slots, self._selections, now, self.stats.bookings):
                 await trio.lowlevel.checkpoint()
-        except (OSError, Damaged) as error:
-            await self._refuse(Content.JOURNAL, journals[-1][1], error)
+        except UnreadJournal as error:
+            await self._refuse(Content.JOURNAL, error.path, error.why)
+            # Without it the others would tell of what has ended.
+            await trio.to_thread.run_sync(self._directory.drop_journals)
         else:
             if journals:
                 self.stats.outcomes[Content.JOURNAL] = Outcome.RESTORED
@@ -240,10 +241,12 @@ class Keeper:
         """Puts a file aside that cannot be believed, so that it is there to be looked at."""
         self.stats.outcomes[content] = Outcome.REFUSED
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        aside = path.with_name(content + REFUSED)
-        log.error("state_refused", file=str(path), reason=reason, kept_as=str(aside))
-        with suppress(OSError):  # it may be unreadable for the same reason
-            await trio.to_thread.run_sync(os.replace, path, aside)
+        kept = path.with_name(content + REFUSED)
+        try:
+            await trio.to_thread.run_sync(os.replace, path, kept)
+        except OSError:  # it may be unmovable for the same reason
+            kept = path
+        log.error("state_refused", file=str(path), reason=reason, kept_as=str(kept))
 
     # ---- while the daemon runs
 

@@ -14,7 +14,7 @@ registered by calls are no part of it: they are each process's own.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from secrets import token_hex
 from typing import Any
@@ -26,7 +26,7 @@ from kvd.errors import KvdError, Misdirected, NotFound
 from kvd.fleet_file.follower import RegistrationTarget
 from kvd.fleet_file.parse import TABLES
 from kvd.persistence.registrations import SLICE, Registrations, wanted_of
-from kvd.shared_state.entries import FORM, Unreadable, unpacked
+from kvd.shared_state.entries import FORM, Unreadable, moment_of, understanding, unpacked
 from kvd.shared_state.keys import Keys
 from kvd.shared_state.server import Client, time_of
 from kvd.telemetry.logs import get_logger
@@ -39,6 +39,9 @@ MAX_ROWS = 131_072  # registrations in the catalog; what comes beyond that stays
 log = get_logger(__name__)
 
 Field = str  # of the catalog: the table and the key of a registration
+
+# Has the server write; False if it refuses.
+Write = Callable[[Awaitable[Any]], Awaitable[bool]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +60,11 @@ class Row:
     @classmethod
     def read(cls, content: bytes) -> Row | None:
         """Returns a row, None in a form of another version; raises Unreadable."""
-        said = unpacked(content)
-        try:
-            form, table, members, mark, gone_at = said
+        with understanding("a registration"):
+            form, table, members, mark, gone_at = unpacked(content)
             if form != FORM:
                 return None
-            return cls(str(table), str(members), str(mark), float(gone_at))
-        except (TypeError, ValueError) as error:
-            raise Unreadable(f"a registration is not understood: {error!r}") from None
+            return cls(str(table), str(members), str(mark), moment_of(gone_at))
 
     def is_like(self, other: Row | None) -> bool:
         """Says whether two say the same, whenever they have said it."""
@@ -94,6 +94,7 @@ class Catalog:
         self._agreed: dict[Field, Row] = {}
         self._failed: set[Field] = set()  # rows of others that cannot be registered here
         self._restored: set[Field] = set()  # what a state directory has brought, until agreed
+        self._unread: set[Field] = set()  # what the catalog has in a form that is not read here
         self._changes: int | None = None  # of the registrations, when they were looked at
         self._seen: bytes | None = None  # the name of the catalog's last change then
 
@@ -106,18 +107,18 @@ class Catalog:
         """Notes what is registered before anybody can have called."""
         self._restored = set(await self._here())
 
-    async def sync(self, client: Client, keys: Keys) -> None:
-        """Does what others have changed, and writes what has changed here.
+    async def sync(self, client: Client, keys: Keys, write: Write) -> None:
+        """Does what others have changed, and has what has changed here written.
 
-        Raises what the client raises.
+        What the server refuses to take is tried again the next time. Raises what the client raises.
         """
         seen = await client.get(keys.catalog_changes)
         if seen != self._seen or self._seen is None:
             await self._take(await self._there(client, keys))
             self._seen = seen
-        if self._changes != self._registrations.changes:
-            self._changes = self._registrations.changes
-            await self._write(client, keys)
+        changes = self._registrations.changes
+        if self._changes != changes and await self._write(client, keys, write):
+            self._changes = changes
         self._restored.clear()
 
     async def _here(self) -> dict[Field, Row]:
@@ -133,15 +134,19 @@ class Catalog:
 
     async def _there(self, client: Client, keys: Keys) -> dict[Field, Row]:
         found: dict[Field, Row] = {}
+        self._unread.clear()
         contents = await client.hgetall(keys.catalog)
         for number, (name, content) in enumerate(contents.items(), 1):
+            field = name.decode("utf-8", "replace") if isinstance(name, bytes) else name
             try:
                 row = Row.read(content)
             except Unreadable:
                 self.counts.unreadable += 1
-                continue
-            if row is not None:
-                found[name.decode() if isinstance(name, bytes) else name] = row
+                row = None
+            if row is None:
+                self._unread.add(field)
+            else:
+                found[field] = row
             if number % SLICE == 0:
                 await trio.lowlevel.checkpoint()
         return found
@@ -163,9 +168,11 @@ class Catalog:
                 self._agreed[field] = row
             if number % SLICE == 0:
                 await trio.lowlevel.checkpoint()
-        if self._agreed and not there:  # the server was emptied: all of it is to be written again
-            self._agreed.clear()
-            self._changes = None
+        lost = self._agreed.keys() - there.keys() - self._unread  # the server was emptied
+        if lost:
+            for field in lost:
+                del self._agreed[field]
+            self._changes = None  # what is here is to be written again
 
     async def _do(self, field: Field, mine: Row | None, row: Row) -> None:
         self._agreed[field] = row
@@ -197,29 +204,35 @@ class Catalog:
             self.counts.failed += 1
             log.warning("shared_registration_failed", registration=field, reason=str(error))
 
-    async def _write(self, client: Client, keys: Keys) -> None:
-        """Writes what clients have changed here since the last look."""
+    async def _write(self, client: Client, keys: Keys, write: Write) -> bool:
+        """Writes what clients have changed here since the last look; False if that was refused.
+
+        It is agreed once others can have heard of it.
+        """
         here = await self._here()
         now = await time_of(client, keys)
-        changed: dict[str | bytes, bytes] = {}
+        changed: dict[Field, Row] = {}
         for field, row in here.items():
             if not row.is_like(self._agreed.get(field)):
-                changed[field] = row.packed()
-                self._agreed[field] = row
+                changed[field] = row
         for field, row in list(self._agreed.items()):
             if row.members and field not in here and field not in self._failed:
-                gone = self._agreed[field] = Row(row.table, "", "", now)
-                changed[field] = gone.packed()
+                changed[field] = Row(row.table, "", "", now)
             elif not row.members and row.gone_at < now - GONE_S:
                 del self._agreed[field]
                 await client.hdel(keys.catalog, [field])
-        names = list(changed)[:MAX_ROWS]
+        written = {field: changed[field] for field in list(changed)[:MAX_ROWS]}
+        names = list(written)
         for at in range(0, len(names), WRITTEN_AT_ONCE):
-            rows = {name: changed[name] for name in names[at : at + WRITTEN_AT_ONCE]}
-            await client.hset(keys.catalog, rows)
+            some = names[at : at + WRITTEN_AT_ONCE]
+            rows: dict[str | bytes, bytes] = {name: written[name].packed() for name in some}
+            if not await write(client.hset(keys.catalog, rows)):
+                return False
             self.counts.written += len(rows)
-        if names:
-            await client.set(keys.catalog_changes, token_hex(8))
+        if names and not await write(client.set(keys.catalog_changes, token_hex(8))):
+            return False
+        self._agreed |= written
+        return True
 
 
 def _field(table: str, wanted: Any) -> Field:

@@ -15,7 +15,9 @@ is passed over.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -71,6 +73,40 @@ class Unreadable(ValueError):
     """What others have written is not understood."""
 
 
+# What may be raised by taking to pieces what is not what it should be.
+_UNFIT = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+
+
+@contextmanager
+def understanding(what: str) -> Iterator[None]:
+    """Has whatever reading raises be Unreadable: the server keeps what anybody has written."""
+    try:
+        yield
+    except Unreadable:
+        raise
+    except _UNFIT as error:
+        raise Unreadable(f"{what} is not understood: {error!r}") from None
+
+
+def number_of(value: Any) -> int:
+    """Returns a number of a step or the like, which goes into msgpack again; raises what int does.
+
+    Raises ValueError on one that nobody can have counted to.
+    """
+    number = int(value)
+    if not 0 <= number < 2**63:
+        raise ValueError(f"{number} is no number of a step")
+    return number
+
+
+def moment_of(value: Any) -> float:
+    """Returns a reading of a clock; raises what float does, and ValueError on an endless one."""
+    moment = float(value)
+    if not math.isfinite(moment):
+        raise ValueError(f"{moment} is no time")
+    return moment
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """Steps of one writer, one after the other."""
@@ -109,7 +145,7 @@ class Ask:
 
 def read_entry(fields: Mapping[Any, Any]) -> Entry | Ask | None:
     """Returns what an entry says, None for a form of another version; raises Unreadable."""
-    try:
+    with understanding("an entry of the stream"):
         if int(fields[b"v"]) != FORM:
             return None
         if b"ask" in fields:
@@ -118,21 +154,23 @@ def read_entry(fields: Mapping[Any, Any]) -> Entry | Ask | None:
             raise Unreadable(f"an entry is longer than {MAX_ENTRY_BYTES} bytes")
         return Entry(
             fields[b"w"].decode(),
-            int(fields[b"n"]),
-            int(fields[b"m"]),
-            float(fields[b"t"]),
+            number_of(fields[b"n"]),
+            number_of(fields[b"m"]),
+            moment_of(fields[b"t"]),
             read_ledgers(fields[b"l"]),
             read_dots(fields[b"d"]),
             fields[b"r"],
         )
-    except (KeyError, ValueError) as error:
-        raise Unreadable(f"an entry of the stream is not understood: {error!r}") from None
 
 
 def last_of(fields: Mapping[Any, Any], writer: str) -> int | None:
-    """Returns the number of the last step of an entry of one writer, None if it is of another."""
-    is_its = fields.get(b"w") == writer.encode() and b"m" in fields
-    return int(fields[b"m"]) if is_its else None
+    """Returns the number of the last step of an entry of one writer, None if it is of another.
+
+    Raises Unreadable.
+    """
+    with understanding("the last number of an entry"):
+        is_its = fields.get(b"w") == writer.encode() and b"m" in fields
+        return number_of(fields[b"m"]) if is_its else None
 
 
 def packed_dots(dots: list[Dot | None]) -> bytes:
@@ -146,11 +184,9 @@ def packed_dots(dots: list[Dot | None]) -> bytes:
 
 def read_dots(content: bytes) -> list[Dot | None]:
     """Raises Unreadable."""
-    writers, flat = unpacked(content)
-    try:
+    with understanding("a list of dots"):
+        writers, flat = unpacked(content)
         return [None if each is None else _dot(writers[each[0]], each[1]) for each in flat]
-    except (IndexError, TypeError) as error:
-        raise Unreadable(f"the numbers of steps are not understood: {error!r}") from None
 
 
 def packed_ledgers(ledgers: Mapping[int, LedgerName]) -> bytes:
@@ -162,9 +198,10 @@ def packed_ledgers(ledgers: Mapping[int, LedgerName]) -> bytes:
 def read_ledgers(content: bytes) -> dict[int, LedgerName]:
     """Raises Unreadable."""
     found = {}
-    for number, face, model_name, tenant_id, block_size in unpacked(content):
-        key = PartitionKey(str(model_name), str(tenant_id))
-        found[int(number)] = LedgerName(Face(face), key, int(block_size))
+    with understanding("a list of ledgers"):
+        for number, face, model_name, tenant_id, block_size in unpacked(content):
+            key = PartitionKey(str(model_name), str(tenant_id))
+            found[int(number)] = LedgerName(Face(face), key, int(block_size))
     return found
 
 
@@ -172,7 +209,8 @@ def unpacked(content: bytes) -> Any:
     """Returns what msgpack says; raises Unreadable."""
     try:
         return msgpack.unpackb(content, use_list=True, strict_map_key=False)
-    except (ValueError, msgpack.exceptions.UnpackException) as error:
+    # TypeError: a map has a key that is a list or a map.
+    except (TypeError, ValueError, msgpack.exceptions.UnpackException) as error:
         raise Unreadable(f"an entry or a view is not msgpack: {error!r}") from None
 
 
@@ -210,22 +248,20 @@ class ViewHead:
     @classmethod
     def read(cls, content: bytes) -> ViewHead | None:
         """Returns a view's head, None for a form of another version; raises Unreadable."""
-        said = unpacked(content)
-        try:
+        with understanding("a view"):
+            said = unpacked(content)
             if said["v"] != FORM:
                 return None
             return cls(
-                int(said["number"]),
-                int(said["pieces"]),
-                int(said["bytes"]),
-                {str(writer): int(number) for writer, number in said["numbers"].items()},
+                number_of(said["number"]),
+                number_of(said["pieces"]),
+                number_of(said["bytes"]),
+                {str(writer): number_of(number) for writer, number in said["numbers"].items()},
                 Position.of(said["position"]),
-                int(said["own"]),
+                number_of(said["own"]),
                 bool(said["partial"]),
                 [(model, tenant) for model, tenant in said["served"]],
             )
-        except (KeyError, TypeError, ValueError) as error:
-            raise Unreadable(f"a view is not understood: {error!r}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,25 +293,26 @@ class Piece:
     @classmethod
     def read(cls, content: bytes) -> Piece:
         """Raises Unreadable."""
-        said = unpacked(content)
-        try:
+        with understanding("a piece of a view"):
+            said = unpacked(content)
+            records = said["r"]
+            if not isinstance(records, bytes):
+                raise TypeError("its records are no bytes")
             return cls(
-                float(said["t"]),
+                moment_of(said["t"]),
                 Position.of(said["position"]),
-                int(said["own"]),
+                number_of(said["own"]),
                 read_ledgers(said["l"]),
-                bytes(said["r"]),
+                records,
                 read_dots(said["dots"]),
                 list(_elsewhere(said["elsewhere"])),
             )
-        except (KeyError, TypeError, ValueError) as error:
-            raise Unreadable(f"a piece of a view is not understood: {error!r}") from None
 
 
 def _dot(writer: Any, number: Any) -> Dot:
-    return Dot(str(writer), int(number))
+    return Dot(str(writer), number_of(number))
 
 
 def _elsewhere(rows: Any) -> Iterator[tuple[str, str, str, str, Dot]]:
     for face, model_name, tenant_id, request_id, dot in rows:
-        yield str(face), str(model_name), str(tenant_id), str(request_id), _dot(*dot)
+        yield Face(face).value, str(model_name), str(tenant_id), str(request_id), _dot(*dot)

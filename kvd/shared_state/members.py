@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import msgpack
 
-from kvd.shared_state.entries import FORM, Unreadable, unpacked
+from kvd.shared_state.entries import FORM, Unreadable, number_of, understanding, unpacked
 from kvd.shared_state.keys import Keys
 from kvd.shared_state.server import Client
 
@@ -52,8 +52,8 @@ class Member:
 
         Raises Unreadable.
         """
-        said = unpacked(content)
-        try:
+        with understanding("the row of a process"):
+            said = unpacked(content)
             if said["v"] != FORM:
                 return None
             serves = tuple((str(model), tenant) for model, tenant in said["serves"])
@@ -63,11 +63,9 @@ class Member:
                 str(said["name"]),
                 None if address is None else str(address),
                 serves,
-                {str(each): int(number) for each, number in said["numbers"].items()},
-                int(said["view"]),
+                {str(each): number_of(number) for each, number in said["numbers"].items()},
+                number_of(said["view"]),
             )
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise Unreadable(f"the row of a process is not understood: {error!r}") from None
 
 
 async def tell(client: Client, keys: Keys, member: Member) -> None:
@@ -87,7 +85,7 @@ async def listed(client: Client, keys: Keys, own: str) -> tuple[dict[str, Member
     Raises what the client raises.
     """
     writers = sorted(
-        each.decode() if isinstance(each, bytes) else str(each)
+        each.decode("utf-8", "replace") if isinstance(each, bytes) else str(each)
         for each in await client.smembers(keys.members)
     )[:MAX_MEMBERS]
     others = [writer for writer in writers if writer != own]

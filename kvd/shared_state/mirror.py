@@ -309,7 +309,8 @@ class Mirror:
             self.counts.steps += 1
             if number % SLICE == 0:
                 yield
-        self.hear(entry.writer, entry.last)
+        if number != entry.last:
+            raise ValueError(f"an entry up to step {entry.last} ends with step {number}")
 
     def hear(self, writer: str, number: int) -> None:
         """Notes that all steps of a writer are in here, up to a number."""

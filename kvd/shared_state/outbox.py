@@ -4,10 +4,11 @@
                                                         │
                                                         └──> Mirror: what of ours lives
 
-Records stay in the journal while the server is away. What finds no room there is lost for the
-stream: its numbers are left out, others see the gap and read this writer's view.
+It is drained as steps come, with a server or without, so no drain is long. Entries wait for the
+server; beyond MAX_WAITING_BYTES they are lost for the stream, as is what finds no room in the
+journal: its numbers are left out, others see the gap and read this writer's view.
 
-Costs: a step a few microseconds, in slices of ENTRY_BYTES.
+Costs: a step a few microseconds.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ class Outbox:
                     of = owner.ledger, kind, owner.key, owner.block_size
                     self._opened.introduce(self._journal, *of)
 
-    def drain(self, now: float) -> bool:
-        """Numbers what was recorded; False if steps were lost since the last time."""
+    def drain(self, now: float) -> None:
+        """Numbers what was recorded."""
         records = self._journal.take()
         for piece in pieces(records, ENTRY_BYTES):
             self._number(piece, now)
@@ -69,14 +70,11 @@ class Outbox:
             self.entries.clear()
             self._size = 0
             self.holes += 1
-            return False
-        if self._journal.dropped == self._dropped:
-            return True
-        self._dropped = self._journal.dropped
-        self.holes += 1
-        self._mirror.skip_own()
-        self.introduce()
-        return False
+        elif self._journal.dropped != self._dropped:
+            self._dropped = self._journal.dropped
+            self.holes += 1
+            self._mirror.skip_own()
+            self.introduce()
 
     def sent(self) -> None:
         """Notes that the server has the first entry."""

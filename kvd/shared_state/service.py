@@ -13,7 +13,7 @@ import platform
 from collections.abc import Iterator
 from dataclasses import fields
 from secrets import token_hex
-from typing import Any
+from typing import Any, NoReturn
 
 import trio
 
@@ -25,7 +25,7 @@ from kvd.shared_state.keys import Keys
 from kvd.shared_state.mirror import BOUND, Faces, Mirror
 from kvd.shared_state.outbox import Outbox
 from kvd.shared_state.server import ServerError, connected
-from kvd.shared_state.session import Session, Standing
+from kvd.shared_state.session import FLUSH_S, Session, Standing
 from kvd.shared_state.views import Views
 from kvd.slots.shared_loads import Ledgers
 from kvd.slots.trackers import SlotTrackers
@@ -95,6 +95,19 @@ class SharedState:
 
     async def run(self) -> None:
         """Keeps a session with the server until `finish`."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._gather)
+            await self._keep_sessions()
+            nursery.cancel_scope.cancel()
+        self._ended.set()
+
+    async def _gather(self) -> NoReturn:
+        """Numbers steps as they come: a drain of all that was booked in an outage would be long."""
+        while True:
+            await trio.sleep(FLUSH_S)
+            self._outbox.drain(trio.current_time())
+
+    async def _keep_sessions(self) -> None:
         while not self._stopping.is_set():
             try:
                 async with connected(self._server) as client:
@@ -116,7 +129,6 @@ class SharedState:
             with trio.move_on_after(self._pause_s):
                 await self._stopping.wait()
             self._pause_s = min(LONGEST_PAUSE_S, 2 * self._pause_s)
-        self._ended.set()
 
     def _welcome(self) -> None:
         """Notes that a session has begun: all that others have is in here."""

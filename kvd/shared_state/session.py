@@ -122,6 +122,7 @@ class Session:
         self._source: dict[str, str] = {}  # writers that lack, and whose view has more of them
         self._entry_bytes = 1024.0  # mean of what was read lately
         self._has_said_unreadable = False
+        self._holes = outbox.holes  # those of which our view is to tell
         self._placed: int | None = None  # changes of registrations, when it was tried to place all
         self._server_s = 0.0  # the server's clock less ours
 
@@ -152,9 +153,13 @@ class Session:
     # ---- joining
 
     async def _join(self) -> None:
-        """Reads what others have, and says that we are there."""
+        """Reads what others have, and says that we are there.
+
+        Who is registered comes first: what others have booked there is to find its rank.
+        """
         mirror = self._mirror
         await self._check_stream()
+        await self._catalog.sync(self._client, self._keys, self._try)
         if self._standing.has_joined:
             await self._say_hello()
             return
@@ -177,10 +182,16 @@ class Session:
         if self._standing.has_settled or mirror.behind:
             return
         async with self._at_rest:
-            self._outbox.drain(trio.current_time())
-            for _ in mirror.drop_unknown() if mirror.counts.views else mirror.claim():
-                await trio.lowlevel.checkpoint()
+            work = mirror.drop_unknown() if mirror.counts.views else mirror.claim()
+            await self._among_news(work)
         self._standing.has_settled = True
+
+    async def _among_news(self, work: Iterator[None]) -> None:
+        """Does what tells known bookings from others, while clients make new ones."""
+        self._outbox.drain(trio.current_time())
+        for _ in work:
+            await trio.lowlevel.checkpoint()
+            self._outbox.drain(trio.current_time())
 
     async def _say_hello(self) -> None:
         await self._write_view()
@@ -212,7 +223,9 @@ class Session:
     async def flush(self) -> None:
         """Writes all steps so far."""
         outbox = self._outbox
-        if not outbox.drain(trio.current_time()):
+        outbox.drain(trio.current_time())
+        if outbox.holes != self._holes:
+            self._holes = outbox.holes
             self._wanted.set()
         while outbox.entries:
             entry = outbox.entries[0]
@@ -277,6 +290,7 @@ class Session:
         self._entry_bytes += (size - self._entry_bytes) / 256
         try:
             if (settled := last_of(fields, self._mirror.writer)) is not None:
+                settled = min(settled, self._mirror.own)  # else somebody has made that up
                 self._mirror.settled = max(self._mirror.settled, settled)
                 return
             entry = read_entry(fields)
@@ -406,7 +420,7 @@ class Session:
             await self._tell()
             await self._look()
             await self._check_stream()
-            await self._catalog.sync(self._client, self._keys)
+            await self._catalog.sync(self._client, self._keys, self._try)
             if self._placed != self._catalog.changes:
                 self._placed = self._catalog.changes
                 await self._rest_between(self._mirror.place_waiting())
@@ -458,9 +472,7 @@ class Session:
         mirror = self._mirror
         if self._outbox.holes and self._standing.has_settled:
             async with self._at_rest:
-                self._outbox.drain(trio.current_time())
-                for _ in mirror.claim():
-                    await trio.lowlevel.checkpoint()
+                await self._among_news(mirror.claim())
         self._viewed_at = trio.current_time()
         self._viewed_numbers = mirror.numbers | {mirror.writer: mirror.own}
         self._read_since_view = 0

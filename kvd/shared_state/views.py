@@ -94,12 +94,12 @@ class Views:
         async for piece in self._pieces():
             content = piece.packed()
             await client.rpush(name, [content])
+            if not pieces:  # it ends by itself, should this process end before it is whole
+                await client.expire(name, VIEW_S)
             pieces += 1
             size += len(content)
         partial = left_out > 0
         head = ViewHead(number, pieces, size, numbers, position, own, partial, list(self._served))
-        if pieces:
-            await client.expire(name, VIEW_S)
         await client.set(keys.view(mirror.writer), head.packed(), ex=VIEW_S)
         if self.number:
             await client.expire(keys.pieces(mirror.writer, self.number), OLD_PIECES_S)

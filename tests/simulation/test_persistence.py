@@ -10,6 +10,7 @@ the directory meanwhile.
 from __future__ import annotations
 
 import math
+import os
 import resource
 import shutil
 import time
@@ -18,18 +19,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
+from threading import Event
 from typing import NamedTuple
 
 import pytest
 import trio
+import trio.testing
 
 from kvd.model import PartitionKey
-from kvd.persistence import moments
+from kvd.persistence import journal, moments
 from kvd.persistence.bookings import Restored, restore
 from kvd.persistence.directory import Directory
-from kvd.persistence.frames import Content, Damaged, Header, opening
+from kvd.persistence.frames import Content, Header, opening
 from kvd.persistence.journal import JournalWriter
-from kvd.persistence.reading import bookings_of
+from kvd.persistence.reading import UnreadJournal, bookings_of
 from kvd.selection.options import RouterOptions
 from kvd.selection.requests import Retry
 from kvd.slots.shared_loads import Ledgers
@@ -84,7 +87,7 @@ class Process:
         self.names = 0
 
     async def start(self) -> None:
-        """Registers workers and books again what is there; raises Damaged."""
+        """Registers workers and books again what is there; raises UnreadJournal."""
         for number in (1, 2):
             self.slots.register(SLOTS, number, 4, 0, 2)
             await self.service.selections.workers.put(worker(number))
@@ -216,6 +219,49 @@ def spoil(folder: Path, random: Random) -> str:
     return ""
 
 
+def nearest(seen: Seen, before: list[Seen]) -> list[str]:
+    """Returns what differs from the state that is the most like it."""
+    found = [
+        [
+            f"{name} {a ^ b if isinstance(a, frozenset) else (a, b)}"  # type: ignore[operator]
+            for name, a, b in zip(Seen._fields, seen, each, strict=True)
+            if a != b
+        ]
+        for each in before
+    ]
+    return min(found, key=lambda each: len(str(each)))
+
+
+async def half_a_beginning(process: Process, random: Random, before: list[Seen]) -> list[Seen]:
+    """Begins a journal while clients call, and does not come to its end; returns what was so."""
+    seen = list(before)
+
+    async def call() -> None:
+        for _ in range(random.randrange(12)):
+            await process.step(random)
+            seen.append(process.seen())
+            await trio.lowlevel.checkpoint()
+
+    flush, left = process.writer.flush, random.randrange(1, 6)
+
+    async def flush_some() -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            await trio.sleep_forever()
+        await flush()
+
+    process.writer.flush = flush_some  # type: ignore[method-assign]
+    with trio.CancelScope() as scope:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(process.writer.begin)
+            await call()
+            with trio.move_on_after(0.02):
+                await trio.sleep_forever()
+            scope.cancel()
+    return seen
+
+
 async def lives(folder: Path, clocks: Clocks, seed: int) -> None:
     random = Random(seed)
     before = [NOTHING]  # all that was so since the last restart
@@ -228,7 +274,7 @@ async def lives(folder: Path, clocks: Clocks, seed: int) -> None:
             Directory(folder / "state")
         try:
             await process.start()
-        except Damaged:
+        except UnreadJournal:
             assert spoilt
             process.die()
             shutil.rmtree(folder / "state")
@@ -236,12 +282,15 @@ async def lives(folder: Path, clocks: Clocks, seed: int) -> None:
             continue
         seen = process.seen()
         if spoilt:
-            assert seen in before, (seed, number, spoilt)
+            assert seen in before, (seed, number, spoilt, nearest(seen, before))
         else:
             assert seen == written, (seed, number)
         assert process.restored.dropped == process.restored.expired == 0
         before, written = [NOTHING, *before, seen], seen
-        if random.randrange(4):  # else it dies while it starts
+        if random.randrange(4) == 0:
+            before = await half_a_beginning(process, random, [seen])
+            spoilt = "interrupted"
+        elif random.randrange(4):  # else it dies while it starts
             await process.writer.begin()
             before = [NOTHING, seen]
             for _ in range(random.randrange(60)):
@@ -266,16 +315,100 @@ async def lives(folder: Path, clocks: Clocks, seed: int) -> None:
                         written = before[-1]
                     else:
                         break  # it dies before the disk has room again
+                if random.randrange(40) == 0:
+                    before = await half_a_beginning(process, random, before)
+                    spoilt = "interrupted"
+                    break
         process.service.check()
         process.die()
-        spoilt = spoil(folder / "state", random) if random.randrange(3) == 0 else ""
+        if spoilt != "interrupted":
+            # What a failing disk left out, only the whole of the next journal tells.
+            is_spoilt = not process.writer.stats.failures and random.randrange(3) == 0
+            spoilt = spoil(folder / "state", random) if is_spoilt else ""
 
 
 @pytest.mark.parametrize("seed", range(scaled(40)))
 def test_what_comes_back_was_so_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
+    monkeypatch.setattr(journal, "EXPORT_BYTES", 150)
     trio.run(lives, tmp_path, Clocks(monkeypatch), seed)
+
+
+async def booked_and_written(folder: Path) -> Process:
+    """Returns a process that has a request in its journal."""
+    process = Process(folder, 0)
+    await process.start()
+    await process.writer.begin()
+    tracker = process.slots.trackers[SLOTS]
+    process.slots.add(tracker, "r1", 1, 0, scanned([5]), 9, process.service.now, None)
+    await process.writer.flush()
+    return process
+
+
+async def has_it(folder: Path) -> bool:
+    """Says whether another process has that request."""
+    process = Process(folder, 1)
+    await process.start()
+    found = _is(process.slots.trackers[SLOTS].ledger, "r1")
+    process.die()
+    return found
+
+
+def test_a_journal_that_is_removed_is_written_anew(tmp_path: Path) -> None:
+    async def main() -> None:
+        process = await booked_and_written(tmp_path / "state")
+        shutil.rmtree(tmp_path / "state")
+        with pytest.raises(OSError, match="has been removed"):
+            await process.writer.sync()
+        await process.writer.begin()
+        process.die()
+        assert await has_it(tmp_path / "state")
+
+    trio.run(main)
+
+
+def test_a_journal_stays_until_the_next_has_all(tmp_path: Path) -> None:
+    """The disk is told to keep one while the next is being made."""
+
+    async def main() -> None:
+        process = await booked_and_written(tmp_path)
+        create, made = process.directory.create_journal, Event()
+
+        def create_late(header: Header) -> tuple[int, int]:
+            made.wait(10)
+            return create(header)
+
+        process.directory.create_journal = create_late  # type: ignore[method-assign]
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(process.writer.begin)
+            await trio.testing.wait_all_tasks_blocked()
+            await process.writer.sync()
+            assert [number for number, _ in process.directory.journals()] == [1]
+            made.set()
+        await process.writer.sync()
+        assert [number for number, _ in process.directory.journals()] == [2]
+        process.die()
+        assert await has_it(tmp_path)
+
+    trio.run(main)
+
+
+def test_a_file_that_a_thread_may_write_to_stays_open(tmp_path: Path) -> None:
+    """Its descriptor would be another file's soon."""
+
+    async def main() -> None:
+        process = await booked_and_written(tmp_path)
+        file = process.writer._file
+        assert file is not None
+        process.writer._failed(OSError(5, "Input/output error"))
+        assert os.fstat(file).st_size > 0
+        await process.writer.begin()
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(file)
+        process.die()
+
+    trio.run(main)
 
 
 def test_hashes_are_those_that_were_booked(tmp_path: Path) -> None:

@@ -311,6 +311,25 @@ def test_a_damaged_file_is_put_aside(tmp_path: Path, name: str) -> None:
         kvd.stop()
 
 
+def test_one_damaged_journal_of_two_is_named_and_none_counts(tmp_path: Path) -> None:
+    """What the other one tells of may have ended in the damaged one."""
+    with kvd_of(tmp_path) as kvd:
+        slots = {"worker_id": 7, "model_name": "m", "block_size": 4, "dp_start": 0, "dp_size": 1}
+        assert kvd.post("slot-tracker", "/register", slots).status_code == 201
+        assert book(kvd, "r1").status_code == 201
+        kvd.stop()
+        ((number, sound),) = journals(kvd.state)
+        damaged = kvd.state / f"journal.{number - 1}"
+        damaged.write_bytes(b"not a journal")
+        kvd.start()
+        said = kvd.server.stderr  # type: ignore[union-attr]
+        assert f"event=state_refused file={damaged} " in said
+        assert (kvd.state / "journal.refused").read_bytes() == b"not a journal"
+        assert not sound.exists()
+        assert book(kvd, "r1").status_code == 201  # it is new
+        kvd.stop()
+
+
 def test_the_command_shows_verifies_and_exports(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

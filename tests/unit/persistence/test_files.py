@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -84,7 +85,7 @@ def test_a_torn_end_is_no_damage_where_it_may_be(written: Path) -> None:
     for size in range(len(FRAMES[2])):
         written.write_bytes(start + FRAMES[0] + FRAMES[2][:size])
         reading = Reading(written)
-        assert [each.content for each in reading.frames(may_be_torn=True)] == [b"first"]
+        assert [each.content for each in reading.frames(torn=8)] == [b"first"]
         assert reading.whole == len(start) + len(FRAMES[0])
         reading.close()
     broken = bytearray(FRAMES[0])
@@ -92,8 +93,59 @@ def test_a_torn_end_is_no_damage_where_it_may_be(written: Path) -> None:
     written.write_bytes(start + broken + FRAMES[1])  # something sound lies behind it
     reading = Reading(written)
     with pytest.raises(Damaged, match="checksum"):
-        list(reading.frames(may_be_torn=True))
+        list(reading.frames(torn=7))
     reading.close()
+
+
+def test_a_changed_bit_before_the_last_frame_is_no_torn_end(written: Path) -> None:
+    """The length of a frame may be what has changed, so that it seems to reach beyond the end."""
+    data = opening(HEADER) + frame(7, b"a" * 40) + frame(7, b"bb") + frame(7, b"c" * 9)
+    last = len(data) - len(frame(7, b"c" * 9))
+    for at in range(len(MAGIC) + 1, last):
+        changed = bytearray(data)
+        changed[at] ^= 1 << at % 8
+        written.write_bytes(changed)
+        with pytest.raises(Damaged):
+            _read_to_a_torn_end(written)
+    for at in range(last, len(data)):
+        changed = bytearray(data)
+        changed[at] ^= 1 << at % 8
+        written.write_bytes(changed)
+        assert _read_to_a_torn_end(written) == [b"a" * 40, b"bb"]
+
+
+def _read_to_a_torn_end(path: Path) -> list[bytes]:
+    reading = Reading(path)
+    try:
+        return [each.content for each in reading.frames(torn=7)]
+    finally:
+        reading.close()
+
+
+def test_only_a_regular_file_is_read(tmp_path: Path) -> None:
+    """A pipe would keep its reader waiting, and some devices have no end."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "device").symlink_to("/dev/zero")
+    for name in ("pipe", "folder", "device"):
+        with pytest.raises((Damaged, IsADirectoryError)):
+            Reading(tmp_path / name)
+
+
+def test_a_directory_that_was_put_elsewhere_is_taken_again(tmp_path: Path) -> None:
+    path = tmp_path / "state"
+    first = Directory(path)
+    path.rename(tmp_path / "elsewhere")
+    first.replace(HEADER, FRAMES)
+    with pytest.raises(InUse):
+        Directory(path)
+    assert len(contents(path / "registrations")) == len(FRAMES)
+    path.rename(tmp_path / "gone")
+    second = Directory(path)
+    with pytest.raises(InUse):  # it is another's now
+        first.replace(HEADER, FRAMES)
+    first.close()
+    second.close()
 
 
 def test_a_write_that_fails_leaves_the_last_file(written: Path) -> None:
