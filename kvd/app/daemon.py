@@ -61,6 +61,7 @@ from kvd.net.listeners import ListenerTasks
 from kvd.net.recovery import RecoveryStats, confirm_restored, recover
 from kvd.net.zsocket import make_context
 from kvd.persistence.directory import Directory
+from kvd.persistence.journal import Told
 from kvd.persistence.registrations import Faces, Registrations
 from kvd.persistence.store import Keeper, Store
 from kvd.platform import activation, sdnotify
@@ -291,7 +292,10 @@ class _Daemon:
         parts = self._parts
         catalog = Catalog(registrations, self._targets_of_clients())
         accounts = parts.slots, parts.selections
-        return SharedState(server, told, ledgers, aside, *accounts, self._ports.served, catalog)
+        known = Told(None) if self._keeper is None else self._keeper.told
+        return SharedState(
+            server, told, ledgers, aside, *accounts, self._ports.served, catalog, known
+        )
 
     @property
     def _config(self) -> Config:

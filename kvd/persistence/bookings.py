@@ -34,6 +34,7 @@ from kvd_core.ledger.journal import ENDED, Booked, Said, Stepped
 SLICE = 32
 
 WHOLE = ord("W")  # a journal has told of all that was booked when it began
+TOLD = ord("T")  # so has the server of the shared state, of all that was booked before a time
 
 LedgerName = tuple[Face, PartitionKey, int]  # face, model and tenant, block size
 Live = tuple[LedgerName, str]  # a ledger and the id of a request there
@@ -67,6 +68,7 @@ class Bookings:
         self.leases: dict[tuple[PartitionKey, str], Lease] = {}  # of sessions
         self.held: dict[str, Bound] = {}  # by reservation: what it keeps bound
         self.answers: dict[tuple[str | None, str], Answer] = {}
+        self.told_at: float | None = None  # see kvd.persistence.journal
         # Reservations, and when each was booked by the clock that has told of it last.
         self._reserved: dict[tuple[PartitionKey, str | None], tuple[float, Live]] = {}
         self._ledgers: dict[int, LedgerName] = {}
@@ -107,6 +109,8 @@ class Bookings:
             self._lease(*unpacked(record.content))
         elif record.kind == ANSWERED:
             self._answer(*unpacked(record.content))
+        elif record.kind == TOLD:
+            self.told_at = self._at(unpacked(record.content))
         elif record.kind == WHOLE:
             self._end_told()
         else:

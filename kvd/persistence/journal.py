@@ -23,9 +23,9 @@ from typing import NoReturn
 
 import trio
 
-from kvd.persistence.bookings import WHOLE
+from kvd.persistence.bookings import TOLD, WHOLE
 from kvd.persistence.directory import Directory, put, sync_directory
-from kvd.persistence.frames import Content, Header, frame
+from kvd.persistence.frames import Content, Header, frame, packed
 from kvd.persistence.moments import Moments
 from kvd.selection.service import Selections
 from kvd.slots.live_requests import LedgerOwner
@@ -51,6 +51,27 @@ RETRY_S = 5.0  # pause before a new journal is tried on a disk that has failed
 RECORDS = ord("R")  # kind of the frames of a journal
 
 log = get_logger(__name__)
+
+
+class Told:
+    """Up to when the server of the shared state has been told of all that is booked here.
+
+    What was booked later, and is known to nobody after a restart, has not ended elsewhere.
+    """
+
+    def __init__(self, journal: Journal | None) -> None:
+        """It is recorded in the `journal`, if there is one."""
+        self.at: float | None = None  # by the clock of the faces; None: never
+        self._journal = journal
+
+    def note(self, at: float) -> None:
+        self.at = at
+        self.export()
+
+    def export(self) -> None:
+        """Records it."""
+        if self._journal is not None and self.at is not None:
+            self._journal.put(TOLD, packed(self.at))
 
 
 @dataclass(slots=True)
@@ -85,6 +106,7 @@ class JournalWriter:
         self._instance_id = instance_id
         self._clock = clock
         self.stats = JournalStats()
+        self.told = Told(journal)
         self.error: str | None = None  # why nothing is recorded, None: all is
         self._last = max((number for number, _ in directory.journals()), default=0)
         self._file: int | None = None
@@ -211,6 +233,7 @@ class JournalWriter:
         if self._selections.affinity is not None:
             yield from self._selections.affinity.export()
         yield from self._selections.reservations.retries.export()
+        self.told.export()
         self._journal.put(WHOLE, b"")
 
     async def flush(self) -> None:

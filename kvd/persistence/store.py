@@ -34,7 +34,7 @@ from kvd.persistence.bookings import Restored, restore
 from kvd.persistence.directory import Directory
 from kvd.persistence.frames import Content, Damaged, Header, Reading
 from kvd.persistence.holdings import Restoring
-from kvd.persistence.journal import MAX_WAITING_BYTES, JournalWriter
+from kvd.persistence.journal import MAX_WAITING_BYTES, JournalWriter, Told
 from kvd.persistence.moments import Moments
 from kvd.persistence.reading import UnreadJournal, bookings_of, frames_of
 from kvd.persistence.registrations import Registrations, register_again
@@ -172,6 +172,7 @@ class Keeper:
             # Without it the others would tell of what has ended.
             await trio.to_thread.run_sync(self._directory.drop_journals)
         else:
+            self._writer.told.at = bookings.told_at
             if journals:
                 self.stats.outcomes[Content.JOURNAL] = Outcome.RESTORED
                 log.info(
@@ -194,6 +195,11 @@ class Keeper:
             return False
         reading.close()
         return Moments.now(self._clock()).since(reading.header.moments) < FRESH_S
+
+    @property
+    def told(self) -> Told:
+        """Up to when the shared state has been told of what is booked here."""
+        return self._writer.told
 
     def leave_index(self) -> None:
         """Has the index begin without the snapshot, which the next one replaces."""

@@ -26,6 +26,7 @@ Costs: a step some 10 µs, a booking with its hashes 20 µs; 400 bytes a live re
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -222,9 +223,12 @@ class Mirror:
             self.own += 1
             self.booked_here(LedgerName(name.face, name.key, 0), name.request_id)
 
-    def drop_unknown(self) -> Iterator[None]:
-        """Ends what is booked here and known to nobody: it ended while this process was away."""
-        for found in self._unknown():
+    def drop_unknown(self, told_at: float) -> Iterator[None]:
+        """Ends what is booked here and known to nobody, if all were told of it before `told_at`.
+
+        It ended while this process was away.
+        """
+        for found in self._unknown(told_at):
             if found is None:
                 yield
                 continue
@@ -232,8 +236,8 @@ class Mirror:
             self._quietly(face.mirror_step, name.key, name.request_id, Step.FREE, self._clock())
             self.counts.ended += 1
 
-    def _unknown(self) -> Iterator[tuple[Name, LiveRequests[Any]] | None]:
-        """Yields what is booked here without anybody having said so, and None for a rest."""
+    def _unknown(self, before: float = math.inf) -> Iterator[tuple[Name, LiveRequests[Any]] | None]:
+        """Yields what was booked here earlier without anybody having said so, None for a rest."""
         scratch = Journal(SCRATCH_BYTES)
         for kind, face in self._faces.items():
             for owner in list(face.owners()):
@@ -243,7 +247,8 @@ class Mirror:
                     for booked in list(read(scratch.take())):
                         assert isinstance(booked, Booked)
                         name = Name(kind, owner.key, booked.request_id)
-                        if self._find(name) is None and name[1:] not in self._aside.requests:
+                        is_known = self._find(name) is not None or name[1:] in self._aside.requests
+                        if booked.admitted_at < before and not is_known:
                             yield name, face
                     yield None
 

@@ -5,6 +5,7 @@ It takes 18 MB of memory, so this room is imported where an address is set.
 
 from __future__ import annotations
 
+import logging
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -17,6 +18,9 @@ from coredis.retry import NoRetryPolicy
 
 from kvd.shared_state.keys import Keys
 from kvd.wire.state_address import StateServer
+
+# It writes tracebacks of what it raises, too; who catches that says it in a line.
+logging.getLogger("coredis").setLevel(logging.CRITICAL + 1)
 
 Client = Redis[bytes] | RedisCluster[bytes]
 

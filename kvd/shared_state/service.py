@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import trio
 
 from kvd.index.served import Place, ServedModels
+from kvd.persistence.journal import Told
 from kvd.replica_sync.aside import Aside
 from kvd.selection.service import Selections
 from kvd.shared_state.catalog import Catalog, CatalogCounts
@@ -56,8 +57,12 @@ class SharedState:
         selections: Selections,
         served: ServedModels,
         catalog: Catalog,
+        told: Told,
     ) -> None:
-        """`journal` is where the ledgers record, for this alone; it is paused until `prepare`."""
+        """`journal` is where the ledgers record, for this alone; it is paused until `prepare`.
+
+        What was booked before `told` says so was told of before this process began.
+        """
         faces: Faces = {Face.SLOT_TRACKER: slots, Face.SELECTION: selections.reservations}
         writer = token_hex(8)
         self._server = server
@@ -73,6 +78,7 @@ class SharedState:
         self._outbox = Outbox(journal, self._mirror, ledgers, faces)
         content = faces, affinity, served.listed, self._at_rest
         self._views = Views(self._mirror, self._outbox, *content)
+        self._told = told
         self._standing = Standing()
         self._stopping = trio.Event()
         self._ended = trio.Event()
@@ -88,6 +94,7 @@ class SharedState:
 
     async def prepare(self) -> None:
         """Notes what is registered, and listens, before anybody can have called."""
+        self._standing.told_at = self._told.at
         self._mirror.note_restored()
         self._journal.resume()
         self._outbox.introduce()
@@ -121,11 +128,14 @@ class SharedState:
                         self._catalog,
                         self._at_rest,
                         self._standing,
+                        self._told.note,
                         *about,
                     )
                     await session.run(self._welcome, self._stopping)
             except* ServerError as faults:
                 self._lost(faults)
+            except* Exception as faults:  # the client takes nonsense to pieces without looking
+                self._crashed(faults)
             with trio.move_on_after(self._pause_s):
                 await self._stopping.wait()
             self._pause_s = min(LONGEST_PAUSE_S, 2 * self._pause_s)
@@ -143,6 +153,15 @@ class SharedState:
         fault = str(_first(faults)) or type(_first(faults)).__name__
         if self._standing.is_connected or fault != self._fault:
             log.warning("shared_state_lost", server=str(self._server.address), reason=fault)
+        self._losses += self._standing.is_connected
+        self._standing.is_connected = False
+        self._fault = fault
+
+    def _crashed(self, faults: BaseExceptionGroup[BaseException]) -> None:
+        """Notes a bug, here or of the client: it costs the session, and is said once in a row."""
+        fault = repr(_first(faults))
+        if fault != self._fault:
+            log.exception("shared_state_crashed", server=str(self._server.address))
         self._losses += self._standing.is_connected
         self._standing.is_connected = False
         self._fault = fault
@@ -173,12 +192,13 @@ class SharedState:
 
     def shown(self) -> dict[str, Any]:
         """Returns what a status says."""
+        refusals = iter(self._standing.refusals.values())
         return {
             "server": str(self._server.address),
             "connected": self._standing.is_connected,
             "replicas": len(self._standing.members),
             "behind": len(self._mirror.behind),
-            "fault": self._standing.refusal if self._standing.is_connected else self._fault,
+            "fault": next(refusals, None) if self._standing.is_connected else self._fault,
         }
 
     def families(self) -> Iterator[Family]:

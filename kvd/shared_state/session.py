@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NoReturn
 
 import trio
@@ -80,8 +81,9 @@ class Standing:
     counts: SessionCounts = field(default_factory=SessionCounts)
     has_joined: bool = False  # all that others had at our start is in here
     has_settled: bool = False  # what was restored here is known to all, or has been dropped
+    told_at: float | None = None  # up to when the server had been told what was restored here
     is_connected: bool = False
-    refusal: str | None = None  # why the server does not let us write
+    refusals: dict[str, str] = field(default_factory=dict)  # what is not taken, and why
 
 
 class Session:
@@ -97,6 +99,7 @@ class Session:
         catalog: Catalog,
         at_rest: trio.Lock,
         standing: Standing,
+        note_told: Callable[[float], None],
         name: str,
         address: str | None,
         served: Collection[tuple[str, str | None]],
@@ -109,6 +112,7 @@ class Session:
         self._catalog = catalog
         self._at_rest = at_rest
         self._standing = standing
+        self._note_told = note_told
         self._about = name, address, tuple(served)
         self._counts = standing.counts
         self._viewed_at = -VIEW_EVERY_S
@@ -159,7 +163,7 @@ class Session:
         """
         mirror = self._mirror
         await self._check_stream()
-        await self._catalog.sync(self._client, self._keys, self._try)
+        await self._sync_catalog()
         if self._standing.has_joined:
             await self._say_hello()
             return
@@ -173,17 +177,23 @@ class Session:
         await self._settle()
         await self._say_hello()
 
+    async def _sync_catalog(self) -> None:
+        await self._catalog.sync(self._client, self._keys, partial(self._try, what="catalog"))
+
     async def _settle(self) -> None:
         """Decides on what is booked here and known to nobody, once all others have been heard.
 
-        Where others share their state it has ended while this process was away. Else it is ours.
+        Where others share their state, what they were told of has ended while this process was
+        away. All else is ours.
         """
         mirror = self._mirror
         if self._standing.has_settled or mirror.behind:
             return
         async with self._at_rest:
-            work = mirror.drop_unknown() if mirror.counts.views else mirror.claim()
-            await self._among_news(work)
+            told_at = self._standing.told_at
+            if mirror.counts.views and told_at is not None:
+                await self._among_news(mirror.drop_unknown(told_at))
+            await self._among_news(mirror.claim())
         self._standing.has_settled = True
 
     async def _among_news(self, work: Iterator[None]) -> None:
@@ -229,41 +239,45 @@ class Session:
             self._wanted.set()
         while outbox.entries:
             entry = outbox.entries[0]
-            if not await self._try(
-                self._client.xadd(
-                    self._keys.ops,
-                    field_values=entry.fields(),
-                    trim_strategy=PureToken.MAXLEN,
-                    trim_operator=PureToken.APPROXIMATELY,
-                    threshold=self._most_entries(),
-                )
-            ):
+            writing = self._client.xadd(
+                self._keys.ops,
+                field_values=entry.fields(),
+                trim_strategy=PureToken.MAXLEN,
+                trim_operator=PureToken.APPROXIMATELY,
+                threshold=self._most_entries(),
+            )
+            if not await self._try(writing, "stream"):
                 await trio.sleep(WRITE_AGAIN_S)
                 continue
             if outbox.entries and outbox.entries[0] is entry:
                 outbox.sent()
             self._counts.entries_written += 1
             self._counts.bytes_written += len(entry.records)
+        if self._standing.has_settled and not outbox.has_news:
+            self._note_told(trio.current_time())
 
     def _most_entries(self) -> int:
         """Returns how many entries the stream keeps, by the mean of their bytes."""
         return int(min(MAX_ENTRIES, max(MIN_ENTRIES, STREAM_BYTES / self._entry_bytes)))
 
-    async def _try(self, command: Any) -> bool:
-        """Has the server write; False if it refuses. Raises what else the client raises."""
+    async def _try(self, command: Any, what: str) -> bool:
+        """Has the server write; False if it refuses. Raises what else the client raises.
+
+        It may take one thing and refuse another, where a user has some rights only.
+        """
+        refusals = self._standing.refusals
         try:
             await command
         except ReadOnlyError:  # it has become a copy of another one, which is to be found
             raise
         except ResponseError as error:
             self._counts.refused += 1
-            if self._standing.refusal is None:
+            if not refusals:
                 log.warning("shared_state_refused", reason=str(error))
-            self._standing.refusal = str(error)
+            refusals[what] = str(error)
             return False
-        if self._standing.refusal is not None:
+        if refusals.pop(what, None) is not None and not refusals:
             log.info("shared_state_accepted")
-        self._standing.refusal = None
         return True
 
     # ---- reading
@@ -348,7 +362,7 @@ class Session:
             elif is_there and now - self._asked.get(source, -ASK_AGAIN_S) >= ASK_AGAIN_S:
                 self._asked[source] = now
                 ask = Ask(source).fields(self._mirror.writer)
-                await self._try(self._client.xadd(self._keys.ops, field_values=ask))
+                await self._try(self._client.xadd(self._keys.ops, field_values=ask), "stream")
 
     def _give_up(self, writer: str) -> None:
         """Waits no longer for a process that is gone; what others have of it, their views tell."""
@@ -420,7 +434,7 @@ class Session:
             await self._tell()
             await self._look()
             await self._check_stream()
-            await self._catalog.sync(self._client, self._keys, self._try)
+            await self._sync_catalog()
             if self._placed != self._catalog.changes:
                 self._placed = self._catalog.changes
                 await self._rest_between(self._mirror.place_waiting())
@@ -435,7 +449,7 @@ class Session:
         name, address, served = self._about
         numbers = self._mirror.told_lately() | {self._mirror.writer: self._outbox.told}
         told = Member(self._mirror.writer, name, address, served, numbers, self._views.number)
-        await self._try(members.tell(self._client, self._keys, told))
+        await self._try(members.tell(self._client, self._keys, told), "member")
 
     async def _look(self) -> None:
         """Notes who is there, and whose steps the server had a tick ago that are not in here."""
@@ -476,4 +490,4 @@ class Session:
         self._viewed_at = trio.current_time()
         self._viewed_numbers = mirror.numbers | {mirror.writer: mirror.own}
         self._read_since_view = 0
-        await self._try(self._views.write(self._client, self._keys))
+        await self._try(self._views.write(self._client, self._keys), "view")

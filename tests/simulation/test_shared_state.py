@@ -9,6 +9,7 @@ all have exactly what lives by a plain model.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Awaitable, Callable, Iterator
 from random import Random
 from typing import Any
 
@@ -17,7 +18,9 @@ import trio
 from trio.testing import MockClock
 
 from kvd.model import PartitionKey
+from kvd.persistence.journal import Told
 from kvd.replica_sync.aside import Aside
+from kvd.shared_state import mirror
 from kvd.shared_state.catalog import Catalog
 from kvd.shared_state.keys import Keys
 from kvd.shared_state.mirror import Faces, Mirror
@@ -48,29 +51,61 @@ class NoRegistrations:
         return iter(())
 
 
+class OneRegistration:
+    """A catalog in which there is a worker."""
+
+    def __init__(self, register: Callable[[], None]) -> None:
+        self.changes = 0
+        self._register = register
+
+    async def sync(self, *_: object) -> None:
+        if not self.changes:
+            await trio.sleep(0.01)
+            self._register()
+            self.changes = 1
+
+
 class Replica:
     """One process: its tracker, and its sessions with the server."""
 
-    def __init__(self, server: MemoryServer, name: str, room: int) -> None:
+    def __init__(
+        self,
+        server: MemoryServer,
+        name: str,
+        room: int = 1 << 20,
+        *,
+        restored: int = 0,
+        registers: bool = False,
+    ) -> None:
+        """It has some requests of another life; or learns of its worker from the catalog alone."""
         self.name = name
         self._server = server
         journal = Journal(room)
         journal.pause()
         ledgers = Ledgers(journals=[journal])
         self.slots = SlotTrackers(1e9, ledgers, clock=trio.current_time)
-        self.slots.register(KEY, 1, 4, 0, RANKS)
+        if not registers:
+            self.register()
         faces: Faces = {Face.SLOT_TRACKER: self.slots}
         aside = Aside(journal, trio.current_time)
         self.mirror = Mirror(name, faces, None, journal, aside, lambda key: True, trio.current_time)
         self.outbox = Outbox(journal, self.mirror, ledgers, faces)
         self._at_rest = trio.Lock()
         self._views = Views(self.mirror, self.outbox, faces, None, [], self._at_rest)
-        self._standing = Standing()
-        self._catalog = Catalog(NoRegistrations(), {})  # type: ignore[arg-type]
+        self.told = Told(None)
+        self.standing = Standing()
+        self._catalog = (
+            OneRegistration(self.register) if registers else Catalog(NoRegistrations(), {})  # type: ignore[arg-type]
+        )
         self._scope = trio.CancelScope()
+        for number in range(restored):
+            self.book(f"old{number}", 0, list(range(128)))
         self.mirror.note_restored()
         journal.resume()
         self.outbox.introduce()
+
+    def register(self) -> None:
+        self.slots.register(KEY, 1, 4, 0, RANKS)
 
     async def run(self) -> None:
         with self._scope:
@@ -83,7 +118,8 @@ class Replica:
                     self._views,
                     self._catalog,
                     self._at_rest,
-                    self._standing,
+                    self.standing,
+                    self.told.note,
                     self.name,
                     None,
                     [],
@@ -251,3 +287,92 @@ def test_replicas_come_to_agree(seed: int) -> None:
             nursery.cancel_scope.cancel()
 
     trio.run(main, clock=MockClock(autojump_threshold=0))
+
+
+def run(scenario: Callable[[MemoryServer, trio.Nursery], Awaitable[None]]) -> None:
+    """Runs something on a server that keeps everything, in virtual time."""
+
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            await scenario(MemoryServer(1000), nursery)
+            nursery.cancel_scope.cancel()
+
+    trio.run(main, clock=MockClock(autojump_threshold=0))
+
+
+def count(replica: Replica, prefix: str, names: int) -> int:
+    return len(replica.live([f"{prefix}{number}" for number in range(names)]))
+
+
+def test_who_is_registered_is_known_before_what_is_booked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More is booked than may wait for a rank."""
+    monkeypatch.setattr(mirror, "MAX_WAITING", 3)
+
+    async def scenario(server: MemoryServer, nursery: trio.Nursery) -> None:
+        first = Replica(server, "first")
+        nursery.start_soon(first.run)
+        for number in range(20):
+            first.book(f"r{number}", 0, [number])
+        await trio.sleep(5)
+        late = Replica(server, "late", registers=True)
+        nursery.start_soon(late.run)
+        await trio.sleep(20)
+        assert count(late, "r", 20) == 20
+        assert late.mirror.counts.left_out == 0
+
+    run(scenario)
+
+
+def test_what_is_booked_while_old_requests_are_looked_through_stays() -> None:
+    async def scenario(server: MemoryServer, nursery: trio.Nursery) -> None:
+        first = Replica(server, "first")
+        nursery.start_soon(first.run)
+        await trio.sleep(5)
+        back = Replica(server, "back", 1 << 24, restored=1000)
+        back.standing.told_at = trio.current_time() + 1
+        made = 0
+        drop = back.mirror.drop_unknown
+
+        def drop_beside_clients(told_at: float) -> Iterator[None]:
+            nonlocal made
+            for _ in drop(told_at):
+                back.book(f"new{made}", 0, [made])
+                made += 1
+                yield
+
+        back.mirror.drop_unknown = drop_beside_clients  # type: ignore[method-assign]
+        nursery.start_soon(back.run)
+        await trio.sleep(20)
+        assert count(back, "old", 1000) == 0  # ended elsewhere meanwhile
+        assert back.mirror.counts.ended == 1000
+        assert made > 10
+        assert count(back, "new", made) == count(first, "new", made) == made
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("has_told", [True, False])
+def test_what_nobody_was_told_of_has_not_ended_elsewhere(has_told: bool) -> None:
+    """It was booked while the server was away, and the process was restarted meanwhile."""
+
+    async def scenario(server: MemoryServer, nursery: trio.Nursery) -> None:
+        first = Replica(server, "first")
+        nursery.start_soon(first.run)
+        first.book("r0", 0, [1])
+        await trio.sleep(5)
+        back = Replica(server, "back", restored=5)
+        back.standing.told_at = trio.current_time() - 1 if has_told else None
+        nursery.start_soon(back.run)
+        await trio.sleep(20)
+        assert count(back, "old", 5) == count(first, "old", 5) == 5
+        assert count(back, "r", 1) == 1
+        told_at = back.told.at
+        server.freeze()
+        back.book("later", 0, [1])
+        await trio.sleep(20)
+        assert told_at == back.told.at is not None
+        server.thaw()
+        await trio.sleep(20)
+        assert back.told.at > told_at
+
+    run(scenario)
