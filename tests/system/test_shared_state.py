@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import signal
+import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from itertools import cycle
 from pathlib import Path
 from random import Random
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -292,6 +295,109 @@ def test_a_full_server_is_said_and_heals(tmp_path: Path, server: StateServer) ->
         wait(lambda: fleet.kvds[0].metric("kvd_shared_state_refused_total") > 0)
         assert server.ask(b"CONFIG SET maxmemory 0").startswith(b"+OK")
         fleet.settle()
+
+
+def test_what_a_full_server_did_not_take_is_said_later(tmp_path: Path, server: StateServer) -> None:
+    with fleet_of(tmp_path, server.url, replicas=2) as fleet:
+        one, two = fleet.kvds
+        assert server.ask(b"CONFIG SET maxmemory 1").startswith(b"+OK")
+        assert one.post("selection", "/workers", worker(50)).status_code == 201
+        url = two.url("selection", "/workers/2")
+        assert two.client.delete(url).status_code == 200
+        for kvd in fleet.kvds:
+            wait(lambda kvd=kvd: kvd.metric("kvd_shared_state_refused_total") > 1)
+        assert server.ask(b"CONFIG SET maxmemory 0").startswith(b"+OK")
+        names = [{0, 1, 3, 50}] * 2
+        wait(lambda: [_worker_ids(kvd) for kvd in fleet.kvds] == names)
+
+
+def test_what_an_emptied_server_has_lost_is_said_again(tmp_path: Path, server: StateServer) -> None:
+    """Even if another replica, which knows nothing, was the first to write."""
+    with fleet_of(tmp_path, server.url, replicas=1) as fleet:
+        (one,) = fleet.kvds
+        wait(lambda: b"$" in server.ask(b"GET {kvd}:catalog:changes"))
+        assert one.server is not None
+        one.server.process.send_signal(signal.SIGSTOP)
+        assert server.ask(b"FLUSHALL").startswith(b"+OK")
+        two = fleet.add()
+        assert two.post("selection", "/workers", worker(60)).status_code == 201
+        wait(lambda: b"$" in server.ask(b"GET {kvd}:catalog:changes"))
+        one.server.process.send_signal(signal.SIGCONT)
+        wait(lambda: _worker_ids(one) == _worker_ids(two) == {*range(WORKERS), 60})
+
+
+def _worker_ids(kvd: Kvd) -> set[int]:
+    return {row["worker_id"] for row in kvd.get("selection", "/workers")}
+
+
+def test_what_anybody_writes_ends_no_replica(tmp_path: Path, server: StateServer) -> None:
+    with fleet_of(tmp_path, server.url, replicas=2) as fleet:
+        fleet.steps(20)
+        fleet.settle()
+        names = server.ask(b"SMEMBERS {kvd}:members").split(b"\r\n")
+        writers = [name for name in names if len(name) == 16]
+        for bad in (b"\\x81\\x90\\xc0", b"\\x01", b"\\xff", b"text"):
+            for writer in (*writers, b"ghost"):
+                for kind in (b"view", b"member"):
+                    assert server.ask(b'SET {kvd}:%b:%b "%b"' % (kind, writer, bad)) == b"+OK\r\n"
+            server.ask(b'SADD {kvd}:members "%b" ghost' % bad)
+            server.ask(b'HSET {kvd}:catalog "%b" "%b"' % (bad, bad))
+            server.ask(b"SET {kvd}:catalog:changes %b" % bad.hex().encode())
+            fields = b'v 1 w zz n 1 m 2 t 1 l "%b" d "%b" r "%b"' % (bad, bad, bad)
+            assert server.ask(b"XADD {kvd}:ops * " + fields).startswith(b"$")
+        wait(lambda: fleet.kvds[0].metric("kvd_shared_state_unreadable_total") >= 4)
+        fleet.steps(20)
+        fleet.settle()
+
+
+def test_what_is_no_server_ends_no_replica(tmp_path: Path) -> None:
+    """Each connection is answered with something else that no server says."""
+    answers = cycle(
+        [b"$99x\r\nx", b"%1\r\n+a\r\n:1\r\n" * 9, b"HTTP/1.1 400 Bad\r\n\r\n", b":1\r\n" * 9]
+    )
+    served = [0]
+
+    def serve(listener: socket.socket) -> None:
+        with suppress(OSError):  # the test is over
+            while True:
+                peer, _ = listener.accept()
+                with peer, suppress(OSError):
+                    peer.recv(4096)
+                    peer.sendall(next(answers))
+                served[0] += 1
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = Thread(target=serve, args=(listener,), daemon=True)
+        thread.start()
+        port = listener.getsockname()[1]
+        kvd = Kvd(tmp_path, f"--state-url=redis://127.0.0.1:{port}", "--state-dir=off")
+        try:
+            kvd.start()
+            wait(lambda: served[0] > 4)
+            assert kvd.metric("kvd_shared_state_connected") == 0
+        finally:
+            kvd.close()
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join()
+
+
+def test_a_user_who_may_not_write_the_stream_is_said(tmp_path: Path, server: StateServer) -> None:
+    rights = b"ACL SETUSER kvd on nopass ~{kvd}* +@all -xadd"
+    assert server.ask(rights).startswith(b"+OK")
+    kvd = Kvd(tmp_path, f"--state-url=redis://kvd@127.0.0.1:{server.port}", "--state-dir=off")
+    password = tmp_path / "password"
+    password.write_text("any")
+    kvd.flags.append(f"--state-password-file={password}")
+    try:
+        kvd.start()
+        slots = {"worker_id": 1, "model_name": "m", "block_size": 4, "dp_start": 0, "dp_size": 2}
+        assert kvd.post("slot-tracker", "/register", slots).status_code == 201
+        wait(lambda: kvd.metric("kvd_shared_state_refused_total") > 3)
+        assert kvd.server is not None
+        assert kvd.server.stderr.count("event=shared_state_refused") == 1
+        assert "xadd" in kvd.get("selection", "/ready")["shared_state"]["fault"]
+    finally:
+        kvd.close()
 
 
 def test_registrations_are_said_once(tmp_path: Path, server: StateServer) -> None:
