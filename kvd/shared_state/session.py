@@ -214,8 +214,8 @@ class Session:
 
     async def _check_stream(self) -> None:
         """Begins anew where the server has lost what was read: it was emptied, or another one."""
-        end = await self._end()
-        if end < self._mirror.position:
+        position = self._mirror.position  # more may be read while the server is asked
+        if await self._end() < position:
             self._counts.lost_stream += 1
             self._mirror.position = BEGINNING
 

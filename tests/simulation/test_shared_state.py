@@ -376,3 +376,28 @@ def test_what_nobody_was_told_of_has_not_ended_elsewhere(has_told: bool) -> None
         assert back.told.at > told_at
 
     run(scenario)
+
+
+class LateAnswers(MemoryServer):
+    """Its answers about the end of the stream are old when they come."""
+
+    async def xrevrange(self, *arguments: Any, **options: Any) -> Any:
+        found = await super().xrevrange(*arguments, **options)
+        await trio.sleep(0.05)
+        return found
+
+
+def test_a_server_that_has_everything_is_not_read_again() -> None:
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            server = LateAnswers(1000)
+            replicas = [Replica(server, name) for name in ("first", "second")]
+            for each in replicas:
+                nursery.start_soon(each.run)
+            for number in range(1000):
+                replicas[number % 2].book(f"r{number}", 0, [number])
+                await trio.sleep(0.01)
+            assert [each.standing.counts.lost_stream for each in replicas] == [0, 0]
+            nursery.cancel_scope.cancel()
+
+    trio.run(main, clock=MockClock(autojump_threshold=0))
