@@ -139,7 +139,7 @@ class JournalWriter:
         # A new journal may be begun meanwhile.
         file, size, number, is_whole = os.dup(self._file), self._size, self._number, self._is_whole
         try:
-            await trio.to_thread.run_sync(self._secure, number, file, self._synced != size)
+            await trio.to_thread.run_sync(self._put_on_disk, number, file, self._synced != size)
         finally:
             os.close(file)
         if self._synced == size:
@@ -152,7 +152,7 @@ class JournalWriter:
         if is_whole:
             await trio.to_thread.run_sync(self._directory.drop_journals, number)
 
-    def _secure(self, number: int, file: int, has_news: bool) -> None:
+    def _put_on_disk(self, number: int, file: int, has_news: bool) -> None:
         """In a thread: has a journal be on the disk, where the next start looks for it."""
         if has_news:
             os.fdatasync(file)

@@ -94,7 +94,7 @@ class SharedState:
 
     async def prepare(self) -> None:
         """Notes what is registered, and listens, before anybody can have called."""
-        self._standing.told_at = self._told.at
+        self._standing.note_restored(self._told.at)
         self._mirror.note_restored()
         self._journal.resume()
         self._outbox.introduce()

@@ -85,6 +85,10 @@ class Standing:
     is_connected: bool = False
     refusals: dict[str, str] = field(default_factory=dict)  # what is not taken, and why
 
+    def note_restored(self, told_at: float | None) -> None:
+        """Notes up to when the server was told of what was restored; None: never."""
+        self.told_at = told_at
+
 
 class Session:
     """One connection's worth of work."""
