@@ -1,0 +1,56 @@
+"""A process whose server of the shared state is away: what it books is numbered as it comes."""
+
+from __future__ import annotations
+
+import gc
+from array import array
+
+import pytest
+import trio
+
+from kvd.index.served import EVERYTHING
+from kvd.model import PartitionKey
+from kvd.persistence.journal import Told
+from kvd.replica_sync.aside import Aside
+from kvd.selection.options import RouterOptions
+from kvd.shared_state.catalog import Catalog
+from kvd.shared_state.service import SharedState
+from kvd.slots.shared_loads import Ledgers
+from kvd.slots.trackers import SlotTrackers
+from kvd.wire.state_address import StateServer, parse_address
+from kvd_core.ledger.journal import Journal
+from tests.simulation.test_shared_state import NoRegistrations
+from tests.support.ports import find_free_port
+from tests.support.selecting import Service
+
+KEY = PartitionKey("m", "default")
+
+
+# The client leaves streams of a connection that was refused to the collector.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+async def test_steps_do_not_pile_up_while_the_server_is_away() -> None:
+    journal = Journal(1 << 20)
+    journal.pause()
+    ledgers = Ledgers(journals=[journal])
+    slots = SlotTrackers(1e9, ledgers, clock=trio.current_time)
+    slots.register(KEY, 1, 4, 0, 1)
+    selections = Service(RouterOptions(uses_kv_events=False), ledgers=ledgers).selections
+    catalog = Catalog(NoRegistrations(), {})  # type: ignore[arg-type]
+    address = parse_address(f"redis://127.0.0.1:{find_free_port()}")
+    server = StateServer(address, "kvd", None, None, None)
+    aside = Aside(journal, trio.current_time)
+    rooms = slots, selections, EVERYTHING, catalog
+    shared = SharedState(server, journal, ledgers, aside, *rooms, Told(None))
+    await shared.prepare()
+    ledger = slots.trackers[KEY].ledger
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(shared.run)
+        with trio.fail_after(10):
+            for number in range(3):
+                hashes = array("Q", [number]).tobytes()
+                ledger.add(f"r{number}", 0, hashes, 4, trio.current_time())
+                while len(journal):  # noqa: ASYNC110  nothing tells when
+                    await trio.sleep(0.01)
+        assert not shared.shown()["connected"]
+        nursery.cancel_scope.cancel()
+    gc.collect()
