@@ -12,6 +12,7 @@ next.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,7 @@ from kvd_core.ledger.journal import ENDED, Booked, Said, Stepped
 SLICE = 32
 
 WHOLE = ord("W")  # a journal has told of all that was booked when it began
+HOLE = ord("H")  # records before this journal were lost: what it tells holds only as a whole
 TOLD = ord("T")  # so has the server of the shared state, of all that was booked before a time
 
 LedgerName = tuple[Face, PartitionKey, int]  # face, model and tenant, block size
@@ -77,6 +79,8 @@ class Bookings:
         self._is_whole = False  # what was booked when the journal began has all been told
         self._told: set[object] = set()  # by this journal, before it was whole
         self._translate: Translation | None = None
+        # What the journals before a hole have told, until the one behind it has been whole.
+        self._before_hole: dict[str, Any] | None = None
 
     @property
     def is_part(self) -> bool:
@@ -88,12 +92,22 @@ class Bookings:
 
     def begin(self, instance_id: str, translate: Translation) -> None:
         """Says that the records of another journal follow, and how their clock is to be read."""
+        self.end()
         if instance_id != self._instance_id:
             self._ledgers.clear()  # each process numbers its own
         self._instance_id = instance_id
         self._is_whole = False
         self._told.clear()
         self._translate = translate
+
+    def end(self) -> None:
+        """Says that a journal has ended, or none has begun yet.
+
+        What began behind a hole and is not whole is forgotten: with what was told before, it would
+        be a state that never was.
+        """
+        if self._before_hole is not None:
+            vars(self).update(self._before_hole)
 
     def take(self, record: Booked | Stepped | Said) -> None:
         """Takes the next record; raises Damaged on one that means nothing."""
@@ -113,6 +127,8 @@ class Bookings:
             self.told_at = self._at(unpacked(record.content))
         elif record.kind == WHOLE:
             self._end_told()
+        elif record.kind == HOLE:
+            self._before_hole = deepcopy(vars(self))
         else:
             raise Damaged(f"it has a record of the unknown kind {record.kind}")
 
@@ -140,6 +156,7 @@ class Bookings:
     def _end_told(self) -> None:
         """Forgets what only earlier journals have told: it ended where these had no room."""
         self._is_whole = self._has_all = True
+        self._before_hole = None
         self.live = {name: each for name, each in self.live.items() if name in self._told}
         self.leases = {name: each for name, each in self.leases.items() if name in self._told}
         self.answers = {name: each for name, each in self.answers.items() if name in self._told}

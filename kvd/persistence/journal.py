@@ -23,7 +23,7 @@ from typing import NoReturn
 
 import trio
 
-from kvd.persistence.bookings import TOLD, WHOLE
+from kvd.persistence.bookings import HOLE, TOLD, WHOLE
 from kvd.persistence.directory import Directory, put, sync_directory
 from kvd.persistence.frames import Content, Header, frame, packed
 from kvd.persistence.moments import Moments
@@ -179,6 +179,7 @@ class JournalWriter:
 
     async def begin(self) -> None:
         """Begins a journal with all that is booked now; then those before it are of no more use."""
+        is_behind_hole = self.error is not None or self._has_hole()
         if self.error is not None:  # what has waited meanwhile has nowhere to go
             self.stats.lost_bytes += len(self._journal.take())
         await self.flush()  # to the one before: it may be needed still
@@ -196,6 +197,8 @@ class JournalWriter:
         if self.error is not None:
             log.info("state_journal_resumed", path=str(self._directory.path))
             self.error = None
+        if is_behind_hole:
+            self._journal.put(HOLE, b"")
         self._is_whole = False
         self._dropped = self._journal.dropped
         self._bound = MAX_JOURNAL_BYTES

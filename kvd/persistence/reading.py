@@ -50,6 +50,7 @@ async def bookings_of(paths: list[Path], now: float, *, is_later: bool = False) 
             raise UnreadJournal(path, error) from None
         if bookings.is_part and not is_later:
             raise UnreadJournal(path, CutOff(path.stat().st_size))
+    bookings.end()
     return bookings
 
 
