@@ -58,6 +58,7 @@
 
 #include "base/arena.hpp"
 #include "base/hash.hpp"
+#include "index/chronicle.hpp"
 #include "index/types.hpp"
 #include "base/keyed.hpp"
 #include "index/names.hpp"
@@ -72,13 +73,15 @@ namespace kvd {
 class Index {
  public:
   // `max_blocks` bounds the blocks of the tree, the records, and the names of each rank. Without a
-  // budget the index has one of its own, which is without end.
+  // budget the index has one of its own, which is without end; without a chronicle nothing is noted.
   explicit Index(uint32_t block_size, uint32_t max_blocks = Tree::kMaxBlocks,
-                 std::shared_ptr<Budget> budget = nullptr)
+                 std::shared_ptr<Budget> budget = nullptr,
+                 std::shared_ptr<Chronicle> chronicle = nullptr)
       : block_size_(block_size),
         max_blocks_(max_blocks),
         records_(0, NameKeys::kRecordBit - 16),
-        budget_(budget != nullptr ? std::move(budget) : std::make_shared<Budget>()) {}
+        budget_(budget != nullptr ? std::move(budget) : std::make_shared<Budget>()),
+        chronicle_(std::move(chronicle)) {}
 
   ~Index() {
     budget_->blocks -= tree_.block_count();
@@ -92,6 +95,9 @@ class Index {
   const Budget& budget() const { return *budget_; }
   Said& asked() { return asked_; }  // by questions
   Said& told() { return told_; }    // by engines
+  Seeds& seeds() { return seeds_; }  // of the prompts that engines have told of
+  const Seeds& seeds() const { return seeds_; }
+  const Chronicle* chronicle() const { return chronicle_.get(); }  // null: nothing is noted
   uint64_t held(LayerId tier) const { return held_[tier]; }
   NameKeys keys() const { return {tree_, records_, hash_}; }
 
@@ -115,6 +121,19 @@ class Index {
     ranks_[id].dp_rank = dp_rank;
     ranks_[id].live = true;
     return id;
+  }
+
+  // What happens to the rank is noted from now on, if there is a chronicle.
+  void chronicle_rank(RankId id) {
+    if (chronicle_ != nullptr) ranks_[id].owner = chronicle_->new_owner();
+  }
+
+  // Notes that tiers of a rank are emptied, given as bits.
+  void note_emptied(RankId id, uint32_t tiers, Change::Kind kind) {
+    Rank& rank = ranks_[id];
+    if (rank.owner == kNone || tiers == 0) return;
+    ++rank.noted;
+    chronicle_->note({0, chronicle_->now(), rank.owner, 0, 0, 0, kind, uint8_t(tiers)});
   }
 
   Rank& rank(RankId id) { return ranks_[id]; }
@@ -376,6 +395,7 @@ class Index {
   bool is_copy(RankId id, uint32_t n, bool has_parent, Origin origin = Origin::UNSAID) const;
   void hold_gained(RankId id, const Store& s);
   void hold(RankId id, NodeId node, LayerId layer, uint32_t from, uint32_t to);
+  void note(RankId id, Change::Kind kind, LayerId layer, NodeId node, uint32_t from, uint32_t to);
   void add_layer(RankId id, uint32_t slot, LayerId layer);
   void gain_name(RankId id, uint32_t slot, LayerId layer);
   void add_copy(RankId id, uint64_t name, LayerId layer);
@@ -424,6 +444,7 @@ class Index {
   Arena<Record> records_;
   KeyedHash hash_;  // of names
   std::shared_ptr<Budget> budget_;
+  std::shared_ptr<Chronicle> chronicle_;
   std::vector<Rank> ranks_;
   std::vector<RankId> free_ranks_;
   std::vector<RankId> retired_;
@@ -442,6 +463,7 @@ class Index {
   uint64_t held_[kTierLayers] = {};  // by live ranks
   Tally tally_;
   Said asked_, told_;
+  Seeds seeds_;
   std::unique_ptr<Predicted> predicted_;
 
   // Scratch of the operation in progress, kept for its capacity.

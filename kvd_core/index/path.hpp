@@ -39,6 +39,14 @@ class Path {
     return tree.node(steps_.back().node).chain.block()[steps_.back().count - 1];
   }
 
+  // The block at a position that was met.
+  BlockId block(const Tree& tree, uint32_t at) const {
+    const auto behind = std::upper_bound(steps_.begin(), steps_.end(), at,
+                                         [](uint32_t n, const Step& s) { return n < s.start; });
+    const Step& step = *(behind - 1);
+    return tree.node(step.node).chain.block()[at - step.start];
+  }
+
   // Calls visit(set, from, to) for the runs of a layer, in prompt positions; neighbouring runs of
   // equal sets come as one. Stops early when `visit` returns false.
   template <class Visit>

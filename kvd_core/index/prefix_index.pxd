@@ -10,6 +10,7 @@ from libcpp.string cimport string
 from libcpp.string_view cimport string_view
 from libcpp.vector cimport vector
 
+from kvd_core.index.chronicle cimport CChronicle
 from kvd_core.index.predictions cimport CPredicted
 from kvd_core.json.scan cimport BodyScanner
 
@@ -82,7 +83,7 @@ cdef extern from "index/index.hpp" namespace "kvd" nogil:
         uint32_t block_count()
 
     cppclass CIndex "kvd::Index":
-        CIndex(uint32_t, uint32_t, shared_ptr[CBudget]) except +
+        CIndex(uint32_t, uint32_t, shared_ptr[CBudget], shared_ptr[CChronicle]) except +
         uint32_t block_size()
         CTree& tree()
         const CTally& tally()

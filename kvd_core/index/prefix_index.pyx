@@ -16,6 +16,8 @@ from cython.operator cimport dereference as deref
 from libc.stdint cimport INT64_MAX, UINT64_MAX
 from libcpp.memory cimport make_shared, shared_ptr
 
+from kvd_core.index.chronicle cimport CChronicle, Chronicle
+
 from kvd_core.events.decoder import REASONS
 
 TIERS = ("device", "host", "disk", "external")
@@ -138,7 +140,8 @@ cdef class PrefixIndex:
 
     `counters` receives the event totals of this index's streams; several indexes may share one.
     What exceeds `max_blocks` is refused: so many blocks, or names of one rank; and what the
-    `budget` has no room for, which several indexes may share, too.
+    `budget` has no room for, which several indexes may share, too. What happens to the blocks of
+    workers is noted in the `chronicle`, if there is one.
     """
 
     def __cinit__(
@@ -147,13 +150,17 @@ cdef class PrefixIndex:
         IngestCounters counters not None,
         uint32_t max_blocks=MAX_BLOCKS,
         Budget budget=None,
+        Chronicle chronicle=None,
     ):
         if max_blocks > MAX_BLOCKS:
             raise ValueError(f"an index has at most {MAX_BLOCKS} blocks")
         cdef shared_ptr[CBudget] shared
         if budget is not None:
             shared = budget.c
-        self.c = new CIndex(block_size, max_blocks, shared)
+        cdef shared_ptr[CChronicle] noted
+        if chronicle is not None:
+            noted = chronicle.c
+        self.c = new CIndex(block_size, max_blocks, shared, noted)
         self.counters = counters
         self.workers = []
 

@@ -102,6 +102,7 @@ inline void Index::lose(RankId id, BlockId block, LayerId layer) {
   if (predicted_ != nullptr && layer == kDeviceLayer) {
     predicted_->evict(id, tree_.node(b.node).chain.local()[b.offset]);
   }
+  note(id, Change::kRemoved, layer, b.node, b.offset, b.offset + 1);
   tree_.release(b.node, layer, b.offset, b.offset + 1, id);
   --rank.held[counter(layer)];
   if (layer < kTierLayers) --held_[layer];

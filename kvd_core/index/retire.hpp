@@ -72,6 +72,7 @@ inline void Index::pass_on(RankId from, RankId to) {
 // ---- clearing
 
 inline RankId Index::clear(RankId id, LayerMask mask) {
+  note_emptied(id, mask & ((1u << kTierLayers) - 1), Change::kCleared);
   if (predicted_ != nullptr && (mask & 1u << kDeviceLayer) != 0) predicted_->forget(id);
   if (mask != kAllLayers) drop_parked(id, mask);
   const bool all = mask == kAllLayers || (ranks_[id].parked() == 0 && lies_within(id, mask));

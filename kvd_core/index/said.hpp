@@ -5,10 +5,13 @@
 //   salted    of these, with a cache salt       adapted   of these, with an adapter
 //   telling   of these, by engines that would have told of a salt
 //   first     of the last kKept, their first tokens, one after the other round the array
+//   seeds     what adapters and salts of engines' prompts add to the seed of local hashes
 //
-// Costs: `note` one store and three additions a prompt.
+// Costs: `note` one store and three additions a prompt; of a seed one comparison, where it is that of
+// the prompt before, and kKept where it is not.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 namespace kvd {
@@ -29,6 +32,29 @@ struct Said {
     salted += is_salted;
     adapted += is_adapted;
     telling += tells_salts;
+  }
+};
+
+// The last kKept pairs of adapter and salt that engines have told of, each once.
+struct Seeds {
+  static constexpr uint32_t kKept = 32;
+
+  struct Seed {
+    uint64_t adapter;  // 0: none
+    uint64_t salt;     // 0: none
+    bool operator==(const Seed& o) const { return adapter == o.adapter && salt == o.salt; }
+  };
+
+  uint64_t met = 0;  // different ones, those that came back after they had been replaced included
+  Seed kept[kKept] = {};
+
+  uint32_t size() const { return static_cast<uint32_t>(std::min<uint64_t>(met, kKept)); }
+
+  void note(uint64_t adapter, uint64_t salt) noexcept {
+    const Seed seed{adapter, salt};
+    if ((adapter | salt) == 0 || (met != 0 && kept[(met - 1) % kKept] == seed)) return;
+    if (std::find(kept, kept + size(), seed) != kept + size()) return;
+    kept[met++ % kKept] = seed;
   }
 };
 

@@ -246,6 +246,20 @@ inline void Index::hold(RankId id, NodeId node, LayerId layer, uint32_t from, ui
   ranks_[id].held[counter(layer)] += gained;
   if (layer < kTierLayers) held_[layer] += gained;
   if (layer != kGhostLayer) tally_.stored += gained;
+  if (gained != 0) note(id, Change::kStored, layer, node, from, to);
+}
+
+// Notes what has become of blocks [from, to) of a chain on a tier; other layers are not noted.
+inline void Index::note(RankId id, Change::Kind kind, LayerId layer, NodeId node, uint32_t from,
+                        uint32_t to) {
+  Rank& rank = ranks_[id];
+  if (rank.owner == kNone || layer >= kTierLayers) return;
+  ++rank.noted;
+  const uint64_t key = key_in(tree_, node, from);
+  const uint64_t last = to - from == 1 ? key : key_in(tree_, node, to - 1);
+  chronicle_->note({key, chronicle_->now(), rank.owner, tree_.node(node).depth + from,
+                    static_cast<uint32_t>(last), static_cast<uint16_t>(to - from), kind,
+                    static_cast<uint8_t>(layer)});
 }
 
 // Gives a known name one more layer; a ghost that is held again is no ghost.

@@ -414,9 +414,11 @@ class Stream {
     const size_t tokens = e.pairs ? e.n_tokens - 1 : e.n_tokens;
     const size_t whole = std::min<size_t>(e.n_hashes, tokens / size);
     if (from == 0 && whole < e.n_hashes) ignore(Ignored::TOKENS);
-    if (from == 0 && whole != 0 && !e.has_parent)
+    if (from == 0 && whole != 0 && !e.has_parent) {
       index_.told().note(e.tokens[0], !e.salt.empty(), !e.lora_name.empty() || e.has_lora_id,
                          e.names_salts || !e.salt.empty());
+      index_.seeds().note(lora_term(e.lora_name) + numbered_adapter_term(e), salt_term(e.salt));
+    }
     const size_t n = std::min<size_t>(whole, to) - std::min<size_t>(whole, from);
     const bool has_parent = from != 0 || e.has_parent;
     const uint64_t parent = from != 0 ? e.hashes[from - 1] : e.parent;

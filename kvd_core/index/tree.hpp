@@ -24,7 +24,8 @@
 //   3. a non-root node with exactly one child satisfies len + child.len > kMaxChain (else they
 //      would be one node): churn cannot leave a trail of fragments;
 //   4. the last block of a leaf is held in some layer (else it is trimmed);
-//   5. the runs of one layer have ascending ends <= len, neighbours differ, the last is not empty.
+//   5. the runs of one layer have ascending ends <= len, neighbours differ, the last is not empty;
+//   6. a node's depth is the number of blocks before its chain, 0 below the root.
 //
 // Costs (blocks b in the chain, runs r of the node): child O(1); split, merge O(b), bounded by
 // kMaxChain; edit of a range O(r); trim O(blocks freed).
@@ -136,6 +137,7 @@ struct Node {
   NodeId next = kNone;  // sibling
   NodeId prev = kNone;
   uint32_t children = 0;
+  uint32_t depth = 0;  // blocks before the chain
 
   uint64_t first_hash() const { return chain.local()[0]; }
   const uint64_t* chain_hashes() const { return chain.local(); }
@@ -401,6 +403,7 @@ class Tree : public Chains<Tree, Node> {
   NodeId add_child(NodeId parent) {
     const NodeId id = nodes_.take();
     link(parent, id);
+    nodes_[id].depth = nodes_[parent].depth + nodes_[parent].chain.len();
     return id;
   }
 
@@ -484,6 +487,8 @@ class Tree : public Chains<Tree, Node> {
       tail.append(n.chain, at, n.chain.len());
       n.chain.swap(tail);
       split_runs(n, h, at);
+      h.depth = n.depth;
+      n.depth += at;
     });
     place(head);
     place(id);
@@ -548,6 +553,7 @@ class Tree : public Chains<Tree, Node> {
       whole.append(c.chain, 0, c.chain.len());
       c.chain.swap(whole);
       merge_runs(n, c, shift);
+      c.depth = n.depth;
     });
     place(below);
     free_node(id);

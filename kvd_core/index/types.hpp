@@ -215,6 +215,8 @@ struct RankTraits {
   bool hidden = false;
   bool published = false;  // a conductor's, which knows itself what its parked blocks wait for
   bool lent = false;       // a worker's, for a conductor's to be seen as only (index/worker.hpp)
+  uint32_t owner = kNone;  // in the chronicle (index/chronicle.hpp)
+  uint64_t noted = 0;      // changes of it there, overwritten ones included
 };
 
 struct Rank : RankTraits {

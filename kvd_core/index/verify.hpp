@@ -53,6 +53,8 @@ class Verifier {
         require(b.node == id && b.offset == i, "tree 1: a block knows its place");
       }
       require(tree_.child(n.parent, n.chain.local()[0]) == id, "tree 2: children are found");
+      const Node& above = tree_.node(n.parent);
+      require(n.depth == above.depth + above.chain.len(), "tree 6: a node knows its depth");
       check_shape(n);
       check_runs(n);
     }

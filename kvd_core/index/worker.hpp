@@ -40,6 +40,7 @@ struct Worker {
     const RankId id = index.add_rank(dp_rank);
     ranks.insert(at(dp_rank), {dp_rank, id});
     index.rank(id).lent = true;
+    index.chronicle_rank(id);
     return id;
   }
 
@@ -59,10 +60,13 @@ struct Worker {
   void renew(Index& index, uint32_t dp_rank) {
     const RankId old = find(dp_rank);
     if (old == kNone) return;
+    index.note_emptied(old, (1u << kTierLayers) - 1, Change::kRestarted);
     const RankId id = set(dp_rank, index.renew_rank(old));
     RankTraits fresh;
     fresh.dp_rank = dp_rank;
     fresh.listed = index.rank(id).listed;
+    fresh.owner = index.rank(id).owner;
+    fresh.noted = index.rank(id).noted;
     static_cast<RankTraits&>(index.rank(id)) = fresh;
   }
 

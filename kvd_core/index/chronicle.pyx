@@ -1,0 +1,37 @@
+# distutils: language = c++
+"""What has happened to blocks lately, in a ring that indexes share (`index/chronicle.hpp`)."""
+
+from libcpp.memory cimport make_shared
+
+BYTES_A_CHANGE = 32  # sizeof(Change), which the header checks
+
+
+cdef class Chronicle:
+    """The last `capacity` changes of who holds which block: stores, removals, clears."""
+
+    def __cinit__(self, uint32_t capacity, double now=0.0):
+        """`now` is in seconds, of the clock that `set_time` follows. ValueError without capacity.
+
+        MemoryError where there is not as much memory.
+        """
+        if capacity == 0:
+            raise ValueError("a chronicle has room for a change")
+        self.c = make_shared[CChronicle](capacity, now)
+
+    def set_time(self, double now):
+        """Says what time it is, in seconds: changes are noted with the last that was said."""
+        self.c.get().set_time(now)
+
+    @property
+    def capacity(self):
+        return self.c.get().capacity()
+
+    @property
+    def noted(self):
+        """Changes noted since it was made."""
+        return self.c.get().next()
+
+    @property
+    def overwritten(self):
+        """Of these, those that newer ones have replaced."""
+        return self.c.get().first()

@@ -1,0 +1,315 @@
+// Why a prompt is cached on a rank as far as it is and no further, and what has become of its blocks.
+//
+//   prompt   h0 h1 h2 h3 h4 h5          rank 7   device h0 h1      ends before h2: removed 3 s ago
+//                                                host   h2 h3      ends before h4: never stored
+//   chronicle ──> each change of a block of the prompt, by its key
+//
+// A tier ends before the first block that is not reused from it. For that block, and for the one before
+// which all tiers end, the changes of the rank are followed from the oldest on:
+//
+//   not yet ──stored──> held ──removed──> evicted ──stored──> held ──cleared──> cleared
+//
+// "Not yet" is "never stored" at the end if no change of the rank was overwritten, else it is not known.
+// Of a run that was stored, the first block and, if the prompt has it, the last tell that it is the
+// prompt's. Where the prompt leaves a run in its middle it is not known how much of it was the same: what
+// a clear then means for a block between is not known either.
+//
+// Nothing is changed. What happens after `Trace` was made is not seen, but for what it overwrites.
+//
+// Costs: making it O(blocks of the prompt), and for each rank a walk over the runs of some chains; then
+// O(changes), 10 to 20 ns each.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <unordered_map>
+#include <vector>
+
+#include "index/chronicle.hpp"
+#include "index/index.hpp"
+#include "index/match.hpp"
+#include "index/path.hpp"
+
+namespace kvd {
+
+// What of an index only a trace asks for.
+inline const Chronicle* chronicle_of(const Index& index) { return index.chronicle(); }
+inline const Seeds& seeds_of(const Index& index) { return index.seeds(); }
+
+class Trace {
+ public:
+  enum Why : uint8_t {
+    kEndOfPrompt,
+    kEvicted,
+    kCleared,
+    kRestarted,
+    kNeverStored,
+    kNotReusable,  // the rank holds it, but not what else it needs to reuse it
+    kUnknown,
+  };
+
+  // Why a tier, or all of them, end before a block.
+  struct End {
+    uint32_t depth = 0;  // blocks before it
+    uint32_t at = 0;     // ticks, of what was evicted, cleared or restarted
+    Why why = kUnknown;
+    uint8_t tier = 0;  // that it was last lost from
+  };
+
+  struct Row {
+    RankId rank;
+    std::array<End, kTierLayers> tiers;
+    End all;
+
+    const End& tier(size_t at) const { return tiers[at]; }
+  };
+
+  // A change of the prompt's blocks [from, to).
+  struct Step {
+    uint32_t at;  // ticks
+    RankId rank;
+    uint32_t from, to;
+    Change::Kind kind;
+    uint8_t tiers;  // as of a Change
+  };
+
+  // A prompt by its local hashes; those with its salt are for ranks whose streams tell salts, and
+  // count if `salted` is not null. At most `most_steps` steps are kept, the newest.
+  Trace(const Index& index, const uint64_t* plain, const uint64_t* salted, uint32_t n,
+        size_t most_steps)
+      : index_(index), n_(n), most_steps_(most_steps), is_salted_(salted != nullptr) {
+    match_.reset(index);
+    if (is_salted_) match_.add(index, salted, n, Match::Only::kSalted);
+    match_.add(index, plain, n, is_salted_ ? Match::Only::kUnsalted : Match::Only::kAll);
+    chains_[0].take(index.tree(), plain, n);
+    if (is_salted_) chains_[1].take(index.tree(), salted, n);
+    find_shared();
+    if (index.chronicle() == nullptr) return;
+    at_ = index.chronicle()->first();
+    end_ = index.chronicle()->next();
+  }
+
+  // Adds a rank of a worker.
+  void add(RankId id) {
+    const Rank& rank = index_.rank(id);
+    const Match::Depth depth = match_.depth(id);
+    const uint32_t ends[kTierLayers] = {depth.device, depth.host, match_.before_external(id),
+                                        depth.disk};
+    Row row{id, {}, {}};
+    row.all.depth = depth.disk;
+    const Chained& chain = chains_[is_salted_ && rank.salted ? 1 : 0];
+    Followed followed{static_cast<uint32_t>(rows_.size()), &chain, rank.noted, 0, {}};
+    for (uint8_t tier = 0; tier < kTierLayers; ++tier) {
+      row.tiers[tier].depth = ends[tier];
+      followed.stories.push_back(begin(id, chain, ends[tier], tier));
+      if (ends[tier] == depth.disk) continue;
+      followed.stories.push_back(begin(id, chain, depth.disk, tier));
+    }
+    rows_.push_back(row);
+    if (rank.owner != kNone) by_owner_.emplace(rank.owner, static_cast<uint32_t>(ranks_.size()));
+    ranks_.push_back(std::move(followed));
+  }
+
+  // Goes on for so many changes; false when all are seen, and the rows say why.
+  bool go_on(uint64_t changes) {
+    if (const Chronicle* chronicle = index_.chronicle(); chronicle != nullptr) {
+      at_ = std::max(at_, chronicle->first());
+      for (; changes > 0 && at_ < end_; --changes, ++at_) see((*chronicle)[at_]);
+      if (at_ < end_) return true;
+    }
+    for (const Followed& each : ranks_) conclude(each);
+    return false;
+  }
+
+  const std::vector<Row>& rows() const { return rows_; }
+  // The steps that are kept, in no order of their own: `oldest()` is the first.
+  const std::vector<Step>& steps() const { return steps_; }
+  size_t oldest() const { return all_steps_ > most_steps_ ? all_steps_ % most_steps_ : 0; }
+  uint64_t all_steps() const { return all_steps_; }
+
+ private:
+  // A prompt by one of its lists of local hashes.
+  struct Chained {
+    std::vector<uint64_t> locals;
+    std::vector<uint64_t> keys;
+    Path path;
+
+    void take(const Tree& tree, const uint64_t* hashes, uint32_t n) {
+      locals.assign(hashes, hashes + n);
+      keys.resize(n);
+      for (uint32_t i = 0; i < n; ++i) keys[i] = key_of(hashes, i);
+      path.find(tree, hashes, n);
+    }
+  };
+
+  enum State : uint8_t { kNotYet, kHeld, kWasEvicted, kWasCleared, kWasRestarted };
+
+  // What has become of a block on a tier, as far as that has been told.
+  struct Story {
+    uint32_t depth;  // blocks before it
+    uint8_t tier;
+    bool holds;  // the rank holds it now
+    State state = kNotYet;
+    bool perhaps = false;   // it may have been stored with a run that the prompt leaves
+    bool doubtful = false;  // and was cleared then, if so
+    uint32_t at = 0;        // ticks
+    uint64_t number = 0;    // of the change
+  };
+
+  struct Followed {
+    uint32_t row;
+    const Chained* chain;
+    uint64_t noted;  // changes of the rank,
+    uint64_t seen;   // of these, those that are still there
+    std::vector<Story> stories;
+  };
+
+  Story begin(RankId id, const Chained& chain, uint32_t depth, uint8_t tier) const {
+    const Tree& tree = index_.tree();
+    const bool holds =
+        depth < chain.path.met() && tree.held(chain.path.block(tree, depth), tier, id);
+    return {depth, tier, holds};
+  }
+
+  // Ranks for which publishers hold blocks, too: no chronicle has what becomes of those.
+  void find_shared() {
+    shared_.assign(index_.rank_end(), false);
+    for (RankId id = 0; id < index_.rank_end(); ++id) {
+      const Rank& rank = index_.rank(id);
+      if (!rank.live || rank.seen_as == kNone) continue;
+      if (rank.seen_as == kAll) shared_.assign(index_.rank_end(), true);
+      if (rank.seen_as < kAll) shared_[rank.seen_as] = true;
+      if (rank.seen_as != kMany) continue;
+      for (const RankId as : index_.shared_with(id)) shared_[as] = true;
+    }
+  }
+
+  void see(const Change& change) {
+    const auto it = by_owner_.find(change.owner);
+    if (it == by_owner_.end()) return;
+    Followed& rank = ranks_[it->second];
+    ++rank.seen;
+    if (change.kind == Change::kCleared || change.kind == Change::kRestarted) {
+      for (Story& story : rank.stories) empty(story, change);
+      return keep(rank, change, 0, 0);
+    }
+    const std::vector<uint64_t>& keys = rank.chain->keys;
+    if (change.depth >= n_ || keys[change.depth] != change.key) return;
+    const uint32_t end = change.depth + change.blocks;
+    const bool leaves = end <= n_ && static_cast<uint32_t>(keys[end - 1]) != change.last;
+    for (Story& story : rank.stories) {
+      if (story.tier != change.tiers || story.depth < change.depth || story.depth >= end) continue;
+      const bool sure = story.depth == change.depth || (end <= n_ && !leaves);
+      if (sure) {
+        tell(story, change.kind == Change::kStored ? kHeld : kWasEvicted, change);
+      } else {
+        story.perhaps = true;
+      }
+    }
+    keep(rank, change, change.depth, leaves ? change.depth + 1 : std::min(end, n_));
+  }
+
+  void empty(Story& story, const Change& change) const {
+    if ((change.tiers >> story.tier & 1) == 0) return;
+    const bool perhaps = story.perhaps || story.doubtful;
+    if (story.state == kHeld) {
+      tell(story, change.kind == Change::kCleared ? kWasCleared : kWasRestarted, change);
+    } else {
+      story.doubtful = perhaps;
+      story.perhaps = false;
+    }
+  }
+
+  void tell(Story& story, State state, const Change& change) const {
+    story.state = state;
+    story.perhaps = story.doubtful = false;
+    story.at = change.at;
+    story.number = at_;
+  }
+
+  void keep(const Followed& rank, const Change& change, uint32_t from, uint32_t to) {
+    const Step step{change.at, rows_[rank.row].rank, from, to, change.kind, change.tiers};
+    if (steps_.size() < most_steps_) {
+      steps_.push_back(step);
+    } else {
+      steps_[all_steps_ % most_steps_] = step;
+    }
+    ++all_steps_;
+  }
+
+  // ---- what has come of it
+
+  void conclude(const Followed& rank) {
+    Row& row = rows_[rank.row];
+    const bool complete = rank.seen == rank.noted && !shared_[row.rank] &&
+                          index_.chronicle() != nullptr;
+    int strongest = -1;
+    uint64_t latest = 0;
+    for (const Story& story : rank.stories) {
+      const End end = end_of(story, complete);
+      if (story.depth == row.tiers[story.tier].depth) row.tiers[story.tier] = end;
+      const int strong = strength(end.why);
+      if (story.depth != row.all.depth || strong < strongest) continue;
+      if (strong == strongest && story.number <= latest) continue;
+      strongest = strong;
+      latest = story.number;
+      row.all = end;
+    }
+  }
+
+  // Which tier's reason is that of all tiers: where it was lost, the last to lose it.
+  static int strength(Why why) {
+    switch (why) {
+      case kEndOfPrompt:
+      case kNotReusable:
+        return 3;
+      case kEvicted:
+      case kCleared:
+      case kRestarted:
+        return 2;
+      case kUnknown:
+        return 1;
+      default:
+        return 0;
+    }
+  }
+
+  // `complete`: all that has happened to the rank was seen.
+  End end_of(const Story& story, bool complete) const {
+    return {story.depth, story.at, why(story, complete), story.tier};
+  }
+
+  Why why(const Story& story, bool complete) const {
+    if (story.depth == n_) return kEndOfPrompt;
+    if (story.holds) return kNotReusable;
+    switch (story.state) {
+      case kWasEvicted:
+        return story.doubtful || story.perhaps ? kUnknown : kEvicted;
+      case kWasCleared:
+        return story.doubtful ? kUnknown : kCleared;
+      case kWasRestarted:
+        return story.doubtful ? kUnknown : kRestarted;
+      case kNotYet:
+        return complete && !story.doubtful && !story.perhaps ? kNeverStored : kUnknown;
+      default:
+        return kUnknown;
+    }
+  }
+
+  const Index& index_;
+  uint32_t n_;
+  size_t most_steps_;
+  bool is_salted_;
+  Chained chains_[2];
+  Match match_;
+  uint64_t at_ = 0, end_ = 0;  // changes
+  std::vector<Row> rows_;
+  std::vector<Followed> ranks_;  // one a row
+  std::vector<bool> shared_;
+  std::unordered_map<uint32_t, uint32_t> by_owner_;
+  std::vector<Step> steps_;
+  uint64_t all_steps_ = 0;
+};
+
+}  // namespace kvd

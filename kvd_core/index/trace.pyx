@@ -1,0 +1,171 @@
+# distutils: language = c++
+"""Why prompts are cached on ranks as far as they are: `index/trace.hpp` has the rules."""
+
+from collections import namedtuple
+
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
+from cython.operator cimport dereference as deref
+from libc.stddef cimport size_t
+from libc.stdint cimport uint8_t, uint32_t, uint64_t
+from libcpp cimport bool as cbool
+from libcpp.memory cimport unique_ptr
+from libcpp.vector cimport vector
+
+from kvd_core.index.chronicle cimport CChronicle
+from kvd_core.index.prefix_index cimport CIndex, PrefixIndex, RankId, Worker, kNone, kTierLayers
+
+cdef extern from "index/trace.hpp" namespace "kvd" nogil:
+    cppclass CEnd "kvd::Trace::End":
+        uint32_t depth              # blocks before the end
+        uint32_t at                 # ticks
+        int why
+        uint8_t tier
+
+    cppclass CRow "kvd::Trace::Row":
+        RankId rank
+        CEnd all
+        const CEnd& tier(size_t)
+
+    cppclass CStep "kvd::Trace::Step":
+        uint32_t at                 # ticks
+        RankId rank
+        uint32_t first "from"       # blocks of the prompt
+        uint32_t end "to"
+        int kind
+        uint8_t tiers
+
+    cppclass CTrace "kvd::Trace":
+        CTrace(const CIndex&, const uint64_t*, const uint64_t*, uint32_t, size_t) except +
+        void add(RankId) except +
+        cbool go_on(uint64_t) except +
+        const vector[CRow]& rows()
+        const vector[CStep]& steps()
+        size_t oldest()
+        uint64_t all_steps()
+
+    # What the index has besides what prefix_index.pxd knows of it.
+    const CChronicle* chronicle_of "kvd::chronicle_of"(const CIndex&)
+
+cdef extern from "index/said.hpp" namespace "kvd" nogil:
+    cppclass CSeed "kvd::Seeds::Seed":
+        uint64_t adapter
+        uint64_t salt
+
+    cppclass CSeeds "kvd::Seeds":
+        CSeed* kept
+        uint32_t size()
+
+cdef extern from "index/trace.hpp" namespace "kvd" nogil:
+    const CSeeds& seeds_of "kvd::seeds_of"(const CIndex&)
+
+# Why a tier ends, or all of them.
+WHYS = (
+    "end_of_prompt",
+    "evicted",
+    "cleared",
+    "restarted",
+    "never_stored",
+    "not_reusable",
+    "unknown",
+)
+# What happens to blocks; the last two are about all that a rank holds on some tiers.
+KINDS = ("stored", "evicted", "cleared", "restarted")
+
+# Where a tier ends, or all of them: blocks before that, one of WHYS, when (seconds, None unless
+# that is something that has happened), on which tier.
+End = namedtuple("End", ("depth", "why", "at", "tier"))
+# A rank: the ends by tier, and that of all tiers.
+Traced = namedtuple("Traced", ("tiers", "all"))
+# What has happened to blocks [begin, end) of the prompt on tiers, which are bits where all that the
+# rank held went, else one of TIERS.
+Happened = namedtuple("Happened", ("at", "kind", "worker_id", "dp_rank", "tiers", "begin", "end"))
+
+
+cdef const uint64_t* hashes_of(bytes hashes) except? NULL:
+    if PyBytes_GET_SIZE(hashes) % sizeof(uint64_t):
+        raise ValueError("hashes are the bytes of native 64-bit integers")
+    return <const uint64_t*>PyBytes_AS_STRING(hashes)
+
+
+def seeds(PrefixIndex index not None):
+    """What adapter and salt of engines' prompts added to the seed of local hashes lately.
+
+    As pairs, each once; 0 where there was none of it. Prompts without both are not among them.
+    """
+    cdef const CSeeds* kept = &seeds_of(deref(index.c))
+    cdef uint32_t i
+    return [(kept.kept[i].adapter, kept.kept[i].salt) for i in range(kept.size())]
+
+
+cdef class Trace:
+    """What has become of a prompt's blocks on some ranks of an index."""
+
+    cdef unique_ptr[CTrace] c
+    cdef PrefixIndex index
+    cdef dict places  # worker id and dp rank, by rank of the index
+
+    def __init__(self, PrefixIndex index not None, bytes plain not None, bytes salted,
+                 size_t most_steps):
+        """Takes a prompt by its local hashes, as bytes of native 64-bit integers.
+
+        Those with its salt are for ranks whose streams tell salts; None where it has none. At most
+        `most_steps` things that have happened are kept, the newest. ValueError for two lengths.
+        """
+        cdef const uint64_t* of_salt = NULL
+        cdef uint32_t blocks = <uint32_t>(PyBytes_GET_SIZE(plain) // sizeof(uint64_t))
+        if most_steps == 0 or (salted is not None and len(salted) != len(plain)):
+            raise ValueError("as many hashes with the salt as without, and a step or more")
+        if salted is not None:
+            of_salt = hashes_of(salted)
+        self.c.reset(new CTrace(deref(index.c), hashes_of(plain), of_salt, blocks, most_steps))
+        self.index = index
+        self.places = {}
+
+    def add(self, Worker worker not None, uint32_t dp_rank):
+        """Adds a rank; KeyError if the index has none of this name."""
+        cdef RankId rank = worker.c.find(dp_rank)
+        if worker.index is not self.index or rank == kNone:
+            raise KeyError(dp_rank)
+        self.c.get().add(rank)
+        self.places[rank] = (worker.worker_id, dp_rank)
+
+    def go_on(self, uint64_t changes):
+        """Looks at so many changes; True while there are more, else all is known."""
+        return self.c.get().go_on(changes)
+
+    cdef object seconds(self, uint32_t ticks):
+        return chronicle_of(deref(self.index.c)).seconds(ticks)
+
+    cdef object end(self, const CEnd& end):
+        why = WHYS[end.why]
+        at = self.seconds(end.at) if why in KINDS else None
+        return End(end.depth, why, at, end.tier)
+
+    def rows(self):
+        """Returns a Traced for each rank that was added, by worker id and dp rank."""
+        cdef const CRow* row
+        cdef size_t i
+        found = {}
+        for i in range(self.c.get().rows().size()):
+            row = &self.c.get().rows()[i]
+            tiers = [self.end(row.tier(tier)) for tier in range(kTierLayers)]
+            found[self.places[row.rank]] = Traced(tiers, self.end(row.all))
+        return found
+
+    def happened(self):
+        """Returns what has happened to the prompt's blocks, the oldest first, as Happened."""
+        cdef size_t kept = self.c.get().steps().size(), i
+        cdef const CStep* step
+        found = []
+        for i in range(kept):
+            step = &self.c.get().steps()[(self.c.get().oldest() + i) % kept]
+            found.append(Happened(
+                self.seconds(step.at), KINDS[step.kind], *self.places[step.rank], step.tiers,
+                step.first, step.end,
+            ))
+        return found
+
+    @property
+    def left_out(self):
+        """How many things that have happened are not kept, the oldest."""
+        return self.c.get().all_steps() - self.c.get().steps().size()
