@@ -46,6 +46,7 @@ from kvd.config.reload import Reader
 from kvd.diagnosis.doctor import Doctor
 from kvd.diagnosis.gathering import Rooms
 from kvd.faces.common.diagnosis import diagnose_route, diagnoses_bound
+from kvd.faces.explain.routes import Explainer, explain_route, explanations_bound
 from kvd.faces.gateway.engines import CALLS
 from kvd.faces.ui import ui_routes
 from kvd.faces.ui.picture import Picture, PicturedRooms
@@ -80,6 +81,7 @@ from kvd.telemetry.logs import get_logger
 from kvd.telemetry.metrics import Family, Source, by_label, counter, gauge
 from kvd.telemetry.rotating import RotatingWriter
 from kvd.wire.state_address import StateServer
+from kvd_core.index.chronicle import Chronicle
 from kvd_core.ledger.journal import Journal
 
 if TYPE_CHECKING:
@@ -271,6 +273,7 @@ class _Daemon:
         shown = None if self._shared is None else self._shared.shown
         rooms = _rooms(self._parts, ports)
         self._diagnoses = diagnoses_bound()
+        self._explanations = explanations_bound()
         self._doctor = Doctor(rooms, ports.dialer, trio.current_time(), shown)
         self._picture = Picture(_pictured(self._parts, ports))
         self._reloader = Reloader(
@@ -369,10 +372,16 @@ class _Daemon:
                     await self._parts.selections.workers.put(record)
 
     async def _sweep(self) -> None:
-        """Takes back memory of ranks that have gone, and writes lines of the log that wait."""
+        """Takes back memory of ranks that have gone, and writes lines of the log that wait.
+
+        What happens meanwhile is chronicled with the time of each round.
+        """
+        state = self._parts.state
         while True:
             logs.flush()
-            if self._parts.state.sweep(SWEEP_STEPS):
+            if state.chronicle is not None:
+                state.chronicle.set_time(trio.current_time())
+            if state.sweep(SWEEP_STEPS):
                 await trio.lowlevel.checkpoint()
             else:
                 await trio.sleep(SWEEP_PAUSE_S)
@@ -469,7 +478,9 @@ class _Daemon:
         async with trio.open_nursery() as serving:
             apis = self._ports.apis.routes(self._parts, lambda: self._config)
             diagnose = diagnose_route(self._doctor, self._diagnoses)
-            of_all = (diagnose, *ui_routes(self._picture, self._parts.state))
+            explainer = Explainer(self._parts.state, self._parts.selections)
+            explain = explain_route(explainer, self._explanations)
+            of_all = (diagnose, explain, *ui_routes(self._picture, self._parts.state))
             for face, routes, not_found in apis:
                 face.sources += self._sources()
                 face.log_requests(self._config.access_log)
@@ -513,6 +524,8 @@ class _Daemon:
         yield from self._heaps.metrics()
         help = "Number of diagnoses refused at the limit"
         yield counter("kvd_diagnoses_refused_total", help, self._diagnoses.refused)
+        help = "Number of explanations refused at the limit"
+        yield counter("kvd_explanations_refused_total", help, self._explanations.refused)
         help = "Number of log lines dropped because the reader of stderr was too slow"
         yield counter("kvd_log_lines_dropped_total", help, logs.dropped())
         help = "Number of outgoing addresses refused, by stage"
@@ -534,7 +547,10 @@ def _components(
 ) -> Components:
     """Returns what the faces answer from, empty; replicas are listened to in `listening`."""
     limits = config.index_max_blocks, config.max_partitions
-    state = State(config.hash_seed, *limits, ports.served)
+    chronicle = None
+    if config.index_chronicle:
+        chronicle = Chronicle(config.index_chronicle, trio.current_time())
+    state = State(config.hash_seed, *limits, ports.served, chronicle)
     shared = ListenerCapacity(bounds.listeners), ports.outgoing, config.engine_stale_s
     registry = Registry(state, listeners, *shared)
     slots = SlotTrackers(

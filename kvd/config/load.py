@@ -167,6 +167,7 @@ class Config:
     replays: ReplayOptions
     recovery: RecoveryLimits
     index_max_blocks: int
+    index_chronicle: int
     max_partitions: int
     max_dumps: int
     queues_messages: int

@@ -49,6 +49,10 @@ DEFAULT_GATEWAY_BIND = TcpBind("127.0.0.1", 8080)
 # watches every chain that changes; a client that does not read is closed after 5 s.
 MAX_DUMPS = 8
 
+# Stores, evictions and clears that are remembered: 2 MB, and at most 8 MB, which one explanation reads
+# in some milliseconds.
+DEFAULT_CHRONICLE, MAX_CHRONICLE = 65_536, 262_144
+
 # Heads up to these are read on the fast path, whatever is said here (kvd/http/plain_head.hpp).
 LEAST_HEAD_BYTES, LEAST_HEADERS = 4096, 48
 
@@ -516,6 +520,13 @@ INDEX_SETTINGS = section(
         "block) pairs; 0: unlimited",
         0,
         live=True,
+    ),
+    index_chronicle=Setting(
+        parsers.within(0, MAX_CHRONICLE),
+        "CHANGES",
+        "number of stores, evictions and clears of blocks remembered for `kvd explain`, over all "
+        "models and tenants, 32 bytes each; 0: none",
+        DEFAULT_CHRONICLE,
     ),
     max_partitions=count(
         "maximum number of (model, tenant) pairs on each face", MAX_PARTITIONS, live=True

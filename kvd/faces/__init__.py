@@ -5,6 +5,7 @@
     selection      Dynamo's selection service (docs/faces/selection.md)
     conductor      Mooncake Conductor's indexer API (docs/faces/conductor.md)
     gateway        OpenAI's and Anthropic's APIs in front of engines (docs/gateway.md)
+    explain        why a request goes where it goes: POST /explain of every face
     ui             the page at /ui of every face, and what `kvd top` shows
     common         what several faces share: members of bodies, /health, replicas, metrics of ranks
 

@@ -11,6 +11,7 @@ from kvd.wire.counts import StreamCounts
 from kvd.wire.event_stream import EventStream, StreamHealth
 from kvd.wire.replay import ReplayEnd
 from kvd.wire.stream_link import ListenerStatus, Quiet
+from kvd_core.index.chronicle import Chronicle
 from kvd_core.zmq.drain import BAD_FRAME_COUNT, BAD_SEQUENCE
 
 BAD_MESSAGES = (BAD_FRAME_COUNT, BAD_SEQUENCE)
@@ -147,7 +148,16 @@ def state_families(state: State, instances: int) -> Iterator[Family | None]:
     yield gauge("kvd_index_pairs", help, budget.pairs)
     help = "Number of announced blocks refused because the index was full"
     yield counter("kvd_index_refused_blocks_total", help, budget.refused)
+    yield from _chronicle_families(state.chronicle)
     yield from _ingest_families(state)
+
+
+def _chronicle_families(chronicle: Chronicle | None) -> Iterator[Family]:
+    noted, overwritten = (0, 0) if chronicle is None else (chronicle.noted, chronicle.overwritten)
+    help = "Number of changes of who holds which block that were recorded for explanations"
+    yield counter("kvd_index_chronicle_changes_total", help, noted)
+    help = "Number of recorded changes of who holds which block that newer ones replaced"
+    yield counter("kvd_index_chronicle_overwritten_total", help, overwritten)
 
 
 def _ingest_families(state: State) -> Iterator[Family]:

@@ -28,6 +28,7 @@ from kvd.errors import Conflict, NotFound, Unavailable
 from kvd.index.served import EVERYTHING, ServedModels
 from kvd.model import MAX_PARTITIONS, InstanceId, PartitionKey, RankKey
 from kvd_core.conductor.conductor import DEFAULT_SEED, Conductor, Source
+from kvd_core.index.chronicle import Chronicle
 from kvd_core.index.prefix_index import Budget, Dump, IngestCounters, PrefixIndex, Stream, Worker
 
 # Partitions looked at in one call of State.sweep, about 0.1 ms; the others have their turn in later
@@ -123,12 +124,15 @@ class State:
         max_blocks: int = 0,
         max_partitions: int = MAX_PARTITIONS,
         served: ServedModels = EVERYTHING,
+        chronicle: Chronicle | None = None,
     ) -> None:
         """All partitions together have `max_blocks` at most; 0 is no bound but memory.
 
-        There are partitions only of what is `served` here.
+        There are partitions only of what is `served` here. What happens to blocks is noted in the
+        `chronicle`, if there is one.
         """
         self.served = served
+        self.chronicle = chronicle
         self.budget = Budget(max_blocks)
         self.max_partitions = max_partitions
         self.partitions: dict[PartitionKey, Partition] = {}
@@ -371,7 +375,9 @@ class State:
         if len(self.sized) >= self.max_partitions:
             self.refused_partitions += 1
             raise Unavailable(f"the limit of {self.max_partitions} models and tenants is reached")
-        index = PrefixIndex(block_size, self.ingest, budget=self.budget)
+        index = PrefixIndex(
+            block_size, self.ingest, budget=self.budget, chronicle=self.chronicle
+        )
         partition = Partition(key, index, Conductor(index, self._hash_seed))
         if self._hash_seed != DEFAULT_SEED:
             # These cannot be made of the local hashes later; with the default seed they can.

@@ -18,6 +18,7 @@ atomic step: between choosing a rank and booking it nothing is awaited.
     scheduler, queue           choices, at once or later; selections that wait
     at_once                    the usual selection, and the usual steps of a reservation, without
                                scheduler and observers; compiled
+    weighing                   how a rank would be chosen: terms of its cost, by what, by chance
     requests, phases           a `SelectRequest` and what comes of it; prefill and decode apart
     reservations, retries      what is booked, until its end; answers that are asked for again
     serving                    what a booking counts and how an answer begins, for the scheduler and

@@ -5,7 +5,7 @@ Between choosing a rank and booking it nothing is awaited.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -33,6 +33,8 @@ from kvd.selection.reservations import Reservations
 from kvd.selection.serving import opening
 from kvd.selection.speeds import Speeds
 from kvd.selection.stats import SLO_OUTCOMES, Outcome, Tally, Unserved
+from kvd.selection.weighing import BASES, Attempt, Basis, Weighed, WeighedRank, cost_of, terms
+from kvd.wire.event_stream import StreamHealth
 from kvd_core.base.draws import Draws
 from kvd_core.selector import selector
 from kvd_core.selector.selector import Explained, Pool
@@ -236,19 +238,13 @@ class Scheduler:
     ) -> Choice | None:
         """Chooses for the prompt that the pool has looked at; None if all are busy."""
         settings = in_phase(ask.settings, phase)
-        ranks = fleet.ranks(constraints, phase, ask.preferred)
-        pool, eligible, factors = ranks
-        if ask.slo_ttft_s is not None and phase is not Phase.DECODE:
-            ranks = self._within_slo(fleet, ask.slo_ttft_s, settings, ranks)
-            eligible = ranks.eligible
+        ranks = self._ranks(fleet, ask, phase, constraints, settings)
+        pool, eligible, _ = ranks
         chosen = selector.NONE
-        if phase is not Phase.PREFILL:  # a session is where its requests decode
-            chosen = self._choose_bound(fleet, ask, settings, ranks)
-        affinity = None if phase is Phase.PREFILL and ask.phase is Phase.BOTH else ask.affinity
-        if affinity is not None and (wanted := fleet.targets(affinity, eligible)):
-            chosen = pool.choose(settings, wanted, self._draws.next())
-        if chosen < 0:  # none that the request would like best can serve it now
-            chosen = pool.choose(settings, eligible, self._draws.next(), factors)
+        for each in self._attempts(fleet, ask, phase, settings, ranks):
+            chosen = pool.choose(each.settings, each.eligible, self._draws.next(), each.factors)
+            if chosen >= 0:
+                break
         if chosen == selector.BUSY:
             return None
         if chosen == selector.NONE:
@@ -258,6 +254,72 @@ class Scheduler:
         if chosen == selector.OVERLOADED:
             raise Unserved(Outcome.OVERLOADED, _OVERLOADED[phase], retry_after_s=1)
         return Choice(chosen, ranks, settings, phase, pool.best(settings, eligible))
+
+    def _ranks(
+        self,
+        fleet: Fleet,
+        ask: SelectRequest,
+        phase: Phase | None,
+        constraints: Constraints | None,
+        settings: Settings,
+    ) -> Ranks:
+        """Returns the ranks that a phase of a request may go to."""
+        ranks = fleet.ranks(constraints, phase, ask.preferred)
+        if ask.slo_ttft_s is not None and phase is not Phase.DECODE:
+            return self._within_slo(fleet, ask.slo_ttft_s, settings, ranks)
+        return ranks
+
+    def _attempts(
+        self,
+        fleet: Fleet,
+        ask: SelectRequest,
+        phase: Phase | None,
+        settings: Settings,
+        ranks: Ranks,
+    ) -> Iterator[Attempt]:
+        """Yields by what a rank is chosen: what the request would like best, then all others."""
+        _, eligible, factors = ranks
+        if phase is not Phase.PREFILL:  # a session is where its requests decode
+            bound = self._bound(fleet, ask, settings, ranks)
+            if bound is not None:
+                yield Attempt(Basis.SESSION, settings.replace(queue_threshold=None), bound, None)
+        affinity = None if phase is Phase.PREFILL and ask.phase is Phase.BOTH else ask.affinity
+        if affinity is not None and (wanted := fleet.targets(affinity, eligible)):
+            yield Attempt(Basis.AFFINITY, settings, wanted, None)
+        yield Attempt(BASES[settings.members["mode"]], settings, eligible, factors)
+
+    def weigh(self, ask: SelectRequest, look: Look) -> list[Weighed]:
+        """Says how a rank would be chosen for each phase of a request now; nothing is chosen.
+
+        Raises as `select` does, but for ranks that are shut out: these are said.
+        """
+        fleet = schedulable(self._fleets, ask.key)
+        _check_constraints(ask)
+        look(fleet.pool)
+        phases = (Phase.PREFILL, Phase.DECODE) if ask.phase is Phase.BOTH else (ask.phase,)
+        return [self._weigh(fleet, ask, phase) for phase in phases]
+
+    def _weigh(self, fleet: Fleet, ask: SelectRequest, phase: Phase | None) -> Weighed:
+        settings = in_phase(ask.settings, phase)
+        ranks = self._ranks(fleet, ask, phase, ask.constraints_in(phase), settings)
+        pool, eligible, factors = ranks
+        tried = self._attempts(fleet, ask, phase, settings, ranks)
+        for attempt in tried:
+            chances = pool.chances(attempt.settings, attempt.eligible, attempt.factors)
+            if not isinstance(chances, int):
+                break
+        rows = [
+            WeighedRank(
+                row,
+                cost_of(row, settings),
+                terms(row, settings),
+                pool.exceeded(at, settings),
+                self._stream(fleet, row),
+                self._expected_ttft_s(fleet, row),
+            )
+            for at, row in enumerate(pool.explain(settings, eligible, factors))
+        ]
+        return Weighed(phase, attempt.basis, settings, chances, rows)
 
     def _within_slo(self, fleet: Fleet, limit_s: float, settings: Settings, ranks: Ranks) -> Ranks:
         """Narrows ranks to those that are expected to keep the limit, if there are any."""
@@ -272,22 +334,17 @@ class Scheduler:
         queued = row.active_prefill_tokens + row.effective_prefill_tokens
         return self._speeds.ttft_s((fleet.key, row.worker_id, row.dp_rank), queued)
 
-    def _choose_bound(
+    def _bound(
         self, fleet: Fleet, ask: SelectRequest, settings: Settings, ranks: Ranks
-    ) -> int:
-        """Returns the rank that the request's session is bound to, NONE if that cannot serve it.
+    ) -> bytes | None:
+        """Returns the mask of what the request's session is bound to, None if that cannot serve it.
 
         Unless all ranks are busy the session's rank is taken, busy or not, as on the original; but
         not if it has more requests than the policy's `session_bound` allows.
         """
         bound = None if self._affinity is None else self._affinity.target(ask)
         wanted = None if bound is None else fleet.targets(bound, ranks.eligible)
-        if wanted is not None:
-            wanted = ranks.pool.stay(settings, ranks.eligible, wanted)
-        if wanted is None:
-            return selector.NONE
-        settings = settings.replace(queue_threshold=None)
-        return ranks.pool.choose(settings, wanted, self._draws.next())
+        return None if wanted is None else ranks.pool.stay(settings, ranks.eligible, wanted)
 
     def _check_new(self, ask: SelectRequest) -> None:
         if ask.reservation_id is not None:
@@ -332,16 +389,19 @@ class Scheduler:
 
     def _explained(self, fleet: Fleet, ask: SelectRequest, row: Explained) -> dict[str, Any]:
         """Returns the terms of a rank's cost, its session, and the health of its stream."""
-        listener = self._registry.find_listener(RankKey(fleet.key, row.worker_id, row.dp_rank))
-        stream = None if listener is None else listener.health(self._clock())
         bound = None if self._affinity is None else self._affinity.target(ask)
         has = bound is not None and row.worker_id == bound[0] and bound[1] in (None, row.dp_rank)
         expected_s = self._expected_ttft_s(fleet, row)
         return row._asdict() | {
             "has_session": has,
             "expected_ttft_s": expected_s,
-            "stream": stream,
+            "stream": self._stream(fleet, row),
         }
+
+    def _stream(self, fleet: Fleet, row: Explained) -> StreamHealth | None:
+        """Returns the health of a rank's stream, None without one."""
+        listener = self._registry.find_listener(RankKey(fleet.key, row.worker_id, row.dp_rank))
+        return None if listener is None else listener.health(self._clock())
 
     def stop(self) -> None:
         """Refuses all selections that wait, and from now on all that would wait."""

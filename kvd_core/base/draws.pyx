@@ -34,6 +34,15 @@ cdef class Draws:
         self.take(2)
         return text
 
+    def undrawn(self, call not None):
+        """Returns what `call()` does; the numbers that it draws are drawn once more."""
+        self.mark()
+        try:
+            return call()
+        finally:
+            self.rewind()
+            self.unmark()
+
     cdef uint64_t peek(self, Py_ssize_t at) except? 0:
         cdef uint64_t number
         cdef Py_ssize_t used

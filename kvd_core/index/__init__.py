@@ -11,6 +11,8 @@ store.hpp, remove.hpp, retire.hpp, parked.hpp
 sequence.hpp                 blocks by sequence hash
 predicted.hpp                blocks that are thought to be cached, beside events
 predictions                  `Predictions`: the same where there are no events
+chronicle                    `Chronicle`: the last changes of who holds which block
+trace                        why a prompt is cached as far as it is, from the chronicle
 branches                     the tree, a level at a time, for people
 said.hpp                     what prompts of both sides have said of themselves
 stream.hpp, cache_groups.hpp

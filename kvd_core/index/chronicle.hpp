@@ -98,11 +98,13 @@ class Chronicle {
     if (changes_ == nullptr) throw std::bad_alloc();
   }
 
+  // `now` is in seconds.
   void set_time(double now) {
     now_ = static_cast<uint32_t>(std::max(now - began_, 0.0) * kTicksASecond);
   }
-  double seconds(uint32_t ticks) const { return began_ + double{1} * ticks / kTicksASecond; }
+  double seconds(uint32_t ticks) const { return began_ + ticks / double{kTicksASecond}; }
   uint32_t now() const { return now_; }
+  double reach() const { return seconds(next_ == 0 ? now_ : (*this)[first()].at); }
 
   // A number for a rank.
   uint32_t new_owner() { return owners_++; }

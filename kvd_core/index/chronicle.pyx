@@ -35,3 +35,8 @@ cdef class Chronicle:
     def overwritten(self):
         """Of these, those that newer ones have replaced."""
         return self.c.get().first()
+
+    @property
+    def reach(self):
+        """When the oldest of those that are there was noted, in seconds; now if there is none."""
+        return self.c.get().reach()

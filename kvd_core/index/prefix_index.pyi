@@ -1,6 +1,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple, TypedDict, type_check_only
 
+from kvd_core.index.chronicle import Chronicle
 from kvd_core.json.scan import BodyScanner
 
 TIERS: Final[tuple[str, ...]]
@@ -81,6 +82,7 @@ class PrefixIndex:
         counters: IngestCounters,
         max_blocks: int = ...,
         budget: Budget | None = None,
+        chronicle: Chronicle | None = None,
     ) -> None: ...
     @property
     def block_size(self) -> int: ...

@@ -37,6 +37,33 @@ namespace kvd {
 inline const Chronicle* chronicle_of(const Index& index) { return index.chronicle(); }
 inline const Seeds& seeds_of(const Index& index) { return index.seeds(); }
 
+// The local hashes of a prompt that is known by its sequence hashes, as far as the tree has it.
+//
+// Of the chains that go on behind one, kMostSiblings are looked at: 0.1 ms.
+inline std::vector<uint64_t> locals_of(const Tree& tree, const uint64_t* sequences, size_t n) {
+  constexpr size_t kMostSiblings = 4096;
+  const auto follows = [&](size_t at, uint64_t local) {
+    const uint64_t pair[2] = {at == 0 ? 0 : sequences[at - 1], local};
+    return (at == 0 ? local : xxh3(pair, sizeof pair, kBaseSeed)) == sequences[at];
+  };
+  std::vector<uint64_t> locals;
+  NodeId next = n == 0 ? kNone : tree.child(Tree::kRoot, sequences[0]);
+  while (next != kNone) {
+    const Chain& chain = tree.node(next).chain;
+    for (uint32_t i = 0; i < chain.len(); ++i) {
+      if (locals.size() == n || !follows(locals.size(), chain.local()[i])) return locals;
+      locals.push_back(chain.local()[i]);
+    }
+    if (locals.size() == n) return locals;
+    next = tree.node(next).first_child;
+    for (size_t left = kMostSiblings; next != kNone; next = tree.node(next).next) {
+      if (left-- == 0) return locals;
+      if (follows(locals.size(), tree.node(next).first_hash())) break;
+    }
+  }
+  return locals;
+}
+
 class Trace {
  public:
   enum Why : uint8_t {

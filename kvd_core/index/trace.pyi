@@ -1,6 +1,7 @@
 from typing import Final, NamedTuple
 
 from kvd_core.index.prefix_index import PrefixIndex, Worker
+from kvd_core.json.scan import BodyScanner
 
 WHYS: Final[tuple[str, ...]]
 KINDS: Final[tuple[str, ...]]
@@ -24,6 +25,12 @@ class Happened(NamedTuple):
     begin: int
     end: int
 
+def terms(lora_name: str | None, cache_salt: str | None) -> tuple[int, int]: ...
+def hashed(
+    scanner: BodyScanner, array: int, block_size: int, seed: int, *, eagle: bool = False
+) -> bytes: ...
+def given(scanner: BodyScanner, array: int) -> bytes: ...
+def recalled(index: PrefixIndex, sequence_hashes: bytes) -> bytes: ...
 def seeds(index: PrefixIndex) -> list[tuple[int, int]]: ...
 
 class Trace:

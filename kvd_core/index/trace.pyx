@@ -3,16 +3,20 @@
 
 from collections import namedtuple
 
-from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from cython.operator cimport dereference as deref
 from libc.stddef cimport size_t
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libcpp cimport bool as cbool
 from libcpp.memory cimport unique_ptr
+from libcpp.string_view cimport string_view
 from libcpp.vector cimport vector
 
 from kvd_core.index.chronicle cimport CChronicle
-from kvd_core.index.prefix_index cimport CIndex, PrefixIndex, RankId, Worker, kNone, kTierLayers
+from kvd_core.index.prefix_index cimport (
+    CIndex, CTree, PrefixIndex, RankId, Worker, kNone, kTierLayers
+)
+from kvd_core.json.scan cimport BodyScanner
 
 cdef extern from "index/trace.hpp" namespace "kvd" nogil:
     cppclass CEnd "kvd::Trace::End":
@@ -43,8 +47,9 @@ cdef extern from "index/trace.hpp" namespace "kvd" nogil:
         size_t oldest()
         uint64_t all_steps()
 
-    # What the index has besides what prefix_index.pxd knows of it.
-    const CChronicle* chronicle_of "kvd::chronicle_of"(const CIndex&)
+    # What an index has besides what prefix_index.pxd knows of it.
+    const CChronicle* chronicle_of(const CIndex&)
+    vector[uint64_t] locals_of(const CTree&, const uint64_t*, size_t) except +
 
 cdef extern from "index/said.hpp" namespace "kvd" nogil:
     cppclass CSeed "kvd::Seeds::Seed":
@@ -56,7 +61,14 @@ cdef extern from "index/said.hpp" namespace "kvd" nogil:
         uint32_t size()
 
 cdef extern from "index/trace.hpp" namespace "kvd" nogil:
-    const CSeeds& seeds_of "kvd::seeds_of"(const CIndex&)
+    const CSeeds& seeds_of(const CIndex&)
+
+cdef extern from "base/hash.hpp" namespace "kvd" nogil:
+    uint64_t kBaseSeed
+    uint64_t lora_term(string_view)
+    uint64_t salt_term(string_view)
+    void local_hashes(const uint32_t*, size_t, size_t, uint64_t, uint64_t*)
+    void eagle_hashes(const uint32_t*, size_t, size_t, uint64_t, uint64_t*)
 
 # Why a tier ends, or all of them.
 WHYS = (
@@ -85,6 +97,55 @@ cdef const uint64_t* hashes_of(bytes hashes) except? NULL:
     if PyBytes_GET_SIZE(hashes) % sizeof(uint64_t):
         raise ValueError("hashes are the bytes of native 64-bit integers")
     return <const uint64_t*>PyBytes_AS_STRING(hashes)
+
+
+cdef uint64_t term_of(str text, bint is_salt) except? 0:
+    cdef bytes said = (text or "").encode()
+    cdef string_view view = string_view(PyBytes_AS_STRING(said), PyBytes_GET_SIZE(said))
+    return salt_term(view) if is_salt else lora_term(view)
+
+
+def terms(str lora_name, str cache_salt):
+    """What an adapter and a salt add to the seed of local hashes; 0 for None."""
+    return term_of(lora_name, False), term_of(cache_salt, True)
+
+
+def hashed(BodyScanner scanner not None, int array, uint32_t block_size, uint64_t seed, *,
+           bint eagle=False):
+    """The local hashes of a scanned body's token ids, as bytes of native 64-bit integers.
+
+    `seed` is the sum of `terms`. `eagle` hashes pairs of tokens, as EAGLE engines do.
+    """
+    cdef size_t n = 0, blocks
+    cdef const uint32_t* tokens = scanner.u32(array, &n)
+    blocks = (n - 1 if eagle and n != 0 else n) // block_size
+    found = PyBytes_FromStringAndSize(NULL, blocks * sizeof(uint64_t))
+    cdef uint64_t* out = <uint64_t*>PyBytes_AS_STRING(found)
+    if eagle:
+        eagle_hashes(tokens, blocks, block_size, kBaseSeed + seed, out)
+    else:
+        local_hashes(tokens, blocks, block_size, kBaseSeed + seed, out)
+    return found
+
+
+def given(BodyScanner scanner not None, int array):
+    """The hashes of an array of a scanned body, as bytes of native 64-bit integers."""
+    cdef size_t n = 0
+    cdef const uint64_t* hashes = scanner.u64(array, &n)
+    return PyBytes_FromStringAndSize(<const char*>hashes, n * sizeof(uint64_t))
+
+
+def recalled(PrefixIndex index not None, bytes sequence_hashes not None):
+    """The local hashes of a prompt known by its sequence hashes, as far as the index has it.
+
+    Both are bytes of native 64-bit integers. O(blocks + chains that go on where it branches).
+    """
+    cdef vector[uint64_t] locals_ = locals_of(
+        index.c.tree(), hashes_of(sequence_hashes), PyBytes_GET_SIZE(sequence_hashes) // 8
+    )
+    return PyBytes_FromStringAndSize(
+        <const char*>locals_.data(), locals_.size() * sizeof(uint64_t)
+    )
 
 
 def seeds(PrefixIndex index not None):

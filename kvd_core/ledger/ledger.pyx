@@ -12,7 +12,7 @@ where live prompts branch or end on it), r the number of ranks.
 
 from collections import namedtuple
 
-from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from cpython.object cimport PyObject
 from cpython.ref cimport Py_DECREF
 from cpython.unicode cimport PyUnicode_DecodeUTF8
@@ -292,6 +292,19 @@ cdef class Ledger:
             request.outputs,
             None if request.expected == kNone else request.expected,
         )
+
+    def hashes(self, str request_id not None):
+        """The sequence hashes of a live request's blocks, as native 64-bit integers; None if absent.
+
+        O(blocks).
+        """
+        cdef RequestId number = self.find(request_id)
+        if number == kNone:
+            return None
+        cdef Request* request = &self.c.requests.all[number]
+        hashes = PyBytes_FromStringAndSize(NULL, request.blocks * sizeof(uint64_t))
+        self.c.loads.trie.copy_path(request.end, request.blocks, PyBytes_AS_STRING(hashes))
+        return hashes
 
     def load(self, RankId rank):
         """The Load of a rank, of all ledgers that share it.

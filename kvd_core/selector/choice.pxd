@@ -39,8 +39,8 @@ from libc.stddef cimport size_t
 from libc.stdint cimport UINT64_MAX, int64_t, uint8_t, uint32_t, uint64_t
 
 from kvd_core.selector.cost cimport (
-    Scale, decays, device_credit_of, effective_tokens, is_blind, is_busy, is_overloaded, saturates,
-    terms_of, weighted_terms_of
+    Scale, decays, device_credit_of, effective_tokens, is_blind, is_busy, is_overloaded, real,
+    saturates, terms_of, weighted_terms_of
 )
 from kvd_core.selector.settings cimport kLeastLoaded, kLines, kRandom, kRoundRobin, kTurns
 from kvd_core.selector.types cimport CCandidate, CStanding
@@ -193,7 +193,23 @@ cdef inline void weigh_requests(Choice* choice) noexcept nogil:
         choice.weights[k] = choice.standings[choice.open[k]].requests
 
 
+cdef inline void weigh(Choice* choice, const Scale* scale, const double* factors) noexcept nogil:
+    if scale.settings.mode == kLeastLoaded:
+        weigh_requests(choice)
+    elif scale.settings.weighted:
+        weigh_weighted_costs(choice, scale, factors)
+    else:
+        weigh_costs(choice, scale, factors)
+
+
 # ---- the choice
+
+cdef inline bint takes_lowest(const Scale* scale) noexcept nogil:
+    # Any of those with the lowest weight is chosen.
+    return scale.settings.mode == kLeastLoaded or (
+        not scale.settings.weighted and scale.settings.temperature == 0
+    )
+
 
 cdef inline size_t below(size_t n, uint64_t random) noexcept nogil:
     # Uniform in [0, n): the error of the multiplication is n / 2^64.
@@ -221,18 +237,29 @@ cdef inline int64_t lowest(Choice* choice, uint64_t random) noexcept nogil:
     return equal[below(n, random)]
 
 
-cdef inline int64_t drawn(Choice* choice, double temperature, uint64_t random) noexcept nogil:
+cdef inline double weigh_chances(Choice* choice, double temperature) noexcept nogil:
+    # Turns costs into what chances are in proportion to, and returns their sum; 0, and nothing has
+    # changed, where all are equal.
     cdef double* weights = choice.weights
-    cdef double least = weights[0], most = weights[0], total = 0, passed = 0, target
-    cdef size_t chosen = 0, k
+    cdef double least = weights[0], most = weights[0], total = 0
+    cdef size_t k
     for k in range(choice.n_open):
         least = weights[k] if weights[k] < least else least
         most = weights[k] if weights[k] > most else most
     if least == most:
-        return any_open(choice, random)
+        return 0
     for k in range(choice.n_open):
         weights[k] = exp(-((weights[k] - least) / (most - least) / temperature))
         total += weights[k]
+    return total
+
+
+cdef inline int64_t drawn(Choice* choice, double temperature, uint64_t random) noexcept nogil:
+    cdef double total = weigh_chances(choice, temperature), passed = 0, target
+    cdef const double* weights = choice.weights
+    cdef size_t chosen = 0, k
+    if total == 0:
+        return any_open(choice, random)
     target = ldexp(<double>(random >> 11), -53) * total
     for k in range(choice.n_open):
         if weights[k] == 0:
@@ -257,13 +284,13 @@ cdef inline int64_t take_turn(Choice* choice, uint32_t chosen, int line) noexcep
     return chosen
 
 
-cdef inline int64_t next_in_turn(Choice* choice, int line) noexcept nogil:
+cdef inline uint32_t next_in_turn(const Choice* choice, int line) noexcept nogil:
     cdef uint32_t chosen = choice.open[0]
     cdef size_t k
     for k in range(choice.n_open):
         if turn_of(choice, choice.open[k], line) < turn_of(choice, chosen, line):
             chosen = choice.open[k]
-    return take_turn(choice, chosen, line)
+    return chosen
 
 
 cdef inline bint goes_before(
@@ -281,7 +308,7 @@ cdef inline bint goes_before(
     return turn_of(choice, one, line) < turn_of(choice, two, line)
 
 
-cdef inline int64_t lowest_in_order(Choice* choice, const Scale* scale) noexcept nogil:
+cdef inline uint32_t lowest_in_order(const Choice* choice, const Scale* scale) noexcept nogil:
     # Of the open candidates with the lowest weight, whoever goes before the others.
     cdef const double* weights = choice.weights
     cdef size_t best = 0, k
@@ -290,13 +317,56 @@ cdef inline int64_t lowest_in_order(Choice* choice, const Scale* scale) noexcept
             weights[k] == weights[best] and goes_before(choice, scale, k, best)
         ):
             best = k
-    return take_turn(choice, choice.open[best], kLines + scale.settings.line)
+    return choice.open[best]
 
 
 cdef inline void return_turn(Choice* choice) noexcept nogil:
     # The last choice has not come to pass: whoever has lost their turn has it again.
     if choice.last.taken:
         choice.turns[choice.last.at] = choice.last.before
+
+
+# ---- what a choice would be, without one
+
+cdef inline double leave_one(Choice* choice, uint32_t candidate) noexcept nogil:
+    cdef size_t k
+    for k in range(choice.n_open):
+        choice.weights[k] = choice.open[k] == candidate
+    return 1
+
+
+cdef inline double leave_all(Choice* choice) noexcept nogil:
+    cdef size_t k
+    for k in range(choice.n_open):
+        choice.weights[k] = 1
+    return real(choice.n_open)
+
+
+cdef inline double leave_lowest(Choice* choice) noexcept nogil:
+    cdef double best = choice.weights[0], total = 0
+    cdef size_t k
+    for k in range(choice.n_open):
+        best = choice.weights[k] if choice.weights[k] < best else best
+    for k in range(choice.n_open):
+        choice.weights[k] = choice.weights[k] == best
+        total += choice.weights[k]
+    return total
+
+
+cdef inline double set_chances(Choice* choice, const Scale* scale) noexcept nogil:
+    # Turns the weights of those that are open into what their chances are in proportion to, and
+    # returns the sum: as `choose` would choose of them, but nobody's turn is taken.
+    cdef double total
+    if scale.settings.mode == kRandom:
+        return leave_all(choice)
+    if scale.settings.mode == kRoundRobin:
+        return leave_one(choice, next_in_turn(choice, scale.settings.line))
+    if takes_lowest(scale):
+        return leave_lowest(choice)
+    if scale.settings.temperature == 0:
+        return leave_one(choice, lowest_in_order(choice, scale))
+    total = weigh_chances(choice, scale.settings.temperature)
+    return total if total != 0 else leave_all(choice)
 
 
 cdef inline int64_t choose(
@@ -311,18 +381,16 @@ cdef inline int64_t choose(
     if refusal < 0:
         return refusal
     if scale.settings.mode == kRoundRobin:
-        return next_in_turn(choice, scale.settings.line)
+        return take_turn(
+            choice, next_in_turn(choice, scale.settings.line), scale.settings.line
+        )
     if scale.settings.mode == kRandom:
         return any_open(choice, random)
-    if scale.settings.mode == kLeastLoaded:
-        weigh_requests(choice)
+    weigh(choice, scale, factors)
+    if takes_lowest(scale):
         return lowest(choice, random)
-    if not scale.settings.weighted:
-        weigh_costs(choice, scale, factors)
-        if scale.settings.temperature == 0:
-            return lowest(choice, random)
-    else:
-        weigh_weighted_costs(choice, scale, factors)
-        if scale.settings.temperature == 0:
-            return lowest_in_order(choice, scale)
+    if scale.settings.temperature == 0:
+        return take_turn(
+            choice, lowest_in_order(choice, scale), kLines + scale.settings.line
+        )
     return drawn(choice, scale.settings.temperature, random)

@@ -304,14 +304,30 @@ cdef inline bint is_decode_busy(
     )
 
 
+cdef inline bint prefills_too_much(const Scale* s, const CStanding* c) noexcept nogil:
+    return real(c.prefill_tokens) > s.settings.prefill_tokens_threshold
+
+
+cdef inline bint prefills_too_large_a_part(
+    const Scale* s, const CCandidate* candidate, const CStanding* c
+) noexcept nogil:
+    return exceeds(
+        c.prefill_tokens, s.settings.prefill_tokens_threshold_frac, candidate.max_batch_tokens
+    )
+
+
+cdef inline bint has_too_many_blocks(
+    const Scale* s, const CCandidate* candidate, const CStanding* c
+) noexcept nogil:
+    return exceeds(c.decode_blocks, s.settings.decode_blocks_threshold, candidate.total_blocks)
+
+
 cdef inline bint is_overloaded(
     const Scale* s, const CCandidate* candidate, const CStanding* c
 ) noexcept nogil:
     # It gets no new work.
     return s.rejects and (
-        real(c.prefill_tokens) > s.settings.prefill_tokens_threshold
-        or exceeds(
-            c.prefill_tokens, s.settings.prefill_tokens_threshold_frac, candidate.max_batch_tokens
-        )
-        or exceeds(c.decode_blocks, s.settings.decode_blocks_threshold, candidate.total_blocks)
+        prefills_too_much(s, c)
+        or prefills_too_large_a_part(s, candidate, c)
+        or has_too_many_blocks(s, candidate, c)
     )

@@ -28,17 +28,18 @@ from kvd_core.ledger.ledger cimport Ledger
 from kvd_core.ledger.trie cimport RankId
 from kvd_core.selector.choice cimport (
     choose, find_open, kAllBusy, kAllOver, kNoCandidate, least_prefill, least_uncached,
-    open_requests, return_turn
+    open_requests, return_turn, set_chances, weigh
 )
 from kvd_core.selector.cost cimport (
     Terms, WeightedTerms, cached_tokens, decode_blocks, device_credit_of, effective_tokens,
-    is_busy, is_overloaded, keeps_sessions, scale_of, terms_of, weighted_terms_of
+    has_too_many_blocks, is_busy, is_overloaded, keeps_sessions, prefills_too_large_a_part,
+    prefills_too_much, scale_of, terms_of, weighted_terms_of
 )
 from kvd_core.selector.loads cimport find_live, find_loads
 from kvd_core.selector.rows cimport (
     choice_room, kMaxDigits, put_choice, put_loads, put_number, put_overlaps, put_text, rows_room
 )
-from kvd_core.selector.settings cimport Settings, kTurns
+from kvd_core.selector.settings cimport Settings, kRandom, kRoundRobin, kTurns
 from kvd_core.selector.types cimport CCandidate, CStanding, kMaxIslTokens
 
 cdef extern from "Python.h":
@@ -66,6 +67,10 @@ Explained = namedtuple(
     " request_cost block_cost product_cost cost keeps_sessions eligible overloaded busy preference"
     " heard reachable",
 )
+
+# Who may be chosen: its position, its weight (the lower the better; None where none is weighed),
+# and the chance that `choose` takes it.
+Chance = namedtuple("Chance", "position weight chance")
 
 
 cdef extern from "json/text.hpp" namespace "kvd" nogil:
@@ -335,6 +340,43 @@ cdef class Pool:
         return self.choose_now(
             &settings.c, self.mask_of(eligible), random, self.factors_of(factors)
         )
+
+    def chances(self, Settings settings not None, bytes eligible, bytes factors=None):
+        """Returns a Chance for each that may be chosen after the last look, or why none may be.
+
+        By the arguments of `choose`, whose answer it foretells. Nothing changes: whose turn it is,
+        it stays. O(candidates).
+        """
+        cdef Scale scale = self.scale(&settings.c)
+        cdef const double* liked = self.factors_of(factors)
+        cdef int64_t refusal = find_open(&self.choice, &scale, self.mask_of(eligible))
+        cdef bint weighs = settings.c.mode != kRoundRobin and settings.c.mode != kRandom
+        cdef double total
+        cdef size_t k, n = self.choice.n_open
+        if refusal < 0:
+            return refusal
+        if weighs:
+            weigh(&self.choice, &scale, liked)
+        weights = [self.choice.weights[k] if weighs else None for k in range(n)]
+        total = set_chances(&self.choice, &scale)
+        return [
+            Chance(self.choice.open[k], weights[k], self.choice.weights[k] / total)
+            for k in range(n)
+        ]
+
+    def exceeded(self, Py_ssize_t candidate, Settings settings not None):
+        """Names the busy thresholds of the settings that a candidate exceeds, heeded or not."""
+        cdef size_t i = self.at(candidate)
+        cdef Scale scale = self.scale(&settings.c)
+        cdef const CCandidate* c = &self.c.candidate(i)
+        cdef const CStanding* s = &self.c.standing(i)
+        named = (
+            ("active_prefill_tokens_threshold", prefills_too_much(&scale, s)),
+            ("active_prefill_tokens_threshold_frac", prefills_too_large_a_part(&scale, c, s)),
+            ("active_decode_blocks_threshold", has_too_many_blocks(&scale, c, s)),
+            ("queue_threshold", is_busy(&scale, c, s)),
+        )
+        return [name for name, exceeds in named if exceeds]
 
     def refusal(self, Settings settings not None, bytes eligible):
         """Returns NONE, OVERLOADED or BUSY if `choose` would after another look, else 0.

@@ -13,6 +13,7 @@ from kvd.faces.common.openapi import document
 from kvd.faces.common.schemas import DOCUMENT_PATH
 from kvd.faces.conductor import handlers as questions
 from kvd.faces.conductor import routes as conductor
+from kvd.faces.explain import questions as explained
 from kvd.faces.indexer import routes as indexer
 from kvd.faces.indexer.handlers import HashQueryHandler, QueryHandler, TieredQueryHandler
 from kvd.faces.selection import handlers as selection
@@ -111,6 +112,7 @@ SCANNERS: dict[str, dict[str, BodyScanner]] = {
         "POST /busy_threshold": tuning.BUSY,
         "POST /router_mode": tuning.MODE,
         "POST /policy": tuning.POLICY,
+        "POST /explain": BodyScanner(prompts.ARRAYS, explained.FIELDS),
     },
     "conductor": {
         "POST /query": BodyScanner(questions.QueryHandler.ARRAYS, questions.FIELDS),

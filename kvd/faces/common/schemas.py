@@ -12,6 +12,9 @@ from typing import Any
 from kvd.diagnosis.findings import KINDS, Severity
 from kvd.faces.common.bodies import MAX_KEPT_BYTES, MAX_RETRY_KEY_BYTES, U32_MAX, U64_MAX
 from kvd.telemetry.metrics import CONTENT_TYPE, METRICS_PATH
+from kvd_core.index.prefix_index import TIERS
+from kvd_core.index.trace import KINDS as CHANGES
+from kvd_core.index.trace import WHYS
 
 Schema = dict[str, Any]
 Members = dict[str, Schema]
@@ -20,6 +23,7 @@ Content = dict[str, Schema]  # by content type
 JSON = "application/json"
 DOCUMENT_PATH = "/openapi.json"
 DIAGNOSE_PATH = "/diagnose"
+EXPLAIN_PATH = "/explain"
 PICTURE_PATH, BRANCHES_PATH = "/picture", "/branches"
 # Of the page of every face: by path, a file of kvd/faces/ui/files and its content type.
 UI_FILES = {
@@ -33,6 +37,19 @@ UI_FILES = {
     "/ui/tree.js": ("tree.js", "text/javascript; charset=utf-8"),
     "/ui/trying.js": ("trying.js", "text/javascript; charset=utf-8"),
 }
+
+
+# Of explanations: why a match ends, beside what its blocks' history says; why a rank cannot be
+# chosen.
+ELSEWHERE = (
+    "other_salt",
+    "other_adapter",
+    "other_tenant",
+    "not_predicted",
+    "not_heard",
+    "no_events",
+)
+SHUT_OUT = ("unreachable", "not_eligible", "overloaded", "busy", "not_preferred")
 
 
 def whole(minimum: int, maximum: int) -> Schema:
@@ -253,6 +270,118 @@ BRANCHES_SHOWN = row(
         "more": FLAG,
     }
 )
+AS_IN_SELECT: Schema = {"description": "as in POST /select of the selection service"}
+QUESTION = members(
+    {},
+    {
+        **TENANT,
+        "model_name": TEXT,
+        "token_ids": nullable(array(U32)),
+        "block_hashes": nullable(array(HASH)),
+        "sequence_hashes": nullable(array(HASH)),
+        "isl_tokens": nullable(TOKENS),
+        **{name: nullable(TEXT) for name in ("lora_name", "cache_salt", "session_id")},
+        "is_eagle": nullable(FLAG),
+        "request_id": {**nullable(TEXT), "description": "of a live booking, in place of a prompt"},
+        **dict.fromkeys(
+            (
+                "router_config_override",
+                "session_context",
+                "affinity_target",
+                "pinned_worker",
+                "allowed_worker_ids",
+                "routing_constraints",
+                "phase",
+                "router_policy",
+                "slo_ttft_ms",
+            ),
+            AS_IN_SELECT,
+        ),
+    },
+)
+PLACED: Members = {"worker_id": TEXT, "dp_rank": U32}
+WHY: Members = {"why": one_of(*WHYS, *ELSEWHERE), "age_s": nullable(NUMBER)}
+COSTED = row({**PLACED, "chance": NUMBER, "cost": nullable(NUMBER), "behind": nullable(NUMBER)})
+CANDIDATE_EXPLAINED = row(
+    {
+        **PLACED,
+        "blocks": BLOCKS,
+        "predicted_blocks": BLOCKS,
+        "tiers": array(row({"tier": one_of(*TIERS), "from": BLOCKS, "to": BLOCKS, **WHY})),
+        "ended": row(
+            {
+                **WHY,
+                "at_block": BLOCKS,
+                "tier": nullable(one_of(*TIERS)),
+                "elsewhere_blocks": nullable(BLOCKS),
+            }
+        ),
+    },
+    {
+        "chance": NUMBER,
+        "shut_out": nullable(one_of(*SHUT_OUT)),
+        "exceeded": array(TEXT),
+        "cost": nullable(NUMBER),
+        "preference": NUMBER,
+        "terms": array(row({"name": TEXT, "weight": NUMBER, "cost": NUMBER})),
+        "facts": by_name(NUMBER),
+        "stream": nullable(TEXT),
+        "expected_ttft_s": nullable(NUMBER),
+    },
+)
+CHOICE_EXPLAINED = row(
+    {
+        "phase": nullable(TEXT),
+        "by": nullable(TEXT),
+        "router_mode": nullable(TEXT),
+        "router_policy": nullable(TEXT),
+        "temperature": NUMBER,
+        "unit": nullable(one_of("blocks", "tokens", "requests")),
+        "refusal": nullable(
+            one_of("nobody_eligible", "all_busy", "all_overloaded", "no_selection")
+        ),
+        "chosen": nullable(COSTED),
+        "runner_up": nullable(COSTED),
+        "candidates": array(CANDIDATE_EXPLAINED),
+        "more_candidates": COUNT,
+    }
+)
+HAPPENED = row(
+    {
+        **PLACED,
+        "age_s": NUMBER,
+        "kind": one_of(*CHANGES),
+        "tiers": array(one_of(*TIERS)),
+        "from": BLOCKS,
+        "to": BLOCKS,
+        "changes": COUNT,
+    }
+)
+BOOKED_SHOWN = row(
+    {
+        **PLACED,
+        "request_id": TEXT,
+        "age_s": NUMBER,
+        "blocks": BLOCKS,
+        "prefill_tokens": TOKENS,
+        "active_prefill_tokens": TOKENS,
+    }
+)
+EXPLANATION = row(
+    {
+        "model_name": TEXT,
+        "tenant_id": TEXT,
+        "block_size": BLOCK_SIZE,
+        "blocks": BLOCKS,
+        "request": nullable(BOOKED_SHOWN),
+        "choices": array(CHOICE_EXPLAINED),
+        "timeline": array(HAPPENED),
+        "timeline_left_out": COUNT,
+        "chronicle": row(
+            {"changes": COUNT, "overwritten": COUNT, "capacity": COUNT, "reach_s": NUMBER}
+        ),
+    }
+)
 UI: Mapping[str, Operation] = {
     f"GET {PICTURE_PATH}": Operation(
         "Shows ranks, rates, streams and recent choices, for pages and `kvd top`",
@@ -288,6 +417,12 @@ EVERY_FACE: Mapping[str, Operation] = {
         "Names what keeps prompts from matching, with evidence and remedies",
         {200: in_json(row({"findings": array(FINDING)}))},
         parameters=(PROBE,),
+    ),
+    f"POST {EXPLAIN_PATH}": Operation(
+        "Says candidate by candidate who would be chosen for a prompt, and why",
+        {200: in_json(EXPLANATION)},
+        (404, 422),
+        in_json(QUESTION),
     ),
     f"GET {DOCUMENT_PATH}": Operation("Shows this document", {200: in_json(by_name(ANY))}),
     **UI,

@@ -13,9 +13,9 @@ from kvd_core.selector.selector cimport Pool
 cdef class PromptReader(BodyReader):
     # The prompt of the last body: token ids with the first four, else hashes.
     cdef readonly bint by_tokens
-    cdef str lora_name, cache_salt  # None: none
+    cdef readonly str lora_name, cache_salt  # None: none
     cdef object unique              # a number for a prompt that shares no blocks in use, or None
-    cdef bint eagle
+    cdef readonly bint eagle
     cdef int locals_                # which array says what ranks cache of it
     cdef readonly uint64_t isl_tokens
 

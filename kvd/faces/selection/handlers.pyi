@@ -12,6 +12,9 @@ SELECT_FIELDS: tuple[str, ...]
 class PromptReader(BodyReader):
     by_tokens: bool
     isl_tokens: int
+    lora_name: str | None
+    cache_salt: str | None
+    eagle: bool
     def read_prompt(self, selections: Selections) -> None: ...
     def read_booked(self, selections: Selections) -> None: ...
     def put_before(self, pool: Pool) -> None: ...

@@ -1,0 +1,263 @@
+"""An explanation as the members of an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvd.faces.explain.questions import Booked, Prompt, Question
+from kvd.faces.explain.traces import NOTHING, Event, Place, Traces
+from kvd.index.partitions import Partition
+from kvd.selection.options import RouterMode
+from kvd.selection.policies import Policy
+from kvd.selection.weighing import Basis, Weighed, WeighedRank
+from kvd_core.index.chronicle import Chronicle
+from kvd_core.index.prefix_index import TIERS
+from kvd_core.index.trace import End
+from kvd_core.selector import selector
+from kvd_core.selector.selector import Chance, Explained
+
+MAX_CANDIDATES = 256  # candidates shown of a phase, those first that would be chosen: 1 kB each
+MAX_EVENTS = 100  # events shown, the newest
+
+REFUSALS = {
+    selector.NONE: "nobody_eligible",
+    selector.BUSY: "all_busy",
+    selector.OVERLOADED: "all_overloaded",
+}
+NOT_CHOSEN_HERE = "no_selection"  # the model has no workers that can be chosen, but an index
+
+# Of Explained: what a cost is made of, and is shown beside its terms.
+FACTS = (
+    "cached_tokens",
+    "effective_prefill_tokens",
+    "potential_decode_blocks",
+    "raw_prefill_blocks",
+    "credit_blocks",
+    "counted_tokens",
+    "live_blocks",
+    "active_prefill_tokens",
+    "active_decode_blocks",
+    "active_requests",
+    "decoding_requests",
+)
+# In which unit costs are, by what is weighed.
+UNITS = {Basis.REQUESTS: "requests", Basis.TURNS: None, Basis.CHANCE: None}
+
+
+class Narrator:
+    """Tells what was found about one prompt."""
+
+    def __init__(self, prompt: Prompt, traces: Traces, now: float) -> None:
+        self._prompt = prompt
+        self._traces = traces
+        self._now = now
+
+    def choice(self, weighed: Weighed) -> dict[str, Any]:
+        """Returns how a rank would be chosen for one phase."""
+        chances = weighed.chances
+        refusal = REFUSALS[chances] if isinstance(chances, int) else None
+        by_position = {} if isinstance(chances, int) else {each.position: each for each in chances}
+        order = sorted(
+            range(len(weighed.ranks)),
+            key=lambda at: (
+                -(by_position[at].chance if at in by_position else -1.0),
+                weighed.ranks[at].row.cost,
+                at,
+            ),
+        )
+        first = [at for at in order if at in by_position]
+        members = weighed.settings.members
+        unit = "tokens" if members["weighted"] else "blocks"
+        return {
+            "phase": weighed.phase,
+            "by": weighed.basis,
+            "router_mode": RouterMode.of(weighed.settings),
+            "router_policy": str(Policy.of(weighed.settings)),
+            "temperature": members["temperature"],
+            "unit": UNITS.get(weighed.basis, unit),
+            "refusal": refusal,
+            "chosen": self._named(weighed, first[:1], by_position, first[:1]),
+            "runner_up": self._named(weighed, first[1:2], by_position, first[:1]),
+            "candidates": [
+                self._candidate(weighed, at, by_position) for at in order[:MAX_CANDIDATES]
+            ],
+            "more_candidates": max(0, len(order) - MAX_CANDIDATES),
+        }
+
+    def unchosen(self) -> dict[str, Any]:
+        """Returns what is cached where, of a model whose ranks are not chosen here."""
+        rows = sorted(self._traces.rows.items(), key=lambda row: (-row[1].all.depth, str(row[0])))
+        return {
+            "phase": None,
+            "by": None,
+            "router_mode": None,
+            "router_policy": None,
+            "temperature": 0.0,
+            "unit": None,
+            "refusal": NOT_CHOSEN_HERE,
+            "chosen": None,
+            "runner_up": None,
+            "candidates": [
+                _placed(*place) | self._cached(place, None) for place, _ in rows[:MAX_CANDIDATES]
+            ],
+            "more_candidates": max(0, len(rows) - MAX_CANDIDATES),
+        }
+
+    def events(self) -> dict[str, Any]:
+        """Returns what has happened to the prompt's blocks, the newest last."""
+        events = self._traces.events
+        left_out = sum(each.changes for each in events[:-MAX_EVENTS]) + self._traces.left_out
+        return {
+            "timeline": [self._event(each) for each in events[-MAX_EVENTS:]],
+            "timeline_left_out": left_out,
+        }
+
+    def _named(
+        self, weighed: Weighed, at: list[int], chances: Mapping[int, Chance], best: list[int]
+    ) -> dict[str, Any] | None:
+        """Returns a candidate, with what it costs more than the best."""
+        if not at:
+            return None
+        rank, least = weighed.ranks[at[0]], weighed.ranks[best[0]].cost
+        return {
+            **_placed(rank.row.worker_id, rank.row.dp_rank),
+            "chance": chances[at[0]].chance,
+            "cost": rank.cost,
+            "behind": None if rank.cost is None or least is None else rank.cost - least,
+        }
+
+    def _candidate(
+        self, weighed: Weighed, at: int, chances: Mapping[int, Chance]
+    ) -> dict[str, Any]:
+        rank = weighed.ranks[at]
+        row = rank.row
+        return {
+            **_placed(row.worker_id, row.dp_rank),
+            "chance": chances[at].chance if at in chances else 0.0,
+            "shut_out": _shut_out(rank, at in chances),
+            "exceeded": rank.exceeded,
+            "cost": rank.cost,
+            "preference": row.preference,
+            "terms": [each._asdict() for each in rank.terms],
+            "facts": {name: getattr(row, name) for name in FACTS},
+            "stream": rank.stream,
+            "expected_ttft_s": rank.expected_ttft_s,
+            **self._cached((row.worker_id, row.dp_rank), row),
+        }
+
+    # ---- what is cached, and why no more
+
+    def _cached(self, place: Place, row: Explained | None) -> dict[str, Any]:
+        traced = self._traces.rows.get(place)
+        told = 0 if traced is None else traced.all.depth
+        blocks = told if row is None else row.device_blocks + row.host_blocks + row.disk_blocks
+        tiers = []
+        if traced is not None and (row is None or row.heard):
+            begin = 0
+            for tier, end in enumerate(traced.tiers):
+                if end.depth > begin or end.at is not None:
+                    shown = {"tier": TIERS[tier], "from": begin, "to": end.depth}
+                    tiers.append(shown | self._end(self._known(end)))
+                begin = end.depth
+        return {
+            "blocks": blocks,
+            "predicted_blocks": max(0, blocks - told),
+            "tiers": tiers,
+            "ended": self._ended(place, row, blocks, told),
+        }
+
+    def _ended(
+        self, place: Place, row: Explained | None, blocks: int, told: int
+    ) -> dict[str, Any]:
+        """Returns why a rank caches no more than so many blocks, of which events told so many."""
+        traced = self._traces.rows.get(place)
+        why = {"at_block": blocks, "tier": None, "age_s": None, "elsewhere_blocks": None}
+        if blocks == self._prompt.blocks:
+            return why | {"why": "end_of_prompt"}
+        if row is not None and not row.heard:
+            return why | {"why": "not_heard"}
+        if blocks > told:
+            return why | {"why": "not_predicted"}
+        if traced is None:
+            return why | {"why": "no_events"}
+        end = self._known(traced.all)
+        elsewhere = self._traces.elsewhere.get(place)
+        if end.why in ("never_stored", "unknown") and elsewhere and elsewhere.blocks > blocks:
+            return why | {"why": elsewhere.why, "elsewhere_blocks": elsewhere.blocks}
+        tier = None if end.at is None else TIERS[end.tier]
+        return why | {"tier": tier} | self._end(end)
+
+    def _known(self, end: End) -> End:
+        """Returns an end; unknown where the content of the block behind it is."""
+        if end.why == "never_stored" and end.depth >= self._prompt.known:
+            return end._replace(why="unknown")
+        return end
+
+    def _end(self, end: End) -> dict[str, Any]:
+        return {"why": end.why, "age_s": None if end.at is None else self._age(end.at)}
+
+    def _age(self, at: float) -> float:
+        return round(max(0.0, self._now - at), 2)
+
+    def _event(self, each: Event) -> dict[str, Any]:
+        return {
+            "age_s": self._age(each.at),
+            "kind": each.kind,
+            **_placed(each.worker_id, each.dp_rank),
+            "tiers": each.tiers,
+            "from": each.begin,
+            "to": each.end,
+            "changes": each.changes,
+        }
+
+
+def heading(question: Question, prompt: Prompt, block_size: int, now: float) -> dict[str, Any]:
+    """Returns what is explained."""
+    return {
+        "model_name": question.key.model_name,
+        "tenant_id": question.key.tenant_id,
+        "block_size": block_size,
+        "blocks": prompt.blocks,
+        "request": None if question.booked is None else _booked(question.booked, now),
+    }
+
+
+def chronicled(chronicle: Chronicle | None, now: float) -> dict[str, Any]:
+    """Returns how far back it is known what has happened."""
+    if chronicle is None:
+        return {"changes": 0, "overwritten": 0, "capacity": 0, "reach_s": 0.0}
+    return {
+        "changes": chronicle.noted,
+        "overwritten": chronicle.overwritten,
+        "capacity": chronicle.capacity,
+        "reach_s": round(max(0.0, now - chronicle.reach), 2),
+    }
+
+
+def _booked(booked: Booked, now: float) -> dict[str, Any]:
+    live = booked.live
+    return {
+        "request_id": booked.request_id,
+        **_placed(live.worker_id, live.dp_rank),
+        "age_s": round(max(0.0, now - live.admitted_at), 2),
+        "blocks": live.blocks,
+        "prefill_tokens": live.tokens,
+        "active_prefill_tokens": live.prefill_tokens,
+    }
+
+
+def _placed(worker_id: int | str, dp_rank: int) -> dict[str, Any]:
+    return {"worker_id": str(worker_id), "dp_rank": dp_rank}
+
+
+def _shut_out(rank: WeighedRank, is_open: bool) -> str | None:
+    """Returns why a rank cannot be chosen, None if it can."""
+    row = rank.row
+    if is_open:
+        return None
+    if not row.reachable:
+        return "unreachable"
+    if not row.eligible:
+        return "not_eligible"
+    return "overloaded" if row.overloaded else "busy" if row.busy else "not_preferred"

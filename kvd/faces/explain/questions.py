@@ -1,0 +1,148 @@
+"""What is to be explained: a prompt as POST /select takes it, or the one of a booked request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from kvd.errors import BadRequest
+from kvd.faces.common import bodies
+from kvd.faces.selection import choosing
+from kvd.faces.selection.handlers import PROMPT_FIELDS, PromptReader
+from kvd.faces.selection.members import place
+from kvd.faces.selection.prompts import ARRAYS
+from kvd.http.types import Request
+from kvd.index.partitions import Partition, State
+from kvd.model import PartitionKey
+from kvd.selection.requests import Look, SelectRequest
+from kvd.selection.service import Selections
+from kvd_core.index.trace import given, hashed, recalled, terms
+from kvd_core.ledger.ledger import LiveRequest
+from kvd_core.selector.selector import Pool
+
+# Beside the prompt, what a choice depends on.
+FIELDS = (
+    *PROMPT_FIELDS,
+    "session_id",
+    "session_context",
+    "affinity_target",
+    "pinned_worker",
+    "allowed_worker_ids",
+    "routing_constraints",
+    "phase",
+    "router_policy",
+    "slo_ttft_ms",
+    "request_id",
+)
+BLOCK_HASHES, TOKEN_IDS = 0, 2  # positions of the arrays
+
+HASH_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt by its local hashes, bytes of native 64-bit integers."""
+
+    plain: bytes
+    salted: bytes | None  # with its salt; None: it has none
+    known: int  # blocks whose content is known; of what lies behind nothing can be said
+
+    @property
+    def blocks(self) -> int:
+        return len(self.plain) // HASH_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Booked:
+    """A live request."""
+
+    request_id: str
+    live: LiveRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What a body asks to be explained."""
+
+    ask: SelectRequest
+    look: Look
+    prompt: Callable[[int, Partition | None], Prompt]  # in blocks of a size, as an index has it
+    # By what adapter and salt add to the seed of local hashes: those of its first so many blocks.
+    # None: it came hashed.
+    rehashed: Callable[[int, int, int], bytes] | None
+    own_terms: tuple[int, int]  # what its adapter and salt add
+    booked: Booked | None = None
+
+    @property
+    def key(self) -> PartitionKey:
+        return self.ask.key
+
+
+def read(request: Request, state: State, selections: Selections) -> Question:
+    """Returns what a body asks; raises as /select does, NotFound for a request that is not live."""
+    reader = PromptReader(ARRAYS, FIELDS)  # its own: answers are written in slices
+    members = bodies.scan(reader, request.body)
+    request_id = bodies.optional_text(members, "request_id")
+    if request_id is not None:
+        if any(members.get(name) is not None for name in ARRAYS):
+            raise BadRequest("request_id: a request or a prompt can be explained, not both")
+        return _of_request(request_id, state, selections)
+    # A prompt that shares no blocks is made unique by a number that is drawn: it is drawn again.
+    selections.draws.undrawn(partial(reader.read_prompt, selections))
+    session_id = bodies.optional_text(members, "session_id")
+    ask = choosing.request_of(
+        selections, place(members), members, None, None, 0, session_id, reader.lora_name
+    )
+    own = terms(reader.lora_name, reader.cache_salt) if reader.by_tokens else (0, 0)
+    return Question(
+        ask,
+        reader.put_before,
+        partial(_prompt, reader, own),
+        partial(_rehashed, reader) if reader.by_tokens else None,
+        own,
+    )
+
+
+def _prompt(
+    reader: PromptReader, own: tuple[int, int], size: int, partition: Partition | None
+) -> Prompt:
+    if not reader.by_tokens:
+        plain = given(reader, BLOCK_HASHES)
+        return Prompt(plain, None, len(plain) // HASH_BYTES)
+    adapter, salt = own
+    plain = hashed(reader, TOKEN_IDS, size, adapter, eagle=reader.eagle)
+    salted = None
+    if salt:
+        salted = hashed(reader, TOKEN_IDS, size, adapter + salt, eagle=reader.eagle)
+    return Prompt(plain, salted, len(plain) // HASH_BYTES)
+
+
+def _rehashed(reader: PromptReader, block_size: int, seed: int, blocks: int) -> bytes:
+    found = hashed(reader, TOKEN_IDS, block_size, seed, eagle=reader.eagle)
+    return found[: blocks * HASH_BYTES]
+
+
+def _of_request(request_id: str, state: State, selections: Selections) -> Question:
+    """Returns the question about a live request, as if one more of its prompt had come.
+
+    A booking has the sequence hashes of its blocks. Their content is known as far as the index has
+    the prompt.
+    """
+    key, live = selections.reservations.find(request_id)
+    fleet = selections.fleets[key]
+    sequence = fleet.ledger.hashes(request_id)
+    if not sequence:
+        raise BadRequest(f"reservation {request_id} has no blocks booked: explain its prompt")
+
+    def prompt(block_size: int, partition: Partition | None) -> Prompt:
+        plain = b"" if partition is None else recalled(partition.index, sequence)
+        known = max(1, len(plain) // HASH_BYTES)  # the first block's two hashes are the same
+        return Prompt(plain + sequence[len(plain) :], None, known)
+
+    def look(pool: Pool) -> None:
+        plain = prompt(pool.block_size, state.partitions.get(key)).plain
+        pool.look(plain, sequence, len(sequence) // HASH_BYTES * pool.block_size)
+
+    ask = SelectRequest(key, fleet.settings)
+    return Question(ask, look, prompt, None, (0, 0), Booked(request_id, live))

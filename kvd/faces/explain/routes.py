@@ -1,0 +1,87 @@
+"""The route of explanations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from kvd.faces.common import bodies
+from kvd.faces.common.schemas import EXPLAIN_PATH
+from kvd.faces.explain.answers import Narrator, chronicled, heading
+from kvd.faces.explain.questions import Question, read
+from kvd.faces.explain.traces import NOTHING, Place, follow
+from kvd.http.types import LONG_BODY_LIMIT, Admission, Request, Response, Route, Scope
+from kvd.index.partitions import Partition, State
+from kvd.selection.service import Selections
+from kvd.selection.weighing import Weighed
+
+# Explanations being written, of all faces: each takes some milliseconds, in slices, and has some
+# megabytes for a prompt of a million tokens.
+MAX_EXPLANATIONS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Explainer:
+    """Explains choices from what the daemon knows."""
+
+    state: State
+    selections: Selections
+
+    async def explain(self, request: Request) -> Response:
+        """Answers who would be chosen for a prompt, and why; raises as /select does.
+
+        Where no workers can be chosen, it is said what those of the index cache.
+        """
+        question = read(request, self.state, self.selections)
+        weighed = self._weigh(question)
+        partition = self.state.partitions.get(question.key)
+        if weighed and not self.selections.options.uses_kv_events:
+            partition = None  # what ranks cache is not told, but predicted
+        if partition is None and not weighed:
+            partition = self.state.partition(*question.key)  # raises who serves it, or NotFound
+        size = self._block_size(question, partition)
+        prompt = question.prompt(size, partition)
+        traces = NOTHING
+        if partition is not None and partition.block_size == size:
+            ranks = _ranks(weighed) or list(partition.rank_keys())
+            traces = await follow(self.state, partition, question, prompt, ranks)
+        now = self.selections.clock()
+        tells = Narrator(prompt, traces, now)
+        answer = heading(question, prompt, size, now)
+        answer["choices"] = [tells.choice(each) for each in weighed] or [tells.unchosen()]
+        answer |= tells.events()
+        answer["chronicle"] = chronicled(self.state.chronicle, now)
+        return bodies.json_response(answer)
+
+    def _weigh(self, question: Question) -> list[Weighed]:
+        """Returns how ranks would be chosen, for each phase; none where there are no workers."""
+        fleet = self.selections.fleets.get(question.key)
+        if fleet is None or not fleet.workers:
+            return []
+        return self.selections.scheduler.weigh(question.ask, question.look)
+
+    def _block_size(self, question: Question, partition: Partition | None) -> int:
+        fleet = self.selections.fleets.get(question.key)
+        size = None if fleet is None else fleet.block_size
+        if size is None:
+            assert partition is not None
+            return partition.block_size
+        return size
+
+
+def _ranks(weighed: list[Weighed]) -> list[Place]:
+    return [(each.row.worker_id, each.row.dp_rank) for each in weighed[0].ranks] if weighed else []
+
+
+def explain_route(explainer: Explainer, explanations: Admission) -> Route:
+    return Route(
+        "POST",
+        EXPLAIN_PATH,
+        explainer.explain,
+        body_limit=LONG_BODY_LIMIT,
+        admission=explanations,
+        scope=Scope.READ,
+    )
+
+
+def explanations_bound() -> Admission:
+    """Returns what bounds the explanations of one process, on all of its faces."""
+    return Admission(MAX_EXPLANATIONS, f"there are {MAX_EXPLANATIONS} explanations under way already")

@@ -1,0 +1,141 @@
+"""A prompt followed through its index: how far each rank caches it, why it ends, what happened."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import trio
+
+from kvd.faces.explain.questions import Prompt, Question
+from kvd.index.partitions import Partition, State
+from kvd_core.index.prefix_index import TIERS
+from kvd_core.index.trace import Happened, Trace, Traced, seeds
+
+SLICE_CHANGES = 16_384  # changes looked at between two checkpoints, 0.3 ms
+MAX_STEPS = 4096  # changes of the prompt's blocks that are kept, before they are gathered
+MAX_TENANTS = 16  # other tenants of the model that are looked at
+GATHERED_S = 1.0  # changes of neighbouring blocks within this are shown as one
+
+Place = tuple[int | str, int]  # worker id, dp rank
+
+
+class Elsewhere(NamedTuple):
+    """The same tokens, cached further than the prompt that was asked about."""
+
+    why: str
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that has happened to blocks [begin, end) of the prompt, or to all of a rank."""
+
+    at: float  # seconds, of the first
+    kind: str
+    worker_id: int | str
+    dp_rank: int
+    tiers: list[str]
+    begin: int
+    end: int
+    changes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Traces:
+    """What is known of a prompt's blocks on some ranks."""
+
+    rows: dict[Place, Traced]
+    events: list[Event]  # the oldest first
+    left_out: int  # older changes
+    elsewhere: dict[Place, Elsewhere]
+
+
+NOTHING = Traces({}, [], 0, {})
+
+
+async def follow(
+    state: State, partition: Partition, question: Question, prompt: Prompt, ranks: Iterable[Place]
+) -> Traces:
+    """Follows a prompt on these ranks, in slices; ranks that the index has not are left out."""
+    trace = Trace(partition.index, prompt.plain, prompt.salted, MAX_STEPS)
+    for worker_id, dp_rank in ranks:
+        worker = partition.workers.get(worker_id)
+        if worker is not None and dp_rank in worker.ranks():
+            trace.add(worker, dp_rank)
+    while trace.go_on(SLICE_CHANGES):
+        await trio.lowlevel.checkpoint()
+    elsewhere: dict[Place, Elsewhere] = {}
+    for each in _elsewhere(state, partition, question, prompt):
+        for place, found in each.items():
+            if found.blocks > elsewhere.get(place, found._replace(blocks=0)).blocks:
+                elsewhere[place] = found
+        await trio.lowlevel.checkpoint()
+    happened = trace.happened()
+    return Traces(trace.rows(), list(_gathered(happened)), trace.left_out, elsewhere)
+
+
+def _elsewhere(
+    state: State, partition: Partition, question: Question, prompt: Prompt
+) -> Iterator[dict[Place, Elsewhere]]:
+    """Yields where the same tokens are cached under another salt, adapter or tenant."""
+    if question.rehashed is not None:
+        size, blocks = partition.block_size, prompt.blocks
+        adapter, salt = question.own_terms
+        for terms in {(0, 0), *seeds(partition.index)} - {(adapter, salt)}:
+            first = question.rehashed(size, sum(terms), 1)
+            if not _held(partition, first):
+                yield {}
+                continue
+            why = "other_salt" if terms[0] == adapter else "other_adapter"
+            held = _held(partition, question.rehashed(size, sum(terms), blocks))
+            yield {place: Elsewhere(why, depth) for place, depth in held.items()}
+    others = [
+        each
+        for each in state.partitions_of(partition.key.model_name, None)
+        if each is not partition and each.block_size == partition.block_size
+    ]
+    for other in others[:MAX_TENANTS]:
+        held = _held(other, prompt.salted or prompt.plain)
+        yield {place: Elsewhere("other_tenant", depth) for place, depth in held.items()}
+
+
+def _held(partition: Partition, hashes: bytes) -> dict[Place, int]:
+    """Returns how many blocks of a prompt each rank caches."""
+    found, _ = partition.index.match(array("Q", hashes))
+    return {place: depths[-1] for place, depths in found.items()}
+
+
+def _gathered(happened: Iterable[Happened]) -> Iterator[Event]:
+    """Yields changes as events; those of neighbouring blocks at about one time are one."""
+    last: Event | None = None
+    for each in happened:
+        whole = each.begin == each.end  # all that the rank held on these tiers
+        tiers = [tier for bit, tier in enumerate(TIERS) if each.tiers >> bit & 1]
+        if not whole:
+            tiers = [TIERS[each.tiers]]
+        event = Event(
+            each.at, each.kind, each.worker_id, each.dp_rank, tiers, each.begin, each.end, 1
+        )
+        joined = None if last is None or whole else _joined(last, event)
+        if joined is None and last is not None:
+            yield last
+        last = joined or event
+    if last is not None:
+        yield last
+
+
+def _joined(one: Event, two: Event) -> Event | None:
+    """Returns two events as one, None if they are none."""
+    same = (one.kind, one.worker_id, one.dp_rank, one.tiers) == (
+        *(two.kind, two.worker_id, two.dp_rank, two.tiers),
+    )
+    meet = one.begin in (two.begin, two.end) or one.end in (two.begin, two.end)
+    if not same or not meet or one.begin == one.end or two.at - one.at > GATHERED_S:
+        return None
+    begin, end = min(one.begin, two.begin), max(one.end, two.end)
+    return replace(one, begin=begin, end=end, changes=one.changes + 1)
+
+

@@ -1,0 +1,116 @@
+"""How a rank would be chosen, told without choosing: by what, of whom, and what each would cost."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import NamedTuple
+
+from kvd.selection.phases import Phase
+from kvd.wire.event_stream import StreamHealth
+from kvd_core.selector.selector import Chance, Explained
+from kvd_core.selector.settings import (
+    DIRECT,
+    KV,
+    LEAST_LOADED,
+    RANDOM,
+    ROUND_ROBIN,
+    Settings,
+)
+
+
+class Basis(StrEnum):
+    """By what a rank is chosen."""
+
+    SESSION = "session"  # the rank that the request's session is bound to
+    AFFINITY = "affinity_target"  # the one that it names
+    COST = "cost"
+    REQUESTS = "requests"  # live ones
+    TURNS = "turns"
+    CHANCE = "chance"
+
+
+# Where neither session nor affinity decides, by mode.
+BASES = {
+    KV: Basis.COST,
+    DIRECT: Basis.COST,
+    LEAST_LOADED: Basis.REQUESTS,
+    ROUND_ROBIN: Basis.TURNS,
+    RANDOM: Basis.CHANCE,
+}
+
+
+class Attempt(NamedTuple):
+    """What one try to choose goes by; masks and factors are those of `Pool.choose`."""
+
+    basis: Basis
+    settings: Settings
+    eligible: bytes | None
+    factors: bytes | None
+
+
+class Term(NamedTuple):
+    """A part of a rank's cost."""
+
+    name: str
+    weight: float
+    cost: float
+
+
+class WeighedRank(NamedTuple):
+    """What one rank would cost; the terms, added in their order, times its preference."""
+
+    row: Explained
+    cost: float | None  # None: none is weighed
+    terms: list[Term]
+    exceeded: list[str]  # thresholds
+    stream: StreamHealth | None
+    expected_ttft_s: float | None
+
+
+class Weighed(NamedTuple):
+    """How a rank would be chosen for one phase of a request."""
+
+    phase: Phase | None
+    basis: Basis
+    settings: Settings
+    chances: list[Chance] | int  # of the ranks by their positions; an int: why none is chosen
+    ranks: list[WeighedRank]  # in the order of the pool
+
+
+# Names of the terms, of their weights among the settings, and of their members of Explained.
+_DYNAMO = (
+    ("prefill", "overlap_weight", "prefill_cost"),
+    ("decode", None, "decode_cost"),
+    ("requests", "active_request_weight", "request_cost"),
+)
+_WEIGHTED = (
+    ("uncached", "uncached", "uncached_cost"),
+    ("hold_up", "hold_up", "hold_up_cost"),
+    ("crowding", "crowding", "crowding_cost"),
+    ("queued", "queued", "queued_cost"),
+    ("requests", "per_request", "request_cost"),
+    ("blocks", "per_block", "block_cost"),
+    ("product", "product", "product_cost"),
+)
+
+
+def cost_of(row: Explained, settings: Settings) -> float | None:
+    """Returns what the lowest of is chosen, or drawn for most; None where it is somebody's turn."""
+    mode = settings.members["mode"]
+    if mode == LEAST_LOADED:
+        return float(row.active_requests)
+    return None if mode in (ROUND_ROBIN, RANDOM) else row.cost
+
+
+def terms(row: Explained, settings: Settings) -> list[Term]:
+    """Returns what a rank's cost is the sum of, in the order in which the core adds it up."""
+    members = settings.members
+    mode = members["mode"]
+    if mode == LEAST_LOADED:
+        return [Term("requests", 1.0, float(row.active_requests))]
+    if mode in (ROUND_ROBIN, RANDOM):
+        return []
+    return [
+        Term(name, 1.0 if weight is None else members[weight], getattr(row, cost))
+        for name, weight, cost in (_WEIGHTED if members["weighted"] else _DYNAMO)
+    ]
