@@ -4,7 +4,8 @@ Exit codes: 0 done, 1 not done, 2 the command line is wrong (unknown flag, bad n
 that could not start ends with 78 (EX_CONFIG) if it will not with the same configuration, with 1
 otherwise; one line on stderr says why. `kvd status` has its own: 0 all streams exact, 1 some are
 not, 2 something does not answer, or nothing could be asked; `kvd doctor` likewise: 0 nothing is
-wrong, 1 something is, 2 nothing could be asked.
+wrong, 1 something is, 2 nothing could be asked; `kvd explain`: 0 explained, 1 the question is
+wrong, 2 nothing could be asked.
 """
 
 from __future__ import annotations
@@ -136,7 +137,7 @@ def build_parser(kind: type[Parser] = Parser) -> Parser:
     add_config(commands)
     add_status(commands)
     add_doctor(commands)
-
+    add_explain(commands)
     add_top(commands)
     add_reload(commands)
     add_state(commands)
@@ -449,6 +450,63 @@ def show_findings(given: Mapping[str, object]) -> CommandResult:
     text = "\n".join(map(logs.plain, doctor.text(found)))
     text = json.dumps({"findings": found}, indent=1) if given["json"] else text
     return f"{text}\n", doctor.exit_code(found)
+
+
+def add_explain(commands: Any) -> None:
+    parser = commands.add_parser(
+        "explain",
+        help="say why a prompt or a request goes where it goes",
+        description="Asks a running daemon whom it would choose for a prompt, and says of each "
+        "candidate what it caches on which tier, why it caches no more, and what its cost is made "
+        "of. PROMPT is a file, - for standard input: token ids, or the body of POST /select in "
+        "JSON. It is asked at the address in the file, the environment or the flags, on the first "
+        "face that answers. Nothing is booked.",
+        epilog="Exit codes: 0 explained, 1 the prompt or request cannot be explained, 2 kvd cannot "
+        "be asked.",
+    )
+    add_general(parser)
+    add_settings(parser, settings.BIND_SETTINGS)
+    parser.usage = "%(prog)s [options] PROMPT | --request ID"
+    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="file with a prompt")
+    for name, metavar, help in (
+        ("request", "ID", "explain a live booking of the selection service instead"),
+        ("model-name", "NAME", "model of the prompt"),
+        ("tenant-id", "NAME", "tenant of the prompt"),
+        ("lora-name", "NAME", "adapter of the prompt"),
+        ("cache-salt", "TEXT", "cache salt of the prompt"),
+    ):
+        parser.add_argument(f"--{name}", metavar=metavar, help=help)
+    add_credentials(parser)
+    parser.add_argument("--json", action="store_true", help="write the explanation as JSON")
+    parser.set_defaults(given=explain_settings, command=explain)
+
+
+def explain_settings(
+    parser: argparse.ArgumentParser, args: argparse.Namespace
+) -> dict[str, object]:
+    own = "prompt", "request", "model_name", "tenant_id", "lora_name", "cache_salt", "json"
+    return asking_settings(parser, args, *own)
+
+
+def explain(given: Mapping[str, object]) -> CommandResult:
+    from kvd.cli import doctor, status
+    from kvd.cli import explain as explaining  # here, as few commands need to load Rich
+
+    asked = _asking(given)
+    if asked is None:
+        return "", explaining.UNREACHABLE
+    values, client = asked
+    try:
+        body = explaining.question(given)
+        found = explaining.ask(doctor.binds_of(values), client, body)
+    except (explaining.WrongPrompt, status.Refused) as error:
+        logs.complain(config.StartError(str(error)))
+        return "", explaining.REFUSED
+    except explaining.Unreached as error:
+        logs.complain(config.StartError(f"kvd does not answer: {error}"))
+        return "", explaining.UNREACHABLE
+    text = f"{json.dumps(found, indent=1)}\n" if given["json"] else explaining.text(found)
+    return text, explaining.EXPLAINED
 
 
 def add_top(commands: Any) -> None:

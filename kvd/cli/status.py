@@ -50,6 +50,9 @@ KNOWN_BY = {
     "conductor": "kvd_conductor_publishers",
 }
 
+# Statuses of answers that say what is wrong with a body.
+WRONG = (400, 404, 413, 422, 503)
+
 # What helps against a refusal.
 TOKEN_HINT = "; --token-file needs a file with a bearer token of scope read and nothing else"
 HINTS = {401: TOKEN_HINT, 403: TOKEN_HINT}
@@ -57,6 +60,10 @@ HINTS = {401: TOKEN_HINT, 403: TOKEN_HINT}
 _SAMPLE = re.compile(r"(?P<name>\w+)(?:\{(?P<labels>.*)\})? (?P<value>\S+)")
 
 Samples = dict[tuple[str, str], float]  # by name and labels, as they are written
+
+
+class Refused(Exception):
+    """A face understands what it is asked, and says why it does not answer that."""
 
 
 class _UnixConnection(HTTPConnection):
@@ -94,17 +101,27 @@ class Client:
             with _using(own_certfile if own_keyfile is None else own_keyfile):
                 self._tls.load_cert_chain(own_certfile, own_keyfile)
 
-    def ask(self, bind: Bind, path: str, timeout_s: float | None = None) -> str:
-        """Returns what GET of a path answers; unless that is 200, OSError or HTTPException."""
+    def ask(
+        self, bind: Bind, path: str, timeout_s: float | None = None, body: bytes | None = None
+    ) -> str:
+        """Returns what GET of a path answers, or POST of a body in JSON.
+
+        Unless that is 200, OSError or HTTPException; Refused where it says what is wrong with a
+        body.
+        """
         connection, headers = self._connection(bind, timeout_s or TIMEOUT_S), self._headers
         if isinstance(bind, UnixBind):
             headers = {"Host": "localhost", **headers}
+        if body is not None:
+            headers = {"Content-Type": "application/json", **headers}
         try:
-            connection.request("GET", path, headers=headers)
+            connection.request("GET" if body is None else "POST", path, body, headers)
             answer = connection.getresponse()
             text = answer.read().decode()
         finally:
             connection.close()
+        if body is not None and answer.status in WRONG:
+            raise Refused(json.loads(text)["error"])
         if answer.status != 200:
             raise OSError(f"{path}: {answer.status} {answer.reason}{HINTS.get(answer.status, '')}")
         return text

@@ -49,8 +49,8 @@ DEFAULT_GATEWAY_BIND = TcpBind("127.0.0.1", 8080)
 # watches every chain that changes; a client that does not read is closed after 5 s.
 MAX_DUMPS = 8
 
-# Stores, evictions and clears that are remembered: 2 MB, and at most 8 MB, which one explanation reads
-# in some milliseconds.
+# Stores, evictions and clears that are remembered: 2 MB, and at most 8 MB, which an explanation
+# reads in some milliseconds.
 DEFAULT_CHRONICLE, MAX_CHRONICLE = 65_536, 262_144
 
 # Heads up to these are read on the fast path, whatever is said here (kvd/http/plain_head.hpp).

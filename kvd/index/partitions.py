@@ -375,9 +375,7 @@ class State:
         if len(self.sized) >= self.max_partitions:
             self.refused_partitions += 1
             raise Unavailable(f"the limit of {self.max_partitions} models and tenants is reached")
-        index = PrefixIndex(
-            block_size, self.ingest, budget=self.budget, chronicle=self.chronicle
-        )
+        index = PrefixIndex(block_size, self.ingest, budget=self.budget, chronicle=self.chronicle)
         partition = Partition(key, index, Conductor(index, self._hash_seed))
         if self._hash_seed != DEFAULT_SEED:
             # These cannot be made of the local hashes later; with the default seed they can.

@@ -33,7 +33,7 @@ from kvd.selection.reservations import Reservations
 from kvd.selection.serving import opening
 from kvd.selection.speeds import Speeds
 from kvd.selection.stats import SLO_OUTCOMES, Outcome, Tally, Unserved
-from kvd.selection.weighing import BASES, Attempt, Basis, Weighed, WeighedRank, cost_of, terms
+from kvd.selection.weighing import Attempt, Basis, Weighed, WeighedRank, basis_of, cost_of, terms
 from kvd.wire.event_stream import StreamHealth
 from kvd_core.base.draws import Draws
 from kvd_core.selector import selector
@@ -286,7 +286,7 @@ class Scheduler:
         affinity = None if phase is Phase.PREFILL and ask.phase is Phase.BOTH else ask.affinity
         if affinity is not None and (wanted := fleet.targets(affinity, eligible)):
             yield Attempt(Basis.AFFINITY, settings, wanted, None)
-        yield Attempt(BASES[settings.members["mode"]], settings, eligible, factors)
+        yield Attempt(basis_of(settings), settings, eligible, factors)
 
     def weigh(self, ask: SelectRequest, look: Look) -> list[Weighed]:
         """Says how a rank would be chosen for each phase of a request now; nothing is chosen.

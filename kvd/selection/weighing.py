@@ -8,14 +8,7 @@ from typing import NamedTuple
 from kvd.selection.phases import Phase
 from kvd.wire.event_stream import StreamHealth
 from kvd_core.selector.selector import Chance, Explained
-from kvd_core.selector.settings import (
-    DIRECT,
-    KV,
-    LEAST_LOADED,
-    RANDOM,
-    ROUND_ROBIN,
-    Settings,
-)
+from kvd_core.selector.settings import LEAST_LOADED, RANDOM, ROUND_ROBIN, Settings
 
 
 class Basis(StrEnum):
@@ -27,16 +20,6 @@ class Basis(StrEnum):
     REQUESTS = "requests"  # live ones
     TURNS = "turns"
     CHANCE = "chance"
-
-
-# Where neither session nor affinity decides, by mode.
-BASES = {
-    KV: Basis.COST,
-    DIRECT: Basis.COST,
-    LEAST_LOADED: Basis.REQUESTS,
-    ROUND_ROBIN: Basis.TURNS,
-    RANDOM: Basis.CHANCE,
-}
 
 
 class Attempt(NamedTuple):
@@ -94,9 +77,19 @@ _WEIGHTED = (
 )
 
 
+def basis_of(settings: Settings) -> Basis:
+    """Returns by what a rank is chosen where neither session nor affinity decides."""
+    by_mode = {
+        LEAST_LOADED: Basis.REQUESTS,
+        ROUND_ROBIN: Basis.TURNS,
+        RANDOM: Basis.CHANCE,
+    }
+    return by_mode.get(_mode(settings), Basis.COST)
+
+
 def cost_of(row: Explained, settings: Settings) -> float | None:
     """Returns what the lowest of is chosen, or drawn for most; None where it is somebody's turn."""
-    mode = settings.members["mode"]
+    mode = _mode(settings)
     if mode == LEAST_LOADED:
         return float(row.active_requests)
     return None if mode in (ROUND_ROBIN, RANDOM) else row.cost
@@ -104,13 +97,16 @@ def cost_of(row: Explained, settings: Settings) -> float | None:
 
 def terms(row: Explained, settings: Settings) -> list[Term]:
     """Returns what a rank's cost is the sum of, in the order in which the core adds it up."""
-    members = settings.members
-    mode = members["mode"]
+    members, mode = settings.members, _mode(settings)
     if mode == LEAST_LOADED:
         return [Term("requests", 1.0, float(row.active_requests))]
     if mode in (ROUND_ROBIN, RANDOM):
         return []
     return [
-        Term(name, 1.0 if weight is None else members[weight], getattr(row, cost))
+        Term(name, float(members[weight] or 0.0) if weight else 1.0, getattr(row, cost))
         for name, weight, cost in (_WEIGHTED if members["weighted"] else _DYNAMO)
     ]
+
+
+def _mode(settings: Settings) -> int:
+    return int(settings.members["mode"] or 0)

@@ -11,8 +11,8 @@
 //
 // "Not yet" is "never stored" at the end if no change of the rank was overwritten, else it is not known.
 // Of a run that was stored, the first block and, if the prompt has it, the last tell that it is the
-// prompt's. Where the prompt leaves a run in its middle it is not known how much of it was the same: what
-// a clear then means for a block between is not known either.
+// prompt's. Where the prompt leaves a run in its middle, or ends there, it is not known how much of it was
+// the same: what a clear then means for a block between is not known either.
 //
 // Nothing is changed. What happens after `Trace` was made is not seen, but for what it overwrites.
 //
@@ -312,13 +312,13 @@ class Trace {
     if (story.holds) return kNotReusable;
     switch (story.state) {
       case kWasEvicted:
-        return story.doubtful || story.perhaps ? kUnknown : kEvicted;
+        return story.doubtful ? kUnknown : kEvicted;
       case kWasCleared:
         return story.doubtful ? kUnknown : kCleared;
       case kWasRestarted:
         return story.doubtful ? kUnknown : kRestarted;
       case kNotYet:
-        return complete && !story.doubtful && !story.perhaps ? kNeverStored : kUnknown;
+        return complete && !story.doubtful ? kNeverStored : kUnknown;
       default:
         return kUnknown;
     }

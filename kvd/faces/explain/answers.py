@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvd.faces.explain.questions import Booked, Prompt, Question
-from kvd.faces.explain.traces import NOTHING, Event, Place, Traces
-from kvd.index.partitions import Partition
+from kvd.faces.explain.traces import Event, Place, Traces
 from kvd.selection.options import RouterMode
 from kvd.selection.policies import Policy
 from kvd.selection.weighing import Basis, Weighed, WeighedRank
@@ -167,9 +166,7 @@ class Narrator:
             "ended": self._ended(place, row, blocks, told),
         }
 
-    def _ended(
-        self, place: Place, row: Explained | None, blocks: int, told: int
-    ) -> dict[str, Any]:
+    def _ended(self, place: Place, row: Explained | None, blocks: int, told: int) -> dict[str, Any]:
         """Returns why a rank caches no more than so many blocks, of which events told so many."""
         traced = self._traces.rows.get(place)
         why = {"at_block": blocks, "tier": None, "age_s": None, "elsewhere_blocks": None}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+
 from kvd.faces.common import bodies
 from kvd.faces.common.schemas import EXPLAIN_PATH
 from kvd.faces.explain.answers import Narrator, chronicled, heading
@@ -84,4 +85,6 @@ def explain_route(explainer: Explainer, explanations: Admission) -> Route:
 
 def explanations_bound() -> Admission:
     """Returns what bounds the explanations of one process, on all of its faces."""
-    return Admission(MAX_EXPLANATIONS, f"there are {MAX_EXPLANATIONS} explanations under way already")
+    return Admission(
+        MAX_EXPLANATIONS, f"there are {MAX_EXPLANATIONS} explanations under way already"
+    )

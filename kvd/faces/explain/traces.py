@@ -137,5 +137,3 @@ def _joined(one: Event, two: Event) -> Event | None:
         return None
     begin, end = min(one.begin, two.begin), max(one.end, two.end)
     return replace(one, begin=begin, end=end, changes=one.changes + 1)
-
-

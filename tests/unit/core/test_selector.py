@@ -14,12 +14,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvd.selection import weighing
 from kvd.selection.policies import RouterPolicy
 from kvd_core.base.hashing import eagle_hashes, local_hashes, sequence_hashes
 from kvd_core.index.prefix_index import IngestCounters, PrefixIndex, Worker
 from kvd_core.json.scan import BodyScanner
 from kvd_core.ledger.ledger import ADDED, EXISTS, Ledger
-from kvd_core.selector.selector import BUSY, MAX_ISL_TOKENS, NONE, OVERLOADED, Candidate, Pool
+from kvd_core.selector.selector import (
+    BUSY,
+    MAX_ISL_TOKENS,
+    NONE,
+    OVERLOADED,
+    Candidate,
+    Chance,
+    Pool,
+)
 from kvd_core.selector.settings import (
     DIRECT,
     KV,
@@ -501,6 +510,22 @@ def test_who_waits_is_asked_again_without_a_prompt() -> None:
     assert fleet.pool.refusal(queueing, b"\0\0") == NONE
     assert fleet.pool.choose(queueing, None, 0) == 1
     assert fleet.pool.least_prefill_tokens(queueing, b"\0\0") == 16
+
+
+def test_exceeded_thresholds_are_named() -> None:
+    fleet = busy_fleet(50, 150)
+    fleet.look(1)
+    both = DEFAULTS.replace(active_prefill_tokens_threshold=100, queue_threshold=1.0)
+    assert [fleet.pool.exceeded(at, both) for at in range(2)] == [
+        [],
+        ["active_prefill_tokens_threshold", "queue_threshold"],
+    ]
+    part = DEFAULTS.replace(active_prefill_tokens_threshold_frac=0.4)
+    assert fleet.pool.exceeded(0, part) == ["active_prefill_tokens_threshold_frac"]
+    full = DEFAULTS.replace(active_decode_blocks_threshold=0.5)
+    held = Fleet({(1, 0): RankPlan(requests=[(0, 6, 0, True)], total_kv_blocks=10)})
+    held.look(1)
+    assert held.pool.exceeded(0, full) == ["active_decode_blocks_threshold"]
 
 
 def test_busy_thresholds_take_ranks_out() -> None:
@@ -992,8 +1017,11 @@ def test_selector_equals_model(
     )
     assert json.loads(fleet.pool.render_overlaps()) == model.overlap_rows()
     assert json.loads(fleet.pool.render_loads(chosen_settings)) == model.load_rows(model_settings)
+    check_sums(fleet.pool, chosen_settings, mask, factors)
     for random_ in draws:
+        foretold = fleet.pool.chances(chosen_settings, mask, factors)
         chosen = fleet.pool.choose(chosen_settings, mask, random_, factors)
+        check_foretold(foretold, chosen, random_)
         assert chosen == model.choose(model_settings, mask, random_, likes)
         assert fleet.pool.refusal(chosen_settings, mask) == min(chosen, 0)
         wanted = bytes(random_ >> at & 1 for at in range(len(plans)))
@@ -1002,6 +1030,36 @@ def test_selector_equals_model(
         if chosen >= 0:
             members = fleet.pool.render_choice(chosen, chosen_settings)
             assert b"{" + members + b"}" == compact(model.overlap(chosen, model_settings))
+
+
+def check_sums(pool: Pool, s: Settings, mask: bytes | None, factors: bytes | None) -> None:
+    """Terms add up, to the last bit, to the cost by which candidates are chosen."""
+    chances = pool.chances(s, mask, factors)
+    weights = {} if isinstance(chances, int) else {each.position: each.weight for each in chances}
+    for at, row in enumerate(pool.explain(s, mask, factors)):
+        total = 0.0
+        for term in weighing.terms(row, s):
+            total += term.cost
+        cost = weighing.cost_of(row, s)
+        by_cost = s.members["mode"] in (KV, DIRECT)
+        if cost is not None:
+            assert total * (row.preference if by_cost else 1.0) == cost
+        if at in weights:
+            assert weights[at] == cost
+
+
+def check_foretold(chances: list[Chance] | int, chosen: int, random_: int) -> None:
+    """Whoever is chosen had the chance that was foretold."""
+    if isinstance(chances, int):
+        assert chosen == chances
+        return
+    assert sum(each.chance for each in chances) == pytest.approx(1.0)
+    possible = [each for each in chances if each.chance > 0]
+    (at,) = [at for at, each in enumerate(possible) if each.position == chosen]
+    passed = sum(each.chance for each in possible[:at])
+    # Candidates take up the numbers that can be drawn in their order.
+    error = 1e-9
+    assert passed - error <= random_ / 2**64 <= passed + possible[at].chance + error
 
 
 def check_terms(
