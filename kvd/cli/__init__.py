@@ -3,6 +3,7 @@
 main            `main`: arguments to one command and its exit code
 status          `kvd status`: asks the faces of a running daemon and reports their health
 doctor          `kvd doctor`: what is wrong, and what to do
+explain         `kvd explain`: why a prompt or a request goes where it goes
 top             `kvd top`: shows what a running daemon does, in a terminal
 state           `kvd state`: what a state directory holds
 replay, replay_report

@@ -8,7 +8,7 @@ from kvd.faces.common import bodies
 from kvd.faces.common.schemas import EXPLAIN_PATH
 from kvd.faces.explain.answers import Narrator, chronicled, heading
 from kvd.faces.explain.questions import Question, read
-from kvd.faces.explain.traces import NOTHING, Place, follow
+from kvd.faces.explain.traces import NOTHING, Place, find_traces
 from kvd.http.types import LONG_BODY_LIMIT, Admission, Request, Response, Route, Scope
 from kvd.index.partitions import Partition, State
 from kvd.selection.service import Selections
@@ -43,7 +43,7 @@ class Explainer:
         traces = NOTHING
         if partition is not None and partition.block_size == size:
             ranks = _ranks(weighed) or list(partition.rank_keys())
-            traces = await follow(self.state, partition, question, prompt, ranks)
+            traces = await find_traces(self.state, partition, question, prompt, ranks)
         now = self.selections.clock()
         tells = Narrator(prompt, traces, now)
         answer = heading(question, prompt, size, now)

@@ -56,7 +56,7 @@ class Traces:
 NOTHING = Traces({}, [], 0, {})
 
 
-async def follow(
+async def find_traces(
     state: State, partition: Partition, question: Question, prompt: Prompt, ranks: Iterable[Place]
 ) -> Traces:
     """Follows a prompt on these ranks, in slices; ranks that the index has not are left out."""

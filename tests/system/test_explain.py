@@ -1,0 +1,306 @@
+"""POST /explain of a running daemon, and `kvd explain`: who would be chosen, and why."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples.engine.caches import BLOCK_SIZE
+from kvd.cli.main import main
+from tests.conformance.failure import show, wait_until
+from tests.support.documented import documented
+from tests.support.patients import FACES, WITHIN_S, Patient, Rank, prompt, running_patient
+from tests.support.ports import find_free_port
+
+Capture = pytest.CaptureFixture[str]
+Json = dict[str, Any]
+
+SALT = {"extra_keys": [["salt"], None]}  # as vLLM tells of one, with a prompt's first block
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Patient]:
+    with ExitStack() as stack:
+        folder = tmp_path_factory.mktemp("kvd")
+        server, urls = stack.enter_context(running_patient(folder, "--router-policy=kvd"))
+        yield Patient(server, urls, stack)
+
+
+@pytest.fixture
+def patient(opened: Patient) -> Iterator[Patient]:
+    yield opened
+    opened.empty()
+
+
+@pytest.fixture
+def binds(opened: Patient) -> list[str]:
+    return [f"--{face}-bind={url.removeprefix('http://')}" for face, url in opened.urls.items()]
+
+
+def ranks(patient: Patient, *worker_ids: int) -> list[Rank]:
+    """Returns engines that are registered as workers of the selection service, and heard."""
+    made = []
+    for worker_id in worker_ids:
+        engine = patient.engine()
+        patient.worker(worker_id, engine.endpoint("pub"))
+        engine.wait_subscribed(1, WITHIN_S)
+        made.append(Rank(engine))
+    return made
+
+
+def explained(patient: Patient, face: str = "selection", **body: Any) -> Json:
+    answer = patient.clients[face].post("/explain", json={"model_name": "m", **body})
+    assert answer.status_code == 200, answer.text
+    assert documented(face).untrue(answer) is None
+    found: Json = answer.json()
+    return found
+
+
+def candidates(found: Json) -> dict[str, Json]:
+    (choice,) = found["choices"]
+    return {each["worker_id"]: each for each in choice["candidates"]}
+
+
+def wait_blocks(patient: Patient, tokens: list[int], worker: str, blocks: int, **body: Any) -> Json:
+    """Waits until a worker caches so many blocks of a prompt; returns what is explained."""
+    last: list[Json] = []
+
+    def check() -> str | None:
+        last[:] = [explained(patient, token_ids=tokens, **body)]
+        held = candidates(last[0])[worker]["blocks"]
+        return None if held == blocks else show(last[0])
+
+    wait_until(check, WITHIN_S)
+    return last[0]
+
+
+def test_a_choice_is_explained_as_it_is_made(patient: Patient) -> None:
+    one, two = ranks(patient, 1, 2)
+    tokens = prompt(1, 4)
+    one.serve(tokens)
+    two.serve(tokens[: 2 * BLOCK_SIZE])
+    wait_blocks(patient, tokens, "2", 2)
+    found = wait_blocks(patient, tokens, "1", 4)
+    (choice,) = found["choices"]
+    assert (choice["by"], choice["router_policy"], choice["unit"]) == ("cost", "kvd", "tokens")
+    assert (found["blocks"], found["block_size"]) == (4, BLOCK_SIZE)
+    assert choice["refusal"] is None and choice["chosen"]["chance"] == 1.0
+    asked = {"model_name": "m", "token_ids": tokens}
+    chosen = patient.post("selection", "/select", asked | {"explain": True})
+    assert choice["chosen"]["worker_id"] == str(chosen["worker_id"]) == "1"
+    costs = {str(each["worker_id"]): each["cost"] for each in chosen["candidates"]}
+    rows = candidates(found)
+    assert {name: row["cost"] for name, row in rows.items()} == costs
+    for row in rows.values():
+        assert sum(term["cost"] for term in row["terms"]) * row["preference"] == row["cost"]
+    assert choice["runner_up"]["worker_id"] == "2"
+    assert choice["runner_up"]["behind"] == costs["2"] - costs["1"]
+    assert rows["1"]["ended"]["why"] == "end_of_prompt"
+    assert rows["2"]["ended"]["why"] == "never_stored"
+    assert rows["2"]["tiers"] == [
+        {"tier": "device", "from": 0, "to": 2, "why": "never_stored", "age_s": None}
+    ]
+    for face in FACES:
+        assert explained(patient, face, token_ids=tokens)["choices"] == found["choices"]
+
+
+def test_nothing_is_booked_drawn_or_counted(patient: Patient) -> None:
+    ranks(patient, 1, 2)
+    tokens = prompt(2, 3)
+    before = patient.clients["selection"].get("/loads").json()
+    asked = {"model_name": "m", "token_ids": tokens, "router_policy": "dynamo"}
+    policy = {"router_config_override": {"router_temperature": 1.0}}
+    (choice,) = explained(patient, token_ids=tokens, router_policy="dynamo", **policy)["choices"]
+    assert [each["chance"] for each in choice["candidates"]] == [0.5, 0.5]
+    assert patient.clients["selection"].get("/loads").json() == before
+    turns = {"router_config_override": {"router_mode": "round-robin"}}
+    first = explained(patient, token_ids=tokens, **turns)["choices"][0]
+    assert (first["by"], first["unit"], first["chosen"]["cost"]) == ("turns", None, None)
+    assert explained(patient, token_ids=tokens, **turns)["choices"][0] == first
+    served = patient.post("selection", "/select", asked | turns)
+    assert str(served["worker_id"]) == first["chosen"]["worker_id"]
+
+
+def test_what_was_evicted_cleared_and_stored_again(patient: Patient) -> None:
+    (one,) = ranks(patient, 1)
+    tokens = prompt(3, 4)
+    stored = one.cache.serve(tokens)
+    one.publish(stored)
+    wait_blocks(patient, tokens, "1", 4)
+    hashes = [name for each in stored for name in each["block_hashes"]]
+    one.publish([{"type": "BlockRemoved", "block_hashes": hashes[2:], "medium": "GPU"}])
+    found = wait_blocks(patient, tokens, "1", 2)
+    row = candidates(found)["1"]
+    assert (row["ended"]["why"], row["ended"]["tier"], row["ended"]["at_block"]) == (
+        *("evicted", "device", 2),
+    )
+    assert 0 <= row["ended"]["age_s"] < WITHIN_S
+    assert [(each["kind"], each["from"], each["to"]) for each in found["timeline"]] == [
+        ("stored", 0, 4),
+        ("evicted", 2, 4),
+    ]
+    one.publish([{"type": "AllBlocksCleared"}])
+    found = wait_blocks(patient, tokens, "1", 0)
+    assert candidates(found)["1"]["ended"]["why"] == "cleared"
+    assert found["timeline"][-1]["kind"] == "cleared"
+    assert found["chronicle"]["changes"] >= 4 and found["chronicle"]["overwritten"] == 0
+
+
+def test_the_same_tokens_under_another_salt_or_adapter(patient: Patient) -> None:
+    salted, adapted = ranks(patient, 1, 2)
+    tokens = prompt(4, 2)
+    salted.serve(tokens, **SALT)
+    adapted.serve(tokens, lora_name="tuned")
+    wait_blocks(patient, tokens, "1", 2, cache_salt="salt")
+    wait_blocks(patient, tokens, "2", 2, lora_name="tuned")
+    rows = candidates(explained(patient, token_ids=tokens))
+    assert [
+        (rows[name]["ended"]["why"], rows[name]["ended"]["elsewhere_blocks"]) for name in "12"
+    ] == [
+        ("other_salt", 2),
+        ("other_adapter", 2),
+    ]
+
+
+def test_a_live_request_is_explained_by_its_id(patient: Patient) -> None:
+    one, _ = ranks(patient, 1, 2)
+    tokens = prompt(6, 5)
+    one.serve(tokens[: 3 * BLOCK_SIZE])
+    wait_blocks(patient, tokens, "1", 3)
+    asked = {"model_name": "m", "token_ids": tokens, "reservation_id": "r-1"}
+    booked = patient.post("selection", "/select_and_reserve", asked)
+    found = explained(patient, request_id="r-1")
+    assert found["blocks"] == 5
+    assert {name: found["request"][name] for name in ("request_id", "worker_id", "blocks")} == {
+        "request_id": "r-1",
+        "worker_id": str(booked["worker_id"]),
+        "blocks": 5,
+    }
+    rows = candidates(found)
+    assert rows["1"]["blocks"] == 3 and rows["2"]["blocks"] == 0
+    assert rows["1"]["ended"]["why"] == "unknown"  # what comes behind is in no index
+    assert rows["2"]["ended"]["why"] == "never_stored"
+    patient.clients["selection"].delete("/reservations/r-1")
+    answer = patient.clients["selection"].post("/explain", json={"request_id": "r-1"})
+    assert answer.status_code == 404
+
+
+def test_an_index_without_a_selection_says_what_it_holds(patient: Patient) -> None:
+    rank = Rank(patient.rank())
+    tokens = prompt(7, 3)
+    rank.serve(tokens[: 2 * BLOCK_SIZE])
+    found = wait_blocks(patient, tokens, "1", 2)
+    (choice,) = found["choices"]
+    assert (choice["refusal"], choice["chosen"], choice["by"]) == ("no_selection", None, None)
+    assert choice["candidates"][0]["ended"]["why"] == "never_stored"
+
+
+def test_the_same_tokens_for_another_tenant(patient: Patient) -> None:
+    rank, _ = Rank(patient.rank()), patient.rank(tenant_id="t")
+    tokens = prompt(10, 2)
+    rank.serve(tokens)
+    wait_blocks(patient, tokens, "1", 2)
+    ended = candidates(explained(patient, token_ids=tokens, tenant_id="t"))["1"]["ended"]
+    assert (ended["why"], ended["elsewhere_blocks"]) == ("other_tenant", 2)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "says"),
+    [
+        ({}, 400, "block_hashes is required, or token_ids"),
+        ({"token_ids": [1, 2], "request_id": "x"}, 400, "request_id: a request or a prompt"),
+        ({"request_id": "never"}, 404, "reservation never not found"),
+        ({"request_id": 5}, 422, "request_id: expected a text"),
+        ({"token_ids": "text"}, 422, "token_ids"),
+        ({"token_ids": [1], "model_name": "unheard"}, 404, "no indexer for model=unheard"),
+        ({"token_ids": [1], "router_policy": "best"}, 422, "router_policy: expected one of"),
+    ],
+)
+def test_wrong_bodies(patient: Patient, body: Json, status: int, says: str) -> None:
+    for face in FACES:
+        answer = patient.clients[face].post("/explain", json=body)
+        assert answer.status_code == status, answer.text
+        assert says in answer.json()["error"]
+        assert documented(face).untrue(answer) is None
+    answer = patient.clients["selection"].post(
+        "/explain", content=b"{", headers={"content-type": "application/json"}
+    )
+    assert answer.status_code == 400
+
+
+# ---- the command
+
+
+def test_the_command_shows_tables(
+    patient: Patient, binds: list[str], capsys: Capture, tmp_path: Path
+) -> None:
+    one, _ = ranks(patient, 1, 2)
+    tokens = prompt(8, 3)
+    one.serve(tokens)
+    wait_blocks(patient, tokens, "1", 3)
+    file = tmp_path / "prompt.json"
+    file.write_text(json.dumps(tokens))
+    assert main(["explain", str(file), "--model-name=m", *binds]) == 0
+    shown = capsys.readouterr().out
+    lines = shown.splitlines()
+    assert lines[0] == f"3 blocks of {BLOCK_SIZE} tokens, model m, tenant default"
+    assert lines[2] == "by cost, policy kvd, costs in tokens"
+    assert lines[3].startswith("chosen: 1:0; runner-up: 2:0, ")
+    assert lines[4].split() == ["rank", "chance", "cost", "terms", "cached", "why", "no", "more"]
+    assert "3 of 3 (device 3)" in shown and "all of it" in shown
+    assert "block 0: never stored" in shown
+    assert "blocks 0 to 3" in shown
+    assert main(["explain", str(file), "--model-name=m", "--json", *binds]) == 0
+    assert json.loads(capsys.readouterr().out)["choices"][0]["chosen"]["worker_id"] == "1"
+
+
+def test_the_command_reads_prompts_in_three_forms(
+    patient: Patient,
+    binds: list[str],
+    capsys: Capture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ranks(patient, 1)
+    for text in ("1 2\n3, 4", "[1,2,3,4]", '{"token_ids": [1,2,3,4], "model_name": "m"}'):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+        assert main(["explain", "-", "--model-name=m", "--json", *binds]) == 0
+        assert json.loads(capsys.readouterr().out)["model_name"] == "m"
+
+
+def test_the_command_explains_a_request(
+    patient: Patient, binds: list[str], capsys: Capture
+) -> None:
+    ranks(patient, 1)
+    asked = {"model_name": "m", "token_ids": prompt(9), "reservation_id": "r-2"}
+    patient.post("selection", "/select_and_reserve", asked)
+    assert main(["explain", "--request=r-2", *binds]) == 0
+    assert "request r-2, booked on 1:0" in capsys.readouterr().out
+
+
+def test_the_command_says_what_is_wrong(
+    patient: Patient, binds: list[str], capsys: Capture, tmp_path: Path
+) -> None:
+    wrong = tmp_path / "wrong"
+    for text, says in (
+        ("one two", "a prompt is token ids"),
+        ("[1, 2", "the prompt is not JSON"),
+        ('{"token_ids": []}', "no indexer for model=default"),
+    ):
+        wrong.write_text(text)
+        assert main(["explain", str(wrong), *binds]) == 1
+        assert says in capsys.readouterr().err
+    assert main(["explain", str(tmp_path / "none"), *binds]) == 1
+    assert "cannot read" in capsys.readouterr().err
+    assert main(["explain", *binds]) == 1
+    assert "name a file with a prompt" in capsys.readouterr().err
+    nowhere = [f"--{face}-bind=127.0.0.1:{find_free_port()}" for face in FACES]
+    wrong.write_text("1 2 3")
+    assert main(["explain", str(wrong), *nowhere]) == 2
+    assert "kvd does not answer: indexer" in capsys.readouterr().err
