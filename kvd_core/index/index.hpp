@@ -93,8 +93,8 @@ class Index {
   Tree& tree() { return tree_; }
   const Tally& tally() const { return tally_; }
   const Budget& budget() const { return *budget_; }
-  Said& asked() { return asked_; }  // by questions
-  Said& told() { return told_; }    // by engines
+  Said& asked() { return asked_; }   // by questions
+  Said& told() { return told_; }     // by engines
   Seeds& seeds() { return seeds_; }  // of the prompts that engines have told of
   const Seeds& seeds() const { return seeds_; }
   const Chronicle* chronicle() const { return chronicle_.get(); }  // null: nothing is noted

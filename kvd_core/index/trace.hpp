@@ -269,8 +269,8 @@ class Trace {
 
   void conclude(const Followed& rank) {
     Row& row = rows_[rank.row];
-    const bool complete = rank.seen == rank.noted && !shared_[row.rank] &&
-                          index_.chronicle() != nullptr;
+    const bool complete =
+        rank.seen == rank.noted && !shared_[row.rank] && index_.chronicle() != nullptr;
     int strongest = -1;
     uint64_t latest = 0;
     for (const Story& story : rank.stories) {

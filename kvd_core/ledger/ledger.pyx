@@ -294,7 +294,7 @@ cdef class Ledger:
         )
 
     def hashes(self, str request_id not None):
-        """The sequence hashes of a live request's blocks, as native 64-bit integers; None if absent.
+        """The sequence hashes of a live request's blocks, native 64-bit integers; None if absent.
 
         O(blocks).
         """
