@@ -107,3 +107,27 @@ def test_a_route_can_be_tried(browser: Any, fleet: Pictured) -> None:
     page.page.click("#try-form button[type=submit]")
     page.until("#try", "200 OK")
     assert not page.said
+
+
+def test_a_recent_choice_is_explained(browser: Any, fleet: Pictured) -> None:
+    page = Page(browser, fleet)
+    page.until("#streams", f"{WORKERS} exact")
+    fleet.ask(1)
+    name = f"request-{fleet.asked:05}"
+    page.page.get_by_role("button", name=name).click()
+    page.until("#explained", "by cost, policy dynamo; chosen ")
+    rows = page.page.locator("#explained table").first.locator("tbody tr")
+    assert rows.count() == WORKERS
+    page.until("#explained", "never stored")
+    page.page.click("#explained-dialog button[type=submit]")
+    page.page.locator("#explained-dialog").wait_for(state="hidden")
+    assert not page.said
+
+
+def test_an_explanation_that_is_tried_is_shown_as_tables(browser: Any, fleet: Pictured) -> None:
+    page = Page(browser, fleet, "#try")
+    page.page.select_option("#try-route", label="POST /explain")
+    page.page.click("#try-form button[type=submit]")
+    page.until("#try-status", "200 OK")
+    assert page.page.locator("#try-tables tbody tr").count() >= WORKERS
+    assert not page.said

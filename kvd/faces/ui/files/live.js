@@ -1,6 +1,7 @@
 // What goes on now: rates, streams, ranks, choices.
 
 import { $, Curve, Stack, TIERS, lastOf, make, number, say, share } from "./drawing.js";
+import { explain } from "./explaining.js";
 
 const POINTS = 60; // samples that kvd keeps
 const HEALTH = { exact: "good", recovering: "fair", degraded: "bad", stale: "bad" };
@@ -17,6 +18,15 @@ const FACE_PAGES = /^(tls:)?([^/]+:\d+)$/; // addresses that a browser can open
 const nameOf = (each) => `${each.worker_id}:${each.dp_rank}`;
 const placeOf = (each) =>
   each.tenant_id === "default" ? each.model_name : `${each.model_name}/${each.tenant_id}`;
+
+// A request of a recent choice; whoever presses it sees why it went where it went.
+function requestOf(request) {
+  const button = make("button", "text", request);
+  button.type = "button";
+  button.title = "Explain this choice";
+  button.addEventListener("click", () => explain(request));
+  return button;
+}
 
 class Tile {
   constructor([name, title, form, most]) {
@@ -159,7 +169,7 @@ export class Live {
       cost.dataset.name = "cost";
       cost.title = `of ${each.candidates} candidates; ${number(each.queued_tokens)} tokens were queued there`;
       return make("div", "choice", make("div", "soft", `${number(each.age_s)} s`),
-        make("div", "", each.request),
+        make("div", "", requestOf(each.request)),
         make("div", "", make("strong", "", nameOf(each)), " ", make("span", "soft", placeOf(each))),
         make("div", "tokens", bar.element, make("span", "soft", said)), cost);
     });

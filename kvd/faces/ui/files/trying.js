@@ -2,6 +2,7 @@
 
 import { read, send } from "./asking.js";
 import { $, make, number, say } from "./drawing.js";
+import { explanation } from "./explaining.js";
 
 const MOST_SHOWN = 200000; // characters of an answer
 const TOKENS = 64; // token ids of an example
@@ -103,6 +104,7 @@ export class Trying {
       const text = await answer.text();
       const took = number(performance.now() - begun);
       this.answer(`${answer.status} ${answer.statusText}, ${took} ms, ${number(text.length)} characters`, text);
+      if (path === "/explain" && answer.ok) $("try-tables").replaceChildren(...explanation(JSON.parse(text)));
     } catch (error) {
       this.answer("No answer", error.message);
     }
@@ -110,6 +112,7 @@ export class Trying {
 
   answer(status, text) {
     let shown = text;
+    $("try-tables").replaceChildren();
     try {
       shown = JSON.stringify(JSON.parse(text), null, 1);
     } catch {
