@@ -46,7 +46,7 @@ from kvd.config.reload import Reader
 from kvd.diagnosis.doctor import Doctor
 from kvd.diagnosis.gathering import Rooms
 from kvd.faces.common.diagnosis import diagnose_route, diagnoses_bound
-from kvd.faces.explain.routes import Explainer, explain_route, explanations_bound
+from kvd.faces.explain.routes import Explainer, explain_routes, explanations_bound
 from kvd.faces.gateway.engines import CALLS
 from kvd.faces.ui import ui_routes
 from kvd.faces.ui.picture import Picture, PicturedRooms
@@ -479,8 +479,8 @@ class _Daemon:
             apis = self._ports.apis.routes(self._parts, lambda: self._config)
             diagnose = diagnose_route(self._doctor, self._diagnoses)
             explainer = Explainer(self._parts.state, self._parts.selections)
-            explain = explain_route(explainer, self._explanations)
-            of_all = (diagnose, explain, *ui_routes(self._picture, self._parts.state))
+            explain = explain_routes(explainer, self._explanations)
+            of_all = (diagnose, *explain, *ui_routes(self._picture, self._parts.state))
             for face, routes, not_found in apis:
                 face.sources += self._sources()
                 face.log_requests(self._config.access_log)

@@ -37,7 +37,7 @@ struct Said {
 
 // The last kKept pairs of adapter and salt that engines have told of, each once.
 struct Seeds {
-  static constexpr uint32_t kKept = 32;
+  static constexpr uint32_t kKept = 32;  // pairs: an explanation hashes the prompt by each
 
   struct Seed {
     uint64_t adapter;  // 0: none

@@ -126,7 +126,8 @@ def test_a_recent_choice_is_explained(browser: Any, fleet: Pictured) -> None:
 
 def test_an_explanation_that_is_tried_is_shown_as_tables(browser: Any, fleet: Pictured) -> None:
     page = Page(browser, fleet, "#try")
-    page.page.select_option("#try-route", label="POST /explain")
+    page.page.select_option("#try-route", label="GET /explain")
+    page.page.fill("#try-parameters input", f"request-{fleet.asked:05}")
     page.page.click("#try-form button[type=submit]")
     page.until("#try-status", "200 OK")
     assert page.page.locator("#try-tables tbody tr").count() >= WORKERS

@@ -12,7 +12,7 @@ from kvd.faces.common.monitoring import metrics_route
 from kvd.faces.common.openapi import with_document
 from kvd.faces.conductor import routes as conductor
 from kvd.faces.conductor import schemas as conductor_schemas
-from kvd.faces.explain.routes import Explainer, explain_route
+from kvd.faces.explain.routes import Explainer, explain_routes
 from kvd.faces.gateway import schemas as gateway_schemas
 from kvd.faces.gateway.engines import upstream_routes
 from kvd.faces.gateway.routes import gateway_routes
@@ -57,8 +57,8 @@ def all_routes() -> dict[str, tuple[Route, ...]]:
     forwarder = Forwarder(nobody, nobody, nobody, GatewayStats(), nobody, nobody, 0)
     publishers, slots = Publishers(state, nobody), SlotTrackers(1.0)
     picture = Picture(PicturedRooms(state, registry, publishers, slots, selections, []))
-    explain = explain_route(Explainer(state, selections), nobody)
-    of_all = *ui_routes(picture, state), metrics_route([]), diagnose_route(nobody, nobody), explain
+    explain = explain_routes(Explainer(state, selections), nobody)
+    of_all = *ui_routes(picture, state), metrics_route([]), diagnose_route(nobody, nobody), *explain
     faces = {
         "gateway": (
             *gateway_routes(nobody, nobody, forwarder, DEFAULT_BODY_LIMIT),

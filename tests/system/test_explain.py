@@ -187,6 +187,14 @@ def test_a_live_request_is_explained_by_its_id(patient: Patient) -> None:
     assert rows["1"]["blocks"] == 3 and rows["2"]["blocks"] == 0
     assert rows["1"]["ended"]["why"] == "unknown"  # what comes behind is in no index
     assert rows["2"]["ended"]["why"] == "never_stored"
+    for face in FACES:
+        asked_by_page = patient.clients[face].get("/explain", params={"request_id": "r-1"})
+        assert asked_by_page.json()["choices"] == found["choices"]
+        assert documented(face).untrue(asked_by_page) is None
+    answer = patient.clients["selection"].get("/explain")
+    assert (answer.status_code, answer.json()["error"]) == (
+        *(400, "the parameter `request_id` is missing"),
+    )
     patient.clients["selection"].delete("/reservations/r-1")
     answer = patient.clients["selection"].post("/explain", json={"request_id": "r-1"})
     assert answer.status_code == 404

@@ -419,6 +419,12 @@ EVERY_FACE: Mapping[str, Operation] = {
         {200: in_json(row({"findings": array(FINDING)}))},
         parameters=(PROBE,),
     ),
+    f"GET {EXPLAIN_PATH}": Operation(
+        "Says who would be chosen for the prompt of a live booking, and why",
+        {200: in_json(EXPLANATION)},
+        (404,),
+        parameters=(in_query("request_id", required=True),),
+    ),
     f"POST {EXPLAIN_PATH}": Operation(
         "Says candidate by candidate who would be chosen for a prompt, and why",
         {200: in_json(EXPLANATION)},

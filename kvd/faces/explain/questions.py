@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from struct import Struct
 
 from kvd.errors import BadRequest
 from kvd.faces.common import bodies
@@ -37,7 +38,7 @@ FIELDS = (
 )
 BLOCK_HASHES, TOKEN_IDS = 0, 2  # positions of the arrays
 
-HASH_BYTES = 8
+HASH = Struct("Q")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class Prompt:
 
     @property
     def blocks(self) -> int:
-        return len(self.plain) // HASH_BYTES
+        return len(self.plain) // HASH.size
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ def read(request: Request, state: State, selections: Selections) -> Question:
     if request_id is not None:
         if any(members.get(name) is not None for name in ARRAYS):
             raise BadRequest("request_id: a request or a prompt can be explained, not both")
-        return _of_request(request_id, state, selections)
+        return of_request(request_id, state, selections)
     # A prompt that shares no blocks is made unique by a number that is drawn: it is drawn again.
     selections.draws.undrawn(partial(reader.read_prompt, selections))
     session_id = bodies.optional_text(members, "session_id")
@@ -109,21 +110,21 @@ def _prompt(
 ) -> Prompt:
     if not reader.by_tokens:
         plain = given(reader, BLOCK_HASHES)
-        return Prompt(plain, None, len(plain) // HASH_BYTES)
+        return Prompt(plain, None, len(plain) // HASH.size)
     adapter, salt = own
     plain = hashed(reader, TOKEN_IDS, size, adapter, eagle=reader.eagle)
     salted = None
     if salt:
         salted = hashed(reader, TOKEN_IDS, size, adapter + salt, eagle=reader.eagle)
-    return Prompt(plain, salted, len(plain) // HASH_BYTES)
+    return Prompt(plain, salted, len(plain) // HASH.size)
 
 
 def _rehashed(reader: PromptReader, block_size: int, seed: int, blocks: int) -> bytes:
     found = hashed(reader, TOKEN_IDS, block_size, seed, eagle=reader.eagle)
-    return found[: blocks * HASH_BYTES]
+    return found[: blocks * HASH.size]
 
 
-def _of_request(request_id: str, state: State, selections: Selections) -> Question:
+def of_request(request_id: str, state: State, selections: Selections) -> Question:
     """Returns the question about a live request, as if one more of its prompt had come.
 
     A booking has the sequence hashes of its blocks. Their content is known as far as the index has
@@ -137,12 +138,12 @@ def _of_request(request_id: str, state: State, selections: Selections) -> Questi
 
     def prompt(block_size: int, partition: Partition | None) -> Prompt:
         plain = b"" if partition is None else recalled(partition.index, sequence)
-        known = max(1, len(plain) // HASH_BYTES)  # the first block's two hashes are the same
+        known = max(1, len(plain) // HASH.size)  # the first block's two hashes are the same
         return Prompt(plain + sequence[len(plain) :], None, known)
 
     def look(pool: Pool) -> None:
         plain = prompt(pool.block_size, state.partitions.get(key)).plain
-        pool.look(plain, sequence, len(sequence) // HASH_BYTES * pool.block_size)
+        pool.look(plain, sequence, len(sequence) // HASH.size * pool.block_size)
 
     ask = SelectRequest(key, fleet.settings)
     return Question(ask, look, prompt, None, (0, 0), Booked(request_id, live))

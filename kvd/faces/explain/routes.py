@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvd.errors import BadRequest
 from kvd.faces.common import bodies
 from kvd.faces.common.schemas import EXPLAIN_PATH
 from kvd.faces.explain.answers import Narrator, chronicled, heading
-from kvd.faces.explain.questions import Question, read
+from kvd.faces.explain.questions import Question, of_request, read
 from kvd.faces.explain.traces import NOTHING, Place, find_traces
 from kvd.http.types import LONG_BODY_LIMIT, Admission, Request, Response, Route, Scope
 from kvd.index.partitions import Partition, State
@@ -31,7 +32,16 @@ class Explainer:
 
         Where no workers can be chosen, it is said what those of the index cache.
         """
-        question = read(request, self.state, self.selections)
+        return await self._answer(read(request, self.state, self.selections))
+
+    async def explain_request(self, request: Request) -> Response:
+        """Answers the same for a live request that the query names: pages cannot POST."""
+        request_id = bodies.parameters(request, "request_id").get("request_id")
+        if request_id is None:
+            raise BadRequest("the parameter `request_id` is missing")
+        return await self._answer(of_request(request_id, self.state, self.selections))
+
+    async def _answer(self, question: Question) -> Response:
         weighed = self._weigh(question)
         partition = self.state.partitions.get(question.key)
         if weighed and not self.selections.options.uses_kv_events:
@@ -72,14 +82,17 @@ def _ranks(weighed: list[Weighed]) -> list[Place]:
     return [(each.row.worker_id, each.row.dp_rank) for each in weighed[0].ranks] if weighed else []
 
 
-def explain_route(explainer: Explainer, explanations: Admission) -> Route:
-    return Route(
-        "POST",
-        EXPLAIN_PATH,
-        explainer.explain,
-        body_limit=LONG_BODY_LIMIT,
-        admission=explanations,
-        scope=Scope.READ,
+def explain_routes(explainer: Explainer, explanations: Admission) -> tuple[Route, ...]:
+    return (
+        Route("GET", EXPLAIN_PATH, explainer.explain_request, admission=explanations),
+        Route(
+            "POST",
+            EXPLAIN_PATH,
+            explainer.explain,
+            body_limit=LONG_BODY_LIMIT,
+            admission=explanations,
+            scope=Scope.READ,
+        ),
     )
 
 

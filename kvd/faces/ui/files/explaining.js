@@ -1,6 +1,6 @@
 // Why a request goes where it goes: what POST /explain answers, as tables.
 
-import { send } from "./asking.js";
+import { read } from "./asking.js";
 import { $, make, number } from "./drawing.js";
 
 const MOST = 24; // candidates and events shown
@@ -87,11 +87,8 @@ export async function explain(request) {
   $("explained").replaceChildren(make("p", "soft", "asking"));
   $("explained-dialog").showModal();
   try {
-    const options = { method: "POST", headers: { "content-type": "application/json" } };
-    const answer = await send("explain", { ...options, body: JSON.stringify({ request_id: request }) });
-    const found = await answer.json();
-    const said = found.error?.message ?? found.error;
-    $("explained").replaceChildren(...(answer.ok ? explanation(found) : [make("p", "", said)]));
+    const found = await read(`explain?${new URLSearchParams({ request_id: request })}`);
+    $("explained").replaceChildren(...explanation(found));
   } catch (error) {
     $("explained").replaceChildren(make("p", "bad", error.message));
   }
