@@ -393,7 +393,8 @@ cdef class Pool:
         """
         cdef Scale scale = self.scale(&settings.c)
         cdef const uint8_t* asked = self.mask_of(wanted)
-        cdef bytes left = PyBytes_FromStringAndSize(PyBytes_AS_STRING(wanted), self.c.size())
+        # Of its own: a copy of one byte would be Python's only object for that byte.
+        cdef bytes left = PyBytes_FromStringAndSize(NULL, self.c.size())
         cdef char* mask = PyBytes_AS_STRING(left)
         cdef uint64_t requests
         cdef bint some = False

@@ -115,7 +115,7 @@ def test_a_recent_choice_is_explained(browser: Any, fleet: Pictured) -> None:
     fleet.ask(1)
     name = f"request-{fleet.asked:05}"
     page.page.get_by_role("button", name=name).click()
-    page.until("#explained", "by cost, policy dynamo; chosen ")
+    page.until("#explained", "by cost, policy kvd; chosen ")
     rows = page.page.locator("#explained table").first.locator("tbody tr")
     assert rows.count() == WORKERS
     page.until("#explained", "never stored")

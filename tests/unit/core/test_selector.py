@@ -528,6 +528,14 @@ def test_exceeded_thresholds_are_named() -> None:
     assert held.pool.exceeded(0, full) == ["active_decode_blocks_threshold"]
 
 
+def test_a_session_that_must_leave_changes_no_mask() -> None:
+    fleet = loaded(5)
+    fleet.look(1)
+    wanted = bytes([1])
+    assert fleet.pool.stay(DEFAULTS.replace(session_bound=0.1), None, wanted) is None
+    assert wanted == b"\1" and wanted[0] == 1  # Python has one object for all of these
+
+
 def test_busy_thresholds_take_ranks_out() -> None:
     plans = {
         (1, 0): RankPlan(requests=[(0, 8, 50, False)], total_kv_blocks=10),
