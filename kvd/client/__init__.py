@@ -7,6 +7,7 @@
     selecting      members that bodies of the selection service have
     decisions      its answers
     picture        answers that `kvd top` shows
+    explanation    answers that explain a choice
     calls          how a method becomes a call: routes, bodies, types of answers
     exchanges      a call's attempts and pauses, without I/O
     reading        JSON to answers

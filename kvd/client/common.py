@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 from kvd.client.calls import Call, Face, How, asked
+from kvd.client.explanation import Explanation, Question
 from kvd.client.picture import Branches, Picture
 
 
@@ -76,6 +77,16 @@ class EveryFace(Face[How]):
     def diagnose(self, *, probe: bool = False) -> Call[Diagnosis]:
         """Names what keeps prompts from matching; `probe` has engines looked at, up to 10 s."""
         return Call(query={"probe": "1" if probe else None})
+
+    @asked("POST /explain", repeatable=True)
+    def explain(self, **question: Unpack[Question]) -> Call[Explanation]:
+        """Says candidate by candidate who would be chosen for a prompt, and why."""
+        return Call(question)
+
+    @asked("GET /explain", repeatable=True)
+    def explain_request(self, request_id: str) -> Call[Explanation]:
+        """Says the same for the prompt of a live booking."""
+        return Call(query={"request_id": request_id})
 
     @asked("GET /openapi.json", repeatable=True)
     def document(self) -> Call[Mapping[str, Any]]:

@@ -6,7 +6,9 @@
 //
 // 1. Every token is compared to its last byte, whatever is shown: time tells nothing of them.
 // 2. A claim that comes twice is refused: two readers could take different ones.
-// 3. Without tokens nothing is asked of `Authorization`; then names are looked at (`checks_host`),
+// 3. A page of this server itself may ask: its origin is the host that the request names. Where no
+//    token is asked for, that must be a name that no stranger's page can have.
+// 4. Without tokens nothing is asked of `Authorization`; then names are looked at (`checks_host`),
 //    because a page can have its own name lead to the loopback interface.
 //
 // Cost: 30 ns with a token, 5 ns for each further one; nothing is allocated.
@@ -46,7 +48,8 @@ class Authorizer {
   // Judges a request for a route of this scope, 0 for one that is open to all.
   Verdict judge(const Claims& claims, unsigned scope, bool checks_host) const {
     if (scope == 0) return Verdict::granted;
-    if (claims.origin.times && !listed(origins_, claims.origin)) return Verdict::origin;
+    if (claims.origin.times && !listed(origins_, claims.origin) && !of_own_page(claims))
+      return Verdict::origin;
     if (!tokens_.empty()) return judge_token(claims.authorization, scope);
     return checks_host && !good_host(claims.host) ? Verdict::host : Verdict::granted;
   }
@@ -103,6 +106,19 @@ class Authorizer {
   static bool token_char(char c) {  // RFC 6750 §2.1
     return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || digit(c) ||
            (c && std::strchr("-._~+/=", c));
+  }
+
+  bool of_own_page(const Claims& claims) const {
+    if (claims.origin.times != 1 || claims.host.times != 1) return false;
+    Text origin = claims.origin.value;
+    for (const char* scheme : {"http://", "https://"}) {
+      const size_t size = std::strlen(scheme);
+      if (origin.size <= size || !Text{origin.begin, size}.is(scheme, size)) continue;
+      const Text &host = claims.host.value, named = {origin.begin + size, origin.size - size};
+      return named.size == host.size && strncasecmp(named.begin, host.begin, host.size) == 0 &&
+             (!tokens_.empty() || good_host(claims.host));
+    }
+    return false;
   }
 
   // Whether no page could have had this name lead here: an address, localhost, or a listed name.

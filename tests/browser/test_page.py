@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.pictured import Pictured, pictured
+from tests.support.pictured import MODEL, Pictured, pictured
 
 CHROMIUM = shutil.which("chromium")
 WORKERS = 12
@@ -121,6 +121,16 @@ def test_a_recent_choice_is_explained(browser: Any, fleet: Pictured) -> None:
     page.until("#explained", "never stored")
     page.page.click("#explained-dialog button[type=submit]")
     page.page.locator("#explained-dialog").wait_for(state="hidden")
+    assert not page.said
+
+
+def test_a_question_can_be_posted(browser: Any, fleet: Pictured) -> None:
+    page = Page(browser, fleet, "#try")
+    page.page.select_option("#try-route", label="POST /query")
+    body = f'{{"model_name": "{MODEL}", "token_ids": [1, 2, 3]}}'
+    page.page.fill("#try-form textarea", body)
+    page.page.click("#try-form button[type=submit]")
+    page.until("#try-status", "200 OK")
     assert not page.said
 
 

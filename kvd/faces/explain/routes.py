@@ -35,7 +35,7 @@ class Explainer:
         return await self._answer(read(request, self.state, self.selections))
 
     async def explain_request(self, request: Request) -> Response:
-        """Answers the same for a live request that the query names: pages cannot POST."""
+        """Answers the same for a live request that the query names, so that a link can ask."""
         request_id = bodies.parameters(request, "request_id").get("request_id")
         if request_id is None:
             raise BadRequest("the parameter `request_id` is missing")
