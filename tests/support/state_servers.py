@@ -75,7 +75,9 @@ class StateServer:
             self.kill()
 
 
-def sentinel_of(folder: Path, master: StateServer, name: str, kind: str = KINDS[0]) -> StateServer:
+def sentinel_of(
+    folder: Path, master: StateServer, name: str, kind: str | None = None
+) -> StateServer:
     """Starts a sentinel that watches a server, alone, and fails over within a second or two."""
     path = folder / "sentinel.conf"
     path.write_text(
@@ -87,7 +89,7 @@ def sentinel_of(folder: Path, master: StateServer, name: str, kind: str = KINDS[
 
 
 class _Sentinel(StateServer):
-    def __init__(self, folder: Path, path: Path, kind: str) -> None:
+    def __init__(self, folder: Path, path: Path, kind: str | None) -> None:
         self._path = path
         super().__init__(folder, kind=kind)
 
