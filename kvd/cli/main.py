@@ -77,8 +77,10 @@ class FullParser(Parser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; argparse itself exits 2 on a usage error."""
-    parser = build_parser()
-    args = parser.parse_args(argv)
+    told = sys.argv[1:] if argv is None else argv
+    # The options of the other commands would take most of the time that the parser does.
+    known = told[0] if told and told[0] in COMMANDS else None
+    args = build_parser(command=known).parse_args(told)
     try:
         given = {config.CONFIG: args.config, **args.given(args.parser, args)}
         if args.command is not None:
@@ -119,7 +121,8 @@ def _told(text: str, code: int) -> int:
         return EXIT_NOT_DONE
 
 
-def build_parser(kind: type[Parser] = Parser) -> Parser:
+def build_parser(kind: type[Parser] = Parser, command: str | None = None) -> Parser:
+    """Returns the parser of all commands, or of the one that is named."""
     parser = kind(
         "kvd",
         description=DESCRIPTION,
@@ -128,20 +131,9 @@ def build_parser(kind: type[Parser] = Parser) -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"kvd {VERSION}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    add_gateway(commands)
-    add_serve(commands)
-    add_indexer(commands)
-    add_slot_tracker(commands)
-    add_select_service(commands)
-    add_conductor(commands)
-    add_config(commands)
-    add_status(commands)
-    add_doctor(commands)
-    add_explain(commands)
-    add_top(commands)
-    add_reload(commands)
-    add_state(commands)
-    add_replay(commands)
+    for name, add in COMMANDS.items():
+        if command in (None, name):
+            add(commands)
     return parser
 
 
@@ -835,3 +827,21 @@ def _usage(parse: Callable[[str], object]) -> Callable[[str], object]:
             raise argparse.ArgumentTypeError("{!r}: {}".format(*shown)) from None
 
     return convert
+
+
+COMMANDS: dict[str, Callable[[Any], None]] = {  # in the order of the help
+    "gateway": add_gateway,
+    "serve": add_serve,
+    "indexer": add_indexer,
+    "slot-tracker": add_slot_tracker,
+    "select-service": add_select_service,
+    "conductor": add_conductor,
+    "config": add_config,
+    "status": add_status,
+    "doctor": add_doctor,
+    "explain": add_explain,
+    "top": add_top,
+    "reload": add_reload,
+    "state": add_state,
+    "replay": add_replay,
+}

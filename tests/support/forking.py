@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import gc
 import json
 import math
 import os
@@ -145,5 +146,8 @@ if __name__ == "__main__":
     import kvd.app.daemon  # noqa: F401 - which `main` imports as late as it can
     from kvd.cli.main import main
 
+    # What is here stays as it is: no child's collection of garbage walks it, and so copies it.
+    gc.collect()
+    gc.freeze()
     told = serve()
     sys.exit(0 if told is None else main(told))
