@@ -32,7 +32,7 @@ from tests.support.asking import (
 )
 from tests.support.budget import scaled
 from tests.support.ports import find_free_port
-from tests.support.processes import REPOSITORY, Server, clean_environment
+from tests.support.processes import Server, clean_environment
 from tests.support.reloading import daemon
 from tests.support.running import running, running_kvd
 
@@ -550,23 +550,7 @@ def test_mutated_requests_hurt_nobody_and_open_nothing(faces: Faces) -> None:
         assert faces.ask(address, "/health").status == 200
 
 
-# ---- what is written about it
-
-
-def test_the_page_has_every_route_with_its_scope() -> None:
-    page = (REPOSITORY / "docs/security.md").read_text()
-    rows = re.findall(r"^\| `(\w+) (\S+)` \| (\w+) \| (.*) \|$", page, re.MULTILINE)
-    written = {
-        (face, method, path, scope)
-        for method, path, scope, faces in rows
-        for face in faces.split(", ")
-    }
-    assert written == {
-        (face, route.method, route.path, str(route.scope.name).lower())
-        for face, routes in ROUTES.items()
-        for route in routes
-        if not route.scope & Scope.GENERATE  # of which docs/gateway.md has the paths
-    }
+# ---- files of secrets
 
 
 @pytest.fixture
