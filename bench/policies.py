@@ -31,7 +31,7 @@ from kvd.replay.policies import Chooser
 from kvd.replay.recording import ReplayError
 from kvd.replay.routers import CoreRouter
 from kvd.replay.runs import Case
-from kvd.replay.simulation import Fleet, replay
+from kvd.replay.simulation import SimulatedFleet, replay
 from kvd.replay.traffic import Traffic
 
 HERE = Path(__file__).resolve().parent
@@ -57,7 +57,7 @@ class LiveCase:
     """One replay under a service."""
 
     traffic: Traffic
-    fleet: Fleet
+    fleet: SimulatedFleet
     service: Service
     seed: int
     logs: Path
@@ -106,7 +106,11 @@ def service(name: str, peer_python: str | None) -> Service:
 
 
 def case(
-    traffic: Traffic, fleet: Fleet, asked: Chooser | Service, seed: int, given: argparse.Namespace
+    traffic: Traffic,
+    fleet: SimulatedFleet,
+    asked: Chooser | Service,
+    seed: int,
+    given: argparse.Namespace,
 ) -> Case | LiveCase:
     if isinstance(asked, Service):
         return LiveCase(traffic, fleet, asked, seed, given.build_dir / "logs")

@@ -34,14 +34,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from kvd.replay import policies, table
 from kvd.replay.engine import Speed
-from kvd.replay.figures import ROWS, Figures, Row, ratios
+from kvd.replay.figures import ROWS, FigureRow, Figures, ratios
 from kvd.replay.plot import COLOURS, document, text
 from kvd.replay.policies import Chooser
 from kvd.replay.progress import Bar
 from kvd.replay.recording import ReplayError, Windows
 from kvd.replay.routers import Routing
 from kvd.replay.runs import Case, run_all
-from kvd.replay.simulation import Fleet
+from kvd.replay.simulation import SimulatedFleet
 from kvd.replay.traffic import Traffic
 
 ENGINES = 4, 8, 16, 32
@@ -60,7 +60,7 @@ class Cell:
 
     name: str
     traffic: Traffic
-    fleet: Fleet
+    fleet: SimulatedFleet
     routing: Routing
 
     def case(self, policy: Chooser, seed: int) -> Case:
@@ -76,7 +76,7 @@ def fleets(traffic: Traffic, base: Chooser) -> list[Cell]:
         Cell(
             f"{engines} x {capacity:,}, load {load:g}",
             replace(traffic, speed_up=load * engines / RECORDED_ENGINES),
-            Fleet(engines, capacity),
+            SimulatedFleet(engines, capacity),
             Routing(base),
         )
         for engines, capacity, load in product(ENGINES, CAPACITIES, LOADS)
@@ -85,19 +85,21 @@ def fleets(traffic: Traffic, base: Chooser) -> list[Cell]:
 
 def workloads(traffic: Traffic, base: Chooser) -> list[Cell]:
     """Returns the cells of the workloads that are special in one thing."""
-    fleet, routing = Fleet(), Routing(base)
+    fleet, routing = SimulatedFleet(), Routing(base)
     # Prompts cost little and outputs are long: what is full are the batches that decode.
     slow = Speed(
         prefill_tokens_per_s=60_000.0, step_s_per_request=0.0005, step_s_per_token=0.00002 / 512
     )
-    decoding = replace(traffic, output_scale=5.0), Fleet(speed=slow)
+    decoding = replace(traffic, output_scale=5.0), SimulatedFleet(speed=slow)
     return [
         Cell("decode-bound", *decoding, routing),
         Cell("nothing shared", replace(traffic, unique_prompts=True), fleet, routing),
         Cell("events 10-200 ms late", traffic, fleet, replace(routing, delay_s=(0.01, 0.2))),
         Cell("two routers, synced", traffic, fleet, replace(routing, routers=2)),
         Cell("two routers, not synced", traffic, fleet, replace(routing, routers=2, synced=False)),
-        Cell("half the engines at half speed", traffic, Fleet(factors=(1.0, 0.5)), routing),
+        Cell(
+            "half the engines at half speed", traffic, SimulatedFleet(factors=(1.0, 0.5)), routing
+        ),
         Cell("an engine joins empty", traffic, fleet, replace(routing, joins_s=JOINS_S)),
     ]
 
@@ -159,7 +161,7 @@ def _means(rounds: Sequence[Figures], base: Sequence[Figures]) -> dict[str, floa
     return {row.name: fmean(each[row.name] for each in found) for row in ROWS}
 
 
-def _mean_and_worst(values: Sequence[float], row: Row) -> str:
+def _mean_and_worst(values: Sequence[float], row: FigureRow) -> str:
     known = [value for value in values if value == value and value > 0]
     if not known:
         return "–"

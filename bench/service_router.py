@@ -24,9 +24,9 @@ from errors import BenchError
 from servers import Server
 
 from kvd.replay.cache import Event, Stored
-from kvd.replay.recording import Request
+from kvd.replay.recording import RecordedRequest
 from kvd.replay.routers import CoreRouter
-from kvd.replay.simulation import Fleet
+from kvd.replay.simulation import SimulatedFleet
 from kvd_core.base.hashing import local_hashes, sequence_hashes
 
 TOPIC = b"kv-events"
@@ -39,7 +39,7 @@ Json = dict[str, Any]
 class ServiceRouter:
     """A fleet registered with kvd's selection service, or with Dynamo's."""
 
-    def __init__(self, fleet: Fleet, server: Server, follower: CoreRouter) -> None:
+    def __init__(self, fleet: SimulatedFleet, server: Server, follower: CoreRouter) -> None:
         self.choices = self.cheapest = 0
         self._follower = follower
         self._block_size = fleet.block_size
@@ -62,7 +62,7 @@ class ServiceRouter:
         self._sent[engine] += 1
         self._follower.hear(engine, event, now)
 
-    def route(self, request: Request, held: Callable[[], list[int]], now: float) -> int:
+    def route(self, request: RecordedRequest, held: Callable[[], list[int]], now: float) -> int:
         local = array("Q", map(self._local_hash, request.blocks))
         prompt = {
             **MODEL,
@@ -79,11 +79,11 @@ class ServiceRouter:
         self.cheapest += self._follower.judge(request, chosen, now)
         return chosen
 
-    def prefill_complete(self, request: Request) -> None:
+    def prefill_complete(self, request: RecordedRequest) -> None:
         self._ask("POST", f"/reservations/{request.name}/prefill_complete")
         self._follower.prefill_complete(request)
 
-    def finished(self, request: Request) -> None:
+    def finished(self, request: RecordedRequest) -> None:
         self._ask("DELETE", f"/reservations/{request.name}")
         self._follower.finished(request)
 

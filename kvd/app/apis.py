@@ -47,23 +47,23 @@ from kvd.fleet_file.targets import (
 )
 from kvd.gateway.chains import Chains
 from kvd.gateway.choices import Choices, LocalChoices
+from kvd.gateway.dns_names import Wanted
 from kvd.gateway.exchanges import Exchanges
 from kvd.gateway.forwarding import Forwarder
-from kvd.gateway.names import Wanted
 from kvd.gateway.remote import RemoteChoices
-from kvd.gateway.siblings import Place, Siblings
+from kvd.gateway.siblings import ProcessIdentity, Siblings
 from kvd.gateway.stats import GatewayStats
 from kvd.gateway.tokens import Tokens
 from kvd.gateway.upstreams import Upstreams
 from kvd.http.app import WrongPath
 from kvd.http.errors import Failures
 from kvd.http.table import RouteTable
-from kvd.http.types import Admission, Route
+from kvd.http.types import ConcurrencyLimit, Route
 from kvd.index.partitions import State
 from kvd.index.peers import Peers
 from kvd.index.publishers import Publishers
 from kvd.index.registry import Registry
-from kvd.index.served import ServedModels
+from kvd.index.served_models import ServedModels
 from kvd.net.dialing import Dialer
 from kvd.net.recovery import RecoveryStats
 from kvd.replica_sync.replicas import Replicas
@@ -81,7 +81,7 @@ class Gateway:
         selections: Selections,
         registry: Registry,
         dialer: Dialer,
-        place: Place | None,
+        place: ProcessIdentity | None,
     ) -> None:
         """One of several processes has a `place` among them."""
         self._body_limit = config.gateway_body_bytes
@@ -170,7 +170,7 @@ class Components:
     gateway: Gateway
 
 
-class Directory:
+class RouteDirectory:
     """Which face has which path, for those who ask the wrong one."""
 
     def __init__(self, routes: Mapping[ApiServer, tuple[Route, ...]]) -> None:
@@ -248,12 +248,12 @@ class Apis:
         dumps = indexer.dumps_bound(config().max_dumps)
         routes = self._all_routes(known, dumps, test_endpoints=config().test_endpoints)
         self._add_sources(known, config, dumps)
-        directory = Directory(routes)
+        directory = RouteDirectory(routes)
         for face in self.served:
             yield face, routes[face], partial(directory.not_found, face)
 
     def _all_routes(
-        self, known: Components, dumps: Admission, *, test_endpoints: bool
+        self, known: Components, dumps: ConcurrencyLimit, *, test_endpoints: bool
     ) -> dict[ApiServer, tuple[Route, ...]]:
         state, registry = known.state, known.registry
         of_replicas = replica_sync.routes(known.replicas)
@@ -275,7 +275,7 @@ class Apis:
         }
 
     def _add_sources(
-        self, known: Components, config: Callable[[], Config], dumps: Admission
+        self, known: Components, config: Callable[[], Config], dumps: ConcurrencyLimit
     ) -> None:
         blocks = partial(indexer.families, known.state, known.registry, dumps)
         slots, selections = known.slots, known.selections

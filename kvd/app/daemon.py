@@ -42,7 +42,7 @@ from kvd.app.reloading import Reloader, is_reloadable, warn_of_secrets
 from kvd.app.stopping import Stop
 from kvd.app.unmatched_log import UnmatchedLog
 from kvd.config.load import Config, StartError
-from kvd.config.reload import Reader
+from kvd.config.reload import ConfigReader
 from kvd.diagnosis.doctor import Doctor
 from kvd.diagnosis.gathering import Rooms
 from kvd.faces.common.diagnosis import diagnose_route, diagnoses_bound
@@ -52,7 +52,7 @@ from kvd.faces.ui import ui_routes
 from kvd.faces.ui.picture import Picture, PicturedRooms
 from kvd.fleet_file.follower import FleetFileFollower, RegistrationTarget
 from kvd.fleet_file.targets import UpstreamTarget
-from kvd.gateway.siblings import Place
+from kvd.gateway.siblings import ProcessIdentity
 from kvd.index.capacity import ListenerCapacity
 from kvd.index.partitions import State
 from kvd.index.peers import Peers
@@ -61,15 +61,15 @@ from kvd.index.registry import Registry
 from kvd.net.listeners import ListenerTasks
 from kvd.net.recovery import RecoveryStats, confirm_restored, recover
 from kvd.net.zsocket import make_context
-from kvd.persistence.directory import Directory
-from kvd.persistence.journal import Told
+from kvd.persistence.directory import StateDirectory
+from kvd.persistence.journal import SharedUntil
 from kvd.persistence.registrations import Faces, Registrations
-from kvd.persistence.store import Keeper, Store
+from kvd.persistence.store import Keeper, StateStore
 from kvd.platform import activation, sdnotify
 from kvd.platform.descriptors import LEAST, listeners_within, raise_limit, waiting_within
 from kvd.platform.memory import Heaps, keep_freed_memory
 from kvd.platform.signals import Signals
-from kvd.replica_sync.aside import Aside
+from kvd.replica_sync.deduplication import Deduplicator
 from kvd.selection.decisions import DecisionLog
 from kvd.selection.readiness import Readiness, Recovery
 from kvd.selection.service import Selections
@@ -112,7 +112,7 @@ log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class DescriptorBounds:
     """What the limit of descriptors leaves room for."""
 
     listeners: int
@@ -121,9 +121,9 @@ class Bounds:
 
 def run(
     config: Config,
-    reader: Reader,
+    reader: ConfigReader,
     passed: activation.Passed | None = None,
-    place: Place | None = None,
+    place: ProcessIdentity | None = None,
 ) -> int:
     """Runs until a signal ends it and returns the exit code; raises StartError.
 
@@ -134,7 +134,7 @@ def run(
     limit = raise_limit()
     if limit < LEAST:
         raise StartError(f"{limit} descriptors are too few, kvd needs {LEAST} (ulimit -n)")
-    bounds = Bounds(listeners_within(limit), waiting_within(limit))
+    bounds = DescriptorBounds(listeners_within(limit), waiting_within(limit))
     if len(config.workers) > bounds.listeners:
         raise StartError(f"the descriptors (ulimit -n) allow only {bounds.listeners} workers")
     try:
@@ -152,12 +152,12 @@ def run(
 
 async def serve(
     config: Config,
-    reader: Reader,
-    bounds: Bounds,
+    reader: ConfigReader,
+    bounds: DescriptorBounds,
     passed: activation.Passed,
     ends: Signals,
     reloads: Signals,
-    place: Place | None = None,
+    place: ProcessIdentity | None = None,
 ) -> int:
     """Serves until a signal comes by `ends` and returns the exit code; raises StartError."""
     stop = Stop()
@@ -177,12 +177,12 @@ async def serve(
 
 async def _open_and_serve(
     config: Config,
-    reader: Reader,
-    bounds: Bounds,
+    reader: ConfigReader,
+    bounds: DescriptorBounds,
     passed: activation.Passed,
     reloads: Signals,
     stop: Stop,
-    place: Place | None,
+    place: ProcessIdentity | None,
 ) -> None:
     context = make_context()
     with ExitStack() as opened:
@@ -213,15 +213,15 @@ class _Daemon:
     def __init__(
         self,
         config: Config,
-        reader: Reader,
-        bounds: Bounds,
+        reader: ConfigReader,
+        bounds: DescriptorBounds,
         ports: Ports,
         context: Context,
         listening: trio.Nursery,
         stop: Stop,
         decisions: RotatingWriter | None,
-        place: Place | None,
-        store: Store | None,
+        place: ProcessIdentity | None,
+        store: StateStore | None,
     ) -> None:
         self._stop = stop
         self._ports = ports
@@ -242,12 +242,12 @@ class _Daemon:
         self._place = place
         journal = None if store is None else store.journal
         told = None if config.state_server is None else Journal(MAX_WAITING_BYTES)
-        aside = None if told is None else Aside(told, trio.current_time)
+        deduplicator = None if told is None else Deduplicator(told, trio.current_time)
         if told is not None:
             told.pause()  # what is restored was told of before
         journals = [each for each in (journal, told) if each is not None]
         ledgers = Ledgers(config.max_requests, config.max_request_blocks, journals)
-        accounts = ledgers, journal, aside
+        accounts = ledgers, journal, deduplicator
         self._parts = _components(
             config, bounds, ports, self._listeners, context, listening, place, *accounts
         )
@@ -268,8 +268,10 @@ class _Daemon:
         if store is not None:
             self._keeper = _keeper(store, self._parts, ledgers, registrations)
         self._shared: SharedState | None = None  # None: nothing is shared
-        if config.state_server is not None and told is not None and aside is not None:
-            self._shared = self._share(config.state_server, told, ledgers, aside, registrations)
+        if config.state_server is not None and told is not None and deduplicator is not None:
+            self._shared = self._share(
+                config.state_server, told, ledgers, deduplicator, registrations
+            )
         shown = None if self._shared is None else self._shared.shown
         rooms = _rooms(self._parts, ports)
         self._diagnoses = diagnoses_bound()
@@ -285,7 +287,7 @@ class _Daemon:
         server: StateServer,
         told: Journal,
         ledgers: Ledgers,
-        aside: Aside,
+        deduplicator: Deduplicator,
         registrations: Registrations,
     ) -> SharedState:
         # 18 MB of memory, for those who share state.
@@ -295,9 +297,9 @@ class _Daemon:
         parts = self._parts
         catalog = Catalog(registrations, self._targets_of_clients())
         accounts = parts.slots, parts.selections
-        known = Told(None) if self._keeper is None else self._keeper.told
+        known = SharedUntil(None) if self._keeper is None else self._keeper.told
         return SharedState(
-            server, told, ledgers, aside, *accounts, self._ports.served, catalog, known
+            server, told, ledgers, deduplicator, *accounts, self._ports.served, catalog, known
         )
 
     @property
@@ -535,15 +537,15 @@ class _Daemon:
 
 def _components(
     config: Config,
-    bounds: Bounds,
+    bounds: DescriptorBounds,
     ports: Ports,
     listeners: ListenerTasks,
     context: Context,
     listening: trio.Nursery,
-    place: Place | None,
+    place: ProcessIdentity | None,
     ledgers: Ledgers,
     journal: Journal | None,
-    aside: Aside | None,
+    deduplicator: Deduplicator | None,
 ) -> Components:
     """Returns what the faces answer from, empty; replicas are listened to in `listening`."""
     limits = config.index_max_blocks, config.max_partitions
@@ -577,7 +579,7 @@ def _components(
         Publishers(state, listeners, *shared),
         slots,
         selections,
-        ports.sync.start(listening, context, slots, selections, aside),
+        ports.sync.start(listening, context, slots, selections, deduplicator),
         Gateway(config, selections, registry, ports.dialer, place),
     )
 
@@ -601,17 +603,17 @@ def _pictured(parts: Components, ports: Ports) -> PicturedRooms:
     return PicturedRooms(*rooms, ports.apis.served)
 
 
-def _open_store(config: Config, opened: ExitStack) -> Store | None:
+def _open_store(config: Config, opened: ExitStack) -> StateStore | None:
     """Opens the state directory if one is set; raises StartError."""
     path = config.state_dir
     if path is None:
         return None
     try:
-        directory = Directory(path)
+        directory = StateDirectory(path)
     except OSError as error:
         reason = error.strerror or str(error)
         raise StartError(f"state_dir: cannot use {path}: {reason}") from None
-    store = Store(directory, config.snapshot_s)
+    store = StateStore(directory, config.snapshot_s)
     opened.callback(store.close)
     return store
 
@@ -631,7 +633,7 @@ def _registrations(
 
 
 def _keeper(
-    store: Store, parts: Components, ledgers: Ledgers, registrations: Registrations
+    store: StateStore, parts: Components, ledgers: Ledgers, registrations: Registrations
 ) -> Keeper:
     accounts = ledgers, parts.slots, parts.selections
     index = parts.state, parts.registry, parts.publishers

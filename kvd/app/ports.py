@@ -16,7 +16,7 @@ from kvd.app import control
 from kvd.app.apis import Apis
 from kvd.config.load import Config, StartError
 from kvd.http.listeners import file_remover
-from kvd.index.served import ServedModels
+from kvd.index.served_models import ServedModels
 from kvd.net.curve import KeyPair
 from kvd.net.dialing import Dialer
 from kvd.platform.activation import Passed

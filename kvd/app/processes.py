@@ -31,8 +31,8 @@ from kvd.app.reloading import is_reloadable
 from kvd.app.stopping import EXIT_SECOND_SIGNAL
 from kvd.config.load import FACE_BINDS, AddressError, Config, StartError
 from kvd.config.parsers import Binds, UnixBind
-from kvd.config.reload import Reader
-from kvd.gateway.siblings import KVD, Place
+from kvd.config.reload import ConfigReader
+from kvd.gateway.siblings import KVD, ProcessIdentity
 from kvd.http.auth import Token
 from kvd.http.listeners import file_remover, open_shared
 from kvd.http.options import UnixRights
@@ -80,7 +80,7 @@ class Child:
             os.kill(self.pid, number)
 
 
-def run(config: Config, reader: Reader) -> int:
+def run(config: Config, reader: ConfigReader) -> int:
     """Runs the daemon, as several processes if there are to be; as `daemon.run` does."""
     if config.gateway_bind is None or config.gateway_processes == 1:
         return daemon.run(config, reader)
@@ -109,7 +109,7 @@ class _Supervisor:
     """The parent."""
 
     def __init__(
-        self, config: Config, reader: Reader, folder: str, passed: Passed, opened: ExitStack
+        self, config: Config, reader: ConfigReader, folder: str, passed: Passed, opened: ExitStack
     ) -> None:
         """Opens the shared port; raises StartError."""
         assert config.gateway_bind is not None
@@ -218,7 +218,7 @@ class _Supervisor:
                     sock.close()
         os.environ.pop(FOLDER_VARIABLE, None)  # `kvd reload` would ask one of many
         os.environ["NOTIFY_SOCKET"] = self._notices_path(child.name)
-        place = Place(child.name, self._paths, child.restarts, self._token.secret)
+        place = ProcessIdentity(child.name, self._paths, child.restarts, self._token.secret)
         return daemon.run(child.config, self._reader, Passed(child.listening), place)
 
     # ---- in the parent

@@ -18,7 +18,7 @@ from kvd.app.control import ReloadResult
 from kvd.app.ports import Ports
 from kvd.app.stopping import Stop
 from kvd.config.load import Config, Prepared, StartError, exposed_secrets
-from kvd.config.reload import Reader, Reloaded
+from kvd.config.reload import ConfigReader, Reloaded
 from kvd.fleet_file.follower import FleetFileFollower
 from kvd.http.certificates import TlsCredentials
 from kvd.net.listeners import ListenerTasks
@@ -31,7 +31,7 @@ from kvd.telemetry.metrics import Family, by_label
 log = get_logger(__name__)
 
 
-def is_reloadable(config: Config, reader: Reader) -> bool:
+def is_reloadable(config: Config, reader: ConfigReader) -> bool:
     """Returns whether there is anything to read again."""
     keys = config.curve.replicas is not None
     files = config.policy.tokens, config.fleet_file, keys, config.tls
@@ -50,7 +50,7 @@ class Reloader:
     def __init__(
         self,
         config: Config,
-        reader: Reader,
+        reader: ConfigReader,
         stop: Stop,
         ports: Ports,
         parts: Components,

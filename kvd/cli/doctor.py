@@ -2,7 +2,7 @@
 
     GET /diagnose?probe=1, of the first face that answers ──> findings ──> text, JSON, an exit code
 
-The daemon has the evidence and looks at its engines itself: from here they may be out of reach.
+The daemon has the evidence and probes its engines itself: from here they may be out of reach.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from http.client import HTTPException
 from threading import Event, Thread
 from typing import Any, TextIO
 
-from kvd.cli.status import Client, faces_of
+from kvd.cli.status import FaceClient, ask_first, faces_of
 from kvd.config.parsers import Bind, Binds
 from kvd.faces.common.schemas import DIAGNOSE_PATH
 
@@ -29,22 +28,16 @@ REDRAWN_S = 0.2  # pause between two drawings of the progress
 Finding = dict[str, str]
 
 
-class Unreached(Exception):
-    """No face has answered; the text says why of each."""
-
-
-def examine(binds: Mapping[str, Bind], client: Client, *, probes: bool) -> list[Finding]:
+def examine(binds: Mapping[str, Bind], client: FaceClient, *, probes: bool) -> list[Finding]:
     """Returns what the first face that answers has found; raises Unreached."""
     path = f"{DIAGNOSE_PATH}?probe=1" if probes else DIAGNOSE_PATH
-    faults = []
-    for name, bind in binds.items():
-        try:
-            with progress(f"asking the {name} at {bind}, which looks at its engines"):
-                found: list[Finding] = json.loads(client.ask(bind, path, TIMEOUT_S))["findings"]
+
+    def ask(name: str, bind: Bind) -> list[Finding]:
+        with progress(f"asking the {name} at {bind}, which probes its engines"):
+            found: list[Finding] = json.loads(client.ask(bind, path, TIMEOUT_S))["findings"]
             return found
-        except (OSError, HTTPException, ValueError, KeyError) as error:
-            faults.append(f"{name} {bind}: {error or type(error).__name__}")
-    raise Unreached("; ".join(faults) or "every face is off")
+
+    return ask_first(binds, ask)
 
 
 def binds_of(values: Mapping[str, Any]) -> dict[str, Bind]:

@@ -10,7 +10,6 @@ import re
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from http.client import HTTPException
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvd.cli.status import Client
+from kvd.cli.status import FaceClient, ask_first
 from kvd.config.parsers import Bind
 from kvd.faces.common.schemas import EXPLAIN_PATH
 from kvd.telemetry.logs import plain
@@ -69,10 +68,6 @@ class WrongPrompt(Exception):
     """The text says why nothing can be asked about a prompt."""
 
 
-class Unreached(Exception):
-    """No face has answered; the text says why of each."""
-
-
 def question(given: Mapping[str, object]) -> Json:
     """Returns the body that options and a prompt make; raises WrongPrompt."""
     path = given["prompt"]
@@ -107,17 +102,15 @@ def _prompt(text: str) -> Json:
     return found if isinstance(found, dict) else {"token_ids": found}
 
 
-def ask(binds: Mapping[str, Bind], client: Client, body: Json) -> Json:
-    """Returns what the first face that answers explains; raises Refused, or Unreached."""
-    faults = []
-    for name, bind in binds.items():
-        try:
-            sent = json.dumps(body).encode()
-            found: Json = json.loads(client.ask(bind, EXPLAIN_PATH, TIMEOUT_S, sent))
-            return found
-        except (OSError, HTTPException, ValueError) as error:
-            faults.append(f"{name} {bind}: {error or type(error).__name__}")
-    raise Unreached("; ".join(faults) or "every face is off")
+def ask(binds: Mapping[str, Bind], client: FaceClient, body: Json) -> Json:
+    """Returns what the first face that answers explains; raises FaceRefused, or Unreached."""
+    sent = json.dumps(body).encode()
+
+    def ask_face(name: str, bind: Bind) -> Json:
+        found: Json = json.loads(client.ask(bind, EXPLAIN_PATH, TIMEOUT_S, sent))
+        return found
+
+    return ask_first(binds, ask_face)
 
 
 # ---- for people

@@ -29,7 +29,7 @@ from kvd.wire.egress import EgressPolicy
 from kvd.wire.urls import masked
 
 if TYPE_CHECKING:
-    from kvd.cli.status import Client
+    from kvd.cli.status import FaceClient
 
 log = logs.get_logger(__name__)
 
@@ -91,10 +91,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         for option, why in (*args.without_effect, *unused):
             log.warning("option_without_effect", option=option, reason=why)
         from kvd.app.processes import run  # here, so that --help and --version need not load trio
-        from kvd.config.reload import Reader
+        from kvd.config.reload import ConfigReader
 
         try:
-            return run(loaded, Reader(given, os.environ))
+            return run(loaded, ConfigReader(given, os.environ))
         finally:
             logs.finish()
     except config.StartError as error:
@@ -386,7 +386,7 @@ def show_status(given: Mapping[str, object]) -> CommandResult:
     return f"{text}\n", status.exit_code(shown)
 
 
-def _asking(given: Mapping[str, object]) -> tuple[dict[str, Any], Client] | None:
+def _asking(given: Mapping[str, object]) -> tuple[dict[str, Any], FaceClient] | None:
     """Returns the settings and a client for the daemon of the service; None: nothing can be asked.
 
     The reason is written to standard error.
@@ -400,7 +400,7 @@ def _asking(given: Mapping[str, object]) -> tuple[dict[str, Any], Client] | None
         held = config.resolve(given, os.environ)
         token = config.read_token("--token-file", cast("Path | None", given["token_file"]))
         own = (cast("Path | None", given[f"client_{file}"]) for file in ("certfile", "keyfile"))
-        client = status.Client(token, held["tls_certfile"].value, *own)
+        client = status.FaceClient(token, held["tls_certfile"].value, *own)
     except (config.StartError, OSError) as error:
         logs.complain(error)
         return None
@@ -428,7 +428,7 @@ def add_doctor(commands: Any) -> None:
 
 
 def show_findings(given: Mapping[str, object]) -> CommandResult:
-    from kvd.cli import doctor
+    from kvd.cli import doctor, status
 
     asked = _asking(given)
     if asked is None:
@@ -436,7 +436,7 @@ def show_findings(given: Mapping[str, object]) -> CommandResult:
     values, client = asked
     try:
         found = doctor.examine(doctor.binds_of(values), client, probes=not given["no_probe"])
-    except doctor.Unreached as error:
+    except status.Unreached as error:
         logs.complain(config.StartError(f"kvd does not answer: {error}"))
         return "", doctor.UNREACHABLE
     text = "\n".join(map(logs.plain, doctor.text(found)))
@@ -491,10 +491,10 @@ def explain(given: Mapping[str, object]) -> CommandResult:
     try:
         body = explaining.question(given)
         found = explaining.ask(doctor.binds_of(values), client, body)
-    except (explaining.WrongPrompt, status.Refused) as error:
+    except (explaining.WrongPrompt, status.FaceRefused) as error:
         logs.complain(config.StartError(str(error)))
         return "", explaining.REFUSED
-    except explaining.Unreached as error:
+    except status.Unreached as error:
         logs.complain(config.StartError(f"kvd does not answer: {error}"))
         return "", explaining.UNREACHABLE
     text = f"{json.dumps(found, indent=1)}\n" if given["json"] else explaining.text(found)

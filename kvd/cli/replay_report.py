@@ -19,14 +19,14 @@ from kvd.replay.progress import Bar
 from kvd.replay.recording import Recording, Windows, reusable_share
 from kvd.replay.routers import Routing
 from kvd.replay.runs import Case, Replay, run_all
-from kvd.replay.simulation import Fleet
+from kvd.replay.simulation import SimulatedFleet
 from kvd.replay.traffic import Traffic
 
 DEFAULT_ENGINES = 8  # that Mooncake's traces are about right for
 RECORDED = "as recorded"
 
 # Makes a replay of a policy, or of what a caller has beside policies.
-MakeCase = Callable[[Traffic, Fleet, Any, int, argparse.Namespace], Replay]
+MakeCase = Callable[[Traffic, SimulatedFleet, Any, int, argparse.Namespace], Replay]
 
 
 def report(given: argparse.Namespace, case: MakeCase) -> list[str]:
@@ -78,7 +78,7 @@ def _with_recorded(
     return {RECORDED: [measure_recorded(recording.requests, recording.recorded)], **rounds}
 
 
-def fleet_of(given: argparse.Namespace, recording: Recording) -> Fleet:
+def fleet_of(given: argparse.Namespace, recording: Recording) -> SimulatedFleet:
     speed = Speed(
         given.prefill_rate,
         given.chunk_tokens,
@@ -89,11 +89,11 @@ def fleet_of(given: argparse.Namespace, recording: Recording) -> Fleet:
     )
     engines = given.engines or recording.engines or DEFAULT_ENGINES
     capacity = given.capacity * given.block_size // recording.block_size
-    return Fleet(engines, capacity, recording.block_size, speed, given.speeds)
+    return SimulatedFleet(engines, capacity, recording.block_size, speed, given.speeds)
 
 
 def case(
-    traffic: Traffic, fleet: Fleet, policy: Chooser, seed: int, given: argparse.Namespace
+    traffic: Traffic, fleet: SimulatedFleet, policy: Chooser, seed: int, given: argparse.Namespace
 ) -> Case:
     """Returns one replay under one of kvd's policies."""
     low, high = given.event_delay_ms
@@ -103,7 +103,7 @@ def case(
 
 
 def facts(
-    traffic: Traffic, recording: Recording, fleet: Fleet, given: argparse.Namespace
+    traffic: Traffic, recording: Recording, fleet: SimulatedFleet, given: argparse.Namespace
 ) -> list[str]:
     """Returns what has been replayed, as a list in Markdown."""
     requests = traffic.requests(given.seed)

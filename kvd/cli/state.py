@@ -18,9 +18,9 @@ from kvd.index.partitions import State
 from kvd.index.restore import plan, restore
 from kvd.persistence import snapshot
 from kvd.persistence.bookings import Bookings
+from kvd.persistence.clocks import ClockReading
 from kvd.persistence.directory import journals
 from kvd.persistence.frames import Content, Damaged, Frame, Header, Reading, unpacked
-from kvd.persistence.moments import Moments
 from kvd.persistence.reading import UnreadJournal, bookings_of, frames_of
 from kvd.persistence.registrations import ROWS
 
@@ -108,7 +108,7 @@ def _header(file: Path) -> Header:
 
 
 def _shown(header: Header, held: Any) -> str:
-    age = Moments.now(0.0).since(header.moments)
+    age = ClockReading.now(0.0).since(header.moments)
     by = f"written {age:.0f} s ago by kvd {header.version}"
     if isinstance(held, snapshot.Snapshot):
         models = ", ".join(

@@ -18,11 +18,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from kvd.config.parsers import Bind, Binds, UnixBind
 from kvd.faces.common.schemas import DIAGNOSE_PATH
-from kvd.selection.worker_record import Lifecycle
+from kvd.selection.worker_record import WorkerLifecycle
 from kvd.wire.event_stream import StreamHealth
 
 EXACT, INEXACT, UNREACHABLE = 0, 1, 2  # exit codes
@@ -62,8 +62,15 @@ _SAMPLE = re.compile(r"(?P<name>\w+)(?:\{(?P<labels>.*)\})? (?P<value>\S+)")
 Samples = dict[tuple[str, str], float]  # by name and labels, as they are written
 
 
-class Refused(Exception):
+T = TypeVar("T")
+
+
+class FaceRefused(Exception):
     """A face understands what it is asked, and says why it does not answer that."""
+
+
+class Unreached(Exception):
+    """No face has answered; the text says why of each."""
 
 
 class _UnixConnection(HTTPConnection):
@@ -75,7 +82,7 @@ class _UnixConnection(HTTPConnection):
         self.sock.connect(self.host)
 
 
-class Client:
+class FaceClient:
     """Asks the faces of one daemon."""
 
     def __init__(
@@ -106,7 +113,7 @@ class Client:
     ) -> str:
         """Returns what GET of a path answers, or POST of a body in JSON.
 
-        Unless that is 200, OSError or HTTPException; Refused where it says what is wrong with a
+        Unless that is 200, OSError or HTTPException; FaceRefused where it says what is wrong with a
         body.
         """
         connection, headers = self._connection(bind, timeout_s or TIMEOUT_S), self._headers
@@ -121,7 +128,7 @@ class Client:
         finally:
             connection.close()
         if body is not None and answer.status in WRONG:
-            raise Refused(json.loads(text)["error"])
+            raise FaceRefused(json.loads(text)["error"])
         if answer.status != 200:
             raise OSError(f"{path}: {answer.status} {answer.reason}{HINTS.get(answer.status, '')}")
         return text
@@ -144,6 +151,17 @@ def _using(path: Path) -> Iterator[None]:
         raise OSError(f"cannot use {path}: {error.strerror or error}") from None
 
 
+def ask_first(binds: Mapping[str, Bind], ask: Callable[[str, Bind], T]) -> T:
+    """Returns what the first face that answers says, `ask` of its name; raises Unreached."""
+    faults = []
+    for name, bind in binds.items():
+        try:
+            return ask(name, bind)
+        except (OSError, HTTPException, ValueError, KeyError) as error:
+            faults.append(f"{name} {bind}: {error or type(error).__name__}")
+    raise Unreached("; ".join(faults) or "every face is off")
+
+
 def read_samples(text: str) -> Samples:
     """Returns the samples of a page in Prometheus' text format."""
     found = map(_SAMPLE.fullmatch, text.split("\n"))
@@ -151,7 +169,7 @@ def read_samples(text: str) -> Samples:
 
 
 @dataclass
-class Face:
+class FaceStatus:
     """What one face has answered."""
 
     name: str
@@ -184,9 +202,9 @@ class Face:
         )
 
 
-def look(binds: Mapping[str, Bind], interval_s: float, client: Client) -> list[Face]:
+def look(binds: Mapping[str, Bind], interval_s: float, client: FaceClient) -> list[FaceStatus]:
     """Asks every face twice, `interval_s` apart."""
-    faces = [Face(name, bind) for name, bind in binds.items()]
+    faces = [FaceStatus(name, bind) for name, bind in binds.items()]
     begun = time.monotonic()
     for face in faces:
         _try(_look_first, face, client)
@@ -198,10 +216,10 @@ def look(binds: Mapping[str, Bind], interval_s: float, client: Client) -> list[F
     return faces
 
 
-Look = Callable[[Face, Client], None]
+Look = Callable[[FaceStatus, FaceClient], None]
 
 
-def _try(look: Look, face: Face, client: Client) -> None:
+def _try(look: Look, face: FaceStatus, client: FaceClient) -> None:
     """Looks at a face that has answered so far."""
     if face.error is None:
         try:
@@ -210,23 +228,23 @@ def _try(look: Look, face: Face, client: Client) -> None:
             face.error = str(error) or type(error).__name__
 
 
-def _look_first(face: Face, client: Client) -> None:
+def _look_first(face: FaceStatus, client: FaceClient) -> None:
     face.before = read_samples(client.ask(face.bind, "/metrics"))
     if not any(name == KNOWN_BY[face.name] for name, _ in face.before):
         raise ValueError(f"the server at this address is not a kvd {face.name}")
 
 
-def _look_again(face: Face, client: Client) -> None:
+def _look_again(face: FaceStatus, client: FaceClient) -> None:
     face.after = read_samples(client.ask(face.bind, "/metrics"))
     for name, path in LISTS[face.name].items():
         face.lists[name] = json.loads(client.ask(face.bind, path))
 
 
-def _look_for_findings(face: Face, client: Client) -> None:
+def _look_for_findings(face: FaceStatus, client: FaceClient) -> None:
     face.findings = json.loads(client.ask(face.bind, DIAGNOSE_PATH))["findings"]
 
 
-def figures(faces: list[Face], interval_s: float) -> dict[str, Any]:
+def figures(faces: list[FaceStatus], interval_s: float) -> dict[str, Any]:
     """Returns what `--json` writes."""
     listening = [face for face in faces if face.by_label("kvd_streams")]
     shown: dict[str, Any] = {
@@ -251,7 +269,7 @@ def figures(faces: list[Face], interval_s: float) -> dict[str, Any]:
     return shown
 
 
-def _streams(listening: list[Face]) -> dict[str, int]:
+def _streams(listening: list[FaceStatus]) -> dict[str, int]:
     """Sums up listeners; indexer and selections have the same, the conductor its own."""
     streams = dict.fromkeys(map(str, StreamHealth), 0)
     by_registry = {face.name == "conductor": face for face in reversed(listening)}
@@ -292,7 +310,7 @@ SIZES = {
 }
 
 
-def _first(faces: list[Face], names: Mapping[str, str]) -> dict[str, int | None]:
+def _first(faces: list[FaceStatus], names: Mapping[str, str]) -> dict[str, int | None]:
     """Returns each metric as the first face has it that does."""
     found = {}
     for shown, name in names.items():
@@ -301,11 +319,11 @@ def _first(faces: list[Face], names: Mapping[str, str]) -> dict[str, int | None]
     return found
 
 
-def _requests(face: Face) -> float:
+def _requests(face: FaceStatus) -> float:
     return face.gained(r"(dynamo_kvindexer|kvd_(slot_tracker|selection|conductor))_requests_total")
 
 
-def _face(face: Face, interval_s: float) -> dict[str, Any]:
+def _face(face: FaceStatus, interval_s: float) -> dict[str, Any]:
     if face.error is not None:
         return {"bind": str(face.bind), "error": face.error}
     rate = round(_requests(face) / interval_s, 1)
@@ -318,7 +336,7 @@ def exit_code(shown: Mapping[str, Any]) -> int:
         return UNREACHABLE
     inexact = sum(count for state, count in shown["streams"].items() if state != StreamHealth.EXACT)
     workers = shown.get("selection", {}).get("workers", [])
-    unscheduled = any(each["lifecycle"] != Lifecycle.SCHEDULABLE for each in workers)
+    unscheduled = any(each["lifecycle"] != WorkerLifecycle.SCHEDULABLE for each in workers)
     return INEXACT if inexact or unscheduled or shown["unmatched_models"] else EXACT
 
 
@@ -400,7 +418,7 @@ def _inexact(shown: Mapping[str, Any]) -> Iterator[str]:
     ]
     for each in chosen:
         name = _named(each, "worker_id")
-        if each["lifecycle"] != Lifecycle.SCHEDULABLE:
+        if each["lifecycle"] != WorkerLifecycle.SCHEDULABLE:
             rows.append(
                 f"{name}: {each['lifecycle']}: {'; '.join(each['not_schedulable_reasons'])}"
             )

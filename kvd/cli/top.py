@@ -19,7 +19,6 @@ import tty
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from http.client import HTTPException
 from threading import Event, Thread
 from types import FrameType
 from typing import Any
@@ -29,7 +28,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from kvd.cli.status import Client, faces_of
+from kvd.cli.status import FaceClient, Unreached, ask_first, faces_of
 from kvd.config.parsers import Bind, Binds
 from kvd.faces.common.schemas import PICTURE_PATH
 from kvd.telemetry.logs import plain
@@ -62,7 +61,7 @@ def binds_of(values: Mapping[str, Any]) -> dict[str, Bind]:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class PictureAnswer:
     """What the last look has brought: a picture, else why there is none."""
 
     picture: Json | None
@@ -72,12 +71,12 @@ class Answer:
 class Asker:
     """Asks for pictures in a thread of its own, so that keys never wait for an answer."""
 
-    def __init__(self, binds: Mapping[str, Bind], client: Client, interval_s: float) -> None:
+    def __init__(self, binds: Mapping[str, Bind], client: FaceClient, interval_s: float) -> None:
         self._binds = binds
         self._client = client
         self._interval_s = interval_s
         self._ended = Event()
-        self.last = Answer(None, "asking")
+        self.last = PictureAnswer(None, "asking")
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -93,15 +92,15 @@ class Asker:
             self.last = self._ask()
             self._ended.wait(self._interval_s)
 
-    def _ask(self) -> Answer:
-        faults = []
-        for name, bind in self._binds.items():
-            try:
-                picture = json.loads(self._client.ask(bind, PICTURE_PATH))
-                return Answer(picture, f"{name} {bind}")
-            except (OSError, HTTPException, ValueError) as error:
-                faults.append(f"{name} {bind}: {error or type(error).__name__}")
-        return Answer(None, "; ".join(faults) or "every face is off")
+    def _ask(self) -> PictureAnswer:
+        def ask(name: str, bind: Bind) -> PictureAnswer:
+            picture = json.loads(self._client.ask(bind, PICTURE_PATH))
+            return PictureAnswer(picture, f"{name} {bind}")
+
+        try:
+            return ask_first(self._binds, ask)
+        except Unreached as error:
+            return PictureAnswer(None, str(error))
 
 
 @contextmanager
@@ -127,7 +126,7 @@ def _keys(told: Event) -> Iterator[int]:
         termios.tcsetattr(stdin, termios.TCSADRAIN, before)
 
 
-def run(binds: Mapping[str, Bind], client: Client, interval_s: float) -> int:
+def run(binds: Mapping[str, Bind], client: FaceClient, interval_s: float) -> int:
     """Shows pictures until it is told to stop, and returns the exit code."""
     console = Console()
     if not (console.is_terminal and sys.stdin.isatty()):
@@ -170,7 +169,9 @@ def _steps(pressed: bytes, page: int) -> int:
     return {**ways, b"b": -page, b"\x1b[5~": -page}.get(pressed, 0)
 
 
-def screen(answer: Answer, last: Json | None, width: int, height: int, scrolled: int) -> Group:
+def screen(
+    answer: PictureAnswer, last: Json | None, width: int, height: int, scrolled: int
+) -> Group:
     """Returns what fits on a screen of so many columns and lines."""
     state = Text(" ".join(("kvd", "" if last is None else last["kvd"]["version"])), "bold")
     if answer.picture is None:

@@ -23,10 +23,10 @@ from kvd.config.settings import SETTINGS, WITHOUT_EFFECT
 from kvd.config.workers import StaticWorker, catalog_of, parse_workers
 from kvd.errors import BadRequest
 from kvd.gateway.exchanges import RelayLimits
-from kvd.http.auth import Policy, Token
+from kvd.http.auth import AccessPolicy, Token
 from kvd.http.limits import HttpLimits
 from kvd.http.options import TlsFiles, UnixRights
-from kvd.index.served import Place
+from kvd.index.served_models import ServedKey
 from kvd.model import PartitionKey
 from kvd.net.link import LinkOptions
 from kvd.net.recovery import RecoveryLimits
@@ -99,7 +99,7 @@ class Prepared:
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaSync:
+class ReplicaSyncOptions:
     """Where this process tells its replicas about requests, and where it hears of theirs."""
 
     host: str
@@ -145,7 +145,7 @@ class Config:
     relay: RelayLimits
     tls: TlsFiles | None  # of all binds that want it
     unix_rights: UnixRights
-    policy: Policy
+    policy: AccessPolicy
     allow_unauthenticated: bool
     hash_seed: int
     router: RouterOptions
@@ -153,7 +153,7 @@ class Config:
     max_requests: int
     max_request_blocks: int
     metrics_ranks: int
-    replica_sync: ReplicaSync | None
+    replica_sync: ReplicaSyncOptions | None
     workers: tuple[StaticWorker, ...]
     catalog: tuple[WorkerRecord, ...]  # those of the workers that say where they serve
     peers: tuple[str, ...]  # base URLs, to be asked in this order
@@ -179,8 +179,8 @@ class Config:
     curve: Curve
     log_level: str
     log_format: str
-    serve: tuple[Place, ...]  # empty: everything
-    owners: Mapping[Place, str]
+    serve: tuple[ServedKey, ...]  # empty: everything
+    owners: Mapping[ServedKey, str]
     state_dir: Path | None
     snapshot_s: float
     state_server: StateServer | None  # None: nothing is shared
@@ -193,14 +193,14 @@ class Config:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class EffectiveSetting:
     """What holds for one setting, and who says so."""
 
     value: Any  # typed by the table's own parse function
     source: str
 
 
-def resolve(given: Mapping[str, object], environ: Mapping[str, str]) -> dict[str, Said]:
+def resolve(given: Mapping[str, object], environ: Mapping[str, str]) -> dict[str, EffectiveSetting]:
     """Returns what holds for every setting; raises `StartError` with the one line that explains.
 
     `given` holds what the command line said, parsed already, by setting name; None is unsaid. A
@@ -259,9 +259,9 @@ def _resolve(
     environ: Mapping[str, str],
     path: Path | None,
     filed: Mapping[str, Any],
-) -> Said:
+) -> EffectiveSetting:
     if (said := given.get(setting.name)) is not None:
-        return Said(said, setting.flag)
+        return EffectiveSetting(said, setting.flag)
     texts = {
         name: text
         for name in setting.variables
@@ -271,16 +271,16 @@ def _resolve(
         raise StartError(f"{' and '.join(texts)} set the same value and differ")
     for variable, text in texts.items():
         try:
-            return Said(setting.parse(text), variable)
+            return EffectiveSetting(setting.parse(text), variable)
         except ValueError as error:
             said, why = masked(text), masked(str(error))
             raise StartError(f"{variable}={said!r}: {why}") from None
     if setting.name in filed:
-        return Said(filed[setting.name], str(path))
+        return EffectiveSetting(filed[setting.name], str(path))
     if setting.default_env is not None and (text := environ.get(setting.default_env)):
-        return Said(setting.parse(text), setting.default_env)
+        return EffectiveSetting(setting.parse(text), setting.default_env)
     own = cast("Mapping[str, object]", given.get(DEFAULTS, {}))
-    return Said(own.get(setting.name, setting.default), "default")
+    return EffectiveSetting(own.get(setting.name, setting.default), "default")
 
 
 def without_effect(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
@@ -390,13 +390,13 @@ def _tls(values: Mapping[str, Any], binds: list[Bind]) -> TlsFiles | None:
     return TlsFiles(certfile, keyfile, client_ca, digests)
 
 
-def _policy(values: Mapping[str, Any], environ: Mapping[str, str]) -> Policy:
+def _policy(values: Mapping[str, Any], environ: Mapping[str, str]) -> AccessPolicy:
     path = values["tokens_file"] or tokens.credential(environ)
     known: tuple[Token, ...] = ()
     if path is not None:
         with reading(path, "tokens_file"):
             known = tokens.read(path)
-    return Policy(known, values["allowed_hosts"] or (), values["allowed_origins"] or ())
+    return AccessPolicy(known, values["allowed_hosts"] or (), values["allowed_origins"] or ())
 
 
 def read_token(name: str, path: Path | None) -> bytes:
@@ -459,7 +459,7 @@ def _key_file(
         return parse(file.read(MAX_KEYS_BYTES).decode("ascii", "replace"))
 
 
-def _replica_sync(values: Mapping[str, Any], outgoing: EgressPolicy) -> ReplicaSync | None:
+def _replica_sync(values: Mapping[str, Any], outgoing: EgressPolicy) -> ReplicaSyncOptions | None:
     port, peers = values["replica_sync_port"], values["replica_sync_peers"]
     if port is None:
         if peers:
@@ -470,7 +470,7 @@ def _replica_sync(values: Mapping[str, Any], outgoing: EgressPolicy) -> ReplicaS
             outgoing.check_endpoint(endpoint)
         except BadRequest as error:
             raise StartError(f"--replica-sync-peers: {masked(str(error))}") from None
-    return ReplicaSync(values["replica_sync_host"], port, peers or ())
+    return ReplicaSyncOptions(values["replica_sync_host"], port, peers or ())
 
 
 def _state_server(values: Mapping[str, Any]) -> StateServer | None:

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from kvd.errors import BadRequest
 from kvd.index.peers import MAX_PEERS
-from kvd.index.served import Place
+from kvd.index.served_models import ServedKey
 from kvd.model import is_name
 from kvd.wire.egress import AllowedNetworks, parse_places
 from kvd.wire.endpoints import check_replica_endpoint
@@ -349,14 +349,14 @@ def parse_owners(text: str) -> tuple[str, ...]:
     return entries
 
 
-def owner_of(entry: str) -> tuple[Place, str]:
+def owner_of(entry: str) -> tuple[ServedKey, str]:
     """Returns what MODEL[@TENANT]=URL says; raises ValueError."""
     named, _, url = entry.partition("=")
     parse_url(url)
     return place_of(named), url
 
 
-def place_of(text: str) -> Place:
+def place_of(text: str) -> ServedKey:
     """Reads MODEL or MODEL@TENANT; a model whose name has an `@` needs its tenant, too."""
     model_name, at, tenant_id = text.rpartition("@")
     place = (model_name, tenant_id) if at else (text, None)

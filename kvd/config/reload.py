@@ -36,7 +36,7 @@ class Reloaded:
 
 
 @dataclass(frozen=True, slots=True)
-class Reader:
+class ConfigReader:
     """What a daemon was started with, apart from its configuration file."""
 
     given: Mapping[str, object]

@@ -1,8 +1,8 @@
 """Why it does not hit: the chain from the engines to the choice, and what is wrong in it.
 
     rooms of the daemon ──── gathering ──> Evidence ── chain ──> Findings ──> GET /diagnose
-    engines, from outside ── looks ──────────┘           │
-                     engines, upstreams, events, identity, room, questions, choices
+    engines, from outside ── probes ─────────┘           │
+                     engines, upstreams, events, identity, capacity, questions, choices
 
     doctor      `Doctor`: one diagnosis, from evidence to findings
     evidence    what is known at one moment, as plain values
@@ -12,12 +12,12 @@
     upstreams   do engines behind the gateway serve?
     events      do they arrive whole, and can they be used as registered?
     identity    are model, tenant and ranks those that are asked for?
-    room        is there room to hold what they cache?
+    capacity    is there room to hold what they cache?
     questions   do questions match what is held: salts, adapters, tokens?
     choices     does every worker get requests, do bookings end, do replicas and clocks agree?
     findings    the names, severities and remedies of all that can be found
     growth      how far counters have grown in the last minutes
-    looks       engines looked at from outside, within bounds
+    probes      engines probed from outside, within bounds: the first bytes of ZeroMQ
 
 Checks are functions from evidence to findings: they ask nobody and know no clock.
 """

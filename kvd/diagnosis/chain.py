@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
+from kvd.diagnosis.capacity import check_capacity
 from kvd.diagnosis.choices import check_choices
 from kvd.diagnosis.engines import check_engine
 from kvd.diagnosis.events import check_events
@@ -12,7 +13,6 @@ from kvd.diagnosis.evidence import Evidence
 from kvd.diagnosis.findings import KINDS, Finding
 from kvd.diagnosis.identity import check_identity
 from kvd.diagnosis.questions import check_questions
-from kvd.diagnosis.room import check_room
 from kvd.diagnosis.upstreams import check_kvd, check_upstream
 
 # Findings of one name that are shown; the next one counts the others. A fleet that is unreachable
@@ -47,7 +47,7 @@ def walk(evidence: Evidence) -> Iterator[Finding | None]:
     for kvd in evidence.kvds:
         yield from check_kvd(kvd)
     yield from check_identity(evidence)
-    yield from check_room(evidence.room, evidence.watched_s)
+    yield from check_capacity(evidence.capacity, evidence.watched_s)
     yield from check_questions(evidence)
     yield from check_choices(evidence)
 

@@ -64,7 +64,7 @@ def _check_selections(selections: SelectionEvidence, watched_s: float) -> Iterat
 
 def _check_replicas(evidence: Evidence) -> Iterator[Finding]:
     for replica in evidence.replicas:
-        fault = "" if replica.look is None else replica.look.fault
+        fault = "" if replica.probe is None else replica.probe.fault
         if fault or replica.away_s > AWAY_S:
             subject = f"replica {replica.endpoint}"
             text = f"no connection for {minutes(replica.away_s)}"

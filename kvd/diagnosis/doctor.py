@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import trio
 
 from kvd.diagnosis.chain import in_order, walk
-from kvd.diagnosis.evidence import Look
+from kvd.diagnosis.evidence import ProbeResult
 from kvd.diagnosis.findings import Finding
 from kvd.diagnosis.gathering import Gathering, Rooms, Shown
-from kvd.diagnosis.looks import Looker
+from kvd.diagnosis.probes import EngineProber
 from kvd.telemetry.metrics import Family, counter
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ class Doctor:
     ) -> None:
         """Moments are monotonic seconds; `shared` shows the shared state, if there is one."""
         self._gathering = Gathering(rooms, now)
-        self._looker = Looker(dialer)
+        self._prober = EngineProber(dialer)
         self._shared = shared
 
     def look_again(self, now: float) -> None:
@@ -39,15 +39,15 @@ class Doctor:
         name = "kvd_diagnosis_bookings_uncounted_total"
         yield counter(name, help, self._gathering.uncounted)
         help = "Number of addresses that a diagnosis left out, at its limits"
-        yield counter("kvd_diagnosis_looks_left_out_total", help, self._looker.left_out)
+        yield counter("kvd_diagnosis_probes_left_out_total", help, self._prober.left_out)
 
     async def examine(self, *, probes: bool) -> list[Finding]:
-        """Returns what is wrong; with `probes` engines are looked at, which takes seconds."""
-        looks: Mapping[str, Look] = {}
+        """Returns what is wrong; with `probes` engines are probed, which takes seconds."""
+        seen: Mapping[str, ProbeResult] = {}
         if probes:
-            looks = await self._looker.look_at(self._gathering.endpoints())
+            seen = await self._prober.probe(self._gathering.endpoints())
         found = []
-        for finding in walk(await self._gathering.gather(looks, self._shared)):
+        for finding in walk(await self._gathering.gather(seen, self._shared)):
             if finding is None:
                 await trio.lowlevel.checkpoint()
             else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvd.diagnosis.evidence import Look, StreamEvidence
+from kvd.diagnosis.evidence import ProbeResult, StreamEvidence
 from kvd.diagnosis.findings import Finding, counted, found
 from kvd.wire.endpoints import host_and_port
 from kvd.wire.stream_link import Quiet
@@ -46,13 +46,13 @@ def check_engine(stream: StreamEvidence) -> Iterator[Finding]:
 def _contact(stream: StreamEvidence) -> Finding | None:
     """Returns why there is no connection of use."""
     # libzmq takes what an HTTP server answers for a peer of ZMTP 1.0, for a moment.
-    if stream.is_connected and (stream.messages or stream.look is None or stream.look.is_zmtp):
+    if stream.is_connected and (stream.messages or stream.probe is None or stream.probe.is_zmtp):
         return None
     error = stream.last_error
     if any(each in error for each in CURVE_FAULTS):
         return found("keys_differ", stream.subject, error)
-    if stream.look is not None:
-        return _seen(stream, stream.look)
+    if stream.probe is not None:
+        return _seen(stream, stream.probe)
     if not stream.joins and any(each in error for each in NO_HANDSHAKE):
         return _not_zmq(stream, f"no handshake of ZeroMQ's: {error}")
     if error or stream.quiet == Quiet.UNREACHABLE:
@@ -60,19 +60,19 @@ def _contact(stream: StreamEvidence) -> Finding | None:
     return None  # it is just being connected to
 
 
-def _seen(stream: StreamEvidence, look: Look) -> Finding | None:
+def _seen(stream: StreamEvidence, probe: ProbeResult) -> Finding | None:
     where = stream.endpoint
-    if look.fault:
-        return _unreachable(stream, f"{where}: {look.fault}")
-    if not look.is_zmtp:
-        said = f"began with {_shown(look.said)}" if look.said else "said nothing"
+    if probe.fault:
+        return _unreachable(stream, f"{where}: {probe.fault}")
+    if not probe.is_zmtp:
+        said = f"began with {_shown(probe.said)}" if probe.said else "said nothing"
         return _not_zmq(stream, f"{where} accepts connections and {said}: no greeting of ZeroMQ's")
-    if look.socket_type and look.socket_type not in PUBLISHING:
-        evidence = f"{where} speaks ZeroMQ, but as a {look.socket_type} socket, not PUB"
+    if probe.socket_type and probe.socket_type not in PUBLISHING:
+        evidence = f"{where} speaks ZeroMQ, but as a {probe.socket_type} socket, not PUB"
         return found("not_kv_events", stream.subject, evidence, endpoint=where)
-    if look.mechanism and (look.mechanism == "CURVE") != stream.has_key:
+    if probe.mechanism and (probe.mechanism == "CURVE") != stream.has_key:
         own = "CURVE" if stream.has_key else "NULL"
-        evidence = f"{where} wants {look.mechanism}, and is registered for {own}"
+        evidence = f"{where} wants {probe.mechanism}, and is registered for {own}"
         return found("keys_differ", stream.subject, evidence)
     return None  # it can be connected to: that is under way
 

@@ -82,15 +82,15 @@ def _check_lost(stream: StreamEvidence) -> Iterator[Finding]:
 
 def _check_replay(stream: StreamEvidence) -> Iterator[Finding]:
     """Yields what a look at the replay endpoint has shown, before it is needed."""
-    look, where = stream.replay_look, stream.replay_endpoint
-    if look is None or not stream.is_connected:
+    probe, where = stream.replay_probe, stream.replay_endpoint
+    if probe is None or not stream.is_connected:
         return
-    if look.fault:
-        yield _missing(stream, f"{where}: {look.fault}")
-    elif not look.is_zmtp:
+    if probe.fault:
+        yield _missing(stream, f"{where}: {probe.fault}")
+    elif not probe.is_zmtp:
         yield _missing(stream, f"{where} accepts connections and does not speak ZeroMQ")
-    elif look.socket_type not in ("", "ROUTER"):
-        yield _missing(stream, f"{where} is a {look.socket_type} socket, not ROUTER")
+    elif probe.socket_type not in ("", "ROUTER"):
+        yield _missing(stream, f"{where} is a {probe.socket_type} socket, not ROUTER")
 
 
 def _missing(stream: StreamEvidence, evidence: str) -> Finding:

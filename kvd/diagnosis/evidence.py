@@ -8,7 +8,7 @@
               ├─ shares       bookings by busy worker, of each fleet
               ├─ faces        requests refused for their Host
               ├─ replicas, shared, clock
-              └─ room, selections, expired
+              └─ capacity, selections, expired
 
 `since` of a growth is how long its counters have been watched: see `kvd.diagnosis.growth`.
 """
@@ -24,7 +24,7 @@ Growth = int  # of a counter within the last minutes
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class ProbeResult:
     """What an engine's address has shown from outside."""
 
     fault: str = ""  # why there was no connection, "" if there was one
@@ -63,8 +63,8 @@ class StreamEvidence:
     loss: str = ""
     ignored: Mapping[str, int] = field(default_factory=dict)  # events, by reason
     foreign: Mapping[str, int] = field(default_factory=dict)  # events, by the member that differs
-    look: Look | None = None
-    replay_look: Look | None = None
+    probe: ProbeResult | None = None
+    replay_probe: ProbeResult | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ class ReplicaEvidence:
     endpoint: str
     away_s: float  # seconds without a connection
     last_error: str
-    look: Look | None = None
+    probe: ProbeResult | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ class SharedEvidence:
 
 
 @dataclass(frozen=True, slots=True)
-class RoomEvidence:
+class CapacityEvidence:
     """What the index may hold, and does."""
 
     max_blocks: int = 0  # 0: no bound
@@ -212,7 +212,7 @@ class Evidence:
     workers: tuple[WorkerEvidence, ...] = ()
     shares: tuple[ShareEvidence, ...] = ()
     faces: tuple[FaceEvidence, ...] = ()
-    room: RoomEvidence = RoomEvidence()
+    capacity: CapacityEvidence = CapacityEvidence()
     selections: SelectionEvidence = SelectionEvidence()
     expired: tuple[ExpiredEvidence, ...] = ()
     replicas: tuple[ReplicaEvidence, ...] = ()

@@ -20,7 +20,7 @@ class Severity(StrEnum):
     WARNING = "warning"  # it may be so, or will be
 
 
-class Kind(NamedTuple):
+class FindingKind(NamedTuple):
     """One thing that can be wrong."""
 
     severity: Severity
@@ -39,81 +39,81 @@ class Finding(NamedTuple):
 
 
 # In the order of the chain.
-KINDS: Mapping[str, Kind] = {
-    "engine_unreachable": Kind(
+KINDS: Mapping[str, FindingKind] = {
+    "engine_unreachable": FindingKind(
         Severity.ERROR,
         "nothing accepts connections at the address of an engine's events",
         'vllm serve ... --kv-events-config \'{{"enable_kv_cache_events": true, "publisher": "zmq", '
         '"endpoint": "{bind}"}}\'  # or register the right address in place of {endpoint}',
     ),
-    "not_zmq": Kind(
+    "not_zmq": FindingKind(
         Severity.ERROR,
         "what listens there does not speak ZeroMQ, as where an engine's HTTP port is registered",
         "register the port of the engine's KV events (`endpoint` of --kv-events-config; vLLM's "
         "default is tcp://{host}:5557) in place of {endpoint}",
     ),
-    "keys_differ": Kind(
+    "keys_differ": FindingKind(
         Severity.ERROR,
         "one side of a connection speaks CURVE and the other does not, or with other keys",
         "register the engine's public key as curve_server_key, or none if it has none",
     ),
-    "not_kv_events": Kind(
+    "not_kv_events": FindingKind(
         Severity.ERROR,
         "what is published there are no KV events, or the socket does not publish",
         "register the `endpoint` of the engine's --kv-events-config in place of {endpoint}; it is "
         "neither its replay_endpoint nor another service's",
     ),
-    "engine_silent": Kind(
+    "engine_silent": FindingKind(
         Severity.WARNING,
         "the engine is connected and has published nothing",
         'vllm serve ... --enable-prefix-caching --kv-events-config \'{{"enable_kv_cache_events": '
         'true, "publisher": "zmq"}}\'  # nothing is published before the first request either',
     ),
-    "engine_restarted": Kind(
+    "engine_restarted": FindingKind(
         Severity.WARNING,
         "the engine was started again a short while ago, and its cache began empty",
         "look at the engine's log for why it ended; kvd needs nothing",
     ),
-    "upstream_unusable": Kind(
+    "upstream_unusable": FindingKind(
         Severity.ERROR,
         "an engine behind the gateway gets no requests",
         "start the engine at {endpoint}, or correct --upstream; GET /status there has more",
     ),
-    "kvd_unreachable": Kind(
+    "kvd_unreachable": FindingKind(
         Severity.ERROR,
         "the gateway cannot ask the kvd that chooses, so requests go by load alone",
         "start kvd at {endpoint}, or correct --gateway-kvd",
     ),
-    "block_size_mismatch": Kind(
+    "block_size_mismatch": FindingKind(
         Severity.ERROR,
         "engine and registration have blocks of different sizes",
         "register {subject} with the engine's own block size ({hint}), or start the engine with "
         "--block-size {size}",
     ),
-    "tokens_missing": Kind(
+    "tokens_missing": FindingKind(
         Severity.ERROR,
         "events have hashes without the tokens that they stand for",
         "have the engine publish token_ids (vLLM and SGLang do); blocks known by hash alone match "
         "no prompt",
     ),
-    "events_ignored": Kind(
+    "events_ignored": FindingKind(
         Severity.WARNING,
         "events are understood and cannot be used",
         "see docs/faces/indexer.md, Events, for what each reason means",
     ),
-    "batches_unreadable": Kind(
+    "batches_unreadable": FindingKind(
         Severity.WARNING,
         "some batches cannot be decoded; what they said is not known",
         "look for event=batch_not_understood in kvd's log, and for an engine newer than this kvd",
     ),
-    "messages_lost": Kind(
+    "messages_lost": FindingKind(
         Severity.ERROR,
         "batches were published that have not arrived",
         'vllm serve ... --kv-events-config \'{{"publisher": "zmq", "hwm": 1000000, '
         '"replay_endpoint": "tcp://*:5558", "buffer_steps": 100000}}\'  # the PUB socket drops '
         "beyond hwm messages",
     ),
-    "queue_full": Kind(
+    "queue_full": FindingKind(
         Severity.ERROR,
         "more waits here than there is room for",
         {
@@ -122,38 +122,38 @@ KINDS: Mapping[str, Kind] = {
             "selections": "add workers, or raise router_queue_requests or router_queue_s",
         },
     ),
-    "replay_missing": Kind(
+    "replay_missing": FindingKind(
         Severity.WARNING,
         "missing batches cannot be asked for: no replay endpoint, or nobody answers there",
         'give the engine "replay_endpoint": "tcp://*:5558" in --kv-events-config, and register '
         '"replay_endpoint": "tcp://{host}:5558" with it',
     ),
-    "replay_too_short": Kind(
+    "replay_too_short": FindingKind(
         Severity.WARNING,
         "the engine's replay buffer does not reach back to what is missing",
         'raise "buffer_steps" in the engine\'s --kv-events-config; vLLM has 10000 batches',
     ),
-    "model_name_mismatch": Kind(
+    "model_name_mismatch": FindingKind(
         Severity.ERROR,
         "a model is asked for, or published, under a name that is not registered",
         "use one name on both sides: {known}",
     ),
-    "tenant_mismatch": Kind(
+    "tenant_mismatch": FindingKind(
         Severity.ERROR,
         "a model is asked for, or published, under a tenant it is not registered for",
         "use one tenant_id on both sides: {known}",
     ),
-    "rank_missing": Kind(
+    "rank_missing": FindingKind(
         Severity.ERROR,
         "data-parallel ranks are not registered, so what they cache is not known",
         "register each rank with its own endpoint (vLLM adds the dp rank to the port): {ranks}",
     ),
-    "worker_unschedulable": Kind(
+    "worker_unschedulable": FindingKind(
         Severity.ERROR,
         "a worker of the selection service cannot be chosen",
         "register it again with what is missing",
     ),
-    "index_full": Kind(
+    "index_full": FindingKind(
         Severity.ERROR,
         "the index refuses blocks, so prompts miss what engines cache",
         {
@@ -161,24 +161,24 @@ KINDS: Mapping[str, Kind] = {
             "hashes": "see docs/faces/conductor.md: hashes wait for tokens or a parent",
         },
     ),
-    "salt_one_sided": Kind(
+    "salt_one_sided": FindingKind(
         Severity.ERROR,
         "cache salts stand in questions only, or in events only",
         "send the request's own cache_salt in both: \"cache_salt\" of the engine's request and of "
         "the question to kvd",
     ),
-    "adapter_one_sided": Kind(
+    "adapter_one_sided": FindingKind(
         Severity.ERROR,
         "adapters stand in questions only, or in events only",
         'send the adapter\'s name as "lora_name" of the question, as the engine calls it',
     ),
-    "tokens_disagree": Kind(
+    "tokens_disagree": FindingKind(
         Severity.ERROR,
         "questions and engines begin prompts with different tokens: another tokenizer or template",
         'compare with the engine\'s own: curl ENGINE/tokenize -d \'{{"model": ..., "messages": '
         "...}}'; apply the chat template, with or without the special tokens at its beginning",
     ),
-    "no_match_ever": Kind(
+    "no_match_ever": FindingKind(
         Severity.ERROR,
         "no question has ever matched, although blocks are held",
         {
@@ -187,30 +187,30 @@ KINDS: Mapping[str, Kind] = {
             "or send token_ids to /query",
         },
     ),
-    "host_refused": Kind(
+    "host_refused": FindingKind(
         Severity.WARNING,
         "requests were refused with 421: their Host is not a name of this server",
         'allowed_hosts = ["{host}"]  # in the file of settings; or --allowed-hosts {host}',
     ),
-    "load_one_sided": Kind(
+    "load_one_sided": FindingKind(
         Severity.WARNING,
         "one worker gets nearly all requests, and others that could serve them get none",
         "have clients free their requests and complete prefills, so that load is known; look at "
         "overlap_score_credit and router_temperature of the policy",
     ),
-    "all_overloaded": Kind(
+    "all_overloaded": FindingKind(
         Severity.ERROR,
         "selections are refused because every worker is above its thresholds",
         "raise or remove the thresholds: POST /busy_threshold with the model and higher values, or "
         "the router_*_threshold settings; or add workers",
     ),
-    "reservations_expire": Kind(
+    "reservations_expire": FindingKind(
         Severity.WARNING,
         "requests are dropped as too old: nobody has freed them, and they weigh on their workers",
         "call free when a request ends, also when its client leaves; raise request_expiry_s "
         "({expiry_s:g}) if requests run longer",
     ),
-    "replica_behind": Kind(
+    "replica_behind": FindingKind(
         Severity.WARNING,
         "what other replicas book is not known here, or not all of it",
         {
@@ -220,7 +220,7 @@ KINDS: Mapping[str, Kind] = {
             "steps": "nothing, if it ends within a minute; else restart this kvd",
         },
     ),
-    "clock_skew": Kind(
+    "clock_skew": FindingKind(
         Severity.WARNING,
         "a replica's clock is ahead of ours, so its session bindings win over newer ones",
         "timedatectl set-ntp true  # on the hosts of all replicas",

@@ -14,15 +14,15 @@ from typing import Any
 import trio
 
 from kvd.diagnosis.evidence import (
+    CapacityEvidence,
     Evidence,
     ExpiredEvidence,
     FaceEvidence,
     KvdEvidence,
-    Look,
     ModelEvidence,
+    ProbeResult,
     ReplicaEvidence,
     ReplicaTraffic,
-    RoomEvidence,
     SelectionEvidence,
     SharedEvidence,
     ShareEvidence,
@@ -43,13 +43,13 @@ from kvd.model import InstanceId, PartitionKey
 from kvd.replica_sync.replicas import Replicas
 from kvd.selection.candidates import Fleet
 from kvd.selection.service import Selections
-from kvd.selection.stats import Outcome
+from kvd.selection.stats import SelectionOutcome
 from kvd.slots.live_requests import Moment
 from kvd.slots.trackers import SlotTrackers
 from kvd.wire.event_stream import EventStream, StreamHealth
 from kvd.wire.lifecycle import Step
 from kvd.wire.stream_link import ListenerStatus
-from kvd_core.index.prefix_index import Said
+from kvd_core.index.prefix_index import PromptStats
 
 SLICE = 32  # streams, or models, between two checkpoints: 0.5 to 1 ms
 # Requests of a rank with which another one could as well go elsewhere: with fewer, prompts of one
@@ -58,7 +58,7 @@ BUSY_REQUESTS = 4
 MAX_SHARES = 4096  # workers whose bookings are counted; those of others are not
 
 Counted = tuple[str, Hashable]  # a kind of counter, and what it is about
-Looks = Mapping[str, Look]  # by address
+Probes = Mapping[str, ProbeResult]  # by address
 Shown = Callable[[], dict[str, Any]]  # what the shared state says of itself
 
 
@@ -109,14 +109,14 @@ class Gathering:
                 found.append(listener.replay_endpoint)
         return found
 
-    async def gather(self, looks: Looks, shared: Shown | None) -> Evidence:
+    async def gather(self, probes: Probes, shared: Shown | None) -> Evidence:
         """Returns the evidence of this moment."""
         rooms, now = self._rooms, trio.current_time()
         grown = self._growth.grown(self._totals())
         replicas = rooms.replicas
         return Evidence(
             watched_s=self._growth.since_s(now),
-            streams=await self._streams(looks),
+            streams=await self._streams(probes),
             models=await self._models(),
             upstreams=tuple(
                 UpstreamEvidence(each.url, each.problem or "", _doubt(each))
@@ -134,7 +134,7 @@ class Gathering:
                 FaceEvidence(name, grown["host", name], each.refused_host)
                 for name, each in rooms.authorizers.items()
             ),
-            room=self._room(grown),
+            capacity=self._capacity(grown),
             selections=self._selections(grown),
             expired=(
                 ExpiredEvidence("slot-tracker", grown["expired", "slots"], rooms.slots.expiry_s),
@@ -149,7 +149,7 @@ class Gathering:
                     each.endpoint,
                     0.0 if each.connected else now - self._away.get(each.endpoint, now),
                     each.last_error or "",
-                    looks.get(each.endpoint),
+                    probes.get(each.endpoint),
                 )
                 for each in replicas.all()
             ),
@@ -179,15 +179,15 @@ class Gathering:
         rooms = self._rooms
         counts = rooms.replicas.counts
         totals: dict[Counted, int] = {
-            ("room", "refused"): rooms.state.budget.refused,
+            ("capacity", "refused"): rooms.state.budget.refused,
             ("expired", "slots"): rooms.slots.expired,
             ("expired", "selections"): rooms.selections.reservations.expired,
             ("replicas", "overflows"): counts.overflows,
             ("replicas", "missed"): counts.missed,
         }
-        totals |= {("outcome", outcome): 0 for outcome in Outcome}
+        totals |= {("outcome", outcome): 0 for outcome in SelectionOutcome}
         for _, _, outcome, number in rooms.selections.counts.outcomes():
-            totals["outcome", Outcome(outcome)] += number
+            totals["outcome", SelectionOutcome(outcome)] += number
         for name, each in rooms.authorizers.items():
             totals["host", name] = each.refused["host"]
         for asked, number in rooms.state.served.unknown.items():
@@ -202,25 +202,25 @@ class Gathering:
         yield from [each.listener for each in self._rooms.registry.registrations()]
         yield from [each.listener for each in self._rooms.publishers]
 
-    async def _streams(self, looks: Looks) -> tuple[StreamEvidence, ...]:
+    async def _streams(self, probes: Probes) -> tuple[StreamEvidence, ...]:
         rooms, found = self._rooms, []
         for number, registration in enumerate(list(rooms.registry.registrations()), 1):
             key, listener = registration.key, registration.listener
             partition = rooms.state.partitions.get(key.partition)
-            if partition is not None and _shows(listener, looks):
+            if partition is not None and _shows(listener, probes):
                 subject = f"worker {key.instance_id} rank {key.dp_rank} of {place(key.partition)}"
                 size = partition.block_size
-                found.append(_stream(subject, key.partition, size, listener, looks, {}))
+                found.append(_stream(subject, key.partition, size, listener, probes, {}))
             if number % SLICE == 0:
                 await trio.lowlevel.checkpoint()
         for number, each in enumerate(list(rooms.publishers), 1):
             foreign = each.publication.mismatches
-            if foreign or _shows(each.listener, looks):
+            if foreign or _shows(each.listener, probes):
                 said = each.described
                 named = PartitionKey(said.model_name, said.tenant_id)
                 subject = f"publisher {said.instance_id} rank {said.dp_rank} of {place(named)}"
                 size = said.block_size
-                found.append(_stream(subject, named, size, each.listener, looks, foreign))
+                found.append(_stream(subject, named, size, each.listener, probes, foreign))
             if number % SLICE == 0:
                 await trio.lowlevel.checkpoint()
         return tuple(found)
@@ -258,18 +258,20 @@ class Gathering:
             if fleet is not None:
                 yield ShareEvidence(key, shares, len(_present(fleet)))
 
-    def _room(self, grown: Mapping[Counted, int]) -> RoomEvidence:
+    def _capacity(self, grown: Mapping[Counted, int]) -> CapacityEvidence:
         budget = self._rooms.state.budget
         held = budget.blocks, budget.pairs
-        return RoomEvidence(budget.max_blocks, *held, budget.refused, grown["room", "refused"])
+        return CapacityEvidence(
+            budget.max_blocks, *held, budget.refused, grown["capacity", "refused"]
+        )
 
     def _selections(self, grown: Mapping[Counted, int]) -> SelectionEvidence:
         selections = self._rooms.selections
         return SelectionEvidence(
-            grown["outcome", Outcome.OVERLOADED],
-            grown["outcome", Outcome.QUEUE_FULL],
-            grown["outcome", Outcome.TIMED_OUT],
-            grown["outcome", Outcome.SERVED],
+            grown["outcome", SelectionOutcome.OVERLOADED],
+            grown["outcome", SelectionOutcome.QUEUE_FULL],
+            grown["outcome", SelectionOutcome.TIMED_OUT],
+            grown["outcome", SelectionOutcome.SERVED],
             selections.scheduler.held,
             selections.options.max_held,
         )
@@ -286,13 +288,13 @@ def _of(grown: Mapping[Counted, int], kind: str) -> dict[Any, int]:
     return {about: count for (each, about), count in grown.items() if each == kind and count}
 
 
-def _shows(listener: EventStream, looks: Looks) -> bool:
+def _shows(listener: EventStream, probes: Probes) -> bool:
     """Says whether a stream shows a sign of anything."""
     return (
         listener.health(trio.current_time()) is not StreamHealth.EXACT
         or listener.restarted_at is not None
         or bool(listener.ignored)
-        or listener.replay_endpoint in looks
+        or listener.replay_endpoint in probes
     )
 
 
@@ -301,7 +303,7 @@ def _stream(
     key: PartitionKey,
     block_size: int,
     listener: EventStream,
-    looks: Looks,
+    probes: Probes,
     foreign: Mapping[str, int],
 ) -> StreamEvidence:
     now, counts, link = trio.current_time(), listener.counts, listener.link
@@ -332,8 +334,8 @@ def _stream(
         loss=listener.loss,
         ignored=dict(listener.ignored),
         foreign=dict(foreign),
-        look=looks.get(listener.endpoint),
-        replay_look=looks.get(listener.replay_endpoint or ""),
+        probe=probes.get(listener.endpoint),
+        replay_probe=probes.get(listener.replay_endpoint or ""),
     )
 
 
@@ -359,7 +361,7 @@ def _model(partition: Partition) -> ModelEvidence:
     )
 
 
-def _side(said: Said) -> Side:
+def _side(said: PromptStats) -> Side:
     counted = said.prompts, said.salted, said.adapted, said.telling
     return Side(*counted, frozenset(said.first_tokens))
 

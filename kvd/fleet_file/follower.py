@@ -30,7 +30,7 @@ import trio
 from kvd.config.load import Prepared, StartError
 from kvd.errors import KvdError, Misdirected, NotFound
 from kvd.fleet_file import parse as fleetfile
-from kvd.fleet_file.parse import Entry
+from kvd.fleet_file.parse import FleetFileEntry
 from kvd.telemetry.logs import get_logger
 from kvd.telemetry.metrics import Family, by_label
 from kvd.wire.egress import AllowedNetworks, EgressPolicy
@@ -80,7 +80,7 @@ class Registered:
 class Written:
     """What the file says, without a fault."""
 
-    entries: list[Entry]
+    entries: list[FleetFileEntry]
     signature: Signature
 
     @property
@@ -177,7 +177,7 @@ class FleetFileFollower:
     async def _written(self, allowed: AllowedNetworks) -> Written:
         """Reads the file; raises StartError that names it and what is wrong."""
         signature = await _signature(self._path)
-        entries: list[Entry] = []
+        entries: list[FleetFileEntry] = []
         try:
             rows = await trio.to_thread.run_sync(self._rows, abandon_on_cancel=True)
             # The file is checked with a rule of its own, which counts nothing.
@@ -192,7 +192,7 @@ class FleetFileFollower:
             raise StartError(f"{self._path}: {error}") from None
         return Written(entries, signature)
 
-    def _rows(self) -> list[fleetfile.Row]:
+    def _rows(self) -> list[fleetfile.FleetFileRow]:
         return fleetfile.rows(fleetfile.read(self._path))
 
     async def _reconcile(self, written: Written) -> None:
@@ -225,11 +225,11 @@ class FleetFileFollower:
             registered=len(after),
         )
 
-    def _is_other(self, name: tuple[str, Hashable], entry: Entry | None) -> bool:
+    def _is_other(self, name: tuple[str, Hashable], entry: FleetFileEntry | None) -> bool:
         held = self._held.get(name)
         return held is None or entry is None or held.wanted != entry.wanted
 
-    def _in_place(self, name: tuple[str, Hashable], entry: Entry) -> bool:
+    def _in_place(self, name: tuple[str, Hashable], entry: FleetFileEntry) -> bool:
         return self._targets[name[0]].in_place(self._held[name].wanted, entry.wanted)
 
     def _forget_what_clients_took(self) -> None:
@@ -243,7 +243,7 @@ class FleetFileFollower:
             with contextlib.suppress(NotFound):  # a client is faster
                 await target.remove(held.wanted)
 
-    async def _add(self, name: tuple[str, Hashable], entry: Entry) -> None:
+    async def _add(self, name: tuple[str, Hashable], entry: FleetFileEntry) -> None:
         try:
             known = await self._targets[name[0]].add(entry.wanted, over=name in self._held)
         except Misdirected:

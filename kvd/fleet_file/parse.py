@@ -44,7 +44,7 @@ MAX_BYTES = 8 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class FleetFileEntry:
     """One entry of the file, as its face has read it."""
 
     table: str
@@ -57,7 +57,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class FleetFileRow:
     """One entry of the file as it is written."""
 
     table: str
@@ -75,7 +75,7 @@ class Table:
     check: Callable[[Any, EgressPolicy], None]
 
 
-def _check_listened(wanted: indexer.Rank | Described, outgoing: EgressPolicy) -> None:
+def _check_listened(wanted: indexer.RegisteredRank | Described, outgoing: EgressPolicy) -> None:
     outgoing.check_replica_endpoint(wanted.endpoint)
     if wanted.replay_endpoint is not None:
         outgoing.check_replay_endpoint(wanted.replay_endpoint)
@@ -133,7 +133,7 @@ TABLES = {
 }
 
 
-def load(path: Path, outgoing: EgressPolicy) -> list[Entry]:
+def load(path: Path, outgoing: EgressPolicy) -> list[FleetFileEntry]:
     """Returns the entries of a file; raises OSError, and ValueError that names what is wrong."""
     return list(entries(rows(read(path)), outgoing))
 
@@ -147,24 +147,24 @@ def read(path: Path) -> bytes:
     return data
 
 
-def rows(data: bytes) -> list[Row]:
+def rows(data: bytes) -> list[FleetFileRow]:
     """Returns the entries as they are written; ValueError names a table that cannot be."""
     return list(_rows(toml.parse(data)))
 
 
-def _rows(document: dict[str, Any]) -> Iterator[Row]:
+def _rows(document: dict[str, Any]) -> Iterator[FleetFileRow]:
     for table, said in document.items():
         if table not in TABLES:
             raise ValueError(_no_such("table", table, TABLES))
         if not isinstance(said, list) or not all(isinstance(each, dict) for each in said):
             raise ValueError(f"{table}: expected [[{table}]]")
         for number, members in enumerate(said, 1):
-            yield Row(table, number, members)
+            yield FleetFileRow(table, number, members)
 
 
-def entries(written: list[Row], outgoing: EgressPolicy) -> Iterator[Entry]:
+def entries(written: list[FleetFileRow], outgoing: EgressPolicy) -> Iterator[FleetFileEntry]:
     """Yields what the entries mean; ValueError names table, entry and member."""
-    seen: dict[tuple[str, Hashable], Entry] = {}
+    seen: dict[tuple[str, Hashable], FleetFileEntry] = {}
     for row in written:
         try:
             entry = _entry(row, outgoing)
@@ -176,7 +176,7 @@ def entries(written: list[Row], outgoing: EgressPolicy) -> Iterator[Entry]:
         yield entry
 
 
-def _entry(row: Row, outgoing: EgressPolicy) -> Entry:
+def _entry(row: FleetFileRow, outgoing: EgressPolicy) -> FleetFileEntry:
     table = TABLES[row.table]
     for name in row.members:
         if name not in table.members:
@@ -189,7 +189,7 @@ def _entry(row: Row, outgoing: EgressPolicy) -> Entry:
         raise ValueError("tables are nested too deeply") from None
     wanted = table.read(body)
     table.check(wanted, outgoing)
-    return Entry(row.table, row.number, table.key(wanted), wanted)
+    return FleetFileEntry(row.table, row.number, table.key(wanted), wanted)
 
 
 def _place(table: str, number: int) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from kvd.faces.common import replica_sync
 from kvd.faces.indexer import routes as indexer
 from kvd.faces.slot_tracker import routes as slot_tracker
-from kvd.gateway.names import Wanted
+from kvd.gateway.dns_names import Wanted
 from kvd.index.publishers import Described
 from kvd.model import PartitionKey
 from kvd.selection.worker_record import WorkerRecord
@@ -20,7 +20,7 @@ from kvd.selection.worker_record import WorkerRecord
 Members = dict[str, Any]
 
 
-def of_rank(rank: indexer.Rank) -> Members:
+def of_rank(rank: indexer.RegisteredRank) -> Members:
     return {
         **_place(rank.key.partition),
         "instance_id": rank.key.instance_id,
@@ -34,7 +34,7 @@ def of_rank(rank: indexer.Rank) -> Members:
     }
 
 
-def of_slots(worker: slot_tracker.Worker) -> Members:
+def of_slots(worker: slot_tracker.RegisteredWorker) -> Members:
     return {
         **_place(worker.key),
         "worker_id": worker.worker_id,

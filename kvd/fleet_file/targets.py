@@ -13,7 +13,7 @@ from kvd.faces.common import replica_sync
 from kvd.faces.indexer import routes as indexer
 from kvd.faces.selection.tuning import PlacedPolicy
 from kvd.faces.slot_tracker import routes as slot_tracker
-from kvd.gateway.names import Wanted
+from kvd.gateway.dns_names import Wanted
 from kvd.gateway.upstreams import Upstreams
 from kvd.index.publishers import Described, Narrowing, Publisher, Publishers
 from kvd.index.registry import INDEXER, Registration, Registry
@@ -41,15 +41,17 @@ class IndexerTarget(_Target):
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
 
-    async def add(self, wanted: indexer.Rank, *, over: bool = False) -> Registration | None:
+    async def add(
+        self, wanted: indexer.RegisteredRank, *, over: bool = False
+    ) -> Registration | None:
         wanted.register(self._registry)
         return self._registry.find(wanted.key)
 
-    def holds(self, wanted: indexer.Rank, known: object) -> bool:
+    def holds(self, wanted: indexer.RegisteredRank, known: object) -> bool:
         found = self._registry.find(wanted.key)
         return found is known and found is not None and INDEXER in found.owners
 
-    async def remove(self, wanted: indexer.Rank) -> None:
+    async def remove(self, wanted: indexer.RegisteredRank) -> None:
         (model_name, tenant_id), instance_id, dp_rank = wanted.key
         await self._registry.unregister(instance_id, model_name, tenant_id, dp_rank)
 
@@ -58,17 +60,19 @@ class SlotTrackerTarget(_Target):
     def __init__(self, slots: SlotTrackers) -> None:
         self._slots = slots
 
-    async def add(self, wanted: slot_tracker.Worker, *, over: bool = False) -> range | None:
+    async def add(
+        self, wanted: slot_tracker.RegisteredWorker, *, over: bool = False
+    ) -> range | None:
         self._slots.register(*wanted)
         return self._found(wanted)
 
-    def holds(self, wanted: slot_tracker.Worker, known: object) -> bool:
+    def holds(self, wanted: slot_tracker.RegisteredWorker, known: object) -> bool:
         return self._found(wanted) is known
 
-    async def remove(self, wanted: slot_tracker.Worker) -> None:
+    async def remove(self, wanted: slot_tracker.RegisteredWorker) -> None:
         self._slots.unregister(wanted.key, wanted.worker_id)
 
-    def _found(self, wanted: slot_tracker.Worker) -> range | None:
+    def _found(self, wanted: slot_tracker.RegisteredWorker) -> range | None:
         tracker = self._slots.trackers.get(wanted.key)
         return None if tracker is None else tracker.workers.get(wanted.worker_id)
 

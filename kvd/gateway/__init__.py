@@ -1,16 +1,17 @@
 """The gateway: clients' requests on their way to the engine that has most of the prompt cached.
 
     upstreams   the engines behind the gateway: who they are, whether they are well
-    names       names whose addresses are engines
+    dns_names   names whose addresses are engines
     probing     what an engine says of itself: models, block size, ranks, where its events are
     canary      does what an engine publishes match what it computes?
-    asking      what a request wants: model, prompt, session, limits
-    forms       fields of multipart bodies
+    requests    what a request wants: model, prompt, session, limits
+    multipart   fields of multipart bodies
     tokens      the prompt's token ids, from the request or from an engine
     chains      which conversation a request goes on with, where nobody says its tokens
     choices     who chooses and books: this process, or
     remote      kvds elsewhere, which are told of engines, and by
-    steps       what becomes of bookings
+    booking_steps
+                what becomes of bookings
     siblings    other gateway processes, asked what they count
     attempts    a request's way from engine to engine: who of the well and untried serves it next
     pools       two engines for one request: one computes the prompt, another one answers

@@ -14,11 +14,11 @@ from itertools import count
 from typing import NamedTuple
 
 from kvd.errors import KvdError
-from kvd.gateway.asking import Api, Asked
 from kvd.gateway.choices import Choices, Placement, Question, WhileWanted
 from kvd.gateway.errors import GatewayError, Reason
-from kvd.gateway.pools import LIMITS, Crew, Place, crew_of, prefill_body, worker_ids
-from kvd.gateway.probing import Kind
+from kvd.gateway.pools import LIMITS, Crew, EngineRank, crew_of, prefill_body, worker_ids
+from kvd.gateway.probing import EngineKind
+from kvd.gateway.requests import Api, ClientRequest
 from kvd.gateway.stats import Decision, GatewayStats, Way
 from kvd.gateway.tokens import BYTES_PER_TOKEN, Later, PromptTokens, Tokens
 from kvd.gateway.upstreams import Served, Upstream, Upstreams
@@ -27,7 +27,7 @@ from kvd_core.relay.relay import Answer, Ending
 from kvd_core.selector.selector import Pool, Prompt
 
 # What is still known of a request of each API while its answer is on its way.
-ANSWERED = {api: Asked(api, None, False, {}) for api in Api}
+ANSWERED = {api: ClientRequest(api, None, False, {}) for api in Api}
 
 
 class Chosen(NamedTuple):
@@ -39,14 +39,14 @@ class Chosen(NamedTuple):
     decision: Decision
     matched_tokens: int  # of a prompt whose tokens are known
     way: Way | None  # None: its model has no prefill engine
-    prefill: Place | None  # who computes the prompt for `upstream`, None: itself
+    prefill: EngineRank | None  # who computes the prompt for `upstream`, None: itself
 
 
 @dataclass(slots=True)
 class Attempt:
     """What is known of a request while engines are tried."""
 
-    asked: Asked
+    asked: ClientRequest
     served: Served
     tokens: PromptTokens | None
     prompt_tokens: int | None  # None: not known
@@ -77,7 +77,7 @@ class Attempt:
         return worker_id not in self.tried and self.bound in (None, worker_id)
 
 
-class Chooser:
+class EngineChooser:
     """Chooses and books engines for requests."""
 
     def __init__(
@@ -228,18 +228,18 @@ class Chooser:
             decision,
             0 if tokens is None else tokens.count - computes.prefill_tokens,
             way,
-            None if placed.prefill is None else Place(computing, computes.dp_rank),
+            None if placed.prefill is None else EngineRank(computing, computes.dp_rank),
         )
 
 
-def _priority_jump(asked: Asked, kind: Kind) -> float:
+def _priority_jump(asked: ClientRequest, kind: EngineKind) -> float:
     """Returns how many seconds older a request counts while it waits.
 
     What it tells the engines counts as it does there: with vLLM lower numbers go first.
     """
     if asked.priority_jump is not None:
         return asked.priority_jump
-    return float(max(0, -asked.priority if kind is Kind.VLLM else asked.priority))
+    return float(max(0, -asked.priority if kind is EngineKind.VLLM else asked.priority))
 
 
 def _decision(attempt: Attempt, upstream: Upstream, placed: Placement) -> Decision:

@@ -17,7 +17,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable
 
-from kvd.gateway.asking import Api, Asked
+from kvd.gateway.requests import Api, ClientRequest
 from kvd.gateway.stats import GatewayStats
 from kvd.gateway.upstreams import Served
 from kvd_core.prompts.conversations import Strands
@@ -51,7 +51,7 @@ class Chains:
         self._stats = stats
         self._clock = clock
 
-    def session(self, asked: Asked, served: Served, tenant: str) -> str | None:
+    def session(self, asked: ClientRequest, served: Served, tenant: str) -> str | None:
         """Returns the session that a request belongs to, None if its text says nothing of one.
 
         Two of the same name or text are different ones if they are of different tenants.
@@ -73,7 +73,7 @@ class Chains:
         strand = self.strands.strand_of(b"\0".join([*begin, *parts]), messages)
         return None if strand is None else f"text-{strand:016x}"
 
-    def note_answer(self, asked: Asked, worker_id: int, held: bytes) -> None:
+    def note_answer(self, asked: ClientRequest, worker_id: int, held: bytes) -> None:
         """Notes where a response is kept, by the beginning of its answer."""
         found = RESPONSE_ID.search(held) if asked.api is Api.RESPONSES else None
         if found is None:

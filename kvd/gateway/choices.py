@@ -18,7 +18,7 @@ from kvd.errors import NotFound
 from kvd.http.untasked import in_task
 from kvd.index.registry import Registry
 from kvd.model import DEFAULT_TENANT, PartitionKey, RankKey
-from kvd.selection.at_once import AtOnce, StepsAtOnce
+from kvd.selection.immediate import ImmediateSelection, ImmediateSteps
 from kvd.selection.phases import PREFILL_SUFFIX, Phase
 from kvd.selection.requests import Constraints, Look, QueuedRequest, SelectRequest
 from kvd.selection.service import Selections
@@ -132,7 +132,7 @@ class LocalChoices:
         """The `registry` has the listeners of their engines."""
         self._selections = selections
         self._registry = registry
-        self._at_once, self._steps = AtOnce(selections), StepsAtOnce(selections)
+        self._at_once, self._steps = ImmediateSelection(selections), ImmediateSteps(selections)
 
     async def run(self) -> None:
         await trio.sleep_forever()

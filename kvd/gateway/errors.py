@@ -17,7 +17,7 @@ from kvd.errors import KvdError
 from kvd.http.types import Headers, Response
 
 
-class Form(Enum):
+class ErrorForm(Enum):
     """How the clients of an API are told of errors."""
 
     OPENAI = "openai"
@@ -25,7 +25,7 @@ class Form(Enum):
     ANTHROPIC = "anthropic"
 
 
-class Refusal(NamedTuple):
+class ReasonAnswer(NamedTuple):
     """How a reason is told."""
 
     status: int
@@ -41,24 +41,26 @@ _INVALID = "invalid_request_error"
 class Reason(Enum):
     """Why the gateway refuses."""
 
-    MODEL_NOT_FOUND = Refusal(404, _INVALID, "model_not_found", "not_found_error")
-    RESPONSE_NOT_FOUND = Refusal(404, _INVALID, "response_not_found", "not_found_error")
-    PREVIOUS_NOT_FOUND = Refusal(404, _INVALID, "previous_response_not_found", "not_found_error")
-    UNKNOWN_URL = Refusal(404, _INVALID, "unknown_url", "not_found_error")
-    METHOD_NOT_ALLOWED = Refusal(405, _INVALID, "method_not_allowed", "not_found_error")
-    INVALID_JSON = Refusal(400, _INVALID, "invalid_json", _INVALID)
-    INVALID_FORM = Refusal(400, _INVALID, "invalid_form", _INVALID)
-    FORBIDDEN_PARAMETER = Refusal(400, _INVALID, "forbidden_parameter", _INVALID)
-    BAD_REQUEST = Refusal(400, _INVALID, "bad_request", _INVALID)
-    INVALID_API_KEY = Refusal(401, _INVALID, "invalid_api_key", "authentication_error")
-    NOT_PERMITTED = Refusal(403, _INVALID, "not_permitted", "permission_error")
-    TOO_LARGE = Refusal(413, _INVALID, "request_too_large", "request_too_large")
-    UNSUPPORTED_ENCODING = Refusal(415, _INVALID, "unsupported_encoding", _INVALID)
-    NO_UPSTREAM = Refusal(503, "server_error", "no_upstream", "overloaded_error", 1)
-    UPSTREAM_FAILED = Refusal(502, "server_error", "upstream_failed", "api_error")
-    UPSTREAM_TIMEOUT = Refusal(504, "server_error", "upstream_timeout", "api_error")
-    INTERNAL = Refusal(500, "server_error", "internal_error", "api_error")
-    OVERLOADED = Refusal(503, "server_error", "overloaded", "overloaded_error", 1)
+    MODEL_NOT_FOUND = ReasonAnswer(404, _INVALID, "model_not_found", "not_found_error")
+    RESPONSE_NOT_FOUND = ReasonAnswer(404, _INVALID, "response_not_found", "not_found_error")
+    PREVIOUS_NOT_FOUND = ReasonAnswer(
+        404, _INVALID, "previous_response_not_found", "not_found_error"
+    )
+    UNKNOWN_URL = ReasonAnswer(404, _INVALID, "unknown_url", "not_found_error")
+    METHOD_NOT_ALLOWED = ReasonAnswer(405, _INVALID, "method_not_allowed", "not_found_error")
+    INVALID_JSON = ReasonAnswer(400, _INVALID, "invalid_json", _INVALID)
+    INVALID_FORM = ReasonAnswer(400, _INVALID, "invalid_form", _INVALID)
+    FORBIDDEN_PARAMETER = ReasonAnswer(400, _INVALID, "forbidden_parameter", _INVALID)
+    BAD_REQUEST = ReasonAnswer(400, _INVALID, "bad_request", _INVALID)
+    INVALID_API_KEY = ReasonAnswer(401, _INVALID, "invalid_api_key", "authentication_error")
+    NOT_PERMITTED = ReasonAnswer(403, _INVALID, "not_permitted", "permission_error")
+    TOO_LARGE = ReasonAnswer(413, _INVALID, "request_too_large", "request_too_large")
+    UNSUPPORTED_ENCODING = ReasonAnswer(415, _INVALID, "unsupported_encoding", _INVALID)
+    NO_UPSTREAM = ReasonAnswer(503, "server_error", "no_upstream", "overloaded_error", 1)
+    UPSTREAM_FAILED = ReasonAnswer(502, "server_error", "upstream_failed", "api_error")
+    UPSTREAM_TIMEOUT = ReasonAnswer(504, "server_error", "upstream_timeout", "api_error")
+    INTERNAL = ReasonAnswer(500, "server_error", "internal_error", "api_error")
+    OVERLOADED = ReasonAnswer(503, "server_error", "overloaded", "overloaded_error", 1)
 
 
 # With which reason the server itself refuses; others of 4xx are BAD_REQUEST.
@@ -77,9 +79,9 @@ OF_STATUS = {
 
 # What is sent when a stream says nothing, and what clients pass over.
 FILLERS = {
-    Form.OPENAI: b": keep-alive\n\n",
-    Form.RESPONSES: b": keep-alive\n\n",
-    Form.ANTHROPIC: b'event: ping\ndata: {"type": "ping"}\n\n',
+    ErrorForm.OPENAI: b": keep-alive\n\n",
+    ErrorForm.RESPONSES: b": keep-alive\n\n",
+    ErrorForm.ANTHROPIC: b'event: ping\ndata: {"type": "ping"}\n\n',
 }
 
 
@@ -112,17 +114,17 @@ def anthropic_error(error: GatewayError, request_id: str) -> dict[str, object]:
     }
 
 
-def id_headers(form: Form, request_id: bytes) -> Headers:
+def id_headers(form: ErrorForm, request_id: bytes) -> Headers:
     """Returns the headers by which a client of an API knows its request."""
     headers = [(b"x-request-id", request_id)]
-    return [*headers, (b"request-id", request_id)] if form is Form.ANTHROPIC else headers
+    return [*headers, (b"request-id", request_id)] if form is ErrorForm.ANTHROPIC else headers
 
 
 def response(
-    error: GatewayError, form: Form, request_id: bytes, status: int | None = None
+    error: GatewayError, form: ErrorForm, request_id: bytes, status: int | None = None
 ) -> Response:
     """Returns the answer to a request that is refused, with the status of its reason or another."""
-    anthropic = form is Form.ANTHROPIC
+    anthropic = form is ErrorForm.ANTHROPIC
     members = anthropic_error(error, request_id.decode()) if anthropic else openai_error(error)
     told = error.reason.value
     headers = [(b"x-kvd-error", told.code.encode()), *id_headers(form, request_id)]
@@ -149,11 +151,11 @@ def ended(tail: bytes) -> bytes | None:
 _SEQUENCE_NUMBER = re.compile(rb'"sequence_number":\s*(\d{1,9})\b')
 
 
-def event(error: GatewayError, form: Form, request_id: bytes, tail: bytes) -> bytes:
+def event(error: GatewayError, form: ErrorForm, request_id: bytes, tail: bytes) -> bytes:
     """Returns the event that tells a stream's client that its answer broke off behind `tail`."""
-    if form is Form.OPENAI:
+    if form is ErrorForm.OPENAI:
         return b"data: %b\n\n" % json.dumps(openai_error(error)).encode()
-    if form is Form.ANTHROPIC:
+    if form is ErrorForm.ANTHROPIC:
         members = anthropic_error(error, request_id.decode())
     else:
         sent = _SEQUENCE_NUMBER.findall(tail)

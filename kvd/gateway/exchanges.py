@@ -13,7 +13,7 @@ import trio
 
 from kvd.http.idle_poll import polled_when_idle
 from kvd.http.untasked import Signal, has_task, told
-from kvd_core.relay.relay import NO_CLIENT, SOME, Answer, Ending, Outcome, Relay
+from kvd_core.relay.relay import NO_CLIENT, SOME, Answer, Ending, ExchangeOutcome, Relay
 
 # Time of a row of events before other tasks run.
 TURN_NS = 500_000
@@ -23,13 +23,13 @@ SWEEP_S = 0.25
 
 # Why an engine has not answered, for operators and clients.
 WHY = {
-    Outcome.UNREACHABLE: "unreachable: nothing accepts connections there",
-    Outcome.NO_ANSWER: "the connection was closed before an answer",
-    Outcome.BROKEN: "an answer was broken off",
-    Outcome.MALFORMED: "an answer was malformed or too long",
-    Outcome.CONNECT_TIME: "no connection was accepted in time",
-    Outcome.SILENCE: "nothing was sent for too long",
-    Outcome.NO_ROOM: "kvd has no descriptor, port or memory left for a connection",
+    ExchangeOutcome.UNREACHABLE: "unreachable: nothing accepts connections there",
+    ExchangeOutcome.NO_ANSWER: "the connection was closed before an answer",
+    ExchangeOutcome.BROKEN: "an answer was broken off",
+    ExchangeOutcome.MALFORMED: "an answer was malformed or too long",
+    ExchangeOutcome.CONNECT_TIME: "no connection was accepted in time",
+    ExchangeOutcome.SILENCE: "nothing was sent for too long",
+    ExchangeOutcome.NO_ROOM: "kvd has no descriptor, port or memory left for a connection",
 }
 
 
@@ -47,7 +47,7 @@ class RelayLimits:
 class ExchangeFailed(Exception):
     """An engine has not answered a request of the gateway's own."""
 
-    def __init__(self, outcome: Outcome) -> None:
+    def __init__(self, outcome: ExchangeOutcome) -> None:
         super().__init__(WHY[outcome])
         self.outcome = outcome
 
@@ -90,7 +90,7 @@ class Exchanges:
             if answer is None:
                 raise ExchangeFailed(exchange.ending().outcome)
             if not answer.whole:
-                raise ExchangeFailed(Outcome.MALFORMED)
+                raise ExchangeFailed(ExchangeOutcome.MALFORMED)
             return answer
 
     async def changed(self, exchange: int) -> None:

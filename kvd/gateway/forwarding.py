@@ -20,8 +20,7 @@ from itertools import count
 from uuid import uuid4
 
 from kvd.gateway import errors
-from kvd.gateway.asking import Api, Asked, read
-from kvd.gateway.attempts import Attempt, Chooser, Chosen
+from kvd.gateway.attempts import Attempt, Chosen, EngineChooser
 from kvd.gateway.chains import Chains
 from kvd.gateway.choices import Choices
 from kvd.gateway.errors import GatewayError, Reason, id_headers
@@ -29,20 +28,21 @@ from kvd.gateway.exchanges import WHY, Exchange, Exchanges
 from kvd.gateway.heads import KEY_HEADERS, EngineHead, read_head, rendered, request_id_of
 from kvd.gateway.pools import (
     Beside,
-    Place,
+    EngineRank,
     compute,
     handed_over,
     judge_host,
     meeting,
     taking_over,
 )
-from kvd.gateway.probing import Kind
+from kvd.gateway.probing import EngineKind
+from kvd.gateway.requests import Api, ClientRequest, read
 from kvd.gateway.stats import Decision, Ended, GatewayStats, Rung
 from kvd.gateway.tokens import Tokens
-from kvd.gateway.upstreams import Served, Standing, Upstream, Upstreams
+from kvd.gateway.upstreams import Served, Upstream, Upstreams, UpstreamState
 from kvd.http.relayed import RelayedRequest
 from kvd.http.untasked import in_task
-from kvd_core.relay.relay import Answer, Ending, Outcome
+from kvd_core.relay.relay import Answer, Ending, ExchangeOutcome
 
 NOBODY = nullcontext()  # who prefills beside an engine that does so itself
 NOT_BOOKED = ""  # of a reservation that is none
@@ -58,12 +58,12 @@ CACHED_TOKENS = re.compile(rb'"cached_tokens":\s*(\d{1,9})\b')
 # Outcomes of which another engine knows nothing.
 NOT_BEGUN = frozenset(
     (
-        Outcome.UNREACHABLE,
-        Outcome.CONNECT_TIME,
-        Outcome.NO_ANSWER,
-        Outcome.BROKEN,
-        Outcome.MALFORMED,
-        Outcome.NO_ROOM,
+        ExchangeOutcome.UNREACHABLE,
+        ExchangeOutcome.CONNECT_TIME,
+        ExchangeOutcome.NO_ANSWER,
+        ExchangeOutcome.BROKEN,
+        ExchangeOutcome.MALFORMED,
+        ExchangeOutcome.NO_ROOM,
     )
 )
 
@@ -99,7 +99,9 @@ class Forwarder:
         self._tells = tells
         self._prefix = f"gateway-{uuid4().hex[:12]}"
         self._counter = count(1)
-        self._chooser = Chooser(upstreams, choices, stats, tokens, remote_tokens, self._prefix)
+        self._chooser = EngineChooser(
+            upstreams, choices, stats, tokens, remote_tokens, self._prefix
+        )
 
     async def serve(self, api: Api, request: RelayedRequest) -> bool:
         """Serves one request; returns whether its connection persists.
@@ -169,12 +171,12 @@ class Forwarder:
         name = path.split(b"/")[3].decode("latin-1")
         worker_id = self._chains.keeper(name)
         upstream = None if worker_id is None else self._upstreams.each.get(worker_id)
-        if upstream is None or upstream.standing is not Standing.SERVING:
+        if upstream is None or upstream.standing is not UpstreamState.SERVING:
             text = f"no engine is known to keep the response {name}"
             raise GatewayError(Reason.RESPONSE_NOT_FOUND, text)
         assert upstream.facts is not None
         served = Served(upstream.facts.models[0].name)
-        asked = Asked(api, None, False, {})
+        asked = ClientRequest(api, None, False, {})
         where = request.body, path, request.unless_left
         attempt = Attempt(asked, served, None, None, request_id, *where)
         rank = upstream.facts.ranks.start
@@ -186,7 +188,7 @@ class Forwarder:
             return await self._pass_refusal(request, attempt, attempt.refused)
         raise _unanswered(attempt, f"the engine has not answered: {attempt.failed}")
 
-    def _keeper(self, asked: Asked, engines: Sequence[Upstream]) -> int | None:
+    def _keeper(self, asked: ClientRequest, engines: Sequence[Upstream]) -> int | None:
         """Returns the worker that keeps what a request goes on from; raises GatewayError.
 
         None of vLLM and SGLang knows the responses of another; of other servers that is not known.
@@ -195,7 +197,7 @@ class Forwarder:
             return None
         kinds = [one.facts.kind for one in engines if one.facts is not None]
         keeper = self._chains.keeper(asked.previous)
-        if keeper is None and (len(engines) == 1 or Kind.OPENAI in kinds):
+        if keeper is None and (len(engines) == 1 or EngineKind.OPENAI in kinds):
             return None
         if keeper not in [one.worker_id for one in engines]:
             text = f"Previous response with id '{asked.previous}' not found."
@@ -230,7 +232,7 @@ class Forwarder:
         return done
 
     async def _send_in_turn(
-        self, request: RelayedRequest, attempt: Attempt, chosen: Chosen, prefill: Place
+        self, request: RelayedRequest, attempt: Attempt, chosen: Chosen, prefill: EngineRank
     ) -> bool | None:
         """Sends the request to the engine that takes over, once the other one has computed it."""
         assert attempt.prefill_body is not None
@@ -249,7 +251,7 @@ class Forwarder:
         return await self._send(request, attempt, chosen, body, takes_over=True)
 
     async def _without_prefill(
-        self, request: RelayedRequest, attempt: Attempt, prefill: Place, said: Answer | Ending
+        self, request: RelayedRequest, attempt: Attempt, prefill: EngineRank, said: Answer | Ending
     ) -> bool | None:
         """Takes note of a prefill that has failed; passes on what all engines would answer."""
         if isinstance(said, Ending):
@@ -312,7 +314,7 @@ class Forwarder:
                     attempt.let_go()
                     request.body = b""
                     ending = await exchange.ends()
-                    if beside is not None and ending.outcome is Outcome.COMPLETE:
+                    if beside is not None and ending.outcome is ExchangeOutcome.COMPLETE:
                         await beside.ends()
         # Raised here, where no nursery of a lent socket makes a group of it.
         if answer is None:
@@ -327,14 +329,14 @@ class Forwarder:
     def _note_not_begun(self, attempt: Attempt, upstream: Upstream, ending: Ending) -> None:
         """Takes note of an engine that has not answered; raises what keeps others from a try."""
         outcome = ending.outcome
-        if outcome is Outcome.CLIENT_GONE:
+        if outcome is ExchangeOutcome.CLIENT_GONE:
             raise ConnectionResetError("the client left before its answer")
         if outcome not in NOT_BEGUN:
             text = "the engine has sent nothing for too long"
             raise GatewayError(Reason.UPSTREAM_TIMEOUT, text)
         attempt.failed = WHY[outcome]
         self._stats.retries[outcome.name.lower()] += 1
-        attempt.lacks_room = outcome is Outcome.NO_ROOM
+        attempt.lacks_room = outcome is ExchangeOutcome.NO_ROOM
         if not attempt.lacks_room:
             upstream.note_gone(attempt.failed)
 
@@ -349,11 +351,11 @@ class Forwarder:
         persists: bool,
     ) -> bool:
         """Takes note of how an answer has ended; says whether the client's connection persists."""
-        if ending.outcome is Outcome.COMPLETE:
+        if ending.outcome is ExchangeOutcome.COMPLETE:
             self._stats.ended[Ended.COMPLETE] += 1
             self._note_cached(attempt, chosen, ending.tail)
             return persists
-        if ending.outcome in (Outcome.CLIENT_GONE, Outcome.CLIENT_STALLED):
+        if ending.outcome in (ExchangeOutcome.CLIENT_GONE, ExchangeOutcome.CLIENT_STALLED):
             raise ConnectionResetError("the client left during its answer")
         self._stats.ended[Ended.BROKEN] += 1
         chosen.upstream.note_gone("it broke off an answer")
@@ -435,8 +437,8 @@ def _refuses(answer: Answer) -> str | None:
     return str(status) if whole and status in NOT_DONE else None
 
 
-def _is_vllm(place: Place) -> bool:
-    return place.upstream.facts is not None and place.upstream.facts.kind is Kind.VLLM
+def _is_vllm(place: EngineRank) -> bool:
+    return place.upstream.facts is not None and place.upstream.facts.kind is EngineKind.VLLM
 
 
 def fault(answer: Answer) -> int | None:

@@ -33,17 +33,17 @@ from typing import Any, NamedTuple
 
 import trio
 
-from kvd.gateway.asking import FLEET_MEMBERS, Asked
 from kvd.gateway.errors import GatewayError, Reason
 from kvd.gateway.exchanges import Exchange, Exchanges
-from kvd.gateway.probing import Kind
+from kvd.gateway.probing import EngineKind
+from kvd.gateway.requests import FLEET_MEMBERS, ClientRequest
 from kvd.gateway.upstreams import Upstream
 from kvd.http.relayed import RelayedRequest
 from kvd.selection.worker_record import Role
 from kvd.telemetry.logs import get_logger
 from kvd.wire.hosts import literal
 from kvd_core.json.scan import BodyScanner
-from kvd_core.relay.relay import Answer, Ending, Outcome
+from kvd_core.relay.relay import Answer, Ending, ExchangeOutcome
 
 # Prompts of fewer tokens, beside what is cached, are computed where they are answered.
 DEFAULT_REMOTE_TOKENS = 2048
@@ -89,7 +89,7 @@ RANDOM = SystemRandom()  # other gateways have rooms with the same engines
 log = get_logger(__name__)
 
 
-class Place(NamedTuple):
+class EngineRank(NamedTuple):
     """A rank of an engine."""
 
     upstream: Upstream
@@ -132,18 +132,18 @@ def worker_ids(engines: Iterable[Upstream]) -> frozenset[int]:
     return frozenset(each.worker_id for each in engines)
 
 
-def _kind(upstream: Upstream) -> Kind:
+def _kind(upstream: Upstream) -> EngineKind:
     assert upstream.facts is not None
     return upstream.facts.kind
 
 
 def _takes_over(upstream: Upstream) -> bool:
-    return _kind(upstream) is Kind.VLLM or _only_decodes(upstream)
+    return _kind(upstream) is EngineKind.VLLM or _only_decodes(upstream)
 
 
 def _only_decodes(upstream: Upstream) -> bool:
     """Says whether an engine refuses a prompt that nobody hands over to it."""
-    return _kind(upstream) is Kind.SGLANG and upstream.role is Role.DECODE
+    return _kind(upstream) is EngineKind.SGLANG and upstream.role is Role.DECODE
 
 
 def prefill_body(path: bytes, body: bytes) -> bytes | None:
@@ -202,12 +202,12 @@ def judge_host(params: bytes, prefill: Upstream, decode: Upstream) -> None:
         log.warning("prefill_unreachable", url=prefill.url, host=host)
 
 
-def taking_over(asked: Asked, body: bytes, params: bytes) -> bytes:
+def taking_over(asked: ClientRequest, body: bytes, params: bytes) -> bytes:
     """Returns a request for the engine that takes over by these parameters."""
     return _with(asked, body, b'"%b":%b' % (PARAMS.encode(), params))
 
 
-def meeting(asked: Asked, body: bytes, place: Place) -> bytes:
+def meeting(asked: ClientRequest, body: bytes, place: EngineRank) -> bytes:
     """Returns a request for both engines of SGLang, which says where they meet.
 
     Raises GatewayError where its prompts cannot be counted.
@@ -229,14 +229,14 @@ def meeting(asked: Asked, body: bytes, place: Place) -> bytes:
     return _with(asked, body, json.dumps(named, separators=(",", ":"))[1:-1].encode())
 
 
-def _room(place: Place) -> int:
+def _room(place: EngineRank) -> int:
     """Returns a room that no other request has: its rest by the ranks is the rank that prefills."""
     ranks = place.upstream.facts.ranks if place.upstream.facts is not None else range(1)
     turn = RANDOM.getrandbits(ROOM_BITS) // len(ranks)
     return turn * len(ranks) + place.dp_rank - ranks.start
 
 
-def _prompts(asked: Asked) -> int | None:
+def _prompts(asked: ClientRequest) -> int | None:
     """Returns how many prompts a list of them has, None for a single one."""
     prompt = asked.spans.get("prompt", b"")
     if not prompt.startswith(b"[") or prompt[1:].lstrip()[:1] not in (b"[", b'"'):
@@ -252,7 +252,7 @@ def _parsed(body: bytes) -> Any:
         raise GatewayError(Reason.INVALID_JSON, f"the body is not valid: {error}") from None
 
 
-def _with(asked: Asked, body: bytes, more: bytes) -> bytes:
+def _with(asked: ClientRequest, body: bytes, more: bytes) -> bytes:
     """Returns a request with more members, its own as they stand but for those that are ours."""
     if not asked.spans.keys().isdisjoint(FLEET_MEMBERS):  # null, or it would have been refused
         members = _parsed(body)
@@ -263,7 +263,7 @@ def _with(asked: Asked, body: bytes, more: bytes) -> bytes:
 
 
 async def compute(
-    exchanges: Exchanges, request: RelayedRequest, place: Place, request_id: bytes, body: bytes
+    exchanges: Exchanges, request: RelayedRequest, place: EngineRank, request_id: bytes, body: bytes
 ) -> Answer | Ending:
     """Has a prefill engine of vLLM compute a prompt; returns what it says, or why it does not.
 
@@ -287,7 +287,7 @@ class Beside:
         self,
         exchanges: Exchanges,
         request: RelayedRequest,
-        place: Place,
+        place: EngineRank,
         request_id: bytes,
         body: bytes,
         fault: Callable[[Answer], int | None],
@@ -342,7 +342,7 @@ class Beside:
     def _may_have_handed_over(self) -> bool:
         if isinstance(self._said, Answer):
             return self._fault(self._said) == 500
-        return self._said is not None and self._said.outcome is Outcome.BROKEN
+        return self._said is not None and self._said.outcome is ExchangeOutcome.BROKEN
 
     async def ends(self) -> None:
         """Waits a little for the end of its answer, so that its connection is kept."""

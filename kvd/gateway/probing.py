@@ -42,7 +42,7 @@ class NotAnEngine(Exception):
     """What was asked is no engine that can be used; the text is for the operator."""
 
 
-class Kind(StrEnum):
+class EngineKind(StrEnum):
     """Which engine it is."""
 
     VLLM = "vllm"
@@ -51,10 +51,10 @@ class Kind(StrEnum):
 
 
 # What an engine is started with to publish its events; vLLM says where since 0.31.
-EVENT_FLAGS: Mapping[Kind, str] = {
-    Kind.VLLM: """--kv-events-config '{"enable_kv_cache_events": true, "publisher": "zmq", """
+EVENT_FLAGS: Mapping[EngineKind, str] = {
+    EngineKind.VLLM: """--kv-events-config '{"enable_kv_cache_events": true, "publisher": "zmq", """
     """"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5657"}'""",
-    Kind.SGLANG: """--kv-events-config '{"publisher": "zmq", "endpoint": "tcp://*:5557"}'""",
+    EngineKind.SGLANG: """--kv-events-config '{"publisher": "zmq", "endpoint": "tcp://*:5557"}'""",
 }
 
 
@@ -72,7 +72,7 @@ class Card:
 class Facts:
     """What an engine has said of itself."""
 
-    kind: Kind
+    kind: EngineKind
     version: str
     models: tuple[Card, ...]  # base models before adapters
     block_size: int  # tokens
@@ -118,7 +118,9 @@ class Probe:
         if isinstance(info, dict) and "page_size" in info:
             return await self._sglang(info)
         models = await self._models()
-        return Facts(Kind.OPENAI, "", models, DEFAULT_BLOCK_SIZE, None, range(1), {}, {}, False)
+        return Facts(
+            EngineKind.OPENAI, "", models, DEFAULT_BLOCK_SIZE, None, range(1), {}, {}, False
+        )
 
     async def _vllm(self, version: str) -> Facts:
         models = await self._models()
@@ -129,7 +131,7 @@ class Probe:
         ranks = sorted({cache.get("engine", 0) for cache in caches}) or sorted(events) or [0]
         first = caches[0] if caches else {}
         return Facts(
-            Kind.VLLM,
+            EngineKind.VLLM,
             version,
             models,
             first.get("block_size") or DEFAULT_BLOCK_SIZE,
@@ -162,7 +164,7 @@ class Probe:
         version = str(info.get("version") or "")
         models = await self._models()
         return Facts(
-            Kind.SGLANG,
+            EngineKind.SGLANG,
             version,
             models,
             block_size,

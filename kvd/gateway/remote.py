@@ -25,14 +25,14 @@ from typing import Any, NamedTuple
 import trio
 
 from kvd.errors import Unavailable
+from kvd.gateway.booking_steps import BookingSteps, StepsFailed
 from kvd.gateway.choices import Placement, Question, placement
 from kvd.gateway.exchanges import ExchangeFailed, Exchanges
 from kvd.gateway.heads import own_head
-from kvd.gateway.steps import Steps, StepsFailed
 from kvd.http.untasked import in_task
 from kvd.net.dialing import Dialer, Unreachable
 from kvd.selection.phases import PREFILL_SUFFIX, Phase, serves
-from kvd.selection.worker_record import Lifecycle, WorkerRecord
+from kvd.selection.worker_record import WorkerLifecycle, WorkerRecord
 from kvd.telemetry.logs import RateLimit, get_logger
 from kvd.telemetry.metrics import Family, by_label, counter, gauge
 from kvd.wire.urls import parse_kvd
@@ -65,11 +65,11 @@ class Failed(Exception):
     """A kvd has not answered, or not as a kvd does."""
 
 
-class Refused(Failed):
+class RemoteRefused(Failed):
     """A kvd does not take this question; others it may."""
 
 
-class Booking(NamedTuple):
+class RemoteBooking(NamedTuple):
     """Where a request is booked."""
 
     kvd: Kvd | None  # None: in this process alone
@@ -129,7 +129,7 @@ class RemoteChoices:
     ) -> None:
         """A kvd that does not answer within `deadline_s` is left for the next one."""
         self._kvds = [_kvd(url) for url in urls]
-        self._steps = {kvd: Steps(partial(_connect, kvd), deadline_s) for kvd in self._kvds}
+        self._steps = {kvd: BookingSteps(partial(_connect, kvd), deadline_s) for kvd in self._kvds}
         self._exchanges = exchanges
         self._dialer = dialer
         self._deadline_s = deadline_s
@@ -137,7 +137,7 @@ class RemoteChoices:
         self._records: dict[int, WorkerRecord] = {}
         self._of_model: dict[str, frozenset[int]] = {}
         self._pools: dict[int, Pool] = {}  # by block size; without ranks: they hash
-        self._bookings: dict[str, Booking] = {}
+        self._bookings: dict[str, RemoteBooking] = {}
         self._loads: Counter[tuple[int, int]] = Counter()  # bookings of this process, by rank
         self._turn = 0
         self._asked = 0
@@ -227,7 +227,7 @@ class RemoteChoices:
                 row = await self._change(kvd, "POST", "/workers", _dumps(said).encode())
                 lacked = True
             kvd.told[worker_id] = record
-            is_complete = row.get("lifecycle") != Lifecycle.INCOMPLETE
+            is_complete = row.get("lifecycle") != WorkerLifecycle.INCOMPLETE
             kvd.reasons[worker_id] = [] if is_complete else row["not_schedulable_reasons"]
         kvd.looked_at = began
         if lacked:
@@ -242,7 +242,7 @@ class RemoteChoices:
         answer = await self._request(kvd, method, path, body, CATALOG_BYTES)
         if answer.status in (400, 409, 422):
             reasons = [_refusal(answer)]
-            return {"lifecycle": Lifecycle.INCOMPLETE, "not_schedulable_reasons": reasons}
+            return {"lifecycle": WorkerLifecycle.INCOMPLETE, "not_schedulable_reasons": reasons}
         if answer.status == 404 and method == "DELETE":  # another gateway was faster
             return {}
         return _rows(answer)[0]
@@ -270,7 +270,7 @@ class RemoteChoices:
             try:
                 with trio.fail_after(self._deadline_s):
                     placed, booked_as = await self._ask(kvd, question, prompt)
-            except Refused as error:
+            except RemoteRefused as error:
                 self.questions["failed"] += 1
                 if self._refusals.admit(kvd.url, trio.current_time()) is not None:
                     log.warning("question_refused", url=kvd.url, reason=error)
@@ -368,7 +368,7 @@ class RemoteChoices:
     ) -> Placement:
         rank = placed.worker_id, placed.dp_rank
         self._loads[rank] += 1
-        self._bookings[question.reservation_id] = Booking(kvd, booked_as, rank)
+        self._bookings[question.reservation_id] = RemoteBooking(kvd, booked_as, rank)
         return placed
 
     # ---- steps of bookings
@@ -474,7 +474,7 @@ def body_of(
 
 def described(record: WorkerRecord) -> dict[str, Any]:
     """Returns what a kvd is told of an engine."""
-    row = record.shown(Lifecycle.SCHEDULABLE, [])
+    row = record.shown(WorkerLifecycle.SCHEDULABLE, [])
     del row["lifecycle"]
     return {name: value for name, value in row.items() if value not in (None, (), {})}
 
@@ -486,7 +486,7 @@ def says(row: Mapping[str, Any], said: Mapping[str, Any]) -> bool:
 
 def _placement(answer: Answer) -> Placement:
     if answer.status != 200:
-        raise Refused(f"it answers {answer.status}: {_refusal(answer)}")
+        raise RemoteRefused(f"it answers {answer.status}: {_refusal(answer)}")
     try:
         return placement(answer.held)
     except (KeyError, TypeError, ValueError):

@@ -21,7 +21,7 @@ KVD = "kvd"  # the process that chooses
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ProcessIdentity:
     """Which of several processes this one is."""
 
     name: str
@@ -38,7 +38,7 @@ class Place:
 class Siblings:
     """The other processes, for one that is asked what all say."""
 
-    def __init__(self, place: Place, exchanges: Exchanges) -> None:
+    def __init__(self, place: ProcessIdentity, exchanges: Exchanges) -> None:
         self.place = place
         self._exchanges = exchanges
         self._engines = {

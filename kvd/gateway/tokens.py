@@ -23,10 +23,10 @@ from typing import NamedTuple, Protocol
 
 import trio
 
-from kvd.gateway.asking import CHAT_MEMBERS, PROMPT_MEMBERS, UNTOLD, Api, Asked
 from kvd.gateway.exchanges import ExchangeFailed, Exchanges
 from kvd.gateway.heads import own_head
-from kvd.gateway.probing import Facts, Kind
+from kvd.gateway.probing import EngineKind, Facts
+from kvd.gateway.requests import CHAT_MEMBERS, PROMPT_MEMBERS, UNTOLD, Api, ClientRequest
 from kvd.gateway.stats import GatewayStats, Rung
 from kvd.gateway.upstreams import Served, Upstream
 from kvd.http.untasked import Untasked, in_task
@@ -124,7 +124,7 @@ class RecalledTokens:
 class Later(NamedTuple):
     """A turn whose tokens are asked for off its way."""
 
-    asked: Asked
+    asked: ClientRequest
     served: Served
     body: bytes
     pool: Pool
@@ -166,7 +166,7 @@ class Tokens:
             self._give_up(set(self._asking))
 
     async def of(
-        self, asked: Asked, served: Served, body: bytes, engines: Sequence[Upstream]
+        self, asked: ClientRequest, served: Served, body: bytes, engines: Sequence[Upstream]
     ) -> PromptTokens | None:
         """Returns what is known of a request's prompt, None if nobody says it in time."""
         found = self._recall(asked, served)
@@ -178,7 +178,7 @@ class Tokens:
 
     def note(
         self,
-        asked: Asked,
+        asked: ClientRequest,
         served: Served,
         body: bytes,
         tokens: PromptTokens,
@@ -226,7 +226,7 @@ class Tokens:
             self._asking.discard(each)
         self._ask_next()
 
-    def _recall(self, asked: Asked, served: Served) -> PromptTokens | None:
+    def _recall(self, asked: ClientRequest, served: Served) -> PromptTokens | None:
         if not remembers(asked):
             return None
         found = self.conversations.recall(context_of(asked, served), asked.messages)
@@ -234,7 +234,7 @@ class Tokens:
             return None
         return RecalledTokens(found, found.tokens + found.rest // BYTES_PER_TOKEN)
 
-    def _remember(self, asked: Asked, served: Served, pool: Pool, count: int) -> None:
+    def _remember(self, asked: ClientRequest, served: Served, pool: Pool, count: int) -> None:
         hashes = pool.hold().local_hashes
         self.conversations.remember(context_of(asked, served), asked.messages, hashes, count)
 
@@ -245,7 +245,7 @@ class Tokens:
             self._remember(later.asked, later.served, later.pool, found.count)
 
     async def _ask(
-        self, asked: Asked, body: bytes, engines: Sequence[Upstream]
+        self, asked: ClientRequest, body: bytes, engines: Sequence[Upstream]
     ) -> SaidTokens | None:
         if (ids := asked.token_ids) is not None:
             return said_tokens(Rung.IDS, b'{"token_ids":%b}' % ids)
@@ -256,7 +256,7 @@ class Tokens:
         return None
 
     async def _ask_some(
-        self, asked: Asked, body: bytes, engines: Sequence[Upstream]
+        self, asked: ClientRequest, body: bytes, engines: Sequence[Upstream]
     ) -> SaidTokens | None:
         """Asks one engine, and another one if it does not answer."""
         self._turn += 1
@@ -267,12 +267,14 @@ class Tokens:
                 upstream.note_gone(str(error))
         return None
 
-    async def _ask_engine(self, asked: Asked, body: bytes, upstream: Upstream) -> SaidTokens | None:
+    async def _ask_engine(
+        self, asked: ClientRequest, body: bytes, upstream: Upstream
+    ) -> SaidTokens | None:
         """Asks one engine; raises ExchangeFailed if it does not answer."""
         assert upstream.facts is not None
         if renders(upstream.facts, asked):
             return await self._question(upstream, Rung.RENDER, RENDER_PATHS[asked.api], body)
-        if upstream.facts.kind is Kind.OPENAI or asked.api not in TOKENIZED:
+        if upstream.facts.kind is EngineKind.OPENAI or asked.api not in TOKENIZED:
             return None
         if not asked.spans.keys().isdisjoint(UNTOLD):
             return None
@@ -293,7 +295,7 @@ class Tokens:
         return found
 
 
-def renders(facts: Facts, asked: Asked) -> bool:
+def renders(facts: Facts, asked: ClientRequest) -> bool:
     """Says whether an engine can render a request as a whole."""
     if not facts.renders or asked.previous is not None:
         return False
@@ -301,12 +303,12 @@ def renders(facts: Facts, asked: Asked) -> bool:
     return since is None or tuple(map(int, re.findall(r"\d+", facts.version)[:2])) >= since
 
 
-def remembers(asked: Asked) -> bool:
+def remembers(asked: ClientRequest) -> bool:
     """Says whether a conversation can be remembered: one without a salt, which makes it unique."""
     return asked.api is Api.CHAT and asked.salt is None and "messages" in asked.spans
 
 
-def context_of(asked: Asked, served: Served) -> bytes:
+def context_of(asked: ClientRequest, served: Served) -> bytes:
     """Returns what beside the messages decides about the tokens."""
     members = [
         b"%b:%b" % (name.encode(), value)  # in the scanner's order, whatever the body's is
@@ -316,7 +318,7 @@ def context_of(asked: Asked, served: Served) -> bytes:
     return b"\0".join((served.model.encode(), (served.adapter or "").encode(), *members))
 
 
-def question(asked: Asked) -> bytes:
+def question(asked: ClientRequest) -> bytes:
     """Returns the body for /tokenize: the members that decide about the tokens, as they stand."""
     names = CHAT_MEMBERS if asked.api is Api.CHAT else PROMPT_MEMBERS
     parts = [

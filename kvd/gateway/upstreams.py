@@ -6,8 +6,8 @@
 
 An upstream is a worker of the selection service, by an id made of its URL, so that it is the same
 worker after a restart and for every gateway. It stays for as long as anybody wants it: the
-settings, the fleet file, a call, or a name that leads to it (`kvd.gateway.names`). Then it is sent
-nothing new, and what it is answering goes on.
+settings, the fleet file, a call, or a name that leads to it (`kvd.gateway.dns_names`). Then it is
+sent nothing new, and what it is answering goes on.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ import trio
 from kvd.errors import Conflict, KvdError, NotFound, Unavailable
 from kvd.gateway.canary import Canary
 from kvd.gateway.choices import Choices
+from kvd.gateway.dns_names import FollowedName, Wanted
 from kvd.gateway.exchanges import ExchangeFailed, Exchanges
 from kvd.gateway.heads import credentials, own_head, request_head
-from kvd.gateway.names import FollowedName, Wanted
-from kvd.gateway.probing import Facts, Kind, NotAnEngine, Probe
+from kvd.gateway.probing import EngineKind, Facts, NotAnEngine, Probe
 from kvd.http.relayed import RelayedRequest
 from kvd.model import DEFAULT_TENANT
 from kvd.net.dialing import Dialer, Unreachable
@@ -56,7 +56,7 @@ DISAGREE = (
 log = get_logger(__name__)
 
 
-class Standing(StrEnum):
+class UpstreamState(StrEnum):
     """Whether requests are sent to an engine."""
 
     UNKNOWN = "unknown"  # it has not said yet what it is
@@ -76,7 +76,7 @@ class Upstream:
     host_judged: bool = False  # whether others reach the host that it names for that
     engine: int | None = None  # its number in the relay, once its address is known
     address: str | None = None
-    standing: Standing = Standing.UNKNOWN
+    standing: UpstreamState = UpstreamState.UNKNOWN
     facts: Facts | None = None
     problem: str | None = None  # why requests are not sent there, for operators
     failures: int = 0  # health checks in a row
@@ -125,9 +125,9 @@ class Upstream:
 
     def note_gone(self, why: str) -> None:
         """Takes it out until a health check succeeds, which comes at once."""
-        if self.standing is Standing.SERVING:
+        if self.standing is UpstreamState.SERVING:
             log.warning("upstream_out", url=self.url, reason=why)
-            self.standing, self.problem = Standing.OUT, why
+            self.standing, self.problem = UpstreamState.OUT, why
             self.changed()
             self.failed.set()
 
@@ -289,7 +289,7 @@ class Upstreams:
             for one in self:
                 serves = one.facts is None or one.facts.serves(name)  # it may, or it does
                 prefills = prefills or (serves and one.role is Role.PREFILL)
-                if serves and one.facts is not None and one.standing is Standing.SERVING:
+                if serves and one.facts is not None and one.standing is UpstreamState.SERVING:
                     serving.append(one)
             found = self._by_served[served] = _Engines(tuple(serving), prefills)
         return found
@@ -312,13 +312,13 @@ class Upstreams:
         retry_s = RETRY_S
         while True:
             upstream.failed = trio.Event()
-            if upstream.standing is Standing.SERVING:
+            if upstream.standing is UpstreamState.SERVING:
                 await self._check(upstream)
             else:
                 await self._meet(upstream)
                 upstream.met.set()
                 await self._prove(upstream)
-            serving = upstream.standing is Standing.SERVING
+            serving = upstream.standing is UpstreamState.SERVING
             retry_s = RETRY_S if serving else min(2 * retry_s, HEALTH_S)
             with trio.move_on_after(HEALTH_S if serving else retry_s):
                 await upstream.failed.wait()
@@ -335,7 +335,7 @@ class Upstreams:
                 log.warning("upstream_unusable", url=upstream.url, reason=error)
             upstream.problem = str(error)
             return
-        upstream.standing, upstream.problem, upstream.failures = Standing.SERVING, None, 0
+        upstream.standing, upstream.problem, upstream.failures = UpstreamState.SERVING, None, 0
         upstream.changed()
         log.info(
             "upstream_serving",
@@ -349,7 +349,7 @@ class Upstreams:
     async def _prove(self, upstream: Upstream) -> None:
         """Has an engine show that its events are of its tokens; else its cache is predicted."""
         facts = upstream.facts
-        if self._canary is None or facts is None or upstream.standing is not Standing.SERVING:
+        if self._canary is None or facts is None or upstream.standing is not UpstreamState.SERVING:
             return
         assert upstream.engine is not None
         whom = upstream.engine, upstream.authority, upstream.key
@@ -364,7 +364,7 @@ class Upstreams:
         """Asks an engine what it is, and has the selection service know it."""
         assert upstream.engine is not None
         facts = await Probe(self._exchanges, upstream.engine, upstream.target, upstream.key).ask()
-        if upstream.advice != DISAGREE or upstream.standing is not Standing.SERVING:
+        if upstream.advice != DISAGREE or upstream.standing is not UpstreamState.SERVING:
             upstream.advice = facts.advice
         await self._register(upstream, facts)
         upstream.asked_at = trio.current_time()
@@ -397,7 +397,9 @@ class Upstreams:
     async def _fault(self, upstream: Upstream) -> str | None:
         """Asks for its health, which costs it nothing; returns what is wrong, None: it is well."""
         assert upstream.engine is not None
-        path = "/ready" if upstream.facts and upstream.facts.kind is Kind.SGLANG else "/health"
+        path = (
+            "/ready" if upstream.facts and upstream.facts.kind is EngineKind.SGLANG else "/health"
+        )
         head = own_head("GET", path, upstream.authority, 0, upstream.key)
         status = 0
         try:
@@ -428,9 +430,9 @@ class Upstreams:
         """Raises NotAnEngine for one that cannot hand over to any other of its model."""
         if not upstream.prefills and facts.role is not Role.PREFILL:
             return
-        if facts.kind is Kind.OPENAI:
+        if facts.kind is EngineKind.OPENAI:
             raise NotAnEngine("it is to be a prefill engine, and is neither vLLM nor SGLang")
-        if facts.kind is Kind.SGLANG and facts.role is not Role.PREFILL:
+        if facts.kind is EngineKind.SGLANG and facts.role is not Role.PREFILL:
             mode = "null" if facts.role is None else facts.role
             text = f"it is to be a prefill engine, and its disaggregation_mode is {mode}"
             raise NotAnEngine(f"{text}: start it with --disaggregation-mode prefill")

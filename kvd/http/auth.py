@@ -39,7 +39,7 @@ class Token:
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class AccessPolicy:
     """What operators say of those who ask; without tokens nobody needs one."""
 
     tokens: tuple[Token, ...] = ()
@@ -50,7 +50,7 @@ class Policy:
 class Authorizer:
     """The rules of one face, and how often they have refused a request, by reason."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: AccessPolicy) -> None:
         self.rules = PermitRules()
         self.refused = dict.fromkeys(_REFUSALS, 0)
         self.refused_host = ""  # the last one that was refused
@@ -62,7 +62,7 @@ class Authorizer:
         self._names = tuple(names)
         self.set_policy(self._policy)
 
-    def set_policy(self, policy: Policy) -> None:
+    def set_policy(self, policy: AccessPolicy) -> None:
         """Goes on with another policy, from the next request on."""
         self._policy = policy
         self._origins = frozenset(each.lower() for each in policy.allowed_origins)

@@ -14,7 +14,7 @@ import trio
 from kvd.http.errors import Refusal
 from kvd.http.head import CHUNKED, HEAD_END, Head
 from kvd.http.render import CONTINUE
-from kvd.http.transport import RECEIVE_BYTES, Phase, Transport
+from kvd.http.transport import RECEIVE_BYTES, ConnectionPhase, Transport
 from kvd.http.types import LONG_BODY_LIMIT
 
 # Reads of one body in a row before other tasks run: 1 MiB, about 0.2 ms.
@@ -71,7 +71,7 @@ async def _receive_rest(
 ) -> None:
     source = _Source(transport)
     try:
-        with transport.within(Phase.BODY, seconds):
+        with transport.within(ConnectionPhase.BODY, seconds):
             while wanted := body.wanted:
                 body.feed(await source.receive(min(wanted, RECEIVE_BYTES)))
                 if body.yields or source.reads % YIELD_READS == 0:

@@ -29,7 +29,7 @@ from kvd.http.pages import preflight, welcome
 from kvd.http.relayed import RelayedRequest
 from kvd.http.render import CLOSE_LINE, whole_response
 from kvd.http.table import Found, RouteTable
-from kvd.http.transport import Phase, Shared, Stream, Transport
+from kvd.http.transport import ByteStream, ConnectionPhase, Shared, Transport
 from kvd.http.types import Headers, Request, Response, Route, Scope
 from kvd.http.untasked import IN_TASK, Untasked
 from kvd.http.writer import connection_lines, persists_after
@@ -155,7 +155,9 @@ class Connection(Transport):
 
     __slots__ = ("_outcome", "_owed", "_rest", "_retired", "_service", "_task", "checks_host")
 
-    def __init__(self, stream: Stream, shared: Shared, service: Service, checks_host: bool) -> None:
+    def __init__(
+        self, stream: ByteStream, shared: Shared, service: Service, checks_host: bool
+    ) -> None:
         super().__init__(stream, shared)
         self._service = service
         self.checks_host = checks_host  # see permits.hpp
@@ -190,7 +192,7 @@ class Connection(Transport):
             self._service.fast_path.add(self.fd)
             return True
         try:
-            with self.within(Phase.HANDSHAKE, self.shared.limits.head_s):
+            with self.within(ConnectionPhase.HANDSHAKE, self.shared.limits.head_s):
                 await self.stream.open()
         except trio.TooSlowError:
             return False
@@ -259,7 +261,7 @@ class Connection(Transport):
             self._rest = None
             if not end.value:
                 return Handoff(b"", b"", False)
-            self.enter(Phase.IDLE)
+            self.enter(ConnectionPhase.IDLE)
             return self._service.fast_path.park(self, self.fd)
         except Exception as error:
             self._rest = None
@@ -277,10 +279,10 @@ class Connection(Transport):
             self.wake(outcome)
 
     async def _serve(self) -> None:
-        self.enter(Phase.IDLE)
+        self.enter(ConnectionPhase.IDLE)
         try:
             while await self._fill() and await self._serve_next():
-                self.enter(Phase.IDLE)
+                self.enter(ConnectionPhase.IDLE)
                 await trio.lowlevel.checkpoint()
             if self._owed or self._unread():  # its client did not expect this end
                 await self.linger()
@@ -306,7 +308,7 @@ class Connection(Transport):
                 await self._deliver(left.unsent, left.undo)
             if not left.persists:
                 return False
-            self.enter(Phase.IDLE)  # also once the rest of an answer is sent
+            self.enter(ConnectionPhase.IDLE)  # also once the rest of an answer is sent
         return True
 
     async def _park(self) -> Handoff:
@@ -353,7 +355,7 @@ class Connection(Transport):
         """Reads a head that is not all there, and refuses it at its first wrong byte."""
         self.buffer = b""
         try:
-            with self.within(Phase.HEAD, self.shared.limits.head_s):
+            with self.within(ConnectionPhase.HEAD, self.shared.limits.head_s):
                 return await self._read_pieces(piece)
         except trio.TooSlowError:
             raise Refusal(408, "the request head took too long") from None
@@ -444,7 +446,7 @@ class Connection(Transport):
     async def _relay(self, route: Route, request: RelayedRequest) -> bool:
         """Has somebody else write the answer."""
         assert route.relays is not None
-        self.enter(Phase.WORKING)
+        self.enter(ConnectionPhase.WORKING)
         started = perf_counter()
         self.shared.stats.connections_waiting += 1
         try:
@@ -455,7 +457,7 @@ class Connection(Transport):
 
     async def _serve_waiting(self, head: Head, found: Found, body: bytes) -> bool:
         """Serves an asynchronous handler, which is cancelled when its client leaves."""
-        self.enter(Phase.WORKING)
+        self.enter(ConnectionPhase.WORKING)
         data, persists, undo = b"", False, None
         self.shared.stats.connections_waiting += 1
         try:
@@ -514,7 +516,7 @@ class Connection(Transport):
 
     async def _serve_app(self, head: Head, found: Found | None, body: bytes) -> bool:
         self.shared.stats.requests_app += 1
-        self.enter(Phase.WORKING)
+        self.enter(ConnectionPhase.WORKING)
         known = self._service.context.authorizer.knows(head.headers, self.checks_host)
         exchange = AsgiExchange(self, head, found, body, known=known)
         await exchange.run(self._service.app)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvd.http.access import AccessLog
-from kvd.http.auth import Authorizer, Policy
+from kvd.http.auth import AccessPolicy, Authorizer
 from kvd.http.errors import PLAIN, Failures, Refusal
 from kvd.http.types import Headers, Observer, Route
 
 
 def _open_to_all() -> Authorizer:
-    return Authorizer(Policy())
+    return Authorizer(AccessPolicy())
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 from collections.abc import Callable, Sized
 from typing import Any, NamedTuple
 
-from kvd.http.idle_poll import Lane
+from kvd.http.idle_poll import Pollable
 from kvd.http.permits import PermitRules
 from kvd.http.untasked import Untasked
 
@@ -55,7 +55,7 @@ class FastPath:
     def close(self) -> None: ...
 
 def serve_between(
-    lanes: list[Lane],
+    pollables: list[Pollable],
     others: int,
     runnable: Sized,
     seconds: float,

@@ -444,11 +444,11 @@ cdef int _undo(HotHandler handler) except -1:
     return 0
 
 
-def serve_between(list lanes not None, int others, runnable not None, double seconds,
+def serve_between(list pollables not None, int others, runnable not None, double seconds,
                   double linger_s, int64_t budget_ns):
-    """Serves lanes for as long as they alone have something to do.
+    """Serves pollables for as long as they alone have something to do.
 
-    That ends when `others`, a descriptor that is readable when the lanes' are, is readable for
+    That ends when `others`, a descriptor that is readable when theirs are, is readable for
     another reason or still is after a turn; when something stands in `runnable`; and after
     `linger_s` without a request, or `seconds` in all. Returns whether there was anything to do,
     and whether `others` is readable.
@@ -468,8 +468,8 @@ def serve_between(list lanes not None, int others, runnable not None, double sec
         if ready <= 0:
             break
         done = kNothing
-        for lane in lanes:
-            done = max(done, <int>lane.serve_ready(budget_ns))
+        for pollable in pollables:
+            done = max(done, <int>pollable.serve_ready(budget_ns))
         if done == kNothing:
             return served, True
         served = True

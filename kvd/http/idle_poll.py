@@ -1,6 +1,6 @@
 """Serves a process's fast paths and relays between two passes of trio, while there is nothing else.
 
-                   ┌──────────── serves the lanes ───────────┐
+                   ┌───────── serves its pollables ──────────┐
                    v                                         │
     trio ──> about to sleep ──> sleeps on trio's epoll set ──┤ a request, bytes to relay
       ^                                                      │
@@ -8,8 +8,8 @@
 
 A pass of trio costs a sleeping process some 30 µs of CPU beside the system calls, with the caches
 cold; what a request needs is 15. So while requests come one by one and no task can run, the process
-sleeps here, on the same set of descriptors, and serves what comes to its lanes: whatever has an
-epoll set of its own, as the fast paths of HTTP and the relay of a gateway do.
+sleeps here, on the same set of descriptors, and serves its pollables: whatever has an epoll
+set of its own, as the fast paths of HTTP and the relay of a gateway do.
 
 1. Nothing is late: any other descriptor, a deadline, or a task that a request has made runnable
    ends the stay, and trio looks at everything anew.
@@ -43,7 +43,7 @@ log = get_logger(__name__)
 _current: trio.lowlevel.RunVar[IdlePoller | None] = trio.lowlevel.RunVar("idle_poller", None)
 
 
-class Lane(Protocol):
+class Pollable(Protocol):
     """What has an epoll set of its own."""
 
     def serve_ready(self, budget_ns: int, /) -> int:
@@ -51,7 +51,7 @@ class Lane(Protocol):
 
 
 class IdlePoller(trio.abc.Instrument):
-    """One for all lanes of a run of trio; an instrument only if it is usable."""
+    """One for all pollables of a run of trio; an instrument only if it is usable."""
 
     def __init__(self, budget_ns: int) -> None:
         try:
@@ -64,7 +64,7 @@ class IdlePoller(trio.abc.Instrument):
             log.warning("idle_poller_off", reason=error, trio=trio.__version__)
         self._token = trio.lowlevel.current_trio_token()
         self._budget_ns = budget_ns
-        self.lanes: list[Lane] = []
+        self.pollables: list[Pollable] = []
         self.warm = False  # a request has been served since the last stay without any
 
     def before_io_wait(self, timeout: float) -> None:
@@ -74,7 +74,7 @@ class IdlePoller(trio.abc.Instrument):
         awake = False
         try:
             self.warm, awake = serve_between(
-                self.lanes, self._others, self._runnable, timeout, LINGER_S, self._budget_ns
+                self.pollables, self._others, self._runnable, timeout, LINGER_S, self._budget_ns
             )
         except Exception as error:
             # Trio would log a bug in here and go on without the instrument.
@@ -84,8 +84,8 @@ class IdlePoller(trio.abc.Instrument):
 
 
 @contextmanager
-def polled_when_idle(lane: Lane, budget_ns: int) -> Iterator[IdlePoller]:
-    """Has `lane` served between the passes of this run of trio, for the time of the context.
+def polled_when_idle(pollable: Pollable, budget_ns: int) -> Iterator[IdlePoller]:
+    """Has `pollable` served between the passes of this run of trio, for the time of the context.
 
     No row of requests takes much longer than `budget_ns` nanoseconds.
     """
@@ -95,12 +95,12 @@ def polled_when_idle(lane: Lane, budget_ns: int) -> Iterator[IdlePoller]:
         _current.set(here)
         if here.usable:
             trio.lowlevel.add_instrument(here)
-    here.lanes.append(lane)
+    here.pollables.append(pollable)
     try:
         yield here
     finally:
-        here.lanes.remove(lane)
-        if not here.lanes:
+        here.pollables.remove(pollable)
+        if not here.pollables:
             if here.usable:
                 trio.lowlevel.remove_instrument(here)
             _current.set(None)

@@ -17,7 +17,7 @@ from kvd.http.access import echoed
 from kvd.http.asgi import FOUND, AsgiApp, Receive, Send
 from kvd.http.context import ServerContext
 from kvd.http.table import Found, RouteTable
-from kvd.http.types import Admission, Headers, Response
+from kvd.http.types import ConcurrencyLimit, Headers, Response
 
 
 def surrounded(app: AsgiApp, table: RouteTable, context: ServerContext) -> AsgiApp:
@@ -43,7 +43,7 @@ def surrounded(app: AsgiApp, table: RouteTable, context: ServerContext) -> AsgiA
 
 
 @contextmanager
-def _admitted(found: Found | None) -> Iterator[Admission | None]:
+def _admitted(found: Found | None) -> Iterator[ConcurrencyLimit | None]:
     """Counts a request among those of its route; yields the bound that it would exceed."""
     admission = None if found is None else found.route.admission
     if admission is None:

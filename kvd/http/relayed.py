@@ -19,7 +19,7 @@ import trio
 
 from kvd.http.head import Head
 from kvd.http.render import CHUNKED_LINE, chunk, framed_head, start_lines, whole_response
-from kvd.http.transport import RECEIVE_BYTES, Phase, Transport
+from kvd.http.transport import RECEIVE_BYTES, ConnectionPhase, Transport
 from kvd.http.types import Response
 from kvd.http.untasked import in_task
 from kvd.http.writer import connection_lines, persists_after
@@ -101,7 +101,7 @@ class RelayedRequest:
 
     def lent(self) -> AbstractAsyncContextManager[int]:
         """Lends the client's socket, which nobody else touches meanwhile."""
-        self._transport.enter(Phase.WORKING)
+        self._transport.enter(ConnectionPhase.WORKING)
         if self._transport.stream.parks:  # its bytes are the client's
             return _Itself(self._transport.fd)
         return self._lent_pair()

@@ -24,7 +24,7 @@ from kvd.http.context import ServerContext
 from kvd.http.fast_path import has_left
 from kvd.http.front import Front
 from kvd.http.limits import HttpLimits
-from kvd.http.transport import RECEIVE_BYTES, Stream
+from kvd.http.transport import RECEIVE_BYTES, ByteStream
 from kvd.http.types import Route
 
 SEND_BYTES = 256 * 1024  # bytes encrypted in one go: 0.2 ms
@@ -75,7 +75,7 @@ class TlsServer(Front):
         """Has nothing to run: nobody parks there."""
 
 
-class TlsStream(Stream):
+class TlsStream(ByteStream):
     """TLS over a client's socket."""
 
     scheme = "https"

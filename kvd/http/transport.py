@@ -33,7 +33,7 @@ RECEIVE_BYTES = 64 * 1024
 END_PAUSE_S = 0.1
 
 
-class Standing(IntEnum):
+class ClientTrust(IntEnum):
     """What is known of a client."""
 
     NEW = 0  # it has asked nothing yet
@@ -41,7 +41,7 @@ class Standing(IntEnum):
     KNOWN = 2  # it has been granted more
 
 
-class Phase(Enum):
+class ConnectionPhase(Enum):
     """What a connection is waiting for; the value names its timeout counter in HttpStats."""
 
     HANDSHAKE = "handshakes_failed"  # of TLS
@@ -66,7 +66,7 @@ class Shared:
     stopping: bool = False
 
 
-class Stream(ABC):
+class ByteStream(ABC):
     """A client's bytes both ways. Nothing here waits but `open` and `wait_for_end`."""
 
     scheme: str  # of its URLs
@@ -121,7 +121,7 @@ class Stream(ABC):
         """Returns whether something was received that `receive_now` has not returned yet."""
 
 
-class SocketStream(Stream):
+class SocketStream(ByteStream):
     """The socket as it is."""
 
     scheme = "http"
@@ -153,13 +153,13 @@ class Transport:
 
     __slots__ = ("buffer", "fd", "phase", "shared", "since", "standing", "stream")
 
-    def __init__(self, stream: Stream, shared: Shared) -> None:
+    def __init__(self, stream: ByteStream, shared: Shared) -> None:
         self.stream = stream
         self.shared = shared
         self.buffer = b""  # received and not consumed: at most one receive and one head
-        self.phase = Phase.IDLE
+        self.phase = ConnectionPhase.IDLE
         self.since = shared.now  # when that began, up to a tick earlier
-        self.standing = Standing.NEW
+        self.standing = ClientTrust.NEW
         self.fd = stream.sock.fileno()
 
     @property
@@ -172,13 +172,13 @@ class Transport:
         peer = self.stream.sock.getpeername()
         return (peer[0], peer[1]) if isinstance(peer, tuple) else None
 
-    def enter(self, phase: Phase) -> None:
+    def enter(self, phase: ConnectionPhase) -> None:
         """Begins a phase that is not bounded here."""
         self.phase = phase
         self.since = self.shared.now
 
     @contextmanager
-    def within(self, phase: Phase, seconds: float) -> Iterator[None]:
+    def within(self, phase: ConnectionPhase, seconds: float) -> Iterator[None]:
         """Enters `phase` for the time of the context; after `seconds`, counted, TooSlowError."""
         self.enter(phase)
         try:
@@ -195,9 +195,12 @@ class Transport:
     def end_if_idle_for_long(self) -> None:
         """Ends the wait for a request, after up to two ticks too many; what just came is served."""
         limits = self.shared.limits
-        new = self.standing is Standing.NEW
+        new = self.standing is ClientTrust.NEW
         seconds = limits.head_s if new else limits.idle_s
-        if self.phase is Phase.IDLE and self.since + self.shared.tick + seconds <= self.shared.now:
+        if (
+            self.phase is ConnectionPhase.IDLE
+            and self.since + self.shared.tick + seconds <= self.shared.now
+        ):
             self._count()
             self.since = inf
             self._shut(socket.SHUT_RD)
@@ -208,14 +211,14 @@ class Transport:
         Strangers come first; of these, and of the others, who is between two requests, who has not
         sent a whole head, who has been answered and goes on sending; and of these the oldest.
         """
-        known = self.standing is Standing.KNOWN
-        if self.phase is Phase.IDLE and self.standing is not Standing.NEW:
+        known = self.standing is ClientTrust.KNOWN
+        if self.phase is ConnectionPhase.IDLE and self.standing is not ClientTrust.NEW:
             order = 0
-        elif self.phase in (Phase.IDLE, Phase.HANDSHAKE, Phase.HEAD):
+        elif self.phase in (ConnectionPhase.IDLE, ConnectionPhase.HANDSHAKE, ConnectionPhase.HEAD):
             order = 1
-        elif self.phase is Phase.LINGERING:
+        elif self.phase is ConnectionPhase.LINGERING:
             order = 2
-        elif self.phase is Phase.SENDING and not known:
+        elif self.phase is ConnectionPhase.SENDING and not known:
             order = 3
         else:
             return None
@@ -224,16 +227,16 @@ class Transport:
     def give_way(self) -> None:
         """Ends a connection for another one; a request that has just come is still served."""
         self.since = inf
-        self._shut(socket.SHUT_RD if self.phase is Phase.IDLE else socket.SHUT_RDWR)
+        self._shut(socket.SHUT_RD if self.phase is ConnectionPhase.IDLE else socket.SHUT_RDWR)
 
     def note_granted(self, scope: int) -> None:
         """Notes that a request of this scope has been granted."""
-        if self.standing is not Standing.KNOWN:
-            self.standing = Standing.KNOWN if scope else Standing.STRANGER
+        if self.standing is not ClientTrust.KNOWN:
+            self.standing = ClientTrust.KNOWN if scope else ClientTrust.STRANGER
 
     def close_if_idle(self) -> None:
         """Ends a connection that waits for a request, after serving what has arrived already."""
-        if self.phase in (Phase.IDLE, Phase.HANDSHAKE):
+        if self.phase in (ConnectionPhase.IDLE, ConnectionPhase.HANDSHAKE):
             self._shut(socket.SHUT_RD)
 
     def _unread(self) -> bool:
@@ -269,12 +272,12 @@ class Transport:
         with memoryview(data) as view:
             while sent < len(data):
                 try:
-                    with self.within(Phase.SENDING, self.shared.limits.send_s):
+                    with self.within(ConnectionPhase.SENDING, self.shared.limits.send_s):
                         await trio.lowlevel.wait_writable(self.fd)
                 except trio.TooSlowError:
                     raise ConnectionAbortedError("the client does not read") from None
                 sent += self._send_now(view[sent:])
-        self.enter(Phase.WORKING)
+        self.enter(ConnectionPhase.WORKING)
 
     def _send_now(self, data: bytes | memoryview) -> int:
         try:
@@ -292,7 +295,7 @@ class Transport:
         self._shut(socket.SHUT_WR)
         with (
             contextlib.suppress(trio.TooSlowError),
-            self.within(Phase.LINGERING, self.shared.limits.linger_s),
+            self.within(ConnectionPhase.LINGERING, self.shared.limits.linger_s),
         ):
             while await self.receive():
                 await trio.lowlevel.checkpoint()

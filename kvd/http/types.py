@@ -90,7 +90,7 @@ class Response:
 
 
 @dataclass(slots=True)
-class Admission:
+class ConcurrencyLimit:
     """Lets so many requests in at a time, until their answers have been sent, and counts the rest.
 
     `text` is for clients that are answered 503.
@@ -127,7 +127,7 @@ class Route:
     handler: Handler
     hot: bool = False
     body_limit: int = DEFAULT_BODY_LIMIT
-    admission: Admission | None = None
+    admission: ConcurrencyLimit | None = None
     deep: bool = False
     any_type: bool = False
     scope: Scope = None  # type: ignore[assignment]

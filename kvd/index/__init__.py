@@ -1,12 +1,12 @@
 """What is indexed for whom: partitions, and who is registered in them.
 
-partitions   `State`: one prefix index for each model and tenant; everything that changes one
-registry     `Registry`: ranks registered by the indexer, the selection service and files
-publishers   `Publishers`: publishers registered with the conductor
-served       which models and tenants are served here, and who serves others
-capacity     how many listeners the two may have together
-dumps        the index as a dump, in both forms
-restore      a dump into the state: all of it, or nothing
-peers        the peers that an operator has named
-metrics      what /metrics says of streams and of the index
+partitions      `State`: one prefix index for each model and tenant; everything that changes one
+registry        `Registry`: ranks registered by the indexer, the selection service and files
+publishers      `Publishers`: publishers registered with the conductor
+served_models   which models and tenants are served here, and who serves others
+capacity        how many listeners the two may have together
+dumps           the index as a dump, in both forms
+restore         a dump into the state: all of it, or nothing
+peers           the peers that an operator has named
+metrics         what /metrics says of streams and of the index
 """

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from kvd.errors import Conflict, NotFound, Unavailable
-from kvd.index.served import EVERYTHING, ServedModels
+from kvd.index.served_models import EVERYTHING, ServedModels
 from kvd.model import MAX_PARTITIONS, InstanceId, PartitionKey, RankKey
 from kvd_core.conductor.conductor import DEFAULT_SEED, Conductor, Source
 from kvd_core.index.chronicle import Chronicle

@@ -28,7 +28,7 @@ from kvd.wire.endpoints import Addresses
 from kvd.wire.envelope import StreamIdentity
 from kvd.wire.event_order import KeptStream
 from kvd.wire.event_stream import EventStream
-from kvd.wire.place import Place
+from kvd.wire.position import StreamPosition
 from kvd.wire.standard_events import KeptPublication, StandardEventStream
 from kvd.wire.stream_link import STALE_AFTER_S
 from kvd_core.conductor.conductor import Source
@@ -246,7 +246,7 @@ class Publishers:
 
     # ---- what another process has left (docs/state.md)
 
-    def heir(self, key: PublisherKey, endpoint: str, place: Place) -> Publisher | None:
+    def heir(self, key: PublisherKey, endpoint: str, place: StreamPosition) -> Publisher | None:
         """Returns who may go on from a place: the same publisher at the same address."""
         found = self.find(key)
         if found is None or found.listener.endpoint != endpoint or not place.expected:
@@ -256,7 +256,7 @@ class Publishers:
     def take_over(
         self,
         publisher: Publisher,
-        place: Place,
+        place: StreamPosition,
         publication: KeptPublication,
         streams: Iterable[KeptStream],
     ) -> None:

@@ -25,7 +25,7 @@ from kvd.wire.curve import check_server_key
 from kvd.wire.egress import EgressPolicy
 from kvd.wire.endpoints import Addresses
 from kvd.wire.event_stream import EventStream
-from kvd.wire.place import Place
+from kvd.wire.position import StreamPosition
 from kvd.wire.stream_link import STALE_AFTER_S, ListenerStatus
 
 # Places remembered for ranks that are not registered now, ~300 bytes each; the one left longest
@@ -39,7 +39,9 @@ LEFT_PAIR_S = 60.0
 # longest ago goes first.
 MAX_LEFT_PAIRS = 16_384
 
-KeptPlace = tuple[str, Place]  # the endpoint of a stream, and how far another process was with it
+KeptPlace = tuple[
+    str, StreamPosition
+]  # the endpoint of a stream, and how far another process was with it
 
 INDEXER = "indexer"  # the face that registers unless another one says so
 

@@ -118,7 +118,7 @@ class Dialer:
             assert place is not None
             try:
                 found = await self._endpoints(*place)
-            except NotFound:
+            except NameNotFound:
                 continue  # a name may be gone while its pod is made anew
             except Unreachable as error:
                 return str(error)
@@ -151,7 +151,7 @@ class Dialer:
                 link.give_up(refusal("ipc" if place is None else place[0]))
 
 
-class NotFound(Unreachable):
+class NameNotFound(Unreachable):
     """A name that has no address now."""
 
 
@@ -167,6 +167,6 @@ async def _look_up(name: str, seconds: float) -> list[str]:
             found = await trio.socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError) as error:
             why = error.strerror if isinstance(error, OSError) else None
-            raise NotFound(f"{name}: {why or error}") from None
+            raise NameNotFound(f"{name}: {why or error}") from None
         return [str(address[0]) for *_, address in found]
-    raise NotFound(f"the lookup of {name} took longer than {seconds:g} s")
+    raise NameNotFound(f"the lookup of {name} took longer than {seconds:g} s")

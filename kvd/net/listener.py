@@ -18,7 +18,7 @@ import trio
 
 from kvd.net.backlog import Backlog
 from kvd.net.dialing import Dialer
-from kvd.net.sessions import Sessions
+from kvd.net.sessions import LinkSessions
 from kvd.net.streamlog import StreamLog
 from kvd.telemetry.logs import get_logger
 from kvd.wire.cursor import Verdict
@@ -62,7 +62,7 @@ async def run_listener(
     backlog = Backlog(listener, space or InboxSpace(), options)
     reader = _Reader(listener, backlog, ready, replayer, turns, lines)
     try:
-        await Sessions(listener, reader, context, options, lines, dialer or Dialer()).run()
+        await LinkSessions(listener, reader, context, options, lines, dialer or Dialer()).run()
     finally:
         backlog.end()
 

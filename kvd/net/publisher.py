@@ -32,7 +32,7 @@ async def open_publisher(
     port: int,
     options: LinkOptions,
     curve: Mapping[int, int | bytes] = NO_CURVE,
-) -> Publisher:
+) -> PubSocket:
     """Returns a publisher on every address that the host's name resolves to; port 0 is any free.
 
     Raises OSError whose text names the address and the reason.
@@ -44,7 +44,7 @@ async def open_publisher(
                 opened.enter_context(_listening(family, address))
                 for family, address in sorted({(family, address) for family, *_, address in found})
             ]
-            publisher = Publisher(context, listening, options, curve)
+            publisher = PubSocket(context, listening, options, curve)
             opened.pop_all()
         return publisher
     except (OSError, zmq.ZMQError) as error:
@@ -53,7 +53,7 @@ async def open_publisher(
         raise OSError(error.errno or errno.EINVAL, why) from None
 
 
-class Publisher:
+class PubSocket:
     """Sends to all that subscribe; its task, `run`, ends the socket."""
 
     def __init__(

@@ -52,7 +52,7 @@ class RecoveryLimits(FetchLimits):
     blocks: int = 64 * 1024 * 1024
 
 
-class Attempt(StrEnum):
+class RecoveryOutcome(StrEnum):
     """How the attempt to take one peer's state ended."""
 
     RECOVERED = "recovered"
@@ -66,7 +66,7 @@ class Attempt(StrEnum):
 class RecoveryStats:
     """What the start's recovery did; plain numbers for metrics."""
 
-    attempts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(Attempt, 0))
+    attempts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(RecoveryOutcome, 0))
     blocks: int = 0
     seconds: float = 0.0
 
@@ -78,7 +78,7 @@ class RecoveryStats:
 class _Passed(Exception):
     """The peer is of no use, without fault."""
 
-    def __init__(self, attempt: Attempt) -> None:
+    def __init__(self, attempt: RecoveryOutcome) -> None:
         super().__init__(attempt)
         self.attempt = attempt
 
@@ -104,7 +104,7 @@ async def recover(
                 state, url, stats, limits or RecoveryLimits(), dialer or Dialer(), token
             )
             stats.attempts[attempt] += 1
-            if attempt is Attempt.RECOVERED:
+            if attempt is RecoveryOutcome.RECOVERED:
                 stats.seconds = trio.current_time() - started
                 log.info("recovered", peer=url, blocks=stats.blocks, seconds=stats.seconds)
                 return url
@@ -120,23 +120,23 @@ async def _attempt(
     limits: RecoveryLimits,
     dialer: Dialer,
     token: bytes,
-) -> Attempt:
+) -> RecoveryOutcome:
     try:
         entries = await _dump_of(url, state, limits, dialer, token)
         planned = await planned_of(state, entries)
         if not planned:
-            raise _Passed(Attempt.EMPTY)
+            raise _Passed(RecoveryOutcome.EMPTY)
     except _Passed as passed:
         log.info("peer_dump_empty", peer=url, why=passed.attempt)
         return passed.attempt
     except FetchError as error:
         log.warning("peer_unreachable", peer=url, error=str(error))
-        return Attempt.UNREACHABLE
+        return RecoveryOutcome.UNREACHABLE
     except (ValueError, KvdError) as error:
         log.warning("peer_dump_refused", peer=url, error=str(error))
-        return Attempt.REFUSED
+        return RecoveryOutcome.REFUSED
     await bring_in(state, planned, stats.note)
-    return Attempt.RECOVERED
+    return RecoveryOutcome.RECOVERED
 
 
 async def _dump_of(
@@ -148,9 +148,9 @@ async def _dump_of(
     def begin(headers: Headers) -> Sink:
         nonlocal reader
         if headers.get(INSTANCE_HEADER) == state.instance_id.encode():
-            raise _Passed(Attempt.SELF)
+            raise _Passed(RecoveryOutcome.SELF)
         if RECOVERING_HEADER in headers:
-            raise _Passed(Attempt.EMPTY)
+            raise _Passed(RecoveryOutcome.EMPTY)
         reader = _reader(headers, limits.blocks, state.max_partitions)
         return reader.feed
 

@@ -8,7 +8,7 @@ What comes faster than it can be applied waits in an inbox with bounds; beyond t
 There is no history and no acknowledgement: who joins late, or was cut off, has missed what was said
 meanwhile. Requests end, so what was missed ends with them: a request that is missing here is freed
 unheard, and one whose end was missed expires. Nor is there an order between two replicas: an end
-that is read before its beginning is noted until that comes (`kvd.wire.early`).
+that is read before its beginning is noted until that comes (`kvd.wire.early_ends`).
 
 Neither end bounds the number of frames a message may have before its last one has come: libzmq
 keeps them all. Replicas are whom an operator names, on a network of their own.
@@ -24,7 +24,7 @@ import trio
 
 from kvd.net.dialing import Dialer
 from kvd.net.link import LinkOptions
-from kvd.net.sessions import Sessions
+from kvd.net.sessions import LinkSessions
 from kvd.net.streamlog import StreamLog
 from kvd.net.supervisor import Supervisor
 from kvd.net.turns import MAX_TAKEN_IN, MAX_TURN_MESSAGES, Turns
@@ -38,7 +38,7 @@ from kvd_core.zmq.drain import Inbox, InboxSpace, fill_frames
 
 if TYPE_CHECKING:
     from kvd.net.link import Link
-    from kvd.net.publisher import Publisher
+    from kvd.net.publisher import PubSocket
     from kvd.net.zsocket import Context
 
 # Frames of a replica's message. A longer one is left where it is, and its socket with it: there may
@@ -67,7 +67,7 @@ class Replication:
         self,
         nursery: trio.Nursery,
         context: Context,
-        publisher: Publisher,
+        publisher: PubSocket,
         apply: Apply,
         counts: ReplicaCounts,
         router_id: int,
@@ -114,7 +114,7 @@ class Replication:
         inbox = Inbox(self._space, self._options.queue_messages, self._options.queue_bytes)
         reader = _Reader(self, replica, inbox, self._apply, self._bind, self._turns, lines)
         topics = (TOPIC,) if self._bind is None else (TOPIC, affinity.TOPIC)
-        sessions = Sessions(
+        sessions = LinkSessions(
             replica, reader, self._context, self._options, lines, self._dialer, topics
         )
         self._tasks.start(replica, sessions.run)

@@ -1,6 +1,6 @@
 """Keeps one subscription for ever, over socket after socket.
 
-Two nested stretches of time, inside whatever task calls `Sessions.run`:
+Two nested stretches of time, inside whatever task calls `LinkSessions.run`:
 
     run            the subscription    socket after socket, with a growing pause between two
       _session     one SUB socket      until libzmq has given it up, or the reader has;
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvd.net.zsocket import Context
 
 
-class Reader(Protocol):
+class LinkReader(Protocol):
     """Takes the messages of a link."""
 
     async def receive(self, link: Link) -> str:
@@ -39,7 +39,7 @@ class Reader(Protocol):
         """Takes what had arrived before the link became useless."""
 
 
-class Sessions:
+class LinkSessions:
     """The sockets of one subscription, one at a time."""
 
     __slots__ = (
@@ -56,7 +56,7 @@ class Sessions:
     def __init__(
         self,
         linked: Linked,
-        reader: Reader,
+        reader: LinkReader,
         context: Context,
         options: LinkOptions,
         log: StreamLog,

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvd.model import PartitionKey
+from kvd.persistence.clocks import ClockTranslation
 from kvd.persistence.frames import Damaged, unpacked
-from kvd.persistence.moments import Translation
 from kvd.selection.affinity import LEASED
 from kvd.selection.requests import Retry, SelectReply
 from kvd.selection.retries import ANSWERED
@@ -29,7 +29,7 @@ from kvd.slots.shared_loads import LEDGER
 from kvd.slots.trackers import SlotTrackers
 from kvd.wire.affinity import Bound, Version
 from kvd.wire.lifecycle import Face, Outcome
-from kvd_core.ledger.journal import ENDED, Booked, Said, Stepped
+from kvd_core.ledger.journal import ENDED, Booked, OtherRecord, Stepped
 
 # Requests, sessions and answers that come back between two checkpoints: about 1 ms.
 SLICE = 32
@@ -43,7 +43,7 @@ Live = tuple[LedgerName, str]  # a ledger and the id of a request there
 
 
 @dataclass(frozen=True, slots=True)
-class Lease:
+class SessionLease:
     """What a session is bound to, and since when its time to live runs."""
 
     at: float
@@ -51,7 +51,7 @@ class Lease:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class KeptAnswer:
     """An answer that is kept for retries, and what was booked with it."""
 
     retry: Retry
@@ -67,9 +67,9 @@ class Bookings:
 
     def __init__(self) -> None:
         self.live: dict[Live, Booking] = {}
-        self.leases: dict[tuple[PartitionKey, str], Lease] = {}  # of sessions
+        self.leases: dict[tuple[PartitionKey, str], SessionLease] = {}  # of sessions
         self.held: dict[str, Bound] = {}  # by reservation: what it keeps bound
-        self.answers: dict[tuple[str | None, str], Answer] = {}
+        self.answers: dict[tuple[str | None, str], KeptAnswer] = {}
         self.told_at: float | None = None  # see kvd.persistence.journal
         # Reservations, and when each was booked by the clock that has told of it last.
         self._reserved: dict[tuple[PartitionKey, str | None], tuple[float, Live]] = {}
@@ -78,7 +78,7 @@ class Bookings:
         self._has_all = False  # some journal so far has begun with all that was booked
         self._is_whole = False  # what was booked when the journal began has all been told
         self._told: set[object] = set()  # by this journal, before it was whole
-        self._translate: Translation | None = None
+        self._translate: ClockTranslation | None = None
         # What the journals before a hole have told, until the one behind it has been whole.
         self._before_hole: dict[str, Any] | None = None
 
@@ -90,7 +90,7 @@ class Bookings:
         """
         return bool(self.live or self.leases or self.answers) and not self._has_all
 
-    def begin(self, instance_id: str, translate: Translation) -> None:
+    def begin(self, instance_id: str, translate: ClockTranslation) -> None:
         """Says that the records of another journal follow, and how their clock is to be read."""
         self.end()
         if instance_id != self._instance_id:
@@ -109,7 +109,7 @@ class Bookings:
         if self._before_hole is not None:
             vars(self).update(self._before_hole)
 
-    def take(self, record: Booked | Stepped | Said) -> None:
+    def take(self, record: Booked | Stepped | OtherRecord) -> None:
         """Takes the next record; raises Damaged on one that means nothing."""
         if isinstance(record, Booked):
             if (name := self._name(record.ledger)) is not None:
@@ -202,7 +202,7 @@ class Bookings:
         session = PartitionKey(*place), session_id
         bound = Bound(*session, worker_id, dp_rank, Version(*version))
         self.leases.pop(session, None)  # the next to end comes first
-        self.leases[session] = Lease(self._at(at), bound)
+        self.leases[session] = SessionLease(self._at(at), bound)
         self._tell(session)
         if reservation_id is not None:
             self.held[reservation_id] = bound
@@ -227,7 +227,7 @@ class Bookings:
             if reserved is not None and reserved[0] == booked_at and reserved[1] in self.live:
                 at = self.live[reserved[1]].booked.admitted_at
         self.answers.pop(retry.name, None)  # the oldest booking comes first
-        self.answers[retry.name] = Answer(retry, answer, of, request_id, at, beside)
+        self.answers[retry.name] = KeptAnswer(retry, answer, of, request_id, at, beside)
         self._tell(retry.name)
 
 

@@ -33,7 +33,7 @@ class InUse(OSError):
     """Another process has the directory."""
 
 
-class Directory:
+class StateDirectory:
     """One state directory, ours until `close`."""
 
     def __init__(self, path: Path) -> None:

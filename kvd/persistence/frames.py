@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import msgpack
 
 from kvd._version import VERSION
-from kvd.persistence.moments import Moments
+from kvd.persistence.clocks import ClockReading
 
 MAGIC = b"KVDSTAT"
 FORMAT = 1  # of the files that are written
@@ -75,7 +75,7 @@ class Header:
 
     content: Content
     instance_id: str  # of the process, see State.instance_id
-    moments: Moments
+    moments: ClockReading
     number: int = 0  # of a journal among those of its directory
     version: str = VERSION
 
@@ -167,7 +167,7 @@ class Reading:
         self.whole = first.end
         members = unpacked(first.content)
         try:
-            moments = Moments(**members.pop("moments"))
+            moments = ClockReading(**members.pop("moments"))
             return Header(Content(members.pop("content")), moments=moments, **members)
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise Damaged(f"its header is not understood: {error}") from None

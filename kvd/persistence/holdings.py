@@ -6,7 +6,7 @@
 
 A publisher is found again by its key and address; what others held is left out, and they are
 replayed from their beginning. Inside a dump it is known by its place among those of its model,
-tenant and block size (kvd_core/conductor/kept.hpp).
+tenant and block size (kvd_core/conductor/kept_holdings.hpp).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from kvd.index.partitions import SizedKey, State
 from kvd.index.publishers import Publisher, PublisherKey, Publishers
 from kvd.persistence.frames import Damaged, packed, unpacked
 from kvd.wire.event_order import KeptStream
-from kvd.wire.place import KeptLosses, Place
+from kvd.wire.position import KeptLosses, StreamPosition
 from kvd.wire.standard_events import KeptPublication
-from kvd_core.conductor.kept import HoldingsDump, HoldingsRestore
+from kvd_core.conductor.kept_holdings import HoldingsDump, HoldingsRestore
 from kvd_core.dump.recovery import BINARY_HEAD, DumpReader, StagedEntry, binary_end, binary_entry
 
 PUBLISHERS = ord("P")  # kind of a frame with places of publishers, SLICE_PUBLISHERS at most
@@ -44,7 +44,7 @@ class KeptPublisher:
 
     key: PublisherKey
     endpoint: str
-    place: Place
+    place: StreamPosition
     publication: KeptPublication
     streams: list[KeptStream] = field(default_factory=list)  # of its events
 
@@ -158,7 +158,7 @@ def _publisher(row: Any) -> KeptPublisher:
     return KeptPublisher(
         PublisherKey(*key),
         endpoint,
-        Place(expected, digests, publisher, kept),
+        StreamPosition(expected, digests, publisher, kept),
         KeptPublication(backends, highest),
     )
 

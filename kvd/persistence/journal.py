@@ -24,9 +24,9 @@ from typing import NoReturn
 import trio
 
 from kvd.persistence.bookings import HOLE, TOLD, WHOLE
-from kvd.persistence.directory import Directory, put, sync_directory
+from kvd.persistence.clocks import ClockReading
+from kvd.persistence.directory import StateDirectory, put, sync_directory
 from kvd.persistence.frames import Content, Header, frame, packed
-from kvd.persistence.moments import Moments
 from kvd.selection.service import Selections
 from kvd.slots.live_requests import LedgerOwner
 from kvd.slots.shared_loads import Ledgers
@@ -53,7 +53,7 @@ RECORDS = ord("R")  # kind of the frames of a journal
 log = get_logger(__name__)
 
 
-class Told:
+class SharedUntil:
     """Up to when the server of the shared state has been told of all that is booked here.
 
     What was booked later, and is known to nobody after a restart, has not ended elsewhere.
@@ -90,7 +90,7 @@ class JournalWriter:
 
     def __init__(
         self,
-        directory: Directory,
+        directory: StateDirectory,
         journal: Journal,
         ledgers: Ledgers,
         slots: SlotTrackers,
@@ -106,7 +106,7 @@ class JournalWriter:
         self._instance_id = instance_id
         self._clock = clock
         self.stats = JournalStats()
-        self.told = Told(journal)
+        self.told = SharedUntil(journal)
         self.error: str | None = None  # why nothing is recorded, None: all is
         self._last = max((number for number, _ in directory.journals()), default=0)
         self._file: int | None = None
@@ -185,7 +185,7 @@ class JournalWriter:
         await self.flush()  # to the one before: it may be needed still
         self._last += 1  # whatever becomes of it, the next one has another name
         number = self._last
-        header = Header(Content.JOURNAL, self._instance_id, Moments.now(self._clock()), number)
+        header = Header(Content.JOURNAL, self._instance_id, ClockReading.now(self._clock()), number)
         try:
             made = await trio.to_thread.run_sync(self._directory.create_journal, header)
         except OSError as error:

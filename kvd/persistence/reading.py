@@ -7,9 +7,9 @@ from pathlib import Path
 import trio
 
 from kvd.persistence.bookings import Bookings
+from kvd.persistence.clocks import ClockReading, ClockTranslation
 from kvd.persistence.frames import Content, CutOff, Damaged, Frame, Reading
 from kvd.persistence.journal import RECORDS
-from kvd.persistence.moments import Moments, Translation
 from kvd.telemetry.logs import get_logger
 from kvd_core.ledger.journal import read
 
@@ -42,7 +42,7 @@ async def bookings_of(paths: list[Path], now: float, *, is_later: bool = False) 
     Of all but the first, if it `is_later`. Raises UnreadJournal.
     """
     bookings = Bookings()
-    present = Moments.now(now)
+    present = ClockReading.now(now)
     for path in paths:
         try:
             await _read_journal(path, bookings, present)
@@ -54,7 +54,7 @@ async def bookings_of(paths: list[Path], now: float, *, is_later: bool = False) 
     return bookings
 
 
-async def _read_journal(path: Path, bookings: Bookings, present: Moments) -> None:
+async def _read_journal(path: Path, bookings: Bookings, present: ClockReading) -> None:
     try:
         reading = await trio.to_thread.run_sync(Reading, path)
     except CutOff:
@@ -62,7 +62,7 @@ async def _read_journal(path: Path, bookings: Bookings, present: Moments) -> Non
     try:
         if reading.header.content is not Content.JOURNAL:
             raise Damaged(f"it holds {reading.header.content}, not a journal")
-        translate = Translation.between(reading.header.moments, present)
+        translate = ClockTranslation.between(reading.header.moments, present)
         bookings.begin(reading.header.instance_id, translate)
         for each in reading.frames(torn=RECORDS):
             _take_records(bookings, each)

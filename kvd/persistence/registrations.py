@@ -21,12 +21,12 @@ from kvd.config.load import Config
 from kvd.errors import KvdError
 from kvd.faces.common.replica_sync import Peer
 from kvd.faces.gateway.engines import CALLS
-from kvd.faces.indexer.routes import Rank
-from kvd.faces.slot_tracker.routes import Worker
+from kvd.faces.indexer.routes import RegisteredRank
+from kvd.faces.slot_tracker.routes import RegisteredWorker
 from kvd.fleet_file.follower import FleetFileFollower, RegistrationTarget
 from kvd.fleet_file.parse import TABLES
 from kvd.fleet_file.rows import OF_TABLE
-from kvd.gateway.names import Wanted
+from kvd.gateway.dns_names import Wanted
 from kvd.gateway.upstreams import Upstreams
 from kvd.index.publishers import EVERY_INSTANCE, Described, Publishers
 from kvd.index.registry import INDEXER, Registry
@@ -127,12 +127,14 @@ class Registrations:
                 size = faces.registry.block_size(each)
                 yield (
                     "indexer",
-                    Rank(each.key, at.endpoint, size, at.replay_endpoint, at.server_key),
+                    RegisteredRank(each.key, at.endpoint, size, at.replay_endpoint, at.server_key),
                 )
         for row in faces.slots.workers(None, None):
             yield (
                 "slot_tracker",
-                Worker(row.key, row.worker_id, row.block_size, row.ranks.start, len(row.ranks)),
+                RegisteredWorker(
+                    row.key, row.worker_id, row.block_size, row.ranks.start, len(row.ranks)
+                ),
             )
         for worker_id, entry in list(faces.selections.workers.entries.items()):
             if worker_id not in self._workers and worker_id not in faces.upstreams.each:

@@ -25,7 +25,7 @@ from kvd.index.registry import KeptPlace, Registry
 from kvd.model import PartitionKey, RankKey
 from kvd.net.recovery import MAX_RANKS
 from kvd.persistence import holdings
-from kvd.persistence.directory import Directory, NewFile
+from kvd.persistence.directory import NewFile, StateDirectory
 from kvd.persistence.frames import (
     Content,
     Damaged,
@@ -37,7 +37,7 @@ from kvd.persistence.frames import (
     unpacked,
 )
 from kvd.persistence.holdings import Holdings, HoldingsReader
-from kvd.wire.place import KeptLosses, Place
+from kvd.wire.position import KeptLosses, StreamPosition
 from kvd_core.dump.recovery import DumpReader, StagedEntry
 
 PLACES = ord("K")  # kind of a frame with places of streams, SLICE_PLACES at most
@@ -68,7 +68,11 @@ class Snapshot:
 
 
 async def write(
-    directory: Directory, header: Header, state: State, registry: Registry, publishers: Publishers
+    directory: StateDirectory,
+    header: Header,
+    state: State,
+    registry: Registry,
+    publishers: Publishers,
 ) -> int:
     """Writes a snapshot and returns its bytes; raises OSError, and the last one stays.
 
@@ -183,6 +187,6 @@ def _places(content: bytes) -> Iterator[tuple[RankKey, KeptPlace]]:
             why, heard, named, lacking, since = losses
             kept = KeptLosses(why, heard, named, [(of, tiers) for of, tiers in lacking], since)
             rank = RankKey(PartitionKey(*key), instance_id, dp_rank)
-            yield rank, (endpoint, Place(expected, digests, publisher, kept))
+            yield rank, (endpoint, StreamPosition(expected, digests, publisher, kept))
     except (TypeError, ValueError) as error:
         raise Damaged(f"its places of streams are not understood: {error}") from None

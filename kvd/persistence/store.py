@@ -31,11 +31,11 @@ from kvd.index.restore import bring_in, planned_of
 from kvd.model import InstanceId, PartitionKey
 from kvd.persistence import snapshot
 from kvd.persistence.bookings import Restored, restore
-from kvd.persistence.directory import Directory
+from kvd.persistence.clocks import ClockReading
+from kvd.persistence.directory import StateDirectory
 from kvd.persistence.frames import Content, Damaged, Header, Reading
 from kvd.persistence.holdings import Restoring
-from kvd.persistence.journal import MAX_WAITING_BYTES, JournalWriter, Told
-from kvd.persistence.moments import Moments
+from kvd.persistence.journal import MAX_WAITING_BYTES, JournalWriter, SharedUntil
 from kvd.persistence.reading import UnreadJournal, bookings_of, frames_of
 from kvd.persistence.registrations import Registrations, register_again
 from kvd.selection.service import Selections
@@ -67,7 +67,7 @@ REFUSED = ".refused"  # ends the name of a file that was put aside
 log = get_logger(__name__)
 
 
-class Outcome(StrEnum):
+class FileOutcome(StrEnum):
     """What became of one of the files at the start."""
 
     NONE = "none"  # it was not there
@@ -79,8 +79,8 @@ class Outcome(StrEnum):
 class StoreStats:
     """What was restored and kept; plain numbers for metrics."""
 
-    outcomes: dict[Content, Outcome] = field(
-        default_factory=lambda: dict.fromkeys(Content, Outcome.NONE)
+    outcomes: dict[Content, FileOutcome] = field(
+        default_factory=lambda: dict.fromkeys(Content, FileOutcome.NONE)
     )
     bookings: Restored = field(default_factory=Restored)
     registrations: int = 0
@@ -94,10 +94,10 @@ class StoreStats:
     index_at: float | None = None  # when it was begun, by the clock of the loop
 
 
-class Store:
+class StateStore:
     """One state directory, from its opening to the end of the process."""
 
-    def __init__(self, directory: Directory, every_s: float) -> None:
+    def __init__(self, directory: StateDirectory, every_s: float) -> None:
         """Writes a snapshot every `every_s` seconds; 0 is only at the end."""
         self.directory = directory
         self.journal = Journal(MAX_WAITING_BYTES)
@@ -113,7 +113,7 @@ class Keeper:
 
     def __init__(
         self,
-        store: Store,
+        store: StateStore,
         state: State,
         registry: Registry,
         publishers: Publishers,
@@ -155,7 +155,7 @@ class Keeper:
         except (OSError, Damaged) as error:
             await self._refuse(Content.REGISTRATIONS, path, error)
             return
-        self.stats.outcomes[Content.REGISTRATIONS] = Outcome.RESTORED
+        self.stats.outcomes[Content.REGISTRATIONS] = FileOutcome.RESTORED
         self.stats.registrations = again.registered
         log.info("registrations_restored", registered=again.registered, failed=again.failed)
 
@@ -174,7 +174,7 @@ class Keeper:
         else:
             self._writer.told.at = bookings.told_at
             if journals:
-                self.stats.outcomes[Content.JOURNAL] = Outcome.RESTORED
+                self.stats.outcomes[Content.JOURNAL] = FileOutcome.RESTORED
                 log.info(
                     "bookings_restored",
                     requests=self.stats.bookings.requests,
@@ -194,10 +194,10 @@ class Keeper:
         except (OSError, Damaged):  # there is none, or `restore_index` says what is wrong with it
             return False
         reading.close()
-        return Moments.now(self._clock()).since(reading.header.moments) < FRESH_S
+        return ClockReading.now(self._clock()).since(reading.header.moments) < FRESH_S
 
     @property
-    def told(self) -> Told:
+    def told(self) -> SharedUntil:
         """Up to when the shared state has been told of what is booked here."""
         return self._writer.told
 
@@ -230,12 +230,12 @@ class Keeper:
         finally:
             self._state.end_recovery()
         self._restored_index.set()  # not where it is given up: then the file stays as it is
-        self.stats.outcomes[Content.INDEX] = Outcome.RESTORED
+        self.stats.outcomes[Content.INDEX] = FileOutcome.RESTORED
         log.info(
             "index_restored",
             blocks=self.stats.blocks,
             streams=len(found.places) + len(found.holdings.publishers),
-            age_s=round(Moments.now(began).since(found.header.moments), 3),
+            age_s=round(ClockReading.now(began).since(found.header.moments), 3),
             seconds=self._clock() - began,
         )
         return True
@@ -245,7 +245,7 @@ class Keeper:
 
     async def _refuse(self, content: Content, path: Path, error: Exception) -> None:
         """Puts a file aside that cannot be believed, so that it is there to be looked at."""
-        self.stats.outcomes[content] = Outcome.REFUSED
+        self.stats.outcomes[content] = FileOutcome.REFUSED
         reason = error.strerror if isinstance(error, OSError) else str(error)
         kept = path.with_name(content + REFUSED)
         try:
@@ -314,7 +314,7 @@ class Keeper:
             log.warning("restored_instances_dropped", instances=dropped)
 
     def _header(self, content: Content) -> Header:
-        return Header(content, self._state.instance_id, Moments.now(self._clock()))
+        return Header(content, self._state.instance_id, ClockReading.now(self._clock()))
 
     def _wrote(self, content: Content) -> None:
         self.stats.written[content] += 1
@@ -377,7 +377,8 @@ class Keeper:
         help = "Number of things restored from the state directory at the start, by kind"
         yield by_label("kvd_state_restored", "gauge", help, "kind", restored)
         refused: dict[str, float] = {
-            content: int(outcome is Outcome.REFUSED) for content, outcome in stats.outcomes.items()
+            content: int(outcome is FileOutcome.REFUSED)
+            for content, outcome in stats.outcomes.items()
         }
         help = "Whether a file of the state directory was refused at the start, by content"
         yield by_label("kvd_state_refused", "gauge", help, "content", refused)

@@ -34,7 +34,7 @@ Event = Stored | Removed
 
 
 @dataclass(slots=True)
-class Lease:
+class CacheLease:
     """The blocks of a running request."""
 
     pinned: list[int]  # by id
@@ -64,7 +64,7 @@ class Cache:
                 return depth
         return len(blocks)
 
-    def lease(self, cached: Sequence[int], others: int, now: float) -> Lease | None:
+    def lease(self, cached: Sequence[int], others: int, now: float) -> CacheLease | None:
         """Pins blocks that are cached and makes room for others; None without enough room."""
         pins, idle = self.pins, self.idle
         free = self.capacity - len(pins) - self.anonymous
@@ -78,9 +78,9 @@ class Cache:
         if free < others:
             self._evict(others - free, now)
         self.anonymous += others
-        return Lease(list(cached), others)
+        return CacheLease(list(cached), others)
 
-    def store(self, lease: Lease, blocks: Sequence[int], now: float) -> None:
+    def store(self, lease: CacheLease, blocks: Sequence[int], now: float) -> None:
         """Names the blocks of a prompt that has been prefilled."""
         pins, idle = self.pins, self.idle
         known = len(lease.pinned)
@@ -97,7 +97,7 @@ class Cache:
         lease.anonymous -= len(new)
         self.anonymous -= len(new)
 
-    def release(self, lease: Lease) -> None:
+    def release(self, lease: CacheLease) -> None:
         """Takes back what a request had; what is named stays cached."""
         pins, idle = self.pins, self.idle
         for block in reversed(lease.pinned):

@@ -16,7 +16,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvd.replay.recording import Recorded, Recording, ReplayError, Request, from_zero, lines_of
+from kvd.replay.recording import (
+    Recorded,
+    RecordedRequest,
+    Recording,
+    ReplayError,
+    from_zero,
+    lines_of,
+)
 from kvd.selection.decisions import CHOICE, END, PREFILL_COMPLETE
 from kvd.selection.phases import PREFILL_SUFFIX
 from kvd.telemetry.rotating import files_of
@@ -50,11 +57,11 @@ class _Life:
         end = None if self.end is None or self.end.get("dropped") else self.end["at"] - at
         return Recorded(self.choice["cached_tokens"], first, end)
 
-    def request(self, number: int) -> Request:
+    def request(self, number: int) -> RecordedRequest:
         choice = self.choice
         packed = b64decode(choice["hashes"], validate=True)
         blocks = array("Q", packed)[: choice["prompt_tokens"] // choice["hashed_tokens"]]
-        return Request(
+        return RecordedRequest(
             f"r{number}",
             float(choice["at"]),
             choice["prompt_tokens"],

@@ -18,8 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import inf
 
-from kvd.replay.cache import Cache, Lease
-from kvd.replay.recording import Request
+from kvd.replay.cache import Cache, CacheLease
+from kvd.replay.recording import RecordedRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +48,13 @@ class Speed:
 class Job:
     """A request on its engine."""
 
-    request: Request
+    request: RecordedRequest
     prefill_starts_s: float = inf
     first_token_s: float = inf
     done_s: float = inf
     hit_tokens: int = 0
     to_prefill: float = 0.0
-    lease: Lease | None = None
+    lease: CacheLease | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -80,7 +80,7 @@ class Engine:
         """Returns how many requests wait or run."""
         return len(self.waiting) + (self.prefilling is not None) + len(self.decoding)
 
-    def submit(self, request: Request, now: float) -> Job:
+    def submit(self, request: RecordedRequest, now: float) -> Job:
         self._advance(now)
         job = Job(request)
         self.waiting.append(job)

@@ -7,8 +7,8 @@ from dataclasses import astuple, dataclass
 from math import ceil, nan
 from statistics import fmean
 
-from kvd.replay.recording import Recorded, ReplayError, Request
-from kvd.replay.simulation import Outcome
+from kvd.replay.recording import Recorded, RecordedRequest, ReplayError
+from kvd.replay.simulation import ReplayOutcome
 
 LONG_PROMPT = 32_768  # tokens from which prompts of a replay have a figure of their own
 
@@ -29,7 +29,7 @@ class Figures:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class FigureRow:
     """How a figure is named and shown."""
 
     name: str  # of the member of Figures
@@ -39,19 +39,21 @@ class Row:
 
 
 ROWS = (
-    Row("cached", "cached", ".1%", more_is_better=True),
-    Row("ttft_mean", "TTFT mean, s", ".2f"),
-    Row("ttft_p50", "TTFT p50, s", ".2f"),
-    Row("ttft_p90", "TTFT p90, s", ".2f"),
-    Row("ttft_p99", "TTFT p99, s", ".2f"),
-    Row("ttft_p90_long", "TTFT p90 of ≥ 32k, s", ".2f"),
-    Row("token_interval", "per token, s", ".4f"),
-    Row("whole", "request, s", ".2f"),
-    Row("prefilled", "prefilled, max / mean", ".2f"),
+    FigureRow("cached", "cached", ".1%", more_is_better=True),
+    FigureRow("ttft_mean", "TTFT mean, s", ".2f"),
+    FigureRow("ttft_p50", "TTFT p50, s", ".2f"),
+    FigureRow("ttft_p90", "TTFT p90, s", ".2f"),
+    FigureRow("ttft_p99", "TTFT p99, s", ".2f"),
+    FigureRow("ttft_p90_long", "TTFT p90 of ≥ 32k, s", ".2f"),
+    FigureRow("token_interval", "per token, s", ".4f"),
+    FigureRow("whole", "request, s", ".2f"),
+    FigureRow("prefilled", "prefilled, max / mean", ".2f"),
 )
 
 
-def measure(outcome: Outcome, counts: Callable[[Request], bool] = lambda request: True) -> Figures:
+def measure(
+    outcome: ReplayOutcome, counts: Callable[[RecordedRequest], bool] = lambda request: True
+) -> Figures:
     """Returns the figures of the requests that count."""
     jobs = [job for job in outcome.jobs if counts(job.request)]
     if not jobs:
@@ -74,7 +76,7 @@ def measure(outcome: Outcome, counts: Callable[[Request], bool] = lambda request
     )
 
 
-def measure_recorded(requests: Sequence[Request], recorded: Sequence[Recorded]) -> Figures:
+def measure_recorded(requests: Sequence[RecordedRequest], recorded: Sequence[Recorded]) -> Figures:
     """Returns what was really seen, of a decision log: cached tokens are those foreseen."""
     known = [each.first_token_s if each.first_token_s is not None else nan for each in recorded]
     intervals = [
@@ -93,7 +95,7 @@ def measure_recorded(requests: Sequence[Request], recorded: Sequence[Recorded]) 
 
 
 def _figures(
-    requests: Sequence[Request],
+    requests: Sequence[RecordedRequest],
     cached: Sequence[int],
     first: Sequence[float],
     intervals: Sequence[float],

@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from kvd.replay.recording import Recording, ReplayError, Request, from_zero, rows
+from kvd.replay.recording import RecordedRequest, Recording, ReplayError, from_zero, rows
 
 BLOCK_SIZE = 512  # tokens of a block of Mooncake's traces
 SPREAD_S = 3.0  # that a timestamp of Mooncake's traces stands for, and its requests came within
@@ -34,12 +34,12 @@ def read(path: Path, limit: int | None) -> Recording:
     return Recording(from_zero(requests), BLOCK_SIZE, SPREAD_S)
 
 
-def _request(number: int, row: Mapping[str, Any]) -> Request:
+def _request(number: int, row: Mapping[str, Any]) -> RecordedRequest:
     tokens = row["input_length"]
     full = tuple(mixed(block) for block in row["hash_ids"][: tokens // BLOCK_SIZE])
     hashes = array("Q", full).tobytes()
     at = row["timestamp"] / 1000
-    return Request(f"r{number}", at, tokens, row["output_length"], full, hashes)
+    return RecordedRequest(f"r{number}", at, tokens, row["output_length"], full, hashes)
 
 
 def mixed(number: int) -> int:

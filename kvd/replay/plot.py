@@ -10,7 +10,7 @@ from dataclasses import asdict
 from html import escape
 from math import isnan
 
-from kvd.replay.figures import ROWS, Figures, Row, means
+from kvd.replay.figures import ROWS, FigureRow, Figures, means
 from kvd.replay.table import Rounds
 
 COLUMNS, PANEL_WIDTH, VALUE_WIDTH, MARGIN = 3, 300, 52, 16  # panels a line; pixels
@@ -59,11 +59,11 @@ def document(width: float, height: float, parts: Sequence[str]) -> str:
     )
 
 
-def _values(rounds: Rounds, row: Row) -> list[float]:
+def _values(rounds: Rounds, row: FigureRow) -> list[float]:
     return [asdict(means(figures))[row.name] for figures in rounds.values()]
 
 
-def _panel(rounds: Rounds, row: Row, x: float, y: float) -> str:
+def _panel(rounds: Rounds, row: FigureRow, x: float, y: float) -> str:
     better = "more is better" if row.more_is_better else "less is better"
     parts = [text(x, y, f"{row.title} ({better})", "title")]
     names = 12 + 7 * max(map(len, rounds))
@@ -90,7 +90,7 @@ def _panel(rounds: Rounds, row: Row, x: float, y: float) -> str:
     return "\n".join(parts)
 
 
-def _named(figures: Figures, row: Row) -> float:
+def _named(figures: Figures, row: FigureRow) -> float:
     value: float = asdict(figures)[row.name]
     return value
 

@@ -17,7 +17,7 @@ class ReplayError(Exception):
     """Nothing can be replayed as it was asked for; the text says why."""
 
 
-class Request(NamedTuple):
+class RecordedRequest(NamedTuple):
     name: str
     arrival_s: float
     input_tokens: int
@@ -38,7 +38,7 @@ class Recorded(NamedTuple):
 class Recording:
     """What a file holds."""
 
-    requests: Sequence[Request]  # by arrival, the first at 0
+    requests: Sequence[RecordedRequest]  # by arrival, the first at 0
     block_size: int  # tokens
     spread_s: float  # how exact arrivals are
     engines: int | None = None  # candidates of the largest choice, where choices are recorded
@@ -80,13 +80,13 @@ def _row(path: Path, number: int, line: str) -> dict[str, Any]:
     return row
 
 
-def from_zero(requests: Sequence[Request]) -> list[Request]:
+def from_zero(requests: Sequence[RecordedRequest]) -> list[RecordedRequest]:
     """Returns requests as many seconds earlier as make the first arrive at 0."""
     begin = requests[0].arrival_s if requests else 0.0
     return [request._replace(arrival_s=request.arrival_s - begin) for request in requests]
 
 
-def reusable_share(requests: Sequence[Request], block_size: int) -> float:
+def reusable_share(requests: Sequence[RecordedRequest], block_size: int) -> float:
     """Returns the share of prompt tokens that one cache without bounds would have had."""
     seen: set[int] = set()
     hits = 0

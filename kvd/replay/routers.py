@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from kvd.replay.cache import Event, Stored
 from kvd.replay.policies import Chooser
-from kvd.replay.recording import ReplayError, Request
-from kvd.replay.simulation import Fleet, Router
+from kvd.replay.recording import RecordedRequest, ReplayError
+from kvd.replay.simulation import Router, SimulatedFleet
 from kvd_core.index.prefix_index import IngestCounters, PrefixIndex
 from kvd_core.ledger.ledger import ADDED, Ledger
 from kvd_core.selector.selector import Candidate, Pool
@@ -35,7 +35,7 @@ class Routing:
     delay_s: tuple[float, float] = (0.0, 0.0)  # of KV events, drawn from this range
     joins_s: float | None = None  # from when the last engine can be chosen
 
-    def router(self, fleet: Fleet, seed: int) -> Router:
+    def router(self, fleet: SimulatedFleet, seed: int) -> Router:
         """Returns a router for a fleet; `seed` decides among equals, and what else is drawn.
 
         Raises ReplayError.
@@ -59,7 +59,7 @@ class CoreRouter:
     """Routes as kvd does with these settings, in any of its modes; nothing is held in a queue."""
 
     def __init__(
-        self, fleet: Fleet, settings: Settings, seed: int, joins_s: float | None = None
+        self, fleet: SimulatedFleet, settings: Settings, seed: int, joins_s: float | None = None
     ) -> None:
         self.settings = settings
         self.index = PrefixIndex(fleet.block_size, IngestCounters())
@@ -84,7 +84,7 @@ class CoreRouter:
         else:
             self._workers[engine].drop(0, event.blocks)
 
-    def route(self, request: Request, held: Held, now: float) -> int:
+    def route(self, request: RecordedRequest, held: Held, now: float) -> int:
         self._look(request)
         joined = self._joins_s is None or now >= self._joins_s
         eligible = None if joined else self._before
@@ -92,28 +92,28 @@ class CoreRouter:
         self._book(request, chosen, now)
         return chosen
 
-    def mirror(self, request: Request, chosen: int, now: float) -> None:
+    def mirror(self, request: RecordedRequest, chosen: int, now: float) -> None:
         """Books what another router has chosen."""
         self._look(request)
         self._book(request, chosen, now)
 
-    def judge(self, request: Request, chosen: int, now: float) -> bool:
+    def judge(self, request: RecordedRequest, chosen: int, now: float) -> bool:
         """Does the same, and says whether nothing costs less."""
         self._look(request)
         costs = [row.cost for row in self.pool.explain(self.settings)]
         self._book(request, chosen, now)
         return costs[chosen] == min(costs)
 
-    def prefill_complete(self, request: Request) -> None:
+    def prefill_complete(self, request: RecordedRequest) -> None:
         self.ledger.prefill_complete(request.name)
 
-    def finished(self, request: Request) -> None:
+    def finished(self, request: RecordedRequest) -> None:
         self.ledger.free(request.name)
 
-    def _look(self, request: Request) -> None:
+    def _look(self, request: RecordedRequest) -> None:
         self.pool.look(request.hashes, request.hashes, request.input_tokens)
 
-    def _book(self, request: Request, chosen: int, now: float) -> None:
+    def _book(self, request: RecordedRequest, chosen: int, now: float) -> None:
         tokens = self.pool.effective_prefill_tokens(chosen, self.settings)
         if self.pool.book(request.name, chosen, tokens, now) != ADDED:
             raise ValueError(f"{request.name} cannot be booked")
@@ -132,7 +132,7 @@ class Several:
         for router in self._routers:
             router.hear(engine, event, now)
 
-    def route(self, request: Request, held: Held, now: float) -> int:
+    def route(self, request: RecordedRequest, held: Held, now: float) -> int:
         asked = self._random.choice(self._routers)
         chosen = asked.route(request, held, now)
         if not self._synced:
@@ -143,16 +143,16 @@ class Several:
                 router.mirror(request, chosen, now)
         return chosen
 
-    def prefill_complete(self, request: Request) -> None:
+    def prefill_complete(self, request: RecordedRequest) -> None:
         for router in self._those_of(request):
             router.prefill_complete(request)
 
-    def finished(self, request: Request) -> None:
+    def finished(self, request: RecordedRequest) -> None:
         for router in self._those_of(request):
             router.finished(request)
         self._asked.pop(request.name, None)
 
-    def _those_of(self, request: Request) -> Sequence[CoreRouter]:
+    def _those_of(self, request: RecordedRequest) -> Sequence[CoreRouter]:
         return self._routers if self._synced else [self._asked[request.name]]
 
 
@@ -180,15 +180,15 @@ class Delayed:
             due_s = max(due_s, waiting[-1].due_s)
         waiting.append(_Late(due_s, event, now))
 
-    def route(self, request: Request, held: Held, now: float) -> int:
+    def route(self, request: RecordedRequest, held: Held, now: float) -> int:
         for engine, waiting in enumerate(self._late):
             while waiting and waiting[0].due_s <= now:
                 late = waiting.popleft()
                 self._router.hear(engine, late.event, late.told_s)
         return self._router.route(request, held, now)
 
-    def prefill_complete(self, request: Request) -> None:
+    def prefill_complete(self, request: RecordedRequest) -> None:
         self._router.prefill_complete(request)
 
-    def finished(self, request: Request) -> None:
+    def finished(self, request: RecordedRequest) -> None:
         self._router.finished(request)

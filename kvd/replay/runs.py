@@ -13,7 +13,7 @@ from typing import Protocol
 from kvd.replay.figures import Figures, measure
 from kvd.replay.recording import ReplayError
 from kvd.replay.routers import Routing
-from kvd.replay.simulation import Fleet, replay
+from kvd.replay.simulation import SimulatedFleet, replay
 from kvd.replay.traffic import Traffic
 
 POLLED_S = 0.1  # pause between two looks at how far the processes of `kvd replay` are
@@ -33,7 +33,7 @@ class Case:
     """One replay of a policy; those of one seed have the same requests, whatever the policy."""
 
     traffic: Traffic
-    fleet: Fleet
+    fleet: SimulatedFleet
     routing: Routing
     seed: int
 

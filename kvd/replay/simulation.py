@@ -10,7 +10,7 @@ from typing import Protocol
 
 from kvd.replay.cache import Cache, Event
 from kvd.replay.engine import Engine, Job, Speed
-from kvd.replay.recording import Request
+from kvd.replay.recording import RecordedRequest
 
 REPORTED = 100  # requests of a replay between two reports of its progress
 
@@ -21,17 +21,17 @@ class Router(Protocol):
     def hear(self, engine: int, event: Event, now: float) -> None:
         """Takes a KV event of an engine."""
 
-    def route(self, request: Request, held: Callable[[], list[int]], now: float) -> int:
+    def route(self, request: RecordedRequest, held: Callable[[], list[int]], now: float) -> int:
         """Chooses an engine and books the request there; `held` returns the truth of all caches."""
         ...
 
-    def prefill_complete(self, request: Request) -> None: ...
+    def prefill_complete(self, request: RecordedRequest) -> None: ...
 
-    def finished(self, request: Request) -> None: ...
+    def finished(self, request: RecordedRequest) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
+class SimulatedFleet:
     """The engines that are simulated."""
 
     engines: int = 8
@@ -42,7 +42,7 @@ class Fleet:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ReplayOutcome:
     """What became of all requests."""
 
     jobs: list[Job]  # in order of arrival
@@ -51,11 +51,11 @@ class Outcome:
 
 
 def replay(
-    requests: Sequence[Request],
-    fleet: Fleet,
+    requests: Sequence[RecordedRequest],
+    fleet: SimulatedFleet,
     router: Router,
     report: Callable[[int], None] = lambda served: None,
-) -> Outcome:
+) -> ReplayOutcome:
     """Returns when every request has been served; `report` is told how many more have come.
 
     O(requests x (blocks of a prompt + engines)), some 0.1 ms a request.
@@ -91,8 +91,8 @@ def replay(
             report(REPORTED)
     work_until(inf)
     report(len(requests) % REPORTED)
-    return Outcome(jobs, placed, engines)
+    return ReplayOutcome(jobs, placed, engines)
 
 
-def _held(engines: Sequence[Engine], request: Request) -> list[int]:
+def _held(engines: Sequence[Engine], request: RecordedRequest) -> list[int]:
     return [engine.cache.held(request.blocks) for engine in engines]

@@ -19,7 +19,7 @@ from random import Random
 
 from kvd.replay import decision_log, mooncake
 from kvd.replay.mooncake import mixed
-from kvd.replay.recording import Recording, ReplayError, Request, Windows, rows
+from kvd.replay.recording import RecordedRequest, Recording, ReplayError, Windows, rows
 from kvd.telemetry.rotating import files_of
 
 
@@ -37,12 +37,12 @@ class Traffic:
     output_scale: float = 1.0
     unique_prompts: bool = False  # no prompt shares anything with another
 
-    def requests(self, seed: int) -> list[Request]:
+    def requests(self, seed: int) -> list[RecordedRequest]:
         """Returns the requests of one round; rounds differ in arrivals that are not exact."""
         held = _spread(self.recording(), self.spread_s, Random(seed))
         return [self._changed(number, request) for number, request in enumerate(held)]
 
-    def counts(self, request: Request) -> bool:
+    def counts(self, request: RecordedRequest) -> bool:
         """Says whether a request is of the windows that count."""
         if self.windows is Windows.ALL:
             return True
@@ -52,7 +52,7 @@ class Traffic:
     def recording(self) -> Recording:
         return read(self.path, self.limit, self.model)
 
-    def _changed(self, number: int, request: Request) -> Request:
+    def _changed(self, number: int, request: RecordedRequest) -> RecordedRequest:
         request = request._replace(
             arrival_s=request.arrival_s / self.speed_up,
             output_tokens=max(1, round(request.output_tokens * self.output_scale)),
@@ -78,7 +78,9 @@ def read(path: Path, limit: int | None = None, model: str | None = None) -> Reco
     return mooncake.read(path, limit)
 
 
-def _spread(recording: Recording, given_s: float | None, random: Random) -> Iterator[Request]:
+def _spread(
+    recording: Recording, given_s: float | None, random: Random
+) -> Iterator[RecordedRequest]:
     """Yields requests by arrival, each moved by chance towards the next other arrival.
 
     So equal arrivals come in any order, and nobody overtakes who came before.

@@ -21,9 +21,9 @@ from kvd.http.listeners import split_host_port
 from kvd.net.curve import KeyPair, ZapAuthenticator
 from kvd.net.dialing import Dialer
 from kvd.net.link import NO_CURVE
-from kvd.net.publisher import Publisher, open_publisher
+from kvd.net.publisher import PubSocket, open_publisher
 from kvd.net.replication import Replication
-from kvd.replica_sync.aside import Aside
+from kvd.replica_sync.deduplication import Deduplicator
 from kvd.replica_sync.replicas import Replicas, apply_once
 from kvd.selection.service import Selections
 from kvd.slots.trackers import SlotTrackers
@@ -54,7 +54,7 @@ class ReplicaSync:
         self._keys = keys
         self._space = space
         self._counts = ReplicaCounts()
-        self._publisher: Publisher | None = None
+        self._publisher: PubSocket | None = None
         self._authenticator: ZapAuthenticator | None = None
 
     async def open(self, context: Context) -> None:
@@ -75,7 +75,7 @@ class ReplicaSync:
             raise AddressError(str(error.strerror)) from None
         self._check_open(self._publisher)
 
-    def _check_open(self, publisher: Publisher) -> None:
+    def _check_open(self, publisher: PubSocket) -> None:
         """Raises StartError if strangers could hear of requests, and nobody has said they may."""
         if self._config.allow_unauthenticated or self._authenticator is not None:
             return
@@ -94,12 +94,12 @@ class ReplicaSync:
         context: Context,
         slots: SlotTrackers,
         selections: Selections,
-        aside: Aside | None = None,
+        deduplicator: Deduplicator | None = None,
     ) -> Replicas:
         """Returns the replicas, those of the settings registered; without a port there are none.
 
         Where state is shared by another way, too, it is not told there what replicas tell here:
-        that is `aside`.
+        that is `deduplicator`.
         """
         sync = self._config.replica_sync
         if sync is None or self._publisher is None:
@@ -111,7 +111,7 @@ class ReplicaSync:
         def take(event: Lifecycle) -> Outcome:
             return apply_once(event, trio.current_time(), faces)
 
-        apply = take if aside is None else partial(aside.apply, apply=take)
+        apply = take if deduplicator is None else partial(deduplicator.apply, apply=take)
 
         affinity = selections.affinity
         links = Replication(

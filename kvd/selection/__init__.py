@@ -16,7 +16,7 @@ atomic step: between choosing a rank and booking it nothing is awaited.
 
     service                    `Selections`: the parts above, wired; what daemon and face use
     scheduler, queue           choices, at once or later; selections that wait
-    at_once                    the usual selection, and the usual steps of a reservation, without
+    immediate                  the usual selection, and the usual steps of a reservation, without
                                scheduler and observers; compiled
     weighing                   how a rank would be chosen: terms of its cost, by what, by chance
     requests, phases           a `SelectRequest` and what comes of it; prefill and decode apart
@@ -31,7 +31,8 @@ atomic step: between choosing a rank and booking it nothing is awaited.
     options, tuning            settings; what operators change at run time
     policies                   costs by name, each a row of weights
     decisions                  the decision log: a line a booked choice, without prompts
-    speeds, fitting, regret    how fast ranks are, learned from their requests; the line through
-                               those, compiled; what was expected of choices, and what came
+    speeds, regression         how fast ranks are, learned from their requests; the line through
+                               those, compiled
+    regret                     what was expected of choices, and what came of them
     readiness, stats           is it worth asking; what has become of every selection
 """

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from kvd.errors import Invalid, KvdError, Unavailable
 from kvd.index.registry import Registry
-from kvd.index.served import ServedModels
+from kvd.index.served_models import ServedModels
 from kvd.model import PartitionKey, RankKey
 from kvd.selection.candidates import Fleet
 from kvd.selection.options import RouterOptions
-from kvd.selection.worker_record import Lifecycle, WorkerRecord
+from kvd.selection.worker_record import WorkerLifecycle, WorkerRecord
 from kvd.wire.curve import check_server_key
 from kvd.wire.endpoints import Addresses, is_endpoint
 from kvd_core.ledger import ledger
@@ -22,7 +22,7 @@ MAX_WORKERS = 65_536  # worker records of the selection service
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class CatalogEntry:
     """A worker of the catalog."""
 
     record: WorkerRecord
@@ -30,8 +30,8 @@ class Entry:
     blocked: bool = False  # by others: nothing is wrong with it alone
 
     @property
-    def lifecycle(self) -> Lifecycle:
-        return Lifecycle.INCOMPLETE if self.reasons else Lifecycle.SCHEDULABLE
+    def lifecycle(self) -> WorkerLifecycle:
+        return WorkerLifecycle.INCOMPLETE if self.reasons else WorkerLifecycle.SCHEDULABLE
 
 
 class Admission:
@@ -39,7 +39,7 @@ class Admission:
 
     def __init__(
         self,
-        entries: Mapping[int, Entry],
+        entries: Mapping[int, CatalogEntry],
         fleets: Mapping[PartitionKey, Fleet],
         registry: Registry,
         options: RouterOptions,
@@ -70,7 +70,7 @@ class Admission:
         """Raises Misdirected for a worker of a model that another kvd serves."""
         self._served.check(record.key)
 
-    def judged(self, record: WorkerRecord) -> Entry:
+    def judged(self, record: WorkerRecord) -> CatalogEntry:
         """Returns the entry that a record would be."""
         fleet = self._fleets.get(record.key)
         others = () if fleet is None else fleet.workers.values()
@@ -78,12 +78,12 @@ class Admission:
         uses_events = self._options.uses_kv_events
         reasons = record.reasons(beside, uses_events=uses_events)
         if reasons:
-            return Entry(record, reasons, not record.reasons(None, uses_events=uses_events))
+            return CatalogEntry(record, reasons, not record.reasons(None, uses_events=uses_events))
         try:
             self._check_join([record], {record.worker_id})
         except KvdError as error:
-            return Entry(record, [str(error)], blocked=True)
-        return Entry(record, [])
+            return CatalogEntry(record, [str(error)], blocked=True)
+        return CatalogEntry(record, [])
 
     def _check_join(self, records: list[WorkerRecord], leaving: set[int]) -> None:
         """Raises what `_join` would for workers of one fleet, once what these have has gone.

@@ -15,7 +15,7 @@ from kvd.selection.options import RouterOptions
 from kvd.selection.phases import Phase, serves
 from kvd.selection.queue import SelectionQueue
 from kvd.selection.requests import Constraints, QueuedRequest, Ranks
-from kvd.selection.stats import Outcome, Unserved
+from kvd.selection.stats import SelectionOutcome, Unserved
 from kvd.selection.worker_record import WorkerRecord
 from kvd_core.index.predictions import Predictions
 from kvd_core.ledger.ledger import Ledger
@@ -258,7 +258,7 @@ def schedulable(fleets: Mapping[PartitionKey, Fleet], key: PartitionKey) -> Flee
     fleet = fleets.get(key)
     if fleet is None or not fleet.workers:
         failure = Unserved(
-            Outcome.NO_WORKERS,
+            SelectionOutcome.NO_WORKERS,
             f"no schedulable workers for model={key.model_name} tenant_id={key.tenant_id}",
         )
         raise failure.about(key)

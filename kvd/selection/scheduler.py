@@ -32,8 +32,16 @@ from kvd.selection.requests import (
 from kvd.selection.reservations import Reservations
 from kvd.selection.serving import opening
 from kvd.selection.speeds import Speeds
-from kvd.selection.stats import SLO_OUTCOMES, Outcome, Tally, Unserved
-from kvd.selection.weighing import Attempt, Basis, Weighed, WeighedRank, basis_of, cost_of, terms
+from kvd.selection.stats import SLO_OUTCOMES, SelectionOutcome, SelectionStats, Unserved
+from kvd.selection.weighing import (
+    Basis,
+    ChoiceAttempt,
+    Weighed,
+    WeighedRank,
+    basis_of,
+    cost_of,
+    terms,
+)
 from kvd.wire.event_stream import StreamHealth
 from kvd_core.base.draws import Draws
 from kvd_core.selector import selector
@@ -71,7 +79,7 @@ class Scheduler:
         reservations: Reservations,
         draws: Draws,
         clock: Callable[[], float],
-        tally: Tally,
+        tally: SelectionStats,
         max_waiting: int,
         registry: Registry,
         speeds: Speeds,
@@ -135,7 +143,7 @@ class Scheduler:
                 await held.done.wait()
         except trio.Cancelled:
             if held.answer is None:
-                self._tally.ended(held.ask, Outcome.LEFT)
+                self._tally.ended(held.ask, SelectionOutcome.LEFT)
             self.take_back(held)  # it may have been served since
             raise
         finally:
@@ -147,8 +155,8 @@ class Scheduler:
                 fleet.ledger.loads.on_eased(None)
             self.held -= 1
         if held.answer is None:
-            self._tally.ended(held.ask, Outcome.TIMED_OUT)
-            raise Unserved(Outcome.TIMED_OUT, "all workers are busy", retry_after_s=1)
+            self._tally.ended(held.ask, SelectionOutcome.TIMED_OUT)
+            raise Unserved(SelectionOutcome.TIMED_OUT, "all workers are busy", retry_after_s=1)
         if isinstance(held.answer, KvdError):
             raise held.answer
         return held.answer
@@ -160,10 +168,10 @@ class Scheduler:
 
     def _hold(self, fleet: Fleet, pool: Pool, ask: SelectRequest) -> QueuedRequest:
         if self._stopping:
-            raise Unserved(Outcome.STOPPING, _STOPPING)
+            raise Unserved(SelectionOutcome.STOPPING, _STOPPING)
         if self.held >= min(self._options.max_held, self._max_waiting):
             text = f"{self.held} selections are waiting already, which is the limit"
-            raise Unserved(Outcome.QUEUE_FULL, text, retry_after_s=1)
+            raise Unserved(SelectionOutcome.QUEUE_FULL, text, retry_after_s=1)
         held = QueuedRequest(ask, pool.hold(), pool.block_size)
         least = pool.least_prefill_tokens(ask.settings, None)
         urgency = Urgency(ask.strict_priority, ask.priority_jump, least)
@@ -176,7 +184,7 @@ class Scheduler:
     def _again(self, ask: SelectRequest) -> SelectReply | None:
         again = self._reservations.retries.find(ask.retry)
         if again is not None:
-            self._tally.ended(ask, Outcome.REPEATED)
+            self._tally.ended(ask, SelectionOutcome.REPEATED)
         return again
 
     def _serve_one(self, fleet: Fleet, ask: SelectRequest) -> SelectReply | None:
@@ -249,10 +257,10 @@ class Scheduler:
             return None
         if chosen == selector.NONE:
             if fleet.lacks(eligible):
-                raise Unserved(Outcome.NOT_ELIGIBLE, _GONE[phase], retry_after_s=1)
-            raise Unserved(Outcome.NOT_ELIGIBLE, _NOBODY[phase])
+                raise Unserved(SelectionOutcome.NOT_ELIGIBLE, _GONE[phase], retry_after_s=1)
+            raise Unserved(SelectionOutcome.NOT_ELIGIBLE, _NOBODY[phase])
         if chosen == selector.OVERLOADED:
-            raise Unserved(Outcome.OVERLOADED, _OVERLOADED[phase], retry_after_s=1)
+            raise Unserved(SelectionOutcome.OVERLOADED, _OVERLOADED[phase], retry_after_s=1)
         return Choice(chosen, ranks, settings, phase, pool.best(settings, eligible))
 
     def _ranks(
@@ -276,17 +284,19 @@ class Scheduler:
         phase: Phase | None,
         settings: Settings,
         ranks: Ranks,
-    ) -> Iterator[Attempt]:
+    ) -> Iterator[ChoiceAttempt]:
         """Yields by what a rank is chosen: what the request would like best, then all others."""
         _, eligible, factors = ranks
         if phase is not Phase.PREFILL:  # a session is where its requests decode
             bound = self._bound(fleet, ask, settings, ranks)
             if bound is not None:
-                yield Attempt(Basis.SESSION, settings.replace(queue_threshold=None), bound, None)
+                yield ChoiceAttempt(
+                    Basis.SESSION, settings.replace(queue_threshold=None), bound, None
+                )
         affinity = None if phase is Phase.PREFILL and ask.phase is Phase.BOTH else ask.affinity
         if affinity is not None and (wanted := fleet.targets(affinity, eligible)):
-            yield Attempt(Basis.AFFINITY, settings, wanted, None)
-        yield Attempt(basis_of(settings), settings, eligible, factors)
+            yield ChoiceAttempt(Basis.AFFINITY, settings, wanted, None)
+        yield ChoiceAttempt(basis_of(settings), settings, eligible, factors)
 
     def weigh(self, ask: SelectRequest, look: Look) -> list[Weighed]:
         """Says how a rank would be chosen for each phase of a request now; nothing is chosen.
@@ -442,7 +452,7 @@ class Scheduler:
             if held.again is None and held.block_size != fleet.pool.block_size:
                 assert held.waiting is not None
                 fleet.queue.remove(held.waiting)
-                error = Unserved(Outcome.NOT_ELIGIBLE, _OTHER_SIZE, retry_after_s=1)
+                error = Unserved(SelectionOutcome.NOT_ELIGIBLE, _OTHER_SIZE, retry_after_s=1)
                 self._tally.failed(held.ask, error)
                 held.resolve(error)
 
@@ -451,9 +461,9 @@ class Scheduler:
         ask = held.ask
         try:
             if self._stopping:
-                raise Unserved(Outcome.STOPPING, _STOPPING)
+                raise Unserved(SelectionOutcome.STOPPING, _STOPPING)
             if not fleet.workers:
-                raise Unserved(Outcome.NO_WORKERS, "no schedulable workers are available")
+                raise Unserved(SelectionOutcome.NO_WORKERS, "no schedulable workers are available")
             if (answered := self._again(ask)) is None:  # both have waited
                 self._check_new(ask)
                 if self._all_busy(fleet, ask):

@@ -17,7 +17,7 @@ from kvd.selection.regret import Regret
 from kvd.selection.reservations import Reservations
 from kvd.selection.scheduler import Scheduler
 from kvd.selection.speeds import Speeds
-from kvd.selection.stats import Tally
+from kvd.selection.stats import SelectionStats
 from kvd.selection.streams import Streams
 from kvd.selection.tuning import Tuning
 from kvd.selection.workers import Workers
@@ -76,7 +76,7 @@ class Selections:
         self.speeds = Speeds(self.fleets, clock, self.regret, self.reservations.sample)
         self.reservations.moments.subscribe(self.speeds.observe)
         self._adjusted_at = clock()
-        self.tally = Tally()
+        self.tally = SelectionStats()
         self.counts = self.tally.counts
         self.scheduler = Scheduler(
             self.fleets,

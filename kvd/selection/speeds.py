@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 from kvd.model import PartitionKey
 from kvd.selection.candidates import Fleet
-from kvd.selection.fitting import fit
+from kvd.selection.regression import fit
 from kvd.selection.regret import Rank, Regret
 from kvd.slots.live_requests import Moment
 from kvd.wire.lifecycle import Step

@@ -16,7 +16,7 @@ from kvd_core.selector.choice_counts import ChoiceCounts
 from kvd_core.selector.selector import Pool
 
 
-class Outcome(IntEnum):
+class SelectionOutcome(IntEnum):
     """How a selection can end."""
 
     SERVED = 0  # as the core has it
@@ -41,7 +41,9 @@ POSITIONS = {phase: position for position, phase in enumerate(PHASES)}
 class Unserved(Unavailable):
     """A refused selection; the reason is counted."""
 
-    def __init__(self, outcome: Outcome, text: str, retry_after_s: int | None = None) -> None:
+    def __init__(
+        self, outcome: SelectionOutcome, text: str, retry_after_s: int | None = None
+    ) -> None:
         super().__init__(text, retry_after_s)
         self.outcome = outcome
 
@@ -50,7 +52,7 @@ class Unserved(Unavailable):
 SLO_OUTCOMES = {True: "met", False: "missed", None: "unknown"}
 
 
-class Tally:
+class SelectionStats:
     """Counts the selections of a service."""
 
     def __init__(self) -> None:
@@ -70,18 +72,18 @@ class Tally:
     def held(self, ask: SelectRequest) -> None:
         self.counts.hold(ask.settings, POSITIONS[ask.phase])
 
-    def ended(self, ask: SelectRequest, outcome: Outcome) -> None:
+    def ended(self, ask: SelectRequest, outcome: SelectionOutcome) -> None:
         self.counts.end(ask.settings, POSITIONS[ask.phase], outcome)
 
     def failed(self, ask: SelectRequest, error: KvdError) -> None:
         self.ended(ask, _outcome_of(error))
 
 
-def _outcome_of(error: KvdError) -> Outcome:
+def _outcome_of(error: KvdError) -> SelectionOutcome:
     if isinstance(error, Unserved):
         return error.outcome
     if isinstance(error, Conflict):
-        return Outcome.CONFLICT
+        return SelectionOutcome.CONFLICT
     if isinstance(error, Unavailable):  # only the ledger says so
-        return Outcome.NO_ROOM
-    return Outcome.INVALID
+        return SelectionOutcome.NO_ROOM
+    return SelectionOutcome.INVALID

@@ -22,7 +22,7 @@ class Basis(StrEnum):
     CHANCE = "chance"
 
 
-class Attempt(NamedTuple):
+class ChoiceAttempt(NamedTuple):
     """What one try to choose goes by; masks and factors are those of `Pool.choose`."""
 
     basis: Basis

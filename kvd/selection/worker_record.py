@@ -48,7 +48,7 @@ SHOWN_AS_GIVEN = (
 OURS = ("curve_server_key", "without_kv_events", "prefill_tokens_per_s", "decode_step_ms")
 
 
-class Lifecycle(StrEnum):
+class WorkerLifecycle(StrEnum):
     """Whether a worker may be selected."""
 
     INCOMPLETE = "incomplete"  # something is missing or contradicts its fleet
@@ -157,7 +157,7 @@ class WorkerRecord:
             except BadRequest as error:
                 yield str(error)
 
-    def shown(self, lifecycle: Lifecycle, reasons: list[str]) -> dict[str, Any]:
+    def shown(self, lifecycle: WorkerLifecycle, reasons: list[str]) -> dict[str, Any]:
         """Returns the record as clients read it."""
         row: dict[str, Any] = {
             "worker_id": self.worker_id,

@@ -23,14 +23,14 @@ from kvd.errors import Conflict, KvdError, NotFound
 from kvd.index.partitions import Partition, State
 from kvd.index.registry import Registry
 from kvd.model import PartitionKey, RankKey
-from kvd.selection.admission import OWNER, Admission, Entry
+from kvd.selection.admission import OWNER, Admission, CatalogEntry
 from kvd.selection.candidates import Fleet
 from kvd.selection.options import RouterOptions
 from kvd.selection.reservations import Reservations
 from kvd.selection.speeds import Speeds
 from kvd.selection.streams import Streams
 from kvd.selection.tuning import Tuning
-from kvd.selection.worker_record import Lifecycle, WorkerRecord
+from kvd.selection.worker_record import WorkerLifecycle, WorkerRecord
 from kvd.wire.endpoints import Addresses
 from kvd.wire.event_stream import EventStream
 
@@ -54,7 +54,7 @@ class Workers:
         on_change: Callable[[], None],
     ) -> None:
         """Calls `on_change` after every change, when waiting selections may have got a rank."""
-        self.entries: dict[int, Entry] = {}
+        self.entries: dict[int, CatalogEntry] = {}
         self._fleets = fleets
         self._state = state
         self._registry = registry
@@ -71,7 +71,7 @@ class Workers:
         self._due: deque[int] = deque()  # of these, those to be judged again
         registry.departures.subscribe(self._obstacle_gone)
 
-    async def put(self, record: WorkerRecord, *, new: bool = False) -> Entry:
+    async def put(self, record: WorkerRecord, *, new: bool = False) -> CatalogEntry:
         """Replaces the record of a worker; with `new` a known one is a Conflict.
 
         Raises Conflict if a schedulable one would not be any more, BadRequest on an address that
@@ -94,7 +94,9 @@ class Workers:
             self._changed()
             return entry
 
-    async def patch(self, worker_id: int, change: Callable[[WorkerRecord], WorkerRecord]) -> Entry:
+    async def patch(
+        self, worker_id: int, change: Callable[[WorkerRecord], WorkerRecord]
+    ) -> CatalogEntry:
         """Changes the record of a worker, which may become incomplete.
 
         Raises NotFound, and BadRequest as `put` does.
@@ -108,7 +110,7 @@ class Workers:
             self._changed()
             return entry
 
-    async def delete(self, worker_id: int) -> Entry:
+    async def delete(self, worker_id: int) -> CatalogEntry:
         """Removes a worker with its bookings and blocks; returns its last entry."""
         async with self._changing:
             known = self._entry(worker_id)
@@ -116,7 +118,7 @@ class Workers:
             self._changed()
             return known
 
-    async def put_all(self, key: PartitionKey, records: list[WorkerRecord]) -> list[Entry]:
+    async def put_all(self, key: PartitionKey, records: list[WorkerRecord]) -> list[CatalogEntry]:
         """Replaces all workers of a model and tenant by these, which must be schedulable.
 
         Those that stay serve all the while, unless the block size changes. Raises Invalid, what
@@ -138,7 +140,7 @@ class Workers:
                 for entry in old:
                     await self._replace(entry, None)
             entries = [
-                await self._replace(self.entries.get(record.worker_id), Entry(record, []))
+                await self._replace(self.entries.get(record.worker_id), CatalogEntry(record, []))
                 for record in records
             ]
             for entry in old:
@@ -180,11 +182,11 @@ class Workers:
                     joined = True
                 except KvdError as error:  # a bound of the state: nothing of it has been registered
                     self._leave(entry.record, None)
-                    entry = Entry(entry.record, [str(error)], blocked=True)
+                    entry = CatalogEntry(entry.record, [str(error)], blocked=True)
             self._enter(entry)
         return joined
 
-    def _enter(self, entry: Entry) -> None:
+    def _enter(self, entry: CatalogEntry) -> None:
         worker_id = entry.record.worker_id
         self.entries[worker_id] = entry
         if entry.blocked:
@@ -192,11 +194,11 @@ class Workers:
         else:
             self._blocked.discard(worker_id)
 
-    def absent(self, entry: Entry) -> dict[int, str]:
+    def absent(self, entry: CatalogEntry) -> dict[int, str]:
         """Returns what is wrong with the event connections of a worker, by dp rank."""
         return self._streams.reasons(entry.record.key, entry.record.worker_id)
 
-    def listeners(self, entry: Entry) -> dict[int, EventStream]:
+    def listeners(self, entry: CatalogEntry) -> dict[int, EventStream]:
         """Returns the event streams of a worker, by dp rank."""
         record = entry.record
         found = {
@@ -205,11 +207,11 @@ class Workers:
         }
         return {dp_rank: each for dp_rank, each in found.items() if each is not None}
 
-    def partition(self, entry: Entry) -> Partition | None:
+    def partition(self, entry: CatalogEntry) -> Partition | None:
         """Returns what is indexed of the worker's model and tenant, None if nothing is."""
         return self._state.partitions.get(entry.record.key)
 
-    def lifecycle(self, entry: Entry) -> Lifecycle:
+    def lifecycle(self, entry: CatalogEntry) -> WorkerLifecycle:
         """Returns the lifecycle of a worker: unschedulable once all its engines have gone."""
         fleet = self._fleets.get(entry.record.key)
         if not entry.reasons and fleet is not None and fleet.absent:
@@ -217,10 +219,10 @@ class Workers:
                 fleet.absent.get((entry.record.worker_id, each)) for each in entry.record.ranks
             )
             if all(each is not None and not each.reachable for each in absent):
-                return Lifecycle.UNSCHEDULABLE
+                return WorkerLifecycle.UNSCHEDULABLE
         return entry.lifecycle
 
-    def listed(self, model_name: str | None, tenant_id: str | None) -> list[Entry]:
+    def listed(self, model_name: str | None, tenant_id: str | None) -> list[CatalogEntry]:
         """Returns the workers of a model and tenant, None for any, sorted."""
         found = [
             entry
@@ -230,13 +232,13 @@ class Workers:
         ]
         return sorted(found, key=lambda entry: (entry.record.key, entry.record.worker_id))
 
-    def _entry(self, worker_id: int) -> Entry:
+    def _entry(self, worker_id: int) -> CatalogEntry:
         entry = self.entries.get(worker_id)
         if entry is None:
             raise NotFound(f"worker {worker_id} not found")
         return entry
 
-    async def _replace(self, old: Entry | None, new: Entry | None) -> Entry:
+    async def _replace(self, old: CatalogEntry | None, new: CatalogEntry | None) -> CatalogEntry:
         """Replaces a worker in its fleet; ranks that stay as they are keep their bookings.
 
         That is one step, after the listeners that it has no more have ended. Those that wait are
@@ -255,7 +257,7 @@ class Workers:
                 except KvdError as error:  # another face was faster
                     await self._fall_silent(after, None)
                     self._leave(after, None)
-                    new = Entry(after, [str(error)], blocked=True)
+                    new = CatalogEntry(after, [str(error)], blocked=True)
         if new is not None:
             self._enter(new)
         elif old is not None:

@@ -45,7 +45,7 @@ Write = Callable[[Awaitable[Any]], Awaitable[bool]]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class CatalogRow:
     """A registration, or that it has been removed."""
 
     table: str
@@ -58,7 +58,7 @@ class Row:
         return content
 
     @classmethod
-    def read(cls, content: bytes) -> Row | None:
+    def read(cls, content: bytes) -> CatalogRow | None:
         """Returns a row, None in a form of another version; raises Unreadable."""
         with understanding("a registration"):
             form, table, members, mark, gone_at = unpacked(content)
@@ -66,7 +66,7 @@ class Row:
                 return None
             return cls(str(table), str(members), str(mark), moment_of(gone_at))
 
-    def is_like(self, other: Row | None) -> bool:
+    def is_like(self, other: CatalogRow | None) -> bool:
         """Says whether two say the same, whenever they have said it."""
         return other is not None and (self.members, self.mark) == (other.members, other.mark)
 
@@ -91,7 +91,7 @@ class Catalog:
         self.counts = CatalogCounts()
         self._registrations = registrations
         self._targets = targets
-        self._agreed: dict[Field, Row] = {}
+        self._agreed: dict[Field, CatalogRow] = {}
         self._failed: set[Field] = set()  # rows of others that cannot be registered here
         self._restored: set[Field] = set()  # what a state directory has brought, until agreed
         self._unread: set[Field] = set()  # what the catalog has in a form that is not read here
@@ -121,25 +121,25 @@ class Catalog:
             self._changes = changes
         self._restored.clear()
 
-    async def _here(self) -> dict[Field, Row]:
+    async def _here(self) -> dict[Field, CatalogRow]:
         """Returns what clients have registered here; others run meanwhile."""
-        found: dict[Field, Row] = {}
+        found: dict[Field, CatalogRow] = {}
         for number, (table, wanted, members, mark) in enumerate(self._registrations.rows(), 1):
             if table != "replica":
-                row = Row(table, json.dumps(members, sort_keys=True), mark, 0.0)
+                row = CatalogRow(table, json.dumps(members, sort_keys=True), mark, 0.0)
                 found[_field(table, wanted)] = row
             if number % SLICE == 0:
                 await trio.lowlevel.checkpoint()
         return found
 
-    async def _there(self, client: Client, keys: Keys) -> dict[Field, Row]:
-        found: dict[Field, Row] = {}
+    async def _there(self, client: Client, keys: Keys) -> dict[Field, CatalogRow]:
+        found: dict[Field, CatalogRow] = {}
         self._unread.clear()
         contents = await client.hgetall(keys.catalog)
         for number, (name, content) in enumerate(contents.items(), 1):
             field = name.decode("utf-8", "replace") if isinstance(name, bytes) else name
             try:
-                row = Row.read(content)
+                row = CatalogRow.read(content)
             except Unreadable:
                 self.counts.unreadable += 1
                 row = None
@@ -151,7 +151,7 @@ class Catalog:
                 await trio.lowlevel.checkpoint()
         return found
 
-    async def _take(self, there: dict[Field, Row]) -> None:
+    async def _take(self, there: dict[Field, CatalogRow]) -> None:
         """Does here what others have changed since the last look."""
         here = await self._here()
         for number, (field, row) in enumerate(there.items(), 1):
@@ -174,7 +174,7 @@ class Catalog:
                 del self._agreed[field]
             self._changes = None  # what is here is to be written again
 
-    async def _do(self, field: Field, mine: Row | None, row: Row) -> None:
+    async def _do(self, field: Field, mine: CatalogRow | None, row: CatalogRow) -> None:
         self._agreed[field] = row
         self._failed.discard(field)
         target = self._targets.get(row.table)
@@ -211,13 +211,13 @@ class Catalog:
         """
         here = await self._here()
         now = await time_of(client, keys)
-        changed: dict[Field, Row] = {}
+        changed: dict[Field, CatalogRow] = {}
         for field, row in here.items():
             if not row.is_like(self._agreed.get(field)):
                 changed[field] = row
         for field, row in list(self._agreed.items()):
             if row.members and field not in here and field not in self._failed:
-                changed[field] = Row(row.table, "", "", now)
+                changed[field] = CatalogRow(row.table, "", "", now)
             elif not row.members and row.gone_at < now - GONE_S:
                 del self._agreed[field]
                 await client.hdel(keys.catalog, [field])

@@ -108,7 +108,7 @@ def moment_of(value: Any) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class StreamEntry:
     """Steps of one writer, one after the other."""
 
     writer: str
@@ -143,7 +143,7 @@ class Ask:
         return {"v": FORM, "w": writer, "ask": self.of}
 
 
-def read_entry(fields: Mapping[Any, Any]) -> Entry | Ask | None:
+def read_entry(fields: Mapping[Any, Any]) -> StreamEntry | Ask | None:
     """Returns what an entry says, None for a form of another version; raises Unreadable."""
     with understanding("an entry of the stream"):
         if int(fields[b"v"]) != FORM:
@@ -152,7 +152,7 @@ def read_entry(fields: Mapping[Any, Any]) -> Entry | Ask | None:
             return Ask(fields[b"ask"].decode())
         if len(fields[b"r"]) > MAX_ENTRY_BYTES:
             raise Unreadable(f"an entry is longer than {MAX_ENTRY_BYTES} bytes")
-        return Entry(
+        return StreamEntry(
             fields[b"w"].decode(),
             number_of(fields[b"n"]),
             number_of(fields[b"m"]),

@@ -32,16 +32,16 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from kvd.model import PartitionKey
-from kvd.replica_sync.aside import Aside
+from kvd.replica_sync.deduplication import Deduplicator
 from kvd.selection.affinity import Affinity
 from kvd.shared_state.entries import (
     BEGINNING,
     ENTRY_BYTES,
     Dot,
-    Entry,
     LedgerName,
     Piece,
     Position,
+    StreamEntry,
     ViewHead,
 )
 from kvd.slots.live_requests import LiveRequests
@@ -49,7 +49,16 @@ from kvd.slots.rebooking import Booking, book_again
 from kvd.wire import affinity as sessions
 from kvd.wire.affinity import Bound
 from kvd.wire.lifecycle import Face, Outcome, Step
-from kvd_core.ledger.journal import ENDED, OUTPUT, PREFILLED, Booked, Journal, Said, Stepped, read
+from kvd_core.ledger.journal import (
+    ENDED,
+    OUTPUT,
+    PREFILLED,
+    Booked,
+    Journal,
+    OtherRecord,
+    Stepped,
+    read,
+)
 
 BOUND = ord("G")  # kind of a record of a session: the payload of `kvd.wire.affinity`
 
@@ -108,21 +117,21 @@ class Known:
     also: Dot | None  # another one that it has elsewhere: it was restored there, or claimed
     seen: Seen
     face: Face | None  # where it is booked here; None: it waits for a rank
-    waiting: Waiting | None = None
+    waiting: RequestWithoutRank | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class ForeignStep:
     """One step of another writer."""
 
     dot: Dot  # its own
-    record: Booked | Stepped | Said
+    record: Booked | Stepped | OtherRecord
     of: Dot | None  # of the request that it is a step of
     position: Position  # in the stream
 
 
 @dataclass(slots=True)
-class Waiting:
+class RequestWithoutRank:
     """A request that has no rank here yet."""
 
     block_size: int
@@ -152,13 +161,13 @@ class Mirror:
         faces: Faces,
         affinity: Affinity | None,
         journal: Journal,
-        aside: Aside,
+        deduplicator: Deduplicator,
         serves: Callable[[PartitionKey], bool],
         clock: Callable[[], float],
     ) -> None:
         """`journal` is where the faces record; it is paused while steps of others are taken.
 
-        What is `aside` is not this process's to tell of.
+        What is `deduplicator` is not this process's to tell of.
         """
         self.writer = writer
         self.own = 0  # number of the last step of this process
@@ -175,9 +184,9 @@ class Mirror:
         self._journal = journal
         self._serves = serves
         self._clock = clock
-        self._aside = aside
+        self._deduplicator = deduplicator
         self._restored: set[Name] = set()  # of which nobody has told yet
-        self._early: dict[Dot | Name, list[tuple[float, Told]]] = {}
+        self._early: dict[Dot | Name, list[tuple[float, ForeignStep]]] = {}
         self._held = 0  # steps in there
 
     # ---- what happens here
@@ -197,11 +206,11 @@ class Mirror:
         found = self._find(name)
         if found is None:
             dot = Dot(self.writer, self.own)
-            self._hold(name, Told(dot, step, None, BEGINNING))
+            self._hold(name, ForeignStep(dot, step, None, BEGINNING))
             return None
         known = self.requests[found]
         if step.kind == ENDED:
-            self._aside.note_end(*name[1:])
+            self._deduplicator.note_end(*name[1:])
             self._forget(found)
         return known.dot
 
@@ -247,7 +256,9 @@ class Mirror:
                     for booked in list(read(scratch.take())):
                         assert isinstance(booked, Booked)
                         name = Name(kind, owner.key, booked.request_id)
-                        is_known = self._find(name) is not None or name[1:] in self._aside.requests
+                        is_known = (
+                            self._find(name) is not None or name[1:] in self._deduplicator.requests
+                        )
                         if booked.admitted_at < before and not is_known:
                             yield name, face
                     yield None
@@ -269,11 +280,11 @@ class Mirror:
         for of in old:
             self._held -= len(self._early.pop(of))
         faces = self._faces
-        for number, (key, request_id) in enumerate(list(self._aside.requests), 1):
+        for number, (key, request_id) in enumerate(list(self._deduplicator.requests), 1):
             if number % SLICE == 0:
                 yield
             if not any(self._is_booked(face, Name(face, key, request_id)) for face in faces):
-                self._aside.requests.discard((key, request_id))
+                self._deduplicator.requests.discard((key, request_id))
 
     def _lives(self, name: Name, known: Known, now: float) -> bool:
         if known.waiting is None:
@@ -287,7 +298,7 @@ class Mirror:
 
     # ---- what the stream says
 
-    def take(self, entry: Entry, position: Position, age_s: float) -> Iterator[None]:
+    def take(self, entry: StreamEntry, position: Position, age_s: float) -> Iterator[None]:
         """Takes an entry of the stream that came `age_s` ago; rests at every yield.
 
         Raises ValueError on what are no records; what came before is taken none the less.
@@ -308,7 +319,7 @@ class Mirror:
             of = next(dots, None) if isinstance(record, Stepped) else None
             if number <= have:
                 continue
-            told = Told(Dot(entry.writer, number), record, of, position)
+            told = ForeignStep(Dot(entry.writer, number), record, of, position)
             self._quietly(self._take, entry.ledgers, told, later)
             self.hear(entry.writer, number)
             self.counts.steps += 1
@@ -334,9 +345,9 @@ class Mirror:
             self.counts.gaps += 1
         self.behind[writer] = max(self.behind.get(writer, 0), number)
 
-    def _take(self, ledgers: Mapping[int, LedgerName], told: Told, later: float) -> None:
+    def _take(self, ledgers: Mapping[int, LedgerName], told: ForeignStep, later: float) -> None:
         record = told.record
-        if isinstance(record, Said):
+        if isinstance(record, OtherRecord):
             if record.kind == BOUND:
                 self._bind(record.content)
             return
@@ -353,7 +364,7 @@ class Mirror:
         else:
             self._take_step(name, told, record)
 
-    def _take_step(self, name: Name, told: Told, step: Stepped) -> None:
+    def _take_step(self, name: Name, told: ForeignStep, step: Stepped) -> None:
         found = self._find(name)
         known = None if found is None else self.requests[found]
         is_it = known is not None and told.of in (None, known.dot, known.also)
@@ -365,7 +376,7 @@ class Mirror:
         elif told.of.number > self.numbers.get(told.of.writer, 0) and told.of.writer != self.writer:
             self._hold(told.of, told)
 
-    def _hold(self, of: Dot | Name, told: Told) -> None:
+    def _hold(self, of: Dot | Name, told: ForeignStep) -> None:
         """Keeps a step of a request of which its writer was not heard yet."""
         self._early.setdefault(of, []).append((self._clock(), told))
         self._held += 1
@@ -423,7 +434,7 @@ class Mirror:
             self.counts.left_out += 1
             del self.requests[name]
             return True
-        known.waiting = Waiting(block_size, booking, at)
+        known.waiting = RequestWithoutRank(block_size, booking, at)
         self.waiting[name] = known
         return True
 
@@ -469,7 +480,7 @@ class Mirror:
                 face.ledger_of(name.key).output_block(name.request_id, step.fraction)
 
     def _end(self, name: Name) -> None:
-        self._aside.note_end(*name[1:])
+        self._deduplicator.note_end(*name[1:])
         known = self.requests[name]
         if known.face is not None:
             self._faces[known.face].mirror_step(name.key, name.request_id, Step.FREE, self._clock())
@@ -524,7 +535,7 @@ class Merge:
         later = mirror._clock() - piece.clock - age_s
         dots = iter(piece.dots)
         for number, record in enumerate(read(piece.records), 1):
-            if isinstance(record, Said):
+            if isinstance(record, OtherRecord):
                 if record.kind == BOUND:
                     mirror._quietly(mirror._bind, record.content)
             elif isinstance(record, Booked):

@@ -16,11 +16,11 @@ from __future__ import annotations
 from collections import deque
 
 from kvd.model import PartitionKey
-from kvd.shared_state.entries import ENTRY_BYTES, Dot, Entry, LedgerName, unpacked
+from kvd.shared_state.entries import ENTRY_BYTES, Dot, LedgerName, StreamEntry, unpacked
 from kvd.shared_state.mirror import Faces, Mirror
 from kvd.slots.shared_loads import LEDGER, Ledgers
 from kvd.wire.lifecycle import Face
-from kvd_core.ledger.journal import Booked, Journal, Said, pieces, read
+from kvd_core.ledger.journal import Booked, Journal, OtherRecord, pieces, read
 
 # Records that wait for the server: those of 20 s at 100 bookings a second of 1,000 blocks.
 MAX_WAITING_BYTES = 16 * 1024 * 1024
@@ -30,7 +30,7 @@ class Outbox:
     """The entries that are to be written, and the journal before them."""
 
     def __init__(self, journal: Journal, mirror: Mirror, ledgers: Ledgers, faces: Faces) -> None:
-        self.entries: deque[Entry] = deque()  # the first is written first
+        self.entries: deque[StreamEntry] = deque()  # the first is written first
         self.holes = 0  # times that steps were lost for the stream
         self._size = 0  # bytes of the entries
         self._journal = journal
@@ -87,7 +87,7 @@ class Outbox:
         dots: list[Dot | None] = []
         for record in read(records):
             mirror.own += 1
-            if isinstance(record, Said):
+            if isinstance(record, OtherRecord):
                 if record.kind == LEDGER:
                     self._introduce(record.content)
                 continue
@@ -102,7 +102,7 @@ class Outbox:
                 continue
             dots.append(mirror.stepped_here(name, record))
         self._size += len(records)
-        self.entries.append(Entry(mirror.writer, first, mirror.own, now, used, dots, records))
+        self.entries.append(StreamEntry(mirror.writer, first, mirror.own, now, used, dots, records))
 
     def _introduce(self, content: bytes) -> None:
         number, face, model_name, tenant_id, block_size = unpacked(content)

@@ -17,16 +17,16 @@ from typing import Any, NoReturn
 
 import trio
 
-from kvd.index.served import Place, ServedModels
-from kvd.persistence.journal import Told
-from kvd.replica_sync.aside import Aside
+from kvd.index.served_models import ServedKey, ServedModels
+from kvd.persistence.journal import SharedUntil
+from kvd.replica_sync.deduplication import Deduplicator
 from kvd.selection.service import Selections
 from kvd.shared_state.catalog import Catalog, CatalogCounts
 from kvd.shared_state.keys import Keys
 from kvd.shared_state.mirror import BOUND, Faces, Mirror
 from kvd.shared_state.outbox import Outbox
 from kvd.shared_state.server import ServerError, connected
-from kvd.shared_state.session import FLUSH_S, Session, Standing
+from kvd.shared_state.session import FLUSH_S, KnownFleet, Session
 from kvd.shared_state.views import Views
 from kvd.slots.shared_loads import Ledgers
 from kvd.slots.trackers import SlotTrackers
@@ -52,12 +52,12 @@ class SharedState:
         server: StateServer,
         journal: Journal,
         ledgers: Ledgers,
-        aside: Aside,
+        deduplicator: Deduplicator,
         slots: SlotTrackers,
         selections: Selections,
         served: ServedModels,
         catalog: Catalog,
-        told: Told,
+        told: SharedUntil,
     ) -> None:
         """`journal` is where the ledgers record, for this alone; it is paused until `prepare`.
 
@@ -73,13 +73,13 @@ class SharedState:
         self._catalog = catalog
         affinity = selections.affinity
         self._mirror = Mirror(
-            writer, faces, affinity, journal, aside, served.serves, trio.current_time
+            writer, faces, affinity, journal, deduplicator, served.serves, trio.current_time
         )
         self._outbox = Outbox(journal, self._mirror, ledgers, faces)
         content = faces, affinity, served.listed, self._at_rest
         self._views = Views(self._mirror, self._outbox, *content)
         self._told = told
-        self._standing = Standing()
+        self._standing = KnownFleet()
         self._stopping = trio.Event()
         self._ended = trio.Event()
         self._joined = trio.Event()  # what others had is in here
@@ -181,7 +181,7 @@ class SharedState:
         members = self._standing.members.values()
         return sorted(each.address for each in members if each.address is not None)
 
-    def owner(self, place: Place) -> str | None:
+    def owner(self, place: ServedKey) -> str | None:
         """Returns where a model and tenant are served by another process."""
         for member in self._standing.members.values():
             if member.address is not None and (

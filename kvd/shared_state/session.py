@@ -25,8 +25,8 @@ from kvd.shared_state.catalog import Catalog
 from kvd.shared_state.entries import (
     BEGINNING,
     Ask,
-    Entry,
     Position,
+    StreamEntry,
     Unreadable,
     last_of,
     read_entry,
@@ -74,7 +74,7 @@ class SessionCounts:
 
 
 @dataclass(slots=True)
-class Standing:
+class KnownFleet:
     """What is known of the fleet from one session to the next."""
 
     members: dict[str, Member] = field(default_factory=dict)
@@ -102,7 +102,7 @@ class Session:
         views: Views,
         catalog: Catalog,
         at_rest: trio.Lock,
-        standing: Standing,
+        standing: KnownFleet,
         note_told: Callable[[float], None],
         name: str,
         address: str | None,
@@ -331,7 +331,7 @@ class Session:
             log.warning("shared_state_unreadable", reason=str(error))
         self._has_said_unreadable = True
 
-    async def _apply(self, entry: Entry, position: Position) -> None:
+    async def _apply(self, entry: StreamEntry, position: Position) -> None:
         async with self._at_rest:
             self._outbox.drain(trio.current_time())
             for _ in self._mirror.take(entry, position, self._age_s(position)):
@@ -418,7 +418,7 @@ class Session:
                 position = Position.of(each.identifier)
                 try:
                     entry = read_entry(each.field_values)
-                    if isinstance(entry, Entry):
+                    if isinstance(entry, StreamEntry):
                         await self._apply(entry, position)
                 except ValueError:  # counted when it was read first
                     continue

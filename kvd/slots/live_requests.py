@@ -26,7 +26,7 @@ from functools import partial
 from typing import ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 from kvd.model import Observers, PartitionKey
-from kvd.wire.early import EarlySteps
+from kvd.wire.early_ends import EarlySteps
 from kvd.wire.lifecycle import Face, Lifecycle, Outcome, Step
 from kvd_core.base.sampling import Sample
 from kvd_core.ledger import ledger

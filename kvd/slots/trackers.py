@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvd.errors import BadRequest, Conflict, Invalid, NotFound, Unavailable
-from kvd.index.served import EVERYTHING, ServedModels
+from kvd.index.served_models import EVERYTHING, ServedModels
 from kvd.model import MAX_PARTITIONS, PartitionKey
 from kvd.slots.live_requests import LiveRequests, ease
 from kvd.slots.shared_loads import Ledgers

@@ -71,14 +71,14 @@ class Log:
 
     def always(self, event: str, /, **fields: object) -> None:
         """Writes a line of level info whatever the level is: for what has a switch of its own."""
-        _handler.put(Entry("info", self._logger.name, event, fields, time.time()))
+        _handler.put(LogEntry("info", self._logger.name, event, fields, time.time()))
 
 
 def get_logger(name: str) -> Log:
     return Log(name)
 
 
-class Entry(NamedTuple):
+class LogEntry(NamedTuple):
     """What a line says, and the traceback behind it."""
 
     level: str
@@ -96,7 +96,7 @@ class Style:
     form: str = "logfmt"
     journal: bool = False
 
-    def line(self, entry: Entry) -> str:
+    def line(self, entry: LogEntry) -> str:
         """Returns a line with its end; only a traceback in logfmt adds further ones."""
         level, logger, event, fields, seconds, traceback = entry
         members: dict[str, object] = {} if self.journal else {"ts": _utc(seconds)}
@@ -128,10 +128,10 @@ class LineHandler(logging.Handler):
         info = record.exc_info
         traceback = logging.Formatter().formatException(info) if info else ""
         level, fields = record.levelname.lower(), getattr(record, "fields", {})
-        said = Entry(level, record.name, _message(record), fields, record.created, traceback)
+        said = LogEntry(level, record.name, _message(record), fields, record.created, traceback)
         self.put(said)
 
-    def put(self, entry: Entry) -> None:
+    def put(self, entry: LogEntry) -> None:
         self.writer.write(self.style.line(entry).encode(errors="backslashreplace"))
 
     def close(self) -> None:
@@ -139,7 +139,7 @@ class LineHandler(logging.Handler):
         super().close()
 
     def _notice(self, count: int) -> bytes:
-        entry = Entry("warning", __name__, "lines_dropped", {"lines": count}, time.time())
+        entry = LogEntry("warning", __name__, "lines_dropped", {"lines": count}, time.time())
         return self.style.line(entry).encode()
 
 

@@ -6,10 +6,10 @@ engine_identity              is the engine the same as before: states, publisher
 applied_batches              what was applied, and what is missing for good
 catch_up                     the batch held back, and what a replay brings before it
 cursor, losses, counts       is a batch missing; what is lost for good; counters
-place                        how far a stream was followed, for the process that goes on with it
+position                     how far a stream was followed, for the process that goes on with it
 kv_events, standard_events   events of publishers; what those of the KV Events standard mean
 envelope, event_order        whose an event is; which one comes next
-replay, replica, lifecycle, affinity, early, dump
+replay, replica, lifecycle, affinity, early_ends, dump
                              the messages of replays, replicas and dumps
 egress, endpoints, urls, hosts, curve, state_address
                              where kvd may connect to; addresses, URLs and keys as texts

@@ -23,7 +23,7 @@ from kvd.model import PartitionKey
 from kvd.wire.fields import (
     U32_MAX,
     U64_MAX,
-    Refusal,
+    FieldFault,
     Refused,
     payload_of,
     tenant_of,
@@ -82,7 +82,7 @@ def decode(frames: list[bytes]) -> Bound | Refused:
     """Returns what a message says, or why it says nothing."""
     try:
         return _read(payload_of(frames, TOPIC, BOUNDS))
-    except Refusal as refusal:
+    except FieldFault as refusal:
         return refusal.reason
 
 

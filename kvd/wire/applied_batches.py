@@ -21,7 +21,7 @@ from kvd.wire.counts import StreamCounts
 from kvd.wire.cursor import Cursor
 from kvd.wire.engine_identity import EngineIdentity, IdentityEvent
 from kvd.wire.losses import Losses
-from kvd.wire.place import Place
+from kvd.wire.position import StreamPosition
 from kvd_core.index.prefix_index import CLEARED, FLAWED, NEW_RANK, NO_ROOM, UNFINISHED
 
 UNKNOWN = "not known to be the same engine"
@@ -30,7 +30,7 @@ CLEARED_UNKNOWN = "not known to be cleared by the same engine"
 MAX_HOLES_SHOWN = 8  # ranges of lost numbers that a text names; all of them are counted
 
 
-class Stream(Protocol):
+class BatchSink(Protocol):
     """Where batches go; `kvd_core.index.prefix_index.Stream` is one."""
 
     def apply(self, payload: bytes) -> int:
@@ -98,7 +98,7 @@ class AppliedBatches:
 
     def __init__(
         self,
-        stream: Stream,
+        stream: BatchSink,
         identity: EngineIdentity,
         counts: StreamCounts,
         expected: int,
@@ -124,16 +124,16 @@ class AppliedBatches:
         # Number, rank and tiers of a clear that counts once the engine has shown it.
         self._cleared_in_doubt: tuple[int, int, int] | None = None
 
-    def place(self) -> Place:
+    def place(self) -> StreamPosition:
         """Returns where another process would go on, with the index as it is now.
 
         A batch that is not wholly applied is to be applied again.
         """
         expected = self.cursor.expected if self.unfinished is None else self.unfinished
         digests = self.cursor.digests(expected)
-        return Place(expected, digests, self._identity.publisher, self._losses.kept())
+        return StreamPosition(expected, digests, self._identity.publisher, self._losses.kept())
 
-    def take_over(self, place: Place) -> None:
+    def take_over(self, place: StreamPosition) -> None:
         """Takes over from another process, whose blocks the index has, before the first batch."""
         self.cursor.take_over(place.expected, place.digests)
         self._joined_at = place.expected

@@ -30,12 +30,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from enum import Flag, StrEnum, auto
 
-from kvd.wire.applied_batches import AppliedBatches, Stream
+from kvd.wire.applied_batches import AppliedBatches, BatchSink
 from kvd.wire.catch_up import CatchUp
 from kvd.wire.counts import StreamCounts
 from kvd.wire.endpoints import Addresses
 from kvd.wire.engine_identity import EngineIdentity, IdentityCheck, IdentityEvent
-from kvd.wire.place import Place
+from kvd.wire.position import StreamPosition
 from kvd.wire.stream_link import STALE_AFTER_S, ListenerStatus, Quiet, StreamLink
 
 NO_CHECK = IdentityCheck.NONE  # compared for each batch: a name of its own is found faster
@@ -89,7 +89,7 @@ class EventStream:
         self,
         name: str,
         endpoint: str,
-        stream: Stream,
+        stream: BatchSink,
         replay_endpoint: str | None = None,
         expected: int = 0,
         server_key: str | None = None,
@@ -120,7 +120,7 @@ class EventStream:
         self._passed_joins = 0
         self._place: Callable[[Change], None] | None = None  # see `place_changes`
 
-    def take_over(self, place: Place) -> None:
+    def take_over(self, place: StreamPosition) -> None:
         """Goes on where another process was with this stream, whose blocks the index has.
 
         That is before the first batch. The engine is to show that it is the same, and what it has

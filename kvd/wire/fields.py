@@ -30,7 +30,7 @@ class Refused(StrEnum):
     RANGE = "range"  # any other number is too large or negative
 
 
-class Refusal(Exception):
+class FieldFault(Exception):
     """Leaves a reader at the first fault."""
 
     def __init__(self, reason: Refused) -> None:
@@ -40,20 +40,20 @@ class Refusal(Exception):
 def payload_of(frames: list[bytes], topic: bytes, bounds: Bounds) -> object:
     """Returns what a message of a topic carries, unpacked; raises Refusal."""
     if len(frames) != 2:
-        raise Refusal(Refused.FRAMES)
+        raise FieldFault(Refused.FRAMES)
     if frames[0] != topic:
-        raise Refusal(Refused.TOPIC)
+        raise FieldFault(Refused.TOPIC)
     try:
         return unpack(frames[1], bounds)
     except ValueError:
-        raise Refusal(Refused.MSGPACK) from None
+        raise FieldFault(Refused.MSGPACK) from None
 
 
 def tenant_of(envelope: dict[Any, Any]) -> str:
     given = [envelope[name] for name in TENANT_NAMES if name in envelope]
     texts = {to_text(value, Refused.ENVELOPE) for value in given or [None]}
     if len(texts) > 1:
-        raise Refusal(Refused.TENANTS)
+        raise FieldFault(Refused.TENANTS)
     return texts.pop()
 
 
@@ -62,19 +62,19 @@ def to_members(value: object, names: tuple[str, ...], fault: Refused) -> dict[An
     if isinstance(value, dict):
         return value
     if not isinstance(value, list) or len(value) != len(names):
-        raise Refusal(fault)
+        raise FieldFault(fault)
     return dict(zip(names, value, strict=True))
 
 
 def to_text(value: object, fault: Refused) -> str:
     if not isinstance(value, str):
-        raise Refusal(fault)
+        raise FieldFault(fault)
     return value
 
 
 def to_number(value: object, maximum: int, fault: Refused = Refused.EVENT) -> int:
     if type(value) is not int:  # bool is an int to Python, and not to msgpack
-        raise Refusal(fault)
+        raise FieldFault(fault)
     if not 0 <= value <= maximum:
-        raise Refusal(Refused.RANGE)
+        raise FieldFault(Refused.RANGE)
     return value

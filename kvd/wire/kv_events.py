@@ -63,12 +63,12 @@ _HEX = re.compile(r"0[xX][0-9a-fA-F]{1,16}")
 class Batch:
     """The events of a payload, for `read_event`, and the rank that it says they are of."""
 
-    events: list[Unread]
+    events: list[RawEvent]
     rank: int | None
     beyond: int = 0  # events above MAX_EVENTS, which are not among these
 
 
-class Unread(NamedTuple):
+class RawEvent(NamedTuple):
     """An event of a payload."""
 
     packed: bytes
@@ -80,7 +80,7 @@ def read_batch(payload: bytes) -> Batch:
     if len(payload) > MAX_BYTES:
         raise ValueError("too_large")
     events, beyond, rank = split(payload, MAX_EVENTS)
-    return Batch(list(map(Unread._make, events)), rank, beyond)
+    return Batch(list(map(RawEvent._make, events)), rank, beyond)
 
 
 def json_text(payload: bytes) -> Repack:
@@ -90,7 +90,7 @@ def json_text(payload: bytes) -> Repack:
     return Repack(payload)
 
 
-def read_event(event: Unread) -> Unread | Event:
+def read_event(event: RawEvent) -> RawEvent | Event:
     """Returns what an event of a batch says; one of an engine's own stays as it is.
 
     ValueError for a standard one that cannot be read, or that is larger than any.
@@ -108,7 +108,7 @@ def is_json(payload: bytes) -> bool:
     return bool(payload) and payload[0] in _JSON_STARTS
 
 
-def engine_payload(event: Unread, rank: int | None) -> bytes:
+def engine_payload(event: RawEvent, rank: int | None) -> bytes:
     """Returns the batch of one engine event, for the decoder of those."""
     said: bytes = msgpack.packb(rank)
     return _ONE_EVENT + event.packed + said

@@ -38,7 +38,7 @@ from kvd.model import PartitionKey
 from kvd.wire.fields import (
     U32_MAX,
     U64_MAX,
-    Refusal,
+    FieldFault,
     Refused,
     payload_of,
     tenant_of,
@@ -175,7 +175,7 @@ def decode(frames: list[bytes]) -> Lifecycle | Refused:
     """Returns a message's event, or why there is none."""
     try:
         return _read(payload_of(frames, TOPIC, BOUNDS))
-    except Refusal as refusal:
+    except FieldFault as refusal:
         return refusal.reason
 
 
@@ -217,7 +217,7 @@ def _data(data: object) -> tuple[Step, dict[str, Any]]:
     if data == ADD_NAME:
         return Step.ADD, _of_add(to_members(content, REQUEST, Refused.EVENT))
     if not isinstance(data, str) or data not in STEPS or content is not None:
-        raise Refusal(Refused.STEP)
+        raise FieldFault(Refused.STEP)
     return STEPS[data], {}
 
 
@@ -234,20 +234,20 @@ def _hashes(sequence: object) -> bytes:
     if sequence is None:
         return b""
     if not isinstance(sequence, list):
-        raise Refusal(Refused.HASHES)
+        raise FieldFault(Refused.HASHES)
     try:
         try:
             return array("Q", sequence).tobytes()
         except OverflowError:  # some are written as signed numbers; msgpack has none below -2^63
             return array("Q", (hash % 2**64 for hash in sequence)).tobytes()
     except TypeError:
-        raise Refusal(Refused.HASHES) from None
+        raise FieldFault(Refused.HASHES) from None
 
 
 def _prefill_tokens(request: dict[Any, Any]) -> int:
     tracked = request.get("track_prefill_tokens", True)
     if not isinstance(tracked, bool):
-        raise Refusal(Refused.EVENT)
+        raise FieldFault(Refused.EVENT)
     if request.get("prefill_load_hint") is None:
         return 0
     hint = to_members(request["prefill_load_hint"], HINT, Refused.EVENT)

@@ -15,7 +15,7 @@ have one rank. So a stream whose known ranks all were cleared still lacks what w
 
 from __future__ import annotations
 
-from kvd.wire.place import KeptLosses
+from kvd.wire.position import KeptLosses
 from kvd_core.index.prefix_index import ALL_TIERS
 
 # Batches behind a loss after which a rank that nobody has heard counts as absent. Engines publish

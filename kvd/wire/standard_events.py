@@ -35,7 +35,7 @@ from kvd.wire.envelope import (
     StreamIdentity,
 )
 from kvd.wire.event_order import EventOrder, KeptStream, put_in_order
-from kvd.wire.kv_events import MARK, U32_MAX, Event, Unread
+from kvd.wire.kv_events import MARK, U32_MAX, Event, RawEvent
 from kvd_core.conductor.conductor import Source
 from kvd_core.index.prefix_index import FLAWED, NO_ROOM, SLICE_STEPS, UNFINISHED, Slice
 
@@ -58,7 +58,7 @@ _NOTHING: Iterator[None] = iter(())
 
 _Value = TypeVar("_Value")
 # A standard event, what is wrong with it, or an engine's own.
-_Event = StandardEvent | ValueError | Foreign | Unread
+_Event = StandardEvent | ValueError | Foreign | RawEvent
 
 
 class KeptPublication(NamedTuple):
@@ -307,10 +307,10 @@ class StandardEventStream:
 
     # ---- order
 
-    def _read(self, event: Unread, batch_rank: int | None) -> _Event:
+    def _read(self, event: RawEvent, batch_rank: int | None) -> _Event:
         try:
             read = kv_events.read_event(event)
-            return read if isinstance(read, Unread) else self._envelopes.read(read, batch_rank)
+            return read if isinstance(read, RawEvent) else self._envelopes.read(read, batch_rank)
         except (ValueError, Foreign) as error:
             return error
 
@@ -323,7 +323,7 @@ class StandardEventStream:
     # ---- standard events
 
     def _take(self, event: _Event, batch_rank: int | None) -> _Slices:
-        if isinstance(event, Unread):
+        if isinstance(event, RawEvent):
             yield from self._take_engine(event, batch_rank)
             return
         self._events += 1
@@ -467,7 +467,7 @@ class StandardEventStream:
 
     # ---- engines' own events
 
-    def _take_engine(self, event: Unread, batch_rank: int | None) -> _Slices:
+    def _take_engine(self, event: RawEvent, batch_rank: int | None) -> _Slices:
         """Takes one that stands beside standard events, or in a batch of an unusual form."""
         applied = self._engine.apply(kv_events.engine_payload(event, batch_rank))
         while applied is None:

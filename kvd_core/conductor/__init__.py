@@ -8,6 +8,6 @@ events.hpp, meaning.hpp, waiting.hpp
                              yet
 engine_events.hpp            engines' own events for a publisher
 holdings.hpp                 what every instance holds of a prompt, as JSON
-kept                         what publishers hold, for the process that comes next
+kept_holdings                what publishers hold, for the process that comes next
 packed, repack               msgpack bodies of requests; JSON payloads to msgpack
 """

@@ -130,7 +130,7 @@ class Conductor final : public Placements {
   void remove(Source* source, RankId id, uint64_t hash, LayerMask mask, uint64_t space,
               bool by_engine);
 
-  // ---- what another process has kept (conductor/kept.hpp); `place_waiting` has to follow
+  // ---- what another process has kept (conductor/kept_holdings.hpp); `place_waiting` has to follow
 
   bool bring_back(RankId id, const Store& s, uint64_t above);
   bool wait_again(RankId id, const StagedWaiting& waiting, LayerId layer);

@@ -287,7 +287,7 @@ class WorkersOf {
 // A run whose parent its rank does not know yet waits for it (the order of lower-tier events is
 // free). What waits in vain is stored last: the index parks it, as it parks any such event.
 //
-// `To` says whose the blocks are: `WorkersOf`, or what publishers hold (conductor/kept.hpp).
+// `To` says whose the blocks are: `WorkersOf`, or what publishers hold (conductor/kept_holdings.hpp).
 class Restore {
  public:
   Restore(const Stage& stage, const StagedEntry& entry) : stage_(stage), entry_(entry) {}

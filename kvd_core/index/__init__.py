@@ -14,7 +14,7 @@ predictions                  `Predictions`: the same where there are no events
 chronicle                    `Chronicle`: the last changes of who holds which block
 trace                        why a prompt is cached as far as it is, from the chronicle
 branches                     the tree, a level at a time, for people
-said.hpp                     what prompts of both sides have said of themselves
+prompt_stats.hpp             what prompts of both sides have said of themselves
 stream.hpp, cache_groups.hpp
                              from the events of one worker to operations
 path.hpp, match.hpp, answer.hpp, tiered_answer.hpp

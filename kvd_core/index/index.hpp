@@ -63,7 +63,7 @@
 #include "base/keyed.hpp"
 #include "index/names.hpp"
 #include "index/predicted.hpp"
-#include "index/said.hpp"
+#include "index/prompt_stats.hpp"
 #include "index/sequence.hpp"
 #include "base/steps.hpp"
 #include "index/tree.hpp"
@@ -93,9 +93,9 @@ class Index {
   Tree& tree() { return tree_; }
   const Tally& tally() const { return tally_; }
   const Budget& budget() const { return *budget_; }
-  Said& asked() { return asked_; }   // by questions
-  Said& told() { return told_; }     // by engines
-  Seeds& seeds() { return seeds_; }  // of the prompts that engines have told of
+  PromptStats& asked() { return asked_; }  // by questions
+  PromptStats& told() { return told_; }    // by engines
+  Seeds& seeds() { return seeds_; }        // of the prompts that engines have told of
   const Seeds& seeds() const { return seeds_; }
   const Chronicle* chronicle() const { return chronicle_.get(); }  // null: nothing is noted
   uint64_t held(LayerId tier) const { return held_[tier]; }
@@ -462,7 +462,7 @@ class Index {
   uint64_t stamp_ = 0;
   uint64_t held_[kTierLayers] = {};  // by live ranks
   Tally tally_;
-  Said asked_, told_;
+  PromptStats asked_, told_;
   Seeds seeds_;
   std::unique_ptr<Predicted> predicted_;
 

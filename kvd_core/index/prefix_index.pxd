@@ -38,7 +38,7 @@ cdef extern from "index/index.hpp" namespace "kvd" nogil:
         uint64_t refused            # blocks told that there was no room for
         uint64_t crowded            # of those, where too many wait already
 
-    cppclass CSaid "kvd::Said":
+    cppclass CPromptStats "kvd::PromptStats":
         uint64_t prompts            # by their tokens
         uint64_t salted
         uint64_t adapted
@@ -87,8 +87,8 @@ cdef extern from "index/index.hpp" namespace "kvd" nogil:
         uint32_t block_size()
         CTree& tree()
         const CTally& tally()
-        CSaid& asked()                 # by questions
-        CSaid& told()                  # by engines
+        CPromptStats& asked()                 # by questions
+        CPromptStats& told()                  # by engines
         uint64_t held(LayerId)
         CRank& rank(RankId)
         RankId rank_end()

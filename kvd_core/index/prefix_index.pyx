@@ -30,8 +30,8 @@ NEW_RANK = kNewRank
 ALL_TIERS = kAllTiers
 # What a batch may take of the loop at once, about 2 ms: then others have their turn.
 SLICE_STEPS = 20_000
-# What prompts said (see index/said.hpp).
-Said = namedtuple("Said", ("prompts", "salted", "adapted", "telling", "first_tokens"))
+# What prompts said (see index/prompt_stats.hpp).
+PromptStats = namedtuple("PromptStats", ("prompts", "salted", "adapted", "telling", "first_tokens"))
 IGNORED = ("medium", "remote", "kind", "group", "block_size", "tokens", "too_many_ranks", "full")
 
 
@@ -44,11 +44,11 @@ cdef uint64_t seed_of(str lora_name, str cache_salt) except? 0:
     )
 
 
-cdef object said_by(const CSaid* side):
-    """A side as a Said."""
+cdef object said_by(const CPromptStats* side):
+    """A side as a PromptStats."""
     cdef size_t i, kept = min(side.prompts, sizeof(side.first) // sizeof(side.first[0]))
     first = [side.first[i] for i in range(kept)]
-    return Said(side.prompts, side.salted, side.adapted, side.telling, first)
+    return PromptStats(side.prompts, side.salted, side.adapted, side.telling, first)
 
 
 cdef int place_waiting(CIndex& index) except -1:

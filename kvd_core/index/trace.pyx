@@ -51,7 +51,7 @@ cdef extern from "index/trace.hpp" namespace "kvd" nogil:
     const CChronicle* chronicle_of(const CIndex&)
     vector[uint64_t] locals_of(const CTree&, const uint64_t*, size_t) except +
 
-cdef extern from "index/said.hpp" namespace "kvd" nogil:
+cdef extern from "index/prompt_stats.hpp" namespace "kvd" nogil:
     cppclass CSeed "kvd::Seeds::Seed":
         uint64_t adapter
         uint64_t salt

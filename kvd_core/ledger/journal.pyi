@@ -27,7 +27,7 @@ class Stepped(NamedTuple):
     request_id: str
     fraction: float | None
 
-class Said(NamedTuple):
+class OtherRecord(NamedTuple):
     kind: int
     content: bytes
 
@@ -41,5 +41,5 @@ class Journal:
     @property
     def dropped(self) -> int: ...
 
-def read(records: bytes) -> Iterator[Booked | Stepped | Said]: ...
+def read(records: bytes) -> Iterator[Booked | Stepped | OtherRecord]: ...
 def pieces(records: bytes, most: int) -> Iterator[bytes]: ...

@@ -1,8 +1,9 @@
 # distutils: language = c++
 """Steps of requests on their way to a file, and what a file says of them.
 
-    ledgers ── each step ──> Journal ── take ──> bytes ──> a file ──> read ──> Booked, Stepped, Said
-    others ──── put ────────────^
+    ledgers ── each step ──> Journal ── take ──> bytes ──> a file
+    others ──── put ────────────^                            └── read ──> Booked, Stepped,
+                                                                         OtherRecord
 
 The records are described in `ledger/records.pxd`; those of others have kinds of their own and any
 content. Ledgers write theirs by themselves, without Python, so a booking costs a copy of its hashes
@@ -32,7 +33,7 @@ Booked = namedtuple(
     " output_blocks decayed_blocks fraction prefill_complete hashes",
 )
 Stepped = namedtuple("Stepped", "kind ledger request_id fraction")
-Said = namedtuple("Said", "kind content")
+OtherRecord = namedtuple("OtherRecord", "kind content")
 
 
 cdef class Journal:
@@ -185,7 +186,7 @@ def pieces(bytes records not None, size_t most):
 
 
 def read(bytes records not None):
-    """Yields what records say, in their order: Booked, Stepped, or the Said of another kind.
+    """Yields what records say, in their order: Booked, Stepped, or the OtherRecord of another kind.
 
     Raises ValueError on what is no record; what has been yielded before that is none the less.
     """
@@ -209,7 +210,7 @@ def read(bytes records not None):
         elif kind == PREFILLED or kind == ENDED or kind == OUTPUT:
             found = get_step(&one, kind)
         else:
-            found = Said(kind, PyBytes_FromStringAndSize(one.at, one.end - one.at))
+            found = OtherRecord(kind, PyBytes_FromStringAndSize(one.at, one.end - one.at))
             one.at = one.end
         if one.at != one.end:
             raise ValueError("a record is longer than what it says")

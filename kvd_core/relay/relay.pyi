@@ -14,7 +14,7 @@ class Answer(NamedTuple):
     whole: bool
     events: bool
 
-class Outcome(IntEnum):
+class ExchangeOutcome(IntEnum):
     UNDER_WAY = 0
     COMPLETE = 1
     UNREACHABLE = 2
@@ -28,7 +28,7 @@ class Outcome(IntEnum):
     NO_ROOM = 10
 
 class Ending(NamedTuple):
-    outcome: Outcome
+    outcome: ExchangeOutcome
     forwarded: int
     receives: int
     tail: bytes

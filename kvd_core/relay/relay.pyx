@@ -31,7 +31,7 @@ Answer = namedtuple("Answer", ("status", "head", "held", "whole", "events"))
 Ending = namedtuple("Ending", ("outcome", "forwarded", "receives", "tail", "waited_ns"))
 
 
-class Outcome(IntEnum):
+class ExchangeOutcome(IntEnum):
     """What became of an exchange (relay/relay.hpp)."""
 
     UNDER_WAY = 0
@@ -47,7 +47,7 @@ class Outcome(IntEnum):
     NO_ROOM = 10
 
 
-OUTCOMES = tuple(Outcome)  # by number: to call the class takes 1 µs
+OUTCOMES = tuple(ExchangeOutcome)  # by number: to call the class takes 1 µs
 
 cdef class Relay:
     """Exchanges between clients and engines, on an epoll set of their own."""

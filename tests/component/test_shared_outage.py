@@ -8,10 +8,10 @@ from array import array
 import pytest
 import trio
 
-from kvd.index.served import EVERYTHING
+from kvd.index.served_models import EVERYTHING
 from kvd.model import PartitionKey
-from kvd.persistence.journal import Told
-from kvd.replica_sync.aside import Aside
+from kvd.persistence.journal import SharedUntil
+from kvd.replica_sync.deduplication import Deduplicator
 from kvd.selection.options import RouterOptions
 from kvd.shared_state.catalog import Catalog
 from kvd.shared_state.service import SharedState
@@ -38,9 +38,9 @@ async def test_steps_do_not_pile_up_while_the_server_is_away() -> None:
     catalog = Catalog(NoRegistrations(), {})  # type: ignore[arg-type]
     address = parse_address(f"redis://127.0.0.1:{find_free_port()}")
     server = StateServer(address, "kvd", None, None, None)
-    aside = Aside(journal, trio.current_time)
+    deduplicator = Deduplicator(journal, trio.current_time)
     rooms = slots, selections, EVERYTHING, catalog
-    shared = SharedState(server, journal, ledgers, aside, *rooms, Told(None))
+    shared = SharedState(server, journal, ledgers, deduplicator, *rooms, SharedUntil(None))
     await shared.prepare()
     ledger = slots.trackers[KEY].ledger
     async with trio.open_nursery() as nursery:

@@ -20,7 +20,7 @@
 #include "conductor/engine_events.hpp"
 #include "base/hash.hpp"
 #include "conductor/holdings.hpp"
-#include "conductor/kept.hpp"
+#include "conductor/kept_holdings.hpp"
 #include "dump/binary.hpp"
 #include "index/match.hpp"
 #include "index/verify.hpp"

@@ -28,7 +28,7 @@ from kvd.selection.options import RouterOptions
 from kvd.selection.service import Selections
 from kvd.slots.shared_loads import Ledgers
 from kvd.slots.trackers import SlotTrackers
-from kvd.wire.early import EARLY_STEPS_S
+from kvd.wire.early_ends import EARLY_STEPS_S
 from kvd.wire.fields import Refused
 from kvd.wire.lifecycle import TOPIC, Face, Lifecycle, Outcome, decode, encode
 from kvd_core.json.scan import BodyScanner

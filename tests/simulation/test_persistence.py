@@ -27,9 +27,9 @@ import trio
 import trio.testing
 
 from kvd.model import PartitionKey
-from kvd.persistence import journal, moments
+from kvd.persistence import clocks, journal
 from kvd.persistence.bookings import Restored, restore
-from kvd.persistence.directory import Directory
+from kvd.persistence.directory import StateDirectory
 from kvd.persistence.frames import Content, Header, opening
 from kvd.persistence.journal import JournalWriter
 from kvd.persistence.reading import UnreadJournal, bookings_of
@@ -70,7 +70,7 @@ class Process:
     """One life on a state directory."""
 
     def __init__(self, folder: Path, number: int) -> None:
-        self.directory = Directory(folder)
+        self.directory = StateDirectory(folder)
         self.journal = Journal(1 << 24)
         ledgers = Ledgers(journals=[self.journal])
         options = RouterOptions(session_affinity_ttl_s=TTL_S, uses_kv_events=False)
@@ -180,8 +180,8 @@ class Clocks:
         self.boot = "boot-0"
         self.ahead_s = 0.0  # of the wall clock; it must not outlast sessions
         real = time.time
-        monkeypatch.setattr(moments, "_boot", lambda: self.boot)
-        monkeypatch.setattr(moments.time, "time", lambda: real() + self.ahead_s)
+        monkeypatch.setattr(clocks, "_boot", lambda: self.boot)
+        monkeypatch.setattr(clocks.time, "time", lambda: real() + self.ahead_s)
 
     def jump(self, random: Random) -> None:
         self.boot = random.choice([self.boot, f"boot-{random.random()}"])
@@ -206,7 +206,7 @@ def spoil(folder: Path, random: Random) -> str:
     data = bytearray(path.read_bytes())
     match random.randrange(4):
         case 2:
-            header = Header(Content.REGISTRATIONS, "p", moments.Moments.now(0.0), 0)
+            header = Header(Content.REGISTRATIONS, "p", clocks.ClockReading.now(0.0), 0)
             (folder / f"journal.{len(journals) + 1000}").write_bytes(opening(header))
             return "foreign"
         case 0 if path == journals[-1] and data:
@@ -271,7 +271,7 @@ async def lives(folder: Path, clocks: Clocks, seed: int) -> None:
         clocks.jump(random)
         process = Process(folder / "state", number)
         with pytest.raises(OSError, match="in use"):
-            Directory(folder / "state")
+            StateDirectory(folder / "state")
         try:
             await process.start()
         except UnreadJournal:

@@ -18,14 +18,14 @@ import trio
 from trio.testing import MockClock
 
 from kvd.model import PartitionKey
-from kvd.persistence.journal import Told
-from kvd.replica_sync.aside import Aside
+from kvd.persistence.journal import SharedUntil
+from kvd.replica_sync.deduplication import Deduplicator
 from kvd.shared_state import mirror
 from kvd.shared_state.catalog import Catalog
 from kvd.shared_state.keys import Keys
 from kvd.shared_state.mirror import Faces, Mirror
 from kvd.shared_state.outbox import Outbox
-from kvd.shared_state.session import Session, Standing
+from kvd.shared_state.session import KnownFleet, Session
 from kvd.shared_state.views import Views
 from kvd.slots.shared_loads import Ledgers
 from kvd.slots.trackers import SlotTrackers
@@ -87,13 +87,15 @@ class Replica:
         if not registers:
             self.register()
         faces: Faces = {Face.SLOT_TRACKER: self.slots}
-        aside = Aside(journal, trio.current_time)
-        self.mirror = Mirror(name, faces, None, journal, aside, lambda key: True, trio.current_time)
+        deduplicator = Deduplicator(journal, trio.current_time)
+        self.mirror = Mirror(
+            name, faces, None, journal, deduplicator, lambda key: True, trio.current_time
+        )
         self.outbox = Outbox(journal, self.mirror, ledgers, faces)
         self._at_rest = trio.Lock()
         self._views = Views(self.mirror, self.outbox, faces, None, [], self._at_rest)
-        self.told = Told(None)
-        self.standing = Standing()
+        self.told = SharedUntil(None)
+        self.standing = KnownFleet()
         self._catalog = (
             OneRegistration(self.register) if registers else Catalog(NoRegistrations(), {})  # type: ignore[arg-type]
         )

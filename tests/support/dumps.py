@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvd_core.conductor.conductor import Conductor, Source
-from kvd_core.conductor.kept import HoldingsDump
+from kvd_core.conductor.kept_holdings import HoldingsDump
 from kvd_core.dump.recovery import BINARY_HEAD, DumpReader, StagedEntry, binary_end, binary_entry
 from kvd_core.index.prefix_index import Dump, IngestCounters, PrefixIndex
 

@@ -17,7 +17,7 @@ import trio
 from kvd.errors import NotFound
 from kvd.http.access import AccessLog
 from kvd.http.app import build_app
-from kvd.http.auth import Authorizer, Policy
+from kvd.http.auth import AccessPolicy, Authorizer
 from kvd.http.certificates import load_terms
 from kvd.http.context import ServerContext
 from kvd.http.front import Front
@@ -32,7 +32,7 @@ from tests.support.narrow import narrow_stream
 # soon as the machine is busy.
 PATIENT = HttpLimits(linger_s=0.1, graceful_s=0.5)
 SOON = 0.15  # seconds, of that one deadline
-PUBLIC = Policy(allowed_hosts=("kvd",))
+PUBLIC = AccessPolicy(allowed_hosts=("kvd",))
 TEST_SECONDS = 60  # for any one of these tests, most of which take milliseconds on an idle machine
 BIG = b"x" * (16 * 1024 * 1024)  # more than a narrow stream takes
 
@@ -277,7 +277,7 @@ class Running:
 async def serving(
     limits: HttpLimits = PATIENT,
     routes: tuple[Route, ...] = ROUTES,
-    policy: Policy = PUBLIC,
+    policy: AccessPolicy = PUBLIC,
     access: AccessLog | None = None,
     **changes: float,
 ) -> AsyncIterator[Running]:

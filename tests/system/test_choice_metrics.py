@@ -15,7 +15,7 @@ from kvd.faces.selection.choice_metrics import choice_families
 from kvd.selection.options import RouterMode, RouterOptions
 from kvd.selection.phases import Phase
 from kvd.selection.requests import Constraints, QueuedRequest, Retry
-from kvd.selection.stats import PHASES, Outcome
+from kvd.selection.stats import PHASES, SelectionOutcome
 from kvd.selection.worker_record import Role
 from kvd.telemetry.metrics import RequestMetrics, render
 from kvd_core.base.hashing import sequence_hashes
@@ -42,7 +42,7 @@ def decisions(service: Service, mode: str = "kv") -> dict[tuple[str, str], float
     """Returns how many selections of a mode have ended, by phase and outcome."""
     found = {}
     for phase in ("whole", "prefill", "decode", "both"):
-        for outcome in Outcome:
+        for outcome in SelectionOutcome:
             labels = f'mode="{mode}",phase="{phase}",outcome="{outcome.name.lower()}"'
             number = samples(service).get(f"kvd_selection_decisions_total{{{labels}}}")
             if number:
@@ -62,7 +62,7 @@ def test_the_core_has_room_for_every_name() -> None:
     assert len(RouterMode) == MODES
     assert len(PHASES) == CORE_PHASES == CHOICE_PHASES + 1
     assert PHASES[-1] is Phase.BOTH
-    assert len(Outcome) <= OUTCOMES
+    assert len(SelectionOutcome) <= OUTCOMES
 
 
 async def test_the_chosen_beside_the_best() -> None:

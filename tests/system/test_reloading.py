@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from kvd.config.load import CONFIG, TLS_FILES, StartError, load
 from kvd.config.parsers import Setting
-from kvd.config.reload import Reader
+from kvd.config.reload import ConfigReader
 from kvd.config.settings import SETTINGS
 from kvd.selection.queue import QueuePolicy, SelectionQueue, Urgency
 from tests.support import exposition
@@ -57,9 +57,9 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "kvd.toml"
 
 
-def reader(path: Path, text: str = "", **given_: object) -> Reader:
+def reader(path: Path, text: str = "", **given_: object) -> ConfigReader:
     path.write_text(text)
-    return Reader({CONFIG: os.fspath(path), **given_}, {})
+    return ConfigReader({CONFIG: os.fspath(path), **given_}, {})
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_a_file_that_no_daemon_would_start_with_is_refused(
 def test_whether_there_is_a_file(
     given_: dict[str, Any], environ: dict[str, str], has_file: bool
 ) -> None:
-    assert Reader(given_, environ).has_file == has_file
+    assert ConfigReader(given_, environ).has_file == has_file
 
 
 URGENCIES = st.builds(Urgency, st.integers(0, 2), st.floats(0, 9), st.integers(0, 99))

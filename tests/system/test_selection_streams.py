@@ -15,7 +15,7 @@ from kvd.model import RankKey
 from kvd.selection.options import RouterOptions
 from kvd.selection.requests import Constraints
 from kvd.selection.stats import Unserved
-from kvd.selection.worker_record import Lifecycle
+from kvd.selection.worker_record import WorkerLifecycle
 from kvd.telemetry.metrics import RequestMetrics, render
 from kvd.wire.event_stream import EventStream
 from kvd_core.selector.settings import Settings
@@ -85,13 +85,13 @@ async def test_each_rank_is_judged_by_itself() -> None:
     pass_by(service, GRACE_S + 1)
     assert chosen(service, [1]) == {(1, 0)}
     (entry,) = service.selections.workers.listed(None, None)
-    assert service.selections.workers.lifecycle(entry) is Lifecycle.SCHEDULABLE
+    assert service.selections.workers.lifecycle(entry) is WorkerLifecycle.SCHEDULABLE
     assert service.selections.workers.absent(entry) == {
         1: "the event connection of dp_rank 1 was lost 4 s ago: refused"
     }
     lose(service, 1, 0)
     pass_by(service, GRACE_S + 1)
-    assert service.selections.workers.lifecycle(entry) is Lifecycle.UNSCHEDULABLE
+    assert service.selections.workers.lifecycle(entry) is WorkerLifecycle.UNSCHEDULABLE
 
 
 async def test_metrics_count_who_cannot_be_chosen() -> None:

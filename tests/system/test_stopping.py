@@ -14,10 +14,10 @@ import pytest
 import trio
 import trio.abc
 
-from kvd.app.daemon import Bounds, serve
+from kvd.app.daemon import DescriptorBounds, serve
 from kvd.config.load import FACE_BINDS, load
 from kvd.config.parsers import OFF, Binds, TcpBind
-from kvd.config.reload import Reader
+from kvd.config.reload import ConfigReader
 from kvd.platform.activation import Passed
 from kvd.platform.signals import Signals
 from tests.support.ports import find_free_port
@@ -54,7 +54,7 @@ class Mute(trio.abc.HostnameResolver):
 )
 async def test_a_name_that_is_looked_up_holds_up_no_stop(said: dict[str, object]) -> None:
     given: dict[str, object] = dict.fromkeys(FACE_BINDS, OFF) | said
-    config, reader, bounds = load(given, {}), Reader(given, {}), Bounds(100, 100)
+    config, reader, bounds = load(given, {}), ConfigReader(given, {}), DescriptorBounds(100, 100)
     trio.socket.set_custom_hostname_resolver(resolver := Mute())
     codes = []
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.config.load import CONFIG, FACE_BINDS, Config, ReplicaSync, StartError, load
+from kvd.config.load import CONFIG, FACE_BINDS, Config, ReplicaSyncOptions, StartError, load
 from kvd.config.parsers import (
     OFF,
     Setting,
@@ -288,11 +288,11 @@ def test_replicas_need_a_port() -> None:
     with pytest.raises(StartError, match="--replica-sync-peers needs --replica-sync-port"):
         load({}, environ)
     environ["KVD_REPLICA_SYNC_PORT"] = "5600"
-    assert load({}, environ).replica_sync == ReplicaSync(
+    assert load({}, environ).replica_sync == ReplicaSyncOptions(
         "127.0.0.1", 5600, ("tcp://a:1", "tcp://b:2")
     )
     assert load({"replica_sync_port": 1, "replica_sync_host": "::1"}, {}).replica_sync == (
-        ReplicaSync("::1", 1, ())
+        ReplicaSyncOptions("::1", 1, ())
     )
 
 

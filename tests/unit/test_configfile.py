@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvd.cli.main import load_config, main
 from kvd.cli.settings_page import TITLE
 from kvd.config import file as configfile
-from kvd.config.load import CONFIG, Said, StartError, load, resolve
+from kvd.config.load import CONFIG, EffectiveSetting, StartError, load, resolve
 from kvd.config.parsers import Setting, parse_face_binds
 from kvd.config.settings import SETTINGS
 from tests.support.budget import scaled
@@ -38,7 +38,7 @@ def write(path: Path, text: str) -> dict[str, object]:
     return {CONFIG: str(path)}
 
 
-def values(held: dict[str, Said]) -> dict[str, object]:
+def values(held: dict[str, EffectiveSetting]) -> dict[str, object]:
     return {name: said.value for name, said in held.items()}
 
 
@@ -58,7 +58,7 @@ def test_every_setting_is_a_key_and_comes_back(setting: Setting, tmp_path: Path)
     path = tmp_path / "kvd.toml"
     path.write_text(configfile.render({setting.name: (value, "somebody")}))
     assert configfile.read(path) == {setting.name: value}
-    assert resolve({CONFIG: str(path)}, {})[setting.name] == Said(value, str(path))
+    assert resolve({CONFIG: str(path)}, {})[setting.name] == EffectiveSetting(value, str(path))
 
 
 @settings(max_examples=scaled(100))
@@ -188,9 +188,9 @@ def test_flag_over_environment_over_file_over_default(tmp_path: Path) -> None:
     environ = {"KVD_LOG_LEVEL": "warning", "KVD_INDEXER_BIND": "127.0.0.1:2"}
     third = parse_face_binds("127.0.0.1:3")
     held = resolve({**said, "indexer_bind": third}, environ)
-    assert held["indexer_bind"] == Said(third, "--indexer-bind")
-    assert held["log_level"] == Said("warning", "KVD_LOG_LEVEL")
-    assert held["http_connections"] == Said(7, str(tmp_path / "kvd.toml"))
+    assert held["indexer_bind"] == EffectiveSetting(third, "--indexer-bind")
+    assert held["log_level"] == EffectiveSetting("warning", "KVD_LOG_LEVEL")
+    assert held["http_connections"] == EffectiveSetting(7, str(tmp_path / "kvd.toml"))
     assert held["http_idle_s"].source == "default"
 
 
@@ -254,10 +254,10 @@ def test_whatever_is_said_where_holds_by_one_rule(
             ("file", str(path)),
         ):
             if place in places:
-                expected[setting.name] = Said(setting.parse(places[place]), source)
+                expected[setting.name] = EffectiveSetting(setting.parse(places[place]), source)
                 break
         else:
-            expected[setting.name] = Said(setting.default, "default")
+            expected[setting.name] = EffectiveSetting(setting.default, "default")
     path.write_text(lines)
     held = resolve(flags, environ)
     assert held == expected

@@ -55,7 +55,7 @@ endpoint = "tcp://10.0.0.9:5600"
 """
 
 
-def load(text: str, folder: Path) -> list[fleetfile.Entry]:
+def load(text: str, folder: Path) -> list[fleetfile.FleetFileEntry]:
     path = folder / "fleet.toml"
     path.write_text(text)
     return fleetfile.load(path, EgressPolicy())

@@ -185,7 +185,7 @@ def test_who_knows_the_wall_clock() -> None:
         r"\btime\.time(_ns)?\b|\bfrom time import .*\btime\b|\bdatetime\b|gmtime|localtime"
     )
     using = {module for module, path in MODULES.items() if wall.search(path.read_text())}
-    assert using == {"kvd.telemetry.logs", "kvd.app.daemon", "kvd.persistence.moments"}
+    assert using == {"kvd.telemetry.logs", "kvd.app.daemon", "kvd.persistence.clocks"}
     daemon = MODULES["kvd.app.daemon"].read_text()
     assert wall.findall(daemon) == ["_ns"] * 2  # to Selections and to the decision log
     assert "time.time_ns,\n" in daemon and "decisions, time.time_ns, " in daemon

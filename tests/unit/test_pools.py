@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from kvd.gateway.asking import Api, read
 from kvd.gateway.errors import GatewayError
 from kvd.gateway.pools import (
-    Place,
+    EngineRank,
     crew_of,
     handed_over,
     judge_host,
@@ -18,7 +17,8 @@ from kvd.gateway.pools import (
     prefill_body,
     taking_over,
 )
-from kvd.gateway.probing import Card, Facts, Kind
+from kvd.gateway.probing import Card, EngineKind, Facts
+from kvd.gateway.requests import Api, read
 from kvd.gateway.upstreams import Upstream
 from kvd.selection.worker_record import Role
 from kvd.wire.urls import parse_url
@@ -29,7 +29,7 @@ PARAMS = b'{ "remote_block_ids":[[1, 2]],"n": 18446744073709551615,"t":1e-07,"\x
 
 
 def upstream(
-    kind: Kind, role: Role | None = None, ranks: range = range(1), *, prefills: bool = False
+    kind: EngineKind, role: Role | None = None, ranks: range = range(1), *, prefills: bool = False
 ) -> Upstream:
     url = "http://10.1.2.3:8000"
     models = (Card("m", None, None, {}),)
@@ -160,14 +160,14 @@ def test_an_answer_may_hand_nothing_over(answer: Answer) -> None:
 def test_a_host_that_others_do_not_reach_is_told_once(
     host: bytes, other: str, told: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    prefill, decode = upstream(Kind.VLLM, prefills=True), upstream(Kind.VLLM)
+    prefill, decode = upstream(EngineKind.VLLM, prefills=True), upstream(EngineKind.VLLM)
     prefill.address, decode.address = "10.0.0.1", other
     for _ in range(2):
         judge_host(b'{"remote_host":%b}' % host, prefill, decode)
     assert [record.getMessage() for record in caplog.records].count("prefill_unreachable") == told
 
 
-def met(body: bytes, place: Place) -> dict[str, Any]:
+def met(body: bytes, place: EngineRank) -> dict[str, Any]:
     said = json.loads(meeting(read(Api.COMPLETIONS, [], body), body, place))
     assert isinstance(said, dict)
     return said
@@ -175,11 +175,11 @@ def met(body: bytes, place: Place) -> dict[str, Any]:
 
 def test_a_room_says_its_rank() -> None:
     """SGLang: the rank that prefills is the rest of the room by the number of ranks."""
-    one = upstream(Kind.SGLANG, Role.PREFILL, range(4, 7))
+    one = upstream(EngineKind.SGLANG, Role.PREFILL, range(4, 7))
     rooms = set()
     for rank in one.facts.ranks if one.facts else ():
         for _ in range(20):
-            said = met(b'{"prompt":"a"}', Place(one, rank))
+            said = met(b'{"prompt":"a"}', EngineRank(one, rank))
             assert (said["bootstrap_host"], said["bootstrap_port"]) == ("10.1.2.3", 8998)
             assert said["bootstrap_room"] % 3 == rank - 4
             assert 0 <= said["bootstrap_room"] < 2**63 - 2**32
@@ -189,7 +189,9 @@ def test_a_room_says_its_rank() -> None:
 
 @pytest.mark.parametrize("prompt", [b'["a","b"]', b"[ [1],[2]]"])
 def test_each_of_several_prompts_has_a_room(prompt: bytes) -> None:
-    said = met(b'{"prompt":' + prompt + b"}", Place(upstream(Kind.SGLANG, Role.PREFILL), 0))
+    said = met(
+        b'{"prompt":' + prompt + b"}", EngineRank(upstream(EngineKind.SGLANG, Role.PREFILL), 0)
+    )
     assert said["bootstrap_host"] == ["10.1.2.3"] * 2
     assert said["bootstrap_port"] == [8998] * 2
     assert len(set(said["bootstrap_room"])) == 2
@@ -197,20 +199,23 @@ def test_each_of_several_prompts_has_a_room(prompt: bytes) -> None:
 
 @pytest.mark.parametrize("members", [b'"prompt":[[%b]]', b'"bootstrap_room":null,"seed":%b'])
 def test_numbers_too_long_to_read_are_refused(members: bytes) -> None:
-    place = Place(upstream(Kind.SGLANG, Role.PREFILL), 0)
+    place = EngineRank(upstream(EngineKind.SGLANG, Role.PREFILL), 0)
     with pytest.raises(GatewayError, match="the body is not valid"):
         met(b"{" + members % (b"9" * 5000) + b"}", place)
 
 
 def test_who_can_be_two_for_a_request() -> None:
-    prefill = upstream(Kind.VLLM, prefills=True)
-    taker, other = upstream(Kind.VLLM), upstream(Kind.SGLANG)
+    prefill = upstream(EngineKind.VLLM, prefills=True)
+    taker, other = upstream(EngineKind.VLLM), upstream(EngineKind.SGLANG)
     crew = crew_of([prefill, taker, other], CHAT)
     assert (crew.pairs, crew.alone) == ([prefill, taker], [taker, other])
     assert crew_of([prefill, other], CHAT).pairs == []
     assert crew_of([taker], CHAT).pairs == []
     assert crew_of([prefill, taker], b"/tokenize").pairs == []
-    first, second = upstream(Kind.SGLANG, Role.PREFILL), upstream(Kind.SGLANG, Role.DECODE)
+    first, second = (
+        upstream(EngineKind.SGLANG, Role.PREFILL),
+        upstream(EngineKind.SGLANG, Role.DECODE),
+    )
     crew = crew_of([first, second, other], CHAT)
     assert (crew.pairs, crew.alone) == ([first, second], [other])
     assert crew_of([first, second], b"/tokenize").alone == [second]

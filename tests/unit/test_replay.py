@@ -21,10 +21,10 @@ from kvd.replay.figures import measure
 from kvd.replay.mooncake import BLOCK_SIZE, mixed
 from kvd.replay.policies import Chooser
 from kvd.replay.progress import Bar, line
-from kvd.replay.recording import ReplayError, Request, Windows, reusable_share
+from kvd.replay.recording import RecordedRequest, ReplayError, Windows, reusable_share
 from kvd.replay.routers import CoreRouter, Delayed, Routing, Several
 from kvd.replay.runs import Case, run_all
-from kvd.replay.simulation import Fleet, Outcome, replay
+from kvd.replay.simulation import ReplayOutcome, SimulatedFleet, replay
 from kvd.replay.table import span
 from kvd.replay.traffic import Traffic
 from kvd_core.selector.settings import Settings
@@ -33,13 +33,13 @@ MODES = ("round-robin", "random", "least-loaded", "dynamo", "kvd")
 CHUNK_S = 0.2048  # of a step that prefills
 STEP_S = 0.0151  # of one request, without its blocks
 BLOCK_S = 0.00001
-FLEET = Fleet(engines=3, capacity=60)
+FLEET = SimulatedFleet(engines=3, capacity=60)
 
 
 class HonestRouter(CoreRouter):
     """Says if the index is ever not what the engines hold."""
 
-    def route(self, request: Request, held: Callable[[], list[int]], now: float) -> int:
+    def route(self, request: RecordedRequest, held: Callable[[], list[int]], now: float) -> int:
         chosen = super().route(request, held, now)
         seen = [row.device_blocks for row in self.pool.explain(self.settings)]
         assert seen == held()
@@ -64,21 +64,24 @@ def conversations(folder: Path) -> Path:
     return path
 
 
-def requests(*sizes: tuple[float, int, int, tuple[int, ...]]) -> list[Request]:
+def requests(*sizes: tuple[float, int, int, tuple[int, ...]]) -> list[RecordedRequest]:
     """Requests of these arrivals, prompt and output tokens, and full blocks."""
     return [
-        Request(f"r{number}", *size, array("Q", size[3]).tobytes())
+        RecordedRequest(f"r{number}", *size, array("Q", size[3]).tobytes())
         for number, size in enumerate(sizes)
     ]
 
 
-def read(path: Path, seed: int = 1, **options: object) -> list[Request]:
+def read(path: Path, seed: int = 1, **options: object) -> list[RecordedRequest]:
     return Traffic(path, **{"spread_s": 0.0} | options).requests(seed)  # type: ignore[arg-type]
 
 
 def run(
-    asked: Sequence[Request], mode: str = "dynamo", fleet: Fleet = FLEET, seed: int = 1
-) -> Outcome:
+    asked: Sequence[RecordedRequest],
+    mode: str = "dynamo",
+    fleet: SimulatedFleet = FLEET,
+    seed: int = 1,
+) -> ReplayOutcome:
     router = HonestRouter(fleet, Chooser(mode).settings(), seed)
     outcome = replay(asked, fleet, router)
     assert router.ledger.stats()["requests"] == 0
@@ -127,7 +130,7 @@ def test_the_cache_decides_where_prefixes_are_shared(tmp_path: Path) -> None:
 
 
 def test_choices_of_others_are_judged() -> None:
-    router = CoreRouter(Fleet(engines=2), Settings(), 1)
+    router = CoreRouter(SimulatedFleet(engines=2), Settings(), 1)
     first, second = requests((0.0, 1030, 5, (1, 2)), (0.0, 1030, 5, (3, 4)))
     assert router.judge(first, 0, 0.0)
     assert not router.judge(second, 0, 0.0)
@@ -142,7 +145,7 @@ def chain(blocks: int, of: int = 0) -> tuple[int, ...]:
     return tuple(range(of * 1000, of * 1000 + blocks))
 
 
-ONE = Fleet(engines=1, capacity=60)
+ONE = SimulatedFleet(engines=1, capacity=60)
 
 
 def test_a_prompt_alone() -> None:
@@ -174,7 +177,7 @@ def test_what_is_cached_is_not_computed_again() -> None:
 
 
 def test_the_least_recently_used_leaf_is_evicted() -> None:
-    small = Fleet(engines=1, capacity=30)
+    small = SimulatedFleet(engines=1, capacity=30)
     asked = requests(
         (0.0, 5130, 1, chain(10)),
         (10.0, 5130, 1, chain(10, 1)),
@@ -188,7 +191,7 @@ def test_the_least_recently_used_leaf_is_evicted() -> None:
 
 
 def test_who_finds_no_room_waits_for_it() -> None:
-    small = Fleet(engines=1, capacity=30)
+    small = SimulatedFleet(engines=1, capacity=30)
     asked = requests((0.0, 10_000, 500, chain(19)), (0.0, 10_000, 1, chain(19, 1)))
     first, second = run(asked, fleet=small).jobs
     assert second.prefill_starts_s == first.done_s
@@ -271,7 +274,7 @@ def test_what_is_no_trace_is_refused(text: str, said: str, tmp_path: Path) -> No
 
 
 def test_engines_of_two_speeds() -> None:
-    slow = Fleet(engines=1, capacity=60, factors=(0.5,))
+    slow = SimulatedFleet(engines=1, capacity=60, factors=(0.5,))
     (job,) = run(requests((1.0, 10_000, 11, chain(19))), fleet=slow).jobs
     assert job.first_token_s == pytest.approx(3.0)
     assert job.done_s == pytest.approx(3.0 + 20 * (STEP_S + 20 * BLOCK_S))
@@ -281,7 +284,7 @@ def test_engines_of_two_speeds() -> None:
 def test_an_engine_that_joins_is_not_chosen_before() -> None:
     routing = Routing(Chooser("least-loaded"), joins_s=1.5)
     asked = requests(*((float(number), 600, 500, chain(1, number)) for number in range(4)))
-    outcome = replay(asked, Fleet(engines=2), routing.router(Fleet(engines=2), 1))
+    outcome = replay(asked, SimulatedFleet(engines=2), routing.router(SimulatedFleet(engines=2), 1))
     assert outcome.placed[:2] == [0, 0]
     assert outcome.placed[2] == 1
 
@@ -295,12 +298,12 @@ class Told:
     def hear(self, engine: int, event: Event, now: float) -> None:
         self.heard.append((engine, event, now))
 
-    def route(self, request: Request, held: Callable[[], list[int]], now: float) -> int:
+    def route(self, request: RecordedRequest, held: Callable[[], list[int]], now: float) -> int:
         return 0
 
-    def prefill_complete(self, request: Request) -> None: ...
+    def prefill_complete(self, request: RecordedRequest) -> None: ...
 
-    def finished(self, request: Request) -> None: ...
+    def finished(self, request: RecordedRequest) -> None: ...
 
 
 def test_late_events_keep_their_order() -> None:
@@ -422,7 +425,7 @@ def test_several_processes_find_what_one_does(tmp_path: Path) -> None:
     assert found[0] == found[1]
     assert sum(served) == 2 * len(cases) * 48
     with pytest.raises(ReplayError, match="more blocks than an engine has"):
-        run_all([replace(case, fleet=Fleet(1, 5)) for case in cases], 2, served.append)
+        run_all([replace(case, fleet=SimulatedFleet(1, 5)) for case in cases], 2, served.append)
 
 
 def test_a_bar_is_drawn_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:

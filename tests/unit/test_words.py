@@ -14,6 +14,7 @@ DEFINITION = re.compile(
     r"^\s*(?:(?:async|cdef|cpdef)\s+)*(?:class|def|cdef|cpdef)\s+(?:[\w\[\]*]+\s+)*?(\w+)\s*[(:]",
     re.MULTILINE,
 )
+CLASS = re.compile(r"^(?:cdef )?class ([A-Za-z]\w*)", re.MULTILINE)
 SOURCES = [
     path
     for folder in ("kvd", "kvd_core")
@@ -41,6 +42,20 @@ def words(name: str) -> set[str]:
 def test_definitions_have_no_overloaded_words(path: Path) -> None:
     found = {name for name in DEFINITION.findall(path.read_text()) if words(name) & forbidden()}
     assert not found
+
+
+def test_a_name_is_of_one_class() -> None:
+    """A class of C++ shares the name of what wraps it, and each face has handlers of its own.
+
+    What `kvd.client` returns is named for those who write programs with it.
+    """
+    found: dict[str, list[str]] = {}
+    for path in SOURCES:
+        place = path.relative_to(REPOSITORY)
+        if path.suffix != ".pyi" and path.stem != "handlers" and place.parts[1] != "client":
+            for name in CLASS.findall(path.read_text()):
+                found.setdefault(name, []).append(str(place))
+    assert {name: places for name, places in found.items() if len(places) > 1} == {}
 
 
 def test_what_is_a_definition() -> None:

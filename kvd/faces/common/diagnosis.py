@@ -9,7 +9,7 @@ from urllib.parse import parse_qs
 from kvd.errors import BadRequest
 from kvd.faces.common import bodies
 from kvd.faces.common.schemas import DIAGNOSE_PATH
-from kvd.http.types import Admission, Request, Response, Route
+from kvd.http.types import ConcurrencyLimit, Request, Response, Route
 
 if TYPE_CHECKING:
     from kvd.diagnosis.doctor import Doctor
@@ -29,10 +29,10 @@ async def diagnose(doctor: Doctor, request: Request) -> Response:
     return bodies.json_response({"findings": [each._asdict() for each in found]})
 
 
-def diagnose_route(doctor: Doctor, diagnoses: Admission) -> Route:
+def diagnose_route(doctor: Doctor, diagnoses: ConcurrencyLimit) -> Route:
     return Route("GET", DIAGNOSE_PATH, partial(diagnose, doctor), admission=diagnoses)
 
 
-def diagnoses_bound() -> Admission:
+def diagnoses_bound() -> ConcurrencyLimit:
     """Returns what bounds the diagnoses of one process, on all of its faces."""
-    return Admission(MAX_DIAGNOSES, f"there are {MAX_DIAGNOSES} diagnoses under way already")
+    return ConcurrencyLimit(MAX_DIAGNOSES, f"there are {MAX_DIAGNOSES} diagnoses under way already")

@@ -4,7 +4,7 @@ from typing import Any, ClassVar, Literal
 from kvd.faces.common.reader import BodyReader
 from kvd.http.hot import HotHandler
 from kvd.http.types import Request, Response
-from kvd.index.served import ServedModels
+from kvd.index.served_models import ServedModels
 from kvd_core.conductor.conductor import Conductor
 
 FIELDS: tuple[str, ...]

@@ -48,7 +48,7 @@ Value = None | int | str | bytes | tuple[str, int]  # of a member, as `read_memb
 Tiers = tuple[int, int, int, int, int]  # dp rank, device, with own host memory, host, disk
 
 
-class Member(NamedTuple):
+class MemberRule(NamedTuple):
     """How a member is read, and whether there has to be one."""
 
     read: Callable[[str, Value], Any]
@@ -99,13 +99,13 @@ def read_question(body: bytes, array: str, width: int) -> tuple[Topic | None, by
     members = _read(
         body,
         {
-            "model": Member(_given, True),
-            "block_size": Member(_block_size, True),
-            array: Member(_array, True),
-            "tenant_id": Member(kept_text),
-            "lora_name": Member(kept_text),
-            "cache_salt": Member(_text_or_nil),
-            "instance_id": Member(kept_text),
+            "model": MemberRule(_given, True),
+            "block_size": MemberRule(_block_size, True),
+            array: MemberRule(_array, True),
+            "tenant_id": MemberRule(kept_text),
+            "lora_name": MemberRule(kept_text),
+            "cache_salt": MemberRule(_text_or_nil),
+            "instance_id": MemberRule(kept_text),
         },
         {array: width},
     )
@@ -130,17 +130,17 @@ def read_publisher(body: bytes) -> Described:
     members = _read(
         body,
         {
-            "endpoint": Member(_given, True),
-            "type": Member(_given_name, True),
-            "modelname": Member(_given_name, True),
-            "instance_id": Member(_given_name, True),
-            "block_size": Member(_block_size, True),
-            "replay_endpoint": Member(kept_text),
-            "lora_name": Member(_name),
-            "tenant_id": Member(_name),
-            "cache_group": Member(_cache_group),
-            "hash_profile": Member(_hash_profile),
-            "dp_rank": Member(_rank, True),
+            "endpoint": MemberRule(_given, True),
+            "type": MemberRule(_given_name, True),
+            "modelname": MemberRule(_given_name, True),
+            "instance_id": MemberRule(_given_name, True),
+            "block_size": MemberRule(_block_size, True),
+            "replay_endpoint": MemberRule(kept_text),
+            "lora_name": MemberRule(_name),
+            "tenant_id": MemberRule(_name),
+            "cache_group": MemberRule(_cache_group),
+            "hash_profile": MemberRule(_hash_profile),
+            "dp_rank": MemberRule(_rank, True),
         },
     )
     echoed = ("hash_profile", "cache_group")
@@ -165,9 +165,9 @@ def read_narrowing(body: bytes) -> Narrowing:
     members = _read(
         body,
         {
-            "instance_id": Member(_given, True),
-            "dp_rank": Member(_any_rank, True),
-            "tenant_id": Member(kept_text),
+            "instance_id": MemberRule(_given, True),
+            "dp_rank": MemberRule(_any_rank, True),
+            "tenant_id": MemberRule(kept_text),
         },
     )
     tenant = members.get("tenant_id") or DEFAULT_TENANT
@@ -175,7 +175,7 @@ def read_narrowing(body: bytes) -> Narrowing:
 
 
 def _read(
-    body: bytes, table: Mapping[str, Member], arrays: Mapping[str, int] | None = None
+    body: bytes, table: Mapping[str, MemberRule], arrays: Mapping[str, int] | None = None
 ) -> Members:
     try:
         said = read_members(body, arrays or {})
@@ -263,10 +263,10 @@ def _hash_profile(name: str, value: Value) -> Members:
     profile = _read(
         bytes(value),
         {
-            "strategy": Member(_given, True),
-            "algorithm": Member(_given, True),
-            "python_hash_seed": Member(_given),
-            "index_projection": Member(_given, True),
+            "strategy": MemberRule(_given, True),
+            "algorithm": MemberRule(_given, True),
+            "python_hash_seed": MemberRule(_given),
+            "index_projection": MemberRule(_given, True),
         },
     )
     algorithms, projection, seeded = PROFILES.get(profile["strategy"], ((), "", False))

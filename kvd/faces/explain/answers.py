@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvd.faces.explain.questions import Booked, Prompt, Question
+from kvd.faces.explain.questions import BookedRequest, ExplainRequest, HashedPrompt
 from kvd.faces.explain.traces import Event, Place, Traces
 from kvd.selection.options import RouterMode
 from kvd.selection.policies import Policy
@@ -47,7 +47,7 @@ UNITS = {Basis.REQUESTS: "requests", Basis.TURNS: None, Basis.CHANCE: None}
 class Narrator:
     """Tells what was found about one prompt."""
 
-    def __init__(self, prompt: Prompt, traces: Traces, now: float) -> None:
+    def __init__(self, prompt: HashedPrompt, traces: Traces, now: float) -> None:
         self._prompt = prompt
         self._traces = traces
         self._now = now
@@ -209,7 +209,9 @@ class Narrator:
         }
 
 
-def heading(question: Question, prompt: Prompt, block_size: int, now: float) -> dict[str, Any]:
+def heading(
+    question: ExplainRequest, prompt: HashedPrompt, block_size: int, now: float
+) -> dict[str, Any]:
     """Returns what is explained."""
     return {
         "model_name": question.key.model_name,
@@ -232,7 +234,7 @@ def chronicled(chronicle: Chronicle | None, now: float) -> dict[str, Any]:
     }
 
 
-def _booked(booked: Booked, now: float) -> dict[str, Any]:
+def _booked(booked: BookedRequest, now: float) -> dict[str, Any]:
     live = booked.live
     return {
         "request_id": booked.request_id,

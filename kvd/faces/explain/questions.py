@@ -42,7 +42,7 @@ HASH = Struct("Q")
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class HashedPrompt:
     """A prompt by its local hashes, bytes of native 64-bit integers."""
 
     plain: bytes
@@ -55,7 +55,7 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Booked:
+class BookedRequest:
     """A live request."""
 
     request_id: str
@@ -63,24 +63,26 @@ class Booked:
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class ExplainRequest:
     """What a body asks to be explained."""
 
     ask: SelectRequest
     look: Look
-    prompt: Callable[[int, Partition | None], Prompt]  # in blocks of a size, as an index has it
+    prompt: Callable[
+        [int, Partition | None], HashedPrompt
+    ]  # in blocks of a size, as an index has it
     # By what adapter and salt add to the seed of local hashes: those of its first so many blocks.
     # None: it came hashed.
     rehashed: Callable[[int, int, int], bytes] | None
     own_terms: tuple[int, int]  # what its adapter and salt add
-    booked: Booked | None = None
+    booked: BookedRequest | None = None
 
     @property
     def key(self) -> PartitionKey:
         return self.ask.key
 
 
-def read(request: Request, state: State, selections: Selections) -> Question:
+def read(request: Request, state: State, selections: Selections) -> ExplainRequest:
     """Returns what a body asks; raises as /select does, NotFound for a request that is not live."""
     reader = PromptReader(ARRAYS, FIELDS)  # its own: answers are written in slices
     members = bodies.scan(reader, request.body)
@@ -96,7 +98,7 @@ def read(request: Request, state: State, selections: Selections) -> Question:
         selections, place(members), members, None, None, 0, session_id, reader.lora_name
     )
     own = terms(reader.lora_name, reader.cache_salt) if reader.by_tokens else (0, 0)
-    return Question(
+    return ExplainRequest(
         ask,
         reader.put_before,
         partial(_prompt, reader, own),
@@ -107,16 +109,16 @@ def read(request: Request, state: State, selections: Selections) -> Question:
 
 def _prompt(
     reader: PromptReader, own: tuple[int, int], size: int, partition: Partition | None
-) -> Prompt:
+) -> HashedPrompt:
     if not reader.by_tokens:
         plain = given(reader, BLOCK_HASHES)
-        return Prompt(plain, None, len(plain) // HASH.size)
+        return HashedPrompt(plain, None, len(plain) // HASH.size)
     adapter, salt = own
     plain = hashed(reader, TOKEN_IDS, size, adapter, eagle=reader.eagle)
     salted = None
     if salt:
         salted = hashed(reader, TOKEN_IDS, size, adapter + salt, eagle=reader.eagle)
-    return Prompt(plain, salted, len(plain) // HASH.size)
+    return HashedPrompt(plain, salted, len(plain) // HASH.size)
 
 
 def _rehashed(reader: PromptReader, block_size: int, seed: int, blocks: int) -> bytes:
@@ -124,7 +126,7 @@ def _rehashed(reader: PromptReader, block_size: int, seed: int, blocks: int) -> 
     return found[: blocks * HASH.size]
 
 
-def of_request(request_id: str, state: State, selections: Selections) -> Question:
+def of_request(request_id: str, state: State, selections: Selections) -> ExplainRequest:
     """Returns the question about a live request, as if one more of its prompt had come.
 
     A booking has the sequence hashes of its blocks. Their content is known as far as the index has
@@ -136,14 +138,14 @@ def of_request(request_id: str, state: State, selections: Selections) -> Questio
     if not sequence:
         raise BadRequest(f"reservation {request_id} has no blocks booked: explain its prompt")
 
-    def prompt(block_size: int, partition: Partition | None) -> Prompt:
+    def prompt(block_size: int, partition: Partition | None) -> HashedPrompt:
         plain = b"" if partition is None else recalled(partition.index, sequence)
         known = max(1, len(plain) // HASH.size)  # the first block's two hashes are the same
-        return Prompt(plain + sequence[len(plain) :], None, known)
+        return HashedPrompt(plain + sequence[len(plain) :], None, known)
 
     def look(pool: Pool) -> None:
         plain = prompt(pool.block_size, state.partitions.get(key)).plain
         pool.look(plain, sequence, len(sequence) // HASH.size * pool.block_size)
 
     ask = SelectRequest(key, fleet.settings)
-    return Question(ask, look, prompt, None, (0, 0), Booked(request_id, live))
+    return ExplainRequest(ask, look, prompt, None, (0, 0), BookedRequest(request_id, live))

@@ -8,9 +8,9 @@ from kvd.errors import BadRequest
 from kvd.faces.common import bodies
 from kvd.faces.common.schemas import EXPLAIN_PATH
 from kvd.faces.explain.answers import Narrator, chronicled, heading
-from kvd.faces.explain.questions import Question, of_request, read
+from kvd.faces.explain.questions import ExplainRequest, of_request, read
 from kvd.faces.explain.traces import NOTHING, Place, find_traces
-from kvd.http.types import LONG_BODY_LIMIT, Admission, Request, Response, Route, Scope
+from kvd.http.types import LONG_BODY_LIMIT, ConcurrencyLimit, Request, Response, Route, Scope
 from kvd.index.partitions import Partition, State
 from kvd.selection.service import Selections
 from kvd.selection.weighing import Weighed
@@ -41,7 +41,7 @@ class Explainer:
             raise BadRequest("the parameter `request_id` is missing")
         return await self._answer(of_request(request_id, self.state, self.selections))
 
-    async def _answer(self, question: Question) -> Response:
+    async def _answer(self, question: ExplainRequest) -> Response:
         weighed = self._weigh(question)
         partition = self.state.partitions.get(question.key)
         if weighed and not self.selections.options.uses_kv_events:
@@ -62,14 +62,14 @@ class Explainer:
         answer["chronicle"] = chronicled(self.state.chronicle, now)
         return bodies.json_response(answer)
 
-    def _weigh(self, question: Question) -> list[Weighed]:
+    def _weigh(self, question: ExplainRequest) -> list[Weighed]:
         """Returns how ranks would be chosen, for each phase; none where there are no workers."""
         fleet = self.selections.fleets.get(question.key)
         if fleet is None or not fleet.workers:
             return []
         return self.selections.scheduler.weigh(question.ask, question.look)
 
-    def _block_size(self, question: Question, partition: Partition | None) -> int:
+    def _block_size(self, question: ExplainRequest, partition: Partition | None) -> int:
         fleet = self.selections.fleets.get(question.key)
         size = None if fleet is None else fleet.block_size
         if size is None:
@@ -82,7 +82,7 @@ def _ranks(weighed: list[Weighed]) -> list[Place]:
     return [(each.row.worker_id, each.row.dp_rank) for each in weighed[0].ranks] if weighed else []
 
 
-def explain_routes(explainer: Explainer, explanations: Admission) -> tuple[Route, ...]:
+def explain_routes(explainer: Explainer, explanations: ConcurrencyLimit) -> tuple[Route, ...]:
     return (
         Route("GET", EXPLAIN_PATH, explainer.explain_request, admission=explanations),
         Route(
@@ -96,8 +96,8 @@ def explain_routes(explainer: Explainer, explanations: Admission) -> tuple[Route
     )
 
 
-def explanations_bound() -> Admission:
+def explanations_bound() -> ConcurrencyLimit:
     """Returns what bounds the explanations of one process, on all of its faces."""
-    return Admission(
+    return ConcurrencyLimit(
         MAX_EXPLANATIONS, f"there are {MAX_EXPLANATIONS} explanations under way already"
     )

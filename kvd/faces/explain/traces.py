@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import trio
 
-from kvd.faces.explain.questions import Prompt, Question
+from kvd.faces.explain.questions import ExplainRequest, HashedPrompt
 from kvd.index.partitions import Partition, State
 from kvd_core.index.prefix_index import TIERS
 from kvd_core.index.trace import Happened, Trace, Traced, seeds
@@ -57,7 +57,11 @@ NOTHING = Traces({}, [], 0, {})
 
 
 async def find_traces(
-    state: State, partition: Partition, question: Question, prompt: Prompt, ranks: Iterable[Place]
+    state: State,
+    partition: Partition,
+    question: ExplainRequest,
+    prompt: HashedPrompt,
+    ranks: Iterable[Place],
 ) -> Traces:
     """Follows a prompt on these ranks, in slices; ranks that the index has not are left out."""
     trace = Trace(partition.index, prompt.plain, prompt.salted, MAX_STEPS)
@@ -78,7 +82,7 @@ async def find_traces(
 
 
 def _elsewhere(
-    state: State, partition: Partition, question: Question, prompt: Prompt
+    state: State, partition: Partition, question: ExplainRequest, prompt: HashedPrompt
 ) -> Iterator[dict[Place, Elsewhere]]:
     """Yields where the same tokens are cached under another salt, adapter or tenant."""
     if question.rehashed is not None:

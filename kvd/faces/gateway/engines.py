@@ -6,7 +6,7 @@ from functools import partial
 
 from kvd.errors import BadRequest, NotFound
 from kvd.faces.common import bodies
-from kvd.gateway.names import Wanted
+from kvd.gateway.dns_names import Wanted
 from kvd.gateway.upstreams import Upstream, Upstreams
 from kvd.http.types import Request, Response, Route, Scope
 from kvd.selection.worker_record import Role

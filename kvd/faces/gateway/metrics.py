@@ -9,7 +9,7 @@ from kvd.gateway.chains import Chains
 from kvd.gateway.exchanges import Exchanges
 from kvd.gateway.stats import GatewayStats
 from kvd.gateway.tokens import Tokens
-from kvd.gateway.upstreams import Standing, Upstreams
+from kvd.gateway.upstreams import Upstreams, UpstreamState
 from kvd.telemetry.metrics import Family, by_label, counter, gauge
 
 
@@ -79,7 +79,7 @@ def gateway_families(
     help = "Number of turns not remembered because too many were waiting for their tokens"
     yield counter("kvd_gateway_turns_not_remembered_total", help, stats.not_remembered)
     yield gauge("kvd_gateway_running_requests", "Number of requests under way", stats.running)
-    standings = Counter({standing.value: 0 for standing in Standing})
+    standings = Counter({standing.value: 0 for standing in UpstreamState})
     standings.update(upstream.standing.value for upstream in upstreams)
     help = "Number of engines, by standing"
     yield by_label("kvd_gateway_upstreams", "gauge", help, "standing", standings)

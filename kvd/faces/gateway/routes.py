@@ -10,13 +10,13 @@ from urllib.parse import unquote
 from uuid import uuid4
 
 from kvd.faces.common.monitoring import HEALTH
-from kvd.gateway.asking import Api
 from kvd.gateway.choices import Choices
-from kvd.gateway.errors import OF_STATUS, Form, GatewayError, Reason
+from kvd.gateway.errors import OF_STATUS, ErrorForm, GatewayError, Reason
 from kvd.gateway.errors import response as error_response
 from kvd.gateway.forwarding import Forwarder
 from kvd.gateway.heads import request_id_of
-from kvd.gateway.upstreams import Standing, Upstreams
+from kvd.gateway.requests import Api
+from kvd.gateway.upstreams import Upstreams, UpstreamState
 from kvd.http.errors import Failures
 from kvd.http.errors import Refusal as ServerRefusal
 from kvd.http.types import Headers, Request, Response, Route, Scope
@@ -67,7 +67,7 @@ class ClientFailures(Failures):
         error = GatewayError(OF_STATUS.get(status, Reason.BAD_REQUEST), text)
         anthropic = path.startswith(b"/v1/messages")
         request_id = request_id_of(headers or [], uuid4().hex)
-        form = Form.ANTHROPIC if anthropic else Form.OPENAI
+        form = ErrorForm.ANTHROPIC if anthropic else ErrorForm.OPENAI
         return error_response(error, form, request_id, status)
 
     def refused(self, refusal: ServerRefusal) -> Response:
@@ -132,7 +132,7 @@ def show_model(upstreams: Upstreams, request: Request) -> Response:
         if card["id"] == name:
             return _json(card)
     error = GatewayError(Reason.MODEL_NOT_FOUND, f"The model `{name}` does not exist.", "model")
-    return error_response(error, Form.OPENAI, request_id_of(request.headers, uuid4().hex))
+    return error_response(error, ErrorForm.OPENAI, request_id_of(request.headers, uuid4().hex))
 
 
 def _cards(upstreams: Upstreams) -> Iterator[dict[str, Any]]:
@@ -158,7 +158,7 @@ def _cards(upstreams: Upstreams) -> Iterator[dict[str, Any]]:
 
 def ready(upstreams: Upstreams, request: Request) -> Response:
     """Says whether a request could be served now."""
-    serving = sum(upstream.standing is Standing.SERVING for upstream in upstreams)
+    serving = sum(upstream.standing is UpstreamState.SERVING for upstream in upstreams)
     body = json.dumps({"ready": serving > 0, "serving": serving}).encode()
     return Response(200 if serving else 503, body)
 

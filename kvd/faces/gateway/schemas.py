@@ -26,9 +26,9 @@ from kvd.faces.common.schemas import (
     row,
 )
 from kvd.faces.gateway.routes import RELAYED, STORED
-from kvd.gateway.asking import Api
-from kvd.gateway.probing import Kind
-from kvd.gateway.upstreams import Standing
+from kvd.gateway.probing import EngineKind
+from kvd.gateway.requests import Api
+from kvd.gateway.upstreams import UpstreamState
 from kvd.selection.worker_record import Role
 
 STREAM = "text/event-stream"
@@ -60,13 +60,13 @@ UPSTREAM = row(
     {
         "url": TEXT,
         "worker_id": U64,
-        "standing": one_of(*Standing),
+        "standing": one_of(*UpstreamState),
         "role": nullable(one_of(*Role)),
         "problem": nullable(TEXT),
         "advice": nullable(TEXT),
     },
     {
-        "engine": one_of(*Kind),
+        "engine": one_of(*EngineKind),
         "version": TEXT,
         "models": array(TEXT),
         "block_size": COUNT,

@@ -15,7 +15,7 @@ from kvd.faces.common.slices import sliced
 from kvd.faces.indexer.handlers import HashQueryHandler, QueryHandler, TieredQueryHandler
 from kvd.faces.indexer.workers import listed
 from kvd.http.hot import HotHandler
-from kvd.http.types import LONG_BODY_LIMIT, Admission, Request, Response, Route, Scope
+from kvd.http.types import LONG_BODY_LIMIT, ConcurrencyLimit, Request, Response, Route, Scope
 from kvd.index.dumps import binary_dump, text_dump
 from kvd.index.metrics import listener_families, state_families
 from kvd.index.partitions import State
@@ -48,16 +48,16 @@ RANK = BodyScanner({}, ("instance_id", "dp_rank", *bodies.PLACE))
 PEER = BodyScanner({}, ("url",))
 
 
-def dumps_bound(limit: int) -> Admission:
+def dumps_bound(limit: int) -> ConcurrencyLimit:
     """Returns what bounds the dumps of one process, to be shared by all that knows of them."""
-    return Admission(limit, f"there are {limit} dumps under way already")
+    return ConcurrencyLimit(limit, f"there are {limit} dumps under way already")
 
 
 def routes(
     state: State,
     registry: Registry,
     peers: Peers,
-    dumps: Admission,
+    dumps: ConcurrencyLimit,
     *,
     test_endpoints: bool = False,
 ) -> tuple[Route, ...]:
@@ -84,7 +84,7 @@ def routes(
     )
 
 
-def dump_route(state: State, dumps: Admission) -> Route:
+def dump_route(state: State, dumps: ConcurrencyLimit) -> Route:
     """Returns the route that any face with an index has."""
     return Route("GET", "/dump", partial(dump, state), admission=dumps, scope=Scope.ADMIN)
 
@@ -94,7 +94,7 @@ def _hot(path: str, handler: HotHandler) -> Route:
 
 
 @dataclass(frozen=True, slots=True)
-class Rank:
+class RegisteredRank:
     """A rank as it is registered."""
 
     key: RankKey
@@ -118,7 +118,7 @@ def register(registry: Registry, request: Request) -> Response:
     return Response(201, OK)
 
 
-def read_rank(body: bytes) -> Rank:
+def read_rank(body: bytes) -> RegisteredRank:
     """Returns the rank that a registration describes."""
     members = bodies.scan(REGISTER, body)
     # Read for its type only: engines salt by themselves today.
@@ -137,7 +137,7 @@ def read_rank(body: bytes) -> Rank:
         bodies.uint(members, "instance_id", bodies.U64_MAX),
         bodies.optional_uint(members, "dp_rank", bodies.U32_MAX) or 0,
     )
-    return Rank(
+    return RegisteredRank(
         key,
         bodies.text(members, "endpoint"),
         block_size,
@@ -220,7 +220,7 @@ def list_peers(peers: Peers, request: Request) -> Response:
     return bodies.json_response(list(peers))
 
 
-def families(state: State, registry: Registry, dumps: Admission) -> Iterator[Family | None]:
+def families(state: State, registry: Registry, dumps: ConcurrencyLimit) -> Iterator[Family | None]:
     """Yields what /metrics says of listeners, partitions and recovery."""
     listeners = [registration.listener for registration in registry.registrations()]
     yield from listener_families(listeners, registry.left_counts, trio.current_time())

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from kvd.faces.common.rank_metrics import rank_families
 from kvd.selection.options import RouterMode
 from kvd.selection.service import Selections
-from kvd.selection.stats import PHASES, Outcome
+from kvd.selection.stats import PHASES, SelectionOutcome
 from kvd.telemetry.metrics import (
     BUCKETS,
     Family,
@@ -101,7 +101,7 @@ def choice_families(
 
 def _ends(counts: ChoiceCounts) -> Iterator[Family]:
     ended: list[tuple[str, Labels, float]] = [
-        ("", (*_kind(mode, phase), ("outcome", Outcome(outcome).name.lower())), number)
+        ("", (*_kind(mode, phase), ("outcome", SelectionOutcome(outcome).name.lower())), number)
         for mode, phase, outcome, number in counts.outcomes()
     ]
     if ended:  # series appear once they are hit

@@ -5,7 +5,7 @@ from libc.stdint cimport uint32_t, uint64_t
 from kvd.faces.common.reader cimport BodyReader
 from kvd.http.hot cimport HotHandler
 from kvd.http.permits cimport Text
-from kvd.selection.at_once cimport AtOnce, StepsAtOnce
+from kvd.selection.immediate cimport ImmediateSelection, ImmediateSteps
 from kvd_core.base.draws cimport Draws
 from kvd_core.selector.selector cimport Pool
 
@@ -49,7 +49,7 @@ cdef class OverlapScoresHandler(PromptHandler):
 cdef class SelectHandler(PromptHandler):
     cdef object reservations, scheduler  # parts of the selections
     cdef Draws draws
-    cdef AtOnce at_once
+    cdef ImmediateSelection immediate
     # Of the last body: its usual members, and the id to book under (None where nothing is booked).
     cdef str selection_id, session_id, reservation_id
     cdef uint32_t expected   # tokens of output, kNone: unsaid
@@ -67,7 +67,7 @@ cdef class SelectHandler(PromptHandler):
     cdef bytes scheduled(self, ask, retry, request)
 
 cdef class ReservationHandler(HotHandler):
-    cdef StepsAtOnce steps
+    cdef ImmediateSteps steps
 
 cdef class PrefillCompleteHandler(ReservationHandler):
     pass

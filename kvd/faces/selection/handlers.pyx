@@ -6,7 +6,7 @@ A selection without unusual members is chosen and booked here, in one go:
     body ──> PromptReader ──> usual, none before it in the queue, no replica to tell?
                                 │ yes              │ no
                                 v                  v
-               kvd.selection.at_once ── no rank ─> kvd.selection.scheduler ──> answer, or a wait
+               kvd.selection.immediate ── no rank ─> kvd.selection.scheduler ──> answer, or a wait
 
 The scheduler serves what needs more than the choice and the ledger: constraints, phases, sessions,
 explanations, replicas, Idempotency-Keys, the queue. It also words why no rank can be chosen. Both
@@ -14,7 +14,7 @@ ways have the body read once, by the same reader and `choosing.request_of`; they
 Pool, and count and word a booking by kvd.selection.serving. On the fast path, a selection for the
 scheduler is left to its task, as it may have to wait.
 
-Costs: those of kvd.selection.at_once, and scanning the body.
+Costs: those of kvd.selection.immediate, and scanning the body.
 """
 from libc.stddef cimport size_t
 from libc.stdint cimport int64_t, uint32_t, uint64_t
@@ -244,7 +244,7 @@ cdef class SelectHandler(PromptHandler):
         self.reservations = selections.reservations
         self.scheduler = selections.scheduler
         self.draws = selections.draws
-        self.at_once = AtOnce(selections)
+        self.immediate = ImmediateSelection(selections)
         self.books = books
         self.waits = True
 
@@ -273,7 +273,7 @@ cdef class SelectHandler(PromptHandler):
         self.body.read_prompt(self.selections)
         if ask is None and retry is None:
             fleet = self.fleets.get(place)
-            if self.at_once.suits(fleet, self.reservation_id, self.session_id):
+            if self.immediate.suits(fleet, self.reservation_id, self.session_id):
                 answer = self.served(fleet)
                 if answer is not None:
                     return answer
@@ -332,7 +332,7 @@ cdef class SelectHandler(PromptHandler):
             return partial(self.reservations.take_back, self.receipt)
         if self.booked_in is None:
             return None
-        booked_at = self.at_once.booked_at
+        booked_at = self.immediate.booked_at
         return self.reservations.undoing(self.booked_in, self.reservation_id, booked_at)
 
     cdef bint is_usual(self) noexcept:
@@ -347,7 +347,7 @@ cdef class SelectHandler(PromptHandler):
         cdef Pool pool = fleet.pool
         self.body.put_before(pool)
         self.looked_at = True
-        cdef int64_t candidate = self.at_once.serve(fleet, self.reservation_id, self.expected)
+        cdef int64_t candidate = self.immediate.serve(fleet, self.reservation_id, self.expected)
         if candidate < 0:
             return None
         if self.books:
@@ -364,7 +364,7 @@ cdef class ReservationHandler(HotHandler):
 
     def __init__(self, selections not None):
         """Takes the daemon's selections."""
-        self.steps = StepsAtOnce(selections)
+        self.steps = ImmediateSteps(selections)
         self.bodiless = True
 
 

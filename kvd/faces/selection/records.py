@@ -14,18 +14,18 @@ from kvd.faces.common import bodies
 from kvd.faces.common.bodies import flag
 from kvd.faces.indexer.workers import matching, stream_members
 from kvd.faces.selection.members import number, texts, u32, u64
-from kvd.selection.admission import Entry
-from kvd.selection.worker_record import Lifecycle, Role, WorkerRecord
+from kvd.selection.admission import CatalogEntry
+from kvd.selection.worker_record import Role, WorkerLifecycle, WorkerRecord
 from kvd.selection.workers import Workers
 
 ENFORCEMENTS = ("required", "preferred")  # of a kv_transfer_domain
 FIELDS = tuple(each.name for each in fields(WorkerRecord))
 
 
-def shown(workers: Workers, entry: Entry) -> dict[str, Any]:
+def shown(workers: Workers, entry: CatalogEntry) -> dict[str, Any]:
     """Returns a worker as it is listed, with why it cannot be chosen and how its streams are."""
     lifecycle, absent = workers.lifecycle(entry), workers.absent(entry)
-    gone = list(absent.values()) if lifecycle is Lifecycle.UNSCHEDULABLE else []
+    gone = list(absent.values()) if lifecycle is WorkerLifecycle.UNSCHEDULABLE else []
     row = entry.record.shown(lifecycle, entry.reasons + gone)
     if absent:  # members of ours
         row["disconnected_dp_ranks"] = {str(dp_rank): why for dp_rank, why in absent.items()}
@@ -43,7 +43,7 @@ def shown(workers: Workers, entry: Entry) -> dict[str, Any]:
     return row
 
 
-def _speeds(workers: Workers, entry: Entry) -> Iterator[tuple[str, dict[str, Any]]]:
+def _speeds(workers: Workers, entry: CatalogEntry) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields what is known of the speed of a worker's ranks."""
     for dp_rank in entry.record.ranks:
         rank = entry.record.key, entry.record.worker_id, dp_rank

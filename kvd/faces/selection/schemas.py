@@ -52,7 +52,7 @@ from kvd.selection.options import RouterMode
 from kvd.selection.phases import Phase
 from kvd.selection.policies import CAN_BE_OFF, DYNAMO_WEIGHTS, WEIGHTS, RouterPolicy
 from kvd.selection.readiness import Recovery
-from kvd.selection.worker_record import SHOWN_AS_GIVEN, Lifecycle, Role
+from kvd.selection.worker_record import SHOWN_AS_GIVEN, Role, WorkerLifecycle
 from kvd_core.ledger.ledger import MAX_REQUEST_ID_BYTES
 from kvd_core.selector.selector import MAX_ISL_TOKENS
 
@@ -133,7 +133,7 @@ RECORD = row(
     {
         "worker_id": U64,
         **PLACE,
-        "lifecycle": one_of(*Lifecycle),
+        "lifecycle": one_of(*WorkerLifecycle),
         **{
             name: DESCRIBED[name]
             for name in ("endpoint", "kv_events_endpoint", "replay_endpoint", *SHOWN_AS_GIVEN)
@@ -160,7 +160,7 @@ READY = row(
         "ready": FLAG,
         "schedulable_workers": COUNT,
         "not_ready_reasons": array(TEXT),
-        "lifecycles": row(dict.fromkeys(Lifecycle, COUNT)),
+        "lifecycles": row(dict.fromkeys(WorkerLifecycle, COUNT)),
         "min_initial_workers": COUNT,
         "recovery": row({"state": one_of(*Recovery), "peers": COUNT, "blocks": BLOCKS}),
     },

@@ -11,7 +11,7 @@ from kvd.faces.selection.members import place
 from kvd.faces.selection.records import FIELDS, changes, record, shown
 from kvd.http.types import Request, Response
 from kvd.selection.service import Selections
-from kvd.selection.worker_record import Lifecycle, WorkerRecord
+from kvd.selection.worker_record import WorkerLifecycle, WorkerRecord
 from kvd_core.json.scan import BodyScanner
 
 DESCRIBED = (*FIELDS, "routing_group")
@@ -23,15 +23,19 @@ def ready(request: Request, *, selections: Selections) -> Response:
     """Answers 200 once a worker can be selected; lists all workers where the client may."""
     entries = selections.workers.listed(None, None)
     lifecycles = Counter(selections.workers.lifecycle(entry) for entry in entries)
-    count = lifecycles[Lifecycle.SCHEDULABLE]
-    reasons = selections.readiness.reasons(count, lifecycles[Lifecycle.UNSCHEDULABLE])
+    count = lifecycles[WorkerLifecycle.SCHEDULABLE]
+    reasons = selections.readiness.reasons(count, lifecycles[WorkerLifecycle.UNSCHEDULABLE])
     answer = {
         "ready": not reasons,
         "schedulable_workers": count,
         "not_ready_reasons": reasons,
         "lifecycles": {
             each: lifecycles[each]
-            for each in (Lifecycle.SCHEDULABLE, Lifecycle.UNSCHEDULABLE, Lifecycle.INCOMPLETE)
+            for each in (
+                WorkerLifecycle.SCHEDULABLE,
+                WorkerLifecycle.UNSCHEDULABLE,
+                WorkerLifecycle.INCOMPLETE,
+            )
         },
         **selections.readiness.shown(),
     }
@@ -88,7 +92,7 @@ async def patch_worker(request: Request, *, selections: Selections) -> Response:
 
 async def delete_worker(request: Request, *, selections: Selections) -> Response:
     entry = await selections.workers.delete(_path_id(request))
-    return bodies.json_response(entry.record.shown(Lifecycle.UNSCHEDULABLE, []))
+    return bodies.json_response(entry.record.shown(WorkerLifecycle.UNSCHEDULABLE, []))
 
 
 def _path_id(request: Request) -> int:

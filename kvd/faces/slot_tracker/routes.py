@@ -64,7 +64,7 @@ def _step(path: str, handler: HotHandler) -> Route:
     return Route("POST", path, handler, hot=True, scope=Scope.LIFECYCLE)
 
 
-class Worker(NamedTuple):
+class RegisteredWorker(NamedTuple):
     """A worker as it is registered."""
 
     key: PartitionKey
@@ -79,10 +79,10 @@ def register(slots: SlotTrackers, request: Request) -> Response:
     return Response(201, OK)
 
 
-def read_worker(body: bytes) -> Worker:
+def read_worker(body: bytes) -> RegisteredWorker:
     """Returns the worker that a registration describes."""
     members = bodies.scan(REGISTER, body)
-    return Worker(
+    return RegisteredWorker(
         bodies.kept_place(members),
         bodies.uint(members, "worker_id", bodies.U64_MAX),
         bodies.uint(members, "block_size", bodies.U32_MAX),

@@ -19,8 +19,8 @@ from kvd.faces.common.bodies import render
 from kvd.faces.common.schemas import BRANCHES_PATH, PICTURE_PATH
 from kvd.faces.common.slices import sliced
 from kvd.faces.ui.history import MAX_RANKS, SAMPLE_S, History, Sums
-from kvd.faces.ui.ranks import Ranks, Rows, named
-from kvd.http.types import Admission, Request, Response, Route
+from kvd.faces.ui.ranks import RankRows, Rows, named
+from kvd.http.types import ConcurrencyLimit, Request, Response, Route
 from kvd.index.partitions import Partition, State
 from kvd.index.publishers import Publisher, Publishers
 from kvd.index.registry import Registry
@@ -65,7 +65,7 @@ class Picture:
 
     def __init__(self, rooms: PicturedRooms) -> None:
         self._rooms = rooms
-        self._ranks = Ranks(rooms.state, rooms.registry, rooms.slots, rooms.selections)
+        self._ranks = RankRows(rooms.state, rooms.registry, rooms.slots, rooms.selections)
         self.history = History(
             rooms.selections,
             self._sums,
@@ -73,7 +73,9 @@ class Picture:
             self._ranks.requests,
         )
         self.run = self.history.run
-        self.admission = Admission(MAX_PICTURES, f"{MAX_PICTURES} pictures are being written")
+        self.admission = ConcurrencyLimit(
+            MAX_PICTURES, f"{MAX_PICTURES} pictures are being written"
+        )
 
     def route(self) -> Route:
         return Route("GET", PICTURE_PATH, self.show, admission=self.admission)

@@ -19,7 +19,7 @@ from kvd.index.partitions import State
 from kvd.index.registry import Registry
 from kvd.model import RankKey
 from kvd.selection.service import Selections
-from kvd.selection.worker_record import Lifecycle
+from kvd.selection.worker_record import WorkerLifecycle
 from kvd.slots.trackers import SlotTrackers
 from kvd.wire.event_stream import EventStream, StreamHealth
 from kvd_core.index.branches import holdings
@@ -28,7 +28,7 @@ from kvd_core.ledger.ledger import Load
 
 
 @dataclass(frozen=True, slots=True)
-class Ranks:
+class RankRows:
     """Reads the rooms that know ranks."""
 
     state: State
@@ -82,7 +82,7 @@ class Ranks:
 class Rows:
     """Writes rows of ranks; what a worker's ranks hold is looked up once."""
 
-    ranks: Ranks
+    ranks: RankRows
     now: float  # monotonic seconds
     _held: dict[object, dict[int, tuple[int, ...]]] = field(default_factory=dict)
 
@@ -120,7 +120,7 @@ class Rows:
         if entry.record.total_kv_blocks is not None:
             shown["total_blocks"] = entry.record.total_kv_blocks
         absent = workers.absent(entry)
-        if lifecycle is not Lifecycle.SCHEDULABLE:
+        if lifecycle is not WorkerLifecycle.SCHEDULABLE:
             shown["reasons"] = entry.reasons + list(absent.values())
         return shown
 

@@ -17,12 +17,12 @@ from examples.engine.options import EngineOptions
 from kvd.faces.gateway.routes import gateway_routes
 from kvd.gateway.chains import Chains
 from kvd.gateway.choices import LocalChoices, Placement, Question
+from kvd.gateway.dns_names import Wanted
 from kvd.gateway.exchanges import Exchanges, RelayLimits
 from kvd.gateway.forwarding import Forwarder
-from kvd.gateway.names import Wanted
 from kvd.gateway.stats import Ended, GatewayStats
 from kvd.gateway.tokens import Tokens
-from kvd.gateway.upstreams import Standing, Upstreams
+from kvd.gateway.upstreams import Upstreams, UpstreamState
 from kvd.index.partitions import State
 from kvd.index.registry import Registry
 from kvd.net.dialing import Dialer
@@ -84,7 +84,7 @@ async def asking(**options: Any) -> AsyncIterator[Asking]:
         async with trio.open_nursery() as nursery:
             for part in (exchanges, upstreams, tokens):
                 nursery.start_soon(part.run)
-            await until(lambda: all(one.standing is Standing.SERVING for one in upstreams))
+            await until(lambda: all(one.standing is UpstreamState.SERVING for one in upstreams))
             routes = gateway_routes(upstreams, choices, forwarder, 1 << 20)
             async with serving(routes=routes) as running, running.client() as client:
                 gateway = Asking(running, client, asked)

@@ -10,7 +10,7 @@ import pytest
 import trio
 
 from kvd.gateway.exchanges import ExchangeFailed, Exchanges, RelayLimits
-from kvd_core.relay.relay import Outcome
+from kvd_core.relay.relay import ExchangeOutcome
 from tests.support.zmtp_fakes import until
 
 HOLD = 64 * 1024
@@ -108,7 +108,7 @@ async def test_a_whole_answer_waits_until_it_is_whole() -> None:
             assert (answer.whole, answer.events) == (True, False)
             exchange.forward(head, chunked=False)
             ending = await exchange.ends()
-        assert ending.outcome is Outcome.COMPLETE
+        assert ending.outcome is ExchangeOutcome.COMPLETE
         assert ending.forwarded == 10
         assert ending.tail == b"0123456789"
         assert await received(stream, b"9") == head + b"0123456789"
@@ -127,7 +127,7 @@ async def test_a_stream_is_held_until_its_first_event_with_data(step: int) -> No
             assert answer.held.startswith(b": hello\n\ndata: 1\r\n")
             exchange.forward(STREAM, chunked=True)
             ending = await exchange.ends()
-        assert ending.outcome is Outcome.COMPLETE
+        assert ending.outcome is ExchangeOutcome.COMPLETE
         assert ending.tail == b"".join(events)
         got = await received(stream, b"0\r\n\r\n")
         assert got.startswith(STREAM)
@@ -150,34 +150,37 @@ def dechunked(data: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("said", "outcome"),
     [
-        (b"", Outcome.NO_ANSWER),
-        (b"HTTP/1.1 200 OK\r\n", Outcome.BROKEN),
-        (b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\n12", Outcome.BROKEN),
-        (STREAM + b"5\r\ndata:\r\n", Outcome.BROKEN),
-        (STREAM + b"5x\r\n", Outcome.MALFORMED),
-        (STREAM + b"\r\n", Outcome.MALFORMED),
-        (b"SSH-2.0-OpenSSH\r\n\r\n", Outcome.MALFORMED),
-        (b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\n", Outcome.MALFORMED),
+        (b"", ExchangeOutcome.NO_ANSWER),
+        (b"HTTP/1.1 200 OK\r\n", ExchangeOutcome.BROKEN),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\n12", ExchangeOutcome.BROKEN),
+        (STREAM + b"5\r\ndata:\r\n", ExchangeOutcome.BROKEN),
+        (STREAM + b"5x\r\n", ExchangeOutcome.MALFORMED),
+        (STREAM + b"\r\n", ExchangeOutcome.MALFORMED),
+        (b"SSH-2.0-OpenSSH\r\n\r\n", ExchangeOutcome.MALFORMED),
+        (
+            b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\n",
+            ExchangeOutcome.MALFORMED,
+        ),
         (
             b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\n",
-            Outcome.MALFORMED,
+            ExchangeOutcome.MALFORMED,
         ),
-        (b"HTTP/1.1 101 Switching\r\n\r\n", Outcome.MALFORMED),
-        (b"HTTP/1.1 2000 OK\r\ncontent-length: 0\r\n\r\n", Outcome.MALFORMED),
-        (b"HTTP/1.1 200 OK\r\ncontent-length : 0\r\n\r\n", Outcome.MALFORMED),
-        (b"HTTP/1.1 200 OK\r\nx: 1\r\n folded: 2\r\n\r\n", Outcome.MALFORMED),
-        (b"HTTP/1.1 200 OK\r\nx: 1\rset-cookie: 2\r\n\r\n", Outcome.MALFORMED),
-        (b"HTTP/1.1 200 OK\r\nx: 1\0\r\n\r\n", Outcome.MALFORMED),
+        (b"HTTP/1.1 101 Switching\r\n\r\n", ExchangeOutcome.MALFORMED),
+        (b"HTTP/1.1 2000 OK\r\ncontent-length: 0\r\n\r\n", ExchangeOutcome.MALFORMED),
+        (b"HTTP/1.1 200 OK\r\ncontent-length : 0\r\n\r\n", ExchangeOutcome.MALFORMED),
+        (b"HTTP/1.1 200 OK\r\nx: 1\r\n folded: 2\r\n\r\n", ExchangeOutcome.MALFORMED),
+        (b"HTTP/1.1 200 OK\r\nx: 1\rset-cookie: 2\r\n\r\n", ExchangeOutcome.MALFORMED),
+        (b"HTTP/1.1 200 OK\r\nx: 1\0\r\n\r\n", ExchangeOutcome.MALFORMED),
         (
             b"HTTP/1.1 200 OK\r\ntransfer-encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
-            Outcome.MALFORMED,
+            ExchangeOutcome.MALFORMED,
         ),
-        (b"HTTP/1.1 200 OK\r\nx: " + b"y" * 70_000, Outcome.MALFORMED),
-        (b"HTTP/1.1 102 Processing\r\n\r\n" * 3000, Outcome.MALFORMED),
+        (b"HTTP/1.1 200 OK\r\nx: " + b"y" * 70_000, ExchangeOutcome.MALFORMED),
+        (b"HTTP/1.1 102 Processing\r\n\r\n" * 3000, ExchangeOutcome.MALFORMED),
     ],
 )
 async def test_an_engine_that_breaks_off_costs_the_client_nothing(
-    said: bytes, outcome: Outcome
+    said: bytes, outcome: ExchangeOutcome
 ) -> None:
     async with relaying(answering(said)) as (exchanges, engine, _), client() as (fd, stream):
         with exchanges.begin(engine, REQUEST, b"{}", HOLD, fd) as exchange:
@@ -243,7 +246,7 @@ async def test_a_client_that_leaves_aborts_its_engine() -> None:
             exchange.forward(STREAM, chunked=True)
             await received(stream, b"data: 1\n\n\r\n")
             await stream.aclose()
-            assert (await exchange.ends()).outcome is Outcome.CLIENT_GONE
+            assert (await exchange.ends()).outcome is ExchangeOutcome.CLIENT_GONE
             await left.wait()
 
 
@@ -269,7 +272,7 @@ async def test_an_engine_waits_for_a_client_that_does_not_read() -> None:
             assert sent < 400 * len(piece)
             got = await received(stream, b"0\r\n\r\n")
             ending = await exchange.ends()
-        assert ending.outcome is Outcome.COMPLETE
+        assert ending.outcome is ExchangeOutcome.COMPLETE
         assert dechunked(got.removeprefix(STREAM)) == b"data: 1\n\n" + piece * 400
         assert ending.forwarded == 9 + 400 * len(piece)
         assert len(ending.tail) <= 8192
@@ -281,7 +284,7 @@ async def test_what_was_sent_before_an_engine_broke_reaches_the_client_first() -
         with exchanges.begin(engine, REQUEST, b"{}", HOLD, fd) as exchange:
             assert await exchange.begins() is not None
             exchange.forward(STREAM, chunked=True)
-            assert (await exchange.ends()).outcome is Outcome.BROKEN
+            assert (await exchange.ends()).outcome is ExchangeOutcome.BROKEN
         assert b"data: 2\n\n" in await received(stream, b"da\r\n")
 
 
@@ -315,7 +318,7 @@ async def test_a_silent_stream_is_filled_between_events_alone() -> None:
             rest.set()
             ending = await exchange.ends()
             got += await received(stream, b"0\r\n\r\n")
-        assert ending.outcome is Outcome.COMPLETE
+        assert ending.outcome is ExchangeOutcome.COMPLETE
         assert ending.tail == b"data: 1\n\ndata: 2\n\n"  # as the engine has said it
         told = dechunked(got.removeprefix(STREAM))
         assert told == b"data: 1\n\n" + filler * filled + b"data: 2\n\n"

@@ -7,17 +7,17 @@ import json
 import pytest
 import trio
 
-from kvd.gateway.asking import longest
 from kvd.gateway.forwarding import event_error
 from kvd.gateway.heads import read_head
-from kvd.gateway.probing import Kind, NotAnEngine, Probe, cache_configs
+from kvd.gateway.probing import EngineKind, NotAnEngine, Probe, cache_configs
+from kvd.gateway.requests import longest
 from kvd.wire.urls import parse_url
 from tests.component.gateway.test_exchanges import relaying
 
 MODELS = {"data": [{"id": "demo"}]}
 
 
-async def ask(said: dict[str, object]) -> Kind | None:
+async def ask(said: dict[str, object]) -> EngineKind | None:
     """Has an engine asked that answers each path with what is said there, or with 404.
 
     Returns None if it is no engine.
@@ -68,7 +68,7 @@ async def test_an_engine_that_makes_no_sense_is_none(said: dict[str, object]) ->
 
 
 async def test_an_engine_that_says_little_is_one() -> None:
-    assert await ask({"/v1/models": MODELS}) is Kind.OPENAI
+    assert await ask({"/v1/models": MODELS}) is EngineKind.OPENAI
 
 
 def test_numbers_too_long_to_read_are_not_said() -> None:

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from kvd_core.relay.relay import SOME, Outcome, Relay
+from kvd_core.relay.relay import SOME, ExchangeOutcome, Relay
 from tests.support.zmtp_fakes import NOT_MY_FAULT_S
 
 HOLD = 64 * 1024
@@ -85,7 +85,7 @@ def test_a_client_that_leaves_as_its_engine_speaks_has_left_once(turns: Turns) -
     stream.sendall(b"9\r\ndata: 2\n\n\r\n")
     turns.serve()
     assert turns.noticed == [exchange]
-    assert relay.ending(exchange).outcome is Outcome.CLIENT_GONE
+    assert relay.ending(exchange).outcome is ExchangeOutcome.CLIENT_GONE
     relay.drop(exchange)
 
 
@@ -126,7 +126,7 @@ def test_a_request_is_sent_again_to_no_other_engine(turns: Turns) -> None:
     received(stream, b"{}")
     stream.close()
     turns.until(lambda: relay.ended(exchange))
-    assert relay.ending(exchange).outcome is Outcome.NO_ANSWER
+    assert relay.ending(exchange).outcome is ExchangeOutcome.NO_ANSWER
     relay.drop(exchange)
 
 
@@ -177,7 +177,7 @@ def test_a_gateway_without_descriptors_says_nothing_of_its_engines(turns: Turns)
         exchange = relay.begin(engine, ours.fileno(), REQUEST, b"{}", HOLD)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
-    assert relay.ending(exchange).outcome == Outcome.NO_ROOM
+    assert relay.ending(exchange).outcome == ExchangeOutcome.NO_ROOM
 
 
 def test_an_exchange_that_cannot_begin_leaves_nothing(turns: Turns) -> None:

@@ -15,20 +15,20 @@ import trio
 
 from kvd.errors import Unavailable
 from kvd.faces.selection.routes import selection_routes
+from kvd.gateway.booking_steps import MAX_ROW, MAX_STEPS, BookingSteps, StepsFailed
 from kvd.gateway.choices import Question
 from kvd.gateway.exchanges import Exchanges, RelayLimits
 from kvd.gateway.remote import RemoteChoices, body_of, described, says
-from kvd.gateway.steps import MAX_ROW, MAX_STEPS, Steps, StepsFailed
 from kvd.http.access import AccessLog
 from kvd.http.app import build_app
-from kvd.http.auth import Authorizer, Policy
+from kvd.http.auth import AccessPolicy, Authorizer
 from kvd.http.context import ServerContext
 from kvd.http.front import Front
 from kvd.http.listeners import open_listeners
 from kvd.http.types import Response, Route, Scope
 from kvd.net.dialing import Dialer
 from kvd.selection.phases import PREFILL_SUFFIX, Phase
-from kvd.selection.worker_record import Lifecycle, Role, WorkerRecord
+from kvd.selection.worker_record import Role, WorkerLifecycle, WorkerRecord
 from kvd.wire.egress import EgressPolicy
 from kvd_core.base.hashing import sequence_hashes
 from kvd_core.ledger.ledger import Ledger
@@ -77,7 +77,7 @@ class KvdProcess:
         self, routes: Sequence[Route], *, task_status: trio.TaskStatus[trio.CancelScope]
     ) -> None:
         context = ServerContext(
-            Authorizer(Policy()), lambda *_: None, access=AccessLog("selection")
+            Authorizer(AccessPolicy()), lambda *_: None, access=AccessLog("selection")
         )
         app = build_app(tuple(routes), PATIENT, context, lambda path: "not found")
         with trio.CancelScope() as scope:
@@ -276,7 +276,7 @@ async def test_steps_beyond_the_bound_are_dropped_and_counted() -> None:
     async def connect() -> trio.SocketStream:
         raise OSError("nobody is there")
 
-    steps = Steps(connect, NOT_MY_FAULT_S)
+    steps = BookingSteps(connect, NOT_MY_FAULT_S)
     for _ in range(MAX_STEPS + 3):
         steps.put(b"x")
     assert (len(steps), steps.dropped) == (MAX_STEPS, 3)
@@ -368,7 +368,7 @@ async def test_what_a_kvd_shows_is_what_it_was_told(tmp_path: Path) -> None:
         )
         assert await gateway.choices.register(told) == []
         assert kvd.service.selections.workers.entries[7].record == told
-        assert says(told.shown(Lifecycle.SCHEDULABLE, []), described(told))
+        assert says(told.shown(WorkerLifecycle.SCHEDULABLE, []), described(told))
 
 
 def test_a_question_has_what_was_asked_for() -> None:

@@ -6,9 +6,9 @@ import pytest
 import trio
 
 from kvd.gateway import tokens as module
-from kvd.gateway.asking import Api, read
 from kvd.gateway.exchanges import Exchanges
-from kvd.gateway.probing import Card, Facts, Kind
+from kvd.gateway.probing import Card, EngineKind, Facts
+from kvd.gateway.requests import Api, read
 from kvd.gateway.stats import GatewayStats
 from kvd.gateway.tokens import MAX_LATER, Later, Tokens
 from kvd.gateway.upstreams import Served, Upstream
@@ -39,7 +39,7 @@ def later(engine: int, number: int) -> Later:
     """Returns a turn of one message that no other number has."""
     body = b'{"model":"m","messages":[{"role":"user","content":"%d"}]}' % number
     facts = Facts(
-        Kind.VLLM, "", (Card("m", None, None, {}),), 4, None, range(1), {}, {}, renders=False
+        EngineKind.VLLM, "", (Card("m", None, None, {}),), 4, None, range(1), {}, {}, renders=False
     )
     upstream = Upstream(URL, parse_url(URL), 1, engine=engine, facts=facts)
     pool = Pool(None, Ledger(), facts.block_size)

@@ -21,7 +21,7 @@ from kvd.faces.common.monitoring import metrics_route
 from kvd.faces.indexer import routes as indexer
 from kvd.http.app import build_app
 from kvd.http.context import ServerContext
-from kvd.http.types import Admission
+from kvd.http.types import ConcurrencyLimit
 from kvd.index.partitions import State
 from kvd.index.peers import Peers
 from kvd.index.registry import Registry
@@ -61,7 +61,7 @@ class Daemon:
         self.app = build_app(self.routes, PATIENT, ServerContext())
 
     @property
-    def dumps(self) -> Admission:
+    def dumps(self) -> ConcurrencyLimit:
         return next(route.admission for route in self.routes if route.path == "/dump")
 
     def register(self, key: RankKey) -> None:

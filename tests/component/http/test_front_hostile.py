@@ -9,7 +9,7 @@ import random
 import pytest
 import trio
 
-from kvd.http.auth import Policy, Token
+from kvd.http.auth import AccessPolicy, Token
 from kvd.http.types import Scope
 from tests.support.budget import scaled
 from tests.support.descriptors import open_descriptors
@@ -150,7 +150,7 @@ def _odd_head(chance: random.Random) -> bytes:
 async def test_no_head_makes_the_application_stumble(layers: str) -> None:
     """Whatever stands in headers, URLs and queries: an answer, and no traceback."""
     chance = random.Random(26)
-    async with serving(policy=Policy((ANYBODY,))) as running:
+    async with serving(policy=AccessPolicy((ANYBODY,))) as running:
         for _ in range(MUTATED[layers] // 3):
             data = _odd_head(chance)
             async with running.client() as client:

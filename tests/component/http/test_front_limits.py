@@ -10,8 +10,8 @@ from contextlib import AsyncExitStack, ExitStack, suppress
 import pytest
 import trio
 
-from kvd.http.auth import Policy, Token
-from kvd.http.transport import Phase
+from kvd.http.auth import AccessPolicy, Token
+from kvd.http.transport import ConnectionPhase
 from kvd.http.types import Request, Response, Route, Scope
 from tests.support.descriptors import open_descriptors
 from tests.support.loglines import logged
@@ -85,7 +85,7 @@ async def test_who_is_missed_least_makes_way(layers: str) -> None:
         new = [await come(), await come()]
         begun = await come()
         await begun.send(b"GET /describe HTTP/1.1\r\n")
-        await eventually(lambda: _phases(running)[Phase.HEAD] == 1)
+        await eventually(lambda: _phases(running)[ConnectionPhase.HEAD] == 1)
         strangers = [await come("/open"), await come("/open"), await come("/open")]
         for gone in (*strangers, *new, begun, *known):
             await expect(gone)
@@ -107,14 +107,14 @@ async def test_who_was_sent_an_answer_in_parts_is_idle_afterwards(layers: str) -
     ):
         reply = await client.request("GET", "/large")
         assert len(reply.body) == 32 << 20
-        await eventually(lambda: _phases(running)[Phase.IDLE] == 1)
+        await eventually(lambda: _phases(running)[ConnectionPhase.IDLE] == 1)
         async with running.client() as other:
             await other.send(BODY_TO_COME)
             await running.until(connections_displaced=1)
         assert await client.read_to_end() == b""
 
 
-def _phases(running: Running) -> Counter[Phase]:
+def _phases(running: Running) -> Counter[ConnectionPhase]:
     return Counter(connection.phase for connection in running.front._running)
 
 
@@ -129,7 +129,7 @@ async def test_a_crowd_of_strangers_shuts_nobody_out(layers: str) -> None:
     )
     open_route = Route("GET", "/open", echo, hot=True, scope=Scope.OPEN)
     holder = {"authorization": "Bearer 0123456789abcdef"}
-    policy = Policy((Token("t", Scope.ANY, b"0123456789abcdef"),))
+    policy = AccessPolicy((Token("t", Scope.ANY, b"0123456789abcdef"),))
     async with (
         serving(routes=(*ROUTES, open_route), policy=policy, connections=20) as running,
         AsyncExitStack() as opened,
@@ -151,7 +151,7 @@ async def test_a_crowd_of_strangers_shuts_nobody_out(layers: str) -> None:
 async def test_strangers_who_came_later_still_go_before_anybody_known() -> None:
     """Those who were strangers when they were last looked for have left by themselves meanwhile."""
     holder = {"authorization": "Bearer 0123456789abcdef"}
-    policy = Policy((Token("t", Scope.ANY, b"0123456789abcdef"),))
+    policy = AccessPolicy((Token("t", Scope.ANY, b"0123456789abcdef"),))
     async with (
         serving(policy=policy, connections=4) as running,
         running.client() as operator,

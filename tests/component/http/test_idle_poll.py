@@ -139,8 +139,8 @@ async def test_the_instrument_goes_with_the_last_lane() -> None:
     with polled_when_idle(lane_of(print), 1) as here:
         with polled_when_idle(lane_of(print), 1) as same:
             assert same is here
-            assert len(here.lanes) == 2
-        assert len(here.lanes) == 1
+            assert len(here.pollables) == 2
+        assert len(here.pollables) == 1
     with pytest.raises(KeyError):
         trio.lowlevel.remove_instrument(here)
     with polled_when_idle(lane_of(print), 1) as another:

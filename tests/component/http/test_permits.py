@@ -17,7 +17,7 @@ from kvd.config import tokens
 from kvd.config.load import StartError, load
 from kvd.config.parsers import Binds, parse_face_binds
 from kvd.faces.indexer.schemas import DESCRIPTION
-from kvd.http.auth import Authorizer, Policy, Token, is_loopback
+from kvd.http.auth import AccessPolicy, Authorizer, Token, is_loopback
 from kvd.http.permits import MAX_TOKEN_BYTES, VERDICTS, PermitRules
 from kvd.http.types import Request, Response, Route, Scope
 from kvd.platform.activation import Passed
@@ -25,7 +25,7 @@ from tests.support.serving import SOON, Running, serving
 
 SECRET = b"0123456789abcdef"
 GATEWAY = Token("gateway", Scope.READ | Scope.LIFECYCLE, SECRET)
-HELD = Policy((GATEWAY,))
+HELD = AccessPolicy((GATEWAY,))
 
 
 def judged(rules: PermitRules, shown: bytes, scope: Scope = Scope.READ) -> str:

@@ -24,8 +24,8 @@ from kvd.model import PartitionKey, RankKey
 from kvd.net.recovery import (
     CONFIRMED_AFTER_S,
     MAX_RANKS,
-    Attempt,
     RecoveryLimits,
+    RecoveryOutcome,
     RecoveryStats,
     confirm_restored,
     recover,
@@ -132,7 +132,7 @@ async def test_a_replica_recovers_what_the_other_has() -> None:
     workers[7].store(0, list(range(1, 9000)), list(range(1, 9000)))
     workers[8].store(2, [1, 2], [1, 2], tier=1)
     async with first.served() as url:
-        assert await second.recover(url) == [Attempt.RECOVERED]
+        assert await second.recover(url) == [RecoveryOutcome.RECOVERED]
     assert second.dumped() == first.dumped()
     assert second.stats.blocks == 9001
     assert not second.state.recovering
@@ -148,7 +148,7 @@ async def test_two_replicas_that_know_nothing_start_empty() -> None:
 
         nursery.start_soon(run, first, two)
         nursery.start_soon(run, second, one)
-    assert ended == [[Attempt.EMPTY]] * 2
+    assert ended == [[RecoveryOutcome.EMPTY]] * 2
 
 
 async def test_oneself_is_recognised() -> None:
@@ -157,7 +157,7 @@ async def test_oneself_is_recognised() -> None:
     alone.state.partition("m", "t").workers[7].store(0, [1], [1])
     before = alone.dumped()
     async with alone.served() as url:
-        assert await alone.recover(url, url + "/") == [Attempt.SELF] * 2
+        assert await alone.recover(url, url + "/") == [RecoveryOutcome.SELF] * 2
     assert alone.dumped() == before
 
 
@@ -167,7 +167,7 @@ async def test_a_peer_that_is_being_filled_is_passed_over() -> None:
     filling.state.partition("m", "t").workers[7].store(0, [1], [1])
     filling.state.begin_recovery()
     async with filling.served() as url, peer(answer(GOOD)) as good:
-        assert await fresh.recover(url, good) == [Attempt.RECOVERED, Attempt.EMPTY]
+        assert await fresh.recover(url, good) == [RecoveryOutcome.RECOVERED, RecoveryOutcome.EMPTY]
 
 
 # ---- past the others
@@ -266,10 +266,10 @@ async def test_a_peer_that_breaks_off_is_passed_over(how: str) -> None:
     fresh = Replica()
     limits = HASTY if how in ("silent", "dripping") else PATIENT
     async with peer(UNREACHABLE[how]) as bad, peer(answer(GOOD)) as good:
-        assert await fresh.recover(bad, limits=limits) == [Attempt.UNREACHABLE]
+        assert await fresh.recover(bad, limits=limits) == [RecoveryOutcome.UNREACHABLE]
         assert fresh.dumped() == {}
         both = await fresh.recover(bad, good, limits=limits)
-        assert both == [Attempt.RECOVERED, Attempt.UNREACHABLE]
+        assert both == [RecoveryOutcome.RECOVERED, RecoveryOutcome.UNREACHABLE]
     assert fresh.depths(1, 2) == {(7, 0): (2, 2, 2), (8, 3): (1, 1, 1)}
 
 
@@ -277,7 +277,7 @@ async def test_a_peer_that_breaks_off_is_passed_over(how: str) -> None:
 async def test_a_wrong_dump_is_refused_whole(how: str) -> None:
     fresh = Replica()
     async with peer(REFUSED[how]) as bad:
-        assert await fresh.recover(bad) == [Attempt.REFUSED]
+        assert await fresh.recover(bad) == [RecoveryOutcome.REFUSED]
     assert fresh.dumped() == {}
 
 
@@ -287,17 +287,17 @@ async def test_a_wrong_dump_is_refused_whole(how: str) -> None:
      "http://127.0.0.1:1", "http://x.invalid"],
 )  # fmt: skip
 async def test_a_url_that_leads_nowhere_is_passed_over(url: str) -> None:
-    assert await Replica().recover(url) == [Attempt.UNREACHABLE]
+    assert await Replica().recover(url) == [RecoveryOutcome.UNREACHABLE]
 
 
 async def test_an_empty_peer_does_not_end_the_search() -> None:
     fresh = Replica()
     empty = answer(b'{"a:b":{"block_size":16,"events":[]}}')
     async with peer(answer(b"{}")) as nothing, peer(empty) as pairs, peer(answer(GOOD)) as good:
-        assert await fresh.recover(nothing, pairs) == [Attempt.EMPTY] * 2
+        assert await fresh.recover(nothing, pairs) == [RecoveryOutcome.EMPTY] * 2
         assert await fresh.recover(nothing, pairs, good, nothing) == [
-            Attempt.RECOVERED,
-            *[Attempt.EMPTY] * 2,
+            RecoveryOutcome.RECOVERED,
+            *[RecoveryOutcome.EMPTY] * 2,
         ]
     assert fresh.depths(1) == {(7, 0): (1, 1, 1), (8, 3): (1, 1, 1)}
 
@@ -313,7 +313,7 @@ async def test_chunked_and_binary_answers_are_read() -> None:
     ):
         fresh = Replica()
         async with peer(serve) as url:
-            assert await fresh.recover(url) == [Attempt.RECOVERED]
+            assert await fresh.recover(url) == [RecoveryOutcome.RECOVERED]
         assert fresh.depths(1, 2)[7, 0] == (2, 2, 2)  # type: ignore[index]
 
 
@@ -324,7 +324,7 @@ async def test_another_block_size_is_refused() -> None:
     fresh = Replica()
     fresh.register(7, block_size=8)
     async with peer(answer(GOOD)) as url:
-        assert await fresh.recover(url) == [Attempt.REFUSED]
+        assert await fresh.recover(url) == [RecoveryOutcome.REFUSED]
     assert fresh.dumped() == {"m:t": []}
 
 
@@ -356,7 +356,7 @@ async def test_keys_with_colons_find_their_partition(
         rank = RankKey(PartitionKey(*registered), 1, 0)
         fresh.registry.register(rank, "tcp://127.0.0.1:1", 16, None)
     async with peer(answer(dump_json(event([(1, 1)]), key=key))) as url:
-        assert await fresh.recover(url) == [Attempt.RECOVERED]
+        assert await fresh.recover(url) == [RecoveryOutcome.RECOVERED]
     assert list(fresh.state.partitions) == [expected]
 
 
@@ -458,7 +458,7 @@ async def test_a_dump_of_too_many_workers_is_refused_whole() -> None:
     state, stats = State(), RecoveryStats()
     async with peer(answer(crowd(MAX_RANKS + 1))) as url:
         await recover(state, [url], stats)
-    assert (stats.attempts[Attempt.REFUSED], state.partitions) == (1, {})
+    assert (stats.attempts[RecoveryOutcome.REFUSED], state.partitions) == (1, {})
 
 
 async def test_a_dump_of_many_workers_does_not_hold_up_others() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from kvd_core.base.hashing import local_hashes
 from kvd_core.conductor.conductor import Conductor, Source, namespace
-from kvd_core.conductor.kept import HoldingsRestore
+from kvd_core.conductor.kept_holdings import HoldingsRestore
 from kvd_core.index.prefix_index import IngestCounters, PrefixIndex
 from tests.models.conductor_model import ConductorModel, Holder, sequence_hashes
 from tests.support.budget import scaled

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from kvd_core.ledger.journal import BOOKED, ENDED, Booked, Journal, Said, Stepped, read
+from kvd_core.ledger.journal import BOOKED, ENDED, Booked, Journal, OtherRecord, Stepped, read
 from kvd_core.ledger.ledger import ADDED, Ledger
 from tests.support.budget import scaled
 
@@ -97,7 +97,7 @@ def test_what_finds_no_room_is_dropped_whole_and_counted() -> None:
 def test_records_of_others_stand_among_them() -> None:
     journal = Journal(LIMIT)
     assert journal.put(ord("x"), b"anything")
-    assert list(read(journal.take())) == [Said(ord("x"), b"anything")]
+    assert list(read(journal.take())) == [OtherRecord(ord("x"), b"anything")]
     assert not Journal(8).put(ord("x"), b"anything")
 
 

@@ -10,13 +10,13 @@ from kvd.diagnosis.chain import MOST_OF_A_KIND, diagnose
 from kvd.diagnosis.choices import AWAY_S, ENOUGH_BOOKINGS, SKEW_S
 from kvd.diagnosis.engines import RECENT_S
 from kvd.diagnosis.evidence import (
+    CapacityEvidence,
     Evidence,
     KvdEvidence,
-    Look,
     ModelEvidence,
+    ProbeResult,
     ReplicaEvidence,
     ReplicaTraffic,
-    RoomEvidence,
     SelectionEvidence,
     SharedEvidence,
     ShareEvidence,
@@ -83,7 +83,7 @@ def test_every_kind_is_worded(name: str, case: str) -> None:
 def test_findings_come_in_the_order_of_the_chain() -> None:
     evidence = Evidence(
         streams=(LOST, replace(AWAY, last_error="Connection refused")),
-        room=RoomEvidence(8, 8, 8, 4, 4),
+        capacity=CapacityEvidence(8, 8, 8, 4, 4),
         clock_lead_s=SKEW_S,
     )
     assert names(evidence) == [
@@ -117,15 +117,15 @@ def test_a_fleet_that_is_away_as_a_whole_is_summed_up() -> None:
         (replace(AWAY, last_error="connection lost: tcp://x"), ["not_zmq"]),
         (replace(AWAY, last_error="connection lost", joins=1), ["engine_unreachable"]),
         (replace(AWAY, last_error="authentication failed in the handshake"), ["keys_differ"]),
-        (replace(AWAY, look=Look(is_zmtp=True, mechanism="NULL", socket_type="PUB")), []),
-        (replace(AWAY, look=Look(is_zmtp=True, mechanism="NULL", socket_type="XPUB")), []),
+        (replace(AWAY, probe=ProbeResult(is_zmtp=True, mechanism="NULL", socket_type="PUB")), []),
+        (replace(AWAY, probe=ProbeResult(is_zmtp=True, mechanism="NULL", socket_type="XPUB")), []),
         (
-            replace(AWAY, look=Look(is_zmtp=True, mechanism="NULL", socket_type="DEALER")),
+            replace(AWAY, probe=ProbeResult(is_zmtp=True, mechanism="NULL", socket_type="DEALER")),
             ["not_kv_events"],
         ),
-        (replace(AWAY, look=Look(is_zmtp=True, mechanism="CURVE")), ["keys_differ"]),
-        (replace(AWAY, look=Look(is_zmtp=True, mechanism="CURVE"), has_key=True), []),
-        (replace(AWAY, look=Look(is_zmtp=True), has_key=True), []),  # it hung up early
+        (replace(AWAY, probe=ProbeResult(is_zmtp=True, mechanism="CURVE")), ["keys_differ"]),
+        (replace(AWAY, probe=ProbeResult(is_zmtp=True, mechanism="CURVE"), has_key=True), []),
+        (replace(AWAY, probe=ProbeResult(is_zmtp=True), has_key=True), []),  # it hung up early
         (replace(STREAM, messages=0, quiet="silent", quiet_s=30.0), ["engine_silent"]),
         (replace(STREAM, bad_frames={"frame_count": 3}), []),  # others are batches
         (replace(STREAM, messages=0, bad_frames={"frame_count": 3}), ["not_kv_events"]),
@@ -139,7 +139,9 @@ def test_an_engine(stream: StreamEvidence, expected: list[str]) -> None:
 
 def test_what_an_http_server_says_is_taken_for_a_peer_for_a_moment() -> None:
     stream = replace(STREAM, messages=0, bad_frames={"frame_count": 1})
-    assert of_stream(replace(stream, look=Look(said=b"HTTP/1.1 400 Bad Request"))) == ["not_zmq"]
+    assert of_stream(replace(stream, probe=ProbeResult(said=b"HTTP/1.1 400 Bad Request"))) == [
+        "not_zmq"
+    ]
 
 
 # ---- events
@@ -156,10 +158,10 @@ def test_what_an_http_server_says_is_taken_for_a_peer_for_a_moment() -> None:
         (replace(LOST, dropped=5, replays={"marker": 1}), ["queue_full", "replay_too_short"]),
         (replace(LOST, dropped=2), ["messages_lost", "queue_full"]),
         (replace(LOST, loss=""), []),  # it cleared its cache since
-        (replace(STREAM, replay_look=Look("Connection refused")), ["replay_missing"]),
-        (replace(STREAM, replay_look=Look(said=b"HTTP")), ["replay_missing"]),
-        (replace(STREAM, replay_look=Look(is_zmtp=True, socket_type="ROUTER")), []),
-        (replace(STREAM, replay_look=Look(is_zmtp=True, mechanism="CURVE")), []),
+        (replace(STREAM, replay_probe=ProbeResult("Connection refused")), ["replay_missing"]),
+        (replace(STREAM, replay_probe=ProbeResult(said=b"HTTP")), ["replay_missing"]),
+        (replace(STREAM, replay_probe=ProbeResult(is_zmtp=True, socket_type="ROUTER")), []),
+        (replace(STREAM, replay_probe=ProbeResult(is_zmtp=True, mechanism="CURVE")), []),
         (replace(STREAM, ignored={"medium": 1}), []),  # others count
         (replace(STREAM, ignored={"block_size": 1}), ["block_size_mismatch"]),
         (replace(STREAM, ignored={"tokens": 1}), ["tokens_missing"]),
@@ -272,8 +274,8 @@ def test_selections() -> None:
 
 
 def test_room() -> None:
-    assert names(Evidence(room=RoomEvidence(8, 8, 8, refused=4))) == []  # long ago
-    (finding,) = diagnose(Evidence(room=RoomEvidence(0, 8, 8, 4, 4)))
+    assert names(Evidence(capacity=CapacityEvidence(8, 8, 8, refused=4))) == []  # long ago
+    (finding,) = diagnose(Evidence(capacity=CapacityEvidence(0, 8, 8, 4, 4)))
     assert finding.remedy.startswith("see docs/faces/conductor.md")
 
 
@@ -282,7 +284,7 @@ def test_replicas() -> None:
     shared = SharedEvidence("redis://a", True, 0, "")
     for evidence in (
         Evidence(replicas=(away,)),
-        Evidence(replicas=(replace(away, away_s=0.0, look=Look("refused")),)),
+        Evidence(replicas=(replace(away, away_s=0.0, probe=ProbeResult("refused")),)),
         Evidence(traffic=ReplicaTraffic(overflows=1)),
         Evidence(traffic=ReplicaTraffic(missed=1)),
         Evidence(shared=replace(shared, is_connected=False, fault="refused")),

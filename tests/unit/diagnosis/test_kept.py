@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvd.errors import NotFound
-from kvd.http.auth import MAX_HOST_BYTES, Authorizer, Policy
+from kvd.http.auth import MAX_HOST_BYTES, AccessPolicy, Authorizer
 from kvd.http.errors import Failures
-from kvd.index.served import MAX_UNKNOWN, MAX_UNKNOWN_CHARACTERS, ServedModels
+from kvd.index.served_models import MAX_UNKNOWN, MAX_UNKNOWN_CHARACTERS, ServedModels
 from kvd.selection.affinity import LEAST_LEAD_S
 from kvd.selection.options import RouterOptions
 from kvd.wire.affinity import Bound, Version
@@ -51,7 +51,7 @@ def test_what_is_served_elsewhere_is_not_unknown() -> None:
     ],
 )
 def test_the_last_refused_host_is_kept(host: bytes, shown: str) -> None:
-    authorizer = Authorizer(Policy())
+    authorizer = Authorizer(AccessPolicy())
     refusal = authorizer.refusal([(b"host", host)], None, checks_host=True)
     assert refusal is not None and refusal.status == 421
     assert authorizer.refused_host == shown and authorizer.refused["host"] == 1

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvd.gateway.asking import Api, read
 from kvd.gateway.errors import GatewayError, Reason
+from kvd.gateway.requests import Api, read
 from kvd.http.types import Headers
 
 HINTS = {"osl": 50, "priority": 7}

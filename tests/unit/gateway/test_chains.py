@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvd.gateway.asking import Api, Asked, read
 from kvd.gateway.chains import MAX_RESPONSES, RESPONSE_S, Chains, lasting
+from kvd.gateway.requests import Api, ClientRequest, read
 from kvd.gateway.stats import GatewayStats
 from kvd.gateway.upstreams import Served
 
@@ -33,7 +33,7 @@ def chains(clock: Clock) -> Chains:
     return Chains(GatewayStats(), clock)
 
 
-def asked(api: Api, **members: Any) -> Asked:
+def asked(api: Api, **members: Any) -> ClientRequest:
     return read(api, [], json.dumps(members).encode())
 
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from kvd.gateway.errors import Form, GatewayError, Reason, ended, event
+from kvd.gateway.errors import ErrorForm, GatewayError, Reason, ended, event
 
 BROKEN = GatewayError(Reason.UPSTREAM_FAILED, "the engine broke off its answer")
 
@@ -32,10 +32,10 @@ def test_an_event_ends_only_if_it_is_not_taken_for_whole(tail: bytes, end: bytes
 
 
 def test_events_are_in_the_form_of_the_api() -> None:
-    said = event(BROKEN, Form.OPENAI, b"r", b"")
+    said = event(BROKEN, ErrorForm.OPENAI, b"r", b"")
     assert json.loads(said.removeprefix(b"data: "))["error"]["code"] == "upstream_failed"
     tail = b'data: {"type":"response.output_text.delta","sequence_number": 41}\n\n'
-    name, data, *_ = event(BROKEN, Form.RESPONSES, b"r", tail).split(b"\n")
+    name, data, *_ = event(BROKEN, ErrorForm.RESPONSES, b"r", tail).split(b"\n")
     assert name == b"event: error"
     assert json.loads(data.removeprefix(b"data: ")) == {
         "type": "error",
@@ -44,7 +44,7 @@ def test_events_are_in_the_form_of_the_api() -> None:
         "param": None,
         "sequence_number": 42,
     }
-    name, data, *_ = event(BROKEN, Form.ANTHROPIC, b"r", tail).split(b"\n")
+    name, data, *_ = event(BROKEN, ErrorForm.ANTHROPIC, b"r", tail).split(b"\n")
     assert name == b"event: error"
     assert json.loads(data.removeprefix(b"data: ")) == {
         "type": "error",

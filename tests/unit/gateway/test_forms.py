@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvd.gateway.errors import GatewayError, Reason
-from kvd.gateway.forms import MAX_PART_HEAD, MAX_PARTS, field_of
+from kvd.gateway.multipart import MAX_PART_HEAD, MAX_PARTS, field_of
 
 TYPE = b"multipart/form-data; boundary=b"
 

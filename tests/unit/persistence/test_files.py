@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvd.persistence.directory import Directory, InUse
+from kvd.persistence.clocks import ClockReading, ClockTranslation
+from kvd.persistence.directory import InUse, StateDirectory
 from kvd.persistence.frames import (
     MAGIC,
     Content,
@@ -18,16 +19,15 @@ from kvd.persistence.frames import (
     frame,
     opening,
 )
-from kvd.persistence.moments import Moments, Translation
 
-THEN = Moments(clock=100.0, monotonic=5000.0, wall=1e9, boot="one")
+THEN = ClockReading(clock=100.0, monotonic=5000.0, wall=1e9, boot="one")
 HEADER = Header(Content.REGISTRATIONS, "process", THEN)
 FRAMES = [frame(7, b"first"), frame(7, b""), frame(8, b"third" * 9)]
 
 
 @pytest.fixture
 def written(tmp_path: Path) -> Path:
-    directory = Directory(tmp_path)
+    directory = StateDirectory(tmp_path)
     directory.replace(HEADER, FRAMES)
     directory.close()
     return directory.file(Content.REGISTRATIONS)
@@ -134,14 +134,14 @@ def test_only_a_regular_file_is_read(tmp_path: Path) -> None:
 
 def test_a_directory_that_was_put_elsewhere_is_taken_again(tmp_path: Path) -> None:
     path = tmp_path / "state"
-    first = Directory(path)
+    first = StateDirectory(path)
     path.rename(tmp_path / "elsewhere")
     first.replace(HEADER, FRAMES)
     with pytest.raises(InUse):
-        Directory(path)
+        StateDirectory(path)
     assert len(contents(path / "registrations")) == len(FRAMES)
     path.rename(tmp_path / "gone")
-    second = Directory(path)
+    second = StateDirectory(path)
     with pytest.raises(InUse):  # it is another's now
         first.replace(HEADER, FRAMES)
     first.close()
@@ -150,7 +150,7 @@ def test_a_directory_that_was_put_elsewhere_is_taken_again(tmp_path: Path) -> No
 
 def test_a_write_that_fails_leaves_the_last_file(written: Path) -> None:
     before = written.read_bytes()
-    directory = Directory(written.parent)
+    directory = StateDirectory(written.parent)
 
     def failing() -> list[bytes]:
         raise OSError(28, "No space left on device")
@@ -164,18 +164,18 @@ def test_a_write_that_fails_leaves_the_last_file(written: Path) -> None:
 
 def test_a_directory_has_one_owner_and_no_leftovers(tmp_path: Path) -> None:
     (tmp_path / "index.new").write_bytes(b"of a process that was killed")
-    first = Directory(tmp_path)
+    first = StateDirectory(tmp_path)
     assert not (tmp_path / "index.new").exists()
     with pytest.raises(InUse, match="in use by process"):
-        Directory(tmp_path)
+        StateDirectory(tmp_path)
     first.close()
-    Directory(tmp_path).close()
+    StateDirectory(tmp_path).close()
 
 
 def test_ages_across_a_restart_are_by_the_clock_of_the_machine() -> None:
     """The wall clock was set back by a day meanwhile."""
-    now = Moments(clock=7.0, monotonic=5010.0, wall=1e9 - 86_400, boot="one")
-    translate = Translation.between(THEN, now)
+    now = ClockReading(clock=7.0, monotonic=5010.0, wall=1e9 - 86_400, boot="one")
+    translate = ClockTranslation.between(THEN, now)
     assert translate(100.0) == -3.0  # 10 s ago
     assert translate(104.0) == 1.0
     assert translate(1000.0) == 897.0  # as far apart as they were
@@ -183,6 +183,6 @@ def test_ages_across_a_restart_are_by_the_clock_of_the_machine() -> None:
 
 @pytest.mark.parametrize(("wall", "age"), [(1e9 + 60, 60.0), (1e9 - 5, 0.0)])
 def test_ages_across_a_boot_are_by_the_wall_clock(wall: float, age: float) -> None:
-    now = Moments(clock=7.0, monotonic=3.0, wall=wall, boot="two")
+    now = ClockReading(clock=7.0, monotonic=3.0, wall=wall, boot="two")
     assert now.since(THEN) == age
-    assert Translation.between(THEN, now)(100.0) == 7.0 - age
+    assert ClockTranslation.between(THEN, now)(100.0) == 7.0 - age

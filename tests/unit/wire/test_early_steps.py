@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-import kvd.wire.early
+import kvd.wire.early_ends
 from kvd.model import PartitionKey
-from kvd.wire.early import EARLY_STEPS_S, EarlySteps
+from kvd.wire.early_ends import EARLY_STEPS_S, EarlySteps
 from kvd.wire.lifecycle import Lifecycle, Step
 
 ADD = Lifecycle(PartitionKey("m", "t"), 16, "r", 7, 0, Step.ADD, router_id=1)
@@ -61,7 +61,7 @@ def test_an_old_end_is_forgotten() -> None:
 
 
 def test_the_oldest_goes_first_at_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvd.wire.early, "MAX_EARLY_STEPS", 3)
+    monkeypatch.setattr(kvd.wire.early_ends, "MAX_EARLY_STEPS", 3)
     early = EarlySteps()
     for name in "abcad":
         early.note(replace(FREE, request_id=name), 5.0)

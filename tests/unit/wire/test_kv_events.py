@@ -53,7 +53,7 @@ def test_a_batch_comes_in_many_forms(
 def unpacked(event: object) -> object:
     """Returns an event of a batch, an engine's own too."""
     found = kv_events.read_event(event)
-    return msgpack.unpackb(found.packed) if isinstance(found, kv_events.Unread) else found
+    return msgpack.unpackb(found.packed) if isinstance(found, kv_events.RawEvent) else found
 
 
 KEYS = ("events", "type", "event_type", "ts", "dp_rank", "attn_dp_rank", 7)

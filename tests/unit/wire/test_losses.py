@@ -7,7 +7,7 @@ import pytest
 
 from kvd.index.partitions import State
 from kvd.model import PartitionKey
-from kvd.wire.applied_batches import Stream
+from kvd.wire.applied_batches import BatchSink
 from kvd.wire.cursor import Verdict
 from kvd.wire.envelope import StreamIdentity
 from kvd.wire.event_stream import EventStream
@@ -80,7 +80,7 @@ def test_before_any_rank_is_heard_a_loss_is_somebody_s() -> None:
 class Port:
     """An engine's port that several ranks share, and the listener of the one registered for it."""
 
-    def __init__(self, expected: int = 0, stream: Stream | None = None) -> None:
+    def __init__(self, expected: int = 0, stream: BatchSink | None = None) -> None:
         if stream is None:
             worker = PrefixIndex(BLOCK, IngestCounters()).add_worker(1)
             worker.register(0)

@@ -1,9 +1,9 @@
 # distutils: language = c++
 """What publishers hold, written by one process and brought back by the one that takes its place.
 
-`conductor/kept.hpp` has the picture and the costs, `dump/format.hpp` the form. Publishers are named
-by their places in a list of sources; None stands there for one of another partition, or that the
-later process does not have.
+`conductor/kept_holdings.hpp` has the picture and the costs, `dump/format.hpp` the form. Publishers
+are named by their places in a list of sources; None stands there for one of another partition, or
+that the later process does not have.
 """
 
 from cpython.bytes cimport PyBytes_FromStringAndSize

@@ -8,7 +8,7 @@ class Booked(NamedTuple):
     dp_rank: int
     prefill_tokens: int
 
-class AtOnce:
+class ImmediateSelection:
     booked_at: float
     def __init__(self, selections: Selections) -> None: ...
     def suits(
@@ -18,7 +18,7 @@ class AtOnce:
         self, fleet: Fleet, reservation_id: str, expected: int | None = None
     ) -> Booked | None: ...
 
-class StepsAtOnce:
+class ImmediateSteps:
     def __init__(self, selections: Selections) -> None: ...
     def prefill_complete(self, reservation_id: str) -> int: ...
     def free(self, reservation_id: str) -> int: ...

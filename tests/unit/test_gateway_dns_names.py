@@ -7,7 +7,7 @@ import trio
 from trio.testing import MockClock
 
 from kvd.errors import Unavailable
-from kvd.gateway.names import MAX_ADDRESSES, FollowedName, Wanted
+from kvd.gateway.dns_names import MAX_ADDRESSES, FollowedName, Wanted
 from kvd.net.dialing import Dialer, Unreachable
 
 

@@ -16,7 +16,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True, slots=True)
-class Moments:
+class ClockReading:
     """One moment by all clocks, in seconds."""
 
     clock: float  # the process's own
@@ -25,11 +25,11 @@ class Moments:
     boot: str  # names the boot, "" where the system does not
 
     @classmethod
-    def now(cls, clock: float) -> Moments:
+    def now(cls, clock: float) -> ClockReading:
         """Returns the present moment, which the process's own clock calls `clock`."""
         return cls(clock, time.monotonic(), time.time(), _boot())
 
-    def since(self, earlier: Moments) -> float:
+    def since(self, earlier: ClockReading) -> float:
         """Returns the seconds from another process's moment to this one, 0 at least."""
         if earlier.boot and earlier.boot == self.boot:
             return max(0.0, self.monotonic - earlier.monotonic)
@@ -37,7 +37,7 @@ class Moments:
 
 
 @dataclass(frozen=True, slots=True)
-class Translation:
+class ClockTranslation:
     """What another process's clock has said, by this one's.
 
     It may say what is later than now, after another boot with its wall clock set back; two moments
@@ -47,7 +47,7 @@ class Translation:
     offset: float
 
     @classmethod
-    def between(cls, then: Moments, now: Moments) -> Translation:
+    def between(cls, then: ClockReading, now: ClockReading) -> ClockTranslation:
         return cls(now.clock - now.since(then) - then.clock)
 
     def __call__(self, at: float) -> float:

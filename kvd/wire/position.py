@@ -15,7 +15,7 @@ class KeptLosses(NamedTuple):
     unheard_since: int | None
 
 
-class Place(NamedTuple):
+class StreamPosition(NamedTuple):
     """A stream's place: what its next batch and its engine are told by."""
 
     expected: int  # number of the next batch

@@ -13,8 +13,8 @@ from enum import Enum
 from typing import Any, NamedTuple
 from zlib import crc32
 
-from kvd.gateway.errors import Form, GatewayError, Reason
-from kvd.gateway.forms import field_of
+from kvd.gateway.errors import ErrorForm, GatewayError, Reason
+from kvd.gateway.multipart import field_of
 from kvd.http.types import Headers
 from kvd_core.json.scan import BodyScanner
 
@@ -34,12 +34,12 @@ class Api(Enum):
     OTHER = "other"
 
     @property
-    def errors(self) -> Form:
+    def errors(self) -> ErrorForm:
         """How its clients are told of errors."""
-        return _FORMS.get(self, Form.OPENAI)
+        return _FORMS.get(self, ErrorForm.OPENAI)
 
 
-_FORMS = {Api.MESSAGES: Form.ANTHROPIC, Api.RESPONSES: Form.RESPONSES}
+_FORMS = {Api.MESSAGES: ErrorForm.ANTHROPIC, Api.RESPONSES: ErrorForm.RESPONSES}
 
 
 # Members of a body that tell an engine whom to connect to or which of its ranks serves: a client
@@ -108,7 +108,7 @@ SESSION_NAMES = frozenset((*SESSION_HEADERS, AGENT_HEADER))
 SESSION_MEMBERS = frozenset(("session_id", "prompt_cache_key", "conversation", "metadata"))
 
 
-class Asked(NamedTuple):
+class ClientRequest(NamedTuple):
     """One request of a client, read."""
 
     api: Api
@@ -152,10 +152,12 @@ def longest(prompts: bytes) -> bytes | None:
     return json.dumps(max(each, key=len)).encode()
 
 
-def read(api: Api, headers: Headers, body: bytes) -> Asked:
+def read(api: Api, headers: Headers, body: bytes) -> ClientRequest:
     """Reads a request; raises GatewayError."""
     if api is Api.FORM:
-        return Asked(api, field_of(headers, body, "model"), False, {}, session_of(headers, {}))
+        return ClientRequest(
+            api, field_of(headers, body, "model"), False, {}, session_of(headers, {})
+        )
     try:
         members = SCANNER.scan(body)
     except (TypeError, ValueError) as error:
@@ -169,7 +171,7 @@ def read(api: Api, headers: Headers, body: bytes) -> Asked:
     if model is not None and not isinstance(model, str):
         raise GatewayError(Reason.INVALID_JSON, "model must be a string", param="model")
     hints = _hints(members) if "nvext" in members else {}
-    return Asked(
+    return ClientRequest(
         api,
         model,
         members.get("stream") is True,

@@ -27,7 +27,7 @@ cdef uint32_t U32_MAX = 0xffffffff
 cdef string PREFILL = PREFILL_SUFFIX.encode()
 
 
-cdef class AtOnce:
+cdef class ImmediateSelection:
     """Chooses and books in one go."""
 
     def __init__(self, selections not None):
@@ -110,7 +110,7 @@ cdef class AtOnce:
         return True
 
 
-cdef class StepsAtOnce:
+cdef class ImmediateSteps:
     """Steps of reservations."""
 
     def __init__(self, selections not None):

@@ -1,4 +1,4 @@
-"""Looks at engines from outside: who listens at an address, and what does it speak?
+"""Engines probed from outside: who listens at an address, and what does it speak?
 
     connect ── greeting of ZMTP 3.0 ──> greeting? ── READY, as a SUB socket ──> its socket type
        └ errno                             └ something else, or nothing
@@ -20,17 +20,17 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from kvd.diagnosis.evidence import Look
+from kvd.diagnosis.evidence import ProbeResult
 from kvd.net.dialing import Unreachable
 from kvd.wire.endpoints import host_and_port
 
 if TYPE_CHECKING:
     from kvd.net.dialing import Dialer
 
-LOOK_S = 2.0  # for one address; who speaks ZeroMQ answers within a round trip
-LOOKS_S = 10.0  # for all of them, below the deadline of handlers
-LOOKS_AT_ONCE = 64  # a descriptor each
-MAX_LOOKS = 1024  # addresses; others are not looked at
+PROBE_S = 2.0  # for one address; who speaks ZeroMQ answers within a round trip
+PROBES_S = 10.0  # for all of them, below the deadline of handlers
+PROBES_AT_ONCE = 64  # a descriptor each
+MAX_PROBES = 1024  # addresses; others are not probed
 MOST_BYTES = 512  # read of an answer: a greeting and a command have 64 and some 40
 
 # Of a greeting, as the protocol has it: the mechanism, all of it, what comes before the mechanism.
@@ -45,50 +45,50 @@ READY = b"\4" + bytes([len(READY_BODY)]) + READY_BODY
 IPC = "ipc://"
 
 
-class Looker:
-    """Looks at addresses; all who ask together have LOOKS_AT_ONCE connections."""
+class EngineProber:
+    """Probes addresses; all who ask together have PROBES_AT_ONCE connections."""
 
     def __init__(self, dialer: Dialer) -> None:
         self._dialer = dialer
-        self._limiter = trio.CapacityLimiter(LOOKS_AT_ONCE)
+        self._limiter = trio.CapacityLimiter(PROBES_AT_ONCE)
         self.left_out = 0  # addresses, for their number or for want of time
 
-    async def look_at(self, endpoints: Iterable[str]) -> dict[str, Look]:
-        """Looks at each of them, MAX_LOOKS at most, as far as it gets within LOOKS_S."""
-        looks: dict[str, Look] = {}
+    async def probe(self, endpoints: Iterable[str]) -> dict[str, ProbeResult]:
+        """Probes each of them, MAX_PROBES at most, as far as it gets within PROBES_S."""
+        probes: dict[str, ProbeResult] = {}
         wanted = list(dict.fromkeys(endpoints))
 
-        async def look(endpoint: str) -> None:
+        async def probe_one(endpoint: str) -> None:
             async with self._limiter:
-                looks[endpoint] = await look_once(endpoint, self._dialer)
+                probes[endpoint] = await probe_once(endpoint, self._dialer)
 
-        with trio.move_on_after(LOOKS_S):
+        with trio.move_on_after(PROBES_S):
             async with trio.open_nursery() as nursery:
-                for endpoint in wanted[:MAX_LOOKS]:
-                    nursery.start_soon(look, endpoint)
-        self.left_out += len(wanted) - len(looks)
-        return looks
+                for endpoint in wanted[:MAX_PROBES]:
+                    nursery.start_soon(probe_one, endpoint)
+        self.left_out += len(wanted) - len(probes)
+        return probes
 
 
-async def look_once(endpoint: str, dialer: Dialer) -> Look:
-    """Looks at one address: LOOK_S at most to connect, and as long to hear who is there."""
+async def probe_once(endpoint: str, dialer: Dialer) -> ProbeResult:
+    """Probes one address: PROBE_S at most to connect, and as long to hear who is there."""
     stream: trio.SocketStream | None = None
     try:
         address = await dialer.endpoint(endpoint)
-        with trio.move_on_after(LOOK_S):
+        with trio.move_on_after(PROBE_S):
             stream = await _connect(address)
     except Unreachable as error:
-        return Look(str(error))
+        return ProbeResult(str(error))
     except OSError as error:
-        return Look(os.strerror(error.errno or errno.EIO))
+        return ProbeResult(os.strerror(error.errno or errno.EIO))
     if stream is None:
-        return Look(f"no connection within {LOOK_S:g} s")
+        return ProbeResult(f"no connection within {PROBE_S:g} s")
     said = bytearray()
     async with aclosing(stream):
         # Who hangs up has said what counts before.
-        with trio.move_on_after(LOOK_S), suppress(trio.BrokenResourceError):
+        with trio.move_on_after(PROBE_S), suppress(trio.BrokenResourceError):
             await _talk(stream, said)
-    return read_look(bytes(said))
+    return read_probe(bytes(said))
 
 
 async def _connect(address: str) -> trio.SocketStream:
@@ -119,7 +119,7 @@ async def _talk(stream: trio.SocketStream, said: bytearray) -> None:
     if _mechanism(said) != "NULL":
         return
     await stream.send_all(READY)
-    while not read_look(said).socket_type and len(said) < MOST_BYTES:
+    while not read_probe(said).socket_type and len(said) < MOST_BYTES:
         if not await _hear(stream, said):
             return
 
@@ -136,14 +136,14 @@ def is_greeting(said: bytes | bytearray) -> bool:
     return said[:1] == SIGNATURE[:1] and (len(said) < len(SIGNATURE) or said[9] & 1 == 1)
 
 
-def read_look(said: bytes | bytearray) -> Look:
+def read_probe(said: bytes | bytearray) -> ProbeResult:
     """Returns what the bytes of an answer show."""
     if not said or not is_greeting(said) or len(said) < len(SIGNATURE):
-        return Look(said=bytes(said))
+        return ProbeResult(said=bytes(said))
     _, found, rest = bytes(said[GREETING_BYTES:]).partition(SOCKET_TYPE)
     size = int.from_bytes(rest[:4]) if len(rest) >= 4 else 0
     kind = rest[4 : 4 + size] if found and len(rest) >= 4 + size else b""
-    return Look("", bytes(said), True, _mechanism(said), kind.decode("ascii", "replace"))
+    return ProbeResult("", bytes(said), True, _mechanism(said), kind.decode("ascii", "replace"))
 
 
 def _mechanism(said: bytes | bytearray) -> str:

@@ -16,7 +16,7 @@
 
 namespace kvd {
 
-struct Said {
+struct PromptStats {
   // First tokens kept: enough to tell a template of one side from that of the other.
   static constexpr uint32_t kKept = 16;
 

@@ -19,7 +19,7 @@ from kvd.telemetry.metrics import Family, counter
 MAX_UNKNOWN = 64
 MAX_UNKNOWN_CHARACTERS = 256  # of the names of those; longer ones are nobody's mistake
 
-Place = tuple[str, str | None]  # model, tenant; None is every tenant of it
+ServedKey = tuple[str, str | None]  # model, tenant; None is every tenant of it
 
 
 class ServedModels:
@@ -27,19 +27,19 @@ class ServedModels:
 
     def __init__(
         self,
-        served: Collection[Place] = (),
-        owners: Mapping[Place, str] = MappingProxyType({}),
+        served: Collection[ServedKey] = (),
+        owners: Mapping[ServedKey, str] = MappingProxyType({}),
     ) -> None:
         """Without anything in `served` all is; `owners` says where others are served."""
         self._served = frozenset(served)
         self._owners = owners
-        self._asked: Callable[[Place], str | None] | None = None
+        self._asked: Callable[[ServedKey], str | None] | None = None
         self.misdirected = 0  # requests and registrations that belong elsewhere
         self.unknown: dict[tuple[str, str], int] = {}  # requests about what nobody registered
         self.forgotten = 0  # of these models and tenants, at the limit
 
     @property
-    def listed(self) -> list[Place]:
+    def listed(self) -> list[ServedKey]:
         """Returns what is served here, sorted; nothing is everything."""
         return sorted(self._served, key=lambda place: (place[0], place[1] or ""))
 
@@ -52,7 +52,7 @@ class ServedModels:
         said = self._owners.get(place) or self._owners.get((place[0], None))
         return said if said is not None or self._asked is None else self._asked(place)
 
-    def ask(self, owner: Callable[[Place], str | None]) -> None:
+    def ask(self, owner: Callable[[ServedKey], str | None]) -> None:
         """Has somebody be asked where those are served of whom nobody has said it."""
         self._asked = owner
 

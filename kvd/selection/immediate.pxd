@@ -1,5 +1,5 @@
 # distutils: language = c++
-"""Data sheet of selections that need no scheduler (at_once.pyx)."""
+"""Data sheet of selections that need no scheduler (immediate.pyx)."""
 from libc.stdint cimport int64_t, uint32_t
 from libcpp.string cimport string
 from libcpp.string_view cimport string_view
@@ -13,7 +13,7 @@ from kvd_core.selector.selector cimport Pool
 from kvd_core.selector.settings cimport Settings
 
 
-cdef class AtOnce:
+cdef class ImmediateSelection:
     cdef object selections, reservations, scheduler
     cdef Draws draws
     cdef ChoiceCounts counts
@@ -33,7 +33,7 @@ cdef class AtOnce:
                    str reservation_id, uint32_t expected) except -1
 
 
-cdef class StepsAtOnce:
+cdef class ImmediateSteps:
     cdef object reservations, scheduler
     cdef dict live
     cdef list replicas, observers

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgpack
 
-from kvd_core.index.prefix_index import IngestCounters, PrefixIndex, Said
+from kvd_core.index.prefix_index import IngestCounters, PrefixIndex, PromptStats
 from kvd_core.json.scan import BodyScanner
 from kvd_core.ledger.ledger import Ledger
 from kvd_core.selector.selector import Candidate, Pool
@@ -55,7 +55,7 @@ def test_events_are_told_by_their_first_blocks() -> None:
     index.store(prompt(10), lora_id=3)
     index.store(prompt(11), extra_keys=[["salt"]])
     index.store(prompt(12), extra_keys=[None])
-    assert index.index.told() == Said(5, 1, 2, 2, [7, 9, 10, 11, 12])
+    assert index.index.told() == PromptStats(5, 1, 2, 2, [7, 9, 10, 11, 12])
 
 
 def test_blocks_that_cannot_be_used_say_nothing() -> None:
@@ -63,7 +63,7 @@ def test_blocks_that_cannot_be_used_say_nothing() -> None:
     index.store(prompt(7), block_size=2 * SIZE)
     index.store(prompt(7)[:-1])
     index.store([])
-    assert index.index.told() == Said(0, 0, 0, 0, [])
+    assert index.index.told() == PromptStats(0, 0, 0, 0, [])
 
 
 def test_questions_count_while_there_are_blocks() -> None:
@@ -76,7 +76,7 @@ def test_questions_count_while_there_are_blocks() -> None:
     index.ask(prompt(5), "french", "salt")
     index.ask(prompt(6), "", "")
     index.ask(prompt(6)[:-1])  # no whole block
-    assert index.index.asked() == Said(5, 2, 2, 5, [2, 3, 4, 5, 6])
+    assert index.index.asked() == PromptStats(5, 2, 2, 5, [2, 3, 4, 5, 6])
     assert index.index.questions == 5
 
 
@@ -108,5 +108,5 @@ def test_selections_count_as_they_are_answered() -> None:
     answer()
     pool.look_again(hold)
     answer()
-    assert index.index.asked() == Said(4, 2, 1, 4, [9, 9, 9, 9])
+    assert index.index.asked() == PromptStats(4, 2, 1, 4, [9, 9, 9, 9])
     assert index.index.questions == 5

@@ -31,7 +31,7 @@ class StepsFailed(Exception):
     """A kvd has not answered a row of steps."""
 
 
-class Steps:
+class BookingSteps:
     """The steps for one kvd, in order."""
 
     def __init__(self, connect: Connect, deadline_s: float) -> None:

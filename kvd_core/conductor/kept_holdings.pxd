@@ -12,7 +12,7 @@ from kvd_core.dump.recovery cimport CEntry, CStage, StagedEntry
 from kvd_core.index.prefix_index cimport CIndex, CSteps
 
 
-cdef extern from "conductor/kept.hpp" namespace "kvd" nogil:
+cdef extern from "conductor/kept_holdings.hpp" namespace "kvd" nogil:
     cppclass CKeptHoldings "kvd::KeptHoldings":
         CKeptHoldings(CIndex&, const CConductor&) except +
         uint64_t blocks_written()

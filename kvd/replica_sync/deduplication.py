@@ -1,6 +1,6 @@
 """Requests of which replica sync tells: others hear of them by that way, and are not told again.
 
-    ZMQ event ──> Aside.apply ──> a face, while the journal of the shared state is paused
+    ZMQ event ──> Deduplicator.apply ──> a face, while the journal of the shared state is paused
 
 Where both ways are on, a request is booked by whichever is faster, and the other finds it booked,
 or finds that it has ended.
@@ -19,7 +19,7 @@ MAX_ENDED = 65_536
 ENDED_S = 60.0
 
 
-class Aside:
+class Deduplicator:
     """What has come by replica sync alone, and what must not come by it any more."""
 
     def __init__(self, journal: Journal, clock: Callable[[], float]) -> None:
