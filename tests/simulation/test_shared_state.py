@@ -39,6 +39,7 @@ KEY = PartitionKey("m", "default")
 RANKS = 3
 STEPS = 60
 REPLICAS = 3
+LEASE_S = 10.0
 CALM_S = 120.0  # of virtual time in which all must have come to agree
 
 
@@ -123,6 +124,7 @@ class Replica:
                     self.name,
                     None,
                     [],
+                    LEASE_S,
                 )
                 try:
                     await session.run(lambda: None, trio.Event())
