@@ -50,12 +50,11 @@ MIN_ENTRIES, MAX_ENTRIES = 1024, 65_536
 VIEW_EVERY_S = 60.0  # a view is as old as that at most, where anything has changed
 PRUNE_S = 30.0  # pause between two looks for what has ended unseen: 2 us a live request
 
-# In leases:
-TICK = 0.1  # pause between two looks at who is there, and between two words of our own
-NEWS = 0.1  # longest wait of the server for news
-ASK_AGAIN = 0.2  # pause between two wishes for the view of one writer
-GIVE_UP = 1.0  # after that, what a process that is gone has not told is given up
-WRITE_AGAIN = 0.1  # pause after the server has refused to write
+TICK = 0.1  # leases between two looks at who is there, and between two words of our own
+NEWS = 0.1  # leases that the server waits for news at most
+ASK_AGAIN = 0.2  # leases between two wishes for the view of one writer
+GIVE_UP = 1.0  # leases after which is given up what a process that is gone has not told
+WRITE_AGAIN = 0.1  # leases after the server has refused to write
 
 log = get_logger(__name__)
 
