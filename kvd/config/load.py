@@ -481,10 +481,10 @@ def _state_server(values: Mapping[str, Any]) -> StateServer | None:
     if path is not None:
         with reading(path, "state_password_file"), path.open("rb") as file:
             password = file.read(MAX_PASSWORD_BYTES).decode().rstrip("\r\n")
-    names = "state_prefix", "state_ca_file", "state_advertise"
-    prefix, ca_file, advertised = (values[name] for name in names)
+    names = "state_prefix", "state_ca_file", "state_advertise", "state_lease_s"
+    prefix, ca_file, advertised, lease_s = (values[name] for name in names)
     address = parse_address(values["state_url"])
-    return StateServer(address, prefix, password, ca_file, advertised)
+    return StateServer(address, prefix, password, ca_file, advertised, lease_s)
 
 
 def _link(values: Mapping[str, Any]) -> LinkOptions:

@@ -261,6 +261,7 @@ def real(what: str, minimum: float, maximum: float) -> Parse:
 
 parse_seconds = real("seconds,", 0.001, 86400)
 parse_pause = real("seconds,", 0, 3600)
+parse_lease = real("seconds,", 1, 3600)  # a shorter one would end in a pause of the loop
 parse_weight = real("a number", 0, MAX_WEIGHT)
 parse_share = real("a number", 0, 1)
 

@@ -762,6 +762,13 @@ SHARED_STATE_SETTINGS = section(
         "base URL at which other replicas reach this indexer: new ones recover the index from it, "
         "and answers with status 421 name it (default: others are not told)",
     ),
+    state_lease_s=Setting(
+        parsers.parse_lease,
+        "SECONDS",
+        "time after which other replicas count one as gone that says nothing on the server of "
+        "state_url; it speaks, and looks for changed registrations, ten times as often",
+        10.0,
+    ),
 )
 
 PARTITION_SETTINGS = section(

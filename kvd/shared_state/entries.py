@@ -264,6 +264,14 @@ class ViewHead:
             )
 
 
+class Outputs(NamedTuple):
+    """Output blocks of one request that one writer has told of."""
+
+    writer: str
+    number: int  # of the last step that is in here
+    blocks: int
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """Some of what a writer has live, as it was at one moment."""
@@ -274,6 +282,8 @@ class Piece:
     ledgers: Mapping[int, LedgerName] = field(default_factory=dict)
     records: bytes = b""  # bookings, and bindings of sessions
     dots: list[Dot | None] = field(default_factory=list)  # one a booking; None: not to be told
+    # One a booking: who has told of its output blocks; None: the writer of the view, up to `own`.
+    outputs: list[list[Outputs] | None] = field(default_factory=list)
     # Those that live and have no rank here: a face, model, tenant, request id and dot each.
     elsewhere: list[tuple[str, str, str, str, Dot]] = field(default_factory=list)
 
@@ -285,6 +295,7 @@ class Piece:
             "l": packed_ledgers(self.ledgers),
             "r": self.records,
             "dots": packed_dots(self.dots),
+            "outputs": self.outputs,
             "elsewhere": self.elsewhere,
         }
         content: bytes = msgpack.packb(said)
@@ -305,12 +316,18 @@ class Piece:
                 read_ledgers(said["l"]),
                 records,
                 read_dots(said["dots"]),
+                [None if each is None else list(map(_outputs, each)) for each in said["outputs"]],
                 list(_elsewhere(said["elsewhere"])),
             )
 
 
 def _dot(writer: Any, number: Any) -> Dot:
     return Dot(str(writer), number_of(number))
+
+
+def _outputs(row: Any) -> Outputs:
+    writer, number, count = row
+    return Outputs(str(writer), number_of(number), number_of(count))
 
 
 def _elsewhere(rows: Any) -> Iterator[tuple[str, str, str, str, Dot]]:

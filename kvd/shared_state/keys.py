@@ -2,7 +2,7 @@
 
     {PREFIX}:ops              stream   steps of all writers, in the order in which they came
     {PREFIX}:members          set      writers whose view may still be there
-    {PREFIX}:member:WRITER    text     what a writer says of itself; ends LEASE_S after it
+    {PREFIX}:member:WRITER    text     what a writer says of itself; ends a lease after it
     {PREFIX}:view:WRITER      text     which view of a writer is whole, and what it stands for
     {PREFIX}:view:WRITER:N    list     the pieces of its view N
     {PREFIX}:catalog          hash     registrations that were made by calls, and removals

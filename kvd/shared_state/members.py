@@ -1,6 +1,6 @@
 """Who shares the state: each process says that it is there, again and again.
 
-    member:WRITER = {name, address, serves, numbers, view}     ends LEASE_S after its last word
+    member:WRITER = {name, address, serves, numbers, view}     ends a lease after its last word
     members       = the writers of which a lease or a view may still be there
 
 `numbers` are those up to which a process has all steps of each writer, its own included as far as
@@ -19,7 +19,6 @@ from kvd.shared_state.entries import FORM, Unreadable, number_of, understanding,
 from kvd.shared_state.keys import Keys
 from kvd.shared_state.server import Client
 
-LEASE_S = 10.0  # that a process counts as there after its last word
 MAX_MEMBERS = 1024  # that are looked at; more is a fault
 
 
@@ -68,10 +67,10 @@ class Member:
             )
 
 
-async def tell(client: Client, keys: Keys, member: Member) -> None:
+async def tell(client: Client, keys: Keys, member: Member, lease_s: float) -> None:
     """Says that a process is there; raises what the client raises."""
     await client.sadd(keys.members, [member.writer])
-    await client.set(keys.member(member.writer), member.packed(), ex=int(LEASE_S))
+    await client.set(keys.member(member.writer), member.packed(), px=round(lease_s * 1000))
 
 
 async def leave(client: Client, keys: Keys, writer: str) -> None:

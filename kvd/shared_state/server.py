@@ -28,7 +28,7 @@ Client = Redis[bytes] | RedisCluster[bytes]
 ServerError = (OSError, RedisError)
 
 CONNECT_S = 2.0  # that a server may take to accept a connection
-ANSWER_S = 3.0  # and to answer; longer than it is asked to wait for news
+ANSWER = 0.3  # leases that it may take to answer; longer than it is asked to wait for news
 
 
 @asynccontextmanager
@@ -38,11 +38,11 @@ async def connected(server: StateServer) -> AsyncIterator[Client]:
     What goes wrong with it raises a ServerError, perhaps in a group.
     """
     address = server.address
+    times = {"stream_timeout": ANSWER * server.lease_s, "connect_timeout": CONNECT_S}
     options: dict[str, Any] = {
         "username": address.user,
         "password": server.password,
-        "stream_timeout": ANSWER_S,
-        "connect_timeout": CONNECT_S,
+        **times,
     }
     if address.tls:
         options["ssl_context"] = ssl.create_default_context(cafile=server.ca_file)
@@ -51,7 +51,7 @@ async def connected(server: StateServer) -> AsyncIterator[Client]:
         if address.sentinel_name is not None:
             sentinels = Sentinel(
                 [TCPLocation(*each) for each in address.servers],
-                sentinel_kwargs={"stream_timeout": ANSWER_S, "connect_timeout": CONNECT_S},
+                sentinel_kwargs=times,
                 retry_policy=NoRetryPolicy(),
                 db=address.database,
                 **options,

@@ -38,7 +38,8 @@ from kvd.wire.lifecycle import Face
 from kvd.wire.state_address import StateServer
 from kvd_core.ledger.journal import Journal
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0  # before a server is tried again; each twice the last
+# Pauses before a server is tried again, each twice the last; the longest in leases.
+FIRST_PAUSE_S, LONGEST_PAUSE = 0.2, 0.5
 STOP_S = 2.0  # that the server has at the end, to take what is left
 
 log = get_logger(__name__)
@@ -118,7 +119,8 @@ class SharedState:
         while not self._stopping.is_set():
             try:
                 async with connected(self._server) as client:
-                    about = platform.node(), self._server.advertised, self._served.listed
+                    server = self._server
+                    about = platform.node(), server.advertised, self._served.listed
                     session = Session(
                         client,
                         self._keys,
@@ -130,6 +132,7 @@ class SharedState:
                         self._standing,
                         self._told.note,
                         *about,
+                        server.lease_s,
                     )
                     await session.run(self._welcome, self._stopping)
             except* ServerError as faults:
@@ -138,7 +141,7 @@ class SharedState:
                 self._crashed(faults)
             with trio.move_on_after(self._pause_s):
                 await self._stopping.wait()
-            self._pause_s = min(LONGEST_PAUSE_S, 2 * self._pause_s)
+            self._pause_s = min(LONGEST_PAUSE * self._server.lease_s, 2 * self._pause_s)
 
     def _welcome(self) -> None:
         """Notes that a session has begun: all that others have is in here."""

@@ -2,7 +2,7 @@
 
     write   within FLUSH_S      own steps ──> stream
     read    as they come        stream ──> Mirror, and where there is a gap: views
-    keep    every TICK_S        our lease, who else is there, our view, the catalog
+    keep    ten times a lease   our lease, who else is there, our view, the catalog
 
 A session ends with the first fault of the server or of the way to it; what is to be written stays,
 and the next session goes on where this one has read. Where the server only refuses to write, since
@@ -41,8 +41,6 @@ from kvd.telemetry.logs import get_logger
 
 POLL_S = 0.005  # pause between two looks for steps to be written, and after some were read
 FLUSH_S = 0.01  # pause between two writes: each command is 0.2 ms of CPU, however much it has
-TICK_S = 1.0  # pause between two looks at who is there, and between two leases
-BLOCK_MS = 1000  # longest wait of the server for news
 ENTRIES_AT_ONCE = 64  # entries that are read at once: at most 4 MiB, but for bookings of millions
 
 # Bytes of the stream, about, and entries: older ones go. Whoever was away for longer reads views.
@@ -50,10 +48,13 @@ STREAM_BYTES = 64 * 1024 * 1024
 MIN_ENTRIES, MAX_ENTRIES = 1024, 65_536
 
 VIEW_EVERY_S = 60.0  # a view is as old as that at most, where anything has changed
-ASK_AGAIN_S = 2.0  # pause between two wishes for the view of one writer
 PRUNE_S = 30.0  # pause between two looks for what has ended unseen: 2 us a live request
-GIVE_UP_S = 10.0  # after that, what a process that is gone has not told is given up
-WRITE_AGAIN_S = 1.0  # pause after the server has refused to write
+
+TICK = 0.1  # leases between two looks at who is there, and between two words of our own
+NEWS = 0.1  # leases that the server waits for news at most
+ASK_AGAIN = 0.2  # leases between two wishes for the view of one writer
+GIVE_UP = 1.0  # leases after which is given up what a process that is gone has not told
+WRITE_AGAIN = 0.1  # leases after the server has refused to write
 
 log = get_logger(__name__)
 
@@ -107,6 +108,7 @@ class Session:
         name: str,
         address: str | None,
         served: Collection[tuple[str, str | None]],
+        lease_s: float,
     ) -> None:
         self._client = client
         self._keys = keys
@@ -118,12 +120,13 @@ class Session:
         self._standing = standing
         self._note_told = note_told
         self._about = name, address, tuple(served)
+        self._lease_s = lease_s
         self._counts = standing.counts
         self._viewed_at = -VIEW_EVERY_S
         self._viewed_numbers: dict[str, int] = {}
         self._read_since_view = 0
         self._wanted = trio.Event()  # our view, by others
-        self._asked: dict[str, float] = {}
+        self._ask_at: dict[str, float] = {}  # for the view of a writer, at the earliest
         self._behind_since: dict[str, float] = {}
         # What others said a tick ago: who has all steps of a writer up to a number.
         self._expected: list[tuple[str, str, int]] = []
@@ -251,7 +254,7 @@ class Session:
                 threshold=self._most_entries(),
             )
             if not await self._try(writing, "stream"):
-                await trio.sleep(WRITE_AGAIN_S)
+                await trio.sleep(WRITE_AGAIN * self._lease_s)
                 continue
             if outbox.entries and outbox.entries[0] is entry:
                 outbox.sent()
@@ -287,9 +290,10 @@ class Session:
     # ---- reading
 
     async def _read(self) -> NoReturn:
+        news_ms = max(1, round(1000 * NEWS * self._lease_s))  # 0 would be endless
         while True:
             found = await self._client.xread(
-                {self._keys.ops: str(self._mirror.position)}, count=ENTRIES_AT_ONCE, block=BLOCK_MS
+                {self._keys.ops: str(self._mirror.position)}, count=ENTRIES_AT_ONCE, block=news_ms
             )
             for entries in (found or {}).values():
                 for each in entries:
@@ -361,10 +365,11 @@ class Session:
                 continue
             source = self._source.get(writer, writer)
             is_there = source in self._standing.members
-            if not is_there and (not self._standing.has_joined or now - since > GIVE_UP_S):
+            is_late = now - since > GIVE_UP * self._lease_s
+            if not is_there and (is_late or not self._standing.has_joined):
                 self._give_up(writer)
-            elif is_there and now - self._asked.get(source, -ASK_AGAIN_S) >= ASK_AGAIN_S:
-                self._asked[source] = now
+            elif is_there and now >= self._ask_at.get(source, now):
+                self._ask_at[source] = now + ASK_AGAIN * self._lease_s
                 ask = Ask(source).fields(self._mirror.writer)
                 await self._try(self._client.xadd(self._keys.ops, field_values=ask), "stream")
 
@@ -433,7 +438,7 @@ class Session:
     async def _keep(self) -> NoReturn:
         pruned = trio.current_time()
         while True:
-            await trio.sleep(TICK_S)
+            await trio.sleep(TICK * self._lease_s)
             await self._settle()
             await self._tell()
             await self._look()
@@ -453,7 +458,7 @@ class Session:
         name, address, served = self._about
         numbers = self._mirror.told_lately() | {self._mirror.writer: self._outbox.told}
         told = Member(self._mirror.writer, name, address, served, numbers, self._views.number)
-        await self._try(members.tell(self._client, self._keys, told), "member")
+        await self._try(members.tell(self._client, self._keys, told, self._lease_s), "member")
 
     async def _look(self) -> None:
         """Notes who is there, and whose steps the server had a tick ago that are not in here."""

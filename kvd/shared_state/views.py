@@ -22,6 +22,7 @@ from kvd.shared_state.entries import (
     MAX_ENTRY_BYTES,
     Dot,
     LedgerName,
+    Outputs,
     Piece,
     Unreadable,
     ViewHead,
@@ -134,13 +135,16 @@ class Views:
                 yield self._bare(records=self._scratch.take())
 
     def _piece(self, now: float, ledgers: dict[int, LedgerName], records: bytes) -> Piece:
+        mirror = self._mirror
         dots: list[Dot | None] = []
+        outputs: list[list[Outputs] | None] = []
         for booked in read(records):
             assert isinstance(booked, Booked)
             name = Name(*ledgers[booked.ledger][:2], booked.request_id)
-            known = self._mirror.find(name)
+            known = mirror.find(name)
             dots.append(None if known is None else known.dot)
-        return Piece(now, self._mirror.position, self._mirror.own, ledgers, records, dots)
+            outputs.append(None if known is None else mirror.outputs_of(known, booked))
+        return Piece(now, mirror.position, mirror.own, ledgers, records, dots, outputs)
 
     def _bare(
         self,
@@ -150,7 +154,7 @@ class Views:
         """Returns a piece without bookings."""
         mirror = self._mirror
         now = trio.current_time()
-        return Piece(now, mirror.position, mirror.own, {}, records, [], elsewhere or [])
+        return Piece(now, mirror.position, mirror.own, {}, records, [], [], elsewhere or [])
 
 
 def _flat(name: Name) -> tuple[str, str, str, str]:

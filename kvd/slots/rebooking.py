@@ -73,7 +73,16 @@ def book_again(
     ledger = face.ledger_of(key)
     if booking.prefill_complete:
         ledger.prefill_complete(booked.request_id)
-    for number in range(1, booking.output_blocks + 1):
-        is_last_decayed = number == booking.decayed_blocks
-        ledger.output_block(booked.request_id, booking.fraction if is_last_decayed else None)
+    add_outputs(ledger, booking, 0)
     return outcome
+
+
+def add_outputs(ledger: Any, booking: Booking, have: int) -> None:
+    """Gives a booked request, which has some, all output blocks of its booking."""
+    name, all_of_it = booking.booked.request_id, booking.output_blocks
+    decayed = min(booking.decayed_blocks, all_of_it)
+    if decayed > have:
+        ledger.output_block(name, booking.fraction, decayed - have)
+        have = decayed
+    if all_of_it > have:
+        ledger.output_block(name, None, all_of_it - have)

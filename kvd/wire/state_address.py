@@ -88,6 +88,7 @@ class StateServer:
     password: str | None
     ca_file: Path | None  # None: those of the system
     advertised: str | None  # base URL of the indexer face, as other replicas reach it
+    lease_s: float  # that a replica counts as there after its last word
 
 
 def _server(text: str, default: int) -> tuple[str, int]:

@@ -233,20 +233,23 @@ cdef class Ledger:
         books.end_request(self.c, request)
         return True
 
-    def output_block(self, str request_id not None, fraction=None):
-        """Adds one output block to a request; False if there is no such request.
+    def output_block(self, str request_id not None, fraction=None, uint64_t count=1):
+        """Adds output blocks to a request, one if nothing is said; False if there is none.
 
         With a `fraction`, all output blocks of the request, and the blocks at the end of its prompt
         that no other request of its rank has, weigh that much from now on. A request has at most
-        2^20 output blocks: what comes then is counted in `stats()["refused"]`. ValueError for a
-        fraction outside [0, 1]. O(1), with a fraction O(m log r + output blocks).
+        2^20 output blocks: what comes then is counted in `stats()["refused"]`, of one call as many
+        at most. ValueError for a fraction outside [0, 1]. O(count), with a fraction
+        O(m log r + output blocks).
         """
         if fraction is not None and not 0 <= fraction <= 1:
             raise ValueError("the fraction must lie in [0, 1]")
         cdef RequestId request = self.find(request_id)
         if request == kNone:
             return False
-        books.add_output(self.c, request, -1 if fraction is None else fraction)
+        cdef uint64_t left
+        for left in range(min(count, <uint64_t>kMaxOutputs), 0, -1):
+            books.add_output(self.c, request, -1 if fraction is None or left > 1 else fraction)
         return True
 
     def expire(self, double before, Py_ssize_t limit):

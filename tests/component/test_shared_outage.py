@@ -37,7 +37,7 @@ async def test_steps_do_not_pile_up_while_the_server_is_away() -> None:
     selections = Service(RouterOptions(uses_kv_events=False), ledgers=ledgers).selections
     catalog = Catalog(NoRegistrations(), {})  # type: ignore[arg-type]
     address = parse_address(f"redis://127.0.0.1:{find_free_port()}")
-    server = StateServer(address, "kvd", None, None, None)
+    server = StateServer(address, "kvd", None, None, None, 10.0)
     deduplicator = Deduplicator(journal, trio.current_time)
     rooms = slots, selections, EVERYTHING, catalog
     shared = SharedState(server, journal, ledgers, deduplicator, *rooms, SharedUntil(None))

@@ -86,12 +86,14 @@ class MemoryServer:
         await self._enter()
         return tuple(self._find(name) for name in names)
 
-    async def set(self, name: str, value: object, ex: int | None = None) -> bool:
+    async def set(
+        self, name: str, value: object, ex: int | None = None, px: int | None = None
+    ) -> bool:
         await self._enter()
         self.values[name] = _bytes(value)
         self._ends.pop(name, None)
-        if ex is not None:
-            self._ends[name] = trio.current_time() + ex
+        if ex is not None or px is not None:
+            self._ends[name] = trio.current_time() + (ex or 0) + (px or 0) / 1000
         return True
 
     async def exists(self, names: Iterable[str]) -> int:

@@ -143,7 +143,9 @@ def become_kvd(
 
 
 if __name__ == "__main__":
-    import kvd.app.daemon  # noqa: F401 - which `main` imports as late as it can
+    # Which `main` and the daemon import as late as they can.
+    import kvd.app.daemon
+    import kvd.shared_state.service  # noqa: F401
     from kvd.cli.main import main
 
     # What is here stays as it is: no child's collection of garbage walks it, and so copies it.

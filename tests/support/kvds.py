@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +73,15 @@ class Kvd:
         assert self.server is not None
         self.server.process.kill()
         self.server.process.wait()
+
+    @contextmanager
+    def standing_still(self) -> Iterator[None]:
+        assert self.server is not None
+        self.server.process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self.server.process.send_signal(signal.SIGCONT)
 
     def stop(self) -> None:
         assert self.server is not None

@@ -40,6 +40,7 @@ class StateServer:
 
     def start(self) -> None:
         command = [self._kind, "--port", str(self.port), "--bind", "127.0.0.1", "--save", ""]
+        command += ["--repl-diskless-sync-delay", "0"]  # 5 s, for copies that may come
         command += ["--dir", str(self._folder), *self._flags]
         with (self._folder / f"{self.port}.log").open("ab") as output:
             self._process = start_process(command, clean_environment(), output, output)

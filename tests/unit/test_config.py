@@ -96,7 +96,8 @@ def test_every_setting_reaches_the_configuration() -> None:
         *("unix_socket_mode", "unix_socket_group"),
         *("tokens_file", "allowed_hosts", "allowed_origins"),
         *("curve_secret_key_file", "replica_sync_client_keys"),
-        *("state_url", "state_prefix", "state_password_file", "state_ca_file", "state_advertise"),
+        *("state_url", "state_prefix", "state_password_file", "state_ca_file"),
+        *("state_advertise", "state_lease_s"),
     }
 
 
