@@ -15,9 +15,9 @@ from kvd.faces.common.monitoring import metrics_route
 from kvd.faces.common.openapi import with_document
 from kvd.faces.common.schemas import Description
 from kvd.http.access import AccessLog
-from kvd.http.app import WrongPath, build_app
 from kvd.http.auth import Authorizer, is_local
 from kvd.http.certificates import TlsCredentials, load_terms
+from kvd.http.cold import ColdApp
 from kvd.http.context import ServerContext
 from kvd.http.errors import PLAIN, Failures
 from kvd.http.front import Front
@@ -25,7 +25,7 @@ from kvd.http.limits import GAUGES, STATS_HELP, HttpLimits, HttpStats
 from kvd.http.listeners import file_remover, open_listeners
 from kvd.http.options import TlsFiles, UnixRights
 from kvd.http.tls import TlsServer
-from kvd.http.types import LONG_BODY_LIMIT, Route
+from kvd.http.types import LONG_BODY_LIMIT, Route, WrongPath
 from kvd.platform.activation import Passed, address
 from kvd.telemetry.metrics import (
     METRICS_PATH,
@@ -50,12 +50,16 @@ class ApiServer:
         failures: Failures = PLAIN,
         *,
         for_pages: bool = False,
+        seldom_cold: bool = False,
     ) -> None:
         """Takes what this face says of its routes, and what words its failures.
 
-        With `for_pages` it answers pages of allowed origins so that they can read it.
+        With `for_pages` it answers pages of allowed origins so that they can read it. One that is
+        `seldom_cold` loads what answers cold requests when the first of them comes, others
+        beforehand: who asks them first may have a deadline.
         """
         self.name = name
+        self._seldom_cold = seldom_cold
         self._description = description
         self.stats = HttpStats()  # of the addresses without TLS, once they are served
         self.requests = RequestMetrics(metrics_prefix)
@@ -156,7 +160,9 @@ class ApiServer:
             routes = (*routes, metrics_route(self.sources))
         routes = with_document(self.name, routes, self._description)
         routes = tuple(self._bounded(each) for each in routes)
-        app = build_app(routes, self._limits, self._context, not_found)
+        app = ColdApp(routes, self._limits, self._context, not_found)
+        if not self._seldom_cold and (self._sockets or self._tls_sockets):
+            await app.load()
         async with trio.open_nursery() as nursery:
             if self._sockets:
                 front = Front(routes, app, self._limits, self._context)

@@ -55,10 +55,9 @@ from kvd.gateway.siblings import ProcessIdentity, Siblings
 from kvd.gateway.stats import GatewayStats
 from kvd.gateway.tokens import Tokens
 from kvd.gateway.upstreams import Upstreams
-from kvd.http.app import WrongPath
 from kvd.http.errors import Failures
 from kvd.http.table import RouteTable
-from kvd.http.types import ConcurrencyLimit, Route
+from kvd.http.types import ConcurrencyLimit, Route, WrongPath
 from kvd.index.partitions import State
 from kvd.index.peers import Peers
 from kvd.index.publishers import Publishers
@@ -223,6 +222,7 @@ class Apis:
             gateway_schemas.DESCRIPTION,
             ClientFailures(),
             for_pages=True,
+            seldom_cold=True,
         )
         self.binds: dict[ApiServer, Binds | None] = {
             self.indexer: config.indexer_bind,

@@ -25,14 +25,9 @@ from kvd.http.errors import INTERNAL_ERROR, Failures
 from kvd.http.limits import HttpLimits
 from kvd.http.middleware import surrounded
 from kvd.http.table import Found, RouteTable
-from kvd.http.types import Headers, Request, Response, Route
+from kvd.http.types import Headers, Request, Response, Route, WrongPath, nowhere
 
-WrongPath = Callable[[bytes], str]  # what is said of a raw path that is no route's
 View = Callable[..., Awaitable[quart.Response]]
-
-
-def nowhere(path: bytes) -> str:
-    return "not found"
 
 
 class SpelledRequest(TrioRequest):

@@ -7,18 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from math import inf
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 import trio
-from hypercorn.typing import (
-    ASGIReceiveCallable,
-    ASGIReceiveEvent,
-    ASGISendCallable,
-    ASGISendEvent,
-    ConnectionState,
-    HTTPResponseBodyEvent,
-    HTTPResponseStartEvent,
-    HTTPScope,
-)
 
 from kvd.http.errors import INTERNAL_ERROR, Refusal
 from kvd.http.head import Head
@@ -28,14 +19,27 @@ from kvd.http.types import Headers
 from kvd.http.writer import ResponseWriter
 from kvd.telemetry.logs import get_logger
 
+if TYPE_CHECKING:
+    from hypercorn.typing import (
+        ASGIReceiveCallable,
+        ASGIReceiveEvent,
+        ASGISendCallable,
+        ASGISendEvent,
+        ConnectionState,
+        HTTPResponseBodyEvent,
+        HTTPResponseStartEvent,
+        HTTPScope,
+    )
+
 log = get_logger(__name__)
 
 # In the state of a request: Request.known; the route that the server has found, or None.
 KNOWN = "kvd.known"
 FOUND = "kvd.found"
-Receive = ASGIReceiveCallable
-Send = ASGISendCallable
-AsgiApp = Callable[[HTTPScope, Receive, Send], Awaitable[None]]
+# Quoted, as hypercorn is loaded with Quart alone (http/cold.py).
+Receive: TypeAlias = "ASGIReceiveCallable"
+Send: TypeAlias = "ASGISendCallable"
+AsgiApp = Callable[["HTTPScope", Receive, Send], Awaitable[None]]
 
 
 class AsgiExchange:
@@ -48,7 +52,7 @@ class AsgiExchange:
         self._transport = transport
         self._head = head
         self._body: bytes | None = body
-        self._state = ConnectionState({KNOWN: known, FOUND: found})
+        self._state = cast("ConnectionState", {KNOWN: known, FOUND: found})
         self._scope = trio.CancelScope()
         self._ended = trio.Event()
         self._lost: OSError | None = None

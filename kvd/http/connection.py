@@ -216,9 +216,15 @@ class Connection(Transport):
         self.shared.stats.requests += 1
         self.since = self.shared.now
         self.note_granted(route.scope)
+        head = self._plain_head(route, query, headers)
+        return self._service.serve(self.shared, head, Found(route, captured), body, raised)
+
+    def _plain_head(self, route: Route, query: bytes, headers: Headers) -> Head:
         head = Head()
         head.method, head.query, head.headers = route.method, query, headers
-        return self._service.serve(self.shared, head, Found(route, captured), body, raised)
+        if self._service.context.for_pages:
+            welcome(self._service.context.authorizer, head)
+        return head
 
     def note_answered(self, route: Route, status: int, seconds: float) -> None:
         """Counts a request that the fast path has answered."""
@@ -245,11 +251,8 @@ class Connection(Transport):
         """Begins to serve a request whose answer is relayed; returns what to wake the task with."""
         self.shared.stats.requests += 1
         self.note_granted(asked.route.scope)
-        head = Head()
-        head.method, head.headers = asked.route.method, asked.headers
-        head.path, head.query = asked.path, asked.query
-        if self._service.context.for_pages:
-            welcome(self._service.context.authorizer, head)
+        head = self._plain_head(asked.route, asked.query, asked.headers)
+        head.path = asked.path
         self._rest = Untasked(self._relay(asked.route, self._relayed(head, asked.body)))
         return self._go_on(self._rest)
 

@@ -149,3 +149,10 @@ class Route:
 # Told of every request to a path that some route has, whatever its outcome, just before it is
 # answered: path, method, status, seconds since the request was there as a whole.
 Observer = Callable[[str, str, int, float], None]
+
+# What is said of a raw path that is no route's.
+WrongPath = Callable[[bytes], str]
+
+
+def nowhere(path: bytes) -> str:
+    return "not found"

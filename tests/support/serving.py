@@ -16,9 +16,9 @@ import trio
 
 from kvd.errors import NotFound
 from kvd.http.access import AccessLog
-from kvd.http.app import build_app
 from kvd.http.auth import AccessPolicy, Authorizer
 from kvd.http.certificates import load_terms
+from kvd.http.cold import ColdApp
 from kvd.http.context import ServerContext
 from kvd.http.front import Front
 from kvd.http.limits import HttpLimits
@@ -290,7 +290,7 @@ async def serving(
         running.observed.append((method, path, status))
 
     context = ServerContext(Authorizer(policy), observe, access=access or AccessLog())
-    app = build_app(routes, limits, context)
+    app = ColdApp(routes, limits, context)
     running = Running(Front(routes, app, limits, context), listeners[0].getsockname())
     if TLS.certificates is not None:
         terms = load_terms(TlsFiles(TLS.certificates / "cert.pem", TLS.certificates / "key.pem"))

@@ -91,22 +91,17 @@ def gateway_routes(
     relayed = partial(
         Route, handler=_never, hot=True, any_type=True, body_limit=body_limit, scope=Scope.GENERATE
     )
+    own = partial(Route, "GET", hot=True)
     return (
         *(
             relayed("POST", path, relays=partial(forwarder.serve, api))
             for path, api in RELAYED.items()
         ),
         *(relayed(method, path, relays=forwarder.serve_stored) for method, path in STORED),
-        Route("GET", "/v1/models", partial(list_models, upstreams), scope=MODELS_SCOPE),
-        Route(
-            "GET",
-            "/v1/models/{model}",
-            partial(show_model, upstreams),
-            deep=True,
-            scope=MODELS_SCOPE,
-        ),
-        Route("GET", "/ready", partial(ready, upstreams), scope=Scope.OPEN),
-        Route("GET", "/status", partial(status, upstreams, choices, process)),
+        own("/v1/models", partial(list_models, upstreams), scope=MODELS_SCOPE),
+        own("/v1/models/{model}", partial(show_model, upstreams), deep=True, scope=MODELS_SCOPE),
+        own("/ready", partial(ready, upstreams), scope=Scope.OPEN),
+        own("/status", partial(status, upstreams, choices, process)),
         HEALTH,
     )
 

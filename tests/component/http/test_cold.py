@@ -1,0 +1,30 @@
+"""The application of cold requests is loaded once the first of them has come."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import trio
+
+from tests.support.serving import serving
+
+LOADED = "import sys, kvd.app.daemon; print({'quart', 'hypercorn'} & {*sys.modules})"
+
+
+async def test_cold_requests_that_come_first_at_once_are_all_answered() -> None:
+    statuses = []
+
+    async def ask() -> None:
+        async with running.client() as client:
+            statuses.append((await client.request("GET", "/app/health")).status)
+
+    async with serving() as running, trio.open_nursery() as nursery:
+        for _ in range(3):
+            nursery.start_soon(ask)
+    assert statuses == [200] * 3
+
+
+def test_a_daemon_that_was_asked_nothing_has_not_loaded_it() -> None:
+    said = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, check=True)
+    assert said.stdout == b"set()\n"
