@@ -24,6 +24,7 @@ from kvd.cli.settings_page import render_page
 from kvd.config import load as config
 from kvd.config import parsers, settings
 from kvd.config.file import render
+from kvd.selection.policies import Policy, RouterPolicy
 from kvd.telemetry import logs
 from kvd.wire.egress import EgressPolicy
 from kvd.wire.urls import masked
@@ -40,6 +41,9 @@ EXIT_INTERRUPTED = 130  # what a shell reports for SIGINT
 
 # Seconds for which a session stays with its engine after its last request, behind the gateway.
 SESSION_TTL_S = 3600
+# Behind the gateway a queue counts less: turns of conversations are short beside what is cached of
+# them, and each that leaves its engine for a short queue has its whole prompt computed twice.
+GATEWAY_POLICY = Policy(RouterPolicy.KVD, (("queued", 0.3),))
 
 CommandResult = tuple[str, int]  # what a command writes to standard output, and its exit code
 
@@ -752,6 +756,7 @@ def gateway_settings(
     others = dict.fromkeys(config.FACE_BINDS, parsers.OFF)
     given[config.DEFAULTS] = others | {
         "gateway_bind": parsers.Binds((settings.DEFAULT_GATEWAY_BIND,)),
+        "router_policy": GATEWAY_POLICY,
         "session_affinity_ttl_secs": SESSION_TTL_S,
     }
     return given

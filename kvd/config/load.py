@@ -32,7 +32,7 @@ from kvd.net.link import LinkOptions
 from kvd.net.recovery import RecoveryLimits
 from kvd.net.replay import ReplayOptions
 from kvd.net.replication import REPLICA_LINK
-from kvd.selection.options import RouterOptions
+from kvd.selection.options import UNDER_WAY_BOUND, UNDER_WAY_S, RouterOptions
 from kvd.selection.policies import DYNAMO_WEIGHTS, RouterPolicy
 from kvd.selection.worker_record import WorkerRecord
 from kvd.wire.curve import MAX_KEYS_BYTES, parse_keys, parse_secret
@@ -428,7 +428,10 @@ def _router(values: Mapping[str, Any]) -> RouterOptions:
         raise StartError("DYN_ROUTER_TRACK_OUTPUT_BLOCKS needs DYN_ROUTER_TRACK_ACTIVE_BLOCKS=true")
     policy = values["router_policy"].row
     settings = _options(Settings, values, mode=values["router_mode"].core, **policy)
-    return _options(RouterOptions, values, settings=settings, max_fleets=values["max_partitions"])
+    others = {"settings": settings, "max_fleets": values["max_partitions"]}
+    if values["gateway_bind"] not in (None, OFF) and values["router_predicted_ttl_secs"] is None:
+        others |= {"predicted_ttl_s": UNDER_WAY_S, "predicted_bound": UNDER_WAY_BOUND}
+    return _options(RouterOptions, values, **others)
 
 
 def _peers(values: Mapping[str, Any], outgoing: EgressPolicy) -> tuple[str, ...]:

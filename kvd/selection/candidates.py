@@ -131,7 +131,8 @@ class Fleet:
         if index is not None and self._options.predicted_ttl_s is not None:
             bounds = self._options.max_tree_size, self._options.prune_target_ratio
             index.predict(self._options.predicted_ttl_s, *bounds)
-        return Pool(index, self.ledger, block_size, candidates, self.predictions)
+        bound = self._options.predicted_bound
+        return Pool(index, self.ledger, block_size, candidates, self.predictions, bound)
 
     def _is_predicted(self, record: WorkerRecord) -> bool:
         """Says whether what a worker caches is only predicted."""

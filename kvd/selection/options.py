@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -27,6 +28,12 @@ DEFAULT_TTL_S = 120.0  # life of a prediction where no events come, as the route
 DEFAULT_MAX_TREE_SIZE = 2**20  # predicted blocks of a model and tenant, as the router guide says
 # Share of the predicted blocks kept when there are too many, as the router guide says.
 DEFAULT_PRUNE_TARGET_RATIO = 0.8
+# Behind the gateway a prompt counts as cached from when it is sent: conversations that begin
+# together with the same system prompt would else have it computed on every engine. That ends with
+# its events or after 5 s, and counts only where there are not many more requests than elsewhere, or
+# one engine would get all of them.
+UNDER_WAY_S = 5.0
+UNDER_WAY_BOUND = 1.177  # times the mean requests plus 1, as for sessions (kvd.selection.policies)
 
 
 class RouterMode(StrEnum):
@@ -79,6 +86,8 @@ class RouterOptions:
     max_tree_size: int = DEFAULT_MAX_TREE_SIZE  # predicted blocks of a model and tenant
     prune_target_ratio: float = DEFAULT_PRUNE_TARGET_RATIO  # of these, once there are more
     predicted_ttl_s: float | None = None  # of predicted blocks beside events; None: there are none
+    # They count on ranks with at most so many times the mean requests plus 1.
+    predicted_bound: float = math.inf
     tracks_output_blocks: bool = False  # they weigh less towards the expected end of a request
     session_affinity_ttl_s: int | None = None  # None: sessions are bound nowhere
     disconnected_s: float | None = DEFAULT_DISCONNECTED_S  # None: lost connections change nothing

@@ -60,12 +60,13 @@ class Predicted {
     for (size_t i = 0; i < n; ++i) chained[i] = hash = hash_(locals[i], hash);
   }
 
-  // Notes that a prompt was sent to a rank; blocks that were noted before are so anew.
-  void add(uint32_t rank, const uint64_t* locals, size_t n, double now) {
+  // Notes that a prompt was sent to a rank, from its block `from` on; blocks that were noted before
+  // are so anew.
+  void add(uint32_t rank, const uint64_t* locals, size_t n, size_t from, double now) {
     n = std::min<size_t>(n, max_);
     chain(locals, n, chained_);
     const uint32_t owner = owner_of(rank);
-    for (size_t i = n; i-- > 0;) note(owner, chained_[i], locals[i], now + ttl_s_);
+    for (size_t i = n; i-- > from;) note(owner, chained_[i], locals[i], now + ttl_s_);
     if (size() > max_) excess_ = size() - target_;
     prune(now, 2 * n);
   }

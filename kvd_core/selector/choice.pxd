@@ -26,6 +26,8 @@ The rules, with what they follow:
   has the fewest requests, of those whoever has not been chosen by that cost for longest; of
   Dynamo's, any;
 - a session stays where it is bound while the rank is within `session_bound` (`keeps_sessions`);
+- an idle rank that has long not been chosen takes what would go to a rank beyond that bound: a
+  beginning that all prompts share would else never leave the ranks that computed it first;
 - factors multiply costs, by what the prompt's sender prefers.
 
 Costs: O(candidates), with a temperature one exp a candidate. Nothing is allocated. A further mode
@@ -39,14 +41,18 @@ from libc.stddef cimport size_t
 from libc.stdint cimport UINT64_MAX, int64_t, uint8_t, uint32_t, uint64_t
 
 from kvd_core.selector.cost cimport (
-    Scale, decays, device_credit_of, effective_tokens, is_blind, is_busy, is_overloaded, real,
-    saturates, terms_of, weighted_terms_of
+    Scale, decays, device_credit_of, effective_tokens, is_blind, is_busy, is_overloaded,
+    keeps_sessions, real, saturates, terms_of, weighted_terms_of
 )
 from kvd_core.selector.settings cimport kLeastLoaded, kLines, kRandom, kRoundRobin, kTurns
 from kvd_core.selector.types cimport CCandidate, CStanding
 
 cdef extern from *:
     ctypedef unsigned long long uint128_t "unsigned __int128"
+
+
+cdef enum:
+    kLeftOut = 16  # choices for each of those that may be chosen, after which an idle one is due
 
 
 # Why no candidate was chosen. Positions of candidates are not negative.
@@ -320,6 +326,26 @@ cdef inline uint32_t lowest_in_order(const Choice* choice, const Scale* scale) n
     return choice.open[best]
 
 
+cdef inline uint32_t lowest_or_left_out(const Choice* choice, const Scale* scale) noexcept nogil:
+    # The lowest in order; beyond the bound of sessions whoever is idle and has been left out for
+    # longest, if that is long.
+    cdef uint32_t chosen = lowest_in_order(choice, scale), each
+    cdef int line = kLines + scale.settings.line
+    cdef uint64_t due = choice.n_open * kLeftOut
+    cdef size_t k
+    if keeps_sessions(
+        scale, &choice.standings[chosen], open_requests(choice), choice.n_open
+    ):
+        return chosen
+    due = choice.turn - due if choice.turn > due else 0
+    for k in range(choice.n_open):
+        each = choice.open[k]
+        if choice.standings[each].requests == 0 and turn_of(choice, each, line) < due:
+            chosen = each
+            due = turn_of(choice, each, line)
+    return chosen
+
+
 cdef inline void return_turn(Choice* choice) noexcept nogil:
     # The last choice has not come to pass: whoever has lost their turn has it again.
     if choice.last.taken:
@@ -364,7 +390,7 @@ cdef inline double set_chances(Choice* choice, const Scale* scale) noexcept nogi
     if takes_lowest(scale):
         return leave_lowest(choice)
     if scale.settings.temperature == 0:
-        return leave_one(choice, lowest_in_order(choice, scale))
+        return leave_one(choice, lowest_or_left_out(choice, scale))
     total = weigh_chances(choice, scale.settings.temperature)
     return total if total != 0 else leave_all(choice)
 
@@ -391,6 +417,6 @@ cdef inline int64_t choose(
         return lowest(choice, random)
     if scale.settings.temperature == 0:
         return take_turn(
-            choice, lowest_in_order(choice, scale), kLines + scale.settings.line
+            choice, lowest_or_left_out(choice, scale), kLines + scale.settings.line
         )
     return drawn(choice, scale.settings.temperature, random)

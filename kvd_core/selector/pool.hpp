@@ -9,6 +9,9 @@
 // What has to do with the ledger is Cython as the ledger is, and so is what follows from a look: what
 // each would cost (selector/cost.pxd), and which is chosen (selector/choice.pxd).
 //
+// What is only predicted beside a rank's events counts once the loads are known: a rank that has far
+// more requests than the others is not sent more for what it has yet to compute (`foresee`).
+//
 // The candidates are the ranks of one (model, tenant) that requests can be sent to, ascending by
 // (worker, dp rank). A pool does not change but for who is heard and reachable; who joins, leaves or
 // changes its limits makes a new one. A rank of the index has another id after a clear, so ids are
@@ -18,13 +21,15 @@
 //   1. a standing is that of the last look, its loads are those that were found last;
 //   2. the candidates of a worker are those from `first` of any of them to `end` of that one.
 //
-// Costs: find_cached O(blocks + candidates + what Match takes); remember and changed O(candidates).
+// Costs: find_cached O(blocks + candidates + what Match takes); foresee O(blocks + candidates) where
+// anything is predicted; remember and changed O(candidates).
 // Nothing is allocated in the steady state.
 #pragma once
 
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 #include "index/match.hpp"
@@ -34,11 +39,15 @@ namespace kvd::selector {
 
 class Pool {
  public:
+  static constexpr double kUnbounded = std::numeric_limits<double>::infinity();
+
   // `index` may be null: nobody caches anything but what `predicted` says, if that is not null. That
   // is of candidates without events, and names ranks as the ledger does; predictions of the others
   // are the index's, which names ranks itself.
-  Pool(uint32_t block_size, const Index* index, Predicted* predicted)
-      : index_(index), block_size_(block_size), own_(predicted) {}
+  // What is predicted beside events counts on ranks with at most `bound` times the mean requests
+  // plus 1.
+  Pool(uint32_t block_size, const Index* index, Predicted* predicted, double bound)
+      : index_(index), block_size_(block_size), own_(predicted), bound_(bound) {}
 
   // Candidates come in ascending order of (worker, dp rank).
   void add(Candidate candidate) {
@@ -50,6 +59,7 @@ class Pool {
     candidates_.push_back(candidate);
     candidates_[candidate.first].end = at + 1;
     standings_.emplace_back();
+    told_.push_back(0);
     overlaps_.push_back(0);
   }
 
@@ -67,13 +77,17 @@ class Pool {
   }
   // The candidates of the same worker are those from its `first` up to here.
   uint32_t end_of_worker(const Candidate& c) const { return candidates_[c.first].end; }
-  // Notes the prompt as cached by a candidate, if predictions are kept.
+  // Notes the prompt as cached by a candidate, if predictions are kept; what its events tell needs
+  // none.
   void predict(size_t at, double now) {
     const Candidate& c = candidates_[at];
     Predicted* predicted = c.caches == nullptr ? own_ : index_->predicted();
     if (predicted == nullptr) return;
     const uint32_t rank = rank_in_predictions(c);
-    if (rank != kNone) predicted->add(rank, prompt_.used().data(), prompt_.used().size(), now);
+    const size_t told = c.caches == nullptr ? 0 : told_[at];
+    if (rank != kNone) {
+      predicted->add(rank, prompt_.used().data(), prompt_.used().size(), told, now);
+    }
   }
 
   Prompt& prompt() { return prompt_; }
@@ -97,11 +111,15 @@ class Pool {
       const Worker* worker = found ? caches(candidates_[i]) : nullptr;
       const RankId id = worker == nullptr ? kNone : worker->find(candidates_[i].dp_rank);
       const Match::Depth depth = id == kNone ? Match::Depth() : scratch.depth(id);
-      standings_[i].device = depth.device;
+      standings_[i].device = told_[i] = depth.device;
       standings_[i].host = depth.host - depth.device;
       standings_[i].disk = depth.disk - depth.host;
       overlaps_[i] = static_cast<int32_t>(depth.disk);
     }
+  }
+
+  // Adds what all candidates are thought to cache; the loads have been found.
+  void foresee() {
     if (own_ != nullptr) foresee(*own_, false);
     if (index_ != nullptr && index_->predicted() != nullptr) foresee(*index_->predicted(), true);
   }
@@ -145,9 +163,11 @@ class Pool {
     if (predicted.size() == 0) return;
     const std::vector<uint64_t>& locals = prompt_.used();
     predicted.chain(locals.data(), locals.size(), chained_);
+    const double most = beside_events ? bound_ * (mean_requests() + 1) : kUnbounded;
     for (size_t i = 0; i < candidates_.size(); ++i) {
       const Candidate& c = candidates_[i];
       if (!c.heard || (c.caches != nullptr) != beside_events) continue;
+      if (standings_[i].requests > most) continue;
       const uint32_t id = rank_in_predictions(c);
       if (id == kNone) continue;
       CandidateState& at = standings_[i];
@@ -157,6 +177,12 @@ class Pool {
       at.disk = std::max(disk, at.device + at.host) - (at.device + at.host);
       overlaps_[i] = static_cast<int32_t>(overlap_of(at));
     }
+  }
+
+  double mean_requests() const {
+    uint64_t requests = 0;
+    for (const CandidateState& at : standings_) requests += at.requests;
+    return static_cast<double>(requests) / static_cast<double>(standings_.size());
   }
 
   void search(Match& match) const {
@@ -171,6 +197,7 @@ class Pool {
   const Index* index_;
   uint32_t block_size_;
   Predicted* own_;  // of candidates without events; null: there are none
+  double bound_;
 
   struct Seen {
     explicit Seen(const CandidateState& at)
@@ -188,6 +215,7 @@ class Pool {
   Prompt prompt_;
   std::vector<Candidate> candidates_;
   std::vector<CandidateState> standings_;  // one a candidate
+  std::vector<uint32_t> told_;             // blocks on its device by its events, one a candidate
   std::vector<int32_t> overlaps_;          // one a candidate, signed: SSE2 compares no others
   std::vector<uint64_t> chained_;          // scratch of `foresee`
   std::vector<Seen> seen_;                 // one a candidate, once it `remembers_`

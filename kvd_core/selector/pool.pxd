@@ -12,8 +12,8 @@ from kvd_core.selector.types cimport CCandidate, CPrompt, CStanding
 
 cdef extern from "selector/pool.hpp" namespace "kvd::selector" nogil:
     cppclass CPool "kvd::selector::Pool":
-        # Without predictions of its own, NULL, it uses the index's.
-        CPool(uint32_t, const CIndex*, CPredicted*) except +
+        # Without predictions of its own, NULL, it uses the index's, on ranks within the bound.
+        CPool(uint32_t, const CIndex*, CPredicted*, double) except +
         void add(const CCandidate&) except +    # ascending by (worker, dp rank)
         size_t size()
         uint32_t block_size()
@@ -25,6 +25,7 @@ cdef extern from "selector/pool.hpp" namespace "kvd::selector" nogil:
         const CCandidate* candidates()          # all of them
         CStanding* standings()                  # of all candidates
         void find_cached(CMatch&) except +
+        void foresee() except +                 # once the loads are known
         void predict(size_t, double) except +   # notes the prompt as cached by a candidate
         # Blocks of the prompt, of those at these positions.
         uint32_t most_cached(const uint32_t*, size_t)

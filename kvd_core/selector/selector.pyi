@@ -81,6 +81,7 @@ class Pool:
         block_size: int,
         candidates: Iterable[Candidate] = ...,
         predictions: Predictions | None = ...,
+        predicted_bound: float = ...,
     ) -> None: ...
     def __len__(self) -> int: ...
     @property

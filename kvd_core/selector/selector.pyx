@@ -18,6 +18,7 @@ from collections import namedtuple
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from cpython.object cimport PyObject
 from cpython.ref cimport Py_DECREF
+from libc.math cimport INFINITY
 from libc.string cimport memset
 from libcpp.string_view cimport string_view
 
@@ -163,11 +164,13 @@ cdef class Pool:
 
     def __cinit__(
         self, PrefixIndex index, Ledger ledger not None, uint32_t block_size, candidates=(),
-        Predictions predictions=None,
+        Predictions predictions=None, double predicted_bound=INFINITY,
     ):
         """Takes Candidates in any order, which are `candidates` in ascending order from then on.
 
         `index` None, or a Candidate's `worker` None: caches nothing but what `predictions` say.
+        What is predicted beside events counts on ranks with at most `predicted_bound` times the
+        mean requests plus 1.
         ValueError for an index of another block size, a worker of another index, or a rank that
         comes twice; KeyError for a rank that is not in the ledger under this id.
         O(candidates log candidates).
@@ -186,7 +189,7 @@ cdef class Pool:
             blocks = index.c
         if predictions is not None:
             predicted = predictions.c
-        self.c = new CPool(block_size, blocks, predicted)
+        self.c = new CPool(block_size, blocks, predicted, predicted_bound)
         previous = None
         for each in self.candidates:
             if each[:2] == previous:
@@ -292,6 +295,7 @@ cdef class Pool:
             self.c.find_cached(self.index.match_scratch)
         find_live(self.c, self.ledger.c)
         self.look_at_loads()
+        self.c.foresee()
         return 0
 
     cdef void look_at_loads(self) noexcept:

@@ -101,7 +101,7 @@ class Life {
     std::vector<uint64_t> locals(count);
     if (count != 0) std::memcpy(locals.data(), data, count * sizeof(uint64_t));
     const kvd::RankId rank = workers_[count % kWorkers].rank(index_, count / kWorkers % 2);
-    index_.predicted()->add(rank, locals.data(), count, now_++);
+    index_.predicted()->add(rank, locals.data(), count, 0, now_++);
     std::vector<uint64_t> chained;
     index_.predicted()->chain(locals.data(), count, chained);
     const size_t most = count < kPredicted / 2 ? count : kPredicted / 2;

@@ -190,7 +190,10 @@ def is_overloaded(rank: ModelRank, s: ModelSettings) -> bool:
 
 
 class ModelPool:
-    """Candidates in ascending order of (worker, dp rank)."""
+    """Candidates in ascending order of (worker, dp rank).
+
+    Too few choices are made of it for anybody to be left out for long.
+    """
 
     def __init__(self, ranks: Sequence[ModelRank], prompt: ModelPrompt) -> None:
         self.ranks = ranks

@@ -47,6 +47,22 @@ async def test_what_is_expected_to_be_cached_is_cached(kvd_process: Start) -> No
         assert metrics['kvd_gateway_decisions_total{by="overlap"}'] == 5
 
 
+async def test_a_prompt_under_way_counts_as_cached(kvd_process: Start) -> None:
+    three = (EngineOptions(), EngineOptions(), EngineOptions())
+    async with serving(kvd_process, *three) as (client, running), trio.open_nursery() as nursery:
+        for each in running:
+            each.server.options.faults.append(Fault.SILENCE)  # nothing is computed, nor told
+        nursery.start_soon(client.chat, f"{PROMPT} first")
+        await until(lambda: sum(each.server.requests for each in running) == 1)
+        (busy,) = (each for each in running if each.server.requests)
+        for each in running:
+            each.server.options.faults.clear()
+        answered = await client.chat(f"{PROMPT} second")
+        assert answered.headers["x-kvd-endpoint"] == busy.url
+        assert int(answered.headers["x-kvd-matched-tokens"]) > 0
+        nursery.cancel_scope.cancel()
+
+
 async def test_a_next_turn_needs_no_tokenizer(kvd_process: Start) -> None:
     three = (EngineOptions(), EngineOptions(), EngineOptions())
     async with serving(kvd_process, *three) as (client, running):

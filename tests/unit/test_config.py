@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 
 import pytest
@@ -361,6 +362,16 @@ def test_files_of_tls_may_be_for_a_face_of_another_command(tmp_path: Path, share
 def test_the_default_bind_is_the_one_of_the_original_on_loopback() -> None:
     assert str(DEFAULT_INDEXER_BIND) == "127.0.0.1:8090"
     assert str(DEFAULT_SLOT_TRACKER_BIND) == "127.0.0.1:8091"
+
+
+def test_behind_the_gateway_prompts_under_way_count() -> None:
+    gateway = {"gateway_bind": parse_face_binds("[::1]:2")}
+    assert load({}, {}).router.predicted_ttl_s is None
+    router = load(gateway, {}).router
+    assert (router.predicted_ttl_s, router.predicted_bound) == (5.0, 1.177)
+    told = load(gateway, {"DYN_ROUTER_PREDICTED_TTL_SECS": "2.5"}).router
+    assert (told.predicted_ttl_s, told.predicted_bound) == (2.5, math.inf)
+    load(gateway, {"DYN_ROUTER_USE_KV_EVENTS": "false"})
 
 
 def test_what_the_router_is_told() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from dataclasses import dataclass, field
 
@@ -26,19 +27,25 @@ def packed(hashes: list[int]) -> bytes:
 class Fleet:
     """Workers 0, 1, ... with one rank each; prompts are lists of local hashes."""
 
-    def __init__(self, ranks: int = 2, max_entries: int = 1000, ratio: float = 0.5) -> None:
+    def __init__(
+        self,
+        ranks: int = 2,
+        max_entries: int = 1000,
+        ratio: float = 0.5,
+        bound: float = math.inf,
+    ) -> None:
         self.now = 0.0
         self.index = PrefixIndex(4, IngestCounters())
         self.index.predict(TTL_S, max_entries, ratio)
         self.workers: list[Worker] = []
-        ledger = Ledger()
+        self.ledger = ledger = Ledger()
         candidates = []
         for number in range(ranks):
             worker = self.index.add_worker(number)
             worker.register(0)
             self.workers.append(worker)
             candidates.append(Candidate(number, 0, worker, ledger.add_rank(number, 0)))
-        self.pool = Pool(self.index, ledger, 4, candidates)
+        self.pool = Pool(self.index, ledger, 4, candidates, None, bound)
 
     def look(self, prompt: list[int]) -> None:
         self.pool.look(packed(prompt), packed(prompt), 4 * len(prompt))
@@ -84,6 +91,30 @@ def test_the_larger_depth_counts() -> None:
     assert fleet.device([1, 2, 3, 4]) == [3, 0]
     fleet.store(0, [1, 2, 3, 4])
     assert fleet.device([1, 2, 3, 4, 5]) == [4, 0]
+
+
+def test_what_events_tell_is_not_predicted() -> None:
+    fleet = Fleet()
+    fleet.store(0, [1, 2])
+    fleet.book(0, [1, 2, 3])
+    assert fleet.index.predicted() == 1
+    assert fleet.device([1, 2, 3]) == [3, 0]
+    fleet.drop(0, [1, 2, 3], 1)
+    assert fleet.device([1, 2, 3]) == [1, 0]
+
+
+def test_beyond_the_bound_only_events_count() -> None:
+    fleet = Fleet(bound=1.25)
+    fleet.store(0, [1])
+    for rank in (0, 1):
+        fleet.book(rank, [1, 2, 3])
+    for number in range(3):  # of which the mean is 1.5, so 3.125 are the most
+        fleet.ledger.add(f"{number}", 0, b"", 1, 0.0)
+    assert fleet.device([1, 2, 3]) == [3, 3]
+    fleet.ledger.add("another", 0, b"", 1, 0.0)
+    assert fleet.device([1, 2, 3]) == [1, 3]
+    fleet.ledger.free("another")
+    assert fleet.device([1, 2, 3]) == [3, 3]
 
 
 def test_lower_tiers_keep_their_depth() -> None:

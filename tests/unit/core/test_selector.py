@@ -668,6 +668,21 @@ def test_equal_weighted_costs_go_by_overlap_then_requests_then_turns() -> None:
     assert other.choose(turns, None, 0) == 2
 
 
+def test_whoever_is_idle_and_long_left_out_takes_what_is_beyond_the_bound() -> None:
+    warm = RankPlan((6, 0, 0, 0), [(0, 0, 0, True)] * 8)
+    fleet = Fleet({(1, 0): warm, (2, 0): RankPlan(), (3, 0): RankPlan()})
+    fleet.look(6)
+    bounded = DEFAULTS.replace(weighted=True, uncached=1.0, session_bound=1.177)
+    assert [fleet.pool.choose(bounded, None, 0) for _ in range(49)] == [0] * 49
+    foretold = fleet.pool.chances(bounded, None)
+    assert isinstance(foretold, list)
+    assert [each.chance for each in foretold] == [0.0, 1.0, 0.0]
+    assert [fleet.pool.choose(bounded, None, 0) for _ in range(4)] == [1, 2, 0, 0]
+    # Without a bound, or within it, the cost alone decides, however long that has been so.
+    for others in (bounded.replace(session_bound=None), bounded.replace(session_bound=3.0)):
+        assert [fleet.pool.choose(others, None, 0) for _ in range(100)] == [0] * 100
+
+
 def test_weighted_costs_stay_finite() -> None:
     full = RankPlan(requests=[(0, 40, 2**53, False)] * 3 + [(0, 40, 1, True)] * 3)
     fleet = Fleet({(1, 0): full, (2, 0): full}, block_size=2**31)
