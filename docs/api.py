@@ -22,18 +22,17 @@ Schema = Mapping[str, Any]
 HEAD = """\
 # Every route
 
-To look a route up: what it takes, what it answers and refuses. The pages of the faces say what that
-means ([gateway](gateway.md), [indexer](faces/indexer.md), [slot tracker](faces/slot_tracker.md),
-[selection](faces/selection.md), [conductor](faces/conductor.md)). A running daemon shows the same
-as an OpenAPI 3.1 document at `GET /openapi.json` of each face, with schemas of the answers, and
-`/ui` lets you try each route.
+To look up what a route takes, answers and refuses. The pages of the faces explain the meaning
+([gateway](gateway.md), [indexer](faces/indexer.md), [slot tracker](faces/slot_tracker.md),
+[selection](faces/selection.md), [conductor](faces/conductor.md)). Each face also serves this as
+an OpenAPI 3.1 document at `GET /openapi.json`, with schemas of the answers, and `/ui` lets you
+try each route.
 
-Bodies are JSON unless something else is said. Members in **bold** are needed. `u32`, `u64` and
-`i64` are whole numbers that fit these types. Routes without a scope are open to everybody; the
-others ask for a token with [the scope](security.md#tokens) where the daemon has tokens. Refusals
-that any route can have are left out: 400 malformed, 408 too slow, 413 too long a body, 414 too long
-a URL, 415 a compressed or undeclared body, 417 an expectation, 421 another host, 431 too long a
-head, 500 a bug, 503 a bound, and 401 and 403 for want of a token.
+Bodies are JSON unless stated otherwise. Members in **bold** are required. `u32`, `u64` and `i64`
+are whole numbers that fit these types. The [scope](security.md#scopes) in parentheses is the one
+that a token needs; routes without one are open. [Refusals of every
+route](faces/indexer.md#failures-on-every-route) are left out, as are 401 and 403 for want of a
+token and 421 for another host or owner.
 
 `python docs/api.py > docs/api.md` writes this page.
 """

@@ -63,18 +63,14 @@ with Client(indexer="http://kvd:8090") as kvd:
 ```
 
 Both have the same calls under the same names; those of `AsyncClient` are awaited. Every argument
-and answer is typed. Complete programs:
-
-| program | does |
-|---|---|
-| `examples/client/ask_the_indexer.py` | asks what workers cache of a prompt, by tokens and by hashes |
-| `examples/client/reserve_around_a_request.py` | sends a completion to the engine that kvd chooses |
-| `examples/client/loads_in_a_script.py` | prints loads, without trio |
+and answer is typed. Complete programs are `examples/client/ask_the_indexer.py`,
+`examples/client/reserve_around_a_request.py` and, without trio,
+`examples/client/loads_in_a_script.py`.
 
 ## Reach a daemon
 
 Each face has its own address: `indexer`, `slot_tracker`, `selection`, `conductor`, `gateway`. The
-defaults are those of `kvd serve` (and `kvd gateway`) on this machine.
+defaults are those of `kvd serve` and `kvd gateway` on this machine.
 
 ```python
 AsyncClient(
@@ -92,7 +88,7 @@ queries and lists, `admin` for registrations. `token_file` is read once. Proxies
 environment are not used.
 
 Share one client between tasks (`AsyncClient`) or threads (`Client`): it keeps connections open.
-Of one address, 1,000 selections wait at once beside 100 other calls; further ones queue here.
+Per address, 1,000 selections and 100 other calls run at once; further ones queue in the client.
 
 ## Reserve
 
@@ -102,14 +98,14 @@ yields a [`Choice`](#choice). It frees the reservation whatever happens:
 | what happens | the block | the reservation |
 |---|---|---|
 | its end is reached | goes on | freed; `choice.freed` is true |
-| it raises, or is cancelled | raises the same | freed first, for 5 s at most |
+| it raises, or is cancelled | raises the same | freed first, within 5 s |
 | the answer to the booking is lost | begins: asked again under the same key, kvd finds the booking | freed at the end |
-| it is lost again and again, cannot be read, or comes too late | is not entered: `Unreachable`, `WrongAnswer` | freed, if it was made |
+| it is lost repeatedly, unreadable or late | is not entered: `Unreachable`, `WrongAnswer` | freed, if it was made |
 | the wait for a rank is cancelled | is not entered | none |
 | kvd cannot be reached at the end | goes on, or raises the same | expires (`--request-expiry-s`); `choice.freed` is false, `counts.unfreed` one more |
 
-Failed freeing is no error, as the request has been served. Ids are the client's own; to book
-under yours, use `selection.select_and_reserve` and `selection.free`.
+The client makes up the ids; to book under yours, use `selection.select_and_reserve` and
+`selection.free`.
 
 ## Errors
 
@@ -122,17 +118,15 @@ Everything that a call raises about a daemon is a `ClientError`:
 | `Unauthorised`, a `Refused` | 401 or 403: a token is missing, unknown or of another scope |
 | `WrongAnswer` | not kvd, not that face, or longer than `max_answer_bytes` (256 MiB) |
 
-Arguments that no daemon could be sent (an address that is none, a number that is none) are a
-ValueError or TypeError.
+Arguments that cannot be sent are a ValueError or TypeError.
 
 ## What is asked again
 
-Calls that are the same when they come twice, and those with an `idempotency_key`, have up to four
-attempts (`attempts`) within `timeout_s`; below they are marked *repeated*. Further attempts
-follow a connection that could not be made or that ended before the answer, after 0.1 s, 0.2 s and
-0.4 s (up to half of that is left out at random), and a 429 or 503 with `Retry-After`, after that
-time if it is 5 s at most. Silence is not repeated: `timeout_s` is for all of it. `counts.retries`
-says how often that was necessary, `counts.calls` of how many calls.
+Calls that may safely come twice, and those with an `idempotency_key`, have up to four attempts
+(`attempts`) within `timeout_s`; below they are marked *repeated*. The client tries again after a
+connection that could not be made or ended before the answer (after about 0.1, 0.2 and 0.4 s), and
+after a 429 or 503 with a `Retry-After` of at most 5 s. Silence is not repeated. `counts.retries`
+and `counts.calls` count.
 
 ## Hashes
 
@@ -151,10 +145,9 @@ kvd.slot_tracker.potential_loads("llama-3-8b", sequence_hashes(local))
 
 ## Newer and older daemons
 
-Answers are frozen dataclasses. Members that this client does not have are ignored, members that
-it needs and that are missing are a `WrongAnswer` that names them. States such as `stream` are
-texts, so that a new one is no error. The gateway's `/v1` routes are OpenAI's API: ask them with
-OpenAI's client.
+Answers are frozen dataclasses. Unknown members are ignored; missing ones are a `WrongAnswer` that
+names them. States such as `stream` are texts, so that a new one is no error. For the gateway's
+`/v1` routes, use OpenAI's client.
 
 ## Reference
 

@@ -17,8 +17,9 @@ from kvd.diagnosis.findings import KINDS
 HEAD = """\
 # kvd doctor
 
-Prompts do not hit, and nobody says why: `kvd doctor` walks from the engines over their events and
-the index to questions and choices, and names what is wrong, with evidence and a remedy.
+To find out why prompts do not hit, run `kvd doctor`. It follows the way from the engines over
+their events and the index to questions and choices, and names what is wrong, with evidence and a
+remedy:
 
 ```
 $ kvd doctor
@@ -28,32 +29,30 @@ error: not_zmq: worker 1 rank 0 of llama-3-8b/default
 ```
 
 (Shortened.) Addresses and credentials are those of
-[`kvd status`](operations.md#check-its-health), which counts findings, too; the first face that
-answers is asked. Exit code 0: nothing is wrong; 1: there are findings; 2: kvd cannot be asked.
-`--json` writes `{"findings": [{"name", "severity", "subject", "evidence", "remedy"}]}`.
+[`kvd status`](operations.md#check-its-health); the first face that answers is asked. Exit code 0:
+nothing is wrong; 1: there are findings; 2: kvd cannot be asked. `--json` writes
+`{"findings": [{"name", "severity", "subject", "evidence", "remedy"}]}`.
 
-`GET /diagnose` is on every face and needs the scope `read`. With `?probe=1`, as `kvd doctor` asks
-unless told `--no-probe`, kvd looks at registered addresses to which it has no connection, and at
-replay endpoints: one connection each, 2 s for an answer, 10 s in all, 1,024 addresses. Four
+`GET /diagnose` is on every face and needs the scope `read`. With `?probe=1`, which `kvd doctor`
+sends unless told `--no-probe`, kvd connects to registered addresses that it has no connection to,
+and to replay endpoints: once each, 2 s for an answer, 10 s in all, 1,024 addresses. Four
 diagnoses run at once; more are 503.
 
 ## From nothing to a diagnosed fault
 
-1. `make run` sets everything up, and starts kvd in front of two simulated engines; the first time
-   that takes two or three minutes, most of it for building. In another terminal:
-2. `.venv/bin/kvd doctor` says `nothing is wrong`.
-3. Make the mistake that most people make first, an engine's HTTP port in place of that of its
-   events:
+1. `make run` starts kvd in front of two simulated engines; the first time it builds for two or
+   three minutes. In another terminal, `.venv/bin/kvd doctor` says `nothing is wrong`.
+2. Make the most common mistake, an engine's HTTP port in place of that of its events:
 
    ```
    curl -s http://127.0.0.1:8090/register -H 'Content-Type: application/json' \
      -d '{"instance_id":7,"endpoint":"tcp://127.0.0.1:8080","model_name":"demo","block_size":16}'
    ```
 
-   The answer is `{"status":"ok"}`: ZeroMQ connects in the background, and kvd goes on trying.
-4. `.venv/bin/kvd doctor` takes three seconds, prints the finding above for `worker 7 rank 0 of
-   demo/default`, and exits with 1.
-5. Take it out, and ask for a model that nobody serves:
+   The answer is `{"status":"ok"}`: ZeroMQ connects in the background, and kvd keeps trying.
+3. `.venv/bin/kvd doctor` takes three seconds, prints the finding above for
+   `worker 7 rank 0 of demo/default`, and exits with 1.
+4. Take the worker out, and ask for a model that nobody serves:
 
    ```
    curl -s http://127.0.0.1:8090/unregister -H 'Content-Type: application/json' \
@@ -62,16 +61,16 @@ diagnoses run at once; more are 503.
      -d '{"model_name":"demo2","token_ids":[1,2,3]}'
    ```
 
-   Of the first fault nothing is said any more; the other one is `model_name_mismatch`, with
-   `demo`, the name that is registered. It is forgotten in five to ten minutes.
+   The first finding is gone; the new one is `model_name_mismatch`, with the registered name
+   `demo`. It disappears after five to ten minutes.
 
 ## What it finds
 
-An `error` costs hits or requests; a `warning` may. Requests that were refused or dropped, and
-bookings, count for five to ten minutes. Salts and adapters are compared after 20 prompts on either
-side, matches after 100 questions. kvd subscribes to every topic, so none is wrong. Not found are
-ranks missing behind the last one that is registered, and clocks of engines, on which nothing
-depends. Of one name 64 findings are shown; one more counts the others.
+An `error` costs hits or requests; a `warning` may. Refused and dropped requests, and bookings,
+count for five to ten minutes. Salts and adapters are compared after 20 prompts on either side,
+matches after 100 questions. kvd subscribes to every topic, so none is wrong. It cannot find ranks
+missing behind the last registered one. Of one name 64 findings are shown; one more counts the
+others.
 
 | finding | severity | means | remedy |
 |---|---|---|---|
