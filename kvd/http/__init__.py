@@ -17,8 +17,8 @@ head, body                   bytes to a request's head and body
 render, writer, answer, errors
                              a response to bytes; a handler's outcome or failure to a response
 table                        the route of a raw path, found once for each request
-app, asgi, middleware        the Quart application of the cold routes, how a request gets there,
-                             and who is told of it
+app, cold, asgi, middleware  the Quart application of the cold routes, when it is loaded, how a
+                             request gets there, and who is told of it
 auth, permits, pages         tokens, hosts and origins: is this request allowed, and what may
                              pages of other origins read
 context                      what every connection of a face shares
