@@ -466,8 +466,11 @@ def test_sessions_that_are_followed_stay_on_their_ranks() -> None:
 
 def test_predictions_are_made_of_what_is_booked_at_once() -> None:
     face = Face(predicted_ttl_s=10.0)
-    assert face.answered(RESERVE, BOOKED)
-    assert face.selections.fleets[M].predicted() == 3
+    path = [*CACHED, 4]  # what events tell of is not predicted as well
+    hashes = {"block_hashes": str(path), "sequence_hashes": str(list(sequence_hashes(path)))}
+    status, _ = face.answered(RESERVE, usual(**hashes, isl_tokens="16"))
+    assert status == 200
+    assert face.selections.fleets[M].predicted() == 1
 
 
 def test_what_is_booked_is_as_old_as_the_clock_says() -> None:
