@@ -16,11 +16,10 @@ import pytest
 from tests.support.processes import REPOSITORY
 
 # From the top down. A package may use those of lower rows, and of its own row where that makes no
-# circle. The first row is for other programs: nobody here uses it. `__main__` belongs to the
+# circle. `kvd.client` is for other programs: nobody here uses it. `__main__` belongs to the
 # command line; the last row is modules, which everybody may use.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("kvd.client",),
-    ("kvd.__main__", "kvd.cli"),
+    ("kvd.client", "kvd.__main__", "kvd.cli"),
     ("kvd.app",),
     (
         *("kvd.fleet_file", "kvd.faces", "kvd.replica_sync", "kvd.replay", "kvd.persistence"),
@@ -162,8 +161,9 @@ def distributions(declared: list[str]) -> set[str]:
     return {"zmq" if name == "pyzmq" else name for name in names}
 
 
-def test_the_client_needs_nothing_of_the_daemon() -> None:
+def test_the_client_and_the_daemon_need_nothing_of_each_other() -> None:
     """Who asks kvd imports its compiled hashes, and not what answers."""
+    assert not [own for own, used in package_imports().items() if "kvd.client" in used]
     used = {
         each
         for module, path in MODULES.items()
