@@ -98,8 +98,8 @@ class ReplicaSync:
     ) -> Replicas:
         """Returns the replicas, those of the settings registered; without a port there are none.
 
-        Where state is shared by another way, too, it is not told there what replicas tell here:
-        that is `deduplicator`.
+        Where state is shared through a server, too, `deduplicator` keeps what replicas tell here
+        from being told there again.
         """
         sync = self._config.replica_sync
         if sync is None or self._publisher is None:

@@ -175,7 +175,7 @@ class Mirror:
     ) -> None:
         """`journal` is where the faces record; it is paused while steps of others are taken.
 
-        What is `deduplicator` is not this process's to tell of.
+        Requests that `deduplicator` knows are told of by replica sync, and not from here.
         """
         self.writer = writer
         self.own = 0  # number of the last step of this process

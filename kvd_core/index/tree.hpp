@@ -476,7 +476,12 @@ class Tree : public Chains<Tree, Node> {
     }
   }
 
-  // Splits a node behind its first `at` blocks and returns the head, a new node.
+  // Splits a node behind its first `at` blocks and returns the head, a new node. A traversal that was
+  // to come to the tail comes to the head first, or it would miss those blocks.
+  //
+  //   P ── 9 [a b c d e] depth 3 ── kids   =>   P ── 4 [a b] depth 3 ──── 9 [c d e] depth 5 ── kids
+  //   blocks  c: (9, 2)                         c: (9, 0)     a, b: of 4, as far from its start
+  //   watcher next 9                            next 4
   NodeId split(NodeId id, uint32_t at) {
     const NodeId head = nodes_.take();
     Node& n = nodes_[id];
@@ -535,6 +540,10 @@ class Tree : public Chains<Tree, Node> {
   }
 
   // Merges a node with its only child, unless both are longer than kMaxChain together.
+  //
+  //   P ── 4 [a b] depth 3 ──── 9 [c d e] depth 5 ── kids   =>   P ── 9 [a b c d e] depth 3 ── kids
+  //   blocks  a: (4, 0)   c: (9, 0)                              a: (9, 0)   c: (9, 2)
+  //   watcher next 4 or 9                                        next 9
   void merge_with_only_child(NodeId id) {
     Node& n = nodes_[id];
     if (id == kRoot || n.children != 1) return;

@@ -18,6 +18,8 @@ PAGES = [
 FENCED = re.compile(r"^( *)```.*?^\1```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^()\s]+)\)")
 HEADING = re.compile(r"^#+ +(.+)$", re.MULTILINE)
+MAPS = [REPOSITORY / "docs" / name for name in ("architecture.md", "core.md")]
+FILE = re.compile(r"`([a-z_][\w/]*\.(?:py|pyx|pxd|hpp|md))`")
 SOURCE = re.compile(r"`((?:kvd|kvd_core|tests|bench|packaging|systemd|examples)/[\w./-]+\.\w+)`")
 
 
@@ -38,10 +40,24 @@ def anchors(page: Path) -> frozenset[str]:
     return frozenset(names)
 
 
+def lost_files(row: str) -> list[str]:
+    """Returns the files of a table's row that are in none of the folders that it has named."""
+    folders, lost = [REPOSITORY, REPOSITORY / "kvd_core"], []
+    for name in FILE.findall(row):
+        place = next((each for each in folders if (each / name).exists()), None)
+        if place is None:
+            lost.append(name)
+        else:
+            folders.append((place / name).parent)
+    return lost
+
+
 def broken(page: Path) -> list[str]:
     """Returns the links and paths of a page that lead nowhere."""
     text = text_of(page)
     wrong = [path for path in SOURCE.findall(text) if not (REPOSITORY / path).exists()]
+    if page in MAPS:
+        wrong += [name for row in text.splitlines() if row[:1] == "|" for name in lost_files(row)]
     for link in LINK.findall(text):
         path, _, anchor = link.partition("#")
         target = (page.parent / path).resolve() if path else page
@@ -55,6 +71,14 @@ def broken(page: Path) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
 def test_what_a_page_leads_to_exists(page: Path) -> None:
     assert broken(page) == []
+
+
+def test_a_file_is_in_a_folder_that_its_row_has_named() -> None:
+    assert lost_files("| a gap | `kvd/wire/cursor.py`, `losses.py`; `base/hash.hpp` |") == []
+    assert lost_files("| a gap | `losses.py`, `kvd/wire/cursor.py`, `zmq.py` |") == [
+        "losses.py",
+        "zmq.py",
+    ]
 
 
 def test_what_leads_nowhere_is_found(tmp_path: Path) -> None:

@@ -175,7 +175,7 @@ async def test_all_answers_of_a_replay_have_one_limit(stream: Callable, serve: S
     assert made.listener.counts.replays == {"too_much": 1}
 
 
-async def test_a_dead_server(stream: Callable) -> None:
+async def test_a_dead_server_holds_nothing_up(stream: Callable) -> None:
     with reserved_endpoint() as endpoint:
         made = await stream(endpoint)
         made.send(6)
