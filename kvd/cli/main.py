@@ -44,6 +44,12 @@ SESSION_TTL_S = 3600
 # Behind the gateway a queue counts less: turns of conversations are short beside what is cached of
 # them, and each that leaves its engine for a short queue has its whole prompt computed twice.
 GATEWAY_POLICY = Policy(RouterPolicy.KVD, (("queued", 0.3),))
+# What `kvd gateway` has instead of the settings' own defaults.
+GATEWAY_DEFAULTS: Mapping[str, object] = dict.fromkeys(config.FACE_BINDS, parsers.OFF) | {
+    "gateway_bind": parsers.Binds((settings.DEFAULT_GATEWAY_BIND,)),
+    "router_policy": GATEWAY_POLICY,
+    "session_affinity_ttl_secs": SESSION_TTL_S,
+}
 
 CommandResult = tuple[str, int]  # what a command writes to standard output, and its exit code
 
@@ -188,7 +194,7 @@ def add_gateway(commands: Any) -> None:
         metavar="URL",
         help="vLLM engine that computes prompts for the upstreams and hands them over; repeat it",
     )
-    add_settings(gateway, settings.SETTINGS)
+    add_settings(gateway, settings.SETTINGS, defaults=GATEWAY_DEFAULTS)
     gateway.set_defaults(given=gateway_settings)
 
 
@@ -416,16 +422,16 @@ def add_doctor(commands: Any) -> None:
         "doctor",
         help="find out why prompts do not match, and how to mend it",
         description="Asks a running daemon what is wrong between its engines and its choices, and "
-        "writes each finding with its evidence and a remedy. The daemon looks at engines from "
-        "outside, which may take ten seconds. It is asked at the address in the file, the "
-        "environment or the flags, on the first face that answers.",
+        "writes each finding with its evidence and a remedy. The daemon also connects to "
+        "engines to test them, which may take ten seconds. It is asked at the address in the "
+        "file, the environment or the flags, on the first face that answers.",
         epilog="Exit codes: 0 nothing is wrong, 1 there are findings, 2 kvd cannot be asked.",
     )
     add_general(parser)
     add_settings(parser, settings.BIND_SETTINGS)
     add_credentials(parser)
     parser.add_argument(
-        "--no-probe", action="store_true", help="do not look at engines from outside"
+        "--no-probe", action="store_true", help="do not connect to engines to test them"
     )
     parser.add_argument("--json", action="store_true", help="write the findings as JSON")
     parser.set_defaults(given=doctor_settings, command=show_findings)
@@ -509,7 +515,7 @@ def add_top(commands: Any) -> None:
     parser = commands.add_parser(
         "top",
         help="watch a running daemon in the terminal",
-        description="Shows what a running daemon does, again and again: rates, streams, workers "
+        description="Shows live what a running daemon does: rates, streams, workers "
         "with load, hit share and tiers, recent choices. The page /ui of each face shows the same. "
         "It is asked at the address in the file, the environment or the flags, on the first face "
         "that answers. q and Ctrl-C quit; arrows and space scroll.",
@@ -522,7 +528,7 @@ def add_top(commands: Any) -> None:
         type=_usage(parsers.parse_pause),
         default=2.0,
         metavar="SECONDS",
-        help="time between two looks (default 2.0)",
+        help="time between two refreshes (default 2.0)",
     )
     add_credentials(parser)
     parser.set_defaults(given=top_settings, command=watch)
@@ -669,25 +675,37 @@ def add_face_settings(parser: Parser, chosen: tuple[parsers.Setting, ...], *show
     add_settings(parser, chosen + settings.FACE_SETTINGS, *shown)
 
 
-def add_settings(parser: Parser, chosen: Iterable[parsers.Setting], *shown: str) -> None:
+def add_settings(
+    parser: Parser,
+    chosen: Iterable[parsers.Setting],
+    *shown: str,
+    defaults: Mapping[str, object] | None = None,
+) -> None:
     """Adds the flags of settings, the common ones first, then each subject under its title.
 
-    The short help has the common ones, and those that are named as `shown`.
+    The short help has the common ones, and those that are named as `shown`. It shows the command's
+    own `defaults` instead of those of the settings.
     """
+    own = defaults or {}
     by_name = {setting.name: setting for setting in chosen}
     for title, group in settings.GROUPS.items():
         found = [by_name[setting.name] for setting in group if setting.name in by_name]
         target = parser if title == settings.COMMON else parser.add_argument_group(title)
         for setting in found:
             is_shown = parser.shows_all or setting.common or setting.name in shown
-            add_setting(target, setting, is_shown=is_shown)
+            default = own.get(setting.name, setting.default)
+            add_setting(target, setting, default, is_shown=is_shown)
 
 
 def add_setting(
-    target: argparse._ActionsContainer, setting: parsers.Setting, *, is_shown: bool
+    target: argparse._ActionsContainer,
+    setting: parsers.Setting,
+    default: object,
+    *,
+    is_shown: bool,
 ) -> None:
     """Adds the flag of a setting; that of a switch may stand alone, or as --no-..., as well."""
-    remarks = [] if setting.default is None else [f"default {setting.default}"]
+    remarks = [] if default is None else [f"default {default}"]
     if setting.is_borrowed:
         remarks.append(f"variable {setting.variable}")
     remark = f" ({'; '.join(remarks)})" if remarks else ""
@@ -753,12 +771,7 @@ def gateway_settings(
         if args.gateway_bind is not None:
             parser.error("--gateway-bind says where to listen; --host and --port say it, too")
         given["gateway_bind"] = bind
-    others = dict.fromkeys(config.FACE_BINDS, parsers.OFF)
-    given[config.DEFAULTS] = others | {
-        "gateway_bind": parsers.Binds((settings.DEFAULT_GATEWAY_BIND,)),
-        "router_policy": GATEWAY_POLICY,
-        "session_affinity_ttl_secs": SESSION_TTL_S,
-    }
+    given[config.DEFAULTS] = GATEWAY_DEFAULTS
     return given
 
 

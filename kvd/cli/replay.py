@@ -45,14 +45,14 @@ def add_options(
     policy: Callable[[str], Any] | None = None,
 ) -> None:
     """Adds the options of the command; `usage` wraps what reads a value, `policy` reads one."""
-    parser.add_argument("trace", type=Path, metavar="TRACE", help="the recorded requests")
+    parser.add_argument("trace", type=Path, metavar="TRACE", help="file of recorded requests")
     parser.add_argument(
         "--policy",
         action="append",
         type=policy or usage(_policy),
         metavar="NAME[,WEIGHT=VALUE...]",
-        help=f"policy to replay under, one of {', '.join(policies.NAMES)}, with other weights than "
-        "its own if wanted; may be repeated, and the first is what others are compared with "
+        help=f"policy to replay under: {', '.join(policies.NAMES)}; WEIGHT=VALUE replaces one "
+        "of its weights; repeat it for further policies, which are compared with the first "
         f"(default {' and '.join(map(str, DEFAULT_POLICIES))})",
     )
     add_traffic_options(parser.add_argument_group("recorded requests"), usage)
@@ -82,7 +82,7 @@ def add_options(
         "--jobs",
         type=usage(COUNT),
         metavar="N",
-        help="replays at a time (default: one a processor)",
+        help="maximum number of concurrent replays (default: one per processor)",
     )
     group.add_argument("--plot", type=Path, metavar="FILE", help="picture to write, as SVG")
     group.add_argument("--json", type=Path, metavar="FILE", help="figures to write, as JSON")
@@ -101,7 +101,7 @@ def add_traffic_options(group: argparse._ArgumentGroup, usage: Usage) -> None:
         "--spread",
         type=usage(SECONDS),
         metavar="SECONDS",
-        help="time within which arrivals are moved by chance, never past the next one (default "
+        help="time within which arrivals are spread at random, in their order (default "
         "3 for Mooncake's form, whose timestamps are of intervals of 3 s, else 0)",
     )
     group.add_argument(
@@ -112,7 +112,7 @@ def add_traffic_options(group: argparse._ArgumentGroup, usage: Usage) -> None:
         help="windows of the recording whose requests count; all are replayed (default all)",
     )
     number("--window", parsers.real("seconds", 1.0, 1e9), 300.0, "SECONDS", "length of a window")
-    number("--output-scale", FACTOR, 1.0, "FACTOR", "what output lengths are multiplied with")
+    number("--output-scale", FACTOR, 1.0, "FACTOR", "factor applied to output lengths")
     group.add_argument(
         "--unique-prompts", action="store_true", help="no prompt shares a prefix with another"
     )
@@ -132,26 +132,26 @@ def add_fleet_options(group: argparse._ArgumentGroup, usage: Usage) -> None:
     rate = parsers.real("a rate", 1.0, 1e9)
     said = "prompt tokens computed in a second"
     number("--prefill-rate", rate, speed.prefill_tokens_per_s, "TOKENS", said)
-    said = "prompt tokens of a step that decodes, too"
+    said = "maximum number of prompt tokens computed in one step"
     number("--chunk-tokens", COUNT, speed.chunk_tokens, "TOKENS", said)
     number("--step-ms", MILLISECONDS, speed.step_s * 1000, "MS", "time of a decoding step")
-    said = "further time for each request of a step"
+    said = "time that each request adds to a step"
     number("--request-ms", MILLISECONDS, speed.step_s_per_request * 1000, "MS", said)
-    said = "further time for each 512 tokens of KV cache that a step reads"
+    said = "time that each 512 tokens of KV cache add to a step"
     number("--context-ms", MILLISECONDS, speed.step_s_per_token * 512_000, "MS", said)
-    number("--max-batch", COUNT, speed.max_batch, "N", "requests decoded at a time")
+    number("--max-batch", COUNT, speed.max_batch, "N", "maximum number of requests decoded at once")
     group.add_argument(
         "--speeds",
         type=usage(_factors),
         default=(1.0,),
         metavar="FACTOR,...",
-        help="factors of the engines' speeds, in turns (default 1)",
+        help="speed factors of the engines, repeated as often as needed (default 1)",
     )
     group.add_argument(
         "--joins",
         type=usage(SECONDS),
         metavar="SECONDS",
-        help="time at which the last engine joins with an empty cache (default: it is there)",
+        help="time at which the last engine joins with an empty cache (default: from the start)",
     )
 
 

@@ -152,7 +152,8 @@ ROUTER_SETTINGS = section(
     router_policy=Setting(
         Policy.parse,
         "NAME[,WEIGHT=NUMBER]...",
-        f"cost of a worker in mode kv: {', '.join(RouterPolicy)}; with other weights",
+        f"policy that computes a worker's cost in mode kv: {', '.join(RouterPolicy)}; "
+        "WEIGHT=NUMBER replaces one of its weights",
         Policy(RouterPolicy.KVD),
         live=True,
     ),
@@ -389,8 +390,7 @@ SECURITY_SETTINGS = section(
     tls_certfile=file("PEM certificate chain of tls: addresses", live=True, common=True),
     tls_keyfile=file("PEM private key of tls: addresses", live=True, common=True),
     tls_client_ca=file(
-        "PEM certificates of the authorities that must have signed the certificate of a "
-        "client of a tls: address",
+        "PEM certificates of the authorities whose client certificates tls: addresses require",
         live=True,
     ),
     unix_socket_mode=Setting(
@@ -402,7 +402,8 @@ SECURITY_SETTINGS = section(
         "name or number of the group that owns the sockets of unix: addresses",
     ),
     tokens_file=file(
-        "file of bearer tokens with their scopes; every client needs one of them; see security.md",
+        "file of bearer tokens with their scopes; every client needs one of them; see "
+        "docs/security.md",
         live=True,
         common=True,
     ),
@@ -434,8 +435,8 @@ OUTGOING_SETTINGS = section(
     outgoing_allow=Setting(
         parsers.parse_outgoing,
         "NETWORK,...",
-        "networks where engines, replicas and peers may be: networks such as 10.0.0.0/8, "
-        "private, ipc",
+        "networks in which kvd may connect to engines, replicas and peers: addresses such as "
+        "10.0.0.0/8, private, ipc",
         egress.DEFAULT,
         live=True,
     ),
@@ -608,15 +609,15 @@ GATEWAY_SETTINGS = section(
     prefills=Setting(
         parsers.parse_upstreams,
         "URL,...",
-        "vLLM engines that compute prompts for the upstreams; those of SGLang are upstreams "
-        "themselves",
+        "vLLM engines that compute prompts for the upstreams; SGLang's prefill engines are listed "
+        "as upstreams",
         common=True,
     ),
     gateway_remote_prefill_tokens=Setting(
         parsers.at_least(0),
         "TOKENS",
-        "uncached tokens of a prompt, on the best of the other engines, from which on a prefill "
-        "engine computes it",
+        "minimum number of prompt tokens to compute, on the upstream that has most of the prompt "
+        "cached, for which a prefill engine is used",
         DEFAULT_REMOTE_TOKENS,
     ),
     gateway_canary=switch(
@@ -628,7 +629,8 @@ GATEWAY_SETTINGS = section(
     gateway_processes=Setting(
         parsers.within(1, MAX_PROCESSES),
         "N",
-        "processes that share the gateway's port; beside several, one more chooses for all of them",
+        "number of processes that share the gateway's port; with more than one, a further process "
+        "chooses for all of them",
         1,
         also="--processes",
     ),
@@ -642,7 +644,8 @@ GATEWAY_SETTINGS = section(
     gateway_kvd_s=Setting(
         parsers.parse_seconds,
         "SECONDS",
-        "time a kvd of gateway_kvd has to choose; if none does, the request is routed by load",
+        "time allowed for a kvd of gateway_kvd to choose; if none does, the request is routed by "
+        "load",
         DEFAULT_DEADLINE_S,
     ),
     gateway_kvd_token_file=file(
@@ -665,21 +668,22 @@ GATEWAY_SETTINGS = section(
     gateway_tokenize_s=Setting(
         parsers.parse_seconds,
         "SECONDS",
-        "time engines have to tokenize a prompt; without its tokens the request is routed by "
-        "session and load",
+        "time allowed for an engine to tokenize a prompt; without its tokens the request is "
+        "routed by session and load",
         DEFAULT_TOKENIZE_S,
     ),
     gateway_decision_headers=switch(
-        "whether headers of answers say which engine has served them, by its address, and why",
+        "whether answers name, in headers, the engine that served the request and the reason for "
+        "the choice",
         True,
     ),
     gateway_connect_s=seconds("time allowed to connect to an engine"),
-    gateway_silence_s=seconds("time an engine may send nothing before its request is given up"),
-    gateway_client_s=seconds("time a client may take nothing before its connection is closed"),
+    gateway_silence_s=seconds("time an engine may send nothing before its request is abandoned"),
+    gateway_client_s=seconds("time a client may read nothing before its connection is closed"),
     gateway_idle_s=pause("time an idle connection to an engine is kept; engines close after 5 s"),
     gateway_filler_s=pause(
-        "time a stream may say nothing before its client is sent a comment, so that proxies on the "
-        "way keep it open; 0: never"
+        "time a stream may be silent before the client is sent a comment that keeps proxies from "
+        "closing it; 0: never"
     ),
 )
 
@@ -704,19 +708,19 @@ LOG_SETTINGS = section(
 
 DECISION_SETTINGS = section(
     decision_log=file(
-        "file for a line about each booked choice of the selection service and the end of its "
-        "request, without prompts; `kvd replay` reads it (default: none is written)"
+        "file that records each booked choice of the selection service and the end of its "
+        "request, without prompts, for `kvd replay` (default: no record)"
     ),
     decision_log_bytes=Setting(
         parsers.within(64 * 1024, 2**40),
         "BYTES",
-        "size at which the decision log goes on in another file",
+        "size at which a new file of the decision log begins",
         64 * 1024 * 1024,
     ),
     decision_log_files=Setting(
         parsers.within(1, MAX_FILES),
         "N",
-        "number of files of the decision log; the oldest is removed",
+        "maximum number of files of the decision log; the oldest is removed",
         8,
     ),
 )
@@ -725,14 +729,14 @@ STATE_SETTINGS = section(
     state_dir=Setting(
         parsers.parse_state_dir,
         "DIR|off",
-        "directory for what a restart goes on with: registrations made by calls, bookings, and "
-        "snapshots of the index (default: the StateDirectory of the systemd unit, or off)",
+        "directory for the state that survives a restart: registrations made by calls, bookings, "
+        "and snapshots of the index (default: the StateDirectory of the systemd unit, or off)",
         default_env="STATE_DIRECTORY",
     ),
     snapshot_s=Setting(
         parsers.parse_pause,
         "SECONDS",
-        "pause between two snapshots of the index in the state directory; 0: only at the end",
+        "pause between two snapshots of the index in the state directory; 0: only at shutdown",
         60.0,
     ),
 )
@@ -759,14 +763,14 @@ SHARED_STATE_SETTINGS = section(
     state_advertise=Setting(
         parsers.parse_advertised,
         "URL",
-        "base URL at which other replicas reach this indexer: new ones recover the index from it, "
-        "and answers with status 421 name it (default: others are not told)",
+        "base URL at which other replicas reach this indexer: new replicas recover the index from "
+        "it, and answers with status 421 name it (default: other replicas are not told)",
     ),
     state_lease_s=Setting(
         parsers.parse_lease,
         "SECONDS",
-        "time after which other replicas count one as gone that says nothing on the server of "
-        "state_url; it speaks, and looks for changed registrations, ten times as often",
+        "time without a sign of life on the server of state_url after which a replica counts as "
+        "gone; each replica gives one, and reads changed registrations, ten times as often",
         10.0,
     ),
 )
@@ -781,7 +785,7 @@ PARTITION_SETTINGS = section(
     owners=Setting(
         parsers.parse_owners,
         "MODEL[@TENANT]=URL,...",
-        "where other models are served; the answer 421 says it",
+        "URLs of the kvds that serve other models; answers with status 421 name them",
     ),
 )
 

@@ -154,9 +154,9 @@ def state_families(state: State, instances: int) -> Iterator[Family | None]:
 
 def _chronicle_families(chronicle: Chronicle | None) -> Iterator[Family]:
     noted, overwritten = (0, 0) if chronicle is None else (chronicle.noted, chronicle.overwritten)
-    help = "Number of changes of who holds which block that were recorded for explanations"
+    help = "Number of stores, evictions and clears recorded for explanations"
     yield counter("kvd_index_chronicle_changes_total", help, noted)
-    help = "Number of recorded changes of who holds which block that newer ones replaced"
+    help = "Number of recorded stores, evictions and clears overwritten by newer ones"
     yield counter("kvd_index_chronicle_overwritten_total", help, overwritten)
 
 

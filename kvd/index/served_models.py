@@ -82,7 +82,7 @@ class ServedModels:
         """Yields what metrics say."""
         help = "Number of requests and registrations for models that this process does not serve"
         yield counter("kvd_misdirected_total", help, self.misdirected)
-        help = "Number of (model, tenant) pairs asked for in vain that were forgotten at the limit"
+        help = "Number of unknown (model, tenant) pairs forgotten at the limit"
         yield counter("kvd_unknown_models_forgotten_total", help, self.forgotten)
 
 

@@ -363,7 +363,7 @@ class Keeper:
         yield counter("kvd_state_journals_total", help, journal.begun)
         help = "Number of records dropped because too many waited for the disk"
         yield counter("kvd_state_records_dropped_total", help, self._store.journal.dropped)
-        help = "Size of the records lost because the disk refused them in bytes"
+        help = "Total size of the records that the disk refused in bytes"
         yield counter("kvd_state_lost_bytes_total", help, journal.lost_bytes)
         help = "Whether bookings are recorded: 0 while the disk refuses them"
         yield gauge("kvd_state_recording", help, int(self._writer.error is None))
@@ -374,7 +374,7 @@ class Keeper:
             "answers": stats.bookings.answers,
             "registrations": stats.registrations,
         }
-        help = "Number of things restored from the state directory at the start, by kind"
+        help = "Number of items restored from the state directory at the start, by kind"
         yield by_label("kvd_state_restored", "gauge", help, "kind", restored)
         refused: dict[str, float] = {
             content: int(outcome is FileOutcome.REFUSED)

@@ -212,7 +212,7 @@ class SharedState:
         yield gauge("kvd_shared_state_connected", help, int(standing.is_connected))
         help = "Number of other processes that share this state"
         yield gauge("kvd_shared_state_replicas", help, len(standing.members))
-        help = "Number of other processes whose last steps have not come here yet"
+        help = "Number of other processes whose latest steps have not arrived here"
         yield gauge("kvd_shared_state_behind", help, len(mirror.behind))
         help = "Number of live requests whose rank is not registered here"
         yield gauge("kvd_shared_state_waiting_requests", help, len(mirror.waiting))
@@ -243,7 +243,7 @@ class SharedState:
             ("view_bytes_read", "Total size of views read in bytes", of_views.read_bytes),
         ):
             yield counter(f"kvd_shared_state_{name}_total", help, count)
-        help = "Number of shared registrations, by what became of them"
+        help = "Number of shared registrations, by outcome"
         yield by_label(
             "kvd_shared_registrations_total",
             "counter",

@@ -16,7 +16,7 @@ NAME = re.compile("[a-z]+(_[a-z]+)*")
 # These pass on the event of their caller.
 WRAPPERS = {"kvd/telemetry/logs.py", "kvd/net/streamlog.py"}
 OWN = {"lines_dropped"}  # which the log writes about itself, in kvd/telemetry/logs.py
-ROW = re.compile(r"^\| `(\w+)` \| [a-z ]+ \| \S.*\. \| (.*)\|$", re.MULTILINE)
+ROW = re.compile(r"^\| `(\w+)` \| \S.*\. \| (.*)\|$", re.MULTILINE)
 
 
 def is_log(node: ast.expr) -> bool:

@@ -28,14 +28,14 @@ def gateway_families(
         ("prompts", "prompts, by the source of their token ids", "source", stats.rungs),
         (
             "tokenize_failures",
-            "questions for token ids that no engine answered in time, by source",
+            "prompts that no engine tokenized in time, by source",
             "source",
             stats.rung_failures,
         ),
-        ("decisions", "choices, by what decided", "by", stats.decisions),
+        ("decisions", "choices of an engine, by the rule that decided", "by", stats.decisions),
         (
             "ways",
-            "answered requests of models with prefill engines, by who computed the prompt",
+            "answered requests of models with prefill engines, by way of computing the prompt",
             "way",
             stats.ways,
         ),
@@ -72,13 +72,13 @@ def gateway_families(
     yield gauge("kvd_gateway_texts", help, len(strands))
     help = "Number of beginnings known by their text forgotten to make room for others"
     yield counter("kvd_gateway_texts_forgotten_total", help, strands.forgotten)
-    help = "Number of responses that clients may go on from"
+    help = "Number of responses that clients can continue from"
     yield gauge("kvd_gateway_responses", help, len(chains.responses))
     help = "Number of responses forgotten to make room for others"
     yield counter("kvd_gateway_responses_forgotten_total", help, stats.responses_forgotten)
     help = "Number of turns not remembered because too many were waiting for their tokens"
     yield counter("kvd_gateway_turns_not_remembered_total", help, stats.not_remembered)
-    yield gauge("kvd_gateway_running_requests", "Number of requests under way", stats.running)
+    yield gauge("kvd_gateway_running_requests", "Number of requests in progress", stats.running)
     standings = Counter({standing.value: 0 for standing in UpstreamState})
     standings.update(upstream.standing.value for upstream in upstreams)
     help = "Number of engines, by standing"
@@ -93,7 +93,7 @@ _RELAY_HELP = {
     "sent_again": "Number of requests sent again because the kept connection had closed",
     "receives": "Number of pieces of answers passed on to clients",
     "payload_bytes": "Number of bytes of answers passed on to clients",
-    "fillers": "Number of comments sent to clients while their engines said nothing",
+    "fillers": "Number of comments sent to clients while their engines were silent",
     "pauses": "Number of times an engine was not read because its client did not keep up",
 }
 

@@ -11,12 +11,12 @@ from kvd.telemetry.metrics import Family, Labels, by_label, counter
 
 def speed_families(selections: Selections, most_ranks: int) -> Iterator[Family]:
     """Yields them; rank by rank only where there are at most `most_ranks`."""
-    help = "Number of choices with a limit of the time to the first token, by outcome"
+    help = "Number of choices with a limit on the time to the first token, by outcome"
     name = "kvd_selection_slo_choices_total"
     yield by_label(name, "counter", help, "outcome", selections.tally.slo)
     help = "Number of observed requests forgotten at the limit"
     yield counter("kvd_selection_observed_forgotten_total", help, selections.speeds.forgotten)
-    help = "Number of reports of ranks without an account at the limit"
+    help = "Number of reports left out of the accounts of ranks at their limit"
     yield counter("kvd_selection_regret_unplaced_total", help, selections.regret.unplaced)
     accounts = list(selections.regret.rows())
     if len(accounts) <= most_ranks:
@@ -41,13 +41,21 @@ def speed_families(selections: Selections, most_ranks: int) -> Iterator[Family]:
 
 SUMS = (
     ("reports", "reports", "Number of requests whose cached tokens were reported"),
-    ("expected_cached_tokens", "expected_cached_tokens", "Cached tokens expected of those"),
-    ("cached_tokens", "reported_cached_tokens", "Cached tokens reported of those"),
-    ("missing_tokens", "missing_tokens", "Tokens expected to be cached that were not"),
-    ("surplus_tokens", "surplus_tokens", "Tokens cached that were not expected to be"),
+    (
+        "expected_cached_tokens",
+        "expected_cached_tokens",
+        "Total cached tokens expected of the reported requests",
+    ),
+    ("cached_tokens", "reported_cached_tokens", "Total cached tokens that clients reported"),
+    ("missing_tokens", "missing_tokens", "Total tokens expected to be cached that were not cached"),
+    ("surplus_tokens", "surplus_tokens", "Total tokens that were cached unexpectedly"),
     ("timed", "timed_requests", "Number of requests with an expected time to the first token"),
-    ("expected_ttft_s", "expected_ttft_seconds", "Expected time to the first token of those"),
-    ("ttft_s", "ttft_seconds", "Time to the first token of those"),
+    (
+        "expected_ttft_s",
+        "expected_ttft_seconds",
+        "Total time to the first token expected of timed requests",
+    ),
+    ("ttft_s", "ttft_seconds", "Total time to the first token of the timed requests"),
 )
 
 
