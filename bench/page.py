@@ -1,9 +1,10 @@
 """What the live page costs: time until it is drawn, and CPU of the daemon while somebody looks.
 
     python bench/page.py [--workers 64] [--rounds 5]
+    python bench/page.py --workers 16 --pictures docs/pictures    # draws those of the documentation
 
 A daemon with simulated engines that have published blocks, Debian's Chromium without a window, by
-playwright (`pip install .[browser]`). Drawn: from the navigation until the last of the ranks is in
+playwright (`pip install .[test]`). Drawn: from the navigation until the last of the ranks is in
 the document and the first picture was painted; each round is a browser context without a cache.
 CPU: of the daemon's process, 10 s without the page and 10 s with it open.
 """
@@ -29,6 +30,11 @@ from tests.support.pictured import Pictured, pictured
 
 WATCHED_S = 10.0
 PATIENCE_MS = 30_000
+PICTURED_S = 60
+LOOKS: dict[str, dict[str, Any]] = {
+    "wide": {"viewport": {"width": 1280, "height": 800}},
+    "phone": {"viewport": {"width": 390, "height": 844}, "color_scheme": "dark"},
+}
 DRAWN = """() => [
     performance.now(),
     performance.getEntriesByName("first-contentful-paint")[0]?.startTime ?? NaN,
@@ -58,10 +64,23 @@ def drawn(browser: Any, fleet: Pictured, workers: int) -> tuple[Any, list[float]
     return page, page.evaluate(DRAWN)
 
 
+def take_pictures(browser: Any, fleet: Pictured, folder: Path) -> None:
+    """Writes what the page looks like after a minute of requests."""
+    pages = {name: browser.new_context(**look).new_page() for name, look in LOOKS.items()}
+    for page in pages.values():
+        page.goto(f"{fleet.url}/ui")
+    for second in range(PICTURED_S):
+        fleet.ask(20 + 8 * (second % 7))
+        time.sleep(1.0)
+    for name, page in pages.items():
+        page.screenshot(path=folder / f"ui-{name}.png")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--workers", type=int, default=64, metavar="N")
     parser.add_argument("--rounds", type=int, default=5, metavar="N")
+    parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="measure nothing")
     options = parser.parse_args()
     if (chromium := shutil.which("chromium")) is None:
         sys.exit("page.py: chromium is not installed")
@@ -72,8 +91,10 @@ def main() -> None:
         playwright.sync_playwright() as driver,
     ):
         fleet.ask(100)
-        unseen = watched(fleet)
         browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        if options.pictures is not None:
+            return take_pictures(browser, fleet, options.pictures)
+        unseen = watched(fleet)
         rounds = []
         for _ in range(options.rounds):
             page, figures = drawn(browser, fleet, options.workers)

@@ -1,1 +1,1 @@
-"""The page at /ui in Debian's chromium, driven by playwright: `pip install .[browser]`."""
+"""The page at /ui in Debian's chromium, driven by playwright: `pip install .[test]`."""

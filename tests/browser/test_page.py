@@ -16,7 +16,7 @@ WORKERS = 12
 PATIENCE_MS = 20_000
 
 playwright = pytest.importorskip(
-    "playwright.sync_api", reason="playwright is not installed: pip install .[browser]"
+    "playwright.sync_api", reason="playwright is not installed: pip install .[test]"
 )
 pytestmark = [
     pytest.mark.browser,
@@ -51,12 +51,18 @@ class Page:
         self.page.on("pageerror", lambda error: self.said.append(str(error)))
         self.page.goto(f"{fleet.url}/ui{view}")
 
+    def look(self) -> None:
+        """Has the page ask for a picture now, as when a person comes back to it."""
+        self.page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
+
     def until(self, place: str, text: str) -> None:
         """Waits until an element has a text."""
+        self.look()
         expect = playwright.expect(self.page.locator(place))
         expect.to_contain_text(text, timeout=PATIENCE_MS)
 
     def until_not(self, place: str, text: str) -> None:
+        self.look()
         expect = playwright.expect(self.page.locator(place))
         expect.not_to_contain_text(text, timeout=PATIENCE_MS)
 
@@ -81,12 +87,39 @@ def test_it_goes_on_after_a_restart(browser: Any, tmp_path: Path) -> None:
         page.until("#rank-count", "2 ranks")
 
 
+def test_an_ended_request_is_told_as_it_was_chosen(browser: Any, fleet: Pictured) -> None:
+    page = Page(browser, fleet)
+    page.until("#streams", f"{WORKERS} exact")
+    fleet.ask(1)
+    name = f"request-{fleet.asked:05}"
+    fleet.end(name)
+    page.page.get_by_role("button", name=name).click()
+    page.until("#explained", f"among {WORKERS} candidates")
+    page.until("#explained", "The request has ended")
+
+
+def test_what_is_wrong_is_examined(browser: Any, fleet: Pictured) -> None:
+    page = Page(browser, fleet, "#doctor")
+    page.until("#doctor-said", "Nothing is wrong.")
+    body = {"model_name": "unheard-of", "token_ids": [1]}
+    assert fleet.client.post(f"{fleet.url}/query", json=body).status_code == 404
+    page.page.check("#doctor-probe")
+    page.page.click("#doctor-again")
+    page.until("#doctor-said", "1 finding")
+    page.until("#findings article", "model_name_mismatch")
+    page.until("#findings pre", MODEL)
+    assert not page.said
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_is_readable_on_a_phone(browser: Any, fleet: Pictured, scheme: str) -> None:
     look = {"viewport": {"width": 360, "height": 740}, "color_scheme": scheme}
     page = Page(browser, fleet, **look)
     page.until("#rank-count", f"{WORKERS} ranks")
-    assert page.page.evaluate("document.documentElement.scrollWidth") <= 360
+    for view in ("live", "tree", "doctor", "try"):
+        page.page.click(f"nav a[href='#{view}']")
+        page.page.locator(f"#{view}").wait_for()
+        assert page.page.evaluate("document.documentElement.scrollWidth") <= 360, view
     color = page.page.evaluate("getComputedStyle(document.body).backgroundColor")
     light = sum(map(int, color[color.index("(") + 1 : -1].split(",")[:3])) > 3 * 128
     assert light == (scheme == "light")

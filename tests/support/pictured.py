@@ -80,8 +80,12 @@ class Pictured:
             self.engines[answer.json()["worker_id"] - 1].store(tokens)
             self._live.append(name)
             if len(self._live) > LIVE * len(self.engines):
-                gone = self._live.pop(self._chance.randrange(len(self._live)))
-                self.client.delete(f"/reservations/{gone}").raise_for_status()
+                self.end(self._chance.choice(self._live))
+
+    def end(self, name: str) -> None:
+        """Ends a request that runs."""
+        self._live.remove(name)
+        self.client.delete(f"/reservations/{name}").raise_for_status()
 
     def close(self) -> None:
         if self.server.process.poll() is None:

@@ -33,6 +33,7 @@ UI_FILES = {
     "/ui/page.js": ("page.js", "text/javascript; charset=utf-8"),
     "/ui/asking.js": ("asking.js", "text/javascript; charset=utf-8"),
     "/ui/drawing.js": ("drawing.js", "text/javascript; charset=utf-8"),
+    "/ui/examining.js": ("examining.js", "text/javascript; charset=utf-8"),
     "/ui/explaining.js": ("explaining.js", "text/javascript; charset=utf-8"),
     "/ui/live.js": ("live.js", "text/javascript; charset=utf-8"),
     "/ui/tree.js": ("tree.js", "text/javascript; charset=utf-8"),

@@ -20,11 +20,11 @@ export async function send(path, options = {}) {
 }
 
 // Returns what a GET answers, read as JSON; raises for anything but 200.
-export async function read(path) {
-  const answer = await send(path);
+export async function read(path, options = {}) {
+  const answer = await send(path, options);
   if (answer.ok) return await answer.json();
   const said = await answer.json().catch(() => ({}));
   const why = typeof said.error === "string" ? said.error : (said.error?.message ?? answer.statusText);
   if (answer.status === 401 || answer.status === 403) throw new Refused(why);
-  throw new Error(`${answer.status} ${why}`);
+  throw Object.assign(new Error(`${answer.status} ${why}`), { status: answer.status });
 }

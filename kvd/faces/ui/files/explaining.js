@@ -81,15 +81,22 @@ export function explanation(found) {
   return parts;
 }
 
-// Shows why a live request went where it went.
-export async function explain(request) {
+// Shows why the request of a recent choice went where it went, as far as that is still known.
+export async function explain(choice) {
+  const { request, cached_tokens: cached, prefill_tokens: left, queued_tokens: queued } = choice;
   $("explained-title").textContent = request;
-  $("explained").replaceChildren(make("p", "soft", "asking"));
+  const chosen = make("p", "", `Sent to ${nameOf(choice)}, which cached ${number(cached)} of ` +
+    `${number(cached + left)} tokens and had ${number(queued)} queued: cost ${number(choice.cost, 2)}, ` +
+    `among ${number(choice.candidates)} candidates.`);
+  const now = make("div", "", make("p", "soft", "asking"));
+  $("explained").replaceChildren(chosen, now);
   $("explained-dialog").showModal();
   try {
     const found = await read(`explain?${new URLSearchParams({ request_id: request })}`);
-    $("explained").replaceChildren(...explanation(found));
+    const hint = "As if it came once more, now: its own booking counts in the load.";
+    now.replaceChildren(make("p", "hint", hint), ...explanation(found));
   } catch (error) {
-    $("explained").replaceChildren(make("p", "bad", error.message));
+    const ended = "The request has ended, and with it what its prompt was: kvd explain takes the prompt.";
+    now.replaceChildren(make("p", "soft", error.status === 404 ? ended : error.message));
   }
 }

@@ -19,12 +19,12 @@ const nameOf = (each) => `${each.worker_id}:${each.dp_rank}`;
 const placeOf = (each) =>
   each.tenant_id === "default" ? each.model_name : `${each.model_name}/${each.tenant_id}`;
 
-// A request of a recent choice; whoever presses it sees why it went where it went.
-function requestOf(request) {
-  const button = make("button", "text", request);
+// The request of a recent choice; whoever presses it sees why it went where it went.
+function requestOf(choice) {
+  const button = make("button", "text", choice.request);
   button.type = "button";
   button.title = "Explain this choice";
-  button.addEventListener("click", () => explain(request));
+  button.addEventListener("click", () => explain(choice));
   return button;
 }
 
@@ -165,11 +165,11 @@ export class Live {
       const bar = new Stack();
       bar.show({ device: each.cached_tokens }, prompt);
       const said = `${number(each.cached_tokens)} of ${number(prompt)} tokens`;
-      const cost = make("div", "", number(each.cost, 2), make("span", "soft", ` of ${each.candidates}`));
+      const cost = make("div", "", number(each.cost, 2), make("span", "soft", ` among ${each.candidates}`));
       cost.dataset.name = "cost";
-      cost.title = `of ${each.candidates} candidates; ${number(each.queued_tokens)} tokens were queued there`;
+      cost.title = `${each.candidates} candidates; ${number(each.queued_tokens)} tokens were queued there`;
       return make("div", "choice", make("div", "soft", `${number(each.age_s)} s`),
-        make("div", "", requestOf(each.request)),
+        make("div", "", requestOf(each)),
         make("div", "", make("strong", "", nameOf(each)), " ", make("span", "soft", placeOf(each))),
         make("div", "tokens", bar.element, make("span", "soft", said)), cost);
     });

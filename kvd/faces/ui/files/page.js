@@ -2,15 +2,17 @@
 
 import { Refused, read, setToken } from "./asking.js";
 import { $, say } from "./drawing.js";
+import { Doctor } from "./examining.js";
 import { Live } from "./live.js";
 import { Tree } from "./tree.js";
 import { Trying } from "./trying.js";
 
 const EVERY_MS = 2000; // between two pictures
-const VIEWS = ["live", "tree", "try"];
+const VIEWS = ["live", "tree", "doctor", "try"];
 
 const live = new Live();
 const tree = new Tree();
+const doctor = new Doctor();
 const trying = new Trying();
 let picture = null; // the last one
 let timer = 0;
@@ -34,6 +36,7 @@ function showPicture() {
   trying.show(picture);
   if (view() === "live") live.show(picture);
   if (view() === "tree") tree.show(picture);
+  if (view() === "doctor") doctor.open();
   if (view() === "try") trying.open().catch(failed);
 }
 

@@ -3,7 +3,7 @@
 import { read } from "./asking.js";
 import { $, TIERS, draw, make, number, tierKey } from "./drawing.js";
 
-const WIDEST = 40; // rem, of the longest bar
+const WIDEST = 24; // rem, of the longest bar
 const FULL = 1024; // blocks of the longest chain that kvd keeps in one piece
 
 export class Tree {
@@ -77,17 +77,17 @@ export class Tree {
 
   branch(branch, size) {
     const said = `${number(branch.blocks * size)} tokens`;
-    const line = make("span", "", make("strong", "", said),
+    const name = make("span", "name", make("strong", "", said),
       make("span", "soft", ` ${number(branch.blocks)} blocks, ${branch.name.slice(-16, -8)}…`));
-    const picture = [this.bar(branch), this.holders(branch)];
+    const run = make("span", "run", name, this.bar(branch), this.holders(branch));
     const item = make("li", "branch");
     item.dataset.branch = branch.name;
     if (!branch.children) {
-      item.append(make("div", "line", line, ...picture));
+      item.append(make("div", "line", run));
       return item;
     }
-    line.append(make("span", "soft", `, ${number(branch.children)} go on`));
-    const opened = make("details", "line", make("summary", "", line, ...picture));
+    name.append(make("span", "soft", `, ${number(branch.children)} go on`));
+    const opened = make("details", "line", make("summary", "", run));
     opened.addEventListener("toggle", () => {
       if (!opened.open || opened.dataset.read) return;
       opened.dataset.read = "yes";

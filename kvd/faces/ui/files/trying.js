@@ -7,6 +7,13 @@ import { explanation } from "./explaining.js";
 const MOST_SHOWN = 200000; // characters of an answer
 const TOKENS = 64; // token ids of an example
 
+// Returns a value as JSON for people: numbers of an array stand beside each other.
+function written(value) {
+  const text = JSON.stringify(value, null, 2);
+  return text.replace(/\[\s+(-?[\d.e+-]+(?:,\s+-?[\d.e+-]+)*)\s+\]/g, (_, numbers) =>
+    `[${numbers.replace(/\s+/g, " ")}]`);
+}
+
 export class Trying {
   constructor() {
     this.operations = null; // none read yet
@@ -54,7 +61,7 @@ export class Trying {
     }));
     const content = said.requestBody?.content?.["application/json"];
     $("try-body-line").hidden = !content;
-    $("try-body").value = content ? JSON.stringify(this.example(content.schema), null, 1) : "";
+    $("try-body").value = content ? written(this.example(content.schema)) : "";
     say($("try-note"), method === "GET" || scopes[0] === "read" ? "" : "This may change what kvd knows.");
     $("try-answer").hidden = true;
   }
@@ -114,7 +121,7 @@ export class Trying {
     let shown = text;
     $("try-tables").replaceChildren();
     try {
-      shown = JSON.stringify(JSON.parse(text), null, 1);
+      shown = written(JSON.parse(text));
     } catch {
       // Not JSON: it is shown as it came.
     }
