@@ -45,7 +45,7 @@ diagnoses run at once; more are 503.
 2. Make the most common mistake, an engine's HTTP port in place of that of its events:
 
    ```
-   curl -s http://127.0.0.1:8090/register -H 'Content-Type: application/json' \
+   curl -s http://127.0.0.1:8090/register -H 'Content-Type: application/json' \\
      -d '{"instance_id":7,"endpoint":"tcp://127.0.0.1:8080","model_name":"demo","block_size":16}'
    ```
 
@@ -55,9 +55,9 @@ diagnoses run at once; more are 503.
 4. Take the worker out, and ask for a model that nobody serves:
 
    ```
-   curl -s http://127.0.0.1:8090/unregister -H 'Content-Type: application/json' \
+   curl -s http://127.0.0.1:8090/unregister -H 'Content-Type: application/json' \\
      -d '{"instance_id":7,"model_name":"demo"}'
-   curl -s http://127.0.0.1:8090/query -H 'Content-Type: application/json' \
+   curl -s http://127.0.0.1:8090/query -H 'Content-Type: application/json' \\
      -d '{"model_name":"demo2","token_ids":[1,2,3]}'
    ```
 
