@@ -13,10 +13,10 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from threading import Event, Thread
-from typing import Any, TextIO
+from typing import TextIO
 
-from kvd.cli.status import FaceClient, ask_first, faces_of
-from kvd.config.parsers import Bind, Binds
+from kvd.cli.status import FaceClient, ask_first
+from kvd.config.parsers import Bind
 from kvd.faces.common.schemas import DIAGNOSE_PATH
 
 WELL, ILL, UNREACHABLE = 0, 1, 2  # exit codes
@@ -38,15 +38,6 @@ def examine(binds: Mapping[str, Bind], client: FaceClient, *, probes: bool) -> l
             return found
 
     return ask_first(binds, ask)
-
-
-def binds_of(values: Mapping[str, Any]) -> dict[str, Bind]:
-    """Returns where to ask, the gateway last: its address may be the clients' alone."""
-    binds = faces_of(values)
-    gateway = values["gateway_bind"]
-    if isinstance(gateway, Binds):
-        binds["gateway"] = min(gateway.each, key=lambda bind: bind.tls)
-    return binds
 
 
 def exit_code(found: list[Finding]) -> int:

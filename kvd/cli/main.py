@@ -445,7 +445,7 @@ def show_findings(given: Mapping[str, object]) -> CommandResult:
         return "", doctor.UNREACHABLE
     values, client = asked
     try:
-        found = doctor.examine(doctor.binds_of(values), client, probes=not given["no_probe"])
+        found = doctor.examine(status.binds_of(values), client, probes=not given["no_probe"])
     except status.Unreached as error:
         logs.complain(config.StartError(f"kvd does not answer: {error}"))
         return "", doctor.UNREACHABLE
@@ -491,8 +491,8 @@ def explain_settings(
 
 
 def explain(given: Mapping[str, object]) -> CommandResult:
-    from kvd.cli import doctor, status
     from kvd.cli import explain as explaining  # here, as few commands need to load Rich
+    from kvd.cli import status
 
     asked = _asking(given)
     if asked is None:
@@ -500,7 +500,7 @@ def explain(given: Mapping[str, object]) -> CommandResult:
     values, client = asked
     try:
         body = explaining.question(given)
-        found = explaining.ask(doctor.binds_of(values), client, body)
+        found = explaining.ask(status.binds_of(values), client, body)
     except (explaining.WrongPrompt, status.FaceRefused) as error:
         logs.complain(config.StartError(str(error)))
         return "", explaining.REFUSED
@@ -546,7 +546,7 @@ def watch(given: Mapping[str, object]) -> CommandResult:
         return "", status.UNREACHABLE
     values, client = asked
     interval_s = max(float(str(given["interval"])), status.SHORTEST_S)
-    return "", top.run(top.binds_of(values), client, interval_s)
+    return "", top.run(status.binds_of(values), client, interval_s)
 
 
 def add_reload(commands: Any) -> None:

@@ -469,3 +469,12 @@ def faces_of(values: Mapping[str, Any]) -> dict[str, Bind]:
         for name, binds in found.items()
         if isinstance(binds, Binds)
     }
+
+
+def binds_of(values: Mapping[str, Any]) -> dict[str, Bind]:
+    """Returns where to ask, the gateway last: its address may be the clients' alone."""
+    binds = faces_of(values)
+    gateway = values["gateway_bind"]
+    if isinstance(gateway, Binds):
+        binds["gateway"] = min(gateway.each, key=lambda bind: bind.tls)
+    return binds

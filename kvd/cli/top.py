@@ -28,8 +28,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from kvd.cli.status import FaceClient, Unreached, ask_first, faces_of
-from kvd.config.parsers import Bind, Binds
+from kvd.cli.status import FaceClient, Unreached, ask_first
+from kvd.config.parsers import Bind
 from kvd.faces.common.schemas import PICTURE_PATH
 from kvd.telemetry.logs import plain
 from kvd.wire.event_stream import StreamHealth
@@ -49,15 +49,6 @@ STYLES = {
     StreamHealth.STALE: "red",
 }
 Json = dict[str, Any]
-
-
-def binds_of(values: Mapping[str, Any]) -> dict[str, Bind]:
-    """Returns where to ask, the gateway last: its address may be the clients' alone."""
-    binds = faces_of(values)
-    gateway = values["gateway_bind"]
-    if isinstance(gateway, Binds):
-        binds["gateway"] = min(gateway.each, key=lambda bind: bind.tls)
-    return binds
 
 
 @dataclass(frozen=True, slots=True)

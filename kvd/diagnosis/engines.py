@@ -53,17 +53,27 @@ def _contact(stream: StreamEvidence) -> Finding | None:
         return found("keys_differ", stream.subject, error)
     if stream.probe is not None:
         return _seen(stream, stream.probe)
-    if not stream.joins and any(each in error for each in NO_HANDSHAKE):
-        return _not_zmq(stream, f"no handshake of ZeroMQ's: {error}")
+    if (fault := _handshake(stream)) is not None:
+        return fault
     if error or stream.quiet == Quiet.UNREACHABLE:
         return _unreachable(stream, error or f"no connection for {stream.quiet_s:.0f} s")
     return None  # it is just being connected to
+
+
+def _handshake(stream: StreamEvidence) -> Finding | None:
+    """Returns that whoever listens has never come to a handshake, if it is so."""
+    error = stream.last_error
+    if stream.joins or not any(each in error for each in NO_HANDSHAKE):
+        return None
+    return _not_zmq(stream, f"no handshake of ZeroMQ's: {error}")
 
 
 def _seen(stream: StreamEvidence, probe: ProbeResult) -> Finding | None:
     where = stream.endpoint
     if probe.fault:
         return _unreachable(stream, f"{where}: {probe.fault}")
+    if stream.joins and not probe.is_zmtp and not probe.said:
+        return _unreachable(stream, f"{where} accepts connections and says nothing: it hangs")
     if not probe.is_zmtp:
         said = f"began with {_shown(probe.said)}" if probe.said else "said nothing"
         return _not_zmq(stream, f"{where} accepts connections and {said}: no greeting of ZeroMQ's")
@@ -74,7 +84,8 @@ def _seen(stream: StreamEvidence, probe: ProbeResult) -> Finding | None:
         own = "CURVE" if stream.has_key else "NULL"
         evidence = f"{where} wants {probe.mechanism}, and is registered for {own}"
         return found("keys_differ", stream.subject, evidence)
-    return None  # it can be connected to: that is under way
+    # Who greets and never goes on is found by that; else a connection is under way.
+    return _handshake(stream) if probe.mechanism else None
 
 
 def _unreachable(stream: StreamEvidence, evidence: str) -> Finding:

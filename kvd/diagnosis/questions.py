@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from kvd.diagnosis.evidence import Evidence, FaceEvidence, ModelEvidence
@@ -10,6 +11,8 @@ from kvd.diagnosis.findings import Finding, found, minutes, place
 # Prompts of a side before it counts that none of them has a salt, or an adapter: the first few of a
 # fleet are often probes, which have neither.
 ENOUGH = 20
+
+_HOST = re.compile(r"[\w.:\[\]-]+", re.ASCII)  # what names and addresses of hosts are made of
 
 SHOWN_TOKENS = 4  # of those with which prompts begin
 
@@ -80,7 +83,9 @@ def _unmatched(model: ModelEvidence) -> Finding:
 
 def _host(face: FaceEvidence, watched_s: float) -> Finding:
     evidence = f"{face.refused} requests in {minutes(watched_s)}, the last for {face.host!r}"
-    return found("host_refused", f"{face.name} face", evidence, host=face.host)
+    # Anybody can send a name, and the remedy is pasted into a shell.
+    host = face.host if _HOST.fullmatch(face.host) else "HOST"
+    return found("host_refused", f"{face.name} face", evidence, host=host)
 
 
 def _some(tokens: frozenset[int]) -> str:

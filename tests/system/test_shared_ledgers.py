@@ -315,6 +315,9 @@ def test_replicas_take_a_request_for_the_face_it_came_through(
     def heard(condition: Callable[[], bool]) -> None:
         listener.server.wait_until(condition, "hearing that")
 
+    for each in replicas:
+        found = each.selection.get("/diagnose", params={"probe": 1}).json()["findings"]
+        assert {finding["name"] for finding in found} == {"engine_unreachable"}  # there are none
     assert speaker.add("r1", 1, [1]) == 201
     assert speaker.reserve("r1", 1, [2, 3]) == 201
     heard(lambda: listener.loads()[1, 0] == (TOKENS + 2 * BLOCK, 3))

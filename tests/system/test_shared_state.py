@@ -303,11 +303,17 @@ def test_answers_name_who_serves_a_model(tmp_path: Path, server: StateServer) ->
 
 
 def test_a_frozen_server_holds_nobody_up(fleet: Fleet, server: StateServer) -> None:
+    def found() -> list[str]:
+        findings = fleet.kvds[0].get("selection", "/diagnose")["findings"]
+        return [each["name"] for each in findings if server.url in each["subject"]]
+
     fleet.steps(40)
     fleet.settle()
+    assert found() == []
     server.freeze()
     fleet.steps(60)
     wait(lambda: fleet.kvds[0].metric("kvd_shared_state_connected") == 0)
+    assert found() == ["replica_behind"]
     fleet.steps(20)
     server.thaw()
     fleet.settle()

@@ -12,6 +12,7 @@ from kvd.diagnosis.engines import RECENT_S
 from kvd.diagnosis.evidence import (
     CapacityEvidence,
     Evidence,
+    FaceEvidence,
     KvdEvidence,
     ModelEvidence,
     ProbeResult,
@@ -103,6 +104,14 @@ def test_a_fleet_that_is_away_as_a_whole_is_summed_up() -> None:
     assert findings[-1].subject == "26 more" and findings[-1].evidence == "90 in all"
 
 
+@pytest.mark.parametrize(
+    ("host", "shown"), [("[::1]", "[::1]"), ("kvd.example", "kvd.example"), ("$(reboot)", "HOST")]
+)
+def test_a_line_to_paste_has_no_name_that_a_shell_would_run(host: str, shown: str) -> None:
+    (finding,) = diagnose(Evidence(faces=(FaceEvidence("indexer", 1, host),)))
+    assert finding.remedy.endswith(f"--allowed-hosts {shown}") and repr(host) in finding.evidence
+
+
 # ---- engines
 
 
@@ -126,6 +135,16 @@ def test_a_fleet_that_is_away_as_a_whole_is_summed_up() -> None:
         (replace(AWAY, probe=ProbeResult(is_zmtp=True, mechanism="CURVE")), ["keys_differ"]),
         (replace(AWAY, probe=ProbeResult(is_zmtp=True, mechanism="CURVE"), has_key=True), []),
         (replace(AWAY, probe=ProbeResult(is_zmtp=True), has_key=True), []),  # it hung up early
+        (
+            replace(
+                AWAY,
+                last_error="protocol error in the handshake",
+                probe=ProbeResult(is_zmtp=True, mechanism="NULL"),
+            ),
+            ["not_zmq"],  # it greets and never goes on
+        ),
+        (replace(AWAY, probe=ProbeResult()), ["not_zmq"]),
+        (replace(AWAY, joins=1, probe=ProbeResult()), ["engine_unreachable"]),  # it hangs
         (replace(STREAM, messages=0, quiet="silent", quiet_s=30.0), ["engine_silent"]),
         (replace(STREAM, bad_frames={"frame_count": 3}), []),  # others are batches
         (replace(STREAM, messages=0, bad_frames={"frame_count": 3}), ["not_kv_events"]),
