@@ -120,8 +120,9 @@ def _keys(told: Event) -> Iterator[int]:
 def run(binds: Mapping[str, Bind], client: FaceClient, interval_s: float) -> int:
     """Shows pictures until it is told to stop, and returns the exit code."""
     console = Console()
-    if not (console.is_terminal and sys.stdin.isatty()):
-        sys.stderr.write("kvd: kvd top needs a terminal; `kvd status` writes lines\n")
+    # Nothing would be seen in one that cannot move its cursor (TERM=dumb).
+    if not (console.is_terminal and sys.stdin.isatty()) or console.is_dumb_terminal:
+        sys.stderr.write("kvd: kvd top needs a terminal to draw on; `kvd status` writes lines\n")
         return NO_TERMINAL
     asker = Asker(binds, client, interval_s)
     told = Event()

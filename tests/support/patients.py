@@ -97,14 +97,21 @@ class Patient:
         found: list[Json] = answer.json()["findings"]
         return found
 
-    def finds(self, name: str, subject: str = "m/default", *, probe: bool = False) -> Json:
-        """Waits until there is a finding of that name about a subject, and returns it."""
+    def finds(
+        self, name: str, subject: str = "m/default", *, probe: bool = False, says: str = ""
+    ) -> Json:
+        """Waits until there is a finding of that name about a subject, and returns it.
+
+        `says` is in its evidence: what is known may become more while it lasts.
+        """
         found: list[Json] = []
 
         def check() -> str | None:
             every = self.findings(probe=probe)
             found[:] = [
-                each for each in every if each["name"] == name and subject in each["subject"]
+                each
+                for each in every
+                if each["name"] == name and subject in each["subject"] and says in each["evidence"]
             ]
             return None if found else f"no {name} of {subject}: {show(every)}"
 

@@ -31,13 +31,15 @@ CLEARED, SHOWN_AGAIN = "\x1b[?1049h", "\x1b[?1049l"  # the other screen, and bac
 class Terminal:
     """A command in a terminal of so many columns and lines, and what it writes."""
 
-    def __init__(self, *command: str, width: int = 100, height: int = 40) -> None:
+    def __init__(
+        self, *command: str, width: int = 100, height: int = 40, kind: str = "xterm-256color"
+    ) -> None:
         self._outer, inner = os.openpty()
         self.inner = inner
         self.before = termios.tcgetattr(inner)
         self.written = ""
         self._size(width, height)
-        environ = clean_environment(TERM="xterm-256color", PYTHONUTF8="1")
+        environ = clean_environment(TERM=kind, PYTHONUTF8="1")
         for name in ("COLUMNS", "LINES"):  # a test runner's, which would go before the terminal's
             environ.pop(name, None)
         self.process = subprocess.Popen(
@@ -169,6 +171,15 @@ def test_it_waits_for_a_daemon_that_does_not_answer() -> None:
         terminal.close()
 
 
+def test_it_needs_a_terminal_to_draw_on() -> None:
+    terminal = Terminal("top", kind="dumb")
+    try:
+        assert terminal.ended() == 1
+        assert "needs a terminal to draw on" in terminal.written
+    finally:
+        terminal.close()
+
+
 def test_it_needs_a_terminal(tmp_path: Path) -> None:
     ended = subprocess.run(
         [sys.executable, "-m", "kvd", "top"],
@@ -179,4 +190,4 @@ def test_it_needs_a_terminal(tmp_path: Path) -> None:
         cwd=tmp_path,
     )
     assert ended.returncode == 1
-    assert ended.stderr == "kvd: kvd top needs a terminal; `kvd status` writes lines\n"
+    assert ended.stderr == "kvd: kvd top needs a terminal to draw on; `kvd status` writes lines\n"
