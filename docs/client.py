@@ -125,8 +125,7 @@ Arguments that cannot be sent are a ValueError or TypeError.
 Calls that may safely come twice, and those with an `idempotency_key`, have up to four attempts
 (`attempts`) within `timeout_s`; below they are marked *repeated*. The client tries again after a
 connection that could not be made or ended before the answer (after about 0.1, 0.2 and 0.4 s), and
-after a 429 or 503 with a `Retry-After` of at most 5 s. Silence is not repeated. `counts.retries`
-and `counts.calls` count.
+after a 429 or 503 with a `Retry-After` of at most 5 s. Silence is not repeated.
 
 ## Hashes
 
