@@ -50,6 +50,6 @@ async def _joined(siblings: Siblings, sources: Sequence[Source], request: Reques
             merged.add(name, text)
             await trio.lowlevel.checkpoint()
     up = {name: float(text is not None) for name, text in texts.items()}
-    help = "Whether the process has said what it counts"
+    help = "Whether the process has answered with its counters"
     families = [by_label("kvd_process_up", "gauge", help, "process", up)]
     return merged.render() + b"".join(render(families))
