@@ -438,11 +438,11 @@ class RemoteChoices:
         ]
 
     def families(self) -> Iterator[Family]:
-        help = "Number of questions to a kvd elsewhere who serves a prompt, by outcome"
+        help = "Number of times a kvd elsewhere was asked to choose, by outcome"
         yield by_label("kvd_gateway_questions_total", "counter", help, "outcome", self.questions)
         up = sum(kvd.problem is None for kvd in self._kvds)
         standings = {"up": up, "down": len(self._kvds) - up}
-        help = "Number of kvds elsewhere, by standing"
+        help = "Number of kvds elsewhere, by state"
         yield by_label("kvd_gateway_kvds", "gauge", help, "standing", standings)
         steps = self._steps.values()
         help = "Number of steps of bookings that wait to be told to a kvd elsewhere"
