@@ -490,6 +490,30 @@ def test_registrations_are_said_once(fleet: Fleet) -> None:
     assert rows[1]["total_kv_blocks"] == 7
 
 
+def test_what_is_said_of_a_model_holds_on_all(fleet: Fleet, server: StateServer) -> None:
+    one, two, three = fleet.kvds
+    paths = "/busy_threshold", "/policy", "/router_mode"
+
+    def said(kvd: Kvd) -> list[Any]:
+        return [kvd.get("selection", path) for path in paths]
+
+    before = said(one)
+    limits = {"model": "m", "active_decode_blocks_threshold": 0.5}
+    assert one.post("selection", "/busy_threshold", limits).status_code == 200
+    assert (
+        two.post("selection", "/policy", {"model": "m", "router_policy": "kvd"}).status_code == 200
+    )
+    wait(lambda: said(one) == said(two) == said(three) and "kvd" in str(said(one)[1]))
+    assert "0.5" in str(said(three)[0])
+    assert server.ask(b"FLUSHALL").startswith(b"+OK")
+    with fleet.with_another() as late:
+        wait(lambda: said(late) == said(one))
+    for path in paths[:2]:
+        url = three.url("selection", f"{path}?model=m")
+        assert three.client.delete(url).status_code in (200, 204)
+    wait(lambda: all(said(kvd) == before for kvd in fleet.kvds))
+
+
 def test_what_ended_while_a_replica_was_down_is_not_booked_again(
     fleet: Fleet, tmp_path: Path
 ) -> None:
