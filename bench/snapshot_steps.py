@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import msgpack
 import trio
+from kvd.persistence.moments import Moments
 
 from kvd.index.partitions import State
 from kvd.index.publishers import Publishers
@@ -30,7 +31,6 @@ from kvd.net.zsocket import make_context
 from kvd.persistence import snapshot
 from kvd.persistence.directory import Directory
 from kvd.persistence.frames import Content, Header
-from kvd.persistence.moments import Moments
 
 RANKS, BLOCK_SIZE, BATCH_BLOCKS, ROUNDS = 16, 16, 64, 3
 

@@ -135,7 +135,7 @@ class Catalog:
                 await trio.lowlevel.checkpoint()
         for place, changes in self._registrations.said():
             for name, value in changes.items():
-                row = Row(SAID, json.dumps({name: value}), "", 0.0)
+                row = CatalogRow(SAID, json.dumps({name: value}), "", 0.0)
                 found[f"{SAID} {json.dumps([*place, name])}"] = row
         return found
 
@@ -214,7 +214,7 @@ class Catalog:
             self.counts.failed += 1
             log.warning("shared_registration_failed", registration=field, reason=str(error))
 
-    def _say(self, field: Field, mine: Row | None, row: Row) -> None:
+    def _say(self, field: Field, mine: CatalogRow | None, row: CatalogRow) -> None:
         """Says of a model what another process was told; raises ValueError and TypeError."""
         model_name, tenant_id, _ = json.loads(field.removeprefix(f"{SAID} "))
         if not isinstance(model_name, str) or not isinstance(tenant_id, str | None):

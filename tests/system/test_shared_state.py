@@ -422,6 +422,20 @@ def test_what_anybody_writes_ends_no_replica(fleet: Fleet, server: StateServer) 
     assert server.ask(b"FLUSHALL").startswith(b"+OK")
 
 
+def test_keys_of_another_type_are_said_and_heal(fleet: Fleet, server: StateServer) -> None:
+    one = fleet.kvds[0]
+    fleet.steps(20)
+    fleet.settle()
+    assert server.ask(b"FLUSHALL").startswith(b"+OK")
+    for name in (b"ops", b"members", b"catalog"):
+        assert server.ask(b"SET {kvd}:%b x" % name).startswith(b"+OK")
+    assert server.ask(b"LPUSH {kvd}:catalog:changes x").startswith(b":")
+    fleet.steps(20)
+    wait(lambda: "wrong kind" in str(one.get("selection", "/ready")["shared_state"]["fault"]))
+    assert server.ask(b"FLUSHALL").startswith(b"+OK")
+    fleet.settle()
+
+
 def test_what_is_no_server_ends_no_replica(tmp_path: Path) -> None:
     """Each connection is answered with something else that no server says."""
     answers = (
@@ -509,8 +523,8 @@ def test_what_is_said_of_a_model_holds_on_all(fleet: Fleet, server: StateServer)
     with fleet.with_another() as late:
         wait(lambda: said(late) == said(one))
     for path in paths[:2]:
-        url = three.url("selection", f"{path}?model=m")
-        assert three.client.delete(url).status_code in (200, 204)
+        url = three.url("selection", f"{path}?model_name=m")
+        assert three.client.delete(url).status_code == 200
     wait(lambda: all(said(kvd) == before for kvd in fleet.kvds))
 
 
