@@ -2,10 +2,10 @@
 
     python bench/shared_state.py [--server redis-server] [--peer-python /path/to/venv/bin/python]
 
-Cost: the life of a request (/add of 2,048 tokens in blocks of 16, /prefill_complete, /free) on two
-slot trackers, one that shares its state and one that does not, in turns: CPU of the process, all
-threads, wall time p50 and p99; commands and bytes a life. And /query of 512 tokens on two daemons
-on which a client books all the time, one of which shares that.
+Cost: the life of a request (/add of 2,048 tokens in blocks of 16, /prefill_complete, /free) on four
+slot trackers, alone, with a state directory (a snapshot each second), sharing, and with both, in
+turns: CPU of the process, all threads, wall time p50 and p99; commands and bytes a life. And /query
+of 512 tokens on four such daemons, while a client books there all the time.
 
 Delay: from the answer to /add on one replica until another one's /loads has it: through the server,
 by replica sync, and with a peer's Python by that of Dynamo's slot tracker.
@@ -52,6 +52,18 @@ def kvd_command(port: int, *flags: str) -> list[str]:
     return [sys.executable, "-m", "kvd", "serve", bind, *off, "--state-dir=off", *flags]
 
 
+def variants(redis: int, folder: Path) -> dict[str, list[str]]:
+    """Returns the flags of each kvd that is compared."""
+    shared = f"--state-url=redis://127.0.0.1:{redis}"
+
+    def kept(name: str) -> list[str]:
+        return [f"--state-dir={folder / name}", "--snapshot-s=1"]
+
+    # Two that share would each pay for what the other one says.
+    both = [*kept("both"), shared, "--state-prefix=both"]
+    return {"alone": [], "kept": kept("kept"), "shared": [shared], "both": both}
+
+
 @contextmanager
 def serving(port: int, log: Path, command: list[str]) -> Iterator[subprocess.Popen[bytes]]:
     with started(command, log) as process:
@@ -67,24 +79,24 @@ def register(port: int) -> Client:
 
 def costs(server: str, folder: Path) -> None:
     """What sharing costs a slot tracker."""
-    redis, *ports = free_ports(3)
+    redis, *ports = free_ports(5)
     with ExitStack() as stack:
         stack.enter_context(started(redis_command(server, redis, folder), folder / "redis.log"))
-        flags: list[list[str]] = [[], [f"--state-url=redis://127.0.0.1:{redis}"]]
+        compared = variants(redis, folder / "costs")
         pids, clients = [], []
-        for port, each in zip(ports, flags, strict=True):
+        for port, each in zip(ports, compared.values(), strict=True):
             log = folder / f"{port}.log"
             pids.append(stack.enter_context(serving(port, log, kvd_command(port, *each))).pid)
             clients.append(register(port))
-        took: list[list[float]] = [[], []]
-        cpu: list[list[float]] = [[], []]
+        took: list[list[float]] = [[] for _ in compared]
+        cpu: list[list[float]] = [[] for _ in compared]
         before = commands(redis)
         for turn in range(ROUNDS):
-            for which in (0, 1):
+            for which in range(len(compared)):
                 at = cpu_s(pids[which])
                 took[which] += lives(clients[which], turn * LIVES)
                 cpu[which].append((cpu_s(pids[which]) - at) / LIVES * 1e6)
-        for which, name in enumerate(("alone", "shared")):
+        for which, name in enumerate(compared):
             ordered = sorted(took[which])
             p50, p99 = ordered[len(ordered) // 2], ordered[len(ordered) * 99 // 100]
             print(
@@ -92,18 +104,18 @@ def costs(server: str, folder: Path) -> None:
                 f"p50 {p50 * 1e6:6.0f} us, p99 {p99 * 1e6:6.0f} us"
             )
         count, size = (after - at for after, at in zip(commands(redis), before, strict=True))
-        every = ROUNDS * LIVES
+        every = 2 * ROUNDS * LIVES  # of those that share
         print(f"the server: {count / every:.2f} commands and {size / every:.0f} bytes in a life")
 
 
 def questions(server: str, folder: Path) -> None:
     """What /query of 512 tokens takes beside bookings that are shared, and that are not."""
-    redis, *ports = free_ports(5)
+    redis, *ports = free_ports(9)
     with ExitStack() as stack:
         stack.enter_context(started(redis_command(server, redis, folder), folder / "redis.log"))
-        flags: list[list[str]] = [[], [f"--state-url=redis://127.0.0.1:{redis}"]]
+        compared = variants(redis, folder / "questions")
         askers: list[Client] = []
-        for slots, index, each in zip(ports[::2], ports[1::2], flags, strict=True):
+        for slots, index, each in zip(ports[::2], ports[1::2], compared.values(), strict=True):
             command = kvd_command(slots, f"--indexer-bind=127.0.0.1:{index}", *each)
             stack.enter_context(serving(slots, folder / f"{slots}.log", command))
             register(slots).close()
@@ -111,17 +123,17 @@ def questions(server: str, folder: Path) -> None:
             worker = {"instance_id": 1, "endpoint": "tcp://127.0.0.1:1", "block_size": 16}
             asker.ask("POST", "/register", MODEL | worker)
             askers.append(asker)
-            booking = [sys.executable, __file__, "--book", str(slots)]
-            stack.enter_context(started(booking, folder / "book.log"))
-        took: list[list[float]] = [[], []]
+        took: list[list[float]] = [[] for _ in compared]
         question = MODEL | {"token_ids": list(range(512))}
         for _ in range(ROUNDS):
-            for which in (0, 1):
-                for _ in range(QUESTIONS // ROUNDS):
-                    began = time.perf_counter()
-                    askers[which].ask("POST", "/query", question)
-                    took[which].append(time.perf_counter() - began)
-        for which, name in enumerate(("alone", "shared")):
+            for which in range(len(compared)):
+                booking = [sys.executable, __file__, "--book", str(ports[2 * which])]
+                with started(booking, folder / "book.log"):
+                    for _ in range(QUESTIONS // ROUNDS):
+                        began = time.perf_counter()
+                        askers[which].ask("POST", "/query", question)
+                        took[which].append(time.perf_counter() - began)
+        for which, name in enumerate(compared):
             ordered = sorted(took[which])
             p50, p99 = ordered[len(ordered) // 2], ordered[len(ordered) * 99 // 100]
             print(
@@ -132,7 +144,7 @@ def questions(server: str, folder: Path) -> None:
 def book_on(port: int) -> None:
     """Books and frees until the process is ended."""
     client = Client(port)
-    for first in count(10**6, LIVES):
+    for first in count(time.time_ns() // 1000, LIVES):  # the last one may have left requests
         lives(client, first)
 
 

@@ -412,7 +412,7 @@ class _Daemon:
         config, registry = self._config, self._parts.registry
         await self._serving.wait()
         if not await self._restore_fresh():
-            peers = await self._peers(config)
+            peers = await self._peers()
             if peers and await self._recover(config, peers):
                 self._leave_snapshot()
             else:
@@ -445,10 +445,10 @@ class _Daemon:
         gc.freeze()
         return True
 
-    async def _peers(self, config: Config) -> list[str]:
-        """Returns whom to recover from: those of the settings, then those that share our state."""
+    async def _peers(self) -> list[str]:
+        """Returns whom to recover from: those that were named, then those that share our state."""
         shared = [] if self._shared is None else await self._shared.addresses(JOIN_S)
-        return list(dict.fromkeys((*config.peers, *shared)))
+        return list(dict.fromkeys((*self._parts.peers, *shared)))
 
     async def _recover(self, config: Config, peers: list[str]) -> bool:
         """Fills the index from a peer; False if none has anything."""
@@ -628,6 +628,7 @@ def _registrations(
         parts.publishers,
         parts.replicas,
         parts.gateway.upstreams,
+        parts.peers,
     )
     return Registrations(faces, config, fleet)
 
@@ -637,7 +638,7 @@ def _keeper(
 ) -> Keeper:
     accounts = ledgers, parts.slots, parts.selections
     index = parts.state, parts.registry, parts.publishers
-    return Keeper(store, *index, *accounts, registrations, trio.current_time)
+    return Keeper(store, *index, *accounts, parts.peers, registrations, trio.current_time)
 
 
 def _open_decision_log(config: Config, opened: ExitStack) -> RotatingWriter | None:

@@ -22,7 +22,7 @@ from kvd.persistence.clocks import ClockReading
 from kvd.persistence.directory import journals
 from kvd.persistence.frames import Content, Damaged, Frame, Header, Reading, unpacked
 from kvd.persistence.reading import UnreadJournal, bookings_of, frames_of
-from kvd.persistence.registrations import ROWS
+from kvd.persistence.registrations import PEERS, ROWS, SAID
 
 EXIT_DAMAGED = 1
 
@@ -134,12 +134,14 @@ def _rows(frames: list[Frame]) -> list[tuple[str, dict[str, Any], str]]:
 def _exported(path: Path) -> Iterator[str]:
     """Yields the members of the object, its end apart."""
     held = {content: file for content, file in _files(path) if content is not Content.JOURNAL}
-    rows = said = []
+    rows = said = peers = []
     if Content.REGISTRATIONS in held:
         frames = frames_of(held[Content.REGISTRATIONS], Content.REGISTRATIONS)
         rows = [{"table": table, **members} for table, members, _ in _rows(frames)]
-        said = [unpacked(each.content) for each in frames if each.kind != ROWS]
+        said = [unpacked(each.content) for each in frames if each.kind == SAID]
+        peers = [url for each in frames if each.kind == PEERS for url in unpacked(each.content)]
     yield f'{{"registrations":{json.dumps(rows)},"settings_of_models":{json.dumps(said)}'
+    yield f',"peers":{json.dumps(peers)}'
     bookings = trio.run(bookings_of, [file for _, file in journals(path)], 0.0)
     yield f',"requests":{json.dumps(list(_requests(bookings)))}'
     yield f',"sessions":{json.dumps(list(_sessions(bookings)))}'

@@ -1,6 +1,7 @@
 """The peers an operator has named: where a starting indexer may take its state from.
 
-The list is used at the start only; peers do not follow each other afterwards.
+The list is used at the start only, those that calls have named when it is started again; peers do
+not follow each other afterwards.
 """
 
 from __future__ import annotations
@@ -22,10 +23,16 @@ class Peers:
         """Without a rule about addresses the default one holds."""
         self._outgoing = outgoing or EgressPolicy()
         self._urls = dict.fromkeys(urls)
+        self._set = set(self._urls)
         self.refused = 0  # registrations beyond MAX_PEERS
+        self.changes = 0
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._urls)
+
+    def named(self) -> list[str]:
+        """Returns those that calls have named."""
+        return [url for url in self._urls if url not in self._set]
 
     def __len__(self) -> int:
         return len(self._urls)
@@ -40,9 +47,11 @@ class Peers:
             self.refused += 1
             raise Unavailable(f"there are {MAX_PEERS} peers already")
         self._urls[url] = None
+        self.changes += 1
 
     def remove(self, url: str) -> None:
         """Removes a peer or raises NotFound."""
         if url not in self._urls:
             raise NotFound("peer not found")
         del self._urls[url]
+        self.changes += 1

@@ -202,4 +202,4 @@ class _Heard:
 def _is_heard(listener: EventStream, now: float) -> bool:
     """Whether a batch has come over the present connection, and all that it had replayed."""
     known = listener.health(now) in (StreamHealth.EXACT, StreamHealth.DEGRADED)
-    return known and listener.connected
+    return known and not listener.batches.may_lack_news and listener.connected

@@ -1,7 +1,7 @@
 """Who was registered by calls, on all faces, and what was said of models: kept and said again.
 
     registry, slot trackers, catalog, publishers, replicas, upstreams ──> rows of a fleet file
-    tuning ──> what was said of models and tenants                             │
+    tuning ──> what was said of models and tenants; peers                      │
                                                                                v
     faces  <── the targets of the fleet file <── parse <────── registrations, replaced whole
 
@@ -28,16 +28,19 @@ from kvd.fleet_file.parse import TABLES
 from kvd.fleet_file.rows import OF_TABLE
 from kvd.gateway.dns_names import Wanted
 from kvd.gateway.upstreams import Upstreams
+from kvd.index.peers import Peers
 from kvd.index.publishers import EVERY_INSTANCE, Described, Publishers
 from kvd.index.registry import INDEXER, Registry
 from kvd.persistence.frames import Damaged, Frame, frame, packed, unpacked
 from kvd.replica_sync.replicas import Replicas
 from kvd.selection.service import Selections
+from kvd.selection.tuning import Place
 from kvd.slots.trackers import SlotTrackers
 from kvd.telemetry.logs import get_logger
 
 ROWS = ord("T")  # kind of a frame of registrations, SLICE of them at most
 SAID = ord("U")  # kind of a frame of what was said of a model, or of one tenant of it
+PEERS = ord("V")  # kind of a frame of peers
 
 SLICE = 32  # registrations looked at, or made again, between two checkpoints: about 1 ms
 
@@ -57,12 +60,13 @@ class Faces:
     publishers: Publishers
     replicas: Replicas
     upstreams: Upstreams
+    peers: Peers
 
     @property
     def changes(self) -> int:
         """Changes so far: another number than before says that something may have changed."""
         parts = self.registry, self.slots, self.selections.workers, self.selections.tuning
-        others = self.publishers, self.replicas, self.upstreams
+        others = self.publishers, self.replicas, self.upstreams, self.peers
         return sum(part.changes for part in parts) + sum(part.changes for part in others)
 
 
@@ -100,7 +104,9 @@ class Registrations:
                 await trio.lowlevel.checkpoint()
         if rows:
             made.append(frame(ROWS, packed(rows)))
-        made += [frame(SAID, packed(said)) for said in self._said()]
+        made += [frame(SAID, packed(said)) for said in self.said()]
+        if peers := self._faces.peers.named():
+            made.append(frame(PEERS, packed(peers)))
         return made
 
     def rows(self) -> Iterator[tuple[str, Any, dict[str, Any], str]]:
@@ -148,27 +154,37 @@ class Registrations:
             if replica.endpoint not in self._replicas:
                 yield "replica", Peer(replica.endpoint, replica.server_key)
 
-    def _said(self) -> Iterator[tuple[Any, dict[str, Any]]]:
+    def said(self) -> Iterator[tuple[Place, dict[str, Any]]]:
         """Yields what clients have said of models, and of single tenants."""
         for place, changes in self._faces.selections.tuning.all_said():
-            of_file = None if self._fleet is None else self._fleet.held("policy", place)
-            names = () if of_file is None else of_file.policy.row
-            said = {name: value for name, value in changes.items() if name not in names}
+            said = self._without_file(place, changes)
             if said:
                 yield place, said
+
+    def say(self, place: Place, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+        """Says something else of a model or tenant than before; raises ValueError and TypeError."""
+        names = self._without_file(place, before)
+        self._faces.selections.tuning.replace(place, names, self._without_file(place, after))
+
+    def _without_file(self, place: Place, changes: Mapping[str, Any]) -> dict[str, Any]:
+        of_file = None if self._fleet is None else self._fleet.held("policy", place)
+        names = () if of_file is None else of_file.policy.row
+        return {name: value for name, value in changes.items() if name not in names}
 
 
 async def register_again(
     frames: list[Frame],
     targets: Mapping[str, RegistrationTarget],
     selections: Selections,
+    peers: Peers,
 ) -> Again:
     """Registers what was kept; what cannot be registered any more is logged and passed over.
 
     Raises Damaged before anything is registered, if a frame is none of this file's.
     """
     rows: list[tuple[str, dict[str, Any], str]] = []
-    said: list[tuple[tuple[str, str | None], dict[str, Any]]] = []
+    said: list[tuple[Place, dict[str, Any]]] = []
+    named: list[str] = []
     try:
         for each in frames:
             if each.kind == ROWS:
@@ -176,6 +192,8 @@ async def register_again(
             elif each.kind == SAID:
                 (model_name, tenant_id), changes = unpacked(each.content)
                 said.append(((model_name, tenant_id), changes))
+            elif each.kind == PEERS:
+                named += map(str, unpacked(each.content))
             else:
                 raise Damaged(f"it has a part of the unknown kind {each.kind}")
     except (TypeError, ValueError) as error:
@@ -198,6 +216,14 @@ async def register_again(
         except (KvdError, ValueError, TypeError) as error:
             again.failed += 1
             said_of = f"policy {json.dumps(place)}"
+            log.warning("registration_not_restored", registration=said_of, reason=str(error))
+    for url in named:
+        try:
+            peers.add(url)
+            again.registered += 1
+        except KvdError as error:
+            again.failed += 1
+            said_of = f"peer {url}"
             log.warning("registration_not_restored", registration=said_of, reason=str(error))
     return again
 

@@ -123,7 +123,7 @@ def _contents(state: State, registry: Registry) -> Iterator[tuple[int, bytes]]:
         if size >= PIECE_BYTES:
             yield DUMP, b"".join(pieces)
             pieces, size = [], 0
-        elif piece:
+        else:
             yield DUMP, b""
     yield DUMP, b"".join(pieces)
 

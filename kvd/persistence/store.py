@@ -25,6 +25,7 @@ import trio
 from kvd.errors import KvdError
 from kvd.fleet_file.follower import RegistrationTarget
 from kvd.index.partitions import State
+from kvd.index.peers import Peers
 from kvd.index.publishers import Publishers
 from kvd.index.registry import Registry
 from kvd.index.restore import bring_in, planned_of
@@ -120,6 +121,7 @@ class Keeper:
         ledgers: Ledgers,
         slots: SlotTrackers,
         selections: Selections,
+        peers: Peers,
         registrations: Registrations,
         clock: Callable[[], float],
     ) -> None:
@@ -131,6 +133,7 @@ class Keeper:
         self._publishers = publishers
         self._slots = slots
         self._selections = selections
+        self._peers = peers
         self._registrations = registrations
         self._clock = clock
         self._writer = JournalWriter(
@@ -149,7 +152,7 @@ class Keeper:
         path = self._directory.file(Content.REGISTRATIONS)
         try:
             frames = await trio.to_thread.run_sync(frames_of, path, Content.REGISTRATIONS)
-            again = await register_again(frames, targets, self._selections)
+            again = await register_again(frames, targets, self._selections, self._peers)
         except FileNotFoundError:
             return
         except (OSError, Damaged) as error:

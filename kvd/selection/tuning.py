@@ -74,6 +74,16 @@ class Tuning:
         self._say(place, changes, ())
         return changes
 
+    def replace(self, place: Place, names: Iterable[str], changes: Mapping[str, Any]) -> None:
+        """Has these changes be said of a place, and those of `names` no more; raises ValueError.
+
+        How many places there are is bounded by whoever calls.
+        """
+        self._settings.replace(**changes)
+        left = set(names) - changes.keys()
+        self._say(place, changes, tuple(left))
+        self.take_back(place, left)
+
     def holds(self, place: Place, changes: Mapping[str, Any]) -> bool:
         """Says whether exactly these changes hold for a place, by all of their names."""
         said = self._changes.get(place, {})

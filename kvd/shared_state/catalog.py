@@ -7,8 +7,9 @@
 changed here and is written; what differs there was changed by another process and is done here. A
 removal stays in the catalog for GONE_S, so that whoever was away for less hears of it.
 
-What the settings or the fleet file of this process say goes before the catalog. Replicas that were
-registered by calls are no part of it: they are each process's own.
+What calls have said of models (thresholds, modes, policies) is in the table SAID, a row a setting.
+What the settings or the fleet file of this process say goes before the catalog. Replicas and peers
+that were named by calls are no part of it: they are each process's own.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from kvd.telemetry.logs import get_logger
 
 GONE_S = 86_400.0  # that a removal is kept for those who were away
 WRITTEN_AT_ONCE = 64  # rows that one command writes
+
+SAID = "said"  # the table of what was said of models: its keys are a model, a tenant and a name
 
 MAX_ROWS = 131_072  # registrations in the catalog; what comes beyond that stays with its process
 
@@ -130,6 +133,10 @@ class Catalog:
                 found[_field(table, wanted)] = row
             if number % SLICE == 0:
                 await trio.lowlevel.checkpoint()
+        for place, changes in self._registrations.said():
+            for name, value in changes.items():
+                row = CatalogRow(SAID, json.dumps({name: value}), "", 0.0)
+                found[f"{SAID} {json.dumps([*place, name])}"] = row
         return found
 
     async def _there(self, client: Client, keys: Keys) -> dict[Field, CatalogRow]:
@@ -178,10 +185,13 @@ class Catalog:
         self._agreed[field] = row
         self._failed.discard(field)
         target = self._targets.get(row.table)
-        if target is None:
+        if target is None and row.table != SAID:
             self._failed.add(field)
             return
         try:
+            if target is None:
+                self._say(field, mine, row)
+                return
             if mine is not None and not row.is_like(mine):
                 before = wanted_of(mine.table, mine.members, mine.mark)
                 if not row.members or not target.in_place(
@@ -203,6 +213,15 @@ class Catalog:
             self._failed.add(field)
             self.counts.failed += 1
             log.warning("shared_registration_failed", registration=field, reason=str(error))
+
+    def _say(self, field: Field, mine: CatalogRow | None, row: CatalogRow) -> None:
+        """Says of a model what another process was told; raises ValueError and TypeError."""
+        model_name, tenant_id, _ = json.loads(field.removeprefix(f"{SAID} "))
+        if not isinstance(model_name, str) or not isinstance(tenant_id, str | None):
+            raise TypeError("it names no model and tenant")
+        before = {} if mine is None else json.loads(mine.members)
+        after = json.loads(row.members) if row.members else {}
+        self._registrations.say((model_name, tenant_id), before, after)
 
     async def _write(self, client: Client, keys: Keys, write: Write) -> bool:
         """Writes what clients have changed here since the last look; False if that was refused.

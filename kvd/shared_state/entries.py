@@ -1,7 +1,7 @@
 """Entries of the stream and pieces of views: as bytes, and read again.
 
     entry   v: form   w: writer   n: number of its first step   m: of its last
-            t: the writer's clock   l: ledgers   d: dots   r: records
+            t: the writer's clock   s: the server's then   l: ledgers   d: dots   r: records
     ask     v: form   w: writer   ask: the writer whose view is wanted
 
 A ledger is the face, the model and tenant, and the block size that a number stands for in the
@@ -118,15 +118,17 @@ class StreamEntry:
     ledgers: Mapping[int, LedgerName]
     dots: list[Dot | None]  # one a step; None: only its id is known
     records: bytes
+    server_clock: float | None = None  # the server's at `clock`; None: not said
 
-    def fields(self) -> dict[str | bytes, bytes | str | int]:
-        """Returns it as the server keeps it."""
+    def fields(self, server_s: float) -> dict[str | bytes, bytes | str | int]:
+        """Returns it as the server keeps it, whose clock is `server_s` before the writer's."""
         return {
             "v": FORM,
             "w": self.writer,
             "n": self.first,
             "m": self.last,
             "t": repr(self.clock),
+            "s": repr(self.clock + server_s),
             "l": packed_ledgers(self.ledgers),
             "d": packed_dots(self.dots),
             "r": self.records,
@@ -160,6 +162,7 @@ def read_entry(fields: Mapping[Any, Any]) -> StreamEntry | Ask | None:
             read_ledgers(fields[b"l"]),
             read_dots(fields[b"d"]),
             fields[b"r"],
+            moment_of(fields[b"s"]) if b"s" in fields else None,
         )
 
 
@@ -286,10 +289,12 @@ class Piece:
     outputs: list[list[Outputs] | None] = field(default_factory=list)
     # Those that live and have no rank here: a face, model, tenant, request id and dot each.
     elsewhere: list[tuple[str, str, str, str, Dot]] = field(default_factory=list)
+    server_clock: float | None = None  # the server's at `clock`; None: not said
 
     def packed(self) -> bytes:
         said = {
             "t": self.clock,
+            "s": self.server_clock,
             "position": str(self.position),
             "own": self.own,
             "l": packed_ledgers(self.ledgers),
@@ -316,8 +321,10 @@ class Piece:
                 read_ledgers(said["l"]),
                 records,
                 read_dots(said["dots"]),
-                [None if each is None else list(map(_outputs, each)) for each in said["outputs"]],
+                # Earlier versions do not say `outputs` and `s`.
+                [None if each is None else _outputs(each) for each in said.get("outputs", ())],
                 list(_elsewhere(said["elsewhere"])),
+                None if said.get("s") is None else moment_of(said["s"]),
             )
 
 
@@ -325,9 +332,8 @@ def _dot(writer: Any, number: Any) -> Dot:
     return Dot(str(writer), number_of(number))
 
 
-def _outputs(row: Any) -> Outputs:
-    writer, number, count = row
-    return Outputs(str(writer), number_of(number), number_of(count))
+def _outputs(rows: Any) -> list[Outputs]:
+    return [Outputs(str(writer), number_of(number), number_of(n)) for writer, number, n in rows]
 
 
 def _elsewhere(rows: Any) -> Iterator[tuple[str, str, str, str, Dot]]:

@@ -69,6 +69,9 @@ SCRATCH_BYTES = 64 * 1024 * 1024  # of one slice of an export; the longest booki
 
 SLICE = 32  # records taken between two checkpoints: under 1 ms
 
+# The place of a step of our own that was made on what replica sync alone had told: no view has it.
+NEWEST = Position(2**63, 0)
+
 # Requests that wait for their rank to be registered here. Beyond that they are left out, and the
 # view of this process says that it is not whole.
 MAX_WAITING = 16_384
@@ -214,7 +217,7 @@ class Mirror:
         found = self._find(name)
         if found is None:
             dot = Dot(self.writer, self.own)
-            self._hold(name, ForeignStep(dot, step, None, BEGINNING))
+            self._hold(name, ForeignStep(dot, step, None, NEWEST))
             return None
         known = self.requests[found]
         if step.kind == ENDED:
@@ -307,7 +310,7 @@ class Mirror:
     # ---- what the stream says
 
     def take(self, entry: StreamEntry, position: Position, age_s: float) -> Iterator[None]:
-        """Takes an entry of the stream that came `age_s` ago; rests at every yield.
+        """Takes an entry of the stream that was gathered `age_s` ago; rests at every yield.
 
         Raises ValueError on what are no records; what came before is taken none the less.
         """
@@ -413,16 +416,21 @@ class Mirror:
             self._held -= len(self._early.pop(next(iter(self._early))))
             self.counts.left_out += 1
 
-    def _take_held(self, name: Name, dot: Dot, is_new: bool) -> None:
+    def _take_held(self, name: Name, dot: Dot, is_new: bool, counted: int) -> None:
         """Takes the steps of a request that came before its booking.
 
-        Our own are in it already, unless it `is_new`.
+        Our own are in it already, unless it `is_new`; output blocks up to our step `counted` are.
         """
         for of in (dot, name):
             for _, told in self._early.get(of, ()):
-                is_due = is_new or told.dot.writer != self.writer
-                if is_due and isinstance(told.record, Stepped) and told.dot.writer != dot.writer:
-                    self._take_step(name, replace(told, of=dot), told.record)
+                step = told.record
+                if not isinstance(step, Stepped) or told.dot.writer == dot.writer:
+                    continue
+                is_due = told.dot.writer != self.writer or is_new
+                if told.dot.writer == self.writer and step.kind == OUTPUT:
+                    is_due = is_new and told.dot.number > counted
+                if is_due:
+                    self._take_step(name, replace(told, of=dot), step)
             self._held -= len(self._early.pop(of, ()))
 
     def _gives_way(self, name: Name, known: Known) -> bool:
@@ -441,7 +449,7 @@ class Mirror:
         at: float,
         dot: Dot,
         seen: Seen,
-        outputs: Iterable[Outputs],
+        outputs: list[Outputs],
     ) -> None:
         known = self.requests[name] = Known(dot, None, seen, None)
         is_new = self._place(name, known, block_size, booking, at)
@@ -452,7 +460,8 @@ class Mirror:
         else:
             self.bring_up(name, booking.booked, seen, outputs)
         if self._early and name in self.requests:
-            self._take_held(name, dot, is_new)
+            counted = next((each.number for each in outputs if each.writer == self.writer), 0)
+            self._take_held(name, dot, is_new, counted)
 
     def _place(
         self, name: Name, known: Known, block_size: int, booking: Booking, at: float

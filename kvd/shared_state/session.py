@@ -157,9 +157,9 @@ class Session:
     async def _set_clock(self) -> None:
         self._server_s = await time_of(self._client, self._keys) - trio.current_time()
 
-    def _age_s(self, position: Position) -> float:
-        """Returns how old an entry of the stream is."""
-        return max(0.0, trio.current_time() + self._server_s - position.ms / 1000)
+    def _age_s(self, server_clock: float) -> float:
+        """Returns how long ago it was so late on the server."""
+        return max(0.0, trio.current_time() + self._server_s - server_clock)
 
     # ---- joining
 
@@ -248,7 +248,7 @@ class Session:
             entry = outbox.entries[0]
             writing = self._client.xadd(
                 self._keys.ops,
-                field_values=entry.fields(),
+                field_values=entry.fields(self._server_s),
                 trim_strategy=PureToken.MAXLEN,
                 trim_operator=PureToken.APPROXIMATELY,
                 threshold=self._most_entries(),
@@ -338,7 +338,9 @@ class Session:
     async def _apply(self, entry: StreamEntry, position: Position) -> None:
         async with self._at_rest:
             self._outbox.drain(trio.current_time())
-            for _ in self._mirror.take(entry, position, self._age_s(position)):
+            said_at = entry.server_clock
+            age_s = self._age_s(position.ms / 1000 if said_at is None else said_at)
+            for _ in self._mirror.take(entry, position, age_s):
                 await trio.lowlevel.checkpoint()
                 self._outbox.drain(trio.current_time())
             if entry.writer in self._mirror.behind:
@@ -393,13 +395,13 @@ class Session:
         head = await read_head(self._client, self._keys, source)
         if head is None or head.numbers.get(writer, 0) <= mirror.numbers.get(writer, -1):
             return False
-        age = self._age_s(head.position) if head.position != BEGINNING else 0.0
         merge = Merge(mirror, source, head)
         pieces = read_pieces(self._client, self._keys, source, head, self._views.counts)
         async for piece in pieces:
+            age_s = 0.0 if piece.server_clock is None else self._age_s(piece.server_clock)
             async with self._at_rest:
                 self._outbox.drain(trio.current_time())
-                for _ in merge.take(piece, min(age, VIEW_EVERY_S)):
+                for _ in merge.take(piece, age_s):
                     await trio.lowlevel.checkpoint()
         async with self._at_rest:
             self._outbox.drain(trio.current_time())
@@ -499,4 +501,4 @@ class Session:
         self._viewed_at = trio.current_time()
         self._viewed_numbers = mirror.numbers | {mirror.writer: mirror.own}
         self._read_since_view = 0
-        await self._try(self._views.write(self._client, self._keys), "view")
+        await self._try(self._views.write(self._client, self._keys, self._server_s), "view")

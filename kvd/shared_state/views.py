@@ -79,9 +79,14 @@ class Views:
         self._served = served
         self._at_rest = at_rest
         self._scratch = Journal(SCRATCH_BYTES)
+        self._server_s = 0.0  # the server's clock less ours
 
-    async def write(self, client: Client, keys: Keys) -> None:
-        """Writes a view of what lives now; raises what the client raises."""
+    async def write(self, client: Client, keys: Keys, server_s: float) -> None:
+        """Writes a view of what lives now; raises what the client raises.
+
+        The server's clock is `server_s` before ours.
+        """
+        self._server_s = server_s
         mirror = self._mirror
         async with self._at_rest:
             self._outbox.drain(trio.current_time())
@@ -144,7 +149,9 @@ class Views:
             known = mirror.find(name)
             dots.append(None if known is None else known.dot)
             outputs.append(None if known is None else mirror.outputs_of(known, booked))
-        return Piece(now, mirror.position, mirror.own, ledgers, records, dots, outputs)
+        at = now + self._server_s
+        where = mirror.position, mirror.own
+        return Piece(now, *where, ledgers, records, dots, outputs, server_clock=at)
 
     def _bare(
         self,
@@ -154,7 +161,9 @@ class Views:
         """Returns a piece without bookings."""
         mirror = self._mirror
         now = trio.current_time()
-        return Piece(now, mirror.position, mirror.own, {}, records, [], [], elsewhere or [])
+        at = now + self._server_s
+        where = mirror.position, mirror.own
+        return Piece(now, *where, {}, records, [], [], elsewhere or [], server_clock=at)
 
 
 def _flat(name: Name) -> tuple[str, str, str, str]:

@@ -89,11 +89,11 @@ class AppliedBatches:
         "_losses",
         "_restored",
         "_stream",
-        "_unproved",
         "cursor",
         "last_flaw",
         "passed",
         "unfinished",
+        "unproved",
     )
 
     def __init__(
@@ -117,7 +117,7 @@ class AppliedBatches:
         self._joined_at = expected
         self._holes: list[range] = []  # numbers lost before the held batch
         self._restored = False  # what came before the first batch is a dump's word
-        self._unproved = False  # the engine is to show that it is that of another process's place
+        self.unproved = False  # the engine is to show that it is that of another process's place
         self._losses = Losses()
         if expected:
             self._losses.lose("registered again", expected)
@@ -144,7 +144,7 @@ class AppliedBatches:
         """Why the stream is degraded, empty if it is not."""
         losses = self._losses
         if not losses:
-            return UNKNOWN if self._unproved else self._stream.misfit()
+            return UNKNOWN if self.unproved else self._stream.misfit()
         restored = losses.of_unheard and self._stream.restored()
         if not restored and not losses.matter(self.cursor.expected):
             return self._stream.misfit()
@@ -275,7 +275,7 @@ class AppliedBatches:
     def engine_proved(self) -> None:
         """The last batch is the engine's own; if it was a clear, nothing of another is left."""
         self._identity.advance(IdentityEvent.PROVED)
-        self._unproved = False
+        self.unproved = False
         if self._cleared_in_doubt is not None:
             seq, rank, tiers = self._cleared_in_doubt
             if seq == self.cursor.last:
@@ -285,14 +285,14 @@ class AppliedBatches:
     def engine_unknown(self) -> None:
         """The engine has answered, and does not hold what would show that it is the same."""
         self._identity.advance(IdentityEvent.GIVEN_UP)
-        self._unproved = False
+        self.unproved = False
         self._losses.lose(UNKNOWN, self.cursor.expected)
         self.cursor.rejoined()
 
     def await_proof(self, *, can_be_proved: bool) -> None:
         """The engine is not known to be that of another process's place until it has shown it."""
         if can_be_proved:
-            self._unproved = True
+            self.unproved = True
         else:
             self._losses.lose(UNKNOWN, self.cursor.expected)
 
@@ -301,7 +301,7 @@ class AppliedBatches:
         self._counts.restarts += 1
         self.passed = self.cursor.last
         self._identity.advance(IdentityEvent.RESTARTED)
-        self._unproved = False
+        self.unproved = False
         self._stream.clear()
         self.cursor.restart()
         self._holes.clear()

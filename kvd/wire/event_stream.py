@@ -17,9 +17,9 @@ which may have come before (`place_changes`, `pass_over`).
 `health` says whether the index can be believed for what the stream speaks of (docs/reliability.md):
 
     STALE         no connection for longer than `stale_after_s`
-    RECOVERING    a batch is held, an engine asked, a long batch applied; or nothing has come since
-                  the connection was made, or batches were missed
+    RECOVERING    a batch is held, an engine asked, a long batch applied
     DEGRADED      there is a `loss`
+    RECOVERING    nothing has come since the connection was made, or batches were missed
     EXACT         else
 
 No clock, no sockets, no logging: moments come in as arguments (seconds, monotonic).
@@ -163,9 +163,12 @@ class EventStream:
         waits = self.catch_up.is_under_way or self.unfinished is not None
         # One that only answers have named may be another than the one that is listened to.
         waits = waits or self.identity.publisher not in (b"", self.identity.heard)
-        if waits or self.batches.may_lack_news:
+        if waits:
             return StreamHealth.RECOVERING
-        return StreamHealth.DEGRADED if self.loss else StreamHealth.EXACT
+        # For good, unless an engine may yet prove itself: one that says nothing makes it no better.
+        if self.loss and not (self.batches.unproved and not self.connected):
+            return StreamHealth.DEGRADED
+        return StreamHealth.RECOVERING if self.batches.may_lack_news else StreamHealth.EXACT
 
     @property
     def loss(self) -> str:
@@ -180,7 +183,8 @@ class EventStream:
     def check_quiet(self, now: float) -> Quiet | None:
         """Notes that nothing comes, if asked now and then; returns why once it has lasted."""
         # An idle engine that has shown to be the same is not waited for.
-        waits = self.link.is_silent and self.health(now) is StreamHealth.RECOVERING
+        waits = self.batches.may_lack_news or self.health(now) is StreamHealth.RECOVERING
+        waits = waits and self.link.is_silent and not self.link.is_stale(now)
         return self.link.check_quiet(now, waits)
 
     # ---- batches

@@ -23,8 +23,8 @@
 //      the chain has changed since (`moves_`): then it is begun anew.
 //
 // Costs: O(bytes written); memory O(1) beside the caller's buffer, plus 16 bytes for each rank and
-// chain that a run went on in, plus a reverse table of the names of ranks whose engine hashes
-// differ from the first holder's.
+// chain that a run went on in, plus a reverse table, 10 to 20 bytes a name, for ranks whose engine
+// hashes differ from the first holder's.
 #pragma once
 
 #include <cstdint>
@@ -34,11 +34,60 @@
 #include <unordered_set>
 #include <vector>
 
+#include "base/arena.hpp"
+#include "base/pages.hpp"
 #include "base/steps.hpp"
 #include "dump/format.hpp"
 #include "index/index.hpp"
 
 namespace kvd {
+
+// What a rank calls the blocks that others call something else: block -> value of the rank's names.
+//
+// Open addressing with linear probing. Its memory is mapped and untouched until something is noted,
+// so neither to make nor to drop it takes long, however many names there are.
+class OtherNames {
+ public:
+  OtherNames() = default;
+  OtherNames(const OtherNames&) = delete;
+  OtherNames& operator=(const OtherNames&) = delete;
+  ~OtherNames() { drop(); }
+
+  // Begins anew, with room for `most`, a power of two.
+  void reset(uint32_t most) {
+    drop();
+    capacity_ = size_t{most} * 2;
+    slots_ = static_cast<uint32_t*>(map_pages(capacity_ * sizeof(uint32_t)));
+  }
+
+  // The value must not be 0.
+  void note(BlockId block, uint32_t value) {
+    size_t i = home(block);
+    while (slots_[i] != 0) i = next(i);
+    slots_[i] = value;
+  }
+
+  // The value noted for a block for which `same` holds, or 0.
+  template <class Same>
+  uint32_t find(BlockId block, Same&& same) const {
+    if (capacity_ == 0) return 0;
+    size_t i = home(block);
+    while (slots_[i] != 0 && !same(slots_[i])) i = next(i);
+    return slots_[i];
+  }
+
+ private:
+  size_t home(BlockId block) const { return mix64(block) & (capacity_ - 1); }
+  size_t next(size_t i) const { return (i + 1) & (capacity_ - 1); }
+
+  void drop() {
+    if (capacity_ != 0) unmap_pages(slots_, capacity_ * sizeof(uint32_t));
+    capacity_ = 0;
+  }
+
+  uint32_t* slots_ = nullptr;
+  size_t capacity_ = 0;
+};
 
 class Dump {
  public:
@@ -69,12 +118,17 @@ class Dump {
         const uint64_t before = blocks_written_;
         write_run(out, std::min(enough, out.size() + kPieceBytes));
         steps.take((blocks_written_ - before) * kStepsABlock);
-      } else if (watcher_.next == kNone) {
-        return false;
-      } else {
+      } else if (watcher_.next != kNone) {
         steps.take(kStepsALook);
         step(owners, out);
+      } else if (!other_names_.empty()) {
+        steps.take(kStepsATable);
+        other_names_.erase(other_names_.begin());
+      } else {
+        return false;
       }
+      steps.take(looked_up_ * kStepsALookUp);
+      looked_up_ = 0;
     }
     format_->pause(out);
     return true;
@@ -87,7 +141,7 @@ class Dump {
   static constexpr int64_t kStepsASlice = 4096;
   static constexpr size_t kStepsABlock = 2;
   static constexpr size_t kPieceBytes = 16 * 1024;  // of a run between two looks at the steps
-  static constexpr size_t kStepsALook = 8, kStepsAName = 3;
+  static constexpr size_t kStepsALook = 8, kStepsAName = 3, kStepsALookUp = 6, kStepsATable = 2048;
 
   Dump(Index& index, std::unique_ptr<DumpFormat> format, bool binary)
       : index_(index), binary_(binary), format_(std::move(format)) {
@@ -282,10 +336,15 @@ class Dump {
   bool find_name(BlockId block, LayerId layer, uint64_t& name) {
     name = tree().block(block).name;
     if (means(name, block, layer)) return true;
-    const auto& names = other_names_[rank_];
-    const auto it = names.find(place(block, layer));
-    if (it == names.end()) return false;
-    name = it->second;
+    ++looked_up_;
+    // What was noted may be another name by now, or none: then it does not mean the block.
+    const NameKeys& keys = index_.keys();
+    const uint32_t value = other_names_[rank_].find(block, [&](uint32_t each) {
+      return keys.is_there(each) && keys.block(each) == block &&
+             (keys.layers(each) >> layer & 1) != 0;
+    });
+    if (value == 0) return false;
+    name = keys.name(value);
     return means(name, block, layer);
   }
 
@@ -327,10 +386,6 @@ class Dump {
     return index_.keys().block(value) == block && (index_.keys().layers(value) >> layer & 1) != 0;
   }
 
-  static uint64_t place(BlockId block, LayerId layer) {
-    return uint64_t{block} * kMaxLayers + layer;
-  }
-
   // Goes on with looking through the rank's names for those that are not the blocks' own. A table that
   // has grown meanwhile is begun anew. One that was looked through in parts, and still lacks the name,
   // has changed: then it is looked through at once.
@@ -340,8 +395,7 @@ class Dump {
     if (all.capacity() != slots_) {
       slots_ = all.capacity();
       slot_ = 0;
-      names.clear();
-      names.reserve(all.size());  // to grow would take longer than a slice
+      names.reset(slots_);
     }
     const bool again = collected_ == key(unnamed_);
     while (slot_ < slots_ && (steps.left() || again)) {
@@ -354,13 +408,10 @@ class Dump {
     slots_ = 0;
   }
 
-  void note_name(uint32_t value, std::unordered_map<uint64_t, uint64_t>& names) const {
+  void note_name(uint32_t value, OtherNames& names) const {
     if (value == Names::kAbsent) return;
     const BlockId block = index_.keys().block(value);
-    const uint64_t name = index_.keys().name(value);
-    if (name == tree().block(block).name) return;
-    for (LayerMask rest = index_.keys().layers(value); rest != 0; rest &= rest - 1)
-      names[place(block, static_cast<LayerId>(__builtin_ctz(rest)))] = name;
+    if (index_.keys().name(value) != tree().block(block).name) names.note(block, value);
   }
 
   Index& index_;
@@ -387,8 +438,8 @@ class Dump {
   uint64_t collected_ = 0;   // `key` of the one that was looked for last
   uint32_t slots_ = 0;       // of the rank's names, while these are looked through,
   uint32_t slot_ = 0;        // and which is next
-  // By rank, block and layer.
-  std::unordered_map<RankId, std::unordered_map<uint64_t, uint64_t>> other_names_;
+  size_t looked_up_ = 0;     // names in `other_names_`, since the steps were counted
+  std::unordered_map<RankId, OtherNames> other_names_;
 };
 
 }  // namespace kvd

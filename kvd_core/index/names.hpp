@@ -54,6 +54,9 @@ struct NameKeys {
     return (value & kRecordBit) != 0 ? records[value & ~kRecordBit].layers : kDeviceOnly;
   }
   uint64_t hash_of(uint32_t value) const { return hash(name(value)); }
+
+  // Whether a value of a record may be asked about, which may have been given back meanwhile.
+  bool is_there(uint32_t value) const { return (value & ~kRecordBit) < records.end(); }
 };
 
 class Names {

@@ -185,9 +185,11 @@ def health(history: list[Happened], moment: float, *, can_ask: bool) -> str:
     if since is not None and moment - since > STALE_AFTER_S:
         return "stale"
     now = beliefs(history, can_ask=can_ask)
-    if now.held is not None or now.asked_at is not None or not now.news:
+    if now.held is not None or now.asked_at is not None:
         return "recovering"
-    return "degraded" if now.lacking else "exact"
+    if now.lacking:
+        return "degraded"
+    return "exact" if now.news else "recovering"
 
 
 def asks(history: list[Happened], *, can_ask: bool) -> bool:

@@ -22,8 +22,9 @@ from kvd.persistence.journal import SharedUntil
 from kvd.replica_sync.deduplication import Deduplicator
 from kvd.shared_state import mirror
 from kvd.shared_state.catalog import Catalog
+from kvd.shared_state.entries import Position, ViewHead
 from kvd.shared_state.keys import Keys
-from kvd.shared_state.mirror import Faces, Mirror
+from kvd.shared_state.mirror import Faces, Merge, Mirror
 from kvd.shared_state.outbox import Outbox
 from kvd.shared_state.session import KnownFleet, Session
 from kvd.shared_state.views import Views
@@ -50,6 +51,8 @@ class NoRegistrations:
 
     def rows(self) -> Any:
         return iter(())
+
+    said = rows
 
 
 class OneRegistration:
@@ -81,7 +84,7 @@ class Replica:
         """It has some requests of another life; or learns of its worker from the catalog alone."""
         self.name = name
         self._server = server
-        journal = Journal(room)
+        journal = self.journal = Journal(room)
         journal.pause()
         ledgers = Ledgers(journals=[journal])
         self.slots = SlotTrackers(1e9, ledgers, clock=trio.current_time)
@@ -94,7 +97,7 @@ class Replica:
         )
         self.outbox = Outbox(journal, self.mirror, ledgers, faces)
         self._at_rest = trio.Lock()
-        self._views = Views(self.mirror, self.outbox, faces, None, [], self._at_rest)
+        self.views = Views(self.mirror, self.outbox, faces, None, [], self._at_rest)
         self.told = SharedUntil(None)
         self.standing = KnownFleet()
         self._catalog = (
@@ -118,7 +121,7 @@ class Replica:
                     Keys("kvd"),
                     self.mirror,
                     self.outbox,
-                    self._views,
+                    self.views,
                     self._catalog,
                     self._at_rest,
                     self.standing,
@@ -240,6 +243,14 @@ class World:
         first, *others = (replica.live(self.booked) for replica in self.replicas)
         return all(each == first for each in others) and (self.is_lossy or first == self.live)
 
+    def stretch(self) -> float:
+        """Returns by how much replicas differ at most about the age of a request."""
+        live = [
+            [each.tracker.ledger.request(name) for each in self.replicas] for name in self.booked
+        ]
+        times = [[each.admitted_at for each in known] for known in live if all(known)]
+        return max((max(each) - min(each) for each in times), default=0.0)
+
     def differences(self) -> str:
         """Returns what they do not agree on, and how far each has heard the others."""
         found = [] if self.is_lossy else [("truth", self.live)]
@@ -273,6 +284,7 @@ def test_replicas_come_to_agree(seed: int) -> None:
                 while not world.agree():  # noqa: ASYNC110  nothing tells when
                     await trio.sleep(0.5)
             assert world.agree(), world.differences()
+            assert world.stretch() < 0.1
             for replica in world.replicas:
                 replica.tracker.ledger.verify()
             nursery.cancel_scope.cancel()
@@ -365,6 +377,33 @@ def test_what_nobody_was_told_of_has_not_ended_elsewhere(has_told: bool) -> None
         server.thaw()
         await trio.sleep(20)
         assert back.told.at > told_at
+
+    run(scenario)
+
+
+def test_what_ended_here_stays_so_though_a_view_has_it() -> None:
+    """A client has ended here what replica sync alone had told of; a view is merged before that."""
+
+    async def scenario(server: MemoryServer, nursery: trio.Nursery) -> None:
+        here, there = Replica(server, "here"), Replica(server, "there")
+        there.book("r0", 0, [1])
+        there.mirror.position = Position(1000, 5)
+        pieces = [piece async for piece in there.views._pieces()]
+        here.journal.pause()  # as replica sync does
+        here.book("r0", 0, [1])
+        here.journal.resume()
+        here.slots.end(here.tracker, "r0")
+        here.outbox.drain(trio.current_time())
+        numbers = {"there": there.mirror.own}
+        head = ViewHead(
+            1, 1, 1, numbers, there.mirror.position, there.mirror.own, partial=False, served=[]
+        )
+        merge = Merge(here.mirror, "there", head)
+        for piece in pieces:
+            assert list(merge.take(piece, 0.0)) == []
+        assert list(merge.finish()) == []
+        assert count(there, "r", 1) == 1
+        assert count(here, "r", 1) == 0
 
     run(scenario)
 

@@ -428,6 +428,20 @@ def test_what_anybody_writes_ends_no_replica(fleet: Fleet, server: StateServer) 
     assert server.ask(b"FLUSHALL").startswith(b"+OK")
 
 
+def test_keys_of_another_type_are_said_and_heal(fleet: Fleet, server: StateServer) -> None:
+    one = fleet.kvds[0]
+    fleet.steps(20)
+    fleet.settle()
+    assert server.ask(b"FLUSHALL").startswith(b"+OK")
+    for name in (b"ops", b"members", b"catalog"):
+        assert server.ask(b"SET {kvd}:%b x" % name).startswith(b"+OK")
+    assert server.ask(b"LPUSH {kvd}:catalog:changes x").startswith(b":")
+    fleet.steps(20)
+    wait(lambda: "wrong kind" in str(one.get("selection", "/ready")["shared_state"]["fault"]))
+    assert server.ask(b"FLUSHALL").startswith(b"+OK")
+    fleet.settle()
+
+
 def test_what_is_no_server_ends_no_replica(tmp_path: Path) -> None:
     """Each connection is answered with something else that no server says."""
     answers = (
@@ -494,6 +508,30 @@ def test_registrations_are_said_once(fleet: Fleet) -> None:
     wait(lambda: fleet.workers(three) == (WORKERS - 2, 1))
     rows = {row["worker_id"]: row for row in three.get("selection", "/workers")}
     assert rows[1]["total_kv_blocks"] == 7
+
+
+def test_what_is_said_of_a_model_holds_on_all(fleet: Fleet, server: StateServer) -> None:
+    one, two, three = fleet.kvds
+    paths = "/busy_threshold", "/policy", "/router_mode"
+
+    def said(kvd: Kvd) -> list[Any]:
+        return [kvd.get("selection", path) for path in paths]
+
+    before = said(one)
+    limits = {"model": "m", "active_decode_blocks_threshold": 0.5}
+    assert one.post("selection", "/busy_threshold", limits).status_code == 200
+    assert (
+        two.post("selection", "/policy", {"model": "m", "router_policy": "kvd"}).status_code == 200
+    )
+    wait(lambda: said(one) == said(two) == said(three) and "kvd" in str(said(one)[1]))
+    assert "0.5" in str(said(three)[0])
+    assert server.ask(b"FLUSHALL").startswith(b"+OK")
+    with fleet.with_another() as late:
+        wait(lambda: said(late) == said(one))
+    for path in paths[:2]:
+        url = three.url("selection", f"{path}?model_name=m")
+        assert three.client.delete(url).status_code == 200
+    wait(lambda: all(said(kvd) == before for kvd in fleet.kvds))
 
 
 def test_what_ended_while_a_replica_was_down_is_not_booked_again(

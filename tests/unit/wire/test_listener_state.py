@@ -585,7 +585,7 @@ def test_an_engine_started_again_before_its_first_batch_was_taken() -> None:
 
 def test_a_worker_registered_again_has_lost_what_it_had() -> None:
     listener, applied = make(expected=5)
-    assert (health(listener), listener.cursor.last) == ("recovering", 4)
+    assert (health(listener), listener.cursor.last) == ("degraded", 4)
     feed(listener, (5, b"a"))
     assert (health(listener), listener.loss, applied) == ("degraded", "registered again", [b"a"])
     feed(listener, (0, b"b"))  # the engine was started again meanwhile

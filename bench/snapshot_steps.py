@@ -1,0 +1,106 @@
+"""How long the loop is held while a snapshot of the index is written: its longest step.
+
+    python bench/snapshot_steps.py [--blocks 1000000]
+
+16 ranks hold the blocks: each prompts of its own; or all the same prompts, each under names of its
+own, as vLLM's engines call them. A snapshot is written three times in this process, and each step
+of the loop timed: the CPU time of its thread, since others take of the machine what they like.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import msgpack
+import trio
+from kvd.persistence.moments import Moments
+
+from kvd.index.partitions import State
+from kvd.index.publishers import Publishers
+from kvd.index.registry import Registry
+from kvd.model import PartitionKey, RankKey
+from kvd.net.link import LinkOptions
+from kvd.net.listeners import ListenerTasks
+from kvd.net.zsocket import make_context
+from kvd.persistence import snapshot
+from kvd.persistence.directory import Directory
+from kvd.persistence.frames import Content, Header
+
+RANKS, BLOCK_SIZE, BATCH_BLOCKS, ROUNDS = 16, 16, 64, 3
+
+
+class Steps(trio.abc.Instrument):
+    """Notes the CPU seconds of each step of the loop."""
+
+    def __init__(self) -> None:
+        self.took: list[float] = []
+        self._began: float | None = None  # None: in the step that has made this
+
+    def before_task_step(self, task: trio.lowlevel.Task) -> None:
+        self._began = time.thread_time()
+
+    def after_task_step(self, task: trio.lowlevel.Task) -> None:
+        if self._began is not None:
+            self.took.append(time.thread_time() - self._began)
+
+
+def batch(rank: int, number: int, prompt: int) -> bytes:
+    first = (rank * 1_000_000 + number) * BATCH_BLOCKS
+    hashes = list(range(first + 1, first + BATCH_BLOCKS + 1))
+    tokens = [(prompt * 7919 + each * 31) & 0x3FFFFFFF for each in range(BATCH_BLOCKS * BLOCK_SIZE)]
+    event = ["BlockStored", hashes, None, tokens, BLOCK_SIZE, None]
+    payload: bytes = msgpack.packb([0.0, [event], 0])
+    return payload
+
+
+def filled(blocks: int, is_shared: bool) -> State:
+    state, key = State(), PartitionKey("m", "default")
+    batches = blocks // RANKS // BATCH_BLOCKS
+    for rank in range(RANKS):
+        stream = state.add_rank(RankKey(key, rank + 1, 0), BLOCK_SIZE)
+        for number in range(batches):
+            stream.apply(batch(rank, number, number if is_shared else rank * batches + number))
+    return state
+
+
+async def measure(title: str, state: State, folder: Path) -> None:
+    async with trio.open_nursery() as nursery:
+        context = make_context()
+        tasks = ListenerTasks(nursery, context, trio.Event(), LinkOptions())
+        listened = Registry(state, tasks), Publishers(state, tasks)
+        directory = Directory(folder)
+        steps = Steps()
+        trio.lowlevel.add_instrument(steps)
+        await trio.lowlevel.checkpoint()
+        for _ in range(ROUNDS):
+            header = Header(Content.INDEX, "bench", Moments.now(trio.current_time()))
+            size = await snapshot.write(directory, header, state, *listened)
+        trio.lowlevel.remove_instrument(steps)
+        directory.close()
+        context.destroy(linger=0)
+        took = sorted(steps.took)
+        p50, p99 = took[len(took) // 2], took[len(took) * 99 // 100]
+        print(
+            f"{title:28} {size / 1e6:5.1f} MB, {len(took) // ROUNDS:5} steps: p50 {p50 * 1e3:.2f}, "
+            f"p99 {p99 * 1e3:.2f}, longest {took[-1] * 1e3:.2f} ms"
+        )
+        nursery.cancel_scope.cancel()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--blocks", type=int, default=1_000_000)
+    blocks = parser.parse_args().blocks
+    for title, is_shared in (("prompts of their own", False), ("the same, by other names", True)):
+        with tempfile.TemporaryDirectory() as folder:
+            trio.run(measure, title, filled(blocks, is_shared), Path(folder))
+
+
+if __name__ == "__main__":
+    main()
