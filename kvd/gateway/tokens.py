@@ -278,9 +278,9 @@ class Tokens:
             return None
         if not asked.spans.keys().isdisjoint(UNTOLD):
             return None
-        if (body := question(asked)) is None:
+        if (asks := question(asked)) is None:
             return None
-        return await self._question(upstream, Rung.TOKENIZE, "/tokenize", body)
+        return await self._question(upstream, Rung.TOKENIZE, "/tokenize", asks)
 
     async def _question(
         self, upstream: Upstream, rung: Rung, path: str, body: bytes

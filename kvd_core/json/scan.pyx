@@ -57,8 +57,9 @@ cdef class BodyScanner:
         mark, lone surrogates, trailing bytes, or brackets 2^20 deep) and TypeError for one that is
         JSON and wrong: no object, a known member twice, an array with anything else than integers
         in range (-0 is none, as for Dynamo), a field nested deeper than 128 levels, longer than is
-        allowed or with a number that Python does not convert. The texts are fit for clients. A body with several problems is
-        called by the first in reading order, where unconvertible fields come last of all.
+        allowed or with a number that Python does not convert. The texts are fit for clients. A body
+        with several problems is called by the first in reading order, where fields that are too
+        long or unconvertible come last of all.
         """
         cdef Verdict verdict = self.core.scan(
             <const uint8_t*>PyBytes_AS_STRING(body), <size_t>PyBytes_GET_SIZE(body)
