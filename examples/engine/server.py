@@ -134,8 +134,8 @@ class EngineServer:
             else:
                 status, answer = self._answer(method, request)
                 await send_json(stream, status, answer)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            # Members of other types than they should have; nothing has been answered then.
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+            # Members of other types than they should have, or too deep; nothing has been answered.
             await send_json(stream, 400, form.error(400, str(error), "BadRequestError"))
         return True
 

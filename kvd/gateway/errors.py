@@ -85,11 +85,14 @@ FILLERS = {
 }
 
 
+MAX_TEXT = 1000  # characters of an error, which may repeat what the client has sent
+
+
 class GatewayError(KvdError):
     """A request that the gateway answers itself, because no engine can or may."""
 
     def __init__(self, reason: Reason, text: str, param: str | None = None) -> None:
-        super().__init__(text)
+        super().__init__(text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}...")
         self.reason = reason
         self.param = param
 

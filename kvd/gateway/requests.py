@@ -90,7 +90,14 @@ SPANS = tuple(
     dict.fromkeys((*CHAT_MEMBERS, *PROMPT_MEMBERS, *OTHER_MEMBERS, *UNTOLD, *FLEET_MEMBERS))
 )
 
-SCANNER = BodyScanner({}, FIELDS, SPANS)
+# Of a member of FIELDS that is an object or an array: its Python values are made while all others
+# wait. Engines' clients send a few hundred bytes.
+MAX_NESTED_BYTES = 256 * 1024
+# Of several prompts, to find the longest one; where there are more, tokens are not known.
+MAX_PROMPTS = 4096
+MAX_TEXTS_BYTES = 1024 * 1024  # of several prompts that are texts
+
+SCANNER = BodyScanner({}, FIELDS, SPANS, MAX_NESTED_BYTES)
 
 # The session of a request, by the first of these headers that is there.
 SESSION_HEADERS = (
@@ -137,17 +144,36 @@ class ClientRequest(NamedTuple):
         if inside[:1].isdigit():
             return prompt
         if inside[:1] == b"[":
-            return longest(prompt)
+            return longest_ids(inside)
         return None
 
+    @property
+    def prompt_text(self) -> bytes | None:
+        """The text of the prompt as a JSON string."""
+        prompt = self.spans.get("prompt", b"")
+        if prompt.startswith(b"["):
+            return longest_text(prompt)
+        return prompt if prompt.startswith(b'"') else None
 
-def longest(prompts: bytes) -> bytes | None:
-    """Returns the longest of several prompts of token ids: it decides who serves all of them."""
-    try:
-        each = json.loads(prompts)
-    except ValueError:  # a number of more digits than Python reads: the engine will say so
+
+def longest_ids(prompts: bytes) -> bytes | None:
+    """Returns the longest of several prompts of token ids: it decides who serves all of them.
+
+    What is between their brackets is not read here.
+    """
+    if prompts.count(b"[") > MAX_PROMPTS:
         return None
-    if not each or not all(isinstance(prompt, list) for prompt in each):
+    longest = max(prompts.split(b"]"), key=lambda ids: ids.count(b","))
+    begin = longest.rfind(b"[")
+    return None if begin < 0 else longest[begin:] + b"]"
+
+
+def longest_text(prompts: bytes) -> bytes | None:
+    """Returns the longest of several prompts that are texts, None if they are not."""
+    if len(prompts) > MAX_TEXTS_BYTES:
+        return None
+    each = json.loads(prompts)
+    if not each or not all(isinstance(text, str) for text in each):
         return None
     return json.dumps(max(each, key=len)).encode()
 

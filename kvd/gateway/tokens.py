@@ -278,7 +278,9 @@ class Tokens:
             return None
         if not asked.spans.keys().isdisjoint(UNTOLD):
             return None
-        return await self._question(upstream, Rung.TOKENIZE, "/tokenize", question(asked))
+        if (asks := question(asked)) is None:
+            return None
+        return await self._question(upstream, Rung.TOKENIZE, "/tokenize", asks)
 
     async def _question(
         self, upstream: Upstream, rung: Rung, path: str, body: bytes
@@ -318,12 +320,18 @@ def context_of(asked: ClientRequest, served: Served) -> bytes:
     return b"\0".join((served.model.encode(), (served.adapter or "").encode(), *members))
 
 
-def question(asked: ClientRequest) -> bytes:
-    """Returns the body for /tokenize: the members that decide about the tokens, as they stand."""
+def question(asked: ClientRequest) -> bytes | None:
+    """Returns the body for /tokenize: the members that decide about the tokens, as they stand.
+
+    Of several prompts that are texts it is the longest one; None if there is no text.
+    """
+    spans = dict(asked.spans)
+    if asked.api is not Api.CHAT:
+        if (text := asked.prompt_text) is None:
+            return None
+        spans["prompt"] = text
     names = CHAT_MEMBERS if asked.api is Api.CHAT else PROMPT_MEMBERS
-    parts = [
-        b'"%b":%b' % (name.encode(), asked.spans[name]) for name in names if name in asked.spans
-    ]
+    parts = [b'"%b":%b' % (name.encode(), spans[name]) for name in names if name in spans]
     return b"{%b}" % b",".join(parts)
 
 

@@ -57,6 +57,7 @@ cdef class BodyScanner:
     cdef tuple elements     # their kinds: "u32", "hash64" or "i64", without question marks
     cdef tuple field_names  # by position, those of spans last
     cdef Py_ssize_t first_span
+    cdef Py_ssize_t nested_bytes  # of a field that is an array or object, at most
 
     # The numbers of array `i` of the last body and how many there are, 0 if it had none.
     # They stay until the next scan.

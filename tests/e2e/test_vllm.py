@@ -143,7 +143,9 @@ class Gateway:
         index = find_free_port()
         named = [part for each in engines for part in ("--upstream", each.url)]
         flags = (*named, "--indexer-bind", f"127.0.0.1:{index}", *flags)
-        self.server = start(*flags, "--gateway-memory-bytes", "0", face="gateway")
+        # An engine on a busy core takes its time to say tokens, and every answer is to be judged.
+        flags = (*flags, "--gateway-memory-bytes", "0", "--gateway-tokenize-s", "10")
+        self.server = start(*flags, face="gateway")
         self.index = f"http://127.0.0.1:{index}"
         self.http = httpx.Client(base_url=self.server.base_url, trust_env=False, timeout=120)
         self.agreed = self.prompt_tokens = self.cached_tokens = 0

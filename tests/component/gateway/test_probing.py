@@ -10,7 +10,9 @@ import trio
 from kvd.gateway.forwarding import event_error
 from kvd.gateway.heads import read_head
 from kvd.gateway.probing import EngineKind, NotAnEngine, Probe, cache_configs
-from kvd.gateway.requests import longest
+from kvd.gateway.requests import longest_ids
+from kvd.gateway.stats import Rung
+from kvd.gateway.tokens import said_tokens
 from kvd.wire.urls import parse_url
 from tests.component.gateway.test_exchanges import relaying
 
@@ -74,7 +76,8 @@ async def test_an_engine_that_says_little_is_one() -> None:
 def test_numbers_too_long_to_read_are_not_said() -> None:
     line = f'vllm:cache_config_info{{block_size="16",num_gpu_blocks="{"9" * 5000}"}} 1.0'
     assert cache_configs(line) == [{"block_size": 16}]
-    assert longest(b"[[" + b"1" * 5000 + b"]]") is None
+    ids = longest_ids(b"[[" + b"1" * 5000 + b"]]")
+    assert ids is not None and said_tokens(Rung.IDS, b'{"token_ids":%b}' % ids) is None
 
 
 def test_a_first_event_as_deep_as_it_is_long_is_no_error() -> None:

@@ -537,3 +537,13 @@ def test_a_huge_body_does_not_hold_its_memory() -> None:
     kept = sys.getsizeof(scanner)
     scanner.scan(b"{}")
     assert sys.getsizeof(scanner) == kept >= small + (1 << 19)
+
+
+def test_fields_that_are_no_scalars_are_bounded_where_they_are_to_be() -> None:
+    scanner = BodyScanner({}, ("a",), ("b",), 8)
+    long = b'"123456789"'
+    assert scanner.scan(b'{"a":[1,2,34],"b":[%b]}' % long) == {"a": [1, 2, 34], "b": b"[%b]" % long}
+    assert scanner.scan(b'{"a":%b}' % long) == {"a": "123456789"}
+    for value in (b"[1,2,345]", b'{"c":  1}'):
+        with pytest.raises(TypeError, match=r"^a: longer than 8 bytes$"):
+            scanner.scan(b'{"a":%b}' % value)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvd.gateway.errors import GatewayError, Reason
-from kvd.gateway.requests import Api, read
+from kvd.gateway.requests import MAX_NESTED_BYTES, MAX_PROMPTS, MAX_TEXTS_BYTES, Api, read
 from kvd.http.types import Headers
 
 HINTS = {"osl": 50, "priority": 7}
@@ -100,6 +100,46 @@ def test_the_salt_and_what_a_response_follows() -> None:
     assert (one.salt, one.previous) == ("s", "resp_1")
     other = asked(cache_salt="", previous_response_id=7)
     assert (other.salt, other.previous) == (None, None)
+
+
+def completion(prompt: str) -> Any:
+    return read(Api.COMPLETIONS, [], b'{"prompt":%b}' % prompt.encode())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "ids", "text"),
+    [
+        ("[1, 2]", "[1, 2]", None),
+        ("[[1], [2, 3,4] , []]", " [2, 3,4]", None),
+        ("[ [5]]", "[5]", None),
+        ("[[]]", "[]", None),
+        ("[]", None, None),
+        ('"one"', None, '"one"'),
+        ('["one"]', None, '"one"'),
+        ('["a", "b,]c", ""]', None, '"b,]c"'),
+        ('[1.5, "a"]', '[1.5, "a"]', None),
+        ('["a", 1]', None, None),
+        ("null", None, None),
+        ("[" + "[1]," * MAX_PROMPTS + "[2]]", None, None),
+        ('["' + "a" * MAX_TEXTS_BYTES + '"]', None, None),
+    ],
+)
+def test_of_several_prompts_the_longest_counts(
+    prompt: str, ids: str | None, text: str | None
+) -> None:
+    asked = completion(prompt)
+    assert asked.token_ids == (None if ids is None else ids.strip().encode())
+    assert asked.prompt_text == (None if text is None else text.encode())
+
+
+def test_hints_are_bounded() -> None:
+    with pytest.raises(GatewayError, match=f"metadata: longer than {MAX_NESTED_BYTES} bytes"):
+        asked(metadata={"a": "x" * MAX_NESTED_BYTES})
+    assert asked(metadata="x" * MAX_NESTED_BYTES).session is None
+
+
+def test_an_error_does_not_repeat_all_that_was_sent() -> None:
+    assert len(str(GatewayError(Reason.MODEL_NOT_FOUND, "x" * 100_000))) == 1003
 
 
 @pytest.mark.parametrize("name", ["kv_transfer_params", "bootstrap_host", "routed_dp_rank"])
