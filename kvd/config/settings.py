@@ -152,8 +152,7 @@ ROUTER_SETTINGS = section(
     router_policy=Setting(
         Policy.parse,
         "NAME[,WEIGHT=NUMBER]...",
-        f"policy that computes a worker's cost in mode kv: {', '.join(RouterPolicy)}; "
-        "WEIGHT=NUMBER replaces one of its weights",
+        f"cost of a worker in mode kv: {', '.join(RouterPolicy)}; WEIGHT=NUMBER changes a weight",
         Policy(RouterPolicy.KVD),
         live=True,
     ),
