@@ -239,7 +239,7 @@ def test_only_requests_of_some_windows_count(tmp_path: Path) -> None:
     assert found[Windows.ALL] == [each.name for each in every]
     assert found[Windows.ODD][:9] == [f"r{number}" for number in (*range(8), 16)]
     outcome = replay(every, FLEET, CoreRouter(FLEET, Settings(), 1))
-    with pytest.raises(ReplayError, match="no request is of the windows"):
+    with pytest.raises(ReplayError, match="no request is in the windows that count"):
         measure(outcome, lambda request: False)
 
 
