@@ -1,6 +1,7 @@
 """The command line.
 
 main            `main`: arguments to one command and its exit code
+face_client     `FaceClient`: asks the faces of a running daemon, for the commands below
 status          `kvd status`: asks the faces of a running daemon and reports their health
 doctor          `kvd doctor`: what is wrong, and what to do
 explain         `kvd explain`: why a prompt or a request goes where it goes

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from threading import Event, Thread
 from typing import TextIO
 
-from kvd.cli.status import FaceClient, ask_first
+from kvd.cli.face_client import FaceClient, ask_first
 from kvd.config.parsers import Bind
 from kvd.faces.common.schemas import DIAGNOSE_PATH
 

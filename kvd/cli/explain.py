@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvd.cli.status import FaceClient, ask_first
+from kvd.cli.face_client import FaceClient, ask_first
 from kvd.config.parsers import Bind
 from kvd.faces.common.schemas import EXPLAIN_PATH
 from kvd.telemetry.logs import plain

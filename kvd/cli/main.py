@@ -30,7 +30,7 @@ from kvd.wire.egress import EgressPolicy
 from kvd.wire.urls import masked
 
 if TYPE_CHECKING:
-    from kvd.cli.status import FaceClient
+    from kvd.cli.face_client import FaceClient
 
 log = logs.get_logger(__name__)
 
@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         unused = (*config.without_effect(os.environ), *config.outweighed(loaded))
         for option, why in (*args.without_effect, *unused):
             log.warning("option_without_effect", option=option, reason=why)
-        from kvd.app.processes import run  # here, so that --help and --version need not load trio
+        from kvd.app.processes import run  # here, as only a daemon needs to load all of it
         from kvd.config.reload import ConfigReader
 
         try:
@@ -381,7 +381,7 @@ def asking_settings(
 
 
 def show_status(given: Mapping[str, object]) -> CommandResult:
-    from kvd.cli import status
+    from kvd.cli import face_client, status
 
     asked = _asking(given)
     if asked is None:
@@ -389,7 +389,9 @@ def show_status(given: Mapping[str, object]) -> CommandResult:
     values, client = asked
     # A rate over no time is that of a moment.
     interval_s = max(float(str(given["interval"])), status.SHORTEST_S)
-    shown = status.figures(status.look(status.faces_of(values), interval_s, client), interval_s)
+    shown = status.figures(
+        status.look(face_client.faces_of(values), interval_s, client), interval_s
+    )
     # Names are their clients': some could look like lines of ours, or write anywhere on a terminal.
     text = "\n".join(map(logs.plain, status.text(shown)))
     text = json.dumps(shown, indent=1) if given["json"] else text
@@ -401,7 +403,7 @@ def _asking(given: Mapping[str, object]) -> tuple[dict[str, Any], FaceClient] | 
 
     The reason is written to standard error.
     """
-    from kvd.cli import status
+    from kvd.cli import face_client
 
     told = given[config.CONFIG] or os.environ.get(config.CONFIG_VARIABLE)
     if not told and os.access(config.SERVICE_FILE, os.R_OK):
@@ -410,7 +412,7 @@ def _asking(given: Mapping[str, object]) -> tuple[dict[str, Any], FaceClient] | 
         held = config.resolve(given, os.environ)
         token = config.read_token("--token-file", cast("Path | None", given["token_file"]))
         own = (cast("Path | None", given[f"client_{file}"]) for file in ("certfile", "keyfile"))
-        client = status.FaceClient(token, held["tls_certfile"].value, *own)
+        client = face_client.FaceClient(token, held["tls_certfile"].value, *own)
     except (config.StartError, OSError) as error:
         logs.complain(error)
         return None
@@ -438,15 +440,15 @@ def add_doctor(commands: Any) -> None:
 
 
 def show_findings(given: Mapping[str, object]) -> CommandResult:
-    from kvd.cli import doctor, status
+    from kvd.cli import doctor, face_client
 
     asked = _asking(given)
     if asked is None:
         return "", doctor.UNREACHABLE
     values, client = asked
     try:
-        found = doctor.examine(status.binds_of(values), client, probes=not given["no_probe"])
-    except status.Unreached as error:
+        found = doctor.examine(face_client.binds_of(values), client, probes=not given["no_probe"])
+    except face_client.Unreached as error:
         logs.complain(config.StartError(f"kvd does not answer: {error}"))
         return "", doctor.UNREACHABLE
     text = "\n".join(map(logs.plain, doctor.text(found)))
@@ -492,7 +494,7 @@ def explain_settings(
 
 def explain(given: Mapping[str, object]) -> CommandResult:
     from kvd.cli import explain as explaining  # here, as few commands need to load Rich
-    from kvd.cli import status
+    from kvd.cli import face_client
 
     asked = _asking(given)
     if asked is None:
@@ -500,11 +502,11 @@ def explain(given: Mapping[str, object]) -> CommandResult:
     values, client = asked
     try:
         body = explaining.question(given)
-        found = explaining.ask(status.binds_of(values), client, body)
-    except (explaining.WrongPrompt, status.FaceRefused) as error:
+        found = explaining.ask(face_client.binds_of(values), client, body)
+    except (explaining.WrongPrompt, face_client.FaceRefused) as error:
         logs.complain(config.StartError(str(error)))
         return "", explaining.REFUSED
-    except status.Unreached as error:
+    except face_client.Unreached as error:
         logs.complain(config.StartError(f"kvd does not answer: {error}"))
         return "", explaining.UNREACHABLE
     text = f"{json.dumps(found, indent=1)}\n" if given["json"] else explaining.text(found)
@@ -539,14 +541,14 @@ def top_settings(parser: argparse.ArgumentParser, args: argparse.Namespace) -> d
 
 
 def watch(given: Mapping[str, object]) -> CommandResult:
-    from kvd.cli import status, top  # here, as no other command needs to load Rich
+    from kvd.cli import face_client, status, top  # here, as no other command needs to load Rich
 
     asked = _asking(given)
     if asked is None:
         return "", status.UNREACHABLE
     values, client = asked
     interval_s = max(float(str(given["interval"])), status.SHORTEST_S)
-    return "", top.run(status.binds_of(values), client, interval_s)
+    return "", top.run(face_client.binds_of(values), client, interval_s)
 
 
 def add_reload(commands: Any) -> None:

@@ -15,7 +15,6 @@ from kvd.replay.engine import Speed
 from kvd.replay.policies import Chooser
 from kvd.replay.recording import ReplayError, Windows
 
-DEFAULT_POLICIES = (Chooser("dynamo"), Chooser("kvd"))
 MAX_ENGINES = 4096  # of a replay: each costs every request 0.1 µs, and memory for its blocks
 Usage = Callable[[parsers.Parse], Any]
 
@@ -53,7 +52,7 @@ def add_options(
         metavar="NAME[,WEIGHT=VALUE...]",
         help=f"policy to replay under: {', '.join(policies.NAMES)}; WEIGHT=VALUE replaces one "
         "of its weights; repeat it for further policies, which are compared with the first "
-        f"(default {' and '.join(map(str, DEFAULT_POLICIES))})",
+        f"(default {' and '.join(map(str, policies.DEFAULT))})",
     )
     add_traffic_options(parser.add_argument_group("recorded requests"), usage)
     add_fleet_options(parser.add_argument_group("engines"), usage)

@@ -10,11 +10,10 @@ from contextlib import closing
 from dataclasses import asdict
 from typing import Any
 
-from kvd.cli.replay import DEFAULT_POLICIES
 from kvd.replay import plot, table
 from kvd.replay.engine import Speed
 from kvd.replay.figures import Figures, measure_recorded
-from kvd.replay.policies import Chooser
+from kvd.replay.policies import DEFAULT, Chooser
 from kvd.replay.progress import Bar
 from kvd.replay.recording import Recording, Windows, reusable_share
 from kvd.replay.routers import Routing
@@ -44,7 +43,7 @@ def report(given: argparse.Namespace, case: MakeCase) -> list[str]:
     )
     recording = traffic.recording()
     fleet = fleet_of(given, recording)
-    chosen: Sequence[Chooser] = given.policy or DEFAULT_POLICIES
+    chosen: Sequence[Chooser] = given.policy or DEFAULT
     seeds = range(given.seed, given.seed + given.rounds)
     cases = [case(traffic, fleet, each, seed, given) for each in chosen for seed in seeds]
     with closing(Bar(len(cases) * len(recording.requests))) as bar:

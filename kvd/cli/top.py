@@ -28,7 +28,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from kvd.cli.status import FaceClient, Unreached, ask_first
+from kvd.cli.face_client import FaceClient, Unreached, ask_first
 from kvd.config.parsers import Bind
 from kvd.faces.common.schemas import PICTURE_PATH
 from kvd.telemetry.logs import plain

@@ -30,6 +30,9 @@ class Chooser:
         return Settings(mode=KV, temperature=float(temperature or 0), **Policy.parse(policy).row)
 
 
+DEFAULT = Chooser("dynamo"), Chooser("kvd")  # of a replay that names none
+
+
 def parse(text: str) -> Chooser:
     """Reads NAME[,WEIGHT=NUMBER]...[,temperature=NUMBER], or a mode; raises ReplayError."""
     name = text.partition(",")[0]

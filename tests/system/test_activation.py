@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvd.cli import status
+from kvd.cli import face_client
 from kvd.cli.main import main
 from kvd.platform import activation
 from tests.support.ports import find_free_port
@@ -331,7 +331,7 @@ def test_status_finds_sockets_of_the_manager(
             assert code == 2 and "refused" in faces["conductor"].pop("error")
             assert not any("error" in face for face in faces.values())
             assert shown(conductor)[0] == 0
-        monkeypatch.setattr(status, "TIMEOUT_S", 0.1)
+        monkeypatch.setattr(face_client, "TIMEOUT_S", 0.1)
         code, faces = shown(conductor)  # the manager's sockets are open, and nobody answers
         assert code == 2 and all("timed out" in face["error"] for face in faces.values())
 

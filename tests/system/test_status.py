@@ -15,8 +15,9 @@ import msgpack
 import pytest
 import zmq
 
+from kvd.cli.face_client import faces_of
 from kvd.cli.main import main
-from kvd.cli.status import LISTS, faces_of, read_samples
+from kvd.cli.status import LISTS, read_samples
 from kvd.config import load as config
 from kvd.config.parsers import Binds, TcpBind, UnixBind
 from tests.support.asking import make_client_certificates

@@ -1,0 +1,154 @@
+"""Asks a running daemon over HTTP, as the commands do: one face after the other, without a loop.
+
+    settings ──> addresses of the faces ── the first that answers ──> FaceClient.ask ──> text
+
+Why this is not `kvd.client`: docs/decisions/2026-11-21-small-http-client.md.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import ssl
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from pathlib import Path
+from typing import Any, TypeVar
+
+from kvd.config.parsers import Bind, Binds, UnixBind
+
+FACES = ("indexer", "slot-tracker", "selection", "conductor")
+
+TIMEOUT_S = 5.0  # time allowed for a connection, and between two pieces of an answer
+
+# Where a daemon that listens everywhere is to be found from here.
+EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+
+# Statuses of answers that say what is wrong with a body.
+WRONG = (400, 404, 413, 422, 503)
+
+# What helps against a refusal.
+TOKEN_HINT = "; --token-file needs a file with a bearer token of scope read and nothing else"
+HINTS = {401: TOKEN_HINT, 403: TOKEN_HINT}
+
+T = TypeVar("T")
+
+
+class FaceRefused(Exception):
+    """A face understands what it is asked, and says why it does not answer that."""
+
+
+class Unreached(Exception):
+    """No face has answered; the text says why of each."""
+
+
+class _UnixConnection(HTTPConnection):
+    """A connection to the unix socket whose path is the host."""
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self.host)
+
+
+class FaceClient:
+    """Asks the faces of one daemon."""
+
+    def __init__(
+        self,
+        token: bytes = b"",
+        certfile: Path | None = None,
+        own_certfile: Path | None = None,
+        own_keyfile: Path | None = None,
+    ) -> None:
+        """Takes what faces may want: a bearer token, a certificate of ours, its key if elsewhere.
+
+        `certfile` is the one that the daemon's TLS is by. Raises OSError for files of no use.
+        """
+        self._headers = {"Authorization": f"Bearer {token.decode()}"} if token else {}
+        self._tls = ssl.create_default_context()
+        if certfile is not None:
+            # The daemon's own file says who it is: under which name it is asked does not matter.
+            with _using(certfile):
+                self._tls.load_verify_locations(certfile)
+            self._tls.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # whoever has signed it
+            self._tls.check_hostname = False
+        if own_certfile is not None:
+            with _using(own_certfile if own_keyfile is None else own_keyfile):
+                self._tls.load_cert_chain(own_certfile, own_keyfile)
+
+    def ask(
+        self, bind: Bind, path: str, timeout_s: float | None = None, body: bytes | None = None
+    ) -> str:
+        """Returns what GET of a path answers, or POST of a body in JSON.
+
+        Unless that is 200, OSError or HTTPException; FaceRefused where it says what is wrong with a
+        body.
+        """
+        connection, headers = self._connection(bind, timeout_s or TIMEOUT_S), self._headers
+        if isinstance(bind, UnixBind):
+            headers = {"Host": "localhost", **headers}
+        if body is not None:
+            headers = {"Content-Type": "application/json", **headers}
+        try:
+            connection.request("GET" if body is None else "POST", path, body, headers)
+            answer = connection.getresponse()
+            text = answer.read().decode()
+        finally:
+            connection.close()
+        if body is not None and answer.status in WRONG:
+            raise FaceRefused(json.loads(text)["error"])
+        if answer.status != 200:
+            raise OSError(f"{path}: {answer.status} {answer.reason}{HINTS.get(answer.status, '')}")
+        return text
+
+    def _connection(self, bind: Bind, timeout_s: float) -> HTTPConnection:
+        if isinstance(bind, UnixBind):
+            return _UnixConnection(bind.path, timeout=timeout_s)
+        host = EVERYWHERE.get(bind.host, bind.host)
+        if bind.tls:
+            return HTTPSConnection(host, bind.port, timeout=timeout_s, context=self._tls)
+        return HTTPConnection(host, bind.port, timeout=timeout_s)
+
+
+@contextmanager
+def _using(path: Path) -> Iterator[None]:
+    """Names the file in what is wrong with it."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(f"cannot use {path}: {error.strerror or error}") from None
+
+
+def ask_first(binds: Mapping[str, Bind], ask: Callable[[str, Bind], T]) -> T:
+    """Returns what the first face that answers says, `ask` of its name; raises Unreached."""
+    faults = []
+    for name, bind in binds.items():
+        try:
+            return ask(name, bind)
+        except (OSError, HTTPException, ValueError, KeyError) as error:
+            faults.append(f"{name} {bind}: {error or type(error).__name__}")
+    raise Unreached("; ".join(faults) or "every face is off")
+
+
+def faces_of(values: Mapping[str, Any]) -> dict[str, Bind]:
+    """Returns where to ask the faces, by settings named after them, without those that are off.
+
+    Of several addresses of a face one without TLS: who asks there needs no certificate.
+    """
+    found = {name: values[f"{name.replace('-', '_')}_bind"] for name in FACES}
+    return {
+        name: min(binds.each, key=lambda bind: bind.tls)
+        for name, binds in found.items()
+        if isinstance(binds, Binds)
+    }
+
+
+def binds_of(values: Mapping[str, Any]) -> dict[str, Bind]:
+    """Returns the same with the gateway, which is last: its address may be the clients' alone."""
+    binds = faces_of(values)
+    gateway = values["gateway_bind"]
+    if isinstance(gateway, Binds):
+        binds["gateway"] = min(gateway.each, key=lambda bind: bind.tls)
+    return binds
