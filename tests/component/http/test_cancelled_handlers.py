@@ -47,6 +47,7 @@ class Daemon:
     state: State
     tasks: ListenerTasks
     registry: Registry
+    engine: str  # where all of them are connected: each attempt elsewhere opens a descriptor
     routes: Any = None
     statuses: list[int] = field(default_factory=list)
     body: bytes = b""
@@ -65,7 +66,7 @@ class Daemon:
         return next(route.admission for route in self.routes if route.path == "/dump")
 
     def register(self, key: RankKey) -> None:
-        self.registry.register(key, SOMEWHERE, 4, None)
+        self.registry.register(key, self.engine, 4, None)
 
     def fill(self, blocks: int) -> None:
         numbers = list(range(1, blocks + 1))
@@ -127,14 +128,22 @@ def context() -> Iterator[zmq.Context]:
 
 
 @pytest.fixture
-async def daemon(context: zmq.Context, nursery: trio.Nursery) -> Daemon:
+def engine(context: zmq.Context) -> Iterator[str]:
+    with context.socket(zmq.PUB) as publisher:
+        publisher.bind("tcp://127.0.0.1:*")
+        yield publisher.last_endpoint.decode()
+
+
+@pytest.fixture
+async def daemon(context: zmq.Context, engine: str, nursery: trio.Nursery) -> Daemon:
     state = State()
     tasks = ListenerTasks(nursery, context, trio.Event(), LinkOptions())
-    made = Daemon(state, tasks, Registry(state, tasks))
+    made = Daemon(state, tasks, Registry(state, tasks), engine)
     for key in KEYS:
         made.register(key)
     made.fill(200)
-    await tasks.entered()  # all have their descriptors
+    listeners = [registered.listener for registered in made.registry.registrations()]
+    await eventually(lambda: all(listener.connected for listener in listeners))
     return made
 
 
