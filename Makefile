@@ -17,8 +17,9 @@ VENV    := .venv
 PIP     := $(VENV)/bin/python -m pip -qq --disable-pip-version-check
 FLAVOUR := $(if $(filter 1,$(KVD_DEBUG)),debug,release)
 CORE    := $(VENV)/.core-$(FLAVOUR)
-# One worker a core. A worker that has nothing left to do takes over what another has not begun; a
-# module whose tests share a daemon may then start it twice.
+# Two workers a core, as half of the tests' time is waiting (tests/conftest.py). A worker that has
+# nothing left to do takes over what another has not begun; a module whose tests share a daemon may
+# then start it twice.
 PYTEST  := $(VENV)/bin/python -m pytest -q -n auto --dist worksteal
 QUICK   := --quick
 SOURCES := $(shell find kvd kvd_core -name '*.pyx' -o -name '*.pxd' -o -name '*.hpp')

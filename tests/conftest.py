@@ -122,6 +122,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """Workers of `-n auto`: while one waits for a daemon or a deadline, another one works."""
+    return 2 * (os.cpu_count() or 1)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not os.environ.get(PEER_VARIABLE):
         for item in items:
