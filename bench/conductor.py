@@ -25,7 +25,7 @@ import msgpack
 
 from kvd.faces.conductor import routes as conductor
 from kvd.faces.indexer import routes as indexer
-from kvd.http.types import Request
+from kvd.http.messages import Request
 from kvd.index.partitions import State
 from kvd.index.peers import Peers
 from kvd.index.publishers import Publishers

@@ -21,11 +21,11 @@ from kvd.http.cold import ColdApp
 from kvd.http.context import ServerContext
 from kvd.http.errors import PLAIN, Failures
 from kvd.http.front import Front
-from kvd.http.limits import GAUGES, STATS_HELP, HttpLimits, HttpStats
+from kvd.http.limits import GAUGES, LONG_BODY_LIMIT, STATS_HELP, HttpLimits, HttpStats
 from kvd.http.listeners import file_remover, open_listeners
 from kvd.http.options import TlsFiles, UnixRights
+from kvd.http.routes import Route, WrongPath
 from kvd.http.tls import TlsServer
-from kvd.http.types import LONG_BODY_LIMIT, Route, WrongPath
 from kvd.platform.activation import Passed, address
 from kvd.telemetry.metrics import (
     METRICS_PATH,

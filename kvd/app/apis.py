@@ -56,8 +56,8 @@ from kvd.gateway.stats import GatewayStats
 from kvd.gateway.tokens import Tokens
 from kvd.gateway.upstreams import Upstreams
 from kvd.http.errors import Failures
+from kvd.http.routes import ConcurrencyLimit, Route, WrongPath
 from kvd.http.table import RouteTable
-from kvd.http.types import ConcurrencyLimit, Route, WrongPath
 from kvd.index.partitions import State
 from kvd.index.peers import Peers
 from kvd.index.publishers import Publishers

@@ -36,7 +36,7 @@ from kvd.gateway.siblings import KVD, ProcessIdentity
 from kvd.http.auth import Token
 from kvd.http.listeners import file_remover, open_shared
 from kvd.http.options import UnixRights
-from kvd.http.types import Scope
+from kvd.http.routes import Scope
 from kvd.platform import activation, sdnotify
 from kvd.platform.activation import Passed
 from kvd.platform.signals import Signals, end_with_parent

@@ -17,8 +17,7 @@ from kvd.gateway.exchanges import RelayLimits
 from kvd.gateway.pools import DEFAULT_REMOTE_TOKENS
 from kvd.gateway.remote import DEFAULT_DEADLINE_S
 from kvd.gateway.tokens import DEFAULT_TOKENIZE_S
-from kvd.http.limits import HttpLimits
-from kvd.http.types import DEFAULT_BODY_LIMIT
+from kvd.http.limits import DEFAULT_BODY_LIMIT, HttpLimits
 from kvd.model import DEFAULT_TENANT, MAX_PARTITIONS
 from kvd.net.backlog import MAX_QUEUED_BYTES, MAX_QUEUED_MESSAGES
 from kvd.net.dialing import LOOK_AGAIN_S, LOOKUP_S

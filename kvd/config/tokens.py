@@ -16,7 +16,7 @@ from pathlib import Path
 
 from kvd.http.auth import Token
 from kvd.http.permits import MAX_TOKEN_BYTES
-from kvd.http.types import Scope
+from kvd.http.routes import Scope
 
 MAX_BYTES = 64 * 1024  # longest file of tokens
 MAX_TOKENS = 64  # tokens of a file: each is compared with every request, 5 ns

@@ -14,7 +14,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from kvd.errors import KvdError
-from kvd.http.types import Headers, Response
+from kvd.http.messages import Headers, Response
 
 
 class ErrorForm(Enum):

@@ -1,8 +1,8 @@
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from kvd.http.messages import Headers
 from kvd.http.relayed import RelayedRequest
-from kvd.http.types import Headers
 
 KEY_HEADERS: frozenset[bytes]
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 
 from kvd.gateway.errors import GatewayError, Reason
-from kvd.http.types import Headers, content_type
+from kvd.http.messages import Headers, content_type
 
 MULTIPART = "multipart/form-data"
 MAX_PARTS = 64  # parts of a form that are looked at

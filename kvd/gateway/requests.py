@@ -15,7 +15,7 @@ from zlib import crc32
 
 from kvd.gateway.errors import ErrorForm, GatewayError, Reason
 from kvd.gateway.multipart import field_of
-from kvd.http.types import Headers
+from kvd.http.messages import Headers
 from kvd_core.json.scan import BodyScanner
 
 # Longest session key that is kept as it is; of a longer one only a digest counts.

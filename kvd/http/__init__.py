@@ -1,6 +1,6 @@
 """HTTP/1.1 on sockets: requests in, responses out, for any table of routes.
 
-types                        `Request`, `Response`, `Route`: what faces and servers exchange
+messages, routes             `Request`, `Response`, `Route`: what faces and servers exchange
 front, server, tls           the server of a face's plain addresses, what it shares with TLS,
                              and TLS
 fast_path, plain_head.hpp    connections between two requests, and the common request answered

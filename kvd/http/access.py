@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 
-from kvd.http.types import Headers
+from kvd.http.messages import Headers
 from kvd.telemetry.logs import get_logger
 
 NO_ROUTE = "-"

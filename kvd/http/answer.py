@@ -6,7 +6,8 @@ from typing import cast
 
 from kvd.errors import KvdError, UnsupportedMedia
 from kvd.http.errors import INTERNAL_ERROR, Failures
-from kvd.http.types import JSON, Headers, Request, Response, Route
+from kvd.http.messages import JSON, Headers, Request, Response
+from kvd.http.routes import Route
 from kvd.telemetry.logs import get_logger
 
 log = get_logger(__name__)

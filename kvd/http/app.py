@@ -23,9 +23,10 @@ from kvd.http.asgi import FOUND, KNOWN, AsgiApp
 from kvd.http.context import ServerContext
 from kvd.http.errors import INTERNAL_ERROR, Failures
 from kvd.http.limits import HttpLimits
+from kvd.http.messages import Headers, Request, Response
 from kvd.http.middleware import surrounded
+from kvd.http.routes import Route, WrongPath, nowhere
 from kvd.http.table import Found, RouteTable
-from kvd.http.types import Headers, Request, Response, Route, WrongPath, nowhere
 
 View = Callable[..., Awaitable[quart.Response]]
 

@@ -13,9 +13,9 @@ import trio
 
 from kvd.http.errors import INTERNAL_ERROR, Refusal
 from kvd.http.head import Head
+from kvd.http.messages import Headers
 from kvd.http.table import Found
 from kvd.http.transport import Transport
-from kvd.http.types import Headers
 from kvd.http.writer import ResponseWriter
 from kvd.telemetry.logs import get_logger
 

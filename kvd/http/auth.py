@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from ipaddress import IPv6Address, ip_address
 
 from kvd.http.errors import Refusal
+from kvd.http.messages import Headers
 from kvd.http.permits import VERDICTS, PermitRules
-from kvd.http.types import Headers, Route, Scope
+from kvd.http.routes import Route, Scope
 
 GRANTED = VERDICTS.index("granted")
 MAX_HOST_BYTES = 253 + 6  # of the last refused host, that are kept: a name of DNS, and a port

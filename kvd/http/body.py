@@ -13,9 +13,9 @@ import trio
 
 from kvd.http.errors import Refusal
 from kvd.http.head import CHUNKED, HEAD_END, Head
+from kvd.http.limits import LONG_BODY_LIMIT
 from kvd.http.render import CONTINUE
 from kvd.http.transport import RECEIVE_BYTES, ConnectionPhase, Transport
-from kvd.http.types import LONG_BODY_LIMIT
 
 # Reads of one body in a row before other tasks run: 1 MiB, about 0.2 ms.
 YIELD_READS = 16

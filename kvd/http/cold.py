@@ -13,7 +13,7 @@ import trio
 
 from kvd.http.context import ServerContext
 from kvd.http.limits import HttpLimits
-from kvd.http.types import Route, WrongPath, nowhere
+from kvd.http.routes import Route, WrongPath, nowhere
 
 if TYPE_CHECKING:
     from collections.abc import Callable

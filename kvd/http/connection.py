@@ -25,12 +25,13 @@ from kvd.http.context import ServerContext
 from kvd.http.errors import Refusal
 from kvd.http.fast_path import FastPath, Handoff, PlainRequest
 from kvd.http.head import HEAD_END, Head, HeadParser
+from kvd.http.messages import Headers, Request, Response
 from kvd.http.pages import preflight, welcome
 from kvd.http.relayed import RelayedRequest
 from kvd.http.render import CLOSE_LINE, whole_response
+from kvd.http.routes import Route, Scope
 from kvd.http.table import Found, RouteTable
 from kvd.http.transport import ByteStream, ConnectionPhase, Shared, Transport
-from kvd.http.types import Headers, Request, Response, Route, Scope
 from kvd.http.untasked import IN_TASK, Untasked
 from kvd.http.writer import connection_lines, persists_after
 from kvd.telemetry.logs import get_logger

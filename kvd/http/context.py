@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from kvd.http.access import AccessLog
 from kvd.http.auth import AccessPolicy, Authorizer
 from kvd.http.errors import PLAIN, Failures, Refusal
-from kvd.http.types import Headers, Observer, Route
+from kvd.http.messages import Headers
+from kvd.http.routes import Observer, Route
 
 
 def _open_to_all() -> Authorizer:

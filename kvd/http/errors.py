@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from kvd.errors import KvdError, Misdirected, Unavailable
-from kvd.http.types import Form, Headers, Response, content_type
+from kvd.http.messages import Form, Headers, Response, content_type
 from kvd.index.served_models import EVERYTHING, ServedModels
 
 INTERNAL_ERROR = "internal error"  # all a client learns about a bug; the log has the traceback

@@ -24,11 +24,12 @@ from kvd.http.context import ServerContext
 from kvd.http.fast_path import SOME
 from kvd.http.idle_poll import polled_when_idle
 from kvd.http.limits import HttpLimits
+from kvd.http.messages import JSON, Response
 from kvd.http.render import CLOSE_LINE, start_lines, whole_response
+from kvd.http.routes import Route
 from kvd.http.server import Server
 from kvd.http.table import RouteTable
 from kvd.http.transport import RECEIVE_BYTES, Shared, SocketStream
-from kvd.http.types import JSON, Response, Route
 
 # Time of a row of requests on the fast path before other tasks run: some twenty requests.
 TURN_NS = 500_000

@@ -14,7 +14,7 @@ import httptools
 from kvd.http.errors import Refusal
 from kvd.http.fast_path import names_host
 from kvd.http.limits import HttpLimits
-from kvd.http.types import Headers
+from kvd.http.messages import Headers
 
 HEAD_END = b"\r\n\r\n"
 CHUNKED = -1  # `Head.length` of a body whose length is not announced

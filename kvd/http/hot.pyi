@@ -1,6 +1,6 @@
 from collections.abc import Awaitable
 
-from kvd.http.types import Request, Response
+from kvd.http.messages import Request, Response
 
 class HotHandler:
     waits: bool

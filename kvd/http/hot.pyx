@@ -14,7 +14,7 @@ from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
 
 from kvd.http.permits cimport Text
 
-from kvd.http.types import Response
+from kvd.http.messages import Response
 
 
 cdef class HotHandler:

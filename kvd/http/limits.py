@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvd.http.types import LONG_BODY_LIMIT
-
+# Longest body in bytes of a route without a limit of its own: the default of the peers' HTTP
+# framework.
+DEFAULT_BODY_LIMIT = 2 * 1024 * 1024
+# Longest body in bytes of questions and lists of workers, as on the originals; a setting may
+# replace it (HttpLimits.body_bytes).
+LONG_BODY_LIMIT = 8 * 1024 * 1024
 # Longest pause between two sweeps over idle connections, so that none stays longer than that.
 MAX_TICK_S = 0.5
 MIN_TICK_S = 0.0025  # shortest pause between two sweeps over idle connections

@@ -16,8 +16,9 @@ from hypercorn.typing import ASGISendEvent, ConnectionState, HTTPScope
 from kvd.http.access import echoed
 from kvd.http.asgi import FOUND, AsgiApp, Receive, Send
 from kvd.http.context import ServerContext
+from kvd.http.messages import Headers, Response
+from kvd.http.routes import ConcurrencyLimit
 from kvd.http.table import Found, RouteTable
-from kvd.http.types import ConcurrencyLimit, Headers, Response
 
 
 def surrounded(app: AsgiApp, table: RouteTable, context: ServerContext) -> AsgiApp:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from kvd.http.auth import Authorizer
 from kvd.http.head import Head
-from kvd.http.types import Response
+from kvd.http.messages import Response
 
 MAX_AGE_S = 600  # for which a page need not ask again
 READABLE = b"x-request-id, retry-after, x-kvd-decision, x-kvd-matched-tokens, x-kvd-prompt-tokens"

@@ -18,9 +18,9 @@ from typing import TypeVar
 import trio
 
 from kvd.http.head import Head
+from kvd.http.messages import Response
 from kvd.http.render import CHUNKED_LINE, chunk, framed_head, start_lines, whole_response
 from kvd.http.transport import RECEIVE_BYTES, ConnectionPhase, Transport
-from kvd.http.types import Response
 from kvd.http.untasked import in_task
 from kvd.http.writer import connection_lines, persists_after
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from http import HTTPStatus
 
-from kvd.http.types import Headers, Response
+from kvd.http.messages import Headers, Response
 
 CLOSE_LINE = b"connection: close\r\n"
 KEEP_ALIVE_LINE = b"connection: keep-alive\r\n"  # HTTP/1.0 clients need to be told

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from kvd.http.types import Route
+from kvd.http.routes import Route
 
 
 class Found(NamedTuple):

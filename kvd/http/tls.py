@@ -24,8 +24,8 @@ from kvd.http.context import ServerContext
 from kvd.http.fast_path import has_left
 from kvd.http.front import Front
 from kvd.http.limits import HttpLimits
+from kvd.http.routes import Route
 from kvd.http.transport import RECEIVE_BYTES, ByteStream
-from kvd.http.types import Route
 
 SEND_BYTES = 256 * 1024  # bytes encrypted in one go: 0.2 ms
 SEALED_BYTES = 64 * 1024  # encrypted bytes made at a time, since they wait for the client

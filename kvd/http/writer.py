@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvd.http.head import Head
+from kvd.http.messages import Headers
 from kvd.http.render import (
     BODILESS,
     CHUNKED_LINE,
@@ -13,7 +14,6 @@ from kvd.http.render import (
     response_head,
 )
 from kvd.http.transport import Shared, Transport
-from kvd.http.types import Headers
 
 
 def persists_after(status: int, head: Head, shared: Shared) -> bool:

@@ -20,7 +20,7 @@ import trio
 
 from kvd.faces.selection.routes import selection_routes
 from kvd.faces.slot_tracker import routes as slot_tracker
-from kvd.http.types import Route
+from kvd.http.routes import Route
 from kvd.model import PartitionKey
 from kvd.selection.options import RouterOptions
 from kvd.selection.queue import Waiting

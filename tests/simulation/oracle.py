@@ -9,7 +9,7 @@ from typing import Any
 import trio
 
 from kvd.faces.indexer.handlers import QueryHandler
-from kvd.http.types import Request, Response
+from kvd.http.messages import Request, Response
 from kvd.wire.event_stream import StreamHealth
 from kvd_core.base.hashing import local_hashes
 from kvd_core.base.recent import SIZE

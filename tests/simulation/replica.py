@@ -23,7 +23,7 @@ import kvd.net.recovery
 import kvd.net.replay
 import kvd.wire.losses
 from kvd.faces.indexer import routes as indexer
-from kvd.http.types import Request
+from kvd.http.messages import Request
 from kvd.index.partitions import State
 from kvd.index.publishers import Publishers
 from kvd.index.registry import Registration, Registry

@@ -26,7 +26,8 @@ from kvd.faces.ui import ui_routes
 from kvd.faces.ui.picture import Picture, PicturedRooms
 from kvd.gateway.forwarding import Forwarder
 from kvd.gateway.stats import GatewayStats
-from kvd.http.types import DEFAULT_BODY_LIMIT, Route
+from kvd.http.limits import DEFAULT_BODY_LIMIT
+from kvd.http.routes import Route
 from kvd.index.partitions import State
 from kvd.index.peers import Peers
 from kvd.index.publishers import Publishers

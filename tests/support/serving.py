@@ -23,9 +23,10 @@ from kvd.http.context import ServerContext
 from kvd.http.front import Front
 from kvd.http.limits import HttpLimits
 from kvd.http.listeners import open_listeners
+from kvd.http.messages import Request, Response
 from kvd.http.options import TlsFiles
+from kvd.http.routes import Route, Scope
 from kvd.http.tls import TlsServer
-from kvd.http.types import Request, Response, Route, Scope
 from tests.support.narrow import narrow_stream
 
 # A test shortens the one deadline that it waits for: another one would end what is to be seen, as

@@ -12,7 +12,8 @@ from kvd.errors import Unavailable
 from kvd.faces.conductor import routes as face
 from kvd.http.answer import answer_now
 from kvd.http.errors import Failures
-from kvd.http.types import Request, Response, Route, Scope
+from kvd.http.messages import Request, Response
+from kvd.http.routes import Route, Scope
 from tests.support.publishing import Json, Running, running_conductor
 
 REGISTER: Json = {

@@ -17,7 +17,7 @@ import pytest
 
 from kvd.faces.slot_tracker import routes as slot_tracker
 from kvd.faces.slot_tracker.metrics import LEDGER_COUNTERS, REFUSALS, slot_families
-from kvd.http.types import Request
+from kvd.http.messages import Request
 from kvd.model import PartitionKey
 from kvd.replica_sync.replicas import COUNTERS, Replicas
 from kvd.slots.trackers import MAX_DP_SIZE, SlotTrackers

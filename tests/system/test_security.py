@@ -20,7 +20,7 @@ import httpx
 import pytest
 
 from kvd.cli.main import main
-from kvd.http.types import Route, Scope
+from kvd.http.routes import Route, Scope
 from tests.support.all_routes import all_routes
 from tests.support.asking import (
     FACES,

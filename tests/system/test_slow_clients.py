@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvd.http.types import Route
+from kvd.http.routes import Route
 from tests.support.all_routes import all_routes
 from tests.support.asking import FACES, Faces, bearer, serving_faces
 

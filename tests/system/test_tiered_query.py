@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from kvd.errors import KvdError
 from kvd.faces.indexer import routes as indexer
 from kvd.http.limits import HttpLimits
-from kvd.http.types import Request, Response, Route
+from kvd.http.messages import Request, Response
+from kvd.http.routes import Route
 from kvd.index.partitions import State
 from kvd.index.peers import Peers
 from kvd.index.registry import LEFT_PAIR_S, MAX_LEFT_PAIRS, Registry

@@ -14,7 +14,7 @@ from kvd.errors import KvdError
 from kvd.faces.conductor import members
 from kvd.faces.conductor import routes as conductor
 from kvd.faces.conductor.handlers import FIELDS
-from kvd.http.types import Request, Response
+from kvd.http.messages import Request, Response
 from kvd.index.partitions import State
 from kvd.index.publishers import Publishers
 from kvd.model import PartitionKey

@@ -12,7 +12,7 @@ import trio
 
 from kvd.errors import Conflict, NotFound
 from kvd.faces.conductor import routes as conductor
-from kvd.http.types import Request, Response
+from kvd.http.messages import Request, Response
 from kvd.index.partitions import State, number_of
 from kvd.index.publishers import Publishers
 from kvd.index.registry import INDEXER, Registry

@@ -15,7 +15,8 @@ from kvd.errors import BadJson, Invalid, KvdError, NotFound
 from kvd.faces.indexer import routes as indexer
 from kvd.faces.indexer.handlers import FIELDS
 from kvd.http.hot import HotHandler
-from kvd.http.types import Request, Response, Route
+from kvd.http.messages import Request, Response
+from kvd.http.routes import Route
 from kvd.index.partitions import State
 from kvd.index.peers import Peers
 from kvd.index.registry import Registry

@@ -105,6 +105,15 @@ def test_no_package_uses_itself_by_way_of_others() -> None:
     TopologicalSorter(found).prepare()  # raises CycleError, which names the circle
 
 
+def test_no_module_uses_itself_by_way_of_others() -> None:
+    """Nor for its annotations alone: what two modules say of each other belongs into a third."""
+    found = {
+        module: {each for each in imports(path) if each in MODULES and each not in ("kvd", module)}
+        for module, path in MODULES.items()
+    }
+    TopologicalSorter(found).prepare()
+
+
 def assigned_functions(path: Path) -> Iterator[str]:
     """Yields assignments of functions to attributes of other objects."""
     for node in nodes(path):

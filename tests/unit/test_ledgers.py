@@ -7,7 +7,7 @@ from array import array
 import pytest
 
 from kvd.faces.slot_tracker import routes as slot_tracker
-from kvd.http.types import Request
+from kvd.http.messages import Request
 from kvd.model import PartitionKey
 from kvd.replica_sync.replicas import apply_once
 from kvd.slots.shared_loads import Ledgers

@@ -10,7 +10,7 @@ import pytest
 
 from kvd.errors import Unavailable
 from kvd.faces.indexer.handlers import QueryHandler
-from kvd.http.types import Request, Response
+from kvd.http.messages import Request, Response
 from kvd.index.metrics import state_families
 from kvd.index.partitions import SWEPT_PARTITIONS, State
 from kvd.index.registry import Registry

@@ -20,7 +20,8 @@ from kvd.faces.selection import handlers as selection
 from kvd.faces.selection import prompts, regret, reservations, tuning, workers
 from kvd.faces.slot_tracker import handlers as slots
 from kvd.faces.slot_tracker import routes as slot_tracker
-from kvd.http.types import Request, Response, Route, Scope
+from kvd.http.messages import Request, Response
+from kvd.http.routes import Route, Scope
 from kvd_core.json.scan import BodyScanner
 from tests.support.all_routes import DESCRIPTIONS, all_routes
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from kvd.errors import KvdError
 from kvd.faces.selection.routes import selection_routes
-from kvd.http.types import Request, Response
+from kvd.http.messages import Request, Response
 from kvd.index.partitions import State
 from kvd.index.registry import Registry
 from kvd.model import DEFAULT_TENANT, PartitionKey

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvd.errors import KvdError
 from kvd.faces.slot_tracker import routes as slot_tracker
-from kvd.http.types import Request, Response
+from kvd.http.messages import Request, Response
 from kvd.model import DEFAULT_TENANT, PartitionKey
 from kvd.slots.live_requests import Moment
 from kvd.slots.trackers import SlotTrackers, Tracker

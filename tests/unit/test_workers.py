@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from kvd.faces.indexer import routes as indexer
 from kvd.faces.indexer.workers import SLICE_RANKS, listed
-from kvd.http.types import Request
+from kvd.http.messages import Request
 from kvd.index.partitions import State
 from kvd.index.registry import Registry, by_instance
 from kvd.model import PartitionKey, RankKey

@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import parse_qsl, unquote_to_bytes
 
 from kvd.errors import BadJson, BadRequest, Invalid
-from kvd.http.types import Request, Response
+from kvd.http.messages import Request, Response
 from kvd.model import DEFAULT_TENANT, PartitionKey, is_name
 from kvd_core.json.scan import BodyScanner
 

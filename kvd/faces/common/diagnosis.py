@@ -9,7 +9,8 @@ from urllib.parse import parse_qs
 from kvd.errors import BadRequest
 from kvd.faces.common import bodies
 from kvd.faces.common.schemas import DIAGNOSE_PATH
-from kvd.http.types import ConcurrencyLimit, Request, Response, Route
+from kvd.http.messages import Request, Response
+from kvd.http.routes import ConcurrencyLimit, Route
 
 if TYPE_CHECKING:
     from kvd.diagnosis.doctor import Doctor

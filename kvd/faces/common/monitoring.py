@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from kvd.faces.common.slices import sliced
-from kvd.http.types import Request, Response, Route, Scope
+from kvd.http.messages import Request, Response
+from kvd.http.routes import Route, Scope
 from kvd.telemetry.metrics import CONTENT_TYPE, METRICS_PATH, Family, Source, render
 
 

@@ -18,7 +18,8 @@ from http import HTTPStatus
 
 from kvd._version import VERSION
 from kvd.faces.common.schemas import DOCUMENT_PATH, Description, Operation, Schema
-from kvd.http.types import Request, Response, Route, Scope
+from kvd.http.messages import Request, Response
+from kvd.http.routes import Route, Scope
 
 # Statuses with which the server itself refuses a request, whatever its route: malformed, too slow,
 # too long a URL, an expectation, too long a head, a bug, a bound (docs/faces/indexer.md).

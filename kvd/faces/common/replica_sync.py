@@ -6,7 +6,8 @@ from functools import partial
 from typing import NamedTuple
 
 from kvd.faces.common import bodies
-from kvd.http.types import Request, Response, Route, Scope
+from kvd.http.messages import Request, Response
+from kvd.http.routes import Route, Scope
 from kvd.replica_sync.replicas import Replicas
 from kvd_core.json.scan import BodyScanner
 

@@ -3,7 +3,7 @@ from typing import Any, ClassVar, Literal
 
 from kvd.faces.common.reader import BodyReader
 from kvd.http.hot import HotHandler
-from kvd.http.types import Request, Response
+from kvd.http.messages import Request, Response
 from kvd.index.served_models import ServedModels
 from kvd_core.conductor.conductor import Conductor
 

@@ -17,7 +17,7 @@ from kvd.errors import BadRequest
 from kvd.faces.common.bodies import MAX_KEPT_BYTES, U32_MAX, render
 from kvd.faces.conductor import members as reading
 from kvd.faces.conductor.msgpack import is_packed
-from kvd.http.types import Response
+from kvd.http.messages import Response
 from kvd.model import DEFAULT_TENANT
 
 # Positions of the fields.

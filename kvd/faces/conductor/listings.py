@@ -11,7 +11,7 @@ import trio
 
 from kvd.faces.common.slices import sliced
 from kvd.faces.conductor import msgpack as packed
-from kvd.http.types import Request, Response
+from kvd.http.messages import Request, Response
 from kvd.index.metrics import listener_families, state_families
 from kvd.index.partitions import Partition, State
 from kvd.index.publishers import Publisher, Publishers

@@ -24,7 +24,7 @@ from kvd.faces.conductor.members import (
     named,
     wrong_type,
 )
-from kvd.http.types import Form, Request, Response, content_type
+from kvd.http.messages import Form, Request, Response, content_type
 from kvd.index.publishers import Described, Narrowing
 from kvd.model import DEFAULT_TENANT
 from kvd_core.conductor.packed import Unread, read_members

@@ -31,7 +31,9 @@ from kvd.faces.conductor.members import (
     usable,
 )
 from kvd.http.hot import HotHandler
-from kvd.http.types import LONG_BODY_LIMIT, Request, Response, Route, Scope
+from kvd.http.limits import LONG_BODY_LIMIT
+from kvd.http.messages import Request, Response
+from kvd.http.routes import Route, Scope
 from kvd.index.partitions import State
 from kvd.index.publishers import EVERY_INSTANCE, Described, Narrowing, Publishers
 from kvd.model import DEFAULT_TENANT

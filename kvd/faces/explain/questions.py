@@ -13,7 +13,7 @@ from kvd.faces.selection import choosing
 from kvd.faces.selection.handlers import PROMPT_FIELDS, PromptReader
 from kvd.faces.selection.members import place
 from kvd.faces.selection.prompts import ARRAYS
-from kvd.http.types import Request
+from kvd.http.messages import Request
 from kvd.index.partitions import Partition, State
 from kvd.model import PartitionKey
 from kvd.selection.requests import Look, SelectRequest

@@ -12,7 +12,9 @@ from kvd.faces.common.schemas import EXPLAIN_PATH
 from kvd.faces.explain.answers import Narrator, chronicled, heading
 from kvd.faces.explain.questions import ExplainRequest, of_request, read
 from kvd.faces.explain.traces import NOTHING, Place, find_traces
-from kvd.http.types import LONG_BODY_LIMIT, ConcurrencyLimit, Request, Response, Route, Scope
+from kvd.http.limits import LONG_BODY_LIMIT
+from kvd.http.messages import Request, Response
+from kvd.http.routes import ConcurrencyLimit, Route, Scope
 from kvd.index.partitions import Partition, State
 from kvd.selection.service import Selections
 from kvd.selection.weighing import Weighed

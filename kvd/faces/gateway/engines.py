@@ -8,7 +8,8 @@ from kvd.errors import BadRequest, NotFound
 from kvd.faces.common import bodies
 from kvd.gateway.dns_names import Wanted
 from kvd.gateway.upstreams import Upstream, Upstreams
-from kvd.http.types import Request, Response, Route, Scope
+from kvd.http.messages import Request, Response
+from kvd.http.routes import Route, Scope
 from kvd.selection.worker_record import Role
 from kvd.wire.urls import parse_dns, parse_upstream
 from kvd_core.json.scan import BodyScanner

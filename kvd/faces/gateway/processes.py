@@ -11,7 +11,8 @@ import trio
 from kvd.errors import NotFound, Unavailable
 from kvd.faces.common.monitoring import metrics
 from kvd.gateway.siblings import Siblings
-from kvd.http.types import Request, Response, Route
+from kvd.http.messages import Request, Response
+from kvd.http.routes import Route
 from kvd.telemetry.merging import Merged
 from kvd.telemetry.metrics import CONTENT_TYPE, METRICS_PATH, Source, by_label, render
 

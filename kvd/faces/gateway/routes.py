@@ -19,7 +19,8 @@ from kvd.gateway.requests import Api
 from kvd.gateway.upstreams import Upstreams, UpstreamState
 from kvd.http.errors import Failures
 from kvd.http.errors import Refusal as ServerRefusal
-from kvd.http.types import Headers, Request, Response, Route, Scope
+from kvd.http.messages import Headers, Request, Response
+from kvd.http.routes import Route, Scope
 
 # Paths that engines answer, each with the API that its prompt and its errors are of.
 RELAYED: Mapping[str, Api] = {

@@ -15,7 +15,9 @@ from kvd.faces.common.slices import sliced
 from kvd.faces.indexer.handlers import HashQueryHandler, QueryHandler, TieredQueryHandler
 from kvd.faces.indexer.workers import listed
 from kvd.http.hot import HotHandler
-from kvd.http.types import LONG_BODY_LIMIT, ConcurrencyLimit, Request, Response, Route, Scope
+from kvd.http.limits import LONG_BODY_LIMIT
+from kvd.http.messages import Request, Response
+from kvd.http.routes import ConcurrencyLimit, Route, Scope
 from kvd.index.dumps import binary_dump, text_dump
 from kvd.index.metrics import listener_families, state_families
 from kvd.index.partitions import State

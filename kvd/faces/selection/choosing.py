@@ -22,7 +22,7 @@ from kvd.faces.selection.members import (
     u32,
     u64,
 )
-from kvd.http.types import Response
+from kvd.http.messages import Response
 from kvd.model import PartitionKey
 from kvd.selection.affinity import MAX_SESSION_ID_BYTES
 from kvd.selection.phases import PREFILL_SUFFIX, Phase

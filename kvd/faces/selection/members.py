@@ -9,7 +9,7 @@ from typing import Any
 
 from kvd.errors import Invalid
 from kvd.faces.common import bodies
-from kvd.http.types import Request, Response
+from kvd.http.messages import Request, Response
 from kvd.model import PartitionKey
 from kvd.selection.candidates import Fleet
 from kvd.selection.options import RouterMode

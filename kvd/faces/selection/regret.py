@@ -8,7 +8,7 @@ from typing import Any
 from kvd.errors import BadRequest
 from kvd.faces.common import bodies
 from kvd.faces.selection.members import OK, number
-from kvd.http.types import Request, Response
+from kvd.http.messages import Request, Response
 from kvd.selection.regret import Account
 from kvd.selection.service import Selections
 from kvd_core.json.scan import BodyScanner

@@ -16,7 +16,7 @@ from kvd.faces.selection.members import (
     u64,
 )
 from kvd.faces.selection.prompts import ARRAYS
-from kvd.http.types import Request, Response
+from kvd.http.messages import Request, Response
 from kvd.selection.phases import Phase
 from kvd.selection.requests import SelectReply
 from kvd.selection.service import Selections

@@ -14,15 +14,9 @@ from kvd.faces.selection.handlers import (
     SelectHandler,
 )
 from kvd.faces.selection.members import OK
-from kvd.http.types import (
-    DEFAULT_BODY_LIMIT,
-    LONG_BODY_LIMIT,
-    Handler,
-    Request,
-    Response,
-    Route,
-    Scope,
-)
+from kvd.http.limits import DEFAULT_BODY_LIMIT, LONG_BODY_LIMIT
+from kvd.http.messages import Request, Response
+from kvd.http.routes import Handler, Route, Scope
 from kvd.selection.service import Selections
 
 

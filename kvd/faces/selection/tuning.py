@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from kvd.errors import BadRequest, Invalid
 from kvd.faces.common import bodies
 from kvd.faces.selection.members import mode_of, number, policy_of
-from kvd.http.types import Request, Response
+from kvd.http.messages import Request, Response
 from kvd.selection.options import THRESHOLDS, RouterMode
 from kvd.selection.policies import MEMBERS, Policy, RouterPolicy, weights_of
 from kvd.selection.service import Selections

@@ -9,7 +9,7 @@ from kvd.errors import BadRequest, Invalid
 from kvd.faces.common import bodies
 from kvd.faces.selection.members import place
 from kvd.faces.selection.records import FIELDS, changes, record, shown
-from kvd.http.types import Request, Response
+from kvd.http.messages import Request, Response
 from kvd.selection.service import Selections
 from kvd.selection.worker_record import WorkerLifecycle, WorkerRecord
 from kvd_core.json.scan import BodyScanner

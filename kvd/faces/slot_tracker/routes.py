@@ -19,7 +19,8 @@ from kvd.faces.slot_tracker.handlers import (
     PrefillCompleteHandler,
 )
 from kvd.http.hot import HotHandler
-from kvd.http.types import Request, Response, Route, Scope
+from kvd.http.messages import Request, Response
+from kvd.http.routes import Route, Scope
 from kvd.model import PartitionKey
 from kvd.slots.trackers import SlotTrackers, Tracker, WorkerRow
 from kvd_core.json.scan import BodyScanner

@@ -17,7 +17,7 @@ from __future__ import annotations
 from kvd.faces.ui.branches import branches_route
 from kvd.faces.ui.pages import page_routes
 from kvd.faces.ui.picture import Picture
-from kvd.http.types import Route
+from kvd.http.routes import Route
 from kvd.index.partitions import State
 
 

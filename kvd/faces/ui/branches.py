@@ -14,7 +14,8 @@ from typing import Any
 from kvd.errors import BadRequest, NotFound
 from kvd.faces.common import bodies
 from kvd.faces.common.schemas import BRANCHES_PATH
-from kvd.http.types import Request, Response, Route
+from kvd.http.messages import Request, Response
+from kvd.http.routes import Route
 from kvd.index.partitions import Partition, State
 from kvd.model import DEFAULT_TENANT
 from kvd_core.index.branches import Branch, branches

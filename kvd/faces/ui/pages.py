@@ -13,7 +13,8 @@ from functools import cache, partial
 from pathlib import Path
 
 from kvd.faces.common.schemas import UI_FILES
-from kvd.http.types import Headers, Request, Response, Route, Scope
+from kvd.http.messages import Headers, Request, Response
+from kvd.http.routes import Route, Scope
 
 FOLDER = Path(__file__).with_name("files")
 POLICY = (

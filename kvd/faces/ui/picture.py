@@ -20,7 +20,8 @@ from kvd.faces.common.schemas import BRANCHES_PATH, PICTURE_PATH
 from kvd.faces.common.slices import sliced
 from kvd.faces.ui.history import MAX_RANKS, SAMPLE_S, History, Sums
 from kvd.faces.ui.ranks import RankRows, Rows, named
-from kvd.http.types import ConcurrencyLimit, Request, Response, Route
+from kvd.http.messages import Request, Response
+from kvd.http.routes import ConcurrencyLimit, Route
 from kvd.index.partitions import Partition, State
 from kvd.index.publishers import Publisher, Publishers
 from kvd.index.registry import Registry

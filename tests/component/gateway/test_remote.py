@@ -25,7 +25,8 @@ from kvd.http.auth import AccessPolicy, Authorizer
 from kvd.http.context import ServerContext
 from kvd.http.front import Front
 from kvd.http.listeners import open_listeners
-from kvd.http.types import Response, Route, Scope
+from kvd.http.messages import Response
+from kvd.http.routes import Route, Scope
 from kvd.net.dialing import Dialer
 from kvd.selection.phases import PREFILL_SUFFIX, Phase
 from kvd.selection.worker_record import Role, WorkerLifecycle, WorkerRecord

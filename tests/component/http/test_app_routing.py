@@ -13,8 +13,9 @@ import trio
 from kvd.http.app import build_app
 from kvd.http.context import ServerContext
 from kvd.http.limits import HttpLimits
+from kvd.http.messages import Request, Response
+from kvd.http.routes import Route
 from kvd.http.table import RouteTable
-from kvd.http.types import Request, Response, Route
 from tests.support.all_routes import all_routes
 from tests.support.budget import scaled
 

@@ -21,7 +21,7 @@ from kvd.faces.common.monitoring import metrics_route
 from kvd.faces.indexer import routes as indexer
 from kvd.http.app import build_app
 from kvd.http.context import ServerContext
-from kvd.http.types import ConcurrencyLimit
+from kvd.http.routes import ConcurrencyLimit
 from kvd.index.partitions import State
 from kvd.index.peers import Peers
 from kvd.index.registry import Registry

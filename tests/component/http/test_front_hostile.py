@@ -10,7 +10,7 @@ import pytest
 import trio
 
 from kvd.http.auth import AccessPolicy, Token
-from kvd.http.types import Scope
+from kvd.http.routes import Scope
 from tests.support.budget import scaled
 from tests.support.descriptors import open_descriptors
 from tests.support.serving import BIG, SOON, Client, Running, eventually, serving

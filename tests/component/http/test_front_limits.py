@@ -11,8 +11,9 @@ import pytest
 import trio
 
 from kvd.http.auth import AccessPolicy, Token
+from kvd.http.messages import Request, Response
+from kvd.http.routes import Route, Scope
 from kvd.http.transport import ConnectionPhase
-from kvd.http.types import Request, Response, Route, Scope
 from tests.support.descriptors import open_descriptors
 from tests.support.loglines import logged
 from tests.support.serving import (

@@ -13,7 +13,8 @@ from kvd.http.app import build_app
 from kvd.http.context import ServerContext
 from kvd.http.front import Front
 from kvd.http.limits import HttpLimits
-from kvd.http.types import Request, Response, Route
+from kvd.http.messages import Request, Response
+from kvd.http.routes import Route
 from tests.support.serving import BIG, ECHO_LIMIT, QUERY_LIMIT, Client, serving
 
 pytestmark = pytest.mark.usefixtures("layers")

@@ -13,7 +13,7 @@ import trio
 from kvd.faces.indexer.handlers import QueryHandler
 from kvd.faces.selection.routes import selection_routes
 from kvd.faces.slot_tracker.routes import routes as slot_routes
-from kvd.http.types import Route, Scope
+from kvd.http.routes import Route, Scope
 from kvd.index.registry import Registry
 from kvd.model import DEFAULT_TENANT, PartitionKey
 from kvd.selection.options import RouterOptions

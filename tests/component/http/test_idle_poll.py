@@ -18,8 +18,9 @@ import trio
 from kvd.http import idle_poll
 from kvd.http.fast_path import FastPath
 from kvd.http.idle_poll import EPOLL, RUNNABLE, WAKE, polled_when_idle
+from kvd.http.messages import Request, Response
 from kvd.http.permits import PermitRules
-from kvd.http.types import Request, Response, Route
+from kvd.http.routes import Route
 from tests.support.loglines import logged
 from tests.support.serving import PATIENT, ROUTES, Running, serving
 

@@ -18,8 +18,9 @@ from kvd.config.load import StartError, load
 from kvd.config.parsers import Binds, parse_face_binds
 from kvd.faces.indexer.schemas import DESCRIPTION
 from kvd.http.auth import AccessPolicy, Authorizer, Token, is_loopback
+from kvd.http.messages import Request, Response
 from kvd.http.permits import MAX_TOKEN_BYTES, VERDICTS, PermitRules
-from kvd.http.types import Request, Response, Route, Scope
+from kvd.http.routes import Route, Scope
 from kvd.platform.activation import Passed
 from tests.support.serving import SOON, Running, serving
 

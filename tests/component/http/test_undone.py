@@ -9,7 +9,8 @@ from functools import partial
 import pytest
 import trio
 
-from kvd.http.types import Request, Response, Route, Scope
+from kvd.http.messages import Request, Response
+from kvd.http.routes import Route, Scope
 from tests.support.serving import Client, eventually, serving
 
 LEAVING: dict[str, Callable[[Client], None]] = {

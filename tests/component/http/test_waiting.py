@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import trio
 
-from kvd.http.types import Request, Response, Route
+from kvd.http.messages import Request, Response
+from kvd.http.routes import Route
 from tests.support.serving import eventually, serving
 
 pytestmark = pytest.mark.usefixtures("layers")

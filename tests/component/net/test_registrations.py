@@ -12,7 +12,7 @@ import zmq
 
 from kvd.errors import Conflict, NotFound
 from kvd.faces.indexer.routes import pause_listener
-from kvd.http.types import Request
+from kvd.http.messages import Request
 from kvd.index.partitions import State
 from kvd.index.registry import Registry
 from kvd.model import PartitionKey, RankKey

@@ -16,7 +16,7 @@ import zmq
 from kvd.errors import BadJson, BadRequest, Conflict, Invalid, KvdError, NotFound
 from kvd.faces.common.bodies import MAX_KEPT_BYTES
 from kvd.faces.common.replica_sync import routes
-from kvd.http.types import Request, Response
+from kvd.http.messages import Request, Response
 from kvd.replica_sync.replicas import Replicas
 from kvd.telemetry.metrics import render
 from kvd.wire.fields import Refused

@@ -9,7 +9,7 @@ import pytest
 
 from kvd.gateway.errors import GatewayError, Reason
 from kvd.gateway.requests import MAX_NESTED_BYTES, MAX_PROMPTS, MAX_TEXTS_BYTES, Api, read
-from kvd.http.types import Headers
+from kvd.http.messages import Headers
 
 HINTS = {"osl": 50, "priority": 7}
 

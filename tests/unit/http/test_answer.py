@@ -8,7 +8,8 @@ import weakref
 from kvd.errors import Invalid
 from kvd.http.answer import answer_now
 from kvd.http.errors import Failures
-from kvd.http.types import Request, Response, Route, Scope
+from kvd.http.messages import Request, Response
+from kvd.http.routes import Route, Scope
 
 
 def test_a_failure_needs_no_collector_to_go() -> None:

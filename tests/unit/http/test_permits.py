@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvd.http.permits import VERDICTS, PermitRules
-from kvd.http.types import Scope
+from kvd.http.routes import Scope
 
 SECRET = b"0123456789abcdef"
 

@@ -1,4 +1,4 @@
-"""What faces and servers exchange: a request, a response, a route.
+"""What a face is made of: routes, and what each asks of its requests.
 
 A face is a tuple of routes. The front serves the hot ones directly and the Quart application
 serves all of them; both call the same handler.
@@ -6,41 +6,15 @@ serves all of them; both call the same handler.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from enum import IntFlag
 from inspect import iscoroutinefunction
-from typing import TYPE_CHECKING, NamedTuple
 
-if TYPE_CHECKING:
-    from kvd.http.relayed import RelayedRequest
+from kvd.http.limits import DEFAULT_BODY_LIMIT
+from kvd.http.messages import Request, Response
+from kvd.http.relayed import RelayedRequest
 
-Headers = list[tuple[bytes, bytes]]
-
-JSON = b"application/json"
-
-
-class Form(NamedTuple):
-    """How answers are written that are no JSON."""
-
-    content_type: bytes
-    write: Callable[[object], bytes]
-
-
-def content_type(headers: Headers) -> str:
-    """Returns what a body is announced as, in lower case and without parameters; "" unsaid."""
-    for name, value in headers:
-        if name == b"content-type":
-            return value.partition(b";")[0].strip().lower().decode("latin-1")
-    return ""
-
-
-# Longest body in bytes of a route without a limit of its own: the default of the peers' HTTP
-# framework.
-DEFAULT_BODY_LIMIT = 2 * 1024 * 1024
-# Longest body in bytes of questions and lists of workers, as on the originals; a setting may
-# replace it (HttpLimits.body_bytes).
-LONG_BODY_LIMIT = 8 * 1024 * 1024
 _BODILESS_METHODS = frozenset(("GET", "DELETE"))
 
 
@@ -53,40 +27,6 @@ class Scope(IntFlag):
     ADMIN = 4  # who serves, how it is chosen, what others copy
     GENERATE = 8  # what the gateway has engines answer
     ANY = READ | LIFECYCLE | ADMIN | GENERATE
-
-
-@dataclass(slots=True)
-class Request:
-    """One HTTP request, its body read whole.
-
-    `path` is the route's; `captured` is the segment that stands for its placeholder, still
-    percent-encoded. Header names are lower case. On an open route `known` says whether who asks
-    could ask for more (Scope.READ).
-    """
-
-    method: str
-    path: str
-    query: bytes
-    headers: Headers
-    body: bytes
-    captured: bytes = b""
-    known: bool = False
-
-
-@dataclass(slots=True)
-class Response:
-    """One HTTP response; an iterator as `body` is streamed in chunks of its own choosing.
-
-    No `content-type` header is sent for an empty `content_type`. `headers` are further ones, with
-    lower-case names. `undo` takes back what the handler of a hot route has done, if its client
-    has left before its answer, or cannot be sent all of it.
-    """
-
-    status: int
-    body: bytes | AsyncIterator[bytes]
-    content_type: bytes = JSON
-    headers: Headers = field(default_factory=list)
-    undo: Callable[[], None] | None = None
 
 
 @dataclass(slots=True)
@@ -104,7 +44,7 @@ class ConcurrencyLimit:
 
 Handler = Callable[[Request], Response | Awaitable[Response]]
 # Has a request served on its client's socket; returns whether the connection persists.
-Relays = Callable[["RelayedRequest"], Awaitable[bool]]
+Relays = Callable[[RelayedRequest], Awaitable[bool]]
 
 
 @dataclass(frozen=True, slots=True)
