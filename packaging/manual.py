@@ -19,7 +19,8 @@ import shtab
 from argparse_manpage.manpage import Manpage
 
 from kvd._version import VERSION
-from kvd.cli.main import FullParser, build_parser
+from kvd.cli.main import build_parser
+from kvd.cli.options import FullParser
 from kvd.config.file import rendered
 from kvd.config.parsers import Setting
 from kvd.config.settings import SETTINGS

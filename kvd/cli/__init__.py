@@ -1,6 +1,9 @@
 """The command line.
 
-main            `main`: arguments to one command and its exit code
+main            `main`: arguments to one command and its exit code; the commands on files
+serving         the commands that run a daemon
+asking          the commands that ask a running one
+options         what their parsers share: complaints, and the flags of settings
 face_client     `FaceClient`: asks the faces of a running daemon, for the commands below
 status          `kvd status`: asks the faces of a running daemon and reports their health
 doctor          `kvd doctor`: what is wrong, and what to do

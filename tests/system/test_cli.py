@@ -15,11 +15,10 @@ import httpx
 import pytest
 
 from kvd._version import VERSION
-from kvd.cli.main import (
-    build_parser,
+from kvd.cli.main import build_parser, main
+from kvd.cli.serving import (
     conductor_settings,
     indexer_settings,
-    main,
     select_service_settings,
     serve_settings,
     slot_tracker_settings,

@@ -13,7 +13,8 @@ from types import ModuleType
 
 import pytest
 
-from kvd.cli.main import FullParser, build_parser, main
+from kvd.cli.main import build_parser, main
+from kvd.cli.options import FullParser
 from kvd.config import file as configfile
 from kvd.config.parsers import Setting
 from kvd.config.settings import SETTINGS

@@ -1,0 +1,281 @@
+"""The commands that ask a running daemon: their flags, whom they ask, and what they write.
+
+What each says is in a module of its own, which only that command loads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from kvd.cli.options import CommandResult, Parser, add_general, add_settings, no_settings, usage
+from kvd.config import load as config
+from kvd.config import parsers, settings
+from kvd.telemetry import logs
+
+if TYPE_CHECKING:
+    from kvd.cli.face_client import FaceClient
+
+
+def add_status(commands: Any) -> None:
+    parser = commands.add_parser(
+        "status",
+        help="report the health of a running daemon",
+        description="Reports the health of a running daemon: its registrations, its index, its "
+        "live requests, its rates, and the workers whose event streams are inexact. It asks each "
+        "face at the address in the file, the environment or the flags. Without --config it reads "
+        f"the service's file, {config.SERVICE_FILE}, if that is readable.",
+        epilog="Exit codes: 0 all streams are exact, 1 some streams are inexact, a worker cannot "
+        "be selected or a model never matches, 2 a face does not answer.",
+    )
+    add_general(parser)
+    add_settings(parser, settings.BIND_SETTINGS)
+    parser.add_argument(
+        "--interval",
+        type=usage(parsers.parse_pause),
+        default=1.0,
+        metavar="SECONDS",
+        help="time over which rates are measured (default 1.0)",
+    )
+    add_credentials(parser)
+    parser.add_argument("--json", action="store_true", help="write the whole report as JSON")
+    parser.set_defaults(given=status_settings, command=show_status)
+
+
+def add_doctor(commands: Any) -> None:
+    parser = commands.add_parser(
+        "doctor",
+        help="find out why prompts do not match, and how to mend it",
+        description="Asks a running daemon what is wrong between its engines and its choices, and "
+        "writes each finding with its evidence and a remedy. The daemon also connects to "
+        "engines to test them, which may take ten seconds. It is asked at the address in the "
+        "file, the environment or the flags, on the first face that answers.",
+        epilog="Exit codes: 0 nothing is wrong, 1 there are findings, 2 kvd cannot be asked.",
+    )
+    add_general(parser)
+    add_settings(parser, settings.BIND_SETTINGS)
+    add_credentials(parser)
+    parser.add_argument(
+        "--no-probe", action="store_true", help="do not connect to engines to test them"
+    )
+    parser.add_argument("--json", action="store_true", help="write the findings as JSON")
+    parser.set_defaults(given=doctor_settings, command=show_findings)
+
+
+def add_explain(commands: Any) -> None:
+    parser = commands.add_parser(
+        "explain",
+        help="say why a prompt or a request goes where it goes",
+        description="Asks a running daemon whom it would choose for a prompt, and says of each "
+        "candidate what it caches on which tier, why it caches no more, and what its cost is made "
+        "of. PROMPT is a file, - for standard input: token ids, or the body of POST /select in "
+        "JSON. It is asked at the address in the file, the environment or the flags, on the first "
+        "face that answers. Nothing is booked.",
+        epilog="Exit codes: 0 explained, 1 the prompt or request cannot be explained, 2 kvd cannot "
+        "be asked.",
+    )
+    add_general(parser)
+    add_settings(parser, settings.BIND_SETTINGS)
+    parser.usage = "%(prog)s [options] PROMPT | --request ID"
+    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="file with a prompt")
+    for name, metavar, help in (
+        ("request", "ID", "explain a live booking of the selection service instead"),
+        ("model-name", "NAME", "model of the prompt"),
+        ("tenant-id", "NAME", "tenant of the prompt"),
+        ("lora-name", "NAME", "adapter of the prompt"),
+        ("cache-salt", "TEXT", "cache salt of the prompt"),
+    ):
+        parser.add_argument(f"--{name}", metavar=metavar, help=help)
+    add_credentials(parser)
+    parser.add_argument("--json", action="store_true", help="write the explanation as JSON")
+    parser.set_defaults(given=explain_settings, command=explain)
+
+
+def add_top(commands: Any) -> None:
+    parser = commands.add_parser(
+        "top",
+        help="watch a running daemon in the terminal",
+        description="Shows live what a running daemon does: rates, streams, workers "
+        "with load, hit share and tiers, recent choices. The page /ui of each face shows the same. "
+        "It is asked at the address in the file, the environment or the flags, on the first face "
+        "that answers. q and Ctrl-C quit; arrows and space scroll.",
+        epilog="Exit codes: 0 quit, 1 there is no terminal, 2 the credentials cannot be read.",
+    )
+    add_general(parser)
+    add_settings(parser, settings.BIND_SETTINGS)
+    parser.add_argument(
+        "--interval",
+        type=usage(parsers.parse_pause),
+        default=2.0,
+        metavar="SECONDS",
+        help="time between two refreshes (default 2.0)",
+    )
+    add_credentials(parser)
+    parser.set_defaults(given=top_settings, command=watch)
+
+
+def add_reload(commands: Any) -> None:
+    parser = commands.add_parser(
+        "reload",
+        help="reload the files of the service and report the outcome",
+        description="Makes the kvd that systemd runs reload its files, and reports the outcome. "
+        "`systemctl reload kvd` runs this command.",
+        epilog="Exit codes: 0 the files are in force, except for settings that need a restart; "
+        "1 nothing has changed, and one line gives the reason.",
+    )
+    parser.set_defaults(given=no_settings, config=None, command=reload)
+
+
+def add_credentials(parser: Parser) -> None:
+    """Adds what commands may show to the daemon that they ask."""
+    parser.add_argument(
+        "--token-file",
+        type=usage(parsers.parse_path),
+        metavar="FILE",
+        help="file with a bearer token of scope read and nothing else",
+    )
+    parser.add_argument(
+        "--client-certfile",
+        type=usage(parsers.parse_path),
+        metavar="FILE",
+        help="PEM client certificate for tls: addresses that require one",
+    )
+    parser.add_argument(
+        "--client-keyfile",
+        type=usage(parsers.parse_path),
+        metavar="FILE",
+        help="PEM private key of --client-certfile, unless that file contains it",
+    )
+
+
+def status_settings(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, object]:
+    return asking_settings(parser, args, "interval", "json")
+
+
+def doctor_settings(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, object]:
+    return asking_settings(parser, args, "json", "no_probe")
+
+
+def explain_settings(
+    parser: argparse.ArgumentParser, args: argparse.Namespace
+) -> dict[str, object]:
+    own = "prompt", "request", "model_name", "tenant_id", "lora_name", "cache_salt", "json"
+    return asking_settings(parser, args, *own)
+
+
+def top_settings(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, object]:
+    return asking_settings(parser, args, "interval")
+
+
+def asking_settings(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, *own: str
+) -> dict[str, object]:
+    """Returns where a daemon is asked, with which credentials, and a command's own options."""
+    if args.client_keyfile is not None and args.client_certfile is None:
+        parser.error("--client-keyfile needs --client-certfile")
+    names = *config.FACE_BINDS, *own, "token_file", "client_certfile", "client_keyfile"
+    return {name: getattr(args, name) for name in names}
+
+
+def show_status(given: Mapping[str, object]) -> CommandResult:
+    from kvd.cli import face_client, status
+
+    asked = _asking(given)
+    if asked is None:
+        return "", status.UNREACHABLE
+    values, client = asked
+    # A rate over no time is that of a moment.
+    interval_s = max(float(str(given["interval"])), status.SHORTEST_S)
+    shown = status.figures(
+        status.look(face_client.faces_of(values), interval_s, client), interval_s
+    )
+    # Names are their clients': some could look like lines of ours, or write anywhere on a terminal.
+    text = "\n".join(map(logs.plain, status.text(shown)))
+    text = json.dumps(shown, indent=1) if given["json"] else text
+    return f"{text}\n", status.exit_code(shown)
+
+
+def show_findings(given: Mapping[str, object]) -> CommandResult:
+    from kvd.cli import doctor, face_client
+
+    asked = _asking(given)
+    if asked is None:
+        return "", doctor.UNREACHABLE
+    values, client = asked
+    try:
+        found = doctor.examine(face_client.binds_of(values), client, probes=not given["no_probe"])
+    except face_client.Unreached as error:
+        logs.complain(config.StartError(f"kvd does not answer: {error}"))
+        return "", doctor.UNREACHABLE
+    text = "\n".join(map(logs.plain, doctor.text(found)))
+    text = json.dumps({"findings": found}, indent=1) if given["json"] else text
+    return f"{text}\n", doctor.exit_code(found)
+
+
+def explain(given: Mapping[str, object]) -> CommandResult:
+    from kvd.cli import explain as explaining  # here, as few commands need to load Rich
+    from kvd.cli import face_client
+
+    asked = _asking(given)
+    if asked is None:
+        return "", explaining.UNREACHABLE
+    values, client = asked
+    try:
+        body = explaining.question(given)
+        found = explaining.ask(face_client.binds_of(values), client, body)
+    except (explaining.WrongPrompt, face_client.FaceRefused) as error:
+        logs.complain(config.StartError(str(error)))
+        return "", explaining.REFUSED
+    except face_client.Unreached as error:
+        logs.complain(config.StartError(f"kvd does not answer: {error}"))
+        return "", explaining.UNREACHABLE
+    text = f"{json.dumps(found, indent=1)}\n" if given["json"] else explaining.text(found)
+    return text, explaining.EXPLAINED
+
+
+def watch(given: Mapping[str, object]) -> CommandResult:
+    from kvd.cli import face_client, status, top  # here, as no other command needs to load Rich
+
+    asked = _asking(given)
+    if asked is None:
+        return "", status.UNREACHABLE
+    values, client = asked
+    interval_s = max(float(str(given["interval"])), status.SHORTEST_S)
+    return "", top.run(face_client.binds_of(values), client, interval_s)
+
+
+def reload(given: Mapping[str, object]) -> CommandResult:
+    from kvd.app import control
+
+    verdict = control.reload(os.environ)
+    if verdict.refused is not None:
+        raise config.StartError(f"nothing has changed: {verdict.refused}")
+    text = f"reloaded: {' '.join(verdict.changed) or 'nothing has changed'}\n"
+    if verdict.waiting:
+        text += f"restart needed: {' '.join(verdict.waiting)}\n"
+    return text, 0
+
+
+def _asking(given: Mapping[str, object]) -> tuple[dict[str, Any], FaceClient] | None:
+    """Returns the settings and a client for the daemon of the service; None: nothing can be asked.
+
+    The reason is written to standard error.
+    """
+    from kvd.cli import face_client
+
+    told = given[config.CONFIG] or os.environ.get(config.CONFIG_VARIABLE)
+    if not told and os.access(config.SERVICE_FILE, os.R_OK):
+        given = {**given, config.CONFIG: config.SERVICE_FILE}
+    try:
+        held = config.resolve(given, os.environ)
+        token = config.read_token("--token-file", cast("Path | None", given["token_file"]))
+        own = (cast("Path | None", given[f"client_{file}"]) for file in ("certfile", "keyfile"))
+        client = face_client.FaceClient(token, held["tls_certfile"].value, *own)
+    except (config.StartError, OSError) as error:
+        logs.complain(error)
+        return None
+    return {name: said.value for name, said in held.items()}, client

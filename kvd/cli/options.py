@@ -1,0 +1,143 @@
+"""What the parsers of all commands share: how they complain, and the flags of settings."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NoReturn
+
+from kvd.config import load as config
+from kvd.config import parsers, settings
+from kvd.telemetry import logs
+from kvd.wire.urls import masked
+
+EXIT_USAGE = 2
+CommandResult = tuple[str, int]  # what a command writes to standard output, and its exit code
+
+# What the help of commands with settings says below the options.
+WAYS = (
+    "A setting is a flag, such as --indexer-bind, a variable of the environment, KVD_INDEXER_BIND, "
+    "or a key of the file, indexer_bind. A flag wins over the environment, and the environment "
+    "wins over the file. --help-all shows all flags; docs/configuration.md explains them."
+)
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong with a command line in one line, and where it is told what would be right.
+
+    The usage of a command does not help: it has no room for dozens of flags.
+    """
+
+    shows_all = False  # whether helps show all options, or the common ones
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
+
+    def error(self, message: str) -> NoReturn:
+        text = logs.plain(masked(message))
+        self.exit(EXIT_USAGE, f"{self.prog}: {text}; see `{self.prog} --help`\n")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuses what it does not know: the command's own parser does, and names the command."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        if not hasattr(found, "parser"):  # the command's, which parses before those above it
+            found.parser = self
+        return found, unknown
+
+
+class FullParser(Parser):
+    """Shows all options in its helps (--help-all), as do the parsers of its commands."""
+
+    shows_all = True
+
+
+def add_general(parser: Parser) -> None:
+    """Adds what every command with settings has beside them."""
+    # A usage with every flag fills a screen, and the common ones are not found below it.
+    parser.usage = "%(prog)s [options]"
+    parser.add_argument("--help-all", action="help", help="show all options and exit")
+    parser.add_argument(
+        "--config",
+        type=usage(parsers.parse_path),
+        metavar="FILE",
+        help=f"TOML file of settings (variable {config.CONFIG_VARIABLE})",
+    )
+    parser.set_defaults(command=None, without_effect=())
+
+
+def add_uncommon(parser: Parser, *names: str, help: str, **options: Any) -> None:
+    """Adds an option that only --help-all shows."""
+    shown = help if parser.shows_all else argparse.SUPPRESS
+    parser.add_argument(*names, help=shown, **options)
+
+
+def add_settings(
+    parser: Parser,
+    chosen: Iterable[parsers.Setting],
+    *shown: str,
+    defaults: Mapping[str, object] | None = None,
+) -> None:
+    """Adds the flags of settings, the common ones first, then each subject under its title.
+
+    The short help has the common ones, and those that are named as `shown`. It shows the command's
+    own `defaults` instead of those of the settings.
+    """
+    own = defaults or {}
+    by_name = {setting.name: setting for setting in chosen}
+    for title, group in settings.GROUPS.items():
+        found = [by_name[setting.name] for setting in group if setting.name in by_name]
+        target = parser if title == settings.COMMON else parser.add_argument_group(title)
+        for setting in found:
+            is_shown = parser.shows_all or setting.common or setting.name in shown
+            default = own.get(setting.name, setting.default)
+            add_setting(target, setting, default, is_shown=is_shown)
+
+
+def add_setting(
+    target: argparse._ActionsContainer,
+    setting: parsers.Setting,
+    default: object,
+    *,
+    is_shown: bool,
+) -> None:
+    """Adds the flag of a setting; that of a switch may stand alone, or as --no-..., as well."""
+    remarks = [] if default is None else [f"default {default}"]
+    if setting.is_borrowed:
+        remarks.append(f"variable {setting.variable}")
+    remark = f" ({'; '.join(remarks)})" if remarks else ""
+    target.add_argument(
+        *setting.flags,
+        dest=setting.name,
+        type=usage(setting.parse),
+        metavar=setting.metavar,
+        help=setting.help + remark if is_shown else argparse.SUPPRESS,
+        nargs="?" if setting.is_switch else None,
+        const=True if setting.is_switch else None,
+    )
+    if setting.is_switch:
+        target.add_argument(
+            *(name.replace("--", "--no-", 1) for name in setting.flags),
+            dest=setting.name,
+            action="store_const",
+            const=False,
+            help=argparse.SUPPRESS,
+        )
+
+
+def no_settings(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, object]:
+    return {}
+
+
+def usage(parse: Callable[[str], object]) -> Callable[[str], object]:
+    """Wraps a parser of texts so that argparse shows its reason, not only that it failed."""
+
+    def convert(text: str) -> object:
+        try:
+            return parse(text)
+        except ValueError as error:
+            shown = masked(text), masked(str(error))
+            raise argparse.ArgumentTypeError("{!r}: {}".format(*shown)) from None
+
+    return convert
