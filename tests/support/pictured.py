@@ -24,7 +24,7 @@ LIVE = 3  # requests that run on a worker, about
 class Pictured:
     """A daemon on its ports, its engines, and the requests that are sent to them."""
 
-    def __init__(self, folder: Path, workers: int, *flags: str) -> None:
+    def __init__(self, folder: Path, workers: int, *flags: str, token: str = "") -> None:
         self.port, selection = find_free_port(), find_free_port()
         binds = [f"--indexer-bind=127.0.0.1:{self.port}", f"--selection-bind=127.0.0.1:{selection}"]
         off = ["--slot-tracker-bind=off", "--conductor-bind=off"]
@@ -35,6 +35,8 @@ class Pictured:
         self.client = httpx.Client(
             base_url=f"http://127.0.0.1:{selection}", trust_env=False, verify=False
         )
+        if token:
+            self.client.headers["authorization"] = f"Bearer {token}"
         self._chance = Random(1)
         self.asked = 0
         self._live: list[str] = []
@@ -96,8 +98,9 @@ class Pictured:
 
 
 @contextmanager
-def pictured(folder: Path, workers: int, *flags: str) -> Iterator[Pictured]:
+def pictured(folder: Path, workers: int, *flags: str, token: str = "") -> Iterator[Pictured]:
+    """Runs a fleet; `token` is what its requests bear where the flags name a file of tokens."""
     with ExitStack() as opened:
-        fleet = Pictured(folder, workers, *flags)
+        fleet = Pictured(folder, workers, *flags, token=token)
         opened.callback(fleet.close)
         yield fleet

@@ -56,7 +56,8 @@ function failed(error) {
 
 function askToken(why) {
   if ($("token-dialog").open) return;
-  if (why) say($("token-why"), `${why}. One of scope read shows everything here; it stays in this tab.`);
+  const hint = "One of scope read shows everything here. It stays in this tab and is forgotten with it.";
+  say($("token-why"), why ? `${why}. ${hint}` : hint);
   $("token").value = "";
   $("token-dialog").showModal();
 }

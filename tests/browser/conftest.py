@@ -1,0 +1,88 @@
+"""One chromium and one fleet for all tests of the page; windows whose console must be silent."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.support.pictured import Pictured, pictured
+
+CHROMIUM = shutil.which("chromium")
+WORKERS = 12
+PATIENCE_MS = 20_000
+LOOK_EVERY_MS = 100  # the page itself asks every two seconds
+
+# Has the page ask for a picture, as when a person comes back to it; true once an element says it.
+SAYS = """([place, text]) => {
+    document.dispatchEvent(new Event("visibilitychange"));
+    return document.querySelector(place).textContent.includes(text);
+}"""
+
+
+class Window:
+    """The page in a window of its own, and what its console says."""
+
+    def __init__(self, browser: Any, url: str, **look: Any) -> None:
+        context = browser.new_context(**look)
+        context.set_default_timeout(PATIENCE_MS)
+        self.close = context.close
+        self.said: list[str] = []
+        self.page = context.new_page()
+        self.page.on("console", lambda message: self.said.append(message.text))
+        self.page.on("pageerror", lambda error: self.said.append(str(error)))
+        self.page.goto(url)
+
+    def until(self, place: str, text: str) -> None:
+        """Waits until an element has a text."""
+        try:
+            self.page.wait_for_function(SAYS, arg=[place, text], polling=LOOK_EVERY_MS)
+        except Exception:
+            pytest.fail(f"{place} says {self.page.text_content(place)!r}, not {text!r}")
+
+
+OpenWindow = Callable[..., Window]
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="playwright is not installed: pip install .[test]"
+    )
+    if CHROMIUM is None:
+        pytest.skip("chromium is not installed")
+    with playwright.sync_playwright() as driver:
+        opened = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield opened
+        opened.close()
+
+
+@pytest.fixture(scope="session")
+def fleet(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pictured]:
+    with pictured(tmp_path_factory.mktemp("fleet"), WORKERS) as found:
+        found.ask(20)
+        yield found
+
+
+@pytest.fixture
+def open_window(browser: Any) -> Iterator[OpenWindow]:
+    """Opens a view of a fleet's page; fails the test if its console says what is not `expected`.
+
+    A browser itself writes that a request failed, whatever the page makes of it: a test that has
+    one fail gives the pattern of that line.
+    """
+    opened: list[tuple[Window, str]] = []
+
+    def open_one(fleet: Pictured, view: str = "", expected: str = "(?!)", **look: Any) -> Window:
+        window = Window(browser, f"{fleet.url}/ui{view}", **look)
+        opened.append((window, expected))
+        return window
+
+    yield open_one
+    for window, _ in opened:
+        window.close()
+    for window, expected in opened:
+        assert not [line for line in window.said if not re.match(expected, line)]
