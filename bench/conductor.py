@@ -94,7 +94,7 @@ def queries(workers: int, blocks: int, shared: bool) -> None:
 
 
 def ingest() -> None:
-    events = [
+    events: list[list[Any]] = [
         [
             "BlockStored",
             list(range(1 + at * 64, 65 + at * 64)),
@@ -155,7 +155,7 @@ def opening() -> None:
     for first in range(0, MANY, 1000):
         worker.store(0, range(first, first + 1000), [random.getrandbits(64) for _ in range(1000)])
     part = Conductor(index)
-    took = []
+    took: list[float] = []
     done = False
     while not done:
         start = time.process_time()

@@ -89,7 +89,7 @@ def main() -> None:
     print("| workers | tokens | off, µs | on, µs | more | bytes |\n|---|---|---|---|---|---|")
     for workers in WORKERS:
         with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-            silent = zmq.Context.instance().socket(zmq.PUB)
+            silent: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUB)
             port = silent.bind_to_random_port("tcp://127.0.0.1")
             stack.enter_context(silent)
             off, on = clients(stack, Path(folder), workers, f"tcp://127.0.0.1:{port}")

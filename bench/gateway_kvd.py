@@ -137,8 +137,8 @@ def main() -> None:
         engines = [f"http://127.0.0.1:{port}" for port in ports]
         local = Gateway(opened, engines)
         remote = Gateway(opened, engines, "--kvd", url)
-        for each in (local, remote):
-            each.wait()
+        for gateway in (local, remote):
+            gateway.wait()
         print("tokens, connections | CPU us of the gateway alone | asking | of kvd | answer us")
         for tokens, connections in product(TOKENS, CONNECTIONS):
             bodies, rounds = prompts(tokens), []

@@ -126,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     group.add_argument("--peer-python", metavar="PY", help="interpreter that has dynamo")
     group.add_argument("--build-dir", type=Path, default=HERE / "build", help="for services' logs")
     given = parser.parse_args(argv)
-    names = given.policy or [*map(str, command.DEFAULT_POLICIES), LIVE_KVD]
+    names = given.policy or [*map(str, policies.DEFAULT), LIVE_KVD]
     given.policy = [
         service(name, given.peer_python) if name.startswith("live-") else policies.parse(name)
         for name in names

@@ -25,11 +25,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import median
 from threading import Thread
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -44,6 +46,12 @@ QUESTIONS = 20_000
 PATIENCE_S = 120.0
 MODEL = {"model_name": "m"}
 END = b"\xff" * 8
+
+
+def address_of(bound: zmq.Socket[bytes]) -> str:
+    said = bound.last_endpoint
+    assert isinstance(said, bytes)
+    return said.decode()
 
 
 class Engines:
@@ -72,7 +80,7 @@ class Engines:
     def workers(self) -> str:
         """Returns the engines as `--workers` names them."""
         return ",".join(
-            f"{number}={pub.last_endpoint.decode()};{router.last_endpoint.decode()}"
+            f"{number}={address_of(pub)};{address_of(router)}"
             for number, (pub, router) in enumerate(zip(self._pubs, self._routers, strict=True), 1)
         )
 
@@ -139,7 +147,7 @@ class Client:
     def __init__(self, port: int) -> None:
         self._http = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
 
-    def ask(self, method: str, path: str, members: dict[str, object] | None = None) -> object:
+    def ask(self, method: str, path: str, members: Mapping[str, object] | None = None) -> Any:
         body = None if members is None else json.dumps(members)
         self._http.request(method, path, body, {"content-type": "application/json"})
         reply = self._http.getresponse()
@@ -177,7 +185,7 @@ def until(condition: Callable[[], object], what: str) -> None:
         time.sleep(0.005)
 
 
-def asks(port: int, path: str, members: dict[str, object] | None = None) -> object:
+def asks(port: int, path: str, members: Mapping[str, object] | None = None) -> Any:
     client = Client(port)
     try:
         return client.ask("GET" if members is None else "POST", path, members)
@@ -193,7 +201,7 @@ def is_there(port: int) -> bool:
 def is_found(port: int) -> bool:
     """Says whether a prompt of the last engine is known in full."""
     question = MODEL | {"token_ids": tokens_of(ENGINES - 1, 0)}
-    scores = asks(port, "/query", question)["scores"]  # type: ignore[index]
+    scores: dict[str, dict[str, int]] = asks(port, "/query", question)["scores"]
     return scores.get(str(ENGINES), {}).get("0") == BATCH_BLOCKS * BLOCK_SIZE
 
 
@@ -201,15 +209,12 @@ def is_connected(port: int) -> bool:
     """Says whether all engines are listened to, and the subscriptions have had time to arrive."""
     rows = asks(port, "/workers")
     time.sleep(0.2)
-    return all(row["status"] == "active" for row in rows)  # type: ignore[union-attr]
+    return all(row["status"] == "active" for row in rows)
 
 
 def is_exact(port: int) -> bool:
     rows = asks(port, "/workers")
-    return len(rows) == ENGINES and all(  # type: ignore[arg-type]
-        row["stream"] == "exact"
-        for row in rows  # type: ignore[union-attr]
-    )
+    return len(rows) == ENGINES and all(row["stream"] == "exact" for row in rows)
 
 
 def kvd_command(port: int, engines: Engines, *flags: str) -> list[str]:
@@ -315,17 +320,17 @@ def lives(client: Client, first: int) -> list[float]:
 def bookings(folder: Path) -> None:
     """What the journal costs a request."""
     ports = free_ports(2)
-    flags = [], [f"--state-dir={folder / 'slots'}"]
+    flags: tuple[list[str], ...] = ([], [f"--state-dir={folder / 'slots'}"])
     with ExitStack() as stack:
         pids, clients = [], []
         for port, own in zip(ports, flags, strict=True):
             command = [sys.executable, "-m", "kvd", "slot-tracker", "--port", str(port), *own]
             pids.append(stack.enter_context(started(command, folder / "slots.log")).pid)
-            until(lambda port=port: is_there(port), "healthy")
+            until(partial(is_there, port), "healthy")
             client = Client(port)
             stack.callback(client.close)
             worker = {"worker_id": 1, "block_size": 16, "dp_start": 0, "dp_size": 1}
-            client.ask("POST", "/register", MODEL | worker)
+            client.ask("POST", "/register", {**MODEL, **worker})
             clients.append(client)
         took: list[list[float]] = [[], []]
         cpu: list[list[float]] = [[], []]

@@ -19,7 +19,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import msgpack
 import trio
-from kvd.persistence.moments import Moments
 
 from kvd.index.partitions import State
 from kvd.index.publishers import Publishers
@@ -29,7 +28,8 @@ from kvd.net.link import LinkOptions
 from kvd.net.listeners import ListenerTasks
 from kvd.net.zsocket import make_context
 from kvd.persistence import snapshot
-from kvd.persistence.directory import Directory
+from kvd.persistence.clocks import ClockReading
+from kvd.persistence.directory import StateDirectory
 from kvd.persistence.frames import Content, Header
 
 RANKS, BLOCK_SIZE, BATCH_BLOCKS, ROUNDS = 16, 16, 64, 3
@@ -74,12 +74,12 @@ async def measure(title: str, state: State, folder: Path) -> None:
         context = make_context()
         tasks = ListenerTasks(nursery, context, trio.Event(), LinkOptions())
         listened = Registry(state, tasks), Publishers(state, tasks)
-        directory = Directory(folder)
+        directory = StateDirectory(folder)
         steps = Steps()
         trio.lowlevel.add_instrument(steps)
         await trio.lowlevel.checkpoint()
         for _ in range(ROUNDS):
-            header = Header(Content.INDEX, "bench", Moments.now(trio.current_time()))
+            header = Header(Content.INDEX, "bench", ClockReading.now(trio.current_time()))
             size = await snapshot.write(directory, header, state, *listened)
         trio.lowlevel.remove_instrument(steps)
         directory.close()

@@ -1,4 +1,4 @@
-"""What bearer tokens cost a plain request: time in the lane without any, and with 1, 2 and 64.
+"""What bearer tokens cost a plain request: time on the fast path without any, and with 1, 2 and 64.
 
     PYTHONPATH=. python bench/tokens.py
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import socket
 import time
 from contextlib import closing
+from typing import NoReturn
 
 from kvd.faces.slot_tracker import routes as slot_tracker
 from kvd.http.fast_path import FastPath
@@ -36,8 +37,8 @@ def note(*_: object) -> None:
     """Counts nothing here."""
 
 
-def wake(connection: Connection, outcome: object) -> None:
-    raise SystemExit(f"not answered in the lane: {outcome}")
+def unexpected(*asked: object) -> NoReturn:
+    raise SystemExit(f"not answered by the fast path: {asked}")
 
 
 def nanoseconds(held: int) -> float:
@@ -45,19 +46,19 @@ def nanoseconds(held: int) -> float:
     rules = PermitRules()
     others = [(b"other-0123456789-%d" % number, 1) for number in range(held - 1)]
     rules.replace([*others, *([(TOKEN, 1)] if held else [])], [], [])
-    lane = FastPath(ROUTES, [], wake, note, note, wake, rules)
-    lane.lines = lane.created_lines = b"HTTP/1.1 200 OK\r\n"
+    path = FastPath(ROUTES, [], unexpected, note, unexpected, unexpected, unexpected, rules)
+    path.lines = path.created_lines = b"HTTP/1.1 200 OK\r\n"
     shown = b"authorization: Bearer %b\r\n" % TOKEN if held else b""
     common = b"host: 127.0.0.1:8091\r\nuser-agent: bench\r\naccept: */*\r\n"
     request = b"GET /loads HTTP/1.1\r\n%b%b\r\n" % (common, shown)
     server, client = socket.socketpair()
-    with closing(server), closing(client), closing(lane):
-        lane.add(server.fileno())
-        lane.park(Connection(), server.fileno())
+    with closing(server), closing(client), closing(path):
+        path.add(server.fileno())
+        path.park(Connection(), server.fileno())
         started = time.thread_time_ns()
         for _ in range(REQUESTS):
             client.send(request)
-            lane.serve_ready(0)
+            path.serve_ready(0)
             client.recv(4096)
         return (time.thread_time_ns() - started) / REQUESTS
 

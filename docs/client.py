@@ -301,7 +301,7 @@ def typed(of: Any) -> str:
 def answers() -> Iterator[str]:
     for module in ANSWERS:
         for each in vars(module).values():
-            if is_dataclass(each) and each.__module__ == module.__name__:
+            if isinstance(each, type) and is_dataclass(each) and each.__module__ == module.__name__:
                 yield f"| `{each.__name__}` | {members_of(each)} |"
 
 

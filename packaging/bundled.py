@@ -24,8 +24,12 @@ INSIDE = {
 }
 
 
+LICENCE_FIELDS = "License-Expression", "License"
+
+
 def licence(distribution: Distribution) -> str:
-    said = distribution.metadata.get("License-Expression") or distribution.metadata.get("License")
+    held = distribution.metadata
+    said = next((held[field] for field in LICENCE_FIELDS if held.get(field)), None)
     if said and "\n" not in said:
         return said
     classifiers = distribution.metadata.get_all("Classifier") or []

@@ -470,8 +470,9 @@ def everything_that_opens(folder: Path) -> str:
         return bool(answer["scores"].get("7") == {"0": len(tokens)})
 
     def blocks(port: int) -> float:
-        rows = call(port, "GET", "/loads")
-        return sum(row["active_decode_blocks"] for row in rows if row["model_name"] == "all")
+        rows: list[dict[str, Any]] = call(port, "GET", "/loads")
+        loads = [row["active_decode_blocks"] for row in rows if row["model_name"] == "all"]
+        return float(sum(loads))
 
     def add(port: int) -> None:
         number = next(requests)
@@ -495,8 +496,8 @@ def everything_that_opens(folder: Path) -> str:
             batch = msgpack.packb([0.0, [["BlockStored", [hash], None, tokens, 4, None]], 0])
             engine.send_multipart([b"", next(numbers).to_bytes(8, "big"), batch])
 
-        told = [f"--{name}={value}" for name, value in beside.items()]
-        with subprocess.Popen(["kvd", "serve", *told]) as second:
+        flags = [f"--{name}={value}" for name, value in beside.items()]
+        with subprocess.Popen(["kvd", "serve", *flags]) as second:
             try:
                 until(lambda: answers(9090), "serving beside")
                 keys = {"engine": port, "engine_key": engine_key, "replica_key": replica_key}
@@ -520,11 +521,20 @@ def everything_that_opens(folder: Path) -> str:
                 forget()  # a fresh snapshot goes before a peer
                 assert all(map(answers, PORTS.values())), journal()
                 assert found(8090, 1, 2, 3, 4), "not recovered"  # it was published before
-                until(lambda: not publish(12, 5, 6, 7, 8) and found(8090, 5, 6, 7, 8), "heard")
-                # What is said before they are connected is heard by nobody.
-                until(lambda: not add(8091) and blocks(9091) > 0, "told to the replica")
+
+                # What is said before they are connected is heard by nobody: it is said again.
+                def heard_again() -> bool:
+                    publish(12, 5, 6, 7, 8)
+                    return found(8090, 5, 6, 7, 8)
+
+                def told(port: int, other: int, before: float) -> bool:
+                    add(port)
+                    return blocks(other) > before
+
+                until(heard_again, "heard")
+                until(lambda: told(8091, 9091, 0), "told to the replica")
                 own = blocks(8091)
-                until(lambda: not add(9091) and blocks(8091) > own, "told by the replica")
+                until(lambda: told(9091, 8091, own), "told by the replica")
             finally:
                 second.terminate()
         assert second.returncode == 0

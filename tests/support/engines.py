@@ -17,6 +17,12 @@ END = b"\xff" * 8
 _hashes = count(1)  # engines name their blocks as they like; these are distinct in all of a run
 
 
+def address_of(bound: zmq.Socket[bytes]) -> str:
+    said = bound.last_endpoint
+    assert isinstance(said, bytes)
+    return said.decode()
+
+
 class Engine:
     """One rank: an XPUB socket, a ROUTER for replays, and its cache.
 
@@ -30,11 +36,11 @@ class Engine:
         self._pub.xpub_verboser = True
         self._pub.sndhwm = 0
         self._pub.bind("tcp://127.0.0.1:0")
-        self.endpoint = self._pub.last_endpoint.decode()
+        self.endpoint = address_of(self._pub)
         self._router = self._context.socket(zmq.ROUTER)
         self._router.sndhwm = 0
         self._router.bind("tcp://127.0.0.1:0")
-        self.replay_endpoint = self._router.last_endpoint.decode() if replays else None
+        self.replay_endpoint = address_of(self._router) if replays else None
         self._buffered = buffered
         self._lock = Lock()
         self._ending = Event()

@@ -36,7 +36,7 @@ class Forker:
         self._lock = Lock()  # a question and its answer are one
         with theirs:
             command = [sys.executable, "-m", __name__]
-            self._process = subprocess.Popen(command, cwd=REPOSITORY, stdin=theirs)
+            self._process = subprocess.Popen(command, cwd=REPOSITORY, stdin=theirs.fileno())
         atexit.register(self.close)
 
     def close(self) -> None:
