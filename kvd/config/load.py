@@ -58,9 +58,9 @@ YES = ("1", "true", "yes", "on")
 # Files of TLS, by the names of their settings.
 TLS_FILES = ("tls_certfile", "tls_keyfile", "tls_client_ca")
 
-# Files of secrets, by the names of their settings.
 MAX_PASSWORD_BYTES = 4096  # of a file with the password of a server
 
+# Files of secrets, by the names of their settings.
 SECRETS = (
     "tokens_file",
     "tls_keyfile",

@@ -8,6 +8,10 @@
 What is recorded reaches the kernel within FLUSH_S, so a killed process loses the bookings of that
 time; it reaches the disk within SYNC_S, which is what a machine that loses its power loses.
 
+Its records are those of requests (kvd_core/ledger/records.pxd), and by their first letter: L of
+shared loads (kvd.slots.shared_loads), A of retried answers (kvd.selection.retries), S of sessions
+(kvd.selection.affinity), W, H and T of the journal itself (kvd.persistence.bookings).
+
 While the disk is full or faulty, nothing is recorded: what is there stays as it is, and from time
 to time a new journal is tried, which begins with all that is booked then.
 """

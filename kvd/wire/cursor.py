@@ -2,7 +2,8 @@
 
 Every message of an engine carries a number one higher than the one before; PUB/SUB may lose some.
 An engine that is started again begins anew at 0, and nothing else says that its cache is another.
-A cursor holds the number that should come next (`expected`) and judges each batch that does come:
+A cursor holds the number that should come next (`expected`). EventStream.take applies a batch with
+that number without asking, unless its engine is in doubt; each other one is judged here:
 
     seq           the batch is                                  verdict   it is to be
     -----------   -------------------------------------------   -------   ------------------------

@@ -176,8 +176,8 @@ class Conductor final : public Placements {
 
   // Gives blocks told by sequence hash alone their places behind `last`, the last one of a prompt in a
   // namespace that the tree has (kNone: it has none); kExplainedAtOnce at most. False without any.
-  bool explain(BlockId last, const uint64_t* locals, const uint64_t* plain, size_t from, size_t n,
-               uint64_t space);
+  bool place_by_prompt(BlockId last, const uint64_t* locals, const uint64_t* plain, size_t from,
+                       size_t n, uint64_t space);
 
   // Calls visit(rank, layers) for what counts as the block of a key though the tree has none.
   template <class Visit>
@@ -226,9 +226,9 @@ class Conductor final : public Placements {
   }
 
   // A prompt of the base model: local hashes are plain ones where the seeds are the same.
-  bool explain(BlockId last, const uint64_t* locals, size_t from, size_t n) override {
+  bool place_by_prompt(BlockId last, const uint64_t* locals, size_t from, size_t n) override {
     return from != n && !loose_.empty() && seed_ == kBaseSeed &&
-           explain(last, locals, locals, from, n, 0);
+           place_by_prompt(last, locals, locals, from, n, 0);
   }
 
   // What can be placed now may be all that waits, so it is done in slices, too.

@@ -18,7 +18,7 @@
 //
 // Costs: path O(blocks), runs on the path x their members, rows; one look-up a block behind the path
 // while anything is loose. What the index counts of questions changes, and blocks that nobody has told
-// the tokens of get their places where a prompt shows them (Conductor::explain).
+// the tokens of get their places where a prompt shows them (Conductor::place_by_prompt).
 #pragma once
 
 #include <algorithm>
@@ -47,7 +47,7 @@ class Holdings {
     path_.find(tree, locals, n);
     size_t met = path_.met();
     const uint64_t* own = met != n && conductor.anything_loose() ? plain() : nullptr;
-    if (own != nullptr && conductor.explain(path_.last(tree), locals, own, met, n, space)) {
+    if (own != nullptr && conductor.place_by_prompt(path_.last(tree), locals, own, met, n, space)) {
       path_.find(tree, locals, n);
       met = path_.met();
     }

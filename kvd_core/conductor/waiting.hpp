@@ -9,7 +9,7 @@
 // looked up here, and what waited for them goes into the tree:
 //
 //   placed, announce ── await ─> work_     keys that something waits for
-//   a question's tokens ── explain ─> place    what they show of sequence hashes that wait
+//   a question's tokens ── place_by_prompt   what they show of sequence hashes that wait
 //   place_waiting    ── collect_waiting    what waits for a key ─> waiting_
 //                    └─ try_place          each of these: try_credit, try_behind_parent ─> announce
 //
@@ -268,8 +268,8 @@ inline void Conductor::try_behind_parent(Source& source, const Waiter& loose,
   }
 }
 
-inline bool Conductor::explain(BlockId last, const uint64_t* locals, const uint64_t* plain,
-                               size_t from, size_t n, uint64_t space) {
+inline bool Conductor::place_by_prompt(BlockId last, const uint64_t* locals, const uint64_t* plain,
+                                       size_t from, size_t n, uint64_t space) {
   uint64_t sequence = 0;
   if (last != kNone) {
     sequence = sequences().sequence_of(last);

@@ -245,10 +245,10 @@ class Index {
     return sequenced() && place_waiting(steps);
   }
 
-  // Has a question's local hashes explain blocks of which only the sequence hash was told; whether
-  // the prompt leads further now.
-  bool explain(BlockId last, const uint64_t* locals, size_t from, size_t n) const {
-    return placements_ != nullptr && placements_->explain(last, locals, from, n);
+  // Has a question's local hashes place blocks of which only the sequence hash was told; whether the
+  // prompt leads further now.
+  bool place_by_prompt(BlockId last, const uint64_t* locals, size_t from, size_t n) const {
+    return placements_ != nullptr && placements_->place_by_prompt(last, locals, from, n);
   }
 
   // Whether all blocks have sequence hashes that can have any.

@@ -19,7 +19,7 @@
 //
 // Costs: path O(blocks), compared as plain arrays; then O(runs on the path x their members).
 // Nothing in the index changes, not even a counter; but blocks of which only the sequence hash was told
-// get their places in the tree where a prompt shows them (Index::explain).
+// get their places in the tree where a prompt shows them (Index::place_by_prompt).
 #pragma once
 
 #include <algorithm>
@@ -54,7 +54,8 @@ class Match {
   void add(const Index& index, const uint64_t* locals, size_t n, Only only) {
     const Tree& tree = index.tree();
     path_.find(tree, locals, n);
-    if (index.explain(path_.last(tree), locals, path_.met(), n)) path_.find(tree, locals, n);
+    if (index.place_by_prompt(path_.last(tree), locals, path_.met(), n))
+      path_.find(tree, locals, n);
     match_device(index, only);
     apply_windows(index, only);
     match_below(index, only);

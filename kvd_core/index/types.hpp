@@ -269,7 +269,7 @@ class Placements {
   virtual bool place_waiting(Steps& steps) = 0;
   // A question has met a prompt up to block `from`, which `last` is before (kNone: none). Gives those
   // behind it their places that are known by sequence hash alone; false when there are none.
-  virtual bool explain(BlockId last, const uint64_t* locals, size_t from, size_t n) = 0;
+  virtual bool place_by_prompt(BlockId last, const uint64_t* locals, size_t from, size_t n) = 0;
 };
 
 }  // namespace kvd

@@ -42,7 +42,7 @@ constexpr size_t MAX_FIELD_DEPTH = 128;
 // Bytes of client input an error text repeats: enough to recognise a number, too few to abuse.
 constexpr size_t MAX_ECHO = 40;
 
-enum class Verdict : uint8_t { ok, malformed, wrong };
+enum class ScanResult : uint8_t { ok, malformed, wrong };
 enum class Element : uint8_t { u32, hash64, i64 };
 enum class Kind : uint8_t { absent, null, no, yes, integer, real, text, escaped, nested };
 
@@ -62,7 +62,7 @@ class BodyScan {
   }
   void add_field(const std::string& name) { fields_.push_back(Field{name, {}}); }
 
-  Verdict scan(const uint8_t* body, size_t length);
+  ScanResult scan(const uint8_t* body, size_t length);
 
   // Empties the columns and values.
   void forget();
@@ -142,17 +142,17 @@ class BodyScan {
   std::vector<uint64_t> brackets_;  // a bit for each open bracket: 1 = object
   std::string text_;                // an unescaped key or value
   std::string message_;
-  Verdict verdict_ = Verdict::ok;
+  ScanResult result_ = ScanResult::ok;
 };
 
-inline Verdict BodyScan::scan(const uint8_t* body_begin, size_t length) {
+inline ScanResult BodyScan::scan(const uint8_t* body_begin, size_t length) {
   begin_ = body_begin;
   end_ = body_begin + length;
   forget();
   if (text_.capacity() > KEPT_BYTES) std::string().swap(text_);
-  verdict_ = Verdict::ok;
+  result_ = ScanResult::ok;
   if (body(begin_) == nullptr) forget();
-  return verdict_;
+  return result_;
 }
 
 inline void BodyScan::forget() {
@@ -411,14 +411,14 @@ inline BodyScan::Bytes BodyScan::string_end(Bytes p) {
 // -- refusals -----------------------------------------------------------------------------------
 
 inline BodyScan::Bytes BodyScan::malformed(Bytes p, const char* why) {
-  verdict_ = Verdict::malformed;
+  result_ = ScanResult::malformed;
   message_ = why;
   message_ += p < end_ ? " at byte " + std::to_string(p - begin_) : " at the end of the body";
   return nullptr;
 }
 
 inline BodyScan::Bytes BodyScan::wrong(const std::string& what) {
-  verdict_ = Verdict::wrong;
+  result_ = ScanResult::wrong;
   message_ = what;
   return nullptr;
 }

@@ -7,7 +7,7 @@ from libcpp.string cimport string
 
 
 cdef extern from "json/scan.hpp" namespace "kvd::scanning" nogil:
-    cdef enum class Verdict(uint8_t):
+    cdef enum class ScanResult(uint8_t):
         ok
         malformed  # not JSON
         wrong      # JSON, but not what the route wants
@@ -40,7 +40,7 @@ cdef extern from "json/scan.hpp" namespace "kvd::scanning" nogil:
     cdef cppclass BodyScan:
         void add_array(const string& name, Element element, cbool nullable) except +
         void add_field(const string& name) except +
-        Verdict scan(const uint8_t* body, size_t length) except +
+        ScanResult scan(const uint8_t* body, size_t length) except +
         void forget()                                  # empties columns and values
         const string& message()                        # why the last scan was not ok
         size_t held_bytes()                            # memory kept for the next scan

@@ -61,12 +61,12 @@ cdef class BodyScanner:
         with several problems is called by the first in reading order, where fields that are too
         long or unconvertible come last of all.
         """
-        cdef Verdict verdict = self.core.scan(
+        cdef ScanResult result = self.core.scan(
             <const uint8_t*>PyBytes_AS_STRING(body), <size_t>PyBytes_GET_SIZE(body)
         )
-        if verdict == Verdict.malformed:
+        if result == ScanResult.malformed:
             raise ValueError(self.core.message().decode())
-        if verdict == Verdict.wrong:
+        if result == ScanResult.wrong:
             raise TypeError(self.core.message().decode())
         try:
             return self.members()

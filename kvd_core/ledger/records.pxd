@@ -10,6 +10,8 @@
     'E'    it has ended               the same
     'O'    an output block more       u32 ledger, f64 fraction (below 0: as it was), u16 n, id
 
+A change of these is another FORMAT of the file (kvd/persistence/frames.py).
+
 `ledger` is the number under which the ledger has been told of. `admitted` is in seconds of the
 clock that the ledger was given. What a request holds is its path in the trie, so one that has been
 booked long ago can be told of as well as a new one.

@@ -64,7 +64,7 @@ cdef class Pool:
     cpdef bytes render_answer(self, bytes opening, bytes members, Py_ssize_t candidate,
                               Settings settings)
     cdef void note_asked(self) noexcept  # counts the prompt as a question
-    # Notes the prompt as cached by a candidate, if its index keeps predictions.
+    # What the terms of one candidate need of those that may be chosen.
     cdef Others others(self, const CSettings* settings, const uint8_t* mask) noexcept
     cdef row(self, size_t candidate, const CSettings* settings, const uint8_t* mask,
              const double* factors, Others others)

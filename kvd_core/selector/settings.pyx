@@ -60,7 +60,7 @@ cdef class Settings:
         `weighted` takes the weighted cost, with the weights from `uncached` to `product` and the
         tokens of `saturation`, else Dynamo's, with those before. `policy` is what the caller calls
         that. A session stays with a rank that has at most `session_bound` times the mean requests
-        plus 1, see Pool.stays.
+        plus 1, see Pool.stay.
         `temperature` 0 takes the lowest cost. `track_prefill` and `track_active_blocks` say which
         terms the cost has; `last_token`, that its block is computed even if it is cached. A rank is
         busy above `queue_threshold` times its max_num_batched_tokens. The other thresholds take a

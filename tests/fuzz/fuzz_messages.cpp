@@ -23,7 +23,7 @@ bool is_array(const std::string& text) {
   scan.add_field("m");
   const std::string body = "{\"m\":" + text + "}";
   const auto* bytes = reinterpret_cast<const uint8_t*>(body.data());
-  if (scan.scan(bytes, body.size()) != kvd::scanning::Verdict::ok) return false;
+  if (scan.scan(bytes, body.size()) != kvd::scanning::ScanResult::ok) return false;
   const kvd::scanning::Value& value = scan.value(0);
   const size_t first = text.find_first_not_of(" \t\r\n");
   const size_t last = text.find_last_not_of(" \t\r\n");

@@ -15,8 +15,8 @@
 using kvd::scanning::BodyScan;
 using kvd::scanning::Element;
 using kvd::scanning::Kind;
+using kvd::scanning::ScanResult;
 using kvd::scanning::Value;
-using kvd::scanning::Verdict;
 
 namespace {
 
@@ -28,7 +28,7 @@ void demand(bool condition) {
 
 struct Scanned {
   BodyScan scan;
-  Verdict verdict;
+  ScanResult result;
 
   explicit Scanned(const std::string& text) {
     scan.add_array("t", Element::u32);
@@ -38,7 +38,7 @@ struct Scanned {
     // Exactly as long as the text, so that a read beyond it is seen.
     body_.reset(new uint8_t[text.size()]);
     std::memcpy(body_.get(), text.data(), text.size());
-    verdict = scan.scan(body_.get(), text.size());
+    result = scan.scan(body_.get(), text.size());
     end_ = body_.get() + text.size();
   }
 
@@ -75,9 +75,9 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const std::string body(reinterpret_cast<const char*>(data), size);
   Scanned one(body), two(with_blanks(body));
 
-  demand(one.verdict == two.verdict);
-  if (one.verdict == Verdict::wrong) demand(one.scan.message() == two.scan.message());
-  demand((one.verdict == Verdict::ok) == one.scan.message().empty());
+  demand(one.result == two.result);
+  if (one.result == ScanResult::wrong) demand(one.scan.message() == two.scan.message());
+  demand((one.result == ScanResult::ok) == one.scan.message().empty());
   demand(one.scan.message().size() < 160);
   for (size_t i = 0; i < ARRAYS; ++i) {
     const auto &narrow = one.scan.narrow(i), &narrow_two = two.scan.narrow(i);
@@ -86,12 +86,12 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     for (size_t k = 0; k < narrow.size(); ++k) demand(narrow.data()[k] == narrow_two.data()[k]);
     for (size_t k = 0; k < wide.size(); ++k) demand(wide.data()[k] == wide_two.data()[k]);
     demand(one.scan.present(i) == two.scan.present(i));
-    if (one.verdict != Verdict::ok)
+    if (one.result != ScanResult::ok)
       demand(!one.scan.present(i) && narrow.size() + wide.size() == 0);
   }
   for (size_t i = 0; i < FIELDS; ++i) {
     demand(one.text(i) == two.text(i));
-    demand(one.verdict == Verdict::ok || one.text(i) == "absent");
+    demand(one.result == ScanResult::ok || one.text(i) == "absent");
   }
   return 0;
 }

@@ -11,7 +11,7 @@ from libc.stdint cimport uint8_t, uint64_t
 from libcpp.string_view cimport string_view
 
 from kvd.http.permits cimport Text
-from kvd_core.json.scan cimport BodyScanner, Kind, Value, Verdict
+from kvd_core.json.scan cimport BodyScanner, Kind, Value, ScanResult
 
 from kvd.errors import Invalid
 from kvd.faces.common import bodies
@@ -26,7 +26,7 @@ cdef class BodyReader(BodyScanner):
     """The body scanner of a hot route, with the members' values."""
 
     cdef bint scans(self, const char* body, size_t size) except -1:
-        return self.core.scan(<const uint8_t*>body, size) == Verdict.ok
+        return self.core.scan(<const uint8_t*>body, size) == ScanResult.ok
 
     cdef int read(self, const char* body, size_t size) except -1:
         if not self.scans(body, size):

@@ -92,6 +92,7 @@ def dump_route(state: State, dumps: ConcurrencyLimit) -> Route:
 
 
 def _hot(path: str, handler: HotHandler) -> Route:
+    # The server replaces LONG_BODY_LIMIT by the setting http_body_bytes (kvd.app.api_server).
     return Route("POST", path, handler, True, LONG_BODY_LIMIT, scope=Scope.READ)
 
 
