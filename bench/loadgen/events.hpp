@@ -1,5 +1,5 @@
-// vLLM KV-event batches as msgpack: [timestamp, [event, ...], null]. Events are tagged arrays, or the
-// tagged maps of newer versions.
+// vLLM KV-event batches as msgpack: [timestamp, [event, ...], null]. Events are tagged arrays, or
+// the tagged maps of newer versions.
 #pragma once
 
 #include <cstdint>

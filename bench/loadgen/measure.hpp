@@ -1,4 +1,5 @@
-// What is measured and how it is printed: clocks, a server process's usage, percentiles, JSON lines.
+// What is measured and how it is printed: clocks, a server process's usage, percentiles, JSON
+// lines.
 #pragma once
 
 #include <time.h>

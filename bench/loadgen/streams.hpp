@@ -1,4 +1,5 @@
-// Modes `streams` and `rounds`: clients of a gateway that read streams of events, on one epoll loop.
+// Modes `streams` and `rounds`: clients of a gateway that read streams of events, on one epoll
+// loop.
 //
 //   streams   next turns of known conversations, in a closed loop or so many a second
 //   rounds    every turn of every conversation once (chats.hpp)

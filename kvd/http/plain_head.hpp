@@ -4,8 +4,8 @@
 //   Host: kvd\r\n                           a host, at most once; any headers of plain names and
 //                                           printable values, ...
 //   Content-Type: application/json\r\n
-//   Content-Length: 3052\r\n                ... at most one length, and nothing that changes how the
-//   \r\n                                    connection or the body is to be read
+//   Content-Length: 3052\r\n                ... at most one length, and nothing that changes how
+//   \r\n                                    the connection or the body is to be read
 //
 // 1. What is plain is well-formed by any reading of RFC 9112, and means the same to any parser.
 // 2. What is not plain is not refused: it is left to llhttp, which decides (kvd/http/head.py).
@@ -33,8 +33,9 @@ struct PlainHeader {
   Text name, value;
 };
 
-// Whether a `Host` is one for every reader: nothing, or a name of labels of 1 to 63 letters, digits,
-// `-` and `_` (and perhaps the root's dot), or an IPv6 address in brackets, and perhaps a port.
+// Whether a `Host` is one for every reader: nothing, or a name of labels of 1 to 63 letters,
+// digits, `-` and `_` (and perhaps the root's dot), or an IPv6 address in brackets, and perhaps a
+// port.
 inline bool names_host(const Text& text) {
   constexpr size_t kMaxLabel = 63, kMaxName = 253, kMaxBracketed = 47, kMaxPort = 5;
   const auto digit = [](char c) { return c >= '0' && c <= '9'; };

@@ -154,8 +154,8 @@ class HashedArena : public Arena<T> {
   uint64_t hash_of(uint32_t id) const { return (*this)[id].hash; }
 };
 
-// Spreads a number over all 64 bits, for everybody alike: tables have a keyed hash (base/keyed.hpp).
-// Constants of the splitmix64 finalizer (Steele, Lea, Flood 2014).
+// Spreads a number over all 64 bits, for everybody alike: tables have a keyed hash
+// (base/keyed.hpp). Constants of the splitmix64 finalizer (Steele, Lea, Flood 2014).
 inline uint64_t mix64(uint64_t x) {
   x ^= x >> 30;
   x *= 0xbf58476d1ce4e5b9ull;
@@ -168,8 +168,8 @@ inline uint64_t mix64(uint64_t x) {
 // moving later entries back: a delete leaves nothing behind, so millions of deletes of absent
 // keys cost nothing and change nothing (deletes of unknown blocks are normal traffic).
 //
-// `Keys` supplies `uint64_t hash_of(uint32_t value) const`, which nobody who chooses keys can foresee
-// (base/keyed.hpp): a way is as long as the keys are many that begin at the same slot.
+// `Keys` supplies `uint64_t hash_of(uint32_t value) const`, which nobody who chooses keys can
+// foresee (base/keyed.hpp): a way is as long as the keys are many that begin at the same slot.
 class ProbeTable {
  public:
   static constexpr uint32_t kEmpty = 0xffffffffu;
@@ -239,8 +239,8 @@ class ProbeTable {
     --count_;
   }
 
-  // Whether all entries are near their homes, as those of a hash that nobody can foresee are: a table
-  // 4/5 full has no way of kFar slots in the age of the universe.
+  // Whether all entries are near their homes, as those of a hash that nobody can foresee are: a
+  // table 4/5 full has no way of kFar slots in the age of the universe.
   template <class Keys>
   bool is_spread(const Keys& keys) const {
     for (uint32_t i = 0; i < slots_.size(); ++i) {

@@ -7,9 +7,9 @@
 //
 //   children_   (root, a) -> 4   (root, x) -> 6   (4, d) -> 9   (4, f) -> 5
 //
-// A node is a chain of consecutive blocks; a block is the path to it. What the nodes have besides is
-// their owner's: who holds the blocks or passes through, how siblings are listed, when two chains are
-// to be one. The owner derives from `Chains` and gives it
+// A node is a chain of consecutive blocks; a block is the path to it. What the nodes have besides
+// is their owner's: who holds the blocks or passes through, how siblings are listed, when two
+// chains are to be one. The owner derives from `Chains` and gives it
 //
 //   Node: parent, first_hash(), chain_hashes(), chain_len()
 //   link(parent, id)       makes a node a child of another
@@ -61,10 +61,10 @@ class Chains {
     return at == ProbeTable::kEmpty ? kNone : children_.at(at);
   }
 
-  // Goes down from `above` for at most n blocks. Calls visit(node, start, met) for each chain on the
-  // way, with the blocks before it and those met of it, and returns how many were met in all.
-  // next(above, start) is the child that begins with block `start`, or kNone; equal(node, start, most)
-  // says how many of the chain's first `most` blocks are those from `start` on, one at least.
+  // Goes down from `above` for at most n blocks. Calls visit(node, start, met) for each chain on
+  // the way, with the blocks before it and those met of it, and returns how many were met in all.
+  // next(above, start) is the child that begins with block `start`, or kNone; equal(node, start,
+  // most) says how many of the chain's first `most` blocks are those from `start` on, one at least.
   //
   //   a b c f y   visits   4: start 0, met 3      5: start 3, met 1; nothing below it is y
   //   a b z                4: start 0, met 2      within the chain

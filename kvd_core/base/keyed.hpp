@@ -1,21 +1,21 @@
-// The hash of tables whose keys outsiders choose: no two processes, and no two tables, have the same.
+// The hash of tables whose keys outsiders choose: each table of each process has its own.
 //
-//   a ──^ k0──× k1──fold──^ b──× k2──fold──> 64 bits       fold: both halves of the 128-bit product,
-//                                                                xored
+//   a ──^ k0──× k1──fold──^ b──× k2──fold──> 64 bits     fold: both halves of the 128-bit product,
+//                                                              xored
 //
 // Names of blocks, hashes of prompts and ids of requests come from outside in bulk. A mixer that
-// everybody knows can be run backwards: a batch of 100,000 names that all begin at one slot of a probe
-// table costs the square of that, 22 s. So three numbers are drawn from the operating system for
-// each table. Both factors are odd and unknown: how the products of two keys differ depends on all
-// bits of k1 and of the keys, and is unknown before the second product spreads it again. So a
+// everybody knows can be run backwards: a batch of 100,000 names that all begin at one slot of a
+// probe table costs the square of that, 22 s. So three numbers are drawn from the operating system
+// for each table. Both factors are odd and unknown: how the products of two keys differ depends on
+// all bits of k1 and of the keys, and is unknown before the second product spreads it again. So a
 // difference between keys that makes hashes collide in one process does nothing in the next.
 //
 // What it does not give: it is no cryptographic function. Whoever sees hashes, or could time single
 // probes, might learn of the numbers; neither hashes nor the order of a table leave the process.
 // Within one table equal keys have equal hashes for its life: the numbers are never drawn anew.
 //
-// Costs: two multiplications, about 3 ns; texts a multiplication for each 8 bytes; a system call for
-// each hash that is made, some 0.3 us.
+// Costs: two multiplications, about 3 ns; texts a multiplication for each 8 bytes; a system call
+// for each hash that is made, some 0.3 us.
 #pragma once
 
 #include <unistd.h>
@@ -80,8 +80,8 @@ class KeyedHash {
   uint64_t mask_, first_, second_;
 };
 
-// Whether the buckets of a table of the standard library are as short as a hash makes them that nobody
-// can foresee; entries of equal keys stand side by side and count once.
+// Whether the buckets of a table of the standard library are as short as a hash makes them that
+// nobody can foresee; entries of equal keys stand side by side and count once.
 template <class Table>
 bool is_spread(const Table& table) {
   constexpr size_t kMost = 64;

@@ -1,10 +1,11 @@
 // Memory in mappings of its own, for what is large.
 //
-// The C library's heap gives back what is free at its end, and nothing below the last byte in use. An
-// index that has shrunk leaves holes between what Python and libzmq hold on to, and they stay resident.
-// What is mapped here is gone the moment that it is freed.
+// The C library's heap gives back what is free at its end, and nothing below the last byte in use.
+// An index that has shrunk leaves holes between what Python and libzmq hold on to, and they stay
+// resident. What is mapped here is gone the moment that it is freed.
 //
-// Costs: a mapping and its end some 2 us, and each page the kernel's clearing of it, 0.1 to 0.25 us.
+// Costs: a mapping and its end some 2 us, and each page the kernel's clearing of it, 0.1 to 0.25
+// us.
 #pragma once
 
 #include <sys/mman.h>

@@ -1,10 +1,11 @@
 // What a slice of long work may still do: steps, and time.
 //
-// A step is what takes 0.1 us at most; who works counts them. So what a slice does is the same on every
-// machine, and small work never reads a clock. But a count is as good as what a step really takes: where
-// that is far more (input that nobody has thought of), the slice ends when it has taken kSlack times as long
-// as its steps should. No sum of steps can stop everybody else. The time is the thread's own: what others
-// take of the core is none of the work, and how it is cut does not depend on them.
+// A step is what takes 0.1 us at most; who works counts them. So what a slice does is the same on
+// every machine, and small work never reads a clock. But a count is as good as what a step really
+// takes: where that is far more (input that nobody has thought of), the slice ends when it has
+// taken kSlack times as long as its steps should. No sum of steps can stop everybody else. The time
+// is the thread's own: what others take of the core is none of the work, and how it is cut does not
+// depend on them.
 //
 // Costs: a clock read, some 0.2 us, each kCheckEvery steps.
 #pragma once

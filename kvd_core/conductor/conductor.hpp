@@ -8,10 +8,10 @@
 // rank or none; it is a rank of the index, with a names table and layers of its own. Media beyond
 // the tiers are further layers.
 //
-// A namespace (adapter and salt) is what its names add to the seed of local hashes, so it is part of
-// the path in the tree. A block that has no place yet waits for it. So the order of events does not
-// matter, but for two: a hash that becomes ambiguous later keeps what it meant, and a block whose
-// parent tells of its salt later was hashed without it (counted: parked_unsalted).
+// A namespace (adapter and salt) is what its names add to the seed of local hashes, so it is part
+// of the path in the tree. A block that has no place yet waits for it. So the order of events does
+// not matter, but for two: a hash that becomes ambiguous later keeps what it meant, and a block
+// whose parent tells of its salt later was hashed without it (counted: parked_unsalted).
 //
 // The class is here, with its short members. The rest of it, by subject, comes with this header:
 //
@@ -23,11 +23,12 @@
 // Invariants
 //   1. a parked block of a holder has an entry for each thing it waits for; entries of blocks that
 //      are parked no longer are recognised by their stamp, and dropped with time;
-//   2. only an engine's own events make second copies (index/index.hpp); in a standard event storing a hash
-//      again changes nothing, and its removal takes all copies.
+//   2. only an engine's own events make second copies (index/index.hpp); in a standard event
+//      storing a hash again changes nothing, and its removal takes all copies.
 //
-// Costs: those of the index, a look-up a block while anything is loose, and for a hash that nobody of
-// the instance has announced one look-up a rank of the index. A loose block takes about 300 bytes.
+// Costs: those of the index, a look-up a block while anything is loose, and for a hash that nobody
+// of the instance has announced one look-up a rank of the index. A loose block takes about 300
+// bytes.
 #pragma once
 
 #include <algorithm>
@@ -55,7 +56,8 @@ class Conductor final : public Placements {
  public:
   enum class Outcome : uint8_t { PLACED, PARKED, FULL, REFUSED };
 
-  // Costs the index nothing: what it needs of that comes with the first source, or question by hash.
+  // Costs the index nothing: what it needs of that comes with the first source, or question by
+  // hash.
   Conductor(Index& index, uint64_t seed) : index_(index), seed_(seed) {}
   Conductor(const Conductor&) = delete;
   Conductor& operator=(const Conductor&) = delete;
@@ -119,9 +121,9 @@ class Conductor final : public Placements {
   // `place_waiting` has to follow.
   Outcome store(Source* source, RankId id, const StoredBlocks& e);
 
-  // Blocks told by hash alone, from `from` on until the steps are used up, one at least. Returns how
-  // far it has come, kNone when they are refused because the index is full. `place_waiting` has to
-  // follow.
+  // Blocks told by hash alone, from `from` on until the steps are used up, one at least. Returns
+  // how far it has come, kNone when they are refused because the index is full. `place_waiting` has
+  // to follow.
   uint32_t store_named(Source* source, RankId id, const uint64_t* hashes, uint32_t from, uint32_t n,
                        LayerId layer, uint64_t space, bool by_engine, bool has_parent,
                        Steps& steps);
@@ -174,8 +176,9 @@ class Conductor final : public Placements {
 
   // ---- questions
 
-  // Gives blocks told by sequence hash alone their places behind `last`, the last one of a prompt in a
-  // namespace that the tree has (kNone: it has none); kExplainedAtOnce at most. False without any.
+  // Gives blocks told by sequence hash alone their places behind `last`, the last one of a prompt
+  // in a namespace that the tree has (kNone: it has none); kExplainedAtOnce at most. False without
+  // any.
   bool place_by_prompt(BlockId last, const uint64_t* locals, const uint64_t* plain, size_t from,
                        size_t n, uint64_t space);
 
@@ -202,9 +205,9 @@ class Conductor final : public Placements {
     return held;
   }
 
-  // ---- told by the index
-  // Virtual, so they have their bodies here: each module that includes a class with one that is only
-  // declared in it would emit the class's table, and all that this leads to.
+  // ---- told by the index Virtual, so they have their bodies here: each module that includes a
+  // class with one that is only declared in it would emit the class's table, and all that this
+  // leads to.
 
   void placed(const Store& s, const BlockId* blocks) override {
     if (loose_.empty()) return;

@@ -6,9 +6,10 @@
 //                                              v
 //                                          Conductor
 //
-// The hashes are the engine's: they mean what they mean in whatever namespace. Cache groups and second
-// copies are as for workers: a hybrid model's window groups, on the device, end what can be reused. An
-// event about anything else than a prefix (a remote copy, a group of another kind) has no effect.
+// The hashes are the engine's: they mean what they mean in whatever namespace. Cache groups and
+// second copies are as for workers: a hybrid model's window groups, on the device, end what can be
+// reused. An event about anything else than a prefix (a remote copy, a group of another kind) has
+// no effect.
 #pragma once
 
 #include <algorithm>
@@ -63,7 +64,8 @@ class EngineEvents {
 
   enum class Progress : uint8_t { REFUSED, DONE, UNFINISHED };
 
-  // Begins a batch; nothing is counted of one that is refused whole. What was unfinished is dropped.
+  // Begins a batch; nothing is counted of one that is refused whole. What was unfinished is
+  // dropped.
   Progress apply(const uint8_t* payload, size_t size, uint32_t steps) {
     flaw_ = kReasons;
     std::fill(std::begin(bad_), std::end(bad_), 0);
@@ -183,8 +185,8 @@ class EngineEvents {
 
   static constexpr Place kNowhere{kNone, false};
 
-  // Stores a part of an event's blocks, in all groups if it names none; returns how far it has come.
-  // What it has no tokens for counts in the groups beside the main one only.
+  // Stores a part of an event's blocks, in all groups if it names none; returns how far it has
+  // come. What it has no tokens for counts in the groups beside the main one only.
   uint32_t store_blocks(RankId id, const StoredEvent& e, LayerId layer, LayerId medium,
                         std::string_view adapter, uint32_t from, Steps& steps) {
     const uint32_t size = conductor_.index().block_size();

@@ -210,7 +210,8 @@ inline bool Conductor::credit(Source& source, RankId id, uint64_t hash, LayerId 
     return true;
   }
   if (!index_.budget_->fits(1)) return false;
-  // What is parked may be asked about a thousand times: only for what is new is it looked elsewhere.
+  // What is parked may be asked about a thousand times: only for what is new is it looked
+  // elsewhere.
   const bool known = knows(index_.ranks_[id], name);
   const BlockId block = known ? kNone : meaning_or_standard(source, id, hash, space, by_engine);
   if (block != kNone) {

@@ -6,19 +6,20 @@
 //
 //   {"default":{"a":{"longest_matched":16,"GPU":12,"CPU":8,"DISK":0,"DP":{"0":12}}}}
 //
-// A rank reaches as far as it, or somebody of the instance without a rank, holds every block on some
-// medium. Within that, blocks are counted for each medium, and those of its own. An instance shows
-// the most of its ranks, each figure by itself. All figures are tokens.
+// A rank reaches as far as it, or somebody of the instance without a rank, holds every block on
+// some medium. Within that, blocks are counted for each medium, and those of its own. An instance
+// shows the most of its ranks, each figure by itself. All figures are tokens.
 //
 // What a rank with window groups (hybrid models) holds on the device ends where they say, as in
-// index/match.hpp: at the deepest block behind which each such group still holds the blocks it has to.
+// index/match.hpp: at the deepest block behind which each such group still holds the blocks it has
+// to.
 //
-// The tree's path is met first, chain by chain as in index/match.hpp; behind its end, blocks that nobody
-// has told the tokens of are looked up one by one, up to the first that nobody holds.
+// The tree's path is met first, chain by chain as in index/match.hpp; behind its end, blocks that
+// nobody has told the tokens of are looked up one by one, up to the first that nobody holds.
 //
-// Costs: path O(blocks), runs on the path x their members, rows; one look-up a block behind the path
-// while anything is loose. What the index counts of questions changes, and blocks that nobody has told
-// the tokens of get their places where a prompt shows them (Conductor::place_by_prompt).
+// Costs: path O(blocks), runs on the path x their members, rows; one look-up a block behind the
+// path while anything is loose. What the index counts of questions changes, and blocks that nobody
+// has told the tokens of get their places where a prompt shows them (Conductor::place_by_prompt).
 #pragma once
 
 #include <algorithm>
@@ -84,8 +85,8 @@ class Holdings {
     if (met != n && conductor.anything_loose()) take_loose(conductor, sequences, met, n, space);
   }
 
-  // Renders the instances of the conductor, or one, then workers of the index that are none of them.
-  // `tenant` and `only` are JSON texts; an empty `only` is all.
+  // Renders the instances of the conductor, or one, then workers of the index that are none of
+  // them. `tenant` and `only` are JSON texts; an empty `only` is all.
   void render(const Conductor& conductor, const std::vector<const Worker*>& workers,
               std::string_view tenant, std::string_view only, std::string& out) {
     out.assign("{").append(tenant).append(":{");
@@ -107,8 +108,8 @@ class Holdings {
     std::vector<Reaches> ranks;
   };
 
-  // The rows of those instances that have an engine of the adapter registered or hold a beginning of the
-  // prompt, and of the workers.
+  // The rows of those instances that have an engine of the adapter registered or hold a beginning
+  // of the prompt, and of the workers.
   std::vector<TierRow> tiers(const Conductor& conductor, const std::vector<const Worker*>& workers,
                              uint64_t adapter, std::string_view only) {
     std::vector<TierRow> rows;

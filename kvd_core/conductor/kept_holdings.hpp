@@ -9,14 +9,15 @@
 //                         'W'    its name is known ─> gains the medium
 //                                else ─> waits, and is tried once
 //
-// A holder's id is a JSON text, "PUBLISHER/BACKEND/r" or, without a rank, "PUBLISHER/BACKEND/-"; the
-// publisher is its place in a list that both processes have.
+// A holder's id is a JSON text, "PUBLISHER/BACKEND/r" or, without a rank, "PUBLISHER/BACKEND/-";
+// the publisher is its place in a list that both processes have.
 //
 // What lies before a block that nobody holds is not written: the block waits until a prompt or an
 // event tells of it, which is when it counts again in any case. Second copies are not written.
 //
 // Invariant: writing changes nothing; it may be left and gone on with while publishers come and go,
-// as a dump may (dump/dump.hpp). A block that is held or waits all the time is written at least once.
+// as a dump may (dump/dump.hpp). A block that is held or waits all the time is written at least
+// once.
 //
 // Costs: 24 bytes a block, some 90 a block that waits; restoring costs what storing does, and
 // kStepsAWaiter for each that waits.
@@ -81,7 +82,8 @@ inline bool Conductor::await_sequences(RankId id, const Store& s) {
   return all;
 }
 
-// Sets aside what waited, and has it tried; `place_waiting` has to follow. False when it is refused.
+// Sets aside what waited, and has it tried; `place_waiting` has to follow. False when it is
+// refused.
 inline bool Conductor::wait_again(RankId id, const StagedWaiting& w, LayerId layer) {
   const uint32_t slot = index_.ranks_[id].names.find(w.name, keys());
   if (slot != Names::kAbsent) {
@@ -130,8 +132,8 @@ class KeptHoldings {
 
   uint64_t blocks_written() const { return runs_.blocks_written(); }
 
-  // Appends records until `out` holds `enough` bytes, or a slice of the work is done; false when all
-  // is written. `publishers` may have gone meanwhile (null), and new ones may have come.
+  // Appends records until `out` holds `enough` bytes, or a slice of the work is done; false when
+  // all is written. `publishers` may have gone meanwhile (null), and new ones may have come.
   bool fill(const std::vector<const Source*>& publishers, std::string& out, size_t enough) {
     name_holders(publishers);
     if (!runs_written_) {

@@ -4,8 +4,8 @@
 //                  └─ else: the sequence hash itself, if the tree has a block of it
 //                  └─ else: parked under its name (conductor/waiting.hpp)
 //
-// It means a block in its namespace only. A holder's names table has it as it is in the namespace of
-// the registration, and mixed with the namespace in others:
+// It means a block in its namespace only. A holder's names table has it as it is in the namespace
+// of the registration, and mixed with the namespace in others:
 //
 //   home 0       hash 501 in 0  ─> name 501      in 7 ─> name 501 ^ mix64(7 ^ 0)
 //   an engine's  hash 501       ─> name 501      in any: its names mean what they mean to it

@@ -1,4 +1,5 @@
-// Writes JSON text as msgpack, part by part: what reads msgpack then reads all publishers of KV events.
+// Writes JSON text as msgpack, part by part: what reads msgpack then reads all publishers of KV
+// events.
 //
 //   {"ts": 1.5,  "events": [7, -1]}
 //   df00000002   a2 t s  cb3ff8..   a6 e v e n t s   dd00000002   07 ff
@@ -10,8 +11,8 @@
 //   1. `open_` are the containers that are not closed yet, at most JsonStream::kMaxDepth;
 //   2. values are those of the text: an integer beyond 64 bits is the nearest double, -0 is 0.
 //
-// Costs: linear; 5 ns a byte of token ids, 10 at worst (short numbers). What is written is at most 2.25
-// times the text (`1e9,`), of token ids and hashes less than it.
+// Costs: linear; 5 ns a byte of token ids, 10 at worst (short numbers). What is written is at most
+// 2.25 times the text (`1e9,`), of token ids and hashes less than it.
 #pragma once
 
 #include <charconv>

@@ -1,4 +1,5 @@
-// What a conductor is made of: its bounds, who has registered and holds blocks, an event understood.
+// What a conductor is made of: its bounds, who has registered and holds blocks, an event
+// understood.
 //
 //   instance "a"   sources   vLLM, rank 0 ── holders   ("", rank 0) id 5
 //                            Mooncake     ── holders   ("pool-a", no rank) id 6

@@ -1,7 +1,8 @@
 // What publishers tell of that has no place in the tree yet, and how it gets one.
 //
-//   loose_   key of hash 501   CREDIT  rank 6, name 501     told without tokens: counts as the block
-//                                                           of sequence hash 501 until 501 is known
+//   loose_   key of hash 501   CREDIT  rank 6, name 501     told without tokens: counts as the
+//                                                           block of sequence hash 501 until that
+//                                                           is known
 //            key of hash 77    CHILD   rank 5, name 78      78 is the block behind 77
 //            key of hash 78    ALIAS   rank 5, name 78      what 78 is called
 //
@@ -13,11 +14,11 @@
 //   place_waiting    ── collect_waiting    what waits for a key ─> waiting_
 //                    └─ try_place          each of these: try_credit, try_behind_parent ─> announce
 //
-// Blocks that wait are in the tables of index/parked.hpp, by holder and name; `loose_` finds them by
-// what they wait for.
+// Blocks that wait are in the tables of index/parked.hpp, by holder and name; `loose_` finds them
+// by what they wait for.
 //
-// Invariants: 1 of conductor/conductor.hpp, which `verify` checks; children wait under `behind(key)`, all
-// others under the key itself.
+// Invariants: 1 of conductor/conductor.hpp, which `verify` checks; children wait under
+// `behind(key)`, all others under the key itself.
 //
 // Costs: a look-up a key while anything is loose, of an engine's own hash one more for each other
 // namespace that its instance is registered in; to place a block what the index takes to store it.
@@ -158,8 +159,8 @@ inline void Conductor::await(uint64_t key) {
   }
 }
 
-// A hash means something now; an engine's own also to whoever of its instance, or for every instance,
-// has told of it by the hash alone, which waits in the namespace of that registration.
+// A hash means something now; an engine's own also to whoever of its instance, or for every
+// instance, has told of it by the hash alone, which waits in the namespace of that registration.
 inline void Conductor::announce(const Source& source, uint64_t space, uint64_t hash,
                                 bool by_engine) {
   if (loose_.empty()) return;
@@ -288,7 +289,8 @@ inline bool Conductor::place_by_prompt(BlockId last, const uint64_t* locals, con
   return true;
 }
 
-// Places the first that waits under the key of its sequence hash; the others follow it as they do any.
+// Places the first that waits under the key of its sequence hash; the others follow it as they do
+// any.
 inline bool Conductor::place(uint64_t key, uint64_t local, uint64_t plain, uint64_t space,
                              BlockId below) {
   const auto range = loose_.equal_range(key);

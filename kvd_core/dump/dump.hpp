@@ -2,7 +2,7 @@
 //
 //   tree      ── [a b c .. 1024] ── [1025 ..] ──┬── [x y]      rank 7 holds a .. 1100 and x
 //                      chain          chain     └── [z]
-//   events    7: a .. 1100       7: x              a run ends where the rank stops or the path forks
+//   events    7: a .. 1100       7: x            a run ends where the rank stops or the path forks
 //
 // The dump follows the tree in preorder (parents before children) and may be left and resumed
 // anywhere, also inside an event, while the index goes on changing: it is weakly consistent. A
@@ -104,9 +104,9 @@ class Dump {
 
   uint64_t blocks_written() const { return blocks_written_; }
 
-  // Appends events until `out` holds `enough` bytes, a slice of the work is done, or all is written:
-  // then it returns false. `owners[rank]` is the id of a rank's worker as JSON, null where the rank is
-  // not to be dumped.
+  // Appends events until `out` holds `enough` bytes, a slice of the work is done, or all is
+  // written: then it returns false. `owners[rank]` is the id of a rank's worker as JSON, null where
+  // the rank is not to be dumped.
   bool fill(const std::vector<const std::string*>& owners, std::string& out, size_t enough) {
     if (open_ && !still_ours(owners)) close(out);
     if (open_) resume(out);
@@ -198,8 +198,8 @@ class Dump {
     return best;
   }
 
-  // Opens the rank's first run in the chain at or behind (layer_, offset_), or has its names collected
-  // first; false without one.
+  // Opens the rank's first run in the chain at or behind (layer_, offset_), or has its names
+  // collected first; false without one.
   bool begin_run(NodeId id, const std::string& owner, std::string& out) {
     const Node& node = tree().node(id);
     uint32_t start = 0;
@@ -386,9 +386,9 @@ class Dump {
     return index_.keys().block(value) == block && (index_.keys().layers(value) >> layer & 1) != 0;
   }
 
-  // Goes on with looking through the rank's names for those that are not the blocks' own. A table that
-  // has grown meanwhile is begun anew. One that was looked through in parts, and still lacks the name,
-  // has changed: then it is looked through at once.
+  // Goes on with looking through the rank's names for those that are not the blocks' own. A table
+  // that has grown meanwhile is begun anew. One that was looked through in parts, and still lacks
+  // the name, has changed: then it is looked through at once.
   void collect(Steps& steps) {
     const Names& all = index_.rank(rank_).names;
     auto& names = other_names_[rank_];

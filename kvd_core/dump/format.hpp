@@ -3,7 +3,7 @@
 //   text     {"worker_id":1,"storage_tier":"device","residency_domain":"worker","event":{
 //            "event_id":0,"data":{"stored":{"parent_hash":null,"start_position":null,"blocks":[
 //            {"block_hash":101,"tokens_hash":14643705804678351452,"mm_extra_info":null}, ..]}},
-//            "dp_rank":0}}                                        one event a run, ~91 bytes a block
+//            "dp_rank":0}}                                    one event a run, ~91 bytes a block
 //
 //   binary   'K' ..                             before a rank's first run: what its stream has told
 //            'R' flags tier group dp_rank parent term worker n | name local | name local | ..
@@ -21,9 +21,10 @@
 //   [text]
 //   n times       u64 name (engine hash), u64 local hash
 //
-// With flag 4, for what a conductor's publishers hold, `term` is the namespace of the blocks; behind
-// the text is u64, the sequence hash of the block before the first (0 unknown or none); and each
-// block has its own behind its local hash. The tier may be a medium. Behind the runs of a partition:
+// With flag 4, for what a conductor's publishers hold, `term` is the namespace of the blocks;
+// behind the text is u64, the sequence hash of the block before the first (0 unknown or none); and
+// each block has its own behind its local hash. The tier may be a medium. Behind the runs of a
+// partition:
 //
 //   u8  'W'       u8  flags   1 its content is known, 2 an engine's own event has told of it,
 //                             4 its sequence hash is certain
@@ -36,13 +37,15 @@
 //   u8  'M'       u8  tier    u32 n, u32 m: a medium beyond the tiers
 //   [name, n bytes]  [the same as a JSON member name, m bytes]
 //
-//   u8  'K'       u8  flags   2 as above, 4 names salts, 8 names offloaded blocks, 16 numbers groups
+//   u8  'K'       u8  flags   2 as above, 4 names salts, 8 names offloaded blocks,
+//                           16 numbers groups
 //   u32 dp_rank   u32 main group, kNone unknown
 //   u64 worker    as above
 //   u8  groups    u8  windows
 //   [text]
 //   groups times  u32 group, u8 kind (1 full attention, 2 window, 3 other), u64 window in tokens
-//   windows times u32 group, u32 blocks behind a prefix's end that the group must hold on the device
+//   windows times u32 group, u32 blocks behind a prefix's end that the group must hold on the
+//   device
 //
 // A longer run, one whose term changes, and one that was left in the middle, goes on in another
 // record whose parent is the last block of the one before. Of a rank that has told nothing there is

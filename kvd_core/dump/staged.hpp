@@ -257,8 +257,8 @@ class Stage {
 
 constexpr uint32_t kStepsARestored = 2;  // a block
 
-// A dump's blocks as those of workers; `workers[i]` is the entry's, or null where its blocks are not
-// wanted (any more).
+// A dump's blocks as those of workers; `workers[i]` is the entry's, or null where its blocks are
+// not wanted (any more).
 class WorkersOf {
  public:
   WorkersOf(Index& index, const std::vector<Worker*>& workers) : index_(index), workers_(workers) {}
@@ -287,7 +287,8 @@ class WorkersOf {
 // A run whose parent its rank does not know yet waits for it (the order of lower-tier events is
 // free). What waits in vain is stored last: the index parks it, as it parks any such event.
 //
-// `To` says whose the blocks are: `WorkersOf`, or what publishers hold (conductor/kept_holdings.hpp).
+// `To` says whose the blocks are: `WorkersOf`, or what publishers hold
+// (conductor/kept_holdings.hpp).
 class Restore {
  public:
   Restore(const Stage& stage, const StagedEntry& entry) : stage_(stage), entry_(entry) {}

@@ -2,7 +2,8 @@
 //
 //   { "m:default": { "block_size": 16, "events": [ { "worker_id": .., "event": { "data":
 //   ENTRIES        ENTRY                         EVENTS RUN                 EVENT      DATA
-//        { "stored": { "parent_hash": .., "blocks": [ { "block_hash": .., "tokens_hash": .. } ] } } } } ] } }
+//        { "stored": { "parent_hash": .., "blocks": [ { "block_hash": .., "tokens_hash": .. } ] } }
+//        } } ] } }
 //          STORED                         BLOCKS    BLOCK
 //
 // Members come in any order and unknown ones are passed over, as Dynamo's own reader does. What is

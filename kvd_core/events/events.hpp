@@ -239,12 +239,12 @@ BatchResult decode_batch(const uint8_t* payload, size_t size, Scratch& scratch, 
 
 // A payload that is decoded and applied in slices. The sink has
 //   begin(bool has_rank, uint32_t rank)   as above
-//   resume()                              before a further slice applies: others may have come between
+//   resume()                              before a further slice: others may have come between
 //   stored(event, from, steps), removed(event, from, steps)
-//                                         applies some of the event's hashes, from that position on,
-//                                         and returns the position that it has come to
+//                                         applies some of the event's hashes, from that position
+//                                         on, and returns the position that it has come to
 //   cleared(event, steps)
-//   place_waiting(steps)                  goes on with what that has set off; false while there is more
+//   place_waiting(steps)                  goes on with what that set off; false while there is more
 //   bad(Reason, count)                    last
 template <class Sink>
 class SlicedBatch {

@@ -2,8 +2,8 @@
 //
 //   [ts, events, rank, id, ...]   or   {"publisher_id": id, ...}        id: a bin of 16 bytes
 //
-// Anything else in its place says nothing. (What only ends like the expected id passes for it: nobody
-// but its publisher can write that.)
+// Anything else in its place says nothing. (What only ends like the expected id passes for it:
+// nobody but its publisher can write that.)
 //
 // Costs: a look at the first byte where a batch has no place for one, as most have; a look at the
 // last 18 where the id is the expected one; else everything before the id is skipped over.

@@ -5,7 +5,8 @@
 //
 // All figures are tokens. A registered rank that caches something a query can credit is listed with
 // zeros where nothing of it matches; a rank known only from its batches, or with no such block (a
-// remembered name is none, nor is a block of a window group alone), is listed when it matched. Instance figures are the best of the instance's ranks, each tier by itself.
+// remembered name is none, nor is a block of a window group alone), is listed when it matched.
+// Instance figures are the best of the instance's ranks, each tier by itself.
 #pragma once
 
 #include <charconv>

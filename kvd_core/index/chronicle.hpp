@@ -4,13 +4,13 @@
 //   oldest ──────────────────────────────────────────────> newest, over the oldest
 //   stored rank 7, device, blocks 0 to 31    removed rank 7, device, block 31    cleared rank 9, ..
 //
-// A block that has gone cannot be pointed to, so a change names it by a key: of its depth, which is the
-// number of blocks before it, and the content of the last kWindow blocks up to it. Two blocks of equal
-// keys differ by what lies further before them only. Of a run that was stored there are the keys of its
-// first block and, by half, of its last.
+// A block that has gone cannot be pointed to, so a change names it by a key: of its depth, which is
+// the number of blocks before it, and the content of the last kWindow blocks up to it. Two blocks
+// of equal keys differ by what lies further before them only. Of a run that was stored there are
+// the keys of its first block and, by half, of its last.
 //
-// A rank is named by its owner: a number that no other rank of the process has had, and that outlives
-// clears. Ranks of publishers have none, and nothing is noted of them.
+// A rank is named by its owner: a number that no other rank of the process has had, and that
+// outlives clears. Ranks of publishers have none, and nothing is noted of them.
 //
 // Times are ticks, of the last `set_time`: whoever keeps the chronicle says what time it is.
 //
@@ -19,7 +19,8 @@
 //      `next()` are there;
 //   2. a rank counts the changes that were noted of it: if so many are found, none is overwritten.
 //
-// Costs: note O(1), 10 ns, of which most is for the keys; 32 bytes a change, taken as they are written.
+// Costs: note O(1), 10 ns, of which most is for the keys; 32 bytes a change, taken as they are
+// written.
 #pragma once
 
 #include <algorithm>

@@ -12,9 +12,9 @@
 //     call it; what a rank calls it is that rank's affair;
 //   - several names of one rank may mean one block; it is held until the last name goes;
 //   - a Stored whose blocks are all held already is a re-announcement and changes nothing: an
-//     engine reuses what it holds. Unless it says which, two kinds are second copies, to be removed:
-//     a single block below a parent (an engine computes a prompt's last block again), and any of
-//     a hybrid model's (it computes again what a window group has dropped);
+//     engine reuses what it holds. Unless it says which, two kinds are second copies, to be
+//     removed: a single block below a parent (an engine computes a prompt's last block again), and
+//     any of a hybrid model's (it computes again what a window group has dropped);
 //   - a name that comes back with other content means the old content is gone;
 //   - a block whose parent is unknown, or that is only named, is parked until what it needs
 //     arrives; parked blocks are bounded, the oldest is dropped first and counted;
@@ -73,7 +73,8 @@ namespace kvd {
 class Index {
  public:
   // `max_blocks` bounds the blocks of the tree, the records, and the names of each rank. Without a
-  // budget the index has one of its own, which is without end; without a chronicle nothing is noted.
+  // budget the index has one of its own, which is without end; without a chronicle nothing is
+  // noted.
   explicit Index(uint32_t block_size, uint32_t max_blocks = Tree::kMaxBlocks,
                  std::shared_ptr<Budget> budget = nullptr,
                  std::shared_ptr<Chronicle> chronicle = nullptr)
@@ -212,8 +213,8 @@ class Index {
     ranks_[id].windows.push_back({layer, blocks});
   }
 
-  // Notes that an engine has told of so many blocks of a lower tier at once: as long as they are always
-  // as many, they are its chunk.
+  // Notes that an engine has told of so many blocks of a lower tier at once: as long as they are
+  // always as many, they are its chunk.
   void note_chunk(RankId id, uint32_t blocks) {
     uint32_t& chunk = ranks_[id].chunk;
     chunk = chunk == 0 || chunk == blocks ? blocks : 1;
@@ -227,8 +228,8 @@ class Index {
   const Sequences* sequences() const { return sequences_.get(); }
 
   // Keeps the sequence hash of every block that is stored from now on. Those that are there get
-  // theirs by `make_sequences`, but where another seed than `seed` has gone into them (adapter, salt):
-  // these are known by one when they are stored again.
+  // theirs by `make_sequences`, but where another seed than `seed` has gone into them (adapter,
+  // salt): these are known by one when they are stored again.
   void keep_sequences(uint64_t seed, Placements* placements) {
     placements_ = placements;
     if (sequences_ != nullptr) return;
@@ -245,8 +246,8 @@ class Index {
     return sequenced() && place_waiting(steps);
   }
 
-  // Has a question's local hashes place blocks of which only the sequence hash was told; whether the
-  // prompt leads further now.
+  // Has a question's local hashes place blocks of which only the sequence hash was told; whether
+  // the prompt leads further now.
   bool place_by_prompt(BlockId last, const uint64_t* locals, size_t from, size_t n) const {
     return placements_ != nullptr && placements_->place_by_prompt(last, locals, from, n);
   }
@@ -273,7 +274,8 @@ class Index {
 
   // Takes a layer from the block that the rank calls `name`.
   void remove(RankId id, uint64_t name, LayerId layer);
-  // The same where the engine says how many copies it has left: as many are kept, whatever was told.
+  // The same where the engine says how many copies it has left: as many are kept, whatever was
+  // told.
   void remove(RankId id, uint64_t name, LayerId layer, uint32_t left);
 
   // Whether nothing is known of the rank's cache: no block, no copy, nothing set aside.

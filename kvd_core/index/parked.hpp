@@ -1,6 +1,6 @@
 // Blocks of an index that have no place yet: their parent is unknown, or all but their name is.
 //
-//   rank 7   parked    12 { content b, parent 11 }   15 { content c, parent 11 }   31 { named only }
+//   rank 7   parked    12 { content b, parent 11 }  15 { content c, parent 11 }  31 { named only }
 //            waiting   11 ─> 15 ─> 12                    those of one parent, the newest first
 //   index    order_    [ 12 | 15 | .. | 31 ]             oldest first, among entries of placed ones
 //
@@ -15,8 +15,8 @@
 //   2. a parked block has one entry in `order_` with its stamp; `parked_` counts those of live
 //      ranks, at most `max_parked_`.
 //
-// Costs: park, unpark O(1); place_parked O(1) and a store of one block for each that is placed; dropping
-// layers O(parked blocks of the rank); some 200 bytes a block (kParkedBytes).
+// Costs: park, unpark O(1); place_parked O(1) and a store of one block for each that is placed;
+// dropping layers O(parked blocks of the rank); some 200 bytes a block (kParkedBytes).
 #pragma once
 
 #include <cstdint>

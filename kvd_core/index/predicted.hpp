@@ -18,10 +18,10 @@
 // The index itself knows nothing of predictions: they are in no answer, dump or statistics of it.
 //
 // Invariants
-//   1. entries are distinct by (owner, hash), each is in `exact_`, in the list of its (owner, local)
-//      that `content_` finds, and in the order of expiry;
-//   2. an owner is a rank from when it is first seen to its next `forget`; entries of earlier owners
-//      are found by nobody and leave with their time.
+//   1. entries are distinct by (owner, hash), each is in `exact_`, in the list of its (owner,
+//      local) that `content_` finds, and in the order of expiry;
+//   2. an owner is a rank from when it is first seen to its next `forget`; entries of earlier
+//      owners are found by nobody and leave with their time.
 //
 // Costs: add O(blocks); reach O(1) and O(blocks that are predicted); evict O(entries of that
 // content), at most kMaxEvicted; forget O(1). 48 bytes an entry and about 12 in the tables.

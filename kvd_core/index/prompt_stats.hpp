@@ -7,8 +7,8 @@
 //   first     of the last kKept, their first tokens, one after the other round the array
 //   seeds     what adapters and salts of engines' prompts add to the seed of local hashes
 //
-// Costs: `note` one store and three additions a prompt; of a seed one comparison, where it is that of
-// the prompt before, and kKept where it is not.
+// Costs: `note` one store and three additions a prompt; of a seed one comparison, where it is that
+// of the prompt before, and kKept where it is not.
 #pragma once
 
 #include <algorithm>

@@ -13,7 +13,8 @@
 // Invariants
 //   1. first the name goes, then the presence, then the block: a name's key may be read back from
 //      its block (index/names.hpp), so no block is trimmed that a slot still means;
-//   2. `copies` and `shared` have no entry for a name without the layer (2 and 1 of index/index.hpp).
+//   2. `copies` and `shared` have no entry for a name without the layer (2 and 1 of
+//      index/index.hpp).
 //
 // Costs: one names probe; one run edit, O(runs of the chain + members of the set changed); blocks
 // freed; perhaps a merge, O(kMaxChain). Forgetting a name: the same for each layer it has.

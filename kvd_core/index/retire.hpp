@@ -8,15 +8,15 @@
 //   retired 7   names [ 17 | .. | R3 | .. | 902 | 18 | .. ]      18 is in the chain of 17
 //                       ─────────>│ sweep_at                     and has nothing left to say
 //
-// A cache of a few names, or of tiers beside others, is cleared at once: name by name, then chain by
-// chain.
+// A cache of a few names, or of tiers beside others, is cleared at once: name by name, then chain
+// by chain.
 //
 // Invariants: 6 of index/index.hpp; a rank's id is given again only when nothing is left of it.
 //
 // Costs: retire, and clear all, O(1), but O(ranks) where ranks are seen as others; clear a part
-// O(names of the rank), with an edit of its runs for each chain that is left. A step of the sweep is
-// 16 slots of names, 8 blocks freed, 64 members of a set copied, a record or an exception, and
-// a chain takes 16 besides: 0.1 us at most.
+// O(names of the rank), with an edit of its runs for each chain that is left. A step of the sweep
+// is 16 slots of names, 8 blocks freed, 64 members of a set copied, a record or an exception, and a
+// chain takes 16 besides: 0.1 us at most.
 #pragma once
 
 #include <algorithm>
@@ -134,7 +134,8 @@ inline void Index::clear_rarities(RareState& rare, LayerMask mask) {
 // Takes the rank off a whole chain. Returns the members of the sets that changed.
 //
 //   before   [a b c d e]   DEVICE {2,7} to 2, {7} to 5     rank 7 holds 5
-//   after    [a b c d e]   DEVICE {2} to 2                 rank 7 holds none; the caller trims c d e
+//   after    [a b c d e]   DEVICE {2} to 2                 rank 7 holds none; the caller trims
+//                                                          c d e
 inline size_t Index::leave_chain(RankId id, NodeId node, LayerMask mask) {
   Rank& rank = ranks_[id];
   size_t copied = 0;

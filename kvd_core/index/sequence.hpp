@@ -1,5 +1,5 @@
-// Blocks by sequence hash: an index over the tree's blocks, kept from the first time on that somebody
-// asks by it.
+// Blocks by sequence hash: an index over the tree's blocks, kept from the first time on that
+// somebody asks by it.
 //
 //   key      namespace ? sequence hash ^ keyed hash of the namespace : sequence hash
 //   keys     [ 0x91c0.. | 0x7ad2.. | 0 | .. ]     by block id, 0: not known; in pages of 256
@@ -13,8 +13,8 @@
 //   2. `spaces_` has the namespace of every block in the slots that has one;
 //   3. what lies before a block in the slots is in the slots, in the same namespace.
 //
-// Costs: find, set, erase O(1); 8 bytes a block id and 5 to 10 a block, 48 more in a namespace. Pages
-// do not move: nothing takes a time that grows with the blocks, but the slots when they grow.
+// Costs: find, set, erase O(1); 8 bytes a block id and 5 to 10 a block, 48 more in a namespace.
+// Pages do not move: nothing takes a time that grows with the blocks, but the slots when they grow.
 #pragma once
 
 #include <cstdint>
@@ -92,8 +92,8 @@ class Sequences {
     }
   }
 
-  // Sets the sequence hashes of consecutive blocks behind `above` that another process knew (0: it did
-  // not); returns of how many.
+  // Sets the sequence hashes of consecutive blocks behind `above` that another process knew (0: it
+  // did not); returns of how many.
   uint32_t recall(BlockId above, const BlockId* blocks, const uint64_t* sequences, uint32_t n,
                   uint64_t space) {
     if (above != kNone && (sequence_of(above) == 0 || space_of(above) != space)) return 0;

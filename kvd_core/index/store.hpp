@@ -10,17 +10,17 @@
 //                   hold     31 │ 40 41        one edit of runs for what is gained of a chain
 //   parked below?   has its place now
 //
-// What a re-announcement is, what a second copy: the rules of index/index.hpp. `make_room` comes before
-// all else, because it may move chains.
+// What a re-announcement is, what a second copy: the rules of index/index.hpp. `make_room` comes
+// before all else, because it may move chains.
 //
 // Invariants
 //   1. from the last walk until the runs are edited nothing is trimmed or merged: a block that only
 //      a ghost has kept lives on by what is stored;
 //   2. names that mean other content lose it even where the store is refused for want of budget.
 //
-// Costs of n blocks: walk O(n), one names probe a block; one run edit a chain, O(runs of the chain +
-// members of the sets changed); a split O(kMaxChain) at a branch. Over the budget, one names probe a
-// block more, and sweeping for as long as the store would take.
+// Costs of n blocks: walk O(n), one names probe a block; one run edit a chain, O(runs of the chain
+// + members of the sets changed); a split O(kMaxChain) at a branch. Over the budget, one names
+// probe a block more, and sweeping for as long as the store would take.
 #pragma once
 
 #include <algorithm>
@@ -81,8 +81,8 @@ inline bool Index::store_named(RankId id, const uint64_t* names, uint32_t n, Lay
 
 // ---- room
 
-// Whether the budget has room for what a run behind `at` would add; what is told again adds nothing.
-// Where it has not, names that mean other blocks lose these all the same: they are gone.
+// Whether the budget has room for what a run behind `at` would add; what is told again adds
+// nothing. Where it has not, names that mean other blocks lose these all the same: they are gone.
 inline bool Index::affords(RankId id, const Store& s, Position at) {
   if (budget_->fits(s.n)) return true;
   ids_.resize(s.n);

@@ -105,14 +105,16 @@ class Stream {
   // Events that had no effect since the stream was made, by Ignored.
   const uint64_t* ignored() const { return ignored_; }
 
-  // Whether events had no effect since the engine's process began, and none that stored has had any.
+  // Whether events had no effect since the engine's process began, and none that stored has had
+  // any.
   bool is_unused() const { return ignores_ && !stores_; }
 
   // Tokens a block of the last event that was ignored for them since then, 0 if none was.
   uint64_t other_block_size() const { return other_block_size_; }
 
   // Drops every block of every rank this stream has spoken for or may speak for yet, and what it
-  // was taught: another engine process speaks from now on. O(ranks); `Index::sweep` frees the blocks.
+  // was taught: another engine process speaks from now on. O(ranks); `Index::sweep` frees the
+  // blocks.
   void clear() {
     batch_.drop();
     drop_restored();

@@ -5,8 +5,8 @@
 //              "lower_tier":[["host_pinned",{"hits":[[{"worker_id":7,"dp_rank":0},1]]}]]}}
 //
 // All figures are blocks. A tier's hits are what it adds behind the point that the rank has reached
-// on the tiers before it: they add up to the depths of `Match`. Rows of 0 and tiers without hits are
-// left out.
+// on the tiers before it: they add up to the depths of `Match`. Rows of 0 and tiers without hits
+// are left out.
 //
 // Costs: O(ranks), and O(r log r) for the r ranks that match.
 #pragma once

@@ -1,23 +1,24 @@
-// Why a prompt is cached on a rank as far as it is and no further, and what has become of its blocks.
+// Why a prompt is cached on a rank as far as it is and no further, and what has become of its
+// blocks.
 //
 //   prompt   h0 h1 h2 h3 h4 h5          rank 7   device h0 h1      ends before h2: removed 3 s ago
 //                                                host   h2 h3      ends before h4: never stored
 //   chronicle ──> each change of a block of the prompt, by its key
 //
-// A tier ends before the first block that is not reused from it. For that block, and for the one before
-// which all tiers end, the changes of the rank are followed from the oldest on:
+// A tier ends before the first block that is not reused from it. For that block, and for the one
+// before which all tiers end, the changes of the rank are followed from the oldest on:
 //
 //   not yet ──stored──> held ──removed──> evicted ──stored──> held ──cleared──> cleared
 //
-// "Not yet" is "never stored" at the end if no change of the rank was overwritten, else it is not known.
-// Of a run that was stored, the first block and, if the prompt has it, the last tell that it is the
-// prompt's. Where the prompt leaves a run in its middle, or ends there, it is not known how much of it was
-// the same: what a clear then means for a block between is not known either.
+// "Not yet" is "never stored" at the end if no change of the rank was overwritten, else it is not
+// known. Of a run that was stored, the first block and, if the prompt has it, the last tell that it
+// is the prompt's. Where the prompt leaves a run in its middle, or ends there, it is not known how
+// much of it was the same: what a clear then means for a block between is not known either.
 //
 // Nothing is changed. What happens after `Trace` was made is not seen, but for what it overwrites.
 //
-// Costs: making it O(blocks of the prompt), and for each rank a walk over the runs of some chains; then
-// O(changes), 10 to 20 ns each.
+// Costs: making it O(blocks of the prompt), and for each rank a walk over the runs of some chains;
+// then O(changes), 10 to 20 ns each.
 #pragma once
 
 #include <algorithm>

@@ -238,7 +238,8 @@ class Tree : public Chains<Tree, Node> {
       i += extend(tip, locals + i, names + i, n - i, out + i);
     }
     if (!branches) return;
-    // A chain that was too long to be merged with its neighbours has left two parts that may not be.
+    // A chain that was too long to be merged with its neighbours has left two parts that may not
+    // be.
     merge_with_only_child(nodes_[head].parent);
     merge_with_only_child(at.node);
   }
@@ -357,8 +358,8 @@ class Tree : public Chains<Tree, Node> {
     return id == kRoot ? kNone : nodes_[id].next;
   }
 
-  // Begins a traversal: `next` is the first node. It survives any mutation between its steps: it may see
-  // a block twice, and never misses one that was there all the time.
+  // Begins a traversal: `next` is the first node. It survives any mutation between its steps: it
+  // may see a block twice, and never misses one that was there all the time.
   void watch(Watcher* w) {
     w->next = successor(kRoot);
     watchers_.push_back(w);
@@ -476,8 +477,8 @@ class Tree : public Chains<Tree, Node> {
     }
   }
 
-  // Splits a node behind its first `at` blocks and returns the head, a new node. A traversal that was
-  // to come to the tail comes to the head first, or it would miss those blocks.
+  // Splits a node behind its first `at` blocks and returns the head, a new node. A traversal that
+  // was to come to the tail comes to the head first, or it would miss those blocks.
   //
   //   P ── 9 [a b c d e] depth 3 ── kids   =>   P ── 4 [a b] depth 3 ──── 9 [c d e] depth 5 ── kids
   //   blocks  c: (9, 2)                         c: (9, 0)     a, b: of 4, as far from its start

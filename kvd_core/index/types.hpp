@@ -62,9 +62,9 @@ constexpr size_t kMaxGroups = 64;
 // Names of a cache that is cleared at once, in some microseconds: no more than a new rank costs.
 constexpr uint32_t kClearAtOnce = 64;
 
-// What indexes that share it may have together, and what they have. Names are counted of live ranks:
-// (rank, block) pairs; blocks also where nobody holds them any more, between others that are held.
-// Of a budget of n there are n of each at most, and what was parked before it was used up.
+// What indexes that share it may have together, and what they have. Names are counted of live
+// ranks: (rank, block) pairs; blocks also where nobody holds them any more, between others that are
+// held. Of a budget of n there are n of each at most, and what was parked before it was used up.
 struct Budget {
   uint64_t max = UINT64_MAX;  // of blocks, and of names
   uint64_t blocks = 0;
@@ -125,7 +125,8 @@ struct Parked {
   uint64_t sequence = 0;   // sequence hash, 0 unknown
   bool by_engine = false;  // an engine's own event has told of it
   bool certain = false;    // it had a place with that sequence hash, in another process
-  // The others of its rank that wait for the same parent; null where it waits for none (publishers').
+  // The others of its rank that wait for the same parent; null where it waits for none
+  // (publishers').
   uint64_t name = 0;  // its own
   Parked* newer = nullptr;
   Parked* older = nullptr;
@@ -206,11 +207,13 @@ struct RankTraits {
   bool listed = false;          // registered, so it is shown without a match too
   bool salted = false;          // its stream says which blocks carry a cache salt
   bool offloads = false;        // its stream names lower-tier blocks by hash alone
-  // Blocks that its engine puts on lower tiers, and loads from there, as one; 0 unknown, 1 each alone.
+  // Blocks that its engine puts on lower tiers, and loads from there, as one; 0 unknown, 1 each
+  // alone.
   uint32_t chunk = 0;
   bool settling = false;  // took blocks from a dump; its stream may tell of them once more
   bool restored = false;  // took blocks from a dump, and no batch has spoken for it since
-  // A conductor's rank counts for workers as the rank that it stands for, kMany, kAll, or not at all.
+  // A conductor's rank counts for workers as the rank that it stands for, kMany, kAll, or not at
+  // all.
   RankId seen_as = kNone;
   bool hidden = false;
   bool published = false;  // a conductor's, which knows itself what its parked blocks wait for
@@ -267,8 +270,8 @@ class Placements {
   virtual void sequenced(const BlockId* blocks, uint32_t n) = 0;
   // Goes on with what that has set off; false while there is more.
   virtual bool place_waiting(Steps& steps) = 0;
-  // A question has met a prompt up to block `from`, which `last` is before (kNone: none). Gives those
-  // behind it their places that are known by sequence hash alone; false when there are none.
+  // A question has met a prompt up to block `from`, which `last` is before (kNone: none). Gives
+  // those behind it their places that are known by sequence hash alone; false when there are none.
   virtual bool place_by_prompt(BlockId last, const uint64_t* locals, size_t from, size_t n) = 0;
 };
 

@@ -1,5 +1,5 @@
-// Checks every numbered invariant of index/tree.hpp, index/ranksets.hpp, index/names.hpp and index/index.hpp.
-// For tests and debug builds: O(everything).
+// Checks every numbered invariant of index/tree.hpp, index/ranksets.hpp, index/names.hpp and
+// index/index.hpp. For tests and debug builds: O(everything).
 #pragma once
 
 #include <algorithm>

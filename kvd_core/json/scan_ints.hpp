@@ -33,8 +33,8 @@
 //
 // Tried and slower: one eight-byte load an integer (tokens 4.6, 5.8), one 16-byte mask an integer
 // (3.8, 5.7), converting while walking the mask (4.3, 5.6; hashes 19). A 32-byte window for each
-// hash takes 8.6: not worth a second mechanism. With AVX2, windows that begin and end with the hash,
-// found one from the other or by the commas: 8.9 to 9.5, and a third code path.
+// hash takes 8.6: not worth a second mechanism. With AVX2, windows that begin and end with the
+// hash, found one from the other or by the commas: 8.9 to 9.5, and a third code path.
 #pragma once
 
 #include <cstddef>

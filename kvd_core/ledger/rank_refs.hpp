@@ -6,10 +6,9 @@
 // Most stretches are the tail of one prompt and have one rank: no allocation. What many share (a
 // system prompt) has a buffer, and is searched by halving.
 //
-// Invariants: ranks ascend strictly; every reference has requests >= 1 and 0 <= weight <= 1; a
-// list of at most one has no buffer.
-// Where memory ends, insert and copy throw and change nothing; a buffer that cannot be exchanged for a
-// smaller one stays.
+// Invariants: ranks ascend strictly; every reference has requests >= 1 and 0 <= weight <= 1; a list
+// of at most one has no buffer. Where memory ends, insert and copy throw and change nothing; a
+// buffer that cannot be exchanged for a smaller one stays.
 //
 // Costs of n references: find O(log n); insert, erase O(log n), and O(n) moved when a rank comes or
 // goes (16 bytes each).

@@ -3,7 +3,8 @@
 //   [ u32 n | kind | n - 1 bytes ] [ u32 n | kind | .. ] ..          little-endian
 //
 // Whoever changes a ledger must not wait and cannot fail, so a record that finds no room within the
-// limit is dropped and counted: the journal has a hole from there on, and whoever writes it begins anew.
+// limit is dropped and counted: the journal has a hole from there on, and whoever writes it begins
+// anew.
 //
 // While it is paused nothing is recorded, and nothing counts as dropped: what happens then is of no
 // interest to whoever reads.

@@ -20,8 +20,8 @@
 //   3. a RankRef counts the live requests of its rank that end in the node or below, so the ranks
 //      of a node include those of its children;
 //   4. a node with one child in which no request ends could not be merged with it: they weigh
-//      differently for some rank, or exceed kMaxChain together. So churn leaves no fragments. There may
-//      be some from a moment without memory for a merge, which `has_fragments` says;
+//      differently for some rank, or exceed kMaxChain together. So churn leaves no fragments. There
+//      may be some from a moment without memory for a merge, which `has_fragments` says;
 //   5. `child_xor` is the xor of the ids of the children: with one child, its id.
 //
 // Costs (blocks n asked for, nodes m on the way, ranks p of a node): find O(n) as plain arrays
@@ -29,8 +29,8 @@
 // O(blocks gained); split and merge O(kMaxChain + p).
 // The root is no node, and has no ranks.
 //
-// Where memory ends, insert throws std::bad_alloc, and the prompts are those of before. Erase and weigh
-// never throw.
+// Where memory ends, insert throws std::bad_alloc, and the prompts are those of before. Erase and
+// weigh never throw.
 #pragma once
 
 #include <algorithm>
@@ -70,8 +70,8 @@ struct Node {
 
 class Trie : public Chains<Trie, Node> {
  public:
-  // Blocks of a node: bounds what a split or a merge copies (32 KB, about 2 us), whatever the length
-  // of prompts.
+  // Blocks of a node: bounds what a split or a merge copies (32 KB, about 2 us), whatever the
+  // length of prompts.
   static constexpr uint32_t kMaxChain = 4096;
 
   // How far a prompt is in the trie.
@@ -247,8 +247,8 @@ class Trie : public Chains<Trie, Node> {
     node.len = len;
   }
 
-  // A new node, for which the table of children will find room. Throws and changes nothing where there
-  // is no memory.
+  // A new node, for which the table of children will find room. Throws and changes nothing where
+  // there is no memory.
   NodeId take(const uint64_t* hashes, uint32_t len) {
     children_.make_room(1, *this);
     nodes_.make_room();
@@ -298,8 +298,8 @@ class Trie : public Chains<Trie, Node> {
     return id;
   }
 
-  // Splits a node behind its first `at` blocks and returns the head, a new node. All requests of the
-  // tail came through the head, so both have the same ranks; none ends in the head.
+  // Splits a node behind its first `at` blocks and returns the head, a new node. All requests of
+  // the tail came through the head, so both have the same ranks; none ends in the head.
   //
   //   P ── 9 [a b c d] ── kids        P ── 4 [a b] ──── 9 [c d] ── kids
   //      rank 2, 5  ends 1       =>      rank 2, 5         rank 2, 5

@@ -1,5 +1,5 @@
-// Checks every numbered invariant of the trie of live prompts against the requests that it is said to
-// hold. For tests and debug builds: O(everything).
+// Checks every numbered invariant of the trie of live prompts against the requests that it is said
+// to hold. For tests and debug builds: O(everything).
 #pragma once
 
 #include <cstdint>

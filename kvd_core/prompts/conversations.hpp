@@ -21,8 +21,8 @@
 //      themselves are not kept.
 //
 // Costs (messages m, bytes b, blocks n): recall O(b) for the hashes, about 0.1 ns a byte, and m
-// probes from the last message back; remember the same and a copy of n hashes; strand_of both in one
-// pass; 8 bytes a block and about 150 an entry.
+// probes from the last message back; remember the same and a copy of n hashes; strand_of both in
+// one pass; 8 bytes a block and about 150 an entry.
 #pragma once
 
 #include <xxhash.h>

@@ -60,8 +60,8 @@ inline bool has_element(const char* at, const char* end, const char* word) {
   return false;
 }
 
-// Says whether [at, end) can be a field's name: not empty, and without blanks and controls, by which
-// readers differ in what they take for the name (obs-fold, a blank before the colon).
+// Says whether [at, end) can be a field's name: not empty, and without blanks and controls, by
+// which readers differ in what they take for the name (obs-fold, a blank before the colon).
 inline bool is_name(const char* at, const char* end) {
   if (at == end) return false;
   for (; at < end; ++at) {

@@ -230,8 +230,8 @@ class Relay {
   size_t idle(EngineId id) const { return engines_[id].idle.size(); }
 
   // Sends a request to an engine. The answer is held up to `hold` bytes; without a client
-  // (kNoSocket) it is never forwarded, and a stream is held to its end as well. `body` is read until
-  // `forward`, END or `drop`.
+  // (kNoSocket) it is never forwarded, and a stream is held to its end as well. `body` is read
+  // until `forward`, END or `drop`.
   ExchangeId begin(EngineId engine, int client_fd, const char* head, size_t head_size,
                    const char* body, size_t body_size, size_t hold) {
     const ExchangeId id = take();

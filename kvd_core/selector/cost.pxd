@@ -1,5 +1,7 @@
 # cython: language_level=3, cdivision=True
-"""What it would cost a candidate to serve the prompt; lower is better. There are two costs; docs/faces/selection.md tells operators of both.
+"""What it would cost a candidate to serve the prompt; lower is better.
+
+There are two costs; docs/faces/selection.md describes both for operators.
 
 Dynamo's, in blocks:
 

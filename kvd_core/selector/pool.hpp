@@ -6,24 +6,24 @@
 //                                                                ▼
 //   candidates   w1/0      w1/1      w7/0      w9/0          standings, until the next look
 //
-// What has to do with the ledger is Cython as the ledger is, and so is what follows from a look: what
-// each would cost (selector/cost.pxd), and which is chosen (selector/choice.pxd).
+// What has to do with the ledger is Cython as the ledger is, and so is what follows from a look:
+// what each would cost (selector/cost.pxd), and which is chosen (selector/choice.pxd).
 //
-// What is only predicted beside a rank's events counts once the loads are known: a rank that has far
-// more requests than the others is not sent more for what it has yet to compute (`foresee`).
+// What is only predicted beside a rank's events counts once the loads are known: a rank that has
+// far more requests than the others is not sent more for what it has yet to compute (`foresee`).
 //
 // The candidates are the ranks of one (model, tenant) that requests can be sent to, ascending by
-// (worker, dp rank). A pool does not change but for who is heard and reachable; who joins, leaves or
-// changes its limits makes a new one. A rank of the index has another id after a clear, so ids are
-// looked up in the workers each time.
+// (worker, dp rank). A pool does not change but for who is heard and reachable; who joins, leaves
+// or changes its limits makes a new one. A rank of the index has another id after a clear, so ids
+// are looked up in the workers each time.
 //
 // Invariants
 //   1. a standing is that of the last look, its loads are those that were found last;
 //   2. the candidates of a worker are those from `first` of any of them to `end` of that one.
 //
-// Costs: find_cached O(blocks + candidates + what Match takes); foresee O(blocks + candidates) where
-// anything is predicted; remember and changed O(candidates).
-// Nothing is allocated in the steady state.
+// Costs: find_cached O(blocks + candidates + what Match takes); foresee O(blocks + candidates)
+// where anything is predicted; remember and changed O(candidates). Nothing is allocated in the
+// steady state.
 #pragma once
 
 #include <algorithm>
@@ -41,11 +41,10 @@ class Pool {
  public:
   static constexpr double kUnbounded = std::numeric_limits<double>::infinity();
 
-  // `index` may be null: nobody caches anything but what `predicted` says, if that is not null. That
-  // is of candidates without events, and names ranks as the ledger does; predictions of the others
-  // are the index's, which names ranks itself.
-  // What is predicted beside events counts on ranks with at most `bound` times the mean requests
-  // plus 1.
+  // `index` may be null: nobody caches anything but what `predicted` says, if that is not null.
+  // That is of candidates without events, and names ranks as the ledger does; predictions of the
+  // others are the index's, which names ranks itself. What is predicted beside events counts on
+  // ranks with at most `bound` times the mean requests plus 1.
   Pool(uint32_t block_size, const Index* index, Predicted* predicted, double bound)
       : index_(index), block_size_(block_size), own_(predicted), bound_(bound) {}
 
@@ -124,15 +123,16 @@ class Pool {
     if (index_ != nullptr && index_->predicted() != nullptr) foresee(*index_->predicted(), true);
   }
 
-  // Remembers what of the loads just found decides whether a candidate may be chosen, of all of them.
+  // Remembers what of the loads just found decides whether a candidate may be chosen, of all of
+  // them.
   void remember() {
     remembers_ = true;
     seen_.clear();
     for (const CandidateState& at : standings_) seen_.emplace_back(at);
   }
 
-  // Says of each candidate, by 1 or 0, whether the loads just found are other than those remembered.
-  // False where nothing was.
+  // Says of each candidate, by 1 or 0, whether the loads just found are other than those
+  // remembered. False where nothing was.
   bool changed(uint8_t* changed) const {
     if (!remembers_) return false;
     for (size_t i = 0; i < candidates_.size(); ++i) changed[i] = seen_[i].differs(standings_[i]);

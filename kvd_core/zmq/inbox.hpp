@@ -20,8 +20,8 @@
 //   4. `popped() + messages() == pushed()`; these are places in the order of arrival, which nothing
 //      ever changes, so that others can note one.
 //
-// Costs: push and pop a memcpy each, 30 to 60 ns for 250 bytes; nothing is allocated but blocks, and
-// the one block that an almost empty inbox needs comes from the spare ones.
+// Costs: push and pop a memcpy each, 30 to 60 ns for 250 bytes; nothing is allocated but blocks,
+// and the one block that an almost empty inbox needs comes from the spare ones.
 #pragma once
 
 #include <cstddef>

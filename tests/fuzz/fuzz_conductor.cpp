@@ -1,6 +1,6 @@
-// Any sequence of events of publishers, registrations, links to a worker, sweeps, questions, and slices
-// of what is kept for another process: all invariants hold after every one of them, in the other
-// process, too; and once all are gone and swept nothing is left.
+// Any sequence of events of publishers, registrations, links to a worker, sweeps, questions, and
+// slices of what is kept for another process: all invariants hold after every one of them, in the
+// other process, too; and once all are gone and swept nothing is left.
 //
 //   clang++ -g -O1 -std=c++17 -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all
 //       -Ikvd_core tests/fuzz/fuzz_conductor.cpp -o fuzz_conductor
@@ -318,8 +318,8 @@ class Life {
     settle(in);
   }
 
-  // Goes on with what is kept for another process, or begins anew; once all of it is written, another
-  // one goes on with that.
+  // Goes on with what is kept for another process, or begins anew; once all of it is written,
+  // another one goes on with that.
   void keep(Bytes& in) {
     if (kept_ == nullptr) {
       kept_ = std::make_unique<kvd::KeptHoldings>(index_, conductor_);

@@ -5,7 +5,8 @@
 //       -Ikvd_core tests/fuzz/fuzz_index.cpp -o fuzz_index
 //   ./fuzz_index -max_len=8192 -max_total_time=120 CORPUS_FOLDER
 //
-// The input: a byte for the block size and the budget, then steps of [kind u8][length u16 LE][length bytes].
+// The input: a byte for the block size and the budget, then steps of [kind u8][length u16
+// LE][length bytes].
 
 #include <cstddef>
 #include <cstdint>

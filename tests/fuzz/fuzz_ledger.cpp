@@ -1,9 +1,9 @@
-// The compiled ledger in an interpreter of its own: tests/fuzz/ledger_life.py makes a life of ledgers of
-// the input, and compares each step with the plain-Python model.
+// The compiled ledger in an interpreter of its own: tests/fuzz/ledger_life.py makes a life of
+// ledgers of the input, and compares each step with the plain-Python model.
 //
-// tests/fuzz/build links the modules that Cython has written into the target, so that libFuzzer sees
-// their branches and the sanitizers their memory. `heap.leave(n)` has the n-th request for memory that
-// follows and all later ones fail: those of base/pages.hpp and of the standard library.
+// tests/fuzz/build links the modules that Cython has written into the target, so that libFuzzer
+// sees their branches and the sanitizers their memory. `heap.leave(n)` has the n-th request for
+// memory that follows and all later ones fail: those of base/pages.hpp and of the standard library.
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>

@@ -1,5 +1,5 @@
-// libFuzzer over the reader of messages: of any bytes nothing outside is read and the elements stand
-// in order; of well-formed JSON they are those of a plain reader.
+// libFuzzer over the reader of messages: of any bytes nothing outside is read and the elements
+// stand in order; of well-formed JSON they are those of a plain reader.
 
 #include <cstdlib>
 #include <cstring>

@@ -1,11 +1,12 @@
-// Any bytes as JSON, in pieces of any size: what comes out as msgpack is what a plain reader of the whole
-// text writes, byte for byte, and nothing comes out where that finds the text malformed.
+// Any bytes as JSON, in pieces of any size: what comes out as msgpack is what a plain reader of the
+// whole text writes, byte for byte, and nothing comes out where that finds the text malformed.
 //
 //   clang++ -g -O1 -std=c++17 -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all
 //       -Ikvd_core tests/fuzz/fuzz_repack.cpp -o fuzz_repack
 //   ./fuzz_repack -max_len=8192 -max_total_time=120 CORPUS_FOLDER
 //
-// The input: one byte, so many lengths of pieces of one byte each, which are used in turn, and the text.
+// The input: one byte, so many lengths of pieces of one byte each, which are used in turn, and the
+// text.
 
 #include <algorithm>
 #include <cerrno>
@@ -235,7 +236,8 @@ class Plain {
   Bytes out_;
 };
 
-// What the text is as msgpack, read in pieces of these lengths, over and over; nothing if malformed.
+// What the text is as msgpack, read in pieces of these lengths, over and over; nothing if
+// malformed.
 std::optional<Bytes> repacked(const std::string& text, const uint8_t* lengths, size_t n) {
   kvd::Repack repack;
   try {

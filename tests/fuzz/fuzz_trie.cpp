@@ -1,10 +1,11 @@
-// Any sequence of prompts that come, weigh less and go, on a heap that is full now and then: the trie's
-// invariants hold after each, a prompt is found as far as a plain search finds it, blocks gained and
-// lost are those of the trie, what fails has changed nothing, and nothing is left in the end.
+// Any sequence of prompts that come, weigh less and go, on a heap that is full now and then: the
+// trie's invariants hold after each, a prompt is found as far as a plain search finds it, blocks
+// gained and lost are those of the trie, what fails has changed nothing, and nothing is left in the
+// end.
 //
-// tests/fuzz/build builds it. The input is read byte by byte: an operation, then what it needs. Prompts
-// are runs of 1 or 1,500 equal hashes out of four, so that they share, branch, and exceed the longest
-// node.
+// tests/fuzz/build builds it. The input is read byte by byte: an operation, then what it needs.
+// Prompts are runs of 1 or 1,500 equal hashes out of four, so that they share, branch, and exceed
+// the longest node.
 
 #include <algorithm>
 #include <cmath>

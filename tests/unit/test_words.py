@@ -1,8 +1,9 @@
-"""Names of definitions keep to the glossary of docs/contributing.md."""
+"""Names keep to the glossary of docs/contributing.md, and lines to one width."""
 
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,23 @@ def test_a_name_is_of_one_class() -> None:
             for name in CLASS.findall(path.read_text()):
                 found.setdefault(name, []).append(str(place))
     assert {name: places for name, places in found.items() if len(places) > 1} == {}
+
+
+def test_lines_of_cpp_are_as_wide_as_those_of_python() -> None:
+    """clang-format leaves comments as they are, since it would break pictures."""
+    width = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["ruff"][
+        "line-length"
+    ]
+    found = [
+        f"{path.relative_to(REPOSITORY)}:{number}"
+        for folder in ("kvd", "kvd_core", "bench", "tests")
+        for suffix in ("hpp", "cpp")
+        for path in sorted((REPOSITORY / folder).rglob(f"*.{suffix}"))
+        if not path.with_suffix(".pyx").exists()  # what Cython makes
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if len(line) > width
+    ]
+    assert found == []
 
 
 def test_what_is_a_definition() -> None:
