@@ -145,6 +145,7 @@ def become_kvd(
 if __name__ == "__main__":
     # Which `main` and the daemon import as late as they can.
     import kvd.app.daemon
+    import kvd.http.app
     import kvd.shared_state.service  # noqa: F401
     from kvd.cli.main import main
 
