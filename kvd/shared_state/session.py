@@ -12,6 +12,7 @@ it is full, the session goes on and reads.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
@@ -397,12 +398,13 @@ class Session:
             return False
         merge = Merge(mirror, source, head)
         pieces = read_pieces(self._client, self._keys, source, head, self._views.counts)
-        async for piece in pieces:
-            age_s = 0.0 if piece.server_clock is None else self._age_s(piece.server_clock)
-            async with self._at_rest:
-                self._outbox.drain(trio.current_time())
-                for _ in merge.take(piece, age_s):
-                    await trio.lowlevel.checkpoint()
+        async with aclosing(pieces):
+            async for piece in pieces:
+                age_s = 0.0 if piece.server_clock is None else self._age_s(piece.server_clock)
+                async with self._at_rest:
+                    self._outbox.drain(trio.current_time())
+                    for _ in merge.take(piece, age_s):
+                        await trio.lowlevel.checkpoint()
         async with self._at_rest:
             self._outbox.drain(trio.current_time())
             for _ in merge.finish():

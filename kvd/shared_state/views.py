@@ -11,7 +11,8 @@ when it was made, so whoever merges it knows which steps are in it already.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncGenerator, Collection
+from contextlib import aclosing
 from dataclasses import dataclass
 
 import trio
@@ -97,13 +98,14 @@ class Views:
         name = keys.pieces(mirror.writer, number)
         pieces = size = 0
         await client.delete([name])
-        async for piece in self._pieces():
-            content = piece.packed()
-            await client.rpush(name, [content])
-            if not pieces:  # it ends by itself, should this process end before it is whole
-                await client.expire(name, VIEW_S)
-            pieces += 1
-            size += len(content)
+        async with aclosing(self._pieces()) as made:
+            async for piece in made:
+                content = piece.packed()
+                await client.rpush(name, [content])
+                if not pieces:  # it ends by itself, should this process end before it is whole
+                    await client.expire(name, VIEW_S)
+                pieces += 1
+                size += len(content)
         partial = left_out > 0
         head = ViewHead(number, pieces, size, numbers, position, own, partial, list(self._served))
         await client.set(keys.view(mirror.writer), head.packed(), ex=VIEW_S)
@@ -113,7 +115,7 @@ class Views:
         self.counts.written += 1
         self.counts.written_bytes += size
 
-    async def _pieces(self) -> AsyncIterator[Piece]:
+    async def _pieces(self) -> AsyncGenerator[Piece, None]:
         for kind, face in self._faces.items():
             for owner in list(face.owners()):
                 after: int | None = 0 if owner.block_size else None
@@ -181,7 +183,7 @@ async def read_head(client: Client, keys: Keys, writer: str) -> ViewHead | None:
 
 async def read_pieces(
     client: Client, keys: Keys, writer: str, head: ViewHead, counts: ViewCounts
-) -> AsyncIterator[Piece]:
+) -> AsyncGenerator[Piece, None]:
     """Yields the pieces of a view; raises Unreadable if not all of them are there."""
     if head.pieces > MAX_PIECES:
         raise Unreadable(f"a view has {head.pieces} pieces; {MAX_PIECES} are the limit")

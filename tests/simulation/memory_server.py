@@ -1,7 +1,7 @@
 """A Redis server as a plain-Python model: the commands that sessions use, and ways to fail.
 
 It answers as a server of one process does, one command after the other. It may stand still, go
-away, be emptied, or lose its last writes as a copy does that takes over.
+away, be full or emptied, or lose its last writes as a copy does that takes over.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class MemoryServer:
         """Streams keep so many entries at most, whatever their writers say."""
         self.is_gone = False
         self.is_frozen = False
+        self.is_full = False
         self._most = most_entries
         self._thawed = trio.Event()
         self._news = trio.Event()
@@ -112,6 +113,8 @@ class MemoryServer:
 
     async def rpush(self, name: str, values: Iterable[bytes]) -> int:
         await self._enter()
+        if self.is_full:
+            raise MemoryError("OOM command not allowed when used memory > 'maxmemory'")
         found: list[bytes] = self.values.setdefault(name, [])
         found += values
         return len(found)
