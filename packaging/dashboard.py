@@ -165,6 +165,12 @@ ROWS: dict[str, list[Panel]] = {
                 "p99": quantile(0.99, "kvd_selection_wait_seconds"),
             },
         ),
+        Panel(
+            "Longest stretch of the event loop",
+            "s",
+            {"{{cause}}": value("kvd_loop_longest_stretch_seconds", "cause", of="max")},
+            "Whatever comes meanwhile waits for its end. Of the last minute or two.",
+        ),
     ],
     "Is anything full?": [
         Panel("Messages that wait", "short", {"": value("kvd_queued_messages")}),
@@ -201,6 +207,12 @@ ROWS: dict[str, list[Panel]] = {
             },
         ),
         Panel("Messages that wait, in bytes", "bytes", {"": value("kvd_queued_bytes")}),
+        Panel(
+            "The event loop is busy with",
+            "percentunit",
+            {"{{cause}}": rate("kvd_loop_stretch_seconds_sum", "cause")},
+            "Its share of a core, by what most of a stretch went into.",
+        ),
     ],
     "Does state survive?": [
         Panel(

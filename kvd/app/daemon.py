@@ -78,8 +78,9 @@ from kvd.slots.shared_loads import Ledgers
 from kvd.slots.trackers import SlotTrackers
 from kvd.telemetry import logs
 from kvd.telemetry.logs import get_logger
-from kvd.telemetry.metrics import Family, Source, by_label, counter, gauge
+from kvd.telemetry.metrics import Family, Source, by_label, counter, gauge, stretch_families
 from kvd.telemetry.rotating import RotatingWriter
+from kvd.telemetry.stretches import RECOVERY, UNREGISTRATION, stretches_counted
 from kvd.wire.state_address import StateServer
 from kvd_core.index.chronicle import Chronicle
 from kvd_core.ledger.journal import Journal
@@ -383,7 +384,9 @@ class _Daemon:
             logs.flush()
             if state.chronicle is not None:
                 state.chronicle.set_time(trio.current_time())
-            if state.sweep(SWEEP_STEPS):
+            with UNREGISTRATION:
+                is_more = state.sweep(SWEEP_STEPS)
+            if is_more:
                 await trio.lowlevel.checkpoint()
             else:
                 await trio.sleep(SWEEP_PAUSE_S)
@@ -437,7 +440,7 @@ class _Daemon:
 
     async def _restore(self) -> bool:
         """Fills the index from the state directory; False if there is nothing of use."""
-        if self._keeper is None or not await self._keeper.restore_index():
+        if self._keeper is None or not await RECOVERY.steps_of(self._keeper.restore_index()):
             return False
         readiness = self._parts.selections.readiness
         readiness.recovery = Recovery.DONE
@@ -455,7 +458,7 @@ class _Daemon:
         parts = self._parts
         await self._listeners.entered()
         await trio.sleep(config.recovery_delay_s)
-        peer = await recover(
+        recovering = recover(
             parts.state,
             peers,
             parts.recovery,
@@ -463,6 +466,7 @@ class _Daemon:
             token=config.peers_token,
             dialer=self._ports.dialer,
         )
+        peer = await RECOVERY.steps_of(recovering)
         readiness = parts.selections.readiness
         readiness.recovery = Recovery.EMPTY if peer is None else Recovery.DONE
         readiness.recovered_blocks = parts.recovery.blocks
@@ -495,7 +499,8 @@ class _Daemon:
             gc.collect()
             gc.freeze()
             gc.set_threshold(*GC_THRESHOLDS)
-            await self._stop.wait()
+            with stretches_counted():  # before, nobody was served
+                await self._stop.wait()
             self._parts.selections.scheduler.stop()
             self._recovered.set()  # nobody waits for it any more
             stop.set()
@@ -514,7 +519,7 @@ class _Daemon:
         kept = () if self._keeper is None else (self._keeper.families,)
         shared = () if self._shared is None else (self._shared.families,)
         own = [self._reloader.families, self._families, self._ports.sync.families]
-        own += [self._ports.served.families, self._doctor.families]
+        own += [self._ports.served.families, self._doctor.families, stretch_families]
         return [*own, *followers, *decisions, *places, *kept, *shared]
 
     def _families(self) -> Iterator[Family]:

@@ -141,6 +141,7 @@ def figures(faces: list[FaceStatus], interval_s: float) -> dict[str, Any]:
         "requests_per_s": round(sum(map(_requests, faces)) / interval_s, 1),
         "resident_bytes": _first(faces, {"": "process_resident_memory_bytes"})[""],
         "queued": _first(faces, {"messages": "kvd_queued_messages", "bytes": "kvd_queued_bytes"}),
+        "loop": _loop(faces, interval_s),
         "state": _first(faces, STATE),
         "log_lines_dropped": _first(faces, {"": "kvd_log_lines_dropped_total"})[""],
     }
@@ -205,6 +206,19 @@ def _first(faces: list[FaceStatus], names: Mapping[str, str]) -> dict[str, int |
     return found
 
 
+def _loop(faces: list[FaceStatus], interval_s: float) -> dict[str, Any]:
+    """Returns how busy the loop was, and its longest stretches, as the first face has it."""
+    for face in faces:
+        if longest := face.by_label("kvd_loop_longest_stretch_seconds"):
+            busy_s = face.gained("kvd_loop_stretch_seconds_sum")
+            ages = face.by_label("kvd_loop_longest_stretch_age_seconds")
+            stretches = {
+                cause: {"seconds": longest[cause], "age_s": age_s} for cause, age_s in ages.items()
+            }
+            return {"busy": round(busy_s / interval_s, 3), "longest": stretches}
+    return {"busy": None, "longest": {}}
+
+
 def _requests(face: FaceStatus) -> float:
     return face.gained(r"(dynamo_kvindexer|kvd_(slot_tracker|selection|conductor))_requests_total")
 
@@ -257,6 +271,8 @@ def text(shown: Mapping[str, Any]) -> Iterator[str]:
         yield f"{'conductor':13} {shown['conductor']['registered']:,} publishers"
     if shown["resident_bytes"] is not None:
         yield f"{'memory':13} {_mib(shown['resident_bytes'])}"
+    if shown["loop"]["longest"]:
+        yield f"{'loop':13} {_stretches(shown['loop'])}"
     if shown["state"]["recording"] is not None:
         yield f"{'state':13} {_kept(shown['state'])}"
     if shown["queued"]["messages"]:
@@ -268,6 +284,15 @@ def text(shown: Mapping[str, Any]) -> Iterator[str]:
         names = ", ".join(dict.fromkeys(each["name"] for each in shown["findings"]))
         yield f"{'findings':13} {len(shown['findings']):,}: {names}; `kvd doctor` explains them"
     yield from _inexact(shown)
+
+
+def _stretches(loop: Mapping[str, Any]) -> str:
+    longest = loop["longest"]
+    cause = max(longest, key=lambda each: longest[each]["seconds"])
+    seconds, age_s = longest[cause]["seconds"], longest[cause]["age_s"]
+    name = cause.replace("_", " ")
+    worst = f"longest stretch {seconds * 1e3:,.1f} ms, {name}, {age_s:.0f} s ago"
+    return f"{loop['busy']:.1%} busy; {worst}"
 
 
 def _kept(state: Mapping[str, Any]) -> str:

@@ -13,6 +13,7 @@ import trio
 
 from kvd.http.idle_poll import polled_when_idle
 from kvd.http.untasked import Signal, has_task, told
+from kvd.telemetry.stretches import RELAY
 from kvd_core.relay.relay import NO_CLIENT, SOME, Answer, Ending, ExchangeOutcome, Relay
 
 # Time of a row of events before other tasks run.
@@ -65,12 +66,17 @@ class Exchanges:
         """Moves bytes until it is cancelled."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._sweep)
-            with polled_when_idle(self.relay, TURN_NS) as between:
+            with polled_when_idle(self, TURN_NS) as between:
                 while True:
                     await trio.lowlevel.wait_readable(self.relay.fileno())
                     between.warm = True
-                    while self.relay.serve_ready(TURN_NS) == SOME:
+                    while self.serve_ready(TURN_NS) == SOME:
                         await trio.lowlevel.checkpoint()
+
+    def serve_ready(self, budget_ns: int, /) -> int:
+        """Moves what has come, for some time at most; returns NOTHING, ALL or SOME."""
+        with RELAY:
+            return self.relay.serve_ready(budget_ns)
 
     async def _sweep(self) -> None:
         while True:

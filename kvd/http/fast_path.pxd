@@ -39,7 +39,7 @@ cdef class FastPath:
     cdef public bytes lines, created_lines
     cdef public bint logged  # whether answers are told to `log` as well
 
-    cdef int _serve_ready(self, int64_t budget_ns) except -1
+    cdef int _serve_until(self, int64_t end) except -1
     cdef _step(self, connection, int fd)
     cdef _answer(self, connection, int fd, route, Text captured)
     cdef _relayed(self, connection, route)

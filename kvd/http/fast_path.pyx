@@ -36,6 +36,7 @@ import os
 
 from kvd.http.hot cimport HotHandler
 from kvd.http.permits cimport Verdict
+from kvd.telemetry.stretches cimport begin_stretch, end_stretch, enter, kFastPath, leave
 
 cdef extern from "<sys/epoll.h>" nogil:
     enum:
@@ -250,11 +251,14 @@ cdef class FastPath:
 
         Returns NOTHING if nothing had come, ALL, or SOME if more may be waiting.
         """
-        return self._serve_ready(budget_ns)
+        cdef int64_t now = enter(kFastPath)
+        try:
+            return self._serve_until(now + budget_ns)
+        finally:
+            leave()
 
-    cdef int _serve_ready(self, int64_t budget_ns) except -1:
+    cdef int _serve_until(self, int64_t end) except -1:
         cdef epoll_event events[kEvents]
-        cdef int64_t end = _now_ns() + budget_ns
         cdef int count, i, done = kNothing
         while True:
             count = epoll_wait(self._epoll, events, kEvents, 0)
@@ -467,9 +471,11 @@ def serve_between(list pollables not None, int others, runnable not None, double
             ready = poll(&watched, 1, timeout_ms)
         if ready <= 0:
             break
+        begin_stretch()
         done = kNothing
         for pollable in pollables:
             done = max(done, <int>pollable.serve_ready(budget_ns))
+        left = min(end - end_stretch(), linger)
         if done == kNothing:
             return served, True
         served = True
@@ -477,5 +483,4 @@ def serve_between(list pollables not None, int others, runnable not None, double
             return True, True
         if len(runnable):
             break
-        left = min(end - _now_ns(), linger)
     return served, False

@@ -15,6 +15,7 @@ import trio
 
 from kvd.http.accept import accept_connections
 from kvd.http.limits import HttpLimits, HttpStats
+from kvd.telemetry.stretches import REQUESTS
 
 # Unsent bytes the kernel holds for a client. It wakes us at half of that, so a slow reader shows
 # progress within the send deadline, and a silent one pins no more.
@@ -173,7 +174,7 @@ class Server(ABC, Generic[C]):
 
     async def _run(self, connection: C) -> None:
         try:
-            await connection.run()
+            await REQUESTS.steps_of(connection.run())
         finally:
             self._displaced.discard(connection)
             del self._running[connection]

@@ -20,6 +20,7 @@ from kvd.errors import Conflict, NotFound, Unavailable
 from kvd.index.capacity import ListenerCapacity
 from kvd.index.partitions import Partition, State
 from kvd.model import InstanceId, Observers, PartitionKey, RankKey
+from kvd.telemetry.stretches import UNREGISTRATION
 from kvd.wire.counts import StreamCounts
 from kvd.wire.curve import check_server_key
 from kvd.wire.egress import EgressPolicy
@@ -401,7 +402,8 @@ class Registry:
         key, listener = registration.key, registration.listener
         del self._ranks[key]
         self._capacity.give_back()
-        self._state.remove_rank(key)
+        with UNREGISTRATION:
+            self._state.remove_rank(key)
         self.left_counts.add(listener.counts)
         self._left[key, listener.endpoint] = listener.cursor.expected
         if len(self._left) > MAX_LEFT_PLACES:

@@ -21,6 +21,7 @@ from kvd.net.dialing import Dialer
 from kvd.net.sessions import LinkSessions
 from kvd.net.streamlog import StreamLog
 from kvd.telemetry.logs import get_logger
+from kvd.telemetry.stretches import EVENTS
 from kvd.wire.cursor import Verdict
 from kvd.wire.replay import ReplayEnd
 from kvd_core.zmq.drain import InboxSpace
@@ -157,7 +158,8 @@ class _Reader:
     async def _take_in(self, link: Link) -> bool:
         """Empties the socket for one turn; returns whether there may be more."""
         budget_ns = await self._turns.begin()
-        more = self._fill(link, budget_ns)
+        with EVENTS:  # also in a task that keeps what comes while another one works
+            more = self._fill(link, budget_ns)
         self._turns.end()
         return more
 

@@ -14,6 +14,7 @@ from kvd.net.replay import Replayer, ReplayOptions
 from kvd.net.supervisor import Supervisor
 from kvd.net.turns import Turns
 from kvd.telemetry.logs import get_logger
+from kvd.telemetry.stretches import EVENTS
 from kvd.wire.event_stream import StreamHealth
 from kvd_core.zmq.drain import InboxSpace
 
@@ -94,7 +95,7 @@ class ListenerTasks:
                 await self._begin.wait()
             async with self._entrance:
                 await trio.lowlevel.checkpoint()
-            await run_listener(
+            listening = run_listener(
                 listener,
                 self._context,
                 self._ready,
@@ -104,6 +105,7 @@ class ListenerTasks:
                 self._dialer,
                 self._space,
             )
+            await EVENTS.steps_of(listening)
         finally:
             del self._health[listener]
             self._prober.forget(listener)

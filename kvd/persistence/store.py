@@ -44,6 +44,7 @@ from kvd.slots.shared_loads import Ledgers
 from kvd.slots.trackers import SlotTrackers
 from kvd.telemetry.logs import get_logger
 from kvd.telemetry.metrics import Family, by_label, counter, gauge
+from kvd.telemetry.stretches import SNAPSHOT
 from kvd_core.ledger.journal import Journal
 
 # Time in which whoever was restored is to be registered again; a gateway asks its engines first.
@@ -299,7 +300,8 @@ class Keeper:
         header = self._header(Content.INDEX)
         try:
             listened = self._registry, self._publishers
-            size = await snapshot.write(self._directory, header, self._state, *listened)
+            writing = snapshot.write(self._directory, header, self._state, *listened)
+            size = await SNAPSHOT.steps_of(writing)
         except OSError as error:
             self._failed(Content.INDEX, error)
             return

@@ -42,6 +42,7 @@ from kvd.selection.weighing import (
     cost_of,
     terms,
 )
+from kvd.telemetry.stretches import SELECTIONS
 from kvd.wire.event_stream import StreamHealth
 from kvd_core.base.draws import Draws
 from kvd_core.selector import selector
@@ -440,8 +441,9 @@ class Scheduler:
         if changed is None:  # others are there now
             self._end_hashed(fleet)
         fleet.queue.wake(ANYONE if changed is None else int.from_bytes(changed, "little"))
-        for _ in fleet.queue.release(partial(self._serve, fleet)):
-            pass
+        with SELECTIONS:
+            for _ in fleet.queue.release(partial(self._serve, fleet)):
+                pass
         fleet.pool.remember()
 
     def _end_hashed(self, fleet: Fleet) -> None:

@@ -18,6 +18,8 @@ from itertools import accumulate
 from resource import getpagesize
 from typing import Any
 
+from kvd.telemetry.stretches import BOUNDS, stretch_counts
+
 CONTENT_TYPE = b"text/plain; version=0.0.4"
 METRICS_PATH = "/metrics"  # scrapes themselves are not observed
 
@@ -210,3 +212,24 @@ def memory_families() -> Iterator[Family]:
     yield gauge(
         "process_resident_memory_bytes", "Resident memory of the process in bytes", resident
     )
+
+
+def stretch_families() -> Iterator[Family]:
+    """Says how long the loop was busy between two polls, by what most of that went into."""
+    counts = stretch_counts()
+    bounds = [f"{bound:g}" for bound in BOUNDS]
+    samples = [
+        sample
+        for each in counts
+        for sample in histogram_samples(
+            bounds, each.buckets, each.seconds, (("cause", each.cause),)
+        )
+    ]
+    help = "Time for which the event loop was busy without a pause in seconds, by main cause"
+    yield Family("kvd_loop_stretch_seconds", "histogram", help, samples)
+    help = "Longest time in the last minute or two for which the loop was busy, by main cause"
+    longest = {each.cause: each.longest_s for each in counts}
+    yield by_label("kvd_loop_longest_stretch_seconds", "gauge", help, "cause", longest)
+    help = "Time since the end of that longest time in seconds, by main cause"
+    ages = {each.cause: each.longest_age_s for each in counts if each.longest_s}
+    yield by_label("kvd_loop_longest_stretch_age_seconds", "gauge", help, "cause", ages)

@@ -9,6 +9,7 @@ from kvd.faces.common.slices import sliced
 from kvd.http.messages import Request, Response
 from kvd.http.routes import Route, Scope
 from kvd.telemetry.metrics import CONTENT_TYPE, METRICS_PATH, Family, Source, render
+from kvd.telemetry.stretches import SCRAPE
 
 
 def health(request: Request) -> Response:
@@ -18,7 +19,7 @@ def health(request: Request) -> Response:
 
 def metrics(sources: Sequence[Source], request: Request) -> Response:
     """Streams what is counted, in Prometheus' text format."""
-    return Response(200, sliced(render(_families(sources))), CONTENT_TYPE)
+    return Response(200, sliced(render(_families(sources)), SCRAPE), CONTENT_TYPE)
 
 
 def _families(sources: Sequence[Source]) -> Iterator[Family | None]:

@@ -7,13 +7,17 @@ from collections.abc import AsyncIterator, Iterable
 import trio
 
 from kvd.index.dumps import SLICE_BYTES
+from kvd.telemetry.stretches import REQUESTS, Cause
 
 
-async def sliced(pieces: Iterable[bytes]) -> AsyncIterator[bytes]:
-    """Joins pieces to slices and lets others run between them, and at every empty piece."""
+async def sliced(pieces: Iterable[bytes], cause: Cause = REQUESTS) -> AsyncIterator[bytes]:
+    """Joins pieces to slices and lets others run between them, and at every empty piece.
+
+    The loop's time for a piece counts as of `cause`.
+    """
     waiting: list[bytes] = []
     size = 0
-    for piece in pieces:
+    for piece in cause.each(pieces):
         waiting.append(piece)
         size += len(piece)
         if size >= SLICE_BYTES:

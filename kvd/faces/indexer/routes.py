@@ -25,6 +25,7 @@ from kvd.index.peers import Peers
 from kvd.index.registry import INDEXER, Registry, by_instance
 from kvd.model import RankKey
 from kvd.telemetry.metrics import Family, counter, gauge
+from kvd.telemetry.stretches import DUMP
 from kvd.wire.dump import BINARY_DUMP, INSTANCE_HEADER, RECOVERING_HEADER, wants_binary
 from kvd_core.json.scan import BodyScanner
 
@@ -205,8 +206,8 @@ def dump(state: State, request: Request) -> Response:
         headers.append((RECOVERING_HEADER, b"1"))
     accept = b",".join(value for name, value in request.headers if name == b"accept")
     if wants_binary(accept):
-        return Response(200, sliced(binary_dump(state)), BINARY_DUMP, headers)
-    return Response(200, sliced(text_dump(state)), headers=headers)
+        return Response(200, sliced(binary_dump(state), DUMP), BINARY_DUMP, headers)
+    return Response(200, sliced(text_dump(state), DUMP), headers=headers)
 
 
 def register_peer(peers: Peers, request: Request) -> Response:

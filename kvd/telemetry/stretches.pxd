@@ -1,0 +1,33 @@
+# distutils: language = c++
+"""Data sheet of stretches: what compiled code says of the loop. All of it is of the loop's thread.
+
+A call takes some 20 ns, a look at the clock.
+"""
+from libc.stdint cimport int64_t
+
+# In the order of CAUSES.
+cdef enum:
+    kOther
+    kEvents
+    kFastPath
+    kRequests
+    kRelay
+    kDump
+    kSnapshot
+    kScrape
+    kRecovery
+    kUnregistration
+    kSelections
+    kCollector
+    kCauses
+
+# All return the time (CLOCK_MONOTONIC, nanoseconds).
+cdef int64_t begin_stretch() noexcept nogil      # the poll has returned
+cdef int64_t end_stretch() noexcept nogil        # the loop is about to poll
+cdef int64_t enter(int cause) noexcept nogil     # from here on it is this ...
+cdef int64_t leave() noexcept nogil              # ... and again what it was before
+
+
+cdef class Cause:
+    cdef int _number
+    cdef readonly str name

@@ -1,0 +1,39 @@
+from collections.abc import Awaitable, Coroutine, Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, TypeVar
+
+T = TypeVar("T")
+
+BOUNDS: tuple[float, ...]
+
+class Cause:
+    name: str
+    def __enter__(self) -> None: ...
+    def __exit__(self, *exception: object) -> None: ...
+    def steps_of(self, coroutine: Coroutine[Any, Any, T]) -> Awaitable[T]: ...
+    def each(self, items: Iterable[T]) -> Iterator[T]: ...
+
+OTHER: Cause
+EVENTS: Cause
+FAST_PATH: Cause
+REQUESTS: Cause
+RELAY: Cause
+DUMP: Cause
+SNAPSHOT: Cause
+SCRAPE: Cause
+RECOVERY: Cause
+UNREGISTRATION: Cause
+SELECTIONS: Cause
+COLLECTOR: Cause
+CAUSES: tuple[Cause, ...]
+
+def stretches_counted() -> AbstractContextManager[None]: ...
+
+class StretchCounts(NamedTuple):
+    cause: str
+    buckets: list[int]
+    seconds: float
+    longest_s: float
+    longest_age_s: float
+
+def stretch_counts() -> list[StretchCounts]: ...

@@ -1,0 +1,280 @@
+# distutils: language = c++
+"""How long the loop is busy between two polls, and with what.
+
+    poll ──> other │ events │ other │ fast path │ other ──> poll
+             └─────────────── a stretch ──────────────┘
+
+What comes meanwhile waits for the end of the stretch, so the longest ones are what clients feel.
+Whoever begins work of some length names its cause; there is one loop in a process, and one account.
+
+1. A stretch begins when the loop's poll returns and ends when it polls again: no sleep is in it.
+2. Each nanosecond of it is of one cause, the last one that was entered and not left, else of OTHER.
+3. A stretch counts once, whole, under the cause that most of it is of.
+4. Between `enter` and `leave` nothing is awaited, and nothing polls.
+
+The longest stretch of a cause is remembered for a minute at least and two at most, so that whoever
+looks once a minute misses none.
+"""
+import gc
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from cpython.pythread cimport PyThread_get_thread_ident
+from libc.string cimport memset
+from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
+
+import trio
+
+# Upper bounds of a histogram's buckets in seconds; 5 ms is what none should exceed.
+BOUNDS = (
+    *(0.00001, 0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005),
+    *(0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0),
+)
+
+cdef enum:
+    kBounds = 16
+    kDeepest = 16  # causes within causes; deeper ones count as the last of these
+
+cdef int64_t kWindowNs = 60 * <int64_t>1000000000  # in which the longest stretches are sought
+
+
+cdef struct Longest:
+    int64_t ns
+    int64_t at  # its end; 0: none
+
+cdef struct Account:
+    int64_t buckets[kBounds + 1]
+    int64_t ns          # of all of its stretches
+    Longest longest[2]  # of the window under way, and of the one before
+
+cdef Account _accounts[kCauses]
+cdef int64_t _bounds[kBounds]
+for _i, _bound in enumerate(BOUNDS):
+    _bounds[_i] = round(_bound * 1e9)
+cdef int64_t _window_end = 0
+
+# Of the stretch under way.
+cdef bint _begun = False
+cdef int64_t _start = 0, _since = 0        # its begin; the last change of the cause
+cdef int64_t _spent[kCauses]
+cdef int _entered[kDeepest]
+cdef int _depth = 0                        # of these; the first is OTHER
+
+
+cdef int64_t _now_ns() noexcept nogil:
+    cdef timespec now
+    clock_gettime(CLOCK_MONOTONIC, &now)
+    return now.tv_sec * <int64_t>1000000000 + now.tv_nsec
+
+
+cdef inline void _charge(int64_t now) noexcept nogil:
+    _spent[_entered[min(_depth, kDeepest - 1)]] += now - _since
+
+
+cdef int64_t begin_stretch() noexcept nogil:
+    global _begun, _start, _since, _depth
+    _begun = True
+    _start = _since = _now_ns()
+    _depth = 0
+    memset(_spent, 0, sizeof(_spent))
+    return _start
+
+
+cdef int64_t enter(int cause) noexcept nogil:
+    global _since, _depth
+    cdef int64_t now = _now_ns()
+    _charge(now)
+    _since = now
+    _depth += 1
+    if _depth < kDeepest:
+        _entered[_depth] = cause
+    return now
+
+
+cdef int64_t leave() noexcept nogil:
+    global _since, _depth
+    cdef int64_t now = _now_ns()
+    _charge(now)
+    _since = now
+    if _depth:
+        _depth -= 1
+    return now
+
+
+cdef int64_t end_stretch() noexcept nogil:
+    global _begun
+    cdef int64_t now = _now_ns()
+    cdef int most = 0, i
+    if not _begun:
+        return now
+    _begun = False
+    _charge(now)
+    for i in range(1, kCauses):
+        if _spent[i] > _spent[most]:
+            most = i
+    _count(_accounts[most], now - _start, now)
+    return now
+
+
+cdef void _count(Account& account, int64_t ns, int64_t now) noexcept nogil:
+    cdef int bucket = 0
+    while bucket < kBounds and ns > _bounds[bucket]:
+        bucket += 1
+    account.buckets[bucket] += 1
+    account.ns += ns
+    _turn_window(now)
+    if ns >= account.longest[0].ns:
+        account.longest[0].ns = ns
+        account.longest[0].at = now
+
+
+cdef void _turn_window(int64_t now) noexcept nogil:
+    global _window_end
+    cdef int i
+    cdef bint is_long_over = now >= _window_end + kWindowNs
+    if now < _window_end:
+        return
+    for i in range(kCauses):
+        _accounts[i].longest[1] = _accounts[i].longest[0]
+        memset(&_accounts[i].longest[0], 0, sizeof(Longest))
+        if is_long_over:
+            memset(&_accounts[i].longest[1], 0, sizeof(Longest))
+    _window_end = now + kWindowNs
+
+
+cdef class Cause:
+    """What the loop can be busy with: a piece of work (`with`), steps of a coroutine, items."""
+
+    def __cinit__(self, int number, str name):
+        self._number = number
+        self.name = name
+
+    def __enter__(self):
+        enter(self._number)
+
+    def __exit__(self, *_):
+        leave()
+
+    def steps_of(self, coroutine not None):
+        """Returns what runs a coroutine when it is awaited; all of its steps are of this cause."""
+        return _Steps(self._number, coroutine)
+
+    def each(self, items not None):
+        """Yields the items; finding each of them is of this cause."""
+        found = iter(items)
+        while True:
+            enter(self._number)
+            try:
+                item = next(found)
+            except StopIteration:
+                return
+            finally:
+                leave()
+            yield item
+
+
+cdef class _Steps:
+    cdef int _number
+    cdef object _coroutine
+
+    def __cinit__(self, int number, coroutine):
+        self._number = number
+        self._coroutine = coroutine
+
+    def __await__(self):
+        send, value = self._coroutine.send, None
+        while True:
+            enter(self._number)
+            try:
+                trap = send(value)
+            except StopIteration as end:
+                return end.value
+            finally:
+                leave()
+            try:
+                value, send = (yield trap), self._coroutine.send
+            except BaseException as error:  # thrown in by trio, for the coroutine to see
+                value, send = error, self._coroutine.throw
+
+
+OTHER = Cause(kOther, "other")
+EVENTS = Cause(kEvents, "events")
+FAST_PATH = Cause(kFastPath, "fast_path")
+REQUESTS = Cause(kRequests, "requests")
+RELAY = Cause(kRelay, "relay")
+DUMP = Cause(kDump, "dump")
+SNAPSHOT = Cause(kSnapshot, "snapshot")
+SCRAPE = Cause(kScrape, "scrape")
+RECOVERY = Cause(kRecovery, "recovery")
+UNREGISTRATION = Cause(kUnregistration, "unregistration")
+SELECTIONS = Cause(kSelections, "selections")
+COLLECTOR = Cause(kCollector, "collector")
+CAUSES = (
+    *(OTHER, EVENTS, FAST_PATH, REQUESTS, RELAY, DUMP, SNAPSHOT, SCRAPE, RECOVERY),
+    *(UNREGISTRATION, SELECTIONS, COLLECTOR),
+)
+
+
+class _Polls(trio.abc.Instrument):
+    """Tells where trio polls."""
+
+    def after_io_wait(self, timeout):
+        begin_stretch()
+
+    def before_io_wait(self, timeout):
+        end_stretch()
+
+
+@contextmanager
+def stretches_counted():
+    """Has the stretches of this run of trio counted, for the time of the context."""
+    cdef unsigned long loop = PyThread_get_thread_ident()
+
+    def collects(phase, info):
+        if PyThread_get_thread_ident() != loop:
+            return  # a thread beside it has set it off
+        if phase == "start":
+            enter(kCollector)
+        else:
+            leave()
+
+    polls = _Polls()
+    trio.lowlevel.add_instrument(polls)
+    gc.callbacks.append(collects)
+    try:
+        yield
+    finally:
+        gc.callbacks.remove(collects)
+        trio.lowlevel.remove_instrument(polls)
+
+
+class StretchCounts(NamedTuple):
+    """The stretches of one cause."""
+
+    cause: str
+    buckets: list
+    seconds: float  # all of them together
+    longest_s: float  # of the last minute or two; 0: none
+    longest_age_s: float  # how long ago that ended
+
+
+def stretch_counts():
+    """Returns the counts of each cause that has had stretches."""
+    cdef int64_t now = _now_ns()
+    cdef Account* account
+    cdef Longest longest
+    cdef int i
+    _turn_window(now)
+    found = []
+    for i in range(kCauses):
+        account = &_accounts[i]
+        buckets = [account.buckets[j] for j in range(kBounds + 1)]
+        if any(buckets):
+            longest = account.longest[account.longest[1].ns > account.longest[0].ns]
+            age_s = (now - longest.at) * 1e-9 if longest.at else 0.0
+            found.append(
+                StretchCounts(
+                    CAUSES[i].name, buckets, account.ns * 1e-9, longest.ns * 1e-9, age_s
+                )
+            )
+    return found
