@@ -28,8 +28,8 @@ LICENCE_FIELDS = "License-Expression", "License"
 
 
 def licence(distribution: Distribution) -> str:
-    held = distribution.metadata
-    said = next((held[field] for field in LICENCE_FIELDS if held.get(field)), None)
+    every = map(distribution.metadata.get_all, LICENCE_FIELDS)
+    said: str | None = next((found[0] for found in every if found), None)
     if said and "\n" not in said:
         return said
     classifiers = distribution.metadata.get_all("Classifier") or []
