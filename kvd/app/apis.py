@@ -32,6 +32,7 @@ from kvd.faces.selection.booking_metrics import booking_families
 from kvd.faces.selection.choice_metrics import choice_families
 from kvd.faces.selection.routes import selection_routes
 from kvd.faces.selection.speed_metrics import speed_families
+from kvd.faces.selection.workers import SharedStatus
 from kvd.faces.slot_tracker import routes as slot_tracker
 from kvd.faces.slot_tracker import schemas as slot_tracker_schemas
 from kvd.faces.slot_tracker.metrics import slot_families
@@ -122,7 +123,12 @@ class Gateway:
             nursery.start_soon(self.tokens.run)
 
     async def met(self) -> None:
-        """Waits until engines and kvds elsewhere have been asked once, whatever came of it."""
+        """Waits until engines and kvds elsewhere have been asked once, whatever came of it.
+
+        One of several processes does so: clients wait, or are served by the others meanwhile.
+        """
+        if self._siblings is None:
+            return
         await self.choices.met()
         await self.upstreams.all_met()
 
@@ -237,23 +243,30 @@ class Apis:
         return [face for face, binds in self.binds.items() if binds is not None]
 
     def routes(
-        self, known: Components, config: Callable[[], Config]
+        self, known: Components, config: Callable[[], Config], shared: SharedStatus
     ) -> Iterator[tuple[ApiServer, tuple[Route, ...], WrongPath]]:
         """Yields the faces that are served with their routes and what they say of other paths.
 
         Their metrics are complete then.
 
-        `config` returns the settings of the moment, for what is live among them.
+        `config` returns the settings of the moment, for what is live among them; `shared` what the
+        shared state says of itself.
         """
         dumps = indexer.dumps_bound(config().max_dumps)
-        routes = self._all_routes(known, dumps, test_endpoints=config().test_endpoints)
+        tests = config().test_endpoints
+        routes = self._all_routes(known, dumps, shared, test_endpoints=tests)
         self._add_sources(known, config, dumps)
         directory = RouteDirectory(routes)
         for face in self.served:
             yield face, routes[face], partial(directory.not_found, face)
 
     def _all_routes(
-        self, known: Components, dumps: ConcurrencyLimit, *, test_endpoints: bool
+        self,
+        known: Components,
+        dumps: ConcurrencyLimit,
+        shared: SharedStatus,
+        *,
+        test_endpoints: bool,
     ) -> dict[ApiServer, tuple[Route, ...]]:
         state, registry = known.state, known.registry
         of_replicas = replica_sync.routes(known.replicas)
@@ -266,7 +279,7 @@ class Apis:
                 *of_replicas,
             ),
             self.selection: (
-                *selection_routes(known.selections),
+                *selection_routes(known.selections, shared),
                 indexer.dump_route(state, dumps),
                 *of_replicas,
             ),

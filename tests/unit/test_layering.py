@@ -222,7 +222,7 @@ def test_who_knows_the_wall_clock() -> None:
     assert using == {"kvd.telemetry.logs", "kvd.app.daemon", "kvd.persistence.clocks"}
     daemon = MODULES["kvd.app.daemon"].read_text()
     assert wall.findall(daemon) == ["_ns"] * 2  # to Selections and to the decision log
-    assert "time.time_ns,\n" in daemon and "decisions, time.time_ns, " in daemon
+    assert "time.time_ns,\n" in daemon and "writer, time.time_ns, " in daemon
 
 
 def test_the_examples_use_kvd_from_outside() -> None:
