@@ -473,13 +473,14 @@ class _Daemon:
             await self._parts.gateway.met()
         stop = trio.Event()
         async with trio.open_nursery() as serving:
-            apis = self._ports.apis.routes(self._parts, lambda: self._config, self._shared.shown)
+            apis = self._ports.apis.routes(
+                self._parts, lambda: self._config, self._shared.shown, self._sources
+            )
             diagnose = diagnose_route(self._doctor, self._diagnoses)
             explainer = Explainer(self._parts.state, self._parts.selections)
             explain = explain_routes(explainer, self._explanations)
             of_all = (diagnose, *explain, *ui_routes(self._picture, self._parts.state))
             for face, routes, not_found in apis:
-                face.sources += self._sources
                 face.log_requests(self._config.access_log)
                 await serving.start(face.serve, (*routes, *of_all), not_found, stop)
                 bind = " ".join(face.addresses())
