@@ -11,7 +11,6 @@ import trio
 
 from kvd.config.load import AddressError, Config, StartError
 from kvd.config.parsers import TLS_PREFIX, Bind, Binds, TcpBind
-from kvd.faces.common.monitoring import metrics_route
 from kvd.faces.common.openapi import with_document
 from kvd.faces.common.schemas import Description
 from kvd.http.access import AccessLog
@@ -28,7 +27,6 @@ from kvd.http.routes import Route, WrongPath
 from kvd.http.tls import TlsServer
 from kvd.platform.activation import Passed, address
 from kvd.telemetry.metrics import (
-    METRICS_PATH,
     Family,
     RequestMetrics,
     Source,
@@ -39,7 +37,7 @@ from kvd.telemetry.metrics import (
 
 
 class ApiServer:
-    """One API on its addresses. `sources` say what /metrics shows; more may be added."""
+    """One API on its addresses, with and without TLS."""
 
     def __init__(
         self,
@@ -63,11 +61,7 @@ class ApiServer:
         self._description = description
         self.stats = HttpStats()  # of the addresses without TLS, once they are served
         self.requests = RequestMetrics(metrics_prefix)
-        self.sources: list[Source] = [
-            self.requests.families,
-            memory_families,
-            self._refusal_families,
-        ]
+        self._front_families: list[Source] = []  # of the addresses that are served
         self._limits = config.http
         self._context = ServerContext(
             Authorizer(config.policy), self.requests.observe, failures, AccessLog(name), for_pages
@@ -155,9 +149,7 @@ class ApiServer:
         *,
         task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
     ) -> None:
-        """Serves `routes` and those of every face until `stop` is set and all is answered."""
-        if all(route.path != METRICS_PATH for route in routes):
-            routes = (*routes, metrics_route(self.sources))
+        """Serves `routes`, and their document, until `stop` is set and all is answered."""
         routes = with_document(self.name, routes, self._description)
         routes = tuple(self._bounded(each) for each in routes)
         app = ColdApp(routes, self._limits, self._context, not_found)
@@ -190,8 +182,16 @@ class ApiServer:
     ) -> None:
         self._servers.append(server)
         helps = {name: f"{help}, on addresses {what}" for name, help in STATS_HELP.items()}
-        self.sources.append(lambda: stats_families(prefix, server.stats, helps, GAUGES))
+        self._front_families.append(lambda: stats_families(prefix, server.stats, helps, GAUGES))
         await nursery.start(server.serve, sockets, stop)
+
+    def families(self) -> Iterator[Family | None]:
+        """Yields what /metrics says of requests and connections, and of the process's memory."""
+        yield from self.requests.families()
+        yield from memory_families()
+        yield from self._refusal_families()
+        for families in self._front_families:
+            yield from families()
 
     def _refusal_families(self) -> Iterator[Family]:
         name, help = (

@@ -16,14 +16,15 @@ from kvd.app.api_server import ApiServer
 from kvd.config.load import Config
 from kvd.config.parsers import Binds
 from kvd.faces.common import replica_sync
+from kvd.faces.common.monitoring import metrics_route
 from kvd.faces.conductor import listings as conductor_listings
 from kvd.faces.conductor import routes as conductor
 from kvd.faces.conductor import schemas as conductor_schemas
 from kvd.faces.conductor.msgpack import FORMS
+from kvd.faces.gateway import processes
 from kvd.faces.gateway import schemas as gateway_schemas
 from kvd.faces.gateway.engines import upstream_routes
 from kvd.faces.gateway.metrics import gateway_families
-from kvd.faces.gateway.processes import metrics_route
 from kvd.faces.gateway.routes import ClientFailures, gateway_routes
 from kvd.faces.indexer import routes as indexer
 from kvd.faces.indexer import schemas as indexer_schemas
@@ -32,6 +33,7 @@ from kvd.faces.selection.booking_metrics import booking_families
 from kvd.faces.selection.choice_metrics import choice_families
 from kvd.faces.selection.routes import selection_routes
 from kvd.faces.selection.speed_metrics import speed_families
+from kvd.faces.selection.workers import SharedStatus
 from kvd.faces.slot_tracker import routes as slot_tracker
 from kvd.faces.slot_tracker import schemas as slot_tracker_schemas
 from kvd.faces.slot_tracker.metrics import slot_families
@@ -122,17 +124,27 @@ class Gateway:
             nursery.start_soon(self.tokens.run)
 
     async def met(self) -> None:
-        """Waits until engines and kvds elsewhere have been asked once, whatever came of it."""
+        """Waits until engines and kvds elsewhere have been asked once, whatever came of it.
+
+        One of several processes does so: clients wait, or are served by the others meanwhile.
+        """
+        if self._siblings is None:
+            return
         await self.choices.met()
         await self.upstreams.all_met()
 
-    def routes(self, sources: Sequence[Source]) -> tuple[Route, ...]:
-        """Returns the face's routes; /metrics of one of several processes shows all of them."""
+    def routes(self) -> tuple[Route, ...]:
+        """Returns the face's routes, but for /metrics."""
         own = self.upstreams, self.choices, self._forwarder, self._body_limit
         if self._siblings is None:
             return (*gateway_routes(*own), *upstream_routes(self.upstreams))
-        routes = gateway_routes(*own, self._siblings.place.name)
-        return (*routes, metrics_route(self._siblings, sources))
+        return gateway_routes(*own, self._siblings.place.name)
+
+    def metrics_route(self, sources: Sequence[Source]) -> Route:
+        """Returns the route of /metrics: one of several processes shows all of them."""
+        if self._siblings is None:
+            return metrics_route(sources)
+        return processes.metrics_route(self._siblings, sources)
 
     def families(self) -> Iterator[Family]:
         yield from gateway_families(
@@ -237,23 +249,34 @@ class Apis:
         return [face for face, binds in self.binds.items() if binds is not None]
 
     def routes(
-        self, known: Components, config: Callable[[], Config]
+        self,
+        known: Components,
+        config: Callable[[], Config],
+        shared: SharedStatus,
+        sources: Sequence[Source],
     ) -> Iterator[tuple[ApiServer, tuple[Route, ...], WrongPath]]:
         """Yields the faces that are served with their routes and what they say of other paths.
 
-        Their metrics are complete then.
-
-        `config` returns the settings of the moment, for what is live among them.
+        `config` returns the settings of the moment, for what is live among them; `shared` what the
+        shared state says of itself. /metrics of each face shows `sources`, those of the process.
         """
         dumps = indexer.dumps_bound(config().max_dumps)
-        routes = self._all_routes(known, dumps, test_endpoints=config().test_endpoints)
-        self._add_sources(known, config, dumps)
+        tests = config().test_endpoints
+        routes = self._all_routes(known, dumps, shared, test_endpoints=tests)
+        own = self._sources(known, config, dumps)
         directory = RouteDirectory(routes)
         for face in self.served:
-            yield face, routes[face], partial(directory.not_found, face)
+            shown = face.families, *own[face], *sources
+            show = known.gateway.metrics_route if face is self.gateway else metrics_route
+            yield face, (*routes[face], show(shown)), partial(directory.not_found, face)
 
     def _all_routes(
-        self, known: Components, dumps: ConcurrencyLimit, *, test_endpoints: bool
+        self,
+        known: Components,
+        dumps: ConcurrencyLimit,
+        shared: SharedStatus,
+        *,
+        test_endpoints: bool,
     ) -> dict[ApiServer, tuple[Route, ...]]:
         state, registry = known.state, known.registry
         of_replicas = replica_sync.routes(known.replicas)
@@ -266,36 +289,37 @@ class Apis:
                 *of_replicas,
             ),
             self.selection: (
-                *selection_routes(known.selections),
+                *selection_routes(known.selections, shared),
                 indexer.dump_route(state, dumps),
                 *of_replicas,
             ),
             self.conductor: conductor.routes(state, known.publishers),
-            self.gateway: known.gateway.routes(self.gateway.sources),
+            self.gateway: known.gateway.routes(),
         }
 
-    def _add_sources(
+    def _sources(
         self, known: Components, config: Callable[[], Config], dumps: ConcurrencyLimit
-    ) -> None:
+    ) -> dict[ApiServer, list[Source]]:
+        """Returns what /metrics of each face says of what the face serves."""
         blocks = partial(indexer.families, known.state, known.registry, dumps)
         slots, selections = known.slots, known.selections
         answered = self.selection.requests
-        self.indexer.sources += [blocks, partial(_recovery_families, known)]
-        self.slot_tracker.sources += [
-            lambda: slot_families(slots, config().metrics_ranks),
-            known.replicas.families,
-        ]
-        self.selection.sources += [
-            blocks,
-            known.replicas.families,
-            partial(booking_families, selections),
-            lambda: choice_families(selections, answered, config().metrics_ranks),
-            lambda: speed_families(selections, config().metrics_ranks),
-        ]
-        self.gateway.sources += [blocks, known.gateway.families]
-        self.conductor.sources.append(
-            partial(conductor_listings.families, known.state, known.publishers)
-        )
+        return {
+            self.indexer: [blocks, partial(_recovery_families, known)],
+            self.slot_tracker: [
+                lambda: slot_families(slots, config().metrics_ranks),
+                known.replicas.families,
+            ],
+            self.selection: [
+                blocks,
+                known.replicas.families,
+                partial(booking_families, selections),
+                lambda: choice_families(selections, answered, config().metrics_ranks),
+                lambda: speed_families(selections, config().metrics_ranks),
+            ],
+            self.gateway: [blocks, known.gateway.families],
+            self.conductor: [partial(conductor_listings.families, known.state, known.publishers)],
+        }
 
     def targets(self, known: Components) -> dict[str, RegistrationTarget]:
         """Returns where entries of the fleet file are registered, by table."""

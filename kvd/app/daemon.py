@@ -51,6 +51,7 @@ from kvd.faces.gateway.engines import CALLS
 from kvd.faces.ui import ui_routes
 from kvd.faces.ui.picture import Picture, PicturedRooms
 from kvd.fleet_file.follower import FleetFileFollower, RegistrationTarget
+from kvd.fleet_file.none import FleetFile, NoFleetFile
 from kvd.fleet_file.targets import UpstreamTarget
 from kvd.gateway.siblings import ProcessIdentity
 from kvd.index.capacity import ListenerCapacity
@@ -62,7 +63,7 @@ from kvd.net.listeners import ListenerTasks
 from kvd.net.recovery import RecoveryStats, confirm_restored, recover
 from kvd.net.zsocket import make_context
 from kvd.persistence.directory import StateDirectory
-from kvd.persistence.journal import SharedUntil
+from kvd.persistence.none import NoKeeper
 from kvd.persistence.registrations import Faces, Registrations
 from kvd.persistence.store import Keeper, StateStore
 from kvd.platform import activation, sdnotify
@@ -73,6 +74,7 @@ from kvd.replica_sync.deduplication import Deduplicator
 from kvd.selection.decisions import DecisionLog
 from kvd.selection.readiness import Readiness, Recovery
 from kvd.selection.service import Selections
+from kvd.shared_state.none import NoSharedState
 from kvd.shared_state.outbox import MAX_WAITING_BYTES
 from kvd.slots.shared_loads import Ledgers
 from kvd.slots.trackers import SlotTrackers
@@ -81,7 +83,6 @@ from kvd.telemetry.logs import get_logger
 from kvd.telemetry.metrics import Family, Source, by_label, counter, gauge, stretch_families
 from kvd.telemetry.rotating import RotatingWriter
 from kvd.telemetry.stretches import RECOVERY, UNREGISTRATION, stretches_counted
-from kvd.wire.state_address import StateServer
 from kvd_core.index.chronicle import Chronicle
 from kvd_core.ledger.journal import Journal
 
@@ -209,7 +210,10 @@ async def _open_and_serve(
 
 
 class _Daemon:
-    """One process's daemon: all of its parts, and what brings them up."""
+    """One process's daemon: all of its parts, and what brings them up.
+
+    What a setting leaves out is there as a part that does nothing.
+    """
 
     def __init__(
         self,
@@ -240,7 +244,6 @@ class _Daemon:
             begin=self._serving,
             space=ports.space,
         )
-        self._place = place
         journal = None if store is None else store.journal
         told = None if config.state_server is None else Journal(MAX_WAITING_BYTES)
         deduplicator = None if told is None else Deduplicator(told, trio.current_time)
@@ -252,55 +255,60 @@ class _Daemon:
         self._parts = _components(
             config, bounds, ports, self._listeners, context, listening, place, *accounts
         )
-        self._decisions: DecisionLog | None = None  # None: none is written
-        if decisions is not None:
-            selections, shares_blocks = self._parts.selections, config.router.assumes_kv_reuse
-            self._decisions = DecisionLog(
-                selections.fleets, decisions, time.time_ns, shares_blocks=shares_blocks
-            )
-            selections.reservations.moments.subscribe(self._decisions.note)
-            selections.reservations.sample.take_all()
-        self._fleet: FleetFileFollower | None = None  # None: no file is set
         self._targets = ports.apis.targets(self._parts)
-        if config.fleet_file is not None:
-            self._fleet = FleetFileFollower(config.fleet_file, ports.outgoing, self._targets)
+        self._fleet = _fleet_file(config, ports, self._targets)
         registrations = _registrations(self._parts, config, self._fleet)
-        self._keeper: Keeper | None = None  # None: nothing outlives the process
-        if store is not None:
-            self._keeper = _keeper(store, self._parts, ledgers, registrations)
-        self._shared: SharedState | None = None  # None: nothing is shared
-        if config.state_server is not None and told is not None and deduplicator is not None:
-            self._shared = self._share(
-                config.state_server, told, ledgers, deduplicator, registrations
-            )
-        shown = None if self._shared is None else self._shared.shown
-        rooms = _rooms(self._parts, ports)
+        self._keeper = _keeper(store, self._parts, ledgers, registrations)
+        self._shared = self._share(config, told, ledgers, deduplicator, registrations)
         self._diagnoses = diagnoses_bound()
         self._explanations = explanations_bound()
-        self._doctor = Doctor(rooms, ports.dialer, trio.current_time(), shown)
+        rooms = _rooms(self._parts, ports)
+        self._doctor = Doctor(rooms, ports.dialer, trio.current_time(), self._shared.shown)
         self._picture = Picture(_pictured(self._parts, ports))
         self._reloader = Reloader(
             config, reader, stop, ports, self._parts, self._listeners, self._fleet
         )
+        # What /metrics of every face says of the process.
+        self._sources: list[Source] = [
+            self._families,
+            self._reloader.families,
+            ports.sync.families,
+            ports.served.families,
+            self._doctor.families,
+            stretch_families,
+            self._fleet.families,
+            self._keeper.families,
+            self._shared.families,
+        ]
+        if place is not None:
+            self._sources.append(place.families)
+        if decisions is not None:
+            self._sources.append(_log_decisions(decisions, self._parts.selections, config).families)
 
     def _share(
         self,
-        server: StateServer,
-        told: Journal,
+        config: Config,
+        told: Journal | None,
         ledgers: Ledgers,
-        deduplicator: Deduplicator,
+        deduplicator: Deduplicator | None,
         registrations: Registrations,
-    ) -> SharedState:
+    ) -> SharedState | NoSharedState:
+        if config.state_server is None or told is None or deduplicator is None:
+            return NoSharedState()
         # 18 MB of memory, for those who share state.
         from kvd.shared_state.catalog import Catalog
         from kvd.shared_state.service import SharedState
 
-        parts = self._parts
-        catalog = Catalog(registrations, self._targets_of_clients())
-        accounts = parts.slots, parts.selections
-        known = SharedUntil(None) if self._keeper is None else self._keeper.told
         return SharedState(
-            server, told, ledgers, deduplicator, *accounts, self._ports.served, catalog, known
+            config.state_server,
+            told,
+            ledgers,
+            deduplicator,
+            self._parts.slots,
+            self._parts.selections,
+            self._ports.served,
+            Catalog(registrations, self._targets_of_clients()),
+            self._keeper.told,
         )
 
     @property
@@ -322,20 +330,14 @@ class _Daemon:
         """Registers who is in the settings and the fleet file, and serves until a signal."""
         config = self._config
         await self._register(config)
-        if self._fleet is not None:
-            with self._stop.gives_up():
-                await self._fleet.read()
-            listening.start_soon(self._fleet.run)
-        if self._keeper is not None:
-            with self._stop.gives_up():
-                await self._keeper.restore_registrations(self._targets_of_clients())
-                await self._keeper.restore_bookings()
-                listening.start_soon(self._keeper.run)
-        if self._shared is not None:
-            await self._shared.prepare()
-            self._ports.served.ask(self._shared.owner)
-            self._parts.selections.readiness.show_shared(self._shared.shown)
-            background.start_soon(self._shared.run)
+        with self._stop.gives_up():
+            await self._fleet.read()
+        listening.start_soon(self._fleet.run)
+        with self._stop.gives_up():
+            await self._keeper.prepare(self._targets_of_clients())
+            listening.start_soon(self._keeper.run)
+        await self._shared.prepare()
+        background.start_soon(self._shared.run)
         indexing = [config.indexer_bind, config.selection_bind, config.conductor_bind]
         if config.gateway_bind is not None:
             listening.start_soon(self._parts.gateway.run)
@@ -356,10 +358,8 @@ class _Daemon:
 
     async def finish(self) -> None:
         """Keeps and tells what there is at the end, when nothing changes any more."""
-        if self._shared is not None:
-            await self._shared.finish()
-        if self._keeper is not None:
-            await self._keeper.finish()
+        await self._shared.finish()
+        await self._keeper.finish()
 
     async def _register(self, config: Config) -> None:
         serves = self._ports.served.serves
@@ -417,7 +417,7 @@ class _Daemon:
         if not await self._restore_fresh():
             peers = await self._peers()
             if peers and await self._recover(config, peers):
-                self._leave_snapshot()
+                self._keeper.leave_index()
             else:
                 await self._restore()
         self._recovered.set()
@@ -428,29 +428,22 @@ class _Daemon:
         log.info("ready", workers=registry.instances())
         await confirm_restored(self._parts.state, registry, self._parts.publishers)
 
-    def _leave_snapshot(self) -> None:
-        if self._keeper is not None:
-            self._keeper.leave_index()
-
     async def _restore_fresh(self) -> bool:
         """Fills the index from a snapshot that goes before a peer's dump."""
-        if self._keeper is None or not await self._keeper.has_fresh_index():
-            return False
-        return await self._restore()
+        return await self._keeper.has_fresh_index() and await self._restore()
 
     async def _restore(self) -> bool:
         """Fills the index from the state directory; False if there is nothing of use."""
-        if self._keeper is None or not await RECOVERY.steps_of(self._keeper.restore_index()):
+        blocks = await RECOVERY.steps_of(self._keeper.restore_index())
+        if blocks is None:
             return False
-        readiness = self._parts.selections.readiness
-        readiness.recovery = Recovery.DONE
-        readiness.recovered_blocks = self._keeper.stats.blocks
+        self._parts.selections.readiness.note_recovery(Recovery.DONE, blocks)
         gc.freeze()
         return True
 
     async def _peers(self) -> list[str]:
         """Returns whom to recover from: those that were named, then those that share our state."""
-        shared = [] if self._shared is None else await self._shared.addresses(JOIN_S)
+        shared = await self._shared.addresses(JOIN_S)
         return list(dict.fromkeys((*self._parts.peers, *shared)))
 
     async def _recover(self, config: Config, peers: list[str]) -> bool:
@@ -467,9 +460,8 @@ class _Daemon:
             dialer=self._ports.dialer,
         )
         peer = await RECOVERY.steps_of(recovering)
-        readiness = parts.selections.readiness
-        readiness.recovery = Recovery.EMPTY if peer is None else Recovery.DONE
-        readiness.recovered_blocks = parts.recovery.blocks
+        outcome = Recovery.EMPTY if peer is None else Recovery.DONE
+        parts.selections.readiness.note_recovery(outcome, parts.recovery.blocks)
         if peer is None:
             log.warning("recovery_failed", peers=len(peers))
         gc.freeze()  # it stays: 65,536 workers were 16 ms of every full collection
@@ -477,18 +469,18 @@ class _Daemon:
 
     async def _serve_faces(self) -> None:
         """Serves the faces until a signal, then until what is under way is answered."""
-        if self._place is not None:  # clients wait, or are served by the other processes
-            with self._stop.gives_up(), trio.move_on_after(MEET_S):
-                await self._parts.gateway.met()
+        with self._stop.gives_up(), trio.move_on_after(MEET_S):
+            await self._parts.gateway.met()
         stop = trio.Event()
         async with trio.open_nursery() as serving:
-            apis = self._ports.apis.routes(self._parts, lambda: self._config)
+            apis = self._ports.apis.routes(
+                self._parts, lambda: self._config, self._shared.shown, self._sources
+            )
             diagnose = diagnose_route(self._doctor, self._diagnoses)
             explainer = Explainer(self._parts.state, self._parts.selections)
             explain = explain_routes(explainer, self._explanations)
             of_all = (diagnose, *explain, *ui_routes(self._picture, self._parts.state))
             for face, routes, not_found in apis:
-                face.sources += self._sources()
                 face.log_requests(self._config.access_log)
                 await serving.start(face.serve, (*routes, *of_all), not_found, stop)
                 bind = " ".join(face.addresses())
@@ -510,17 +502,6 @@ class _Daemon:
         await self._recovered.wait()
         if not self._stop.is_asked:
             await self._reloader.announce()
-
-    def _sources(self) -> list[Source]:
-        """Returns what /metrics of every face says of the process."""
-        followers = () if self._fleet is None else (self._fleet.families,)
-        decisions = () if self._decisions is None else (self._decisions.families,)
-        places = () if self._place is None else (self._place.families,)
-        kept = () if self._keeper is None else (self._keeper.families,)
-        shared = () if self._shared is None else (self._shared.families,)
-        own = [self._reloader.families, self._families, self._ports.sync.families]
-        own += [self._ports.served.families, self._doctor.families, stretch_families]
-        return [*own, *followers, *decisions, *places, *kept, *shared]
 
     def _families(self) -> Iterator[Family]:
         space, outgoing = self._ports.space, self._ports.outgoing
@@ -623,9 +604,13 @@ def _open_store(config: Config, opened: ExitStack) -> StateStore | None:
     return store
 
 
-def _registrations(
-    parts: Components, config: Config, fleet: FleetFileFollower | None
-) -> Registrations:
+def _fleet_file(config: Config, ports: Ports, targets: dict[str, RegistrationTarget]) -> FleetFile:
+    if config.fleet_file is None:
+        return NoFleetFile()
+    return FleetFileFollower(config.fleet_file, ports.outgoing, targets)
+
+
+def _registrations(parts: Components, config: Config, fleet: FleetFile) -> Registrations:
     faces = Faces(
         parts.registry,
         parts.slots,
@@ -639,8 +624,10 @@ def _registrations(
 
 
 def _keeper(
-    store: StateStore, parts: Components, ledgers: Ledgers, registrations: Registrations
-) -> Keeper:
+    store: StateStore | None, parts: Components, ledgers: Ledgers, registrations: Registrations
+) -> Keeper | NoKeeper:
+    if store is None:
+        return NoKeeper()
     accounts = ledgers, parts.slots, parts.selections
     index = parts.state, parts.registry, parts.publishers
     return Keeper(store, *index, *accounts, parts.peers, registrations, trio.current_time)
@@ -659,3 +646,12 @@ def _open_decision_log(config: Config, opened: ExitStack) -> RotatingWriter | No
         raise StartError(f"decision_log: cannot write {path}: {reason}") from None
     opened.callback(writer.close, DECISION_LOG_CLOSE_S)
     return writer
+
+
+def _log_decisions(writer: RotatingWriter, selections: Selections, config: Config) -> DecisionLog:
+    """Returns the log of what is booked from now on."""
+    shares_blocks = config.router.assumes_kv_reuse
+    decisions = DecisionLog(selections.fleets, writer, time.time_ns, shares_blocks=shares_blocks)
+    selections.reservations.moments.subscribe(decisions.note)
+    selections.reservations.sample.take_all()
+    return decisions

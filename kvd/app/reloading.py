@@ -7,7 +7,6 @@ commit    one step without a wait: no request sees half of it
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from functools import partial
 
 import trio
@@ -19,7 +18,7 @@ from kvd.app.ports import Ports
 from kvd.app.stopping import Stop
 from kvd.config.load import Config, Prepared, StartError, exposed_secrets
 from kvd.config.reload import ConfigReader, Reloaded
-from kvd.fleet_file.follower import FleetFileFollower
+from kvd.fleet_file.none import FleetFile
 from kvd.http.certificates import TlsCredentials
 from kvd.net.listeners import ListenerTasks
 from kvd.platform import sdnotify
@@ -55,7 +54,7 @@ class Reloader:
         ports: Ports,
         parts: Components,
         listeners: ListenerTasks,
-        fleet: FleetFileFollower | None,
+        fleet: FleetFile,
     ) -> None:
         self.config = config
         self._reader = reader
@@ -96,7 +95,7 @@ class Reloader:
     async def _take_over(self) -> ReloadResult:
         """Takes over what all files say now, or nothing, and says what is wrong with them."""
         try:
-            async with nullcontext() if self._fleet is None else self._fleet.reloading():
+            async with self._fleet.reloading():
                 prepared, waiting = await self._prepare()
         except StartError as error:
             self._outcomes["refused"] += 1
@@ -124,10 +123,8 @@ class Reloader:
         for face in self._ports.apis.served:
             face.check_open(config)
         commit = partial(self._apply_config, config, credentials)
-        prepared = [Prepared(reloaded.changed, commit)]
-        if self._fleet is not None:
-            prepared.append(await self._fleet.prepare(config.outgoing_allow))
-        return prepared, reloaded.waiting
+        fleet = await self._fleet.prepare(config.outgoing_allow)
+        return [Prepared(reloaded.changed, commit), fleet], reloaded.waiting
 
     def _read_again(self, running: Config) -> tuple[Reloaded, TlsCredentials | None]:
         reloaded = self._reader.again(running)

@@ -21,10 +21,8 @@ if TYPE_CHECKING:
 class Doctor:
     """Finds out what is wrong, from what the daemon knows and what engines show from outside."""
 
-    def __init__(
-        self, rooms: Rooms, dialer: Dialer, now: float, shared: Shown | None = None
-    ) -> None:
-        """Moments are monotonic seconds; `shared` shows the shared state, if there is one."""
+    def __init__(self, rooms: Rooms, dialer: Dialer, now: float, shared: Shown) -> None:
+        """Moments are monotonic seconds; `shared` shows the shared state."""
         self._gathering = Gathering(rooms, now)
         self._prober = EngineProber(dialer)
         self._shared = shared

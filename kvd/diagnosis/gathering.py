@@ -59,7 +59,7 @@ MAX_SHARES = 4096  # workers whose bookings are counted; those of others are not
 
 Counted = tuple[str, Hashable]  # a kind of counter, and what it is about
 Probes = Mapping[str, ProbeResult]  # by address
-Shown = Callable[[], dict[str, Any]]  # what the shared state says of itself
+Shown = Callable[[], dict[str, Any] | None]  # what the shared state says of itself, if it is on
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class Gathering:
                 found.append(listener.replay_endpoint)
         return found
 
-    async def gather(self, probes: Probes, shared: Shown | None) -> Evidence:
+    async def gather(self, probes: Probes, shared: Shown) -> Evidence:
         """Returns the evidence of this moment."""
         rooms, now = self._rooms, trio.current_time()
         grown = self._growth.grown(self._totals())
@@ -154,7 +154,7 @@ class Gathering:
                 for each in replicas.all()
             ),
             traffic=ReplicaTraffic(grown["replicas", "overflows"], grown["replicas", "missed"]),
-            shared=None if shared is None else _shared(shared()),
+            shared=_shared(shared()),
             clock_lead_s=self._clock_lead_s(now),
         )
 
@@ -387,6 +387,8 @@ def _present(fleet: Fleet) -> list[int]:
     ]
 
 
-def _shared(shown: Mapping[str, Any]) -> SharedEvidence:
+def _shared(shown: Mapping[str, Any] | None) -> SharedEvidence | None:
+    if shown is None:
+        return None
     fault = str(shown["fault"] or "")
     return SharedEvidence(shown["server"], shown["connected"], shown["behind"], fault)

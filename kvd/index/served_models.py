@@ -7,7 +7,7 @@ rest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from types import MappingProxyType
 
 from kvd.errors import Misdirected
@@ -33,7 +33,7 @@ class ServedModels:
         """Without anything in `served` all is; `owners` says where others are served."""
         self._served = frozenset(served)
         self._owners = owners
-        self._asked: Callable[[ServedKey], str | None] | None = None
+        self._others: Mapping[str, Collection[ServedKey]] = {}  # by the address, as they say
         self.misdirected = 0  # requests and registrations that belong elsewhere
         self.unknown: dict[tuple[str, str], int] = {}  # requests about what nobody registered
         self.forgotten = 0  # of these models and tenants, at the limit
@@ -49,12 +49,17 @@ class ServedModels:
 
     def owner(self, place: tuple[str, str]) -> str | None:
         """Returns where a model and tenant are served, None if nobody has said."""
-        said = self._owners.get(place) or self._owners.get((place[0], None))
-        return said if said is not None or self._asked is None else self._asked(place)
+        every_tenant = (place[0], None)
+        if said := self._owners.get(place) or self._owners.get(every_tenant):
+            return said
+        for address, serves in self._others.items():
+            if place in serves or every_tenant in serves:
+                return address
+        return None
 
-    def ask(self, owner: Callable[[ServedKey], str | None]) -> None:
-        """Has somebody be asked where those are served of whom nobody has said it."""
-        self._asked = owner
+    def note_others(self, others: Mapping[str, Collection[ServedKey]]) -> None:
+        """Notes what other processes say that they serve, by their addresses."""
+        self._others = others
 
     def check(self, place: tuple[str, str]) -> None:
         """Raises Misdirected for what is served elsewhere."""

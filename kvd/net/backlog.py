@@ -10,7 +10,7 @@ newest, and shows as a gap.
 
 A connection that is lost or made changes what a batch means: it may be another engine's. Batches
 that have come before wait longer than the news does. So a change has its place among the messages,
-and the stream hears of it when it gets there (`EventStream.place_changes`). libzmq tells the
+and the stream hears of it when it gets there (`EventStream.subscribe`). libzmq tells the
 monitor of a connection before it hands over that connection's first message. So what was taken in
 before a connection was heard of is not that one's; what is taken in and then followed by the news
 may be.
@@ -49,7 +49,7 @@ class Backlog:
         self._taking_in = False
         self._lost = False  # a connection, some of whose messages libzmq may still hold
         self.idle = False  # whether the listener waits for nothing but messages
-        listener.place_changes(self._place)
+        listener.subscribe(self._place)
 
     def take_in(self, link: Link, budget_ns: int) -> bool:
         """Takes what libzmq holds, for about so long; returns whether there may be more."""
@@ -95,7 +95,7 @@ class Backlog:
             self._listener.pass_over(change)
         self._changes.clear()
         self._listener.pass_over(missed)
-        self._listener.place_changes(None)
+        self._listener.unsubscribe()
 
     def _place(self, change: Change) -> None:
         """Puts a change of the connection to its place among the messages.

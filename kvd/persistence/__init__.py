@@ -1,6 +1,7 @@
 """State that outlives the process: what a restart goes on with, in a directory of its own.
 
 store           `StateStore`, `Keeper`: what the daemon restores at its start and keeps from then on
+none            `NoKeeper`: stands for the keeper where there is no state directory
 registrations   who was registered by calls, on all faces
 reading         what a directory has of registrations and bookings
 bookings        what lives after a journal's records, and how it comes back

@@ -23,7 +23,8 @@ from kvd.faces.common.replica_sync import Peer
 from kvd.faces.gateway.engines import CALLS
 from kvd.faces.indexer.routes import RegisteredRank
 from kvd.faces.slot_tracker.routes import RegisteredWorker
-from kvd.fleet_file.follower import FleetFileFollower, RegistrationTarget
+from kvd.fleet_file.follower import RegistrationTarget
+from kvd.fleet_file.none import FleetFile
 from kvd.fleet_file.parse import TABLES
 from kvd.fleet_file.rows import OF_TABLE
 from kvd.gateway.dns_names import Wanted
@@ -81,7 +82,7 @@ class Again:
 class Registrations:
     """What clients have registered, apart from what the settings and the fleet file have."""
 
-    def __init__(self, faces: Faces, config: Config, fleet: FleetFileFollower | None) -> None:
+    def __init__(self, faces: Faces, config: Config, fleet: FleetFile) -> None:
         self._faces = faces
         self._fleet = fleet
         self._ranks = {worker.key for worker in config.workers}
@@ -122,7 +123,7 @@ class Registrations:
     def is_set(self, table: str, wanted: Any) -> bool:
         """Says whether the fleet file has registered something under that key."""
         key = TABLES[table].key(wanted)
-        return self._fleet is not None and self._fleet.held(table, key) is not None
+        return self._fleet.held(table, key) is not None
 
     def _all(self) -> Iterator[tuple[str, Any]]:
         faces = self._faces
@@ -167,7 +168,7 @@ class Registrations:
         self._faces.selections.tuning.replace(place, names, self._without_file(place, after))
 
     def _without_file(self, place: Place, changes: Mapping[str, Any]) -> dict[str, Any]:
-        of_file = None if self._fleet is None else self._fleet.held("policy", place)
+        of_file = self._fleet.held("policy", place)
         names = () if of_file is None else of_file.policy.row
         return {name: value for name, value in changes.items() if name not in names}
 

@@ -148,7 +148,12 @@ class Keeper:
 
     # ---- the start
 
-    async def restore_registrations(self, targets: dict[str, RegistrationTarget]) -> None:
+    async def prepare(self, targets: dict[str, RegistrationTarget]) -> None:
+        """Restores all but the index: who was registered by calls, then what was booked on them."""
+        await self._restore_registrations(targets)
+        await self._restore_bookings()
+
+    async def _restore_registrations(self, targets: dict[str, RegistrationTarget]) -> None:
         """Registers again who was registered by calls."""
         path = self._directory.file(Content.REGISTRATIONS)
         try:
@@ -163,7 +168,7 @@ class Keeper:
         self.stats.registrations = again.registered
         log.info("registrations_restored", registered=again.registered, failed=again.failed)
 
-    async def restore_bookings(self) -> None:
+    async def _restore_bookings(self) -> None:
         """Books again what lived, after its workers are registered; begins a journal."""
         journals = self._directory.journals()
         now = self._clock()
@@ -209,8 +214,11 @@ class Keeper:
         """Has the index begin without the snapshot, which the next one replaces."""
         self._restored_index.set()
 
-    async def restore_index(self) -> bool:
-        """Fills the index from the snapshot, while faces serve; False if there is none to use."""
+    async def restore_index(self) -> int | None:
+        """Fills the index from the snapshot, while faces serve.
+
+        Returns the number of blocks, or None if there is no snapshot of use.
+        """
         path = self._directory.file(Content.INDEX)
         began = self._clock()
         self._state.begin_recovery()
@@ -220,11 +228,11 @@ class Keeper:
             restoring = Restoring(self._state, self._publishers, found.holdings)
         except FileNotFoundError:
             self._restored_index.set()
-            return False
+            return None
         except (OSError, Damaged, KvdError, ValueError) as error:
             await self._refuse(Content.INDEX, path, error)
             self._restored_index.set()
-            return False
+            return None
         else:
             await bring_in(self._state, planned, self._note_blocks)
             self._registry.take_over(found.places)
@@ -242,7 +250,7 @@ class Keeper:
             age_s=round(ClockReading.now(began).since(found.header.moments), 3),
             seconds=self._clock() - began,
         )
-        return True
+        return self.stats.blocks
 
     def _note_blocks(self, blocks: int) -> None:
         self.stats.blocks = blocks

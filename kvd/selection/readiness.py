@@ -6,7 +6,6 @@ their index, and once as many workers have been there as were to be waited for: 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from enum import StrEnum
 from typing import Any
 
@@ -28,8 +27,11 @@ class Readiness:
         self.peers = peers
         self.recovery = Recovery.RUNNING if peers else Recovery.OFF
         self.recovered_blocks = 0
-        self._shared: Callable[[], dict[str, Any]] | None = None
         self.enough = min_initial_workers == 0  # have been there at once
+
+    def note_recovery(self, outcome: Recovery, blocks: int) -> None:
+        """Notes that recovery has ended, and how many blocks it has brought."""
+        self.recovery, self.recovered_blocks = outcome, blocks
 
     def note(self, schedulable: int) -> None:
         """Notes the number of schedulable workers, at every change of it."""
@@ -52,12 +54,7 @@ class Readiness:
             reasons.append("no worker is schedulable")
         return reasons
 
-    def show_shared(self, shown: Callable[[], dict[str, Any]]) -> None:
-        """Has the state that replicas share be shown, too."""
-        self._shared = shown
-
     def shown(self) -> dict[str, Any]:
         """Returns the members that do not depend on the number of workers."""
         recovery = {"state": self.recovery, "peers": self.peers, "blocks": self.recovered_blocks}
-        shown = {"min_initial_workers": self.min_initial_workers, "recovery": recovery}
-        return shown if self._shared is None else shown | {"shared_state": self._shared()}
+        return {"min_initial_workers": self.min_initial_workers, "recovery": recovery}

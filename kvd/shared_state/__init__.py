@@ -10,4 +10,5 @@ members     `Members`: who else is there, where, how far
 catalog     `Catalog`: registrations that were made by calls anywhere
 session     what runs while the server is connected
 service     `SharedState`: the part of the daemon that runs sessions, one after the other
+none        `NoSharedState`: stands for it where no server is set
 """

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import trio
 
-from kvd.index.served_models import ServedKey, ServedModels
+from kvd.index.served_models import ServedModels
 from kvd.persistence.journal import SharedUntil
 from kvd.replica_sync.deduplication import Deduplicator
 from kvd.selection.service import Selections
@@ -80,7 +80,7 @@ class SharedState:
         content = faces, affinity, served.listed, self._at_rest
         self._views = Views(self._mirror, self._outbox, *content)
         self._told = told
-        self._standing = KnownFleet()
+        self._standing = KnownFleet(served)
         self._stopping = trio.Event()
         self._ended = trio.Event()
         self._joined = trio.Event()  # what others had is in here
@@ -183,15 +183,6 @@ class SharedState:
             await self._joined.wait()
         members = self._standing.members.values()
         return sorted(each.address for each in members if each.address is not None)
-
-    def owner(self, place: ServedKey) -> str | None:
-        """Returns where a model and tenant are served by another process."""
-        for member in self._standing.members.values():
-            if member.address is not None and (
-                place in member.serves or (place[0], None) in member.serves
-            ):
-                return member.address
-        return None
 
     def shown(self) -> dict[str, Any]:
         """Returns what a status says."""

@@ -21,6 +21,7 @@ import trio
 from coredis.exceptions import ReadOnlyError, ResponseError
 from coredis.tokens import PureToken
 
+from kvd.index.served_models import ServedModels
 from kvd.shared_state import members
 from kvd.shared_state.catalog import Catalog
 from kvd.shared_state.entries import (
@@ -79,6 +80,7 @@ class SessionCounts:
 class KnownFleet:
     """What is known of the fleet from one session to the next."""
 
+    served: ServedModels  # which is told what the others serve
     members: dict[str, Member] = field(default_factory=dict)
     counts: SessionCounts = field(default_factory=SessionCounts)
     has_joined: bool = False  # all that others had at our start is in here
@@ -86,6 +88,13 @@ class KnownFleet:
     told_at: float | None = None  # up to when the server had been told what was restored here
     is_connected: bool = False
     refusals: dict[str, str] = field(default_factory=dict)  # what is not taken, and why
+
+    def note_members(self, found: dict[str, Member]) -> None:
+        """Notes which other processes there are, and what they serve."""
+        self.members = found
+        self.served.note_others(
+            {each.address: each.serves for each in found.values() if each.address is not None}
+        )
 
     def note_restored(self, told_at: float | None) -> None:
         """Notes up to when the server was told of what was restored; None: never."""
@@ -177,7 +186,7 @@ class Session:
             return
         mirror.position = await self._end()
         found, gone = await members.listed(self._client, self._keys, mirror.writer)
-        self._standing.members = found
+        self._standing.note_members(found)
         for writer in (*gone, *found):
             mirror.missed(writer, found[writer].numbers.get(writer, 0) if writer in found else 1)
         await self._heal()
@@ -472,7 +481,7 @@ class Session:
                 mirror.missed(writer, number)
                 self._source[writer] = source
         found, _ = await members.listed(self._client, self._keys, mirror.writer)
-        self._standing.members = found
+        self._standing.note_members(found)
         self._expected = [
             (source, writer, number)
             for source, member in found.items()

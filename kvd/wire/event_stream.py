@@ -12,7 +12,7 @@ A batch that is next in the stream is applied at once; any other is held back fo
 Batches may name their publisher (`meet`): another one than before is another engine.
 
 What a change of the connection means for the stream waits for its turn among the batches, some of
-which may have come before (`place_changes`, `pass_over`).
+which may have come before (`subscribe`, `pass_over`).
 
 `health` says whether the index can be believed for what the stream speaks of (docs/reliability.md):
 
@@ -118,7 +118,7 @@ class EventStream:
         # In the order of the batches: the connection broke, and has not been made again.
         self._is_broken = False
         self._passed_joins = 0
-        self._place: Callable[[Change], None] | None = None  # see `place_changes`
+        self._place: Callable[[Change], None] | None = None  # see `subscribe`
 
     def take_over(self, place: StreamPosition) -> None:
         """Goes on where another process was with this stream, whose blocks the index has.
@@ -260,12 +260,13 @@ class EventStream:
     def _changed(self, change: Change) -> None:
         (self._place or self.pass_over)(change)
 
-    def place_changes(self, place: Callable[[Change], None] | None) -> None:
-        """Gives changes of the connection to `place`, which calls `pass_over` in their turn.
-
-        None calls that at once again.
-        """
+    def subscribe(self, place: Callable[[Change], None]) -> None:
+        """Has `place` hear of changes of the connection, and call `pass_over` in their turn."""
         self._place = place
+
+    def unsubscribe(self) -> None:
+        """Passes over changes of the connection at once again."""
+        self._place = None
 
     def pass_over(self, change: Change) -> None:
         """What comes from here on may be another engine's, or is not all that there was."""

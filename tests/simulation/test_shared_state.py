@@ -18,6 +18,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from kvd.index.served_models import ServedModels
 from kvd.model import PartitionKey
 from kvd.persistence.journal import SharedUntil
 from kvd.replica_sync.deduplication import Deduplicator
@@ -100,7 +101,7 @@ class Replica:
         self._at_rest = trio.Lock()
         self.views = Views(self.mirror, self.outbox, faces, None, [], self._at_rest)
         self.told = SharedUntil(None)
-        self.standing = KnownFleet()
+        self.standing = KnownFleet(ServedModels())
         self._catalog = (
             OneRegistration(self.register) if registers else Catalog(NoRegistrations(), {})  # type: ignore[arg-type]
         )

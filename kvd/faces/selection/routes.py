@@ -20,12 +20,14 @@ from kvd.http.routes import Handler, Route, Scope
 from kvd.selection.service import Selections
 
 
-def selection_routes(selections: Selections) -> tuple[Route, ...]:
-    """Returns the face's routes over the daemon's selections."""
+def selection_routes(
+    selections: Selections, shared: workers.SharedStatus = lambda: None
+) -> tuple[Route, ...]:
+    """Returns the face's routes over the daemon's selections; `shared` is a part of /ready."""
     bound = partial(partial, selections=selections)
     return (
         Route("GET", "/health", health, hot=True, scope=Scope.OPEN),
-        Route("GET", "/ready", bound(workers.ready), scope=Scope.OPEN),
+        Route("GET", "/ready", bound(workers.ready, shared=shared), scope=Scope.OPEN),
         Route("GET", "/workers", bound(workers.list_workers)),
         _admin("POST", "/workers", bound(workers.post_worker), LONG_BODY_LIMIT),
         _admin("PUT", "/workers", bound(workers.put_workers), LONG_BODY_LIMIT),

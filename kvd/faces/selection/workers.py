@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from kvd.errors import BadRequest, Invalid
 from kvd.faces.common import bodies
@@ -14,12 +16,14 @@ from kvd.selection.service import Selections
 from kvd.selection.worker_record import WorkerLifecycle, WorkerRecord
 from kvd_core.json.scan import BodyScanner
 
+SharedStatus = Callable[[], dict[str, Any] | None]  # of the state that replicas share, if they do
+
 DESCRIBED = (*FIELDS, "routing_group")
 WORKER = BodyScanner({}, DESCRIBED)
 WORKERS = BodyScanner({}, (*bodies.PLACE, "workers"))
 
 
-def ready(request: Request, *, selections: Selections) -> Response:
+def ready(request: Request, *, selections: Selections, shared: SharedStatus) -> Response:
     """Answers 200 once a worker can be selected; lists all workers where the client may."""
     entries = selections.workers.listed(None, None)
     lifecycles = Counter(selections.workers.lifecycle(entry) for entry in entries)
@@ -39,6 +43,8 @@ def ready(request: Request, *, selections: Selections) -> Response:
         },
         **selections.readiness.shown(),
     }
+    if (shared_state := shared()) is not None:
+        answer["shared_state"] = shared_state
     if request.known:
         answer["workers"] = [shown(selections.workers, entry) for entry in entries]
     response = bodies.json_response(answer)

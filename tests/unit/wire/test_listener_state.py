@@ -284,7 +284,7 @@ def test_batches_that_were_queued_when_another_engine_came_do_not_count(heard: i
 def test_a_gap_before_a_known_loss_is_not_filled_by_another_engine() -> None:
     listener, applied = make(replay=True)
     feed(listener, (0, b"old 0"), (1, b"old 1"))
-    listener.place_changes(lambda change: None)  # its turn comes behind the batches that wait
+    listener.subscribe(lambda change: None)  # its turn comes behind the batches that wait
     listener.lost_connection("gone", 1.0)
     for seq in (3, 4):
         assert listener.take(seq, b"old %d" % seq) is True
@@ -300,7 +300,7 @@ def test_a_gap_before_a_known_loss_is_not_filled_by_another_engine() -> None:
 def test_a_gap_before_a_known_loss_is_filled_by_the_same_engine() -> None:
     listener, applied = make(replay=True)
     feed(listener, (0, b"0"), (1, b"1"))
-    listener.place_changes(lambda change: None)
+    listener.subscribe(lambda change: None)
     listener.lost_connection("gone", 1.0)
     listener.take(3, b"3")
     assert listener.catch_up.judge(lost=True) is Verdict.GAP
@@ -317,7 +317,7 @@ def test_the_next_answer_behind_a_loss_is_not_taken_for_the_same_engines() -> No
     listener.catch_up.begin()
     assert [listener.catch_up.take(seq, b"old %d" % seq) for seq in (0, 1)] == [None, None]
     assert listener.catch_up.wants_more(ReplayEnd.SILENT)
-    listener.place_changes(lambda change: None)  # its turn comes behind the held batch
+    listener.subscribe(lambda change: None)  # its turn comes behind the held batch
     listener.lost_connection("gone", 1.0)
     assert listener.catch_up.take(2, b"new 2") is ReplayEnd.HOLE  # asked for before
     assert listener.catch_up.wants_more(ReplayEnd.HOLE)

@@ -1,0 +1,43 @@
+"""Stands for the state directory where none is set, so that nobody has to ask whether there is one.
+
+The index then begins empty, or with what a peer knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvd.fleet_file.follower import RegistrationTarget
+from kvd.persistence.journal import SharedUntil
+from kvd.telemetry.metrics import Family
+
+
+class NoKeeper:
+    """Has kept nothing, and keeps nothing."""
+
+    def __init__(self) -> None:
+        self.told = SharedUntil(None)
+
+    async def prepare(self, targets: dict[str, RegistrationTarget]) -> None:
+        """Restores nothing."""
+
+    async def has_fresh_index(self) -> bool:
+        """Returns False."""
+        return False
+
+    async def restore_index(self) -> int | None:
+        """Returns None: there is no snapshot."""
+        return None
+
+    def leave_index(self) -> None:
+        """Does nothing: there is no snapshot."""
+
+    async def run(self) -> None:
+        """Returns at once."""
+
+    async def finish(self) -> None:
+        """Writes nothing."""
+
+    def families(self) -> Iterator[Family]:
+        """Yields nothing."""
+        return iter(())

@@ -1,0 +1,34 @@
+"""Stands for the shared state where no server is set, so that nobody has to ask whether it is on.
+
+It is apart from `service`, which loads 18 MB of a client for Redis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvd.telemetry.metrics import Family
+
+
+class NoSharedState:
+    """Shares nothing, and knows of nobody."""
+
+    async def prepare(self) -> None:
+        """Notes nothing."""
+
+    async def run(self) -> None:
+        """Returns at once."""
+
+    async def finish(self) -> None:
+        """Tells nobody."""
+
+    async def addresses(self, wait_s: float) -> list[str]:
+        """Returns no addresses, without waiting."""
+        return []
+
+    def shown(self) -> None:
+        """Returns None: there is nothing to show."""
+
+    def families(self) -> Iterator[Family]:
+        """Yields nothing."""
+        return iter(())
