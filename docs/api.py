@@ -22,11 +22,11 @@ Schema = Mapping[str, Any]
 HEAD = """\
 # Every route
 
-To look up what a route takes, answers and refuses. The pages of the faces explain the meaning
-([gateway](gateway.md), [indexer](faces/indexer.md), [slot tracker](faces/slot_tracker.md),
-[selection](faces/selection.md), [conductor](faces/conductor.md)). Each face also serves this as
-an OpenAPI 3.1 document at `GET /openapi.json`, with schemas of the answers, and `/ui` lets you
-try each route.
+To look up what a route takes, answers and refuses, search this page. The pages of the faces
+explain the meaning ([gateway](gateway.md), [indexer](faces/indexer.md),
+[slot tracker](faces/slot_tracker.md), [selection](faces/selection.md),
+[conductor](faces/conductor.md)). Each face also serves this as an OpenAPI 3.1 document at
+`GET /openapi.json`, with schemas of the answers, and `/ui` lets you try each route.
 
 Bodies are JSON unless stated otherwise. Members in **bold** are required. `u32`, `u64` and `i64`
 are whole numbers that fit these types. The [scope](security.md#scopes) in parentheses is the one

@@ -22,9 +22,10 @@ ROOT = Path(__file__).parent.parent
 HEAD = """\
 # Limits
 
-Every queue, buffer, body, slice and retry has a named bound. This page lists those that are
-constants, each with the meaning that stands beside it in the code. A constant whose name begins
-with `DEFAULT`, and one that a setting may replace, holds unless the setting says otherwise.
+To find out which bound a queue, buffer, body, slice or retry has, search this page. It lists the
+bounds that are constants, each with the meaning that stands beside it in the code. A constant
+whose name begins with `DEFAULT`, and one that a setting may replace, holds unless the setting says
+otherwise.
 [configuration.md](configuration.md) lists the limits that are settings,
 [operations.md](operations.md#limits-and-deadlines) explains them, and
 [a decision](decisions/2026-11-22-settings-and-constants.md) says which limits are which.

@@ -134,7 +134,9 @@ def written(setting: Setting) -> str:
 
 
 def remark(setting: Setting) -> str:
-    default = "None by default." if setting.default is None else ""
+    default = ""
+    if setting.default is None:
+        default = f"Default: {setting.when_unset}." if setting.when_unset else "None by default."
     shape = "" if setting.many or setting.default is None else f"{setting.metavar}."
     return " ".join(filter(None, (shape, default, "Live." if setting.live else "")))
 

@@ -206,10 +206,10 @@ def _described(face: ApiServer) -> str:
 
 
 class Apis:
-    """The four faces; those with an address are served."""
+    """All faces; those with an address are served."""
 
     def __init__(self, config: Config, served: ServedModels) -> None:
-        """What is asked of models that are not `served` here is sent elsewhere."""
+        """Requests for models outside `served` are answered with 421."""
         plain = Failures(served=served)
         self.indexer = ApiServer(
             "indexer", "dynamo_kvindexer", config, indexer_schemas.DESCRIPTION, plain

@@ -73,8 +73,8 @@ def reload(environ: Mapping[str, str]) -> ReloadResult:
     place = path(environ)
     if place is None:
         raise StartError(
-            f"no {FOLDER_VARIABLE}: this is what `systemctl reload kvd` runs; elsewhere SIGHUP "
-            "has kvd reload"
+            f"{FOLDER_VARIABLE} is not set: `kvd reload` works for the systemd service only; "
+            "elsewhere send SIGHUP"
         )
     text = b""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:

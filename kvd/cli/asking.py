@@ -20,15 +20,21 @@ from kvd.telemetry import logs
 if TYPE_CHECKING:
     from kvd.cli.face_client import FaceClient
 
+FIRST_FACE = (
+    "The command takes the daemon's addresses from the file, the environment or the flags, and "
+    "asks the first face that answers."
+)
+
 
 def add_status(commands: Any) -> None:
     parser = commands.add_parser(
         "status",
         help="report the health of a running daemon",
         description="Reports the health of a running daemon: its registrations, its index, its "
-        "live requests, its rates, and the workers whose event streams are inexact. It asks each "
-        "face at the address in the file, the environment or the flags. Without --config it reads "
-        f"the service's file, {config.SERVICE_FILE}, if that is readable.",
+        "live requests, its rates, and the workers whose event streams are inexact. The command "
+        "takes the daemon's addresses from the file, the environment or the flags, and asks each "
+        f"face. Without --config it reads the service's file, {config.SERVICE_FILE}, if that is "
+        "readable.",
         epilog="Exit codes: 0 all streams are exact, 1 some streams are inexact, a worker cannot "
         "be selected or a model never matches, 2 a face does not answer.",
     )
@@ -52,8 +58,7 @@ def add_doctor(commands: Any) -> None:
         help="find out why prompts do not match, and how to mend it",
         description="Asks a running daemon what is wrong between its engines and its choices, and "
         "writes each finding with its evidence and a remedy. The daemon also connects to "
-        "engines to test them, which may take ten seconds. It is asked at the address in the "
-        "file, the environment or the flags, on the first face that answers.",
+        f"engines to test them, which may take ten seconds. {FIRST_FACE}",
         epilog="Exit codes: 0 nothing is wrong, 1 there are findings, 2 kvd cannot be asked.",
     )
     add_general(parser)
@@ -70,11 +75,10 @@ def add_explain(commands: Any) -> None:
     parser = commands.add_parser(
         "explain",
         help="say why a prompt or a request goes where it goes",
-        description="Asks a running daemon whom it would choose for a prompt, and says of each "
-        "candidate what it caches on which tier, why it caches no more, and what its cost is made "
-        "of. PROMPT is a file, - for standard input: token ids, or the body of POST /select in "
-        "JSON. It is asked at the address in the file, the environment or the flags, on the first "
-        "face that answers. Nothing is booked.",
+        description="Asks a running daemon which worker it would choose for a prompt, and reports "
+        "of each candidate what it caches on each tier, why it caches no more, and the terms of "
+        "its cost. PROMPT is a file, - for standard input: token ids, or the body of POST /select "
+        f"in JSON. {FIRST_FACE} Nothing is booked.",
         epilog="Exit codes: 0 explained, 1 the prompt or request cannot be explained, 2 kvd cannot "
         "be asked.",
     )
@@ -101,8 +105,7 @@ def add_top(commands: Any) -> None:
         help="watch a running daemon in the terminal",
         description="Shows live what a running daemon does: rates, streams, workers "
         "with load, hit share and tiers, recent choices. The page /ui of each face shows the same. "
-        "It is asked at the address in the file, the environment or the flags, on the first face "
-        "that answers. q and Ctrl-C quit; arrows and space scroll.",
+        f"{FIRST_FACE} q and Ctrl-C quit; arrows and space scroll.",
         epilog="Exit codes: 0 quit, 1 there is no terminal, 2 the credentials cannot be read.",
     )
     add_general(parser)
@@ -136,7 +139,7 @@ def add_credentials(parser: Parser) -> None:
         "--token-file",
         type=usage(parsers.parse_path),
         metavar="FILE",
-        help="file with a bearer token of scope read and nothing else",
+        help="file that contains only a bearer token of scope read",
     )
     parser.add_argument(
         "--client-certfile",

@@ -29,7 +29,7 @@ EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 WRONG = (400, 404, 413, 422, 503)
 
 # What helps against a refusal.
-TOKEN_HINT = "; --token-file needs a file with a bearer token of scope read and nothing else"
+TOKEN_HINT = "; --token-file takes a file that contains only a bearer token of scope read"
 HINTS = {401: TOKEN_HINT, 403: TOKEN_HINT}
 
 T = TypeVar("T")

@@ -103,7 +103,11 @@ def add_setting(
     is_shown: bool,
 ) -> None:
     """Adds the flag of a setting; that of a switch may stand alone, or as --no-..., as well."""
-    remarks = [] if default is None else [f"default {default}"]
+    remarks = []
+    if default is not None:
+        remarks.append(f"default {default}")
+    elif setting.when_unset:
+        remarks.append(f"default: {setting.when_unset}")
     if setting.is_borrowed:
         remarks.append(f"variable {setting.variable}")
     remark = f" ({'; '.join(remarks)})" if remarks else ""

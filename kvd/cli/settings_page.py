@@ -28,7 +28,7 @@ def _row(setting: Setting) -> str:
         f"`{setting.name}`",
         ", ".join(f"`{flag}`" for flag in flags),
         f"`{setting.variable}`",
-        "" if setting.default is None else f"`{_default(setting.default)}`",
+        setting.when_unset if setting.default is None else f"`{_default(setting.default)}`",
         f"`{setting.metavar}`: {setting.help}",
     )
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"

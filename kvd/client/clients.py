@@ -201,7 +201,7 @@ class BlockingAsker:
                 if len(body) > limit:
                     raise exchange.too_long(limit)
                 if time.monotonic() >= deadline:
-                    raise httpx.ReadTimeout("an answer that goes on and on")
+                    raise httpx.ReadTimeout("the answer took longer than the timeout")
             return reply_of(response, body)
 
 

@@ -115,7 +115,7 @@ def read_token(token: str | None, token_file: Where | None) -> str | None:
             raise ValueError("token and token_file: give one of them")
         token = Path(token_file).read_text().strip()
     if token is not None and not _TOKEN.fullmatch(token):
-        raise ValueError("the token has characters that no token has")
+        raise ValueError("the token contains a character that tokens cannot have")
     return token
 
 

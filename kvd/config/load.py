@@ -508,7 +508,7 @@ def _workers(values: Mapping[str, Any], outgoing: EgressPolicy) -> tuple[StaticW
     try:
         return parse_workers(values["workers"], partition, values["block_size"], outgoing)
     except ValueError as error:
-        raise StartError(f"--workers {error}") from None
+        raise StartError(f"--workers: {error}") from None
 
 
 def _catalog(workers: tuple[StaticWorker, ...]) -> tuple[WorkerRecord, ...]:

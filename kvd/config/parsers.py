@@ -416,7 +416,7 @@ def parse_outgoing(text: str) -> AllowedNetworks:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One setting: how a text becomes its value, and what holds when nobody says.
+    """One setting: how a text becomes its value, and its default.
 
     The value is a member of the options of class `of`, by the name `field`, unless `of` is None:
     then it is the field of `Config` that has the setting's name, or `kvd.config.load` makes
@@ -427,6 +427,7 @@ class Setting:
     metavar: str  # the unit or form of the value
     help: str
     default: Any = None
+    when_unset: str = ""  # what holds where the default is None, for help and documentation
     live: bool = False  # whether a reload changes it in a running daemon
     common: bool = False  # whether the short help shows it
     also: str | None = None  # another name of its flag

@@ -299,7 +299,8 @@ ROUTER_SETTINGS = section(
         env=DYN,
     ),
     router_predicted_ttl_secs=seconds(
-        "lifetime of blocks predicted in addition to KV events (default: no predictions)",
+        "lifetime of blocks predicted in addition to KV events",
+        when_unset="no predictions",
         field="predicted_ttl_s",
         env=DYN,
     ),
@@ -319,8 +320,8 @@ ROUTER_SETTINGS = section(
     session_affinity_ttl_secs=Setting(
         parsers.within(1, 31_536_000),
         "SECONDS",
-        "time a session stays bound to its rank after its last request (default: sessions "
-        "are not bound)",
+        "time a session stays bound to its rank after its last request",
+        when_unset="sessions are not bound",
         field="session_affinity_ttl_s",
     ),
     session_affinity_sessions=count(
@@ -537,12 +538,13 @@ INDEX_SETTINGS = section(
 
 CURVE_SETTINGS = section(
     curve_secret_key_file=file(
-        "file with this process's CURVE secret key for engines and replicas (default: a "
-        "fresh key at each start)"
+        "file with this process's CURVE secret key for engines and replicas",
+        when_unset="a fresh key at each start",
     ),
     replica_sync_client_keys=file(
         "file with the CURVE public keys of the replicas that may subscribe to requests, "
-        "one per line (default: any replica may)"
+        "one per line",
+        when_unset="any replica may",
     ),
 )
 
@@ -588,7 +590,7 @@ BIND_SETTINGS = section(
     slot_tracker_bind=binds("addresses of the slot tracker", Binds((DEFAULT_SLOT_TRACKER_BIND,))),
     selection_bind=binds("addresses of the selection service", Binds((DEFAULT_SELECTION_BIND,))),
     conductor_bind=binds("addresses of the conductor", Binds((DEFAULT_CONDUCTOR_BIND,))),
-    gateway_bind=binds(f"addresses of the gateway; `kvd gateway` uses {DEFAULT_GATEWAY_BIND}", OFF),
+    gateway_bind=binds("addresses of the gateway", OFF),
 )
 
 # Processes of a gateway: more than a machine has cores for are of no use.
@@ -636,7 +638,8 @@ GATEWAY_SETTINGS = section(
         parsers.parse_kvds,
         "URL,...",
         "kvds that choose for the gateway, as http://HOST:PORT or unix:/PATH of their selection "
-        "service; the first that answers is asked (default: this process chooses)",
+        "service; the first that answers is asked",
+        when_unset="this process chooses",
         also="--kvd",
     ),
     gateway_kvd_s=Setting(
@@ -707,7 +710,8 @@ LOG_SETTINGS = section(
 DECISION_SETTINGS = section(
     decision_log=file(
         "file that records each booked choice of the selection service and the end of its "
-        "request, without prompts, for `kvd replay` (default: no record)"
+        "request, without prompts, for `kvd replay`",
+        when_unset="no record",
     ),
     decision_log_bytes=Setting(
         parsers.within(64 * 1024, 2**40),
@@ -728,7 +732,8 @@ STATE_SETTINGS = section(
         parsers.parse_state_dir,
         "DIR|off",
         "directory for the state that survives a restart: registrations made by calls, bookings, "
-        "and snapshots of the index (default: the StateDirectory of the systemd unit, or off)",
+        "and snapshots of the index",
+        when_unset="the StateDirectory of the systemd unit, or off",
         default_env="STATE_DIRECTORY",
     ),
     snapshot_s=Setting(
@@ -745,7 +750,8 @@ SHARED_STATE_SETTINGS = section(
         "URL",
         "Redis or Valkey server where replicas share bookings, sessions and registrations: "
         "redis://[USER@]HOST:PORT[/DB], rediss:// for TLS, redis+sentinel://HOST:PORT,.../NAME or "
-        "redis+cluster://HOST:PORT,... (default: nothing is shared)",
+        "redis+cluster://HOST:PORT,...",
+        when_unset="nothing is shared",
     ),
     state_prefix=Setting(
         parsers.parse_prefix,
@@ -755,14 +761,15 @@ SHARED_STATE_SETTINGS = section(
     ),
     state_password_file=file("file with the password for the server of state_url"),
     state_ca_file=file(
-        "file with the certificates of authorities for the server of state_url (default: the "
-        "system's)"
+        "file with the certificates of authorities for the server of state_url",
+        when_unset="the system's authorities",
     ),
     state_advertise=Setting(
         parsers.parse_advertised,
         "URL",
         "base URL at which other replicas reach this indexer: new replicas recover the index from "
-        "it, and answers with status 421 name it (default: other replicas are not told)",
+        "it, and answers with status 421 name it",
+        when_unset="other replicas are not told",
     ),
     state_lease_s=Setting(
         parsers.parse_lease,
@@ -778,7 +785,8 @@ PARTITION_SETTINGS = section(
         parsers.parse_served,
         "MODEL[@TENANT],...",
         "models, or single tenants of models, that this kvd serves; requests for others are "
-        "answered with 421 (default: all)",
+        "answered with 421",
+        when_unset="all models",
     ),
     owners=Setting(
         parsers.parse_owners,

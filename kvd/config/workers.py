@@ -37,7 +37,7 @@ def parse_workers(
             raise ValueError(f"entry {said!r}: {why}") from None
         key = RankKey(partition, instance_id, dp_rank)
         if key in workers:
-            raise ValueError(f"names instance {instance_id} dp_rank {dp_rank} twice")
+            raise ValueError(f"instance {instance_id} dp_rank {dp_rank} is listed twice")
         endpoint, replay_endpoint, serves_at = addresses
         workers[key] = StaticWorker(key, endpoint, block_size, replay_endpoint, serves_at)
     return tuple(workers.values())

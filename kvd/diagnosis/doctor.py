@@ -33,10 +33,10 @@ class Doctor:
 
     def families(self) -> Iterator[Family]:
         """Yields what metrics say of its bounds."""
-        help = "Number of bookings on busy ranks that kvd doctor does not count, at the limit"
+        help = "Number of bookings on busy ranks left out of the doctor's counts at the limit"
         name = "kvd_diagnosis_bookings_uncounted_total"
         yield counter(name, help, self._gathering.uncounted)
-        help = "Number of addresses that a diagnosis left out, at its limits"
+        help = "Number of addresses that diagnoses left out at their limits"
         yield counter("kvd_diagnosis_probes_left_out_total", help, self._prober.left_out)
 
     async def examine(self, *, probes: bool) -> list[Finding]:

@@ -73,7 +73,7 @@ class BookingSteps:
                     raise StepsFailed(str(error.__cause__ or error)) from None
             except trio.TooSlowError:
                 self.close()
-                raise StepsFailed("it has not answered in time") from None
+                raise StepsFailed("the kvd did not answer in time") from None
 
     async def _send_row(self) -> None:
         if self._stream is None:

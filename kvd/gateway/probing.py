@@ -94,7 +94,7 @@ class Facts:
         if self.events or self.kind not in EVENT_FLAGS:
             return None
         flag = EVENT_FLAGS[self.kind]
-        return f"it does not say where it publishes KV events, so they are predicted; add {flag}"
+        return f"the engine reports no endpoint of KV events, so they are predicted; add {flag}"
 
     def serves(self, name: str) -> bool:
         return name in self.names
@@ -146,7 +146,7 @@ class Probe:
         page = _positive(info.get("page_size")) or 1
         size = _positive(info.get("dp_size")) or 1
         if size > MAX_RANKS:
-            raise NotAnEngine(f"it has {size} ranks; {MAX_RANKS} are the limit")
+            raise NotAnEngine(f"the engine has {size} ranks, more than the limit of {MAX_RANKS}")
         tokens = _positive(info.get("max_total_num_tokens"))
         block_size = page * (_positive(info.get("dcp_size")) or 1)
         events: dict[int, str] = {}
@@ -180,7 +180,7 @@ class Probe:
     async def _models(self) -> tuple[Card, ...]:
         answer = await self._get("/v1/models")
         if answer is None:
-            raise NotAnEngine("it has no /v1/models (404), as servers of OpenAI's API have")
+            raise NotAnEngine("/v1/models answers 404: this is no server of OpenAI's API")
         if answer.status == 401:
             raise NotAnEngine("/v1/models needs the key of this engine: check --upstream-key-file")
         listed = _parsed(answer)
@@ -215,7 +215,7 @@ class Probe:
             parts = urlsplit(endpoint)
             port = parts.port
         except ValueError as error:
-            raise NotAnEngine(f"it says it publishes at {endpoint!r}: {error}") from None
+            raise NotAnEngine(f"the engine reports the endpoint {endpoint!r}: {error}") from None
         if parts.hostname not in ("*", "0.0.0.0", "::"):
             return endpoint
         host = self._target.host

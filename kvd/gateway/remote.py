@@ -329,7 +329,7 @@ class RemoteChoices:
                 if is_booked:
                     self._put(kvd, booked_as, "DELETE")
             if not unlimited:
-                raise Failed("it has chosen an engine that it was told not to choose")
+                raise Failed("the kvd chose an engine that was excluded")
             kvd.shared.add(question.model)
 
     def _by_load(self, question: Question, prompt: Prompt) -> Placement:
@@ -426,7 +426,7 @@ class RemoteChoices:
         except ExchangeFailed as error:
             raise Failed(str(error)) from None
         if answer.status in (401, 403) or (answer.status >= 500 and answer.status != 503):
-            raise Failed(f"it answers {answer.status}: {_refusal(answer)}")
+            raise Failed(f"the kvd answers {answer.status}: {_refusal(answer)}")
         return answer
 
     # ---- what operators see
@@ -486,17 +486,17 @@ def says(row: Mapping[str, Any], said: Mapping[str, Any]) -> bool:
 
 def _placement(answer: Answer) -> Placement:
     if answer.status != 200:
-        raise RemoteRefused(f"it answers {answer.status}: {_refusal(answer)}")
+        raise RemoteRefused(f"the kvd answers {answer.status}: {_refusal(answer)}")
     try:
         return placement(answer.held)
     except (KeyError, TypeError, ValueError):
-        raise Failed("it does not answer as the selection service of a kvd does") from None
+        raise Failed("the answer is not that of a kvd's selection service") from None
 
 
 def _rows(answer: Answer) -> list[dict[str, Any]]:
     """Returns the workers in an answer: those of a list, or the only one."""
     if answer.status not in (200, 201):
-        raise Failed(f"it answers {answer.status}: {_refusal(answer)}")
+        raise Failed(f"the kvd answers {answer.status}: {_refusal(answer)}")
     try:
         said = json.loads(answer.held)
         rows = said if isinstance(said, list) else [said]

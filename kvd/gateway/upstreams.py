@@ -260,7 +260,7 @@ class Upstreams:
     def _admit(self, wanted: Wanted) -> Upstream | FollowedName:
         if len(self.each) + len(self.followed) >= MAX_UPSTREAMS:
             self.refused += 1
-            raise Unavailable(f"there are {MAX_UPSTREAMS} upstreams, which is the limit")
+            raise Unavailable(f"the limit of {MAX_UPSTREAMS} upstreams is reached")
         found: Upstream | FollowedName
         if wanted.name is not None:
             found = self.followed[wanted] = FollowedName(wanted)
@@ -431,18 +431,18 @@ class Upstreams:
         if not upstream.prefills and facts.role is not Role.PREFILL:
             return
         if facts.kind is EngineKind.OPENAI:
-            raise NotAnEngine("it is to be a prefill engine, and is neither vLLM nor SGLang")
+            raise NotAnEngine("a prefill engine must be vLLM or SGLang")
         if facts.kind is EngineKind.SGLANG and facts.role is not Role.PREFILL:
             mode = "null" if facts.role is None else facts.role
-            text = f"it is to be a prefill engine, and its disaggregation_mode is {mode}"
+            text = f"the engine's disaggregation_mode is {mode}, not prefill"
             raise NotAnEngine(f"{text}: start it with --disaggregation-mode prefill")
         for other in self:
             beside = other.facts
             if other is upstream or beside is None or other.role is not Role.PREFILL:
                 continue
             if beside.models[0].name == facts.models[0].name and beside.kind is not facts.kind:
-                text = f"it is {facts.kind}, and another prefill engine of its model, {other.url}, "
-                raise NotAnEngine(f"{text}is {beside.kind}: all of a model must be of one kind")
+                text = f"the engine is {facts.kind}, {other.url} is {beside.kind}"
+                raise NotAnEngine(f"{text}: all prefill engines of a model must be of one kind")
 
     def _name(self) -> None:
         """Finds what each name stands for now."""

@@ -172,7 +172,7 @@ class TlsStream(ByteStream):
         while (data := self._read(size)) is None:
             self._flush()  # what OpenSSL says to messages without data
             if self._vain > VAIN_BYTES:
-                raise ConnectionAbortedError("TLS without data")
+                raise ConnectionAbortedError("the client sent too much TLS without data")
             received = self.sock.recv(SEALED_RECEIVE_BYTES)
             self._feed(received)
             self._vain += len(received)

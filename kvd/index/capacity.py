@@ -1,4 +1,4 @@
-"""How many listeners a process may have, shared by all that register some."""
+"""The limit of listeners in one process, shared by all parts that register listeners."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class ListenerCapacity:
 
     @property
     def refusal(self) -> str:
-        return f"there are {self._limit} listeners already, no more can be made"
+        return f"the limit of {self._limit} listeners is reached"
 
     def has(self, count: int = 1) -> bool:
         """Says whether there is room for so many more."""

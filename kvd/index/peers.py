@@ -45,7 +45,7 @@ class Peers:
         self._outgoing.check_url(url)
         if url not in self._urls and len(self._urls) >= MAX_PEERS:
             self.refused += 1
-            raise Unavailable(f"there are {MAX_PEERS} peers already")
+            raise Unavailable(f"the limit of {MAX_PEERS} peers is reached")
         self._urls[url] = None
         self.changes += 1
 

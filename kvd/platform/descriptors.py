@@ -17,17 +17,17 @@ from typing import Any
 # and one that libzmq has while it makes another (4 seen in /proc/PID/fd).
 LISTENER_DESCRIPTORS = 4
 
-# Descriptors kept for all else: connections of three ports, 1,024 each; 64 replays, three each;
-# replicas, four each; what is open anyway.
+# Descriptors kept for all else: 1,024 connections for each of three ports; three for each of 64
+# replays; four for each replica; and those that are always open.
 OTHER_DESCRIPTORS = 3_584
 
 # Listeners of the process: each has three of the 65,535 sockets that libzmq has; the rest is for
 # replays.
 MAX_LISTENERS = 21_000
 
-# Descriptors without which kvd does not start: what is open anyway, sockets of four faces and
-# replicas, and some clients (30 seen in /proc/PID/fd). libzmq aborts the process where it finds
-# none.
+# Descriptors without which kvd does not start: those that are always open, sockets of the faces
+# and of replicas, and some clients (30 seen in /proc/PID/fd). libzmq aborts the process where it
+# finds none.
 LEAST = 64
 
 # Selections that wait, each a connection, a task of 5 KB and its prompt; the default of

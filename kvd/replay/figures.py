@@ -57,7 +57,7 @@ def measure(
     """Returns the figures of the requests that count."""
     jobs = [job for job in outcome.jobs if counts(job.request)]
     if not jobs:
-        raise ReplayError("no request is in the windows that count")
+        raise ReplayError("no request falls into the counted windows")
     prefilled = [0] * len(outcome.engines)
     for job, engine in zip(outcome.jobs, outcome.placed, strict=True):
         if counts(job.request):

@@ -41,7 +41,7 @@ class Routing:
         Raises ReplayError.
         """
         if self.joins_s is not None and fleet.engines == 1:
-            raise ReplayError("an engine can only join another one")
+            raise ReplayError("--joins needs at least two engines")
         random = Random(seed)
         made = [
             CoreRouter(fleet, self.policy.settings(), random.getrandbits(64), self.joins_s)

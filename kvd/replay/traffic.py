@@ -74,7 +74,7 @@ def read(path: Path, limit: int | None = None, model: str | None = None) -> Reco
     if decision_log.is_line(first):
         return decision_log.read(path, limit, model)
     if model is not None:
-        raise ReplayError(f"{path}: only decision logs name models")
+        raise ReplayError(f"{path}: --model needs a decision log: Mooncake's traces name no models")
     return mooncake.read(path, limit)
 
 

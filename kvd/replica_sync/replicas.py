@@ -103,7 +103,7 @@ class Replicas:
             return False
         if len(self._replicas) >= MAX_REPLICAS:
             self.refused += 1
-            raise Unavailable(f"there are {MAX_REPLICAS} replicas already")
+            raise Unavailable(f"the limit of {MAX_REPLICAS} replicas is reached")
         replica = self._replicas[endpoint] = Replica(endpoint, self.counts, server_key)
         self.changes += 1
         links.start(replica)

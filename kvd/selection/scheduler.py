@@ -170,8 +170,9 @@ class Scheduler:
     def _hold(self, fleet: Fleet, pool: Pool, ask: SelectRequest) -> QueuedRequest:
         if self._stopping:
             raise Unserved(SelectionOutcome.STOPPING, _STOPPING)
-        if self.held >= min(self._options.max_held, self._max_waiting):
-            text = f"{self.held} selections are waiting already, which is the limit"
+        limit = min(self._options.max_held, self._max_waiting)
+        if self.held >= limit:
+            text = f"the limit of {limit} waiting selections is reached"
             raise Unserved(SelectionOutcome.QUEUE_FULL, text, retry_after_s=1)
         held = QueuedRequest(ask, pool.hold(), pool.block_size)
         least = pool.least_prefill_tokens(ask.settings, None)

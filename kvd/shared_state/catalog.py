@@ -218,7 +218,7 @@ class Catalog:
         """Says of a model what another process was told; raises ValueError and TypeError."""
         model_name, tenant_id, _ = json.loads(field.removeprefix(f"{SAID} "))
         if not isinstance(model_name, str) or not isinstance(tenant_id, str | None):
-            raise TypeError("it names no model and tenant")
+            raise TypeError("the entry names no model and tenant")
         before = {} if mine is None else json.loads(mine.members)
         after = json.loads(row.members) if row.members else {}
         self._registrations.say((model_name, tenant_id), before, after)

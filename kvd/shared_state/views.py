@@ -186,7 +186,7 @@ async def read_pieces(
 ) -> AsyncGenerator[Piece, None]:
     """Yields the pieces of a view; raises Unreadable if not all of them are there."""
     if head.pieces > MAX_PIECES:
-        raise Unreadable(f"a view has {head.pieces} pieces; {MAX_PIECES} are the limit")
+        raise Unreadable(f"the {head.pieces} pieces of a view exceed the limit of {MAX_PIECES}")
     name = keys.pieces(writer, head.number)
     for index in range(head.pieces):
         found = await client.lrange(name, index, index)

@@ -45,20 +45,19 @@ def parse_address(text: str) -> StateAddress:
     scheme, found, rest = text.partition("://")
     kind, _, variant = scheme.partition("+")
     if not found or kind not in ("redis", "rediss", "valkey", "valkeys"):
-        raise ValueError("it must begin with redis:// or valkey://, or rediss:// for TLS")
+        raise ValueError("the URL must begin with redis:// or valkey://, or with rediss:// for TLS")
     if variant not in ("", "sentinel", "cluster"):
         raise ValueError(f"after {kind}+ only sentinel or cluster may follow, not {variant!r}")
     who, has_who, where = rest.rpartition("@")
     if ":" in who:
         raise ValueError(
-            "whoever reads the settings would see the password: put it into a file that "
-            "state_password_file names"
+            "the URL must not contain a password; put it into the file of state_password_file"
         )
     hosts, _, path = where.partition("/")
     names = path.split("/") if path else []
     name = names.pop(0) if variant == "sentinel" and names else None
     if variant == "sentinel" and not name:
-        raise ValueError("sentinels are followed by /NAME, by which they know their servers")
+        raise ValueError("a sentinel URL must end with /NAME, the name of the master")
     if variant == "cluster" and names:
         raise ValueError(f"a cluster has no databases: leave out /{path}")
     if len(names) > 1 or (names and not names[0].isdecimal()):
@@ -68,7 +67,7 @@ def parse_address(text: str) -> StateAddress:
     if not variant and len(servers) > 1:
         raise ValueError(f"{scheme}:// takes one server: use {scheme}+sentinel:// or +cluster://")
     if len(servers) > MAX_SERVERS:
-        raise ValueError(f"it names {len(servers)} servers; {MAX_SERVERS} are the limit")
+        raise ValueError(f"{len(servers)} servers exceed the limit of {MAX_SERVERS}")
     return StateAddress(
         servers,
         kind in ("rediss", "valkeys"),

@@ -66,9 +66,9 @@ def parse_upstream(url: str) -> Target:
     """Reads the URL of an engine behind the gateway; raises ValueError as `parse_url` does."""
     target = parse_url(url)
     if target.path != "/":
-        raise ValueError("the URL of an engine has no path: expected http://HOST:PORT")
+        raise ValueError("the URL of an engine must have no path: expected http://HOST:PORT")
     if target.tls:
-        raise ValueError("engines are reached by http: only")
+        raise ValueError("the URL of an engine must begin with http:")
     return target
 
 
@@ -108,7 +108,7 @@ def parse_kvd(url: str) -> Target:
         return Target(path, 0, False, "localhost", "/")
     target = parse_url(url)
     if target.tls or target.path != "/":
-        raise ValueError(f"a kvd is asked by http: without a path, {form}")
+        raise ValueError(f"the URL of a kvd must begin with http: and have no path, {form}")
     return target
 
 

@@ -1,5 +1,5 @@
 # cython: language_level=3
-"""Data sheet of what publishers hold, as it is kept (kept.pyx)."""
+"""Data sheet of what publishers hold, as it is kept (kept_holdings.pyx)."""
 
 from libc.stddef cimport size_t
 from libc.stdint cimport int64_t, uint64_t

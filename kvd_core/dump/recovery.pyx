@@ -174,7 +174,7 @@ cdef class Restore:
         cdef vector[CWorker*] wanted
         cdef Worker worker
         if <size_t>len(workers) != self.entry.c.workers.size():
-            raise ValueError("as many workers as the entry has")
+            raise ValueError("expected as many workers as the entry has")
         for worker in workers:
             wanted.push_back(&worker.c if worker is not None and worker.index is index else NULL)
         cdef CWorkersOf* to = new CWorkersOf(deref(index.c), wanted)

@@ -15,7 +15,7 @@ cdef class Chronicle:
         MemoryError where there is not as much memory.
         """
         if capacity == 0:
-            raise ValueError("a chronicle has room for a change")
+            raise ValueError("a chronicle needs room for at least one change")
         self.c = make_shared[CChronicle](capacity, now)
 
     def set_time(self, double now):

@@ -424,7 +424,7 @@ cdef class Worker:
         cdef vector[uint64_t] named = names
         cdef vector[uint64_t] hashed = locals
         if named.size() != hashed.size() or tier >= kTierLayers:
-            raise ValueError("as many local hashes as names, and a tier of 0..3")
+            raise ValueError("expected as many local hashes as names, and a tier of 0..3")
         cdef CStore s
         s.names = named.data()
         s.locals = hashed.data()

@@ -175,7 +175,7 @@ cdef class Trace:
         cdef const uint64_t* of_salt = NULL
         cdef uint32_t blocks = <uint32_t>(PyBytes_GET_SIZE(plain) // sizeof(uint64_t))
         if most_steps == 0 or (salted is not None and len(salted) != len(plain)):
-            raise ValueError("as many hashes with the salt as without, and a step or more")
+            raise ValueError("expected as many salted hashes as plain ones, and a step or more")
         if salted is not None:
             of_salt = hashes_of(salted)
         self.c.reset(new CTrace(deref(index.c), hashes_of(plain), of_salt, blocks, most_steps))

@@ -84,7 +84,7 @@ cdef struct Reader:
 
 cdef int need(Reader* reader, size_t n) except -1:
     if <size_t>(reader.end - reader.at) < n:
-        raise ValueError("a record is shorter than what it says")
+        raise ValueError("a record is shorter than its length field")
     return 0
 
 
@@ -213,5 +213,5 @@ def read(bytes records not None):
             found = OtherRecord(kind, PyBytes_FromStringAndSize(one.at, one.end - one.at))
             one.at = one.end
         if one.at != one.end:
-            raise ValueError("a record is longer than what it says")
+            raise ValueError("a record is longer than its length field")
         yield found

@@ -677,14 +677,14 @@ cdef class Pool:
         if eligible is None:
             return NULL
         if <size_t>PyBytes_GET_SIZE(eligible) != self.c.size():
-            raise ValueError("one byte for each candidate")
+            raise ValueError("expected one byte for each candidate")
         return <const uint8_t*>PyBytes_AS_STRING(eligible)
 
     cdef const double* factors_of(self, bytes factors) except? NULL:
         if factors is None:
             return NULL
         if <size_t>PyBytes_GET_SIZE(factors) != self.c.size() * sizeof(double):
-            raise ValueError("one double for each candidate")
+            raise ValueError("expected one double for each candidate")
         return <const double*>PyBytes_AS_STRING(factors)
 
     cdef size_t at(self, Py_ssize_t candidate) except? 0:

@@ -174,7 +174,7 @@ def test_a_row_by_numbers(client: httpx.Client) -> None:
         ({"policy": "kvd", "weights": {"uncached": "1"}}, "uncached: expected a number"),
         ({"policy": "kvd", "weights": {"uncached": 1e300}}, "uncached must lie in"),
         ({"policy": "kvd", "weights": [1]}, "weights: expected an object"),
-        ({"uncached": 1}, "uncached: no such member"),
+        ({"uncached": 1}, "uncached: unknown member"),
         ({"policy": 1}, "policy: expected a text"),
         (1, "expected a text or an object"),
     ):

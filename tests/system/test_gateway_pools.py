@@ -491,7 +491,7 @@ async def test_engines_that_cannot_prefill_for_others(kvd_process: Start) -> Non
         unusable=1,
     ) as (client, running):
         why = (
-            "it is to be a prefill engine, and its disaggregation_mode is null: "
+            "the engine's disaggregation_mode is null, not prefill: "
             "start it with --disaggregation-mode prefill"
         )
         shown = None

@@ -101,7 +101,9 @@ def test_every_setting_is_in_the_page_with_its_default(folder: Path, setting: Se
     assert about, setting.name
     assert f"Variable: {setting.variable}" in about
     assert (" Live." in about) == setting.live
-    assert ("None by default." in about) == (setting.default is None)
+    is_said = bool(setting.when_unset)
+    assert ("None by default." in about) == (setting.default is None and not is_said)
+    assert (f"Default: {setting.when_unset}." in about) == (setting.default is None and is_said)
     if setting.default is not None:
         assert about.splitlines()[0] == configfile.rendered(setting.default)
 

@@ -626,12 +626,12 @@ def test_a_cluster(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("url", "fault"),
     [
-        ("http://h", "it must begin with redis://"),
-        ("redis://:pw@h", "put it into a file that state_password_file names"),
-        ("redis+sentinel://h:1", "followed by /NAME"),
+        ("http://h", "the URL must begin with redis://"),
+        ("redis://:pw@h", "put it into the file of state_password_file"),
+        ("redis+sentinel://h:1", "must end with /NAME"),
         ("redis://h:99999", "expected HOST or HOST:PORT"),
         ("redis://a,b", "takes one server"),
-        ("redis+cluster://" + ",".join("h" * 65), "64 are the limit"),
+        ("redis+cluster://" + ",".join("h" * 65), "65 servers exceed the limit of 64"),
         ("redis+ring://h", "only sentinel or cluster may follow"),
         ("redis+cluster://h/1", "a cluster has no databases"),
     ],

@@ -288,7 +288,7 @@ def test_who_needs_a_token_is_told_how(capsys: pytest.CaptureFixture[str], tmp_p
         for flags, status_ in (([], 401), ([f"--token-file={tmp_path / 'token'}"], 403)):
             assert main(["status", "--interval=0", bind, *off, *flags]) == 2
             said = capsys.readouterr().out
-            assert f"/metrics: {status_} " in said and "--token-file needs a file" in said
+            assert f"/metrics: {status_} " in said and "--token-file takes a file" in said
 
 
 def test_only_faces_that_are_on_are_asked() -> None:

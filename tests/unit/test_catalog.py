@@ -193,7 +193,7 @@ async def test_an_upsert_that_cannot_be_listened_to_changes_nothing(taken: str) 
 async def test_a_new_worker_that_cannot_be_listened_to_is_incomplete() -> None:
     service = await ready(TWO, max_ranks=2)
     entry = await service.selections.workers.put(worker(2))
-    assert entry.reasons == ["there are 2 listeners already, no more can be made"]
+    assert entry.reasons == ["the limit of 2 listeners is reached"]
     service.check()
     await service.selections.workers.delete(1)
     assert (await service.selections.workers.put(worker(2))).reasons == []

@@ -422,7 +422,7 @@ def test_who_comes_behind_others_waits() -> None:
     assert isinstance(held, QueuedRequest)
     busy = [name for name, key in face.state()[0][0].items() if key == place]
     face.selections.fleets[place].ledger.prefill_complete(busy[0])
-    assert "1 selections are waiting already, which is the limit" in str(
+    assert "the limit of 1 waiting selections is reached" in str(
         face.answered(SELECT, usual(model_name='"busy"', isl_tokens="12"))
     )
     assert face.answered(SELECT, usual()) and face.answered(FREE, b"a") == (200, OK)

@@ -36,4 +36,5 @@ def diagnose_route(doctor: Doctor, diagnoses: ConcurrencyLimit) -> Route:
 
 def diagnoses_bound() -> ConcurrencyLimit:
     """Returns what bounds the diagnoses of one process, on all of its faces."""
-    return ConcurrencyLimit(MAX_DIAGNOSES, f"there are {MAX_DIAGNOSES} diagnoses under way already")
+    refusal = f"the limit of {MAX_DIAGNOSES} concurrent diagnoses is reached"
+    return ConcurrencyLimit(MAX_DIAGNOSES, refusal)

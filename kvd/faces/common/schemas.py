@@ -416,18 +416,18 @@ EVERY_FACE: Mapping[str, Operation] = {
         "Shows metrics in Prometheus' text format", {200: {CONTENT_TYPE.decode(): {"schema": TEXT}}}
     ),
     f"GET {DIAGNOSE_PATH}": Operation(
-        "Names what keeps prompts from matching, with evidence and remedies",
+        "Lists what keeps prompts from matching, with evidence and remedies",
         {200: in_json(row({"findings": array(FINDING)}))},
         parameters=(PROBE,),
     ),
     f"GET {EXPLAIN_PATH}": Operation(
-        "Says who would be chosen for the prompt of a live booking, and why",
+        "Explains which rank would be chosen for the prompt of a live booking",
         {200: in_json(EXPLANATION)},
         (404,),
         parameters=(in_query("request_id", required=True),),
     ),
     f"POST {EXPLAIN_PATH}": Operation(
-        "Says candidate by candidate who would be chosen for a prompt, and why",
+        "Explains, candidate by candidate, which rank would be chosen for a prompt",
         {200: in_json(EXPLANATION)},
         (404, 422),
         in_json(QUESTION),
@@ -443,7 +443,7 @@ REPLICAS: Mapping[str, Operation] = {
         in_json(members(PEER, {"curve_server_key": nullable(TEXT)})),
     ),
     "POST /replica_sync/deregister_peer": Operation(
-        "Listens to a replica no more", {200: OK}, (404, 409, 422), in_json(members(PEER))
+        "Stops listening to a replica", {200: OK}, (404, 409, 422), in_json(members(PEER))
     ),
     "GET /replica_sync/peers": Operation("Lists replicas", {200: in_json(array(TEXT))}),
 }

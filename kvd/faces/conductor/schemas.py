@@ -268,12 +268,12 @@ DESCRIPTION = Description(
         **EVERY_FACE,
         "GET /health": HEALTH,
         "POST /query": Operation(
-            "Says how much of a prompt each instance holds, by its token ids",
+            "Returns how much of a prompt each instance holds, by its token ids",
             answered(HOLDINGS, PACKED_HOLDINGS),
             body=in_both(QUERY, PACKED_QUERY),
         ),
         "POST /query_by_hash": Operation(
-            "Says how much of a prompt each instance holds, by its rolling sequence hashes",
+            "Returns how much of a prompt each instance holds, by its rolling sequence hashes",
             answered(HOLDINGS, PACKED_HOLDINGS),
             body=in_both(QUERY_BY_HASH, PACKED_QUERY_BY_HASH),
         ),
@@ -298,7 +298,7 @@ DESCRIPTION = Description(
             parameters=(in_query("verbose"),),
         ),
         "GET /global_view": Operation(
-            "Lists what blocks are kept apart by",
+            "Lists the contexts (model, adapter, salt) that separate blocks",
             answered(
                 row({"context_count": COUNT, "model_contexts": array(FULL_CONTEXT)}),
                 row({"context_count": COUNT, "contexts": array(PACKED_CONTEXT)}),

@@ -107,5 +107,5 @@ def explain_routes(explainer: Explainer, explanations: ConcurrencyLimit) -> tupl
 def explanations_bound() -> ConcurrencyLimit:
     """Returns what bounds the explanations of one process, on all of its faces."""
     return ConcurrencyLimit(
-        MAX_EXPLANATIONS, f"there are {MAX_EXPLANATIONS} explanations under way already"
+        MAX_EXPLANATIONS, f"the limit of {MAX_EXPLANATIONS} concurrent explanations is reached"
     )

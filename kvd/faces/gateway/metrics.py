@@ -68,9 +68,9 @@ def gateway_families(
     help = "Number of conversations forgotten to make room for others"
     yield counter("kvd_gateway_conversations_forgotten_total", help, known.forgotten)
     strands = chains.strands
-    help = "Number of beginnings of conversations known by their text alone"
+    help = "Number of remembered beginnings of conversations without token ids"
     yield gauge("kvd_gateway_texts", help, len(strands))
-    help = "Number of beginnings known by their text forgotten to make room for others"
+    help = "Number of beginnings of conversations forgotten to make room for others"
     yield counter("kvd_gateway_texts_forgotten_total", help, strands.forgotten)
     help = "Number of responses that clients can continue from"
     yield gauge("kvd_gateway_responses", help, len(chains.responses))
@@ -81,7 +81,7 @@ def gateway_families(
     yield gauge("kvd_gateway_running_requests", "Number of requests in progress", stats.running)
     standings = Counter({standing.value: 0 for standing in UpstreamState})
     standings.update(upstream.standing.value for upstream in upstreams)
-    help = "Number of engines, by standing"
+    help = "Number of engines, by state"
     yield by_label("kvd_gateway_upstreams", "gauge", help, "standing", standings)
     yield from _relay_families(exchanges)
 

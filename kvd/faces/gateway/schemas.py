@@ -90,7 +90,7 @@ BODY = in_json(members({}, {"model": nullable(TEXT)}))
 OPERATIONS: Mapping[str, Operation] = {
     **{
         f"POST {path}": Operation(
-            "Is answered by an engine",
+            "Relays the request to an engine",
             {200: SOUND if path == "/v1/audio/speech" else ANSWER},
             REFUSED,
             FORM if api is Api.FORM else BODY,
@@ -99,7 +99,7 @@ OPERATIONS: Mapping[str, Operation] = {
     },
     **{
         f"{method} {path}": Operation(
-            "Is answered by the engine that keeps the response", {200: ANSWER}, REFUSED
+            "Relays the request to the engine that keeps the response", {200: ANSWER}, REFUSED
         )
         for method, path in STORED
     },
@@ -120,7 +120,7 @@ OPERATIONS: Mapping[str, Operation] = {
         },
     ),
     "GET /v1/models/{model}": Operation("Shows a model", {200: in_json(CARD)}, (404,)),
-    "GET /ready": Operation("Says whether a request could be served", {200: READY, 503: READY}),
+    "GET /ready": Operation("Returns whether a request could be served", {200: READY, 503: READY}),
     "GET /status": Operation(
         "Shows every engine, and every kvd that chooses for the gateway",
         {
@@ -139,7 +139,7 @@ OPERATIONS: Mapping[str, Operation] = {
         in_json(members({"url": TEXT}, {"role": nullable(one_of(Role.PREFILL))})),
     ),
     "DELETE /upstreams/{worker_id}": Operation(
-        "Takes out an engine that a call has added", {200: ADDED}, (404,)
+        "Removes an engine that a call has added", {200: ADDED}, (404,)
     ),
     "GET /health": HEALTH,
     **EVERY_FACE,

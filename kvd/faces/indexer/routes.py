@@ -53,7 +53,7 @@ PEER = BodyScanner({}, ("url",))
 
 def dumps_bound(limit: int) -> ConcurrencyLimit:
     """Returns what bounds the dumps of one process, to be shared by all that knows of them."""
-    return ConcurrencyLimit(limit, f"there are {limit} dumps under way already")
+    return ConcurrencyLimit(limit, f"the limit of {limit} concurrent dumps is reached")
 
 
 def routes(

@@ -190,19 +190,19 @@ DESCRIPTION = Description(
         **EVERY_FACE,
         "GET /health": HEALTH,
         "POST /query": Operation(
-            "Says how much of a prompt each rank caches, by its token ids",
+            "Returns how much of a prompt each rank caches, by its token ids",
             {200: in_json(SCORES)},
             (404, 422),
             in_json(QUERY),
         ),
         "POST /query_by_hash": Operation(
-            "Says how much of a prompt each rank caches, by its local hashes",
+            "Returns how much of a prompt each rank caches, by its local hashes",
             {200: in_json(SCORES)},
             (404, 422),
             in_json(QUERY_BY_HASH),
         ),
         "POST /query_tiered_by_hash": Operation(
-            "Says how many blocks of a prompt each rank caches on each tier",
+            "Returns how many blocks of a prompt each rank caches on each tier",
             {200: in_json(TIERED)},
             (404, 422),
             in_json(QUERY_TIERED),
@@ -221,13 +221,13 @@ DESCRIPTION = Description(
         "POST /deregister_peer": Operation("Removes a peer", {200: OK}, (404, 422), in_json(PEER)),
         "GET /peers": Operation("Lists peers", {200: in_json(array(TEXT))}),
         "POST /test/pause_listener": Operation(
-            "Makes a rank's stream lose what is published, for tests",
+            "Pauses a listener, whose stream then loses batches, for tests",
             {200: OK},
             (404, 409, 422),
             in_json(LISTENER),
         ),
         "POST /test/resume_listener": Operation(
-            "Ends such a pause", {200: OK}, (404, 409, 422), in_json(LISTENER)
+            "Resumes a paused listener", {200: OK}, (404, 409, 422), in_json(LISTENER)
         ),
     },
     FAILURE,

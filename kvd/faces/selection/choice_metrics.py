@@ -122,7 +122,8 @@ def _choices(sums: list[ChoiceSums]) -> Iterator[Family]:
         values = {PHASE_NAMES[phase]: one[key] for phase, one in enumerate(sums)}
         yield by_label(name, "counter", help, "phase", values)
     help = (
-        "Blocks that the chosen rank lacked of the largest prefix overlap among the eligible ranks"
+        "Blocks by which the prefix overlap of the chosen rank fell short of the largest among the "
+        "eligible ranks"
     )
     bounds = [str(bound) for bound in REGRET_BOUNDS]
     samples = [

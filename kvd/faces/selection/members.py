@@ -114,7 +114,7 @@ def policy_of(members: Mapping[str, Any], held: Settings | None) -> Policy:
             raise ValueError("expected a text or an object")
         for name in value:
             if name not in ("policy", "weights"):
-                raise ValueError(f"{name[:SHOWN]}: no such member; it has policy and weights")
+                raise ValueError(f"{name[:SHOWN]}: unknown member; expected policy and weights")
         weights = optional_object(value, "weights") or {}
         changes = {
             name: None if weights[name] is None else number(weights, name) for name in weights

@@ -29,7 +29,7 @@ def report(request: Request, *, selections: Selections) -> Response:
     ttft_s = _seconds(members)
     if cached is not None:
         if prompt is None:
-            raise BadRequest("cached_tokens needs prompt_tokens beside it")
+            raise BadRequest("cached_tokens requires prompt_tokens")
         if cached > prompt:
             raise BadRequest("cached_tokens must not exceed prompt_tokens")
         selections.regret.note_cached(rank, max(0, prompt - live.tokens), cached)

@@ -465,7 +465,7 @@ DESCRIPTION = Description(
         "GET /dump": DUMP_OPERATION,
         "GET /health": Operation("Answers as long as the daemon lives", {200: OK}),
         "GET /ready": Operation(
-            "Says whether a worker can be selected", {200: in_json(READY), 503: in_json(READY)}
+            "Returns whether a worker can be selected", {200: in_json(READY), 503: in_json(READY)}
         ),
         "GET /workers": Operation(
             "Lists workers", {200: in_json(array(RECORD))}, (422,), parameters=FILTERS
@@ -490,7 +490,7 @@ DESCRIPTION = Description(
             "Removes a worker with its bookings", {200: in_json(RECORD)}, (404,), segment=U64
         ),
         "POST /select": Operation(
-            "Says which rank should serve a prompt",
+            "Returns the rank that should serve a prompt",
             {200: in_json(SELECTION)},
             (404, 409, 422),
             in_json(SELECT),
@@ -520,10 +520,10 @@ DESCRIPTION = Description(
             needs_body=False,
         ),
         "POST /reservations/{reservation_id}/report": Operation(
-            "Takes what became of a booked request", {200: OK}, (404, 422), in_json(REPORT)
+            "Records the outcome of a booked request", {200: OK}, (404, 422), in_json(REPORT)
         ),
         "GET /regret": Operation(
-            "Compares what was expected of choices with what was reported",
+            "Compares the expected outcomes of choices with the reported ones",
             {200: in_json(REGRET)},
         ),
         "GET /reservations/{reservation_id}": Operation(
@@ -531,19 +531,19 @@ DESCRIPTION = Description(
         ),
         "DELETE /reservations/{reservation_id}": Operation("Ends a booking", {200: OK}, (404,)),
         "GET /loads": Operation(
-            "Says what each rank works on, and what waits",
+            "Returns the load of each rank and the queued selections",
             {200: in_json(array(LOADS))},
             (422,),
             parameters=FILTERS,
         ),
         "POST /potential_loads": Operation(
-            "Says what each rank would work on with one more prompt",
+            "Returns the load that each rank would have with one more prompt",
             {200: in_json(array(POTENTIAL_LOAD))},
             (404, 422),
             in_json(ASK),
         ),
         "POST /overlap_scores": Operation(
-            "Says how many blocks of a prompt each rank caches",
+            "Returns how many blocks of a prompt each rank caches",
             {200: in_json(OVERLAPS)},
             (404, 422),
             in_json(ASK),
@@ -555,7 +555,7 @@ DESCRIPTION = Description(
             "Sets busy thresholds", {200: in_json(SHOWN_BUSY)}, (404, 422), in_json(BUSY)
         ),
         "DELETE /busy_threshold": Operation(
-            "Takes busy thresholds back",
+            "Removes busy thresholds that a call has set",
             {200: in_json(SHOWN_BUSY)},
             (404, 422),
             parameters=TUNED_BY_QUERY,
@@ -568,7 +568,7 @@ DESCRIPTION = Description(
             "Sets the router mode", {200: in_json(SHOWN_MODE)}, (404, 422), in_json(SET_MODE)
         ),
         "DELETE /router_mode": Operation(
-            "Takes the router mode back",
+            "Removes a router mode that a call has set",
             {200: in_json(SHOWN_MODE)},
             (404, 422),
             parameters=TUNED_BY_QUERY,
@@ -592,7 +592,7 @@ DESCRIPTION = Description(
             "Sets the router policy", {200: in_json(SHOWN_POLICY)}, (404, 422), in_json(SET_POLICY)
         ),
         "DELETE /policy": Operation(
-            "Takes the router policy back",
+            "Removes a router policy that a call has set",
             {200: in_json(SHOWN_POLICY)},
             (404, 422),
             parameters=TUNED_BY_QUERY,

@@ -105,13 +105,13 @@ DESCRIPTION = Description(
         ),
         "POST /free": Operation("Ends a request", {200: OK}, (404, 422), in_json(STEP)),
         "GET /loads": Operation(
-            "Says what each rank works on",
+            "Returns the load of each rank",
             {200: in_json(array(LOAD))},
             (422,),
             parameters=FILTERS,
         ),
         "POST /potential_loads": Operation(
-            "Says what each rank would work on with one more prompt",
+            "Returns the load that each rank would have with one more prompt",
             {200: in_json(array(POTENTIAL_LOAD))},
             (404, 422),
             in_json(PROJECTION),

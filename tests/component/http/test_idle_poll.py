@@ -132,19 +132,19 @@ async def test_a_task_that_a_request_has_made_runnable_runs_at_once() -> None:
         assert await trio.to_thread.run_sync(client, running)
 
 
-def lane_of(wake: Any) -> FastPath:
+def fast_path_with(wake: Any) -> FastPath:
     return FastPath({}, [], print, print, print, wake, print, PermitRules())
 
 
-async def test_the_instrument_goes_with_the_last_lane() -> None:
-    with polled_when_idle(lane_of(print), 1) as here:
-        with polled_when_idle(lane_of(print), 1) as same:
+async def test_the_instrument_goes_with_the_last_fast_path() -> None:
+    with polled_when_idle(fast_path_with(print), 1) as here:
+        with polled_when_idle(fast_path_with(print), 1) as same:
             assert same is here
             assert len(here.pollables) == 2
         assert len(here.pollables) == 1
     with pytest.raises(KeyError):
         trio.lowlevel.remove_instrument(here)
-    with polled_when_idle(lane_of(print), 1) as another:
+    with polled_when_idle(fast_path_with(print), 1) as another:
         assert another is not here
 
 
@@ -154,7 +154,7 @@ def test_a_bug_between_passes_ends_the_run() -> None:
 
     async def main() -> None:
         one, other = socket.socketpair()
-        fast_path = lane_of(wake)
+        fast_path = fast_path_with(wake)
         with one, other, polled_when_idle(fast_path, 10**6) as here:
             fast_path.add(other.fileno())
             assert fast_path.park(object(), other.fileno()) is None

@@ -333,11 +333,11 @@ def test_without_a_chronicle_nothing_is_known() -> None:
 
 
 def test_bounds() -> None:
-    with pytest.raises(ValueError, match="room for a change"):
+    with pytest.raises(ValueError, match="room for at least one change"):
         Chronicle(0)
     assert BYTES_A_CHANGE == 32
     index, worker, _ = cold_index()
-    with pytest.raises(ValueError, match="as many hashes"):
+    with pytest.raises(ValueError, match="as many salted hashes"):
         Trace(index, packed([1]), packed([1, 2]), 1)
     with pytest.raises(KeyError):
         Trace(index, packed([1]), None, 1).add(worker, 5)

@@ -1,4 +1,4 @@
-"""Parsing of request heads: by llhttp in any pieces, and by the lane's own reader."""
+"""Parsing of request heads: by llhttp in any pieces, and by the fast path's own reader."""
 
 from __future__ import annotations
 

@@ -102,8 +102,8 @@ def test_where_a_kvd_is_asked() -> None:
         ("unix:kvd.sock", "must begin with a slash"),
         ("unix:/a\nb", "must begin with a slash"),
         ("unix:/" + "a" * 107, "longer than 107 bytes"),
-        ("https://kvd:8092", "asked by http:"),
-        ("http://kvd:8092/select", "without a path"),
+        ("https://kvd:8092", "must begin with http:"),
+        ("http://kvd:8092/select", "have no path"),
         ("kvd:8092", "not of http:"),
     ],
 )
