@@ -1,8 +1,9 @@
-"""Starts processes of kvd without half a second of imports each.
+"""Starts processes of kvd, and simulated engines, without half a second of imports each.
 
-A process that has imported kvd and done nothing else, the forker, forks for each of them. What
-follows is what `python -m kvd` does: `main` with these arguments, in this environment, in a process
-of its own. Tests of the start itself, or of kvd under another command, run the command.
+A process that has imported both and done nothing else, the forker, forks for each of them. What
+follows is what `python -m kvd` does, or `python -m examples.engine`: `main` with these arguments,
+in this environment, in a process of its own. Tests of the start itself, or of kvd under another
+command, run the command.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import IO, Any
 REPOSITORY = Path(__file__).resolve().parents[2]
 MESSAGE_BYTES = 1 << 17  # of an environment with room to spare; a socket takes more at once
 POLL_S = 0.005
-PLAIN = [sys.executable, "-m", "kvd"]
+FORKED = ("kvd", "examples.engine")
 
 
 class Forker:
@@ -88,11 +89,11 @@ class Forked:
 def start_process(
     command: list[str], environ: dict[str, str], stdout: IO[bytes], stderr: IO[bytes]
 ) -> Forked | subprocess.Popen[bytes]:
-    """Starts a command, by forking if it is a plain kvd."""
-    if command[:3] != PLAIN:
+    """Starts a command, by forking if it is one of FORKED and nothing more."""
+    if command[:2] != [sys.executable, "-m"] or command[2] not in FORKED:
         return subprocess.Popen(command, cwd=REPOSITORY, env=environ, stdout=stdout, stderr=stderr)
     forker, descriptors = the_forker(), (stdout.fileno(), stderr.fileno())
-    pid = forker.ask("start", command[3:], environ, descriptors=descriptors)
+    pid = forker.ask("start", command[2:], environ, descriptors=descriptors)
     assert pid is not None
     return Forked(forker, pid)
 
@@ -106,7 +107,7 @@ def the_forker() -> Forker:
 
 
 def serve() -> list[str] | None:
-    """Answers questions; returns the arguments in each child, None in the forker at its end."""
+    """Answers questions; returns module and arguments in each child, None in the forker's end."""
     control = socket.socket(fileno=os.dup(0))
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, MESSAGE_BYTES, 2)
@@ -116,7 +117,7 @@ def serve() -> list[str] | None:
         answer = look_after(*details) if question == "poll" else os.fork()
         if answer == 0 and question == "start":
             control.close()
-            return become_kvd(*details, *descriptors)
+            return become(*details, *descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
         control.send(json.dumps(answer).encode())
@@ -128,29 +129,33 @@ def look_after(pid: int) -> int | None:
     return os.waitstatus_to_exitcode(status) if ended else None
 
 
-def become_kvd(
-    arguments: list[str], environ: dict[str, str], stdout: int, stderr: int
-) -> list[str]:
-    """Takes over descriptors and environment, and returns the arguments."""
+def become(command: list[str], environ: dict[str, str], stdout: int, stderr: int) -> list[str]:
+    """Takes over arguments, environment and descriptors, and returns module and arguments."""
     stdin = os.open(os.devnull, os.O_RDONLY)
     for descriptor, standard in ((stdin, 0), (stdout, 1), (stderr, 2)):
         os.dup2(descriptor, standard)
         os.close(descriptor)
     os.environ.clear()
     os.environ.update(environ)
-    sys.argv = ["kvd", *arguments]
-    return arguments
+    sys.argv = command
+    return command
 
 
 if __name__ == "__main__":
-    # Which `main` and the daemon import as late as they can.
+    # Which `main`, the daemon and its first cold request import as late as they can.
+
     import kvd.app.daemon
+    import kvd.app.processes
     import kvd.http.app
     import kvd.shared_state.service  # noqa: F401
-    from kvd.cli.main import main
+    from examples.engine.__main__ import main as run_engine
+    from kvd.cli.main import main as run_kvd
 
     # What is here stays as it is: no child's collection of garbage walks it, and so copies it.
     gc.collect()
     gc.freeze()
     told = serve()
-    sys.exit(0 if told is None else main(told))
+    if told is None:
+        sys.exit(0)
+    module, *arguments = told
+    sys.exit({"kvd": run_kvd, "examples.engine": run_engine}[module](arguments))

@@ -17,7 +17,6 @@ import pytest
 
 from kvd.cli.main import main
 from kvd.config.load import CONFIG, StartError, load
-from kvd.config.parsers import Setting
 from kvd.config.settings import ENGINE_SETTINGS, HTTP_SETTINGS, INDEX_SETTINGS, SETTINGS
 from kvd.index.partitions import State
 from kvd.index.registry import Registry
@@ -39,18 +38,16 @@ NUMBERS = [
 ]
 
 
-@pytest.mark.parametrize("setting", NUMBERS, ids=lambda each: each.name)
 @pytest.mark.parametrize("said", ["-1", str(2**70), "nan"])
-def test_out_of_range_is_refused_by_file_key_and_range(
-    setting: Setting, said: str, tmp_path: Path
-) -> None:
+def test_out_of_range_is_refused_by_file_key_and_range(said: str, tmp_path: Path) -> None:
     path = tmp_path / "kvd.toml"
-    path.write_text(f"{setting.name} = {said}\n")
-    with pytest.raises(StartError) as caught:
-        load({CONFIG: str(path)}, {})
-    complaint = str(caught.value)
-    assert complaint.startswith(f"{path}: {setting.name}: expected ")
-    assert any(word in complaint for word in (" from ", " greater than "))
+    for setting in NUMBERS:
+        path.write_text(f"{setting.name} = {said}\n")
+        with pytest.raises(StartError) as caught:
+            load({CONFIG: str(path)}, {})
+        complaint = str(caught.value)
+        assert complaint.startswith(f"{path}: {setting.name}: expected ")
+        assert any(word in complaint for word in (" from ", " greater than "))
 
 
 @pytest.mark.parametrize(
@@ -353,15 +350,13 @@ LISTED = {
 } - {next(each for each in SETTINGS if each.name == "router_queue_threshold")}
 
 
-@pytest.mark.parametrize(
-    "setting", sorted(LISTED, key=lambda each: each.name), ids=lambda each: each.name
-)
-def test_the_page_lists_every_limit_as_it_is(setting: Setting) -> None:
+def test_the_page_lists_every_limit_as_it_is() -> None:
     page = (REPOSITORY / "docs/operations.md").read_text()
     rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| `")]
-    (row,) = (each for each in rows if f"`{setting.name}`" in each[0])
-    names = re.findall("`([a-z_]+)`", row[0])
-    shown = re.findall("[0-9.]+", row[1])
-    assert len(names) == len(shown)
-    assert float(shown[names.index(setting.name)]) == setting.default
-    assert (row[2].strip() == "yes") == setting.live
+    for setting in LISTED:
+        (row,) = (each for each in rows if f"`{setting.name}`" in each[0])
+        names = re.findall("`([a-z_]+)`", row[0])
+        shown = re.findall("[0-9.]+", row[1])
+        assert len(names) == len(shown), row
+        assert float(shown[names.index(setting.name)]) == setting.default, row
+        assert (row[2].strip() == "yes") == setting.live, row

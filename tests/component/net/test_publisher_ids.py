@@ -24,12 +24,12 @@ NUMBER = (7).to_bytes(8)
 # ---- messages of replays
 
 
-@pytest.mark.parametrize("length", range(65))
 @pytest.mark.parametrize("before", [[b""], [b"", b"topic"]], ids=["3 frames", "4 frames"])
-def test_numbers_of_replayed_batches(length: int, before: list[bytes]) -> None:
-    number = (NUMBER + A * 4)[:length]
-    answer = read_answer([*before, number, b"p"])
-    assert answer == {8: (7, b"p", b""), 24: (7, b"p", A)}.get(length)
+def test_numbers_of_replayed_batches(before: list[bytes]) -> None:
+    for length in range(65):
+        number = (NUMBER + A * 4)[:length]
+        answer = read_answer([*before, number, b"p"])
+        assert answer == {8: (7, b"p", b""), 24: (7, b"p", A)}.get(length), length
 
 
 def test_a_replayed_batch_may_name_its_publisher_itself() -> None:

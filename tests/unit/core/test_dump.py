@@ -356,11 +356,11 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize("text", WRONG, ids=lambda text: text[:60].decode("latin-1"))
-def test_a_wrong_text_is_refused(text: bytes) -> None:
-    for step in (1, 1000):
+@pytest.mark.parametrize("step", [1, 1000])
+def test_a_wrong_text_is_refused(step: int) -> None:
+    for text in WRONG:
         with pytest.raises(ValueError):
-            read(text, False, step)
+            pytest.fail(f"{text!r} was read as {read(text, False, step)}")
 
 
 @pytest.mark.slow("reads as many dumps as one has bytes")

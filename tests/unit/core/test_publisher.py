@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import msgpack
-import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -58,14 +57,14 @@ def test_an_id_is_found_in_every_form() -> None:
     assert publisher(long_bin) == ID
 
 
-@pytest.mark.parametrize("value", NO_IDS, ids=lambda value: repr(value)[:20])
-def test_anything_else_says_nothing_and_costs_nothing(value: Any) -> None:
+def test_anything_else_says_nothing_and_costs_nothing() -> None:
     event = {"type": "BlockRemoved", "block_hashes": [1]}
-    for batch in ([1.5, [event], 0, value], {"events": [event], "publisher_id": value}):
-        payload = msgpack.packb(batch)
-        assert publisher(payload) == b""
-        seen = decode(payload)
-        assert (len(seen.events), seen.bad) == (1, [])
+    for value in NO_IDS:
+        for batch in ([1.5, [event], 0, value], {"events": [event], "publisher_id": value}):
+            payload = msgpack.packb(batch)
+            assert publisher(payload) == b"", batch
+            seen = decode(payload)
+            assert (len(seen.events), seen.bad) == (1, []), batch
 
 
 def plainly(batch: Any) -> bytes:
