@@ -17,185 +17,35 @@ snapshots are written one after the other, and while none is.
 from __future__ import annotations
 
 import argparse
-import http.client
 import json
-import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from statistics import median
-from threading import Thread
-from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-import msgpack
-import zmq
+from daemons import (
+    LIVES,
+    MODEL,
+    ROUNDS,
+    Client,
+    asks,
+    cpu_s,
+    is_there,
+    lives,
+    p50_p99,
+    started,
+    until,
+)
 from errors import BenchError
-from servers import die_with_parent, end, free_ports
+from replay_engines import BATCH_BLOCKS, BLOCK_SIZE, ENGINES, Engines, tokens_of
+from servers import free_ports
 
-BLOCK_SIZE, BATCH_BLOCKS, ENGINES = 16, 64, 16
-LIVES, ROUNDS = 1000, 5
 QUESTIONS = 20_000
-PATIENCE_S = 120.0
-MODEL = {"model_name": "m"}
-END = b"\xff" * 8
-
-
-def address_of(bound: zmq.Socket[bytes]) -> str:
-    said = bound.last_endpoint
-    assert isinstance(said, bytes)
-    return said.decode()
-
-
-class Engines:
-    """Engines with their replay servers, all in one thread."""
-
-    def __init__(self, blocks: int) -> None:
-        self._context = zmq.Context()
-        self._pubs, self._routers = [], []
-        self._kept: list[list[bytes]] = []
-        per_engine = max(1, blocks // ENGINES // BATCH_BLOCKS)
-        for engine in range(ENGINES):
-            pub, router = self._context.socket(zmq.XPUB), self._context.socket(zmq.ROUTER)
-            for each in (pub, router):
-                each.sndhwm = 0
-                each.bind("tcp://127.0.0.1:0")
-            self._pubs.append(pub)
-            self._routers.append(router)
-            self._kept.append([batch(engine, number) for number in range(per_engine)])
-        self._next = [0] * ENGINES
-        self._ending = False
-        self._wanted = [0] * ENGINES  # batches to be published
-        self.subscribers = 0
-        self._thread = Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def workers(self) -> str:
-        """Returns the engines as `--workers` names them."""
-        return ",".join(
-            f"{number}={address_of(pub)};{address_of(router)}"
-            for number, (pub, router) in enumerate(zip(self._pubs, self._routers, strict=True), 1)
-        )
-
-    def publish_all(self) -> None:
-        """Publishes everything that there is to say, in the background."""
-        self._wanted = [len(kept) for kept in self._kept]
-
-    def publish_one_more(self) -> None:
-        for engine, kept in enumerate(self._kept):
-            kept.append(batch(engine, len(kept)))
-        self.publish_all()
-
-    @property
-    def is_done(self) -> bool:
-        return self._next == self._wanted
-
-    def _run(self) -> None:
-        poller = zmq.Poller()
-        for socket in (*self._pubs, *self._routers):
-            poller.register(socket, zmq.POLLIN)
-        while not self._ending:
-            busy = any(map(int.__lt__, self._next, self._wanted))
-            for socket, _ in poller.poll(0 if busy else 5):
-                if socket in self._pubs:
-                    self.subscribers += socket.recv()[:1] == b"\1"
-                else:
-                    self._answer(socket)
-            for engine, number in enumerate(self._next):
-                if number < self._wanted[engine]:
-                    payload = self._kept[engine][number]
-                    self._pubs[engine].send_multipart([b"", number.to_bytes(8), payload])
-                    self._next[engine] += 1
-
-    def _answer(self, router: zmq.Socket[bytes]) -> None:
-        asker, empty, start = router.recv_multipart()
-        kept = self._kept[self._routers.index(router)]
-        for number in range(int.from_bytes(start), len(kept)):
-            router.send_multipart([asker, empty, number.to_bytes(8), kept[number]])
-        router.send_multipart([asker, empty, END, b""])
-
-    def close(self) -> None:
-        self._ending = True
-        self._thread.join()
-        self._context.destroy(linger=0)
-
-
-def batch(engine: int, number: int) -> bytes:
-    """Returns a batch of one chain of blocks, which only this engine has."""
-    first = (engine * 1_000_000 + number) * BATCH_BLOCKS
-    hashes = list(range(first + 1, first + BATCH_BLOCKS + 1))
-    event = ["BlockStored", hashes, None, tokens_of(engine, number), BLOCK_SIZE, None]
-    payload: bytes = msgpack.packb([0.0, [event], 0])
-    return payload
-
-
-def tokens_of(engine: int, number: int) -> list[int]:
-    first = (engine * 1_000_000 + number) % 1_000_003
-    return [(first + each * 31) % 128_000 for each in range(BATCH_BLOCKS * BLOCK_SIZE)]
-
-
-class Client:
-    """Asks over one connection."""
-
-    def __init__(self, port: int) -> None:
-        self._http = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
-
-    def ask(self, method: str, path: str, members: Mapping[str, object] | None = None) -> Any:
-        body = None if members is None else json.dumps(members)
-        self._http.request(method, path, body, {"content-type": "application/json"})
-        reply = self._http.getresponse()
-        data = reply.read()
-        if reply.status >= 300:
-            raise BenchError(f"{path}: {reply.status} {data[:200]!r}")
-        return json.loads(data or b"null")
-
-    def close(self) -> None:
-        self._http.close()
-
-
-@contextmanager
-def started(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    with log.open("ab") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=output, preexec_fn=die_with_parent
-        )
-    try:
-        yield process
-    finally:
-        end(process)
-
-
-def until(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while True:
-        try:
-            if condition():
-                return
-        except (OSError, http.client.HTTPException, BenchError):
-            pass  # it is not there yet
-        if time.monotonic() > deadline:
-            raise BenchError(f"not {what} after {PATIENCE_S:.0f} s")
-        time.sleep(0.005)
-
-
-def asks(port: int, path: str, members: Mapping[str, object] | None = None) -> Any:
-    client = Client(port)
-    try:
-        return client.ask("GET" if members is None else "POST", path, members)
-    finally:
-        client.close()
-
-
-def is_there(port: int) -> bool:
-    asks(port, "/health")
-    return True
 
 
 def is_found(port: int) -> bool:
@@ -297,26 +147,6 @@ def peers(engines: Engines, peer: str, port: int, other: int, log: Path) -> None
             print(f"Dynamo from a peer    first answer {time.monotonic() - began:5.2f} s")
 
 
-def cpu_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def lives(client: Client, first: int) -> list[float]:
-    """Runs LIVES requests through a slot tracker; returns the seconds of each."""
-    took = []
-    for number in range(first, first + LIVES):
-        name = f"request-{number}"
-        hashes = [number * 1000 + each for each in range(128)]
-        add = {"request_id": name, "worker_id": 1, "dp_rank": 0, "sequence_hashes": hashes}
-        began = time.perf_counter()
-        client.ask("POST", "/add", MODEL | add | {"new_isl_tokens": 2048})
-        client.ask("POST", "/prefill_complete", MODEL | {"request_id": name})
-        client.ask("POST", "/free", MODEL | {"request_id": name})
-        took.append(time.perf_counter() - began)
-    return took
-
-
 def bookings(folder: Path) -> None:
     """What the journal costs a request."""
     ports = free_ports(2)
@@ -340,8 +170,7 @@ def bookings(folder: Path) -> None:
                 took[which] += lives(clients[which], turn * LIVES)
                 cpu[which].append((cpu_s(pids[which]) - before) / LIVES * 1e6)
         for which, name in enumerate(("without", "with")):
-            ordered = sorted(took[which])
-            p50, p99 = ordered[len(ordered) // 2], ordered[len(ordered) * 99 // 100]
+            p50, p99 = p50_p99(took[which])
             print(
                 f"life of a request {name:7} state: {median(cpu[which]):6.1f} us CPU, "
                 f"p50 {p50 * 1e6:6.0f} us, p99 {p99 * 1e6:6.0f} us"
@@ -366,17 +195,17 @@ def questions(blocks: int, folder: Path) -> None:
                 # In a process of its own, which has nothing else to do.
                 asking = [sys.executable, __file__, "--ask", str(port)]
                 took = json.loads(subprocess.run(asking, capture_output=True, check=True).stdout)
-                p50, p99, worst = took[QUESTIONS // 2], took[QUESTIONS * 99 // 100], took[-1]
+                p50, p99 = p50_p99(took)
                 print(
                     f"/query beside {name:9}: p50 {p50 * 1e6:5.0f} us, p99 {p99 * 1e6:5.0f} us, "
-                    f"longest {worst * 1e6:5.0f} us"
+                    f"longest {max(took) * 1e6:5.0f} us"
                 )
     finally:
         engines.close()
 
 
 def ask_again_and_again(port: int) -> None:
-    """Prints the seconds of QUESTIONS questions, the shortest first."""
+    """Prints the seconds of each of QUESTIONS questions."""
     client = Client(port)
     took = []
     question = MODEL | {"token_ids": tokens_of(3, 0)[:512]}
@@ -385,7 +214,7 @@ def ask_again_and_again(port: int) -> None:
         client.ask("POST", "/query", question)
         took.append(time.perf_counter() - began)
     client.close()
-    print(json.dumps(sorted(took)))
+    print(json.dumps(took))
 
 
 def main() -> None:

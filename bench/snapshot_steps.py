@@ -1,18 +1,22 @@
-"""How long the loop is held while a snapshot of the index is written: its longest step.
+"""How long the loop is held while a snapshot of the index is written, and while one is restored.
 
     python bench/snapshot_steps.py [--blocks 1000000]
 
 16 ranks hold the blocks: each prompts of its own; or all the same prompts, each under names of its
-own, as vLLM's engines call them. A snapshot is written three times in this process, and each step
-of the loop timed: the CPU time of its thread, since others take of the machine what they like.
+own, as vLLM's engines call them. In this process a snapshot is written three times, and restored
+three times into an empty index; each step of the loop is timed by the CPU time of its thread, since
+others take of the machine what they like.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -23,6 +27,7 @@ import trio
 from kvd.index.partitions import State
 from kvd.index.publishers import Publishers
 from kvd.index.registry import Registry
+from kvd.index.restore import bring_in, planned_of
 from kvd.model import PartitionKey, RankKey
 from kvd.net.link import LinkOptions
 from kvd.net.listeners import ListenerTasks
@@ -69,27 +74,46 @@ def filled(blocks: int, is_shared: bool) -> State:
     return state
 
 
+@contextmanager
+def timed(title: str) -> Iterator[None]:
+    """Prints what the steps of the loop took that were made meanwhile."""
+    gc.collect()  # of what was made before: a large index takes some milliseconds to free
+    gc.freeze()
+    steps = Steps()
+    trio.lowlevel.add_instrument(steps)
+    try:
+        yield
+    finally:
+        trio.lowlevel.remove_instrument(steps)
+    took = sorted(each * 1e3 for each in steps.took)
+    p50, p99 = took[len(took) // 2], took[len(took) * 99 // 100]
+    print(
+        f"{title:36} {len(took):6} steps: p50 {p50:.2f}, p99 {p99:.2f}, longest {took[-1]:.2f} ms",
+        flush=True,
+    )
+
+
 async def measure(title: str, state: State, folder: Path) -> None:
     async with trio.open_nursery() as nursery:
         context = make_context()
         tasks = ListenerTasks(nursery, context, trio.Event(), LinkOptions())
         listened = Registry(state, tasks), Publishers(state, tasks)
         directory = StateDirectory(folder)
-        steps = Steps()
-        trio.lowlevel.add_instrument(steps)
-        await trio.lowlevel.checkpoint()
-        for _ in range(ROUNDS):
-            header = Header(Content.INDEX, "bench", ClockReading.now(trio.current_time()))
-            size = await snapshot.write(directory, header, state, *listened)
-        trio.lowlevel.remove_instrument(steps)
+        with timed(f"written, {title}"):
+            for _ in range(ROUNDS):
+                await trio.lowlevel.checkpoint()
+                header = Header(Content.INDEX, "bench", ClockReading.now(trio.current_time()))
+                await snapshot.write(directory, header, state, *listened)
+        restored = [State() for _ in range(ROUNDS)]  # which are freed when nothing is timed
+        with timed(f"restored, {title}"):
+            for again in restored:
+                await trio.lowlevel.checkpoint()
+                found = await snapshot.read(directory.file(Content.INDEX))
+                again.begin_recovery()
+                await bring_in(again, await planned_of(again, found.entries), lambda _: None)
+                again.end_recovery()
         directory.close()
         context.destroy(linger=0)
-        took = sorted(steps.took)
-        p50, p99 = took[len(took) // 2], took[len(took) * 99 // 100]
-        print(
-            f"{title:28} {size / 1e6:5.1f} MB, {len(took) // ROUNDS:5} steps: p50 {p50 * 1e3:.2f}, "
-            f"p99 {p99 * 1e3:.2f}, longest {took[-1] * 1e3:.2f} ms"
-        )
         nursery.cancel_scope.cancel()
 
 

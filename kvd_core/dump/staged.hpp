@@ -98,6 +98,7 @@ struct StagedRank {
     uint32_t blocks;
   };
   uint32_t dp_rank;
+  uint32_t blocks = 0;  // of it on the device, by about as many names
   bool salted = false;
   bool offloads = false;
   bool numbers_groups = false;
@@ -171,7 +172,7 @@ class Stage {
     StagedEntry& entry = entries_.back();
     if (entry.runs.size() == first_part_) return;
     const uint32_t worker = worker_number(entry, worker_id);
-    rank(entry.workers[worker].ranks, of.dp_rank);
+    StagedRank& holder = rank(entry.workers[worker].ranks, of.dp_rank);
     entry.runs[first_part_].has_parent = of.has_parent;
     entry.runs[first_part_].parent = of.parent;
     entry.runs[first_part_].above = of.above;
@@ -182,13 +183,16 @@ class Stage {
       entry.runs[i].tier = of.tier;
       entry.runs[i].group = of.group;
       entry.runs[i].term = of.term;
+      if (of.tier == kDeviceLayer && of.group == kNone) holder.blocks += entry.runs[i].n;
     }
   }
 
   // Says what a rank's stream had told.
   void add_told(const std::string& worker_id, StagedRank told) {
     StagedEntry& entry = entries_.back();
-    rank(entry.workers[worker_number(entry, worker_id)].ranks, told.dp_rank) = std::move(told);
+    StagedRank& known = rank(entry.workers[worker_number(entry, worker_id)].ranks, told.dp_rank);
+    told.blocks = known.blocks;
+    known = std::move(told);
   }
 
   void add_waiting(const std::string& worker_id, StagedWaiting told) {
@@ -257,6 +261,9 @@ class Stage {
 
 constexpr uint32_t kStepsARestored = 2;  // a block
 
+// Names for which room is made in the time that a block takes.
+constexpr uint32_t kNamesABlock = 16;
+
 // A dump's blocks as those of workers; `workers[i]` is the entry's, or null where its blocks are
 // not wanted (any more).
 class WorkersOf {
@@ -297,7 +304,7 @@ class Restore {
   template <class To>
   bool apply(Index& index, To& to, Steps& steps) {
     while (steps.left() && worker_ < entry_.workers.size()) {
-      steps.take(size_t{kStepsARestored} * teach(index, to));
+      steps.take(kStepsARestored * teach(index, to));
     }
     while (steps.left()) {
       const StagedRun* run = next_run();
@@ -329,16 +336,21 @@ class Restore {
     }
   };
 
-  // Gives a worker's ranks what their streams had told; returns what that costs, in blocks.
+  // Gives a worker's ranks what their streams had told, and room for their names: tables of equal
+  // ranks that grow by and by all grow at once. Returns what that costs, in blocks.
   template <class To>
-  uint32_t teach(Index& index, To& to) {
+  size_t teach(Index& index, To& to) {
     const auto& ranks = entry_.workers[worker_].ranks;
+    size_t cost = 1 + ranks.size();
     for (const StagedRank& told : ranks) {
       const RankId rank = to.rank(worker_, told.dp_rank);
-      if (rank != kNone) teach(index, rank, told);
+      if (rank == kNone) continue;
+      teach(index, rank, told);
+      index.rank(rank).names.reserve(told.blocks);
+      cost += told.blocks / kNamesABlock;
     }
     ++worker_;
-    return 1 + static_cast<uint32_t>(ranks.size());
+    return cost;
   }
 
   // What the rank's own stream has told already stands.

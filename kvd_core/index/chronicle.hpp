@@ -110,6 +110,9 @@ class Chronicle {
   // A number for a rank.
   uint32_t new_owner() { return owners_++; }
 
+  // Fetches where the next change goes.
+  void prefetch() const { __builtin_prefetch(changes_.get() + at_, 1); }
+
   void note(const Change& change) {
     changes_[at_] = change;
     if (++at_ == capacity_) at_ = 0;

@@ -94,6 +94,11 @@ class Names {
     if ((value & NameKeys::kRecordBit) != 0) records.give(value & ~NameKeys::kRecordBit);
   }
 
+  // Makes room for so many, unless there are some.
+  void reserve(uint32_t count) {
+    if (size() == 0 && count != 0) table_.reserve(count);
+  }
+
   bool is_spread(const NameKeys& keys) const { return table_.is_spread(keys); }
   void shrink(const NameKeys& keys) { table_.shrink(keys); }
 

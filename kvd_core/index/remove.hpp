@@ -103,8 +103,14 @@ inline void Index::lose(RankId id, BlockId block, LayerId layer) {
   if (predicted_ != nullptr && layer == kDeviceLayer) {
     predicted_->evict(id, tree_.node(b.node).chain.local()[b.offset]);
   }
-  note(id, Change::kRemoved, layer, b.node, b.offset, b.offset + 1);
+  if (chronicle_ != nullptr) {  // what the note needs is on its way while the block is released
+    const uint64_t* local = tree_.node(b.node).chain.local();
+    __builtin_prefetch(local + b.offset);
+    __builtin_prefetch(local + (b.offset < kWindow ? 0 : b.offset + 1 - kWindow));
+    chronicle_->prefetch();
+  }
   tree_.release(b.node, layer, b.offset, b.offset + 1, id);
+  note(id, Change::kRemoved, layer, b.node, b.offset, b.offset + 1);
   --rank.held[counter(layer)];
   if (layer < kTierLayers) --held_[layer];
   if (layer != kGhostLayer) ++tally_.removed;

@@ -134,3 +134,49 @@ def paths_of(dump: dict[str, Any], instance_id: int = 1) -> set[tuple[int, ...]]
                 parent = block["block_hash"]
     del found[None]
     return set(found.values())
+
+
+@contextmanager
+def kvd_of(folder: Path, *flags: str) -> Iterator[Kvd]:
+    kvd = Kvd(folder, *flags)
+    try:
+        kvd.start()
+        yield kvd
+    finally:
+        kvd.close()
+
+
+@contextmanager
+def engine_of(**options: Any) -> Iterator[Engine]:
+    engine = Engine(**options)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def prompt(number: int, blocks: int = 3) -> list[int]:
+    return [number] * BLOCK_SIZE * (blocks - 1) + list(range(BLOCK_SIZE))
+
+
+def settle(kvd: Kvd, engine: Engine, prompts: int = 5) -> None:
+    """Has an engine heard from its first batch on, and its index in a snapshot."""
+    kvd.register(engine)
+    assert engine.subscribed.wait(PATIENCE_S)
+    for number in range(prompts):
+        engine.store(prompt(number))
+    wait(lambda: kvd.health() == ("exact", "") and len(kvd.paths()) == len(engine.cache))
+    written = kvd.metric('kvd_state_files_total{content="index"}')
+    wait(lambda: kvd.metric('kvd_state_files_total{content="index"}') > written + 1)
+
+
+def book(kvd: Kvd, name: str) -> httpx.Response:
+    body = {
+        "model_name": "m",
+        "request_id": name,
+        "worker_id": 7,
+        "dp_rank": 0,
+        "sequence_hashes": [1, 2, 3],
+        "new_isl_tokens": 12,
+    }
+    return kvd.post("slot-tracker", "/add", body, **{"idempotency-key": name})

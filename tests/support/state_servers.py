@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.forking import start_process
+from tests.support.forking import Forked, start_process
 from tests.support.kvds import wait
 from tests.support.ports import find_free_port
 from tests.support.processes import clean_environment
@@ -31,7 +31,7 @@ class StateServer:
         self._folder = folder
         self._flags = flags
         self._kind = kind or KINDS[0]
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Forked | subprocess.Popen[bytes] | None = None
         self.start()
 
     @property

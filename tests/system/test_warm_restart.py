@@ -8,8 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -24,46 +22,22 @@ from kvd.persistence.frames import Content, unpacked
 from kvd.persistence.reading import bookings_of, frames_of
 from kvd.persistence.registrations import ROWS
 from tests.support.budget import scaled
-from tests.support.engines import BLOCK_SIZE, Engine
-from tests.support.kvds import PATIENCE_S, Kvd, paths_of, wait
+from tests.support.engines import BLOCK_SIZE
+from tests.support.kvds import (
+    PATIENCE_S,
+    Kvd,
+    book,
+    engine_of,
+    kvd_of,
+    paths_of,
+    prompt,
+    settle,
+    wait,
+)
 from tests.support.ports import find_free_port
 from tests.support.processes import Server, clean_environment
 
 FLUSH_S = 0.05  # kvd.persistence.journal: what is older outlives a killed process
-
-
-@contextmanager
-def kvd_of(folder: Path, *flags: str) -> Iterator[Kvd]:
-    kvd = Kvd(folder, *flags)
-    try:
-        kvd.start()
-        yield kvd
-    finally:
-        kvd.close()
-
-
-@contextmanager
-def engine_of(**options: Any) -> Iterator[Engine]:
-    engine = Engine(**options)
-    try:
-        yield engine
-    finally:
-        engine.close()
-
-
-def prompt(number: int, blocks: int = 3) -> list[int]:
-    return [number] * BLOCK_SIZE * (blocks - 1) + list(range(BLOCK_SIZE))
-
-
-def settle(kvd: Kvd, engine: Engine, prompts: int = 5) -> None:
-    """Has an engine heard from its first batch on, and its index in a snapshot."""
-    kvd.register(engine)
-    assert engine.subscribed.wait(PATIENCE_S)
-    for number in range(prompts):
-        engine.store(prompt(number))
-    wait(lambda: kvd.health() == ("exact", "") and len(kvd.paths()) == len(engine.cache))
-    written = kvd.metric('kvd_state_files_total{content="index"}')
-    wait(lambda: kvd.metric('kvd_state_files_total{content="index"}') > written + 1)
 
 
 def test_what_an_engine_said_meanwhile_is_replayed(tmp_path: Path) -> None:
@@ -237,18 +211,6 @@ def _still(listing: Any) -> str:
     for word in ("active", "pending", "exact", "recovering"):
         text = text.replace(f'"{word}"', '"..."')
     return text
-
-
-def book(kvd: Kvd, name: str) -> httpx.Response:
-    body = {
-        "model_name": "m",
-        "request_id": name,
-        "worker_id": 7,
-        "dp_rank": 0,
-        "sequence_hashes": [1, 2, 3],
-        "new_isl_tokens": 12,
-    }
-    return kvd.post("slot-tracker", "/add", body, **{"idempotency-key": name})
 
 
 def reserve(kvd: Kvd, name: str) -> httpx.Response:

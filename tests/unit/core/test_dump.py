@@ -189,6 +189,19 @@ def copied(index: PrefixIndex) -> tuple[PrefixIndex, Stream]:
     return copy, worker.stream(0)
 
 
+def test_a_restored_index_takes_the_memory_of_the_one_it_is_of() -> None:
+    """Room for names is made at once: it is that for those that come."""
+    index = PrefixIndex(16, IngestCounters())
+    numbers = range(1, 1001)
+    for worker_id in (1, 2):
+        worker = index.add_worker(worker_id)
+        worker.store(0, [worker_id << 32 | each for each in numbers], numbers)
+        worker.store(0, [worker_id << 32 | each for each in numbers[:900]], numbers[:900], tier=1)
+    entries = read(binary_of(index), True)
+    (copy,) = map(restored, entries)
+    assert copy.stats()["bytes"] == pytest.approx(index.stats()["bytes"], rel=0.01)
+
+
 WINDOW = {"group_idx": 1, "kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 3}
 
 
