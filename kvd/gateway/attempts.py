@@ -8,13 +8,13 @@ What is known of a request while engines are tried is its Attempt.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import NamedTuple
 
 from kvd.errors import KvdError
-from kvd.gateway.choices import Choices, Placement, Question, WhileWanted
+from kvd.gateway.choices import Choices, Placement, Question, WhileWanted, always_wanted
 from kvd.gateway.errors import GatewayError, Reason
 from kvd.gateway.pools import LIMITS, Crew, EngineRank, crew_of, prefill_body, worker_ids
 from kvd.gateway.probing import EngineKind
@@ -54,7 +54,7 @@ class Attempt:
     body: bytes
     path: bytes
     while_wanted: WhileWanted
-    tried: set[int] = field(default_factory=set)  # worker ids
+    tried: frozenset[int] = frozenset()  # worker ids
     refused: Answer | None = None  # what the last one that refused has said
     failed: str | None = None  # why the last one that failed did
     lacks_room: bool = False  # and that was for want of a descriptor or a port here
@@ -69,8 +69,10 @@ class Attempt:
     def let_go(self) -> None:
         """Forgets what another try would need, which may be most of what a long answer costs."""
         self.asked = ANSWERED[self.asked.api]
-        self.body, self.prefill_body = b"", None
-        self.tokens, self.prompt = None, None
+        self.body, self.prefill_body, self.path = b"", None, b""
+        self.tokens, self.prompt, self.later = None, None, None
+        self.refused, self.prefill_failure = None, None
+        self.while_wanted = always_wanted
 
     def may_try(self, upstream: Upstream) -> bool:
         worker_id = upstream.worker_id

@@ -138,17 +138,19 @@ def response(
     return Response(status or told.status, json.dumps(members).encode(), headers=headers)
 
 
-def ended(tail: bytes) -> bytes | None:
+def ended(tail: bytes, *, whole: bool) -> bytes | None:
     """Returns what ends the event that a stream broke off in, behind its `tail`.
 
-    None: its data would be taken for whole then; nothing more can be told.
+    None: its data would be taken for whole then; nothing more can be told. A line that does not
+    begin in the tail, which is not the `whole` stream then, is taken for data.
     """
     if not tail or tail.endswith((b"\n\n", b"\r\n\r\n", b"\r\r")):
         return b""
     if tail.endswith((b"\n", b"\r")):
         return b"\n"
-    last = re.split(rb"[\r\n]", tail)[-1]
-    return b"\n\n" if last.startswith((b":", b"event", b"id", b"retry")) else None
+    *before, last = re.split(rb"[\r\n]", tail)
+    is_data = not (before or whole) or not last.startswith((b":", b"event", b"id", b"retry"))
+    return None if is_data else b"\n\n"
 
 
 _SEQUENCE_NUMBER = re.compile(rb'"sequence_number":\s*(\d{1,9})\b')

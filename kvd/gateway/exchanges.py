@@ -6,6 +6,7 @@ answer begins and until it has ended.
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -99,19 +100,14 @@ class Exchanges:
                 raise ExchangeFailed(ExchangeOutcome.MALFORMED)
             return answer
 
-    async def changed(self, exchange: int) -> None:
-        """Waits until an exchange is ready or has ended."""
-        if self.relay.ready(exchange) or self.relay.ended(exchange):
-            if has_task():
-                await trio.lowlevel.checkpoint()
-            return
-        if not has_task():
-            self._waiting[exchange] = signal = Signal()
-            try:
-                await told(signal)
-            finally:
-                self._waiting.pop(exchange, None)
-            return
+    def noticed(self, exchange: int) -> Awaitable[None]:
+        """Waits for the next notice of an exchange that has not ended."""
+        if has_task():
+            return self._noticed_in_task(exchange)
+        signal = self._waiting[exchange] = Signal()
+        return told(signal)
+
+    async def _noticed_in_task(self, exchange: int) -> None:
         self._waiting[exchange] = trio.lowlevel.current_task()
 
         def forget(_: object) -> trio.lowlevel.Abort:
@@ -119,6 +115,11 @@ class Exchanges:
             return trio.lowlevel.Abort.SUCCEEDED
 
         await trio.lowlevel.wait_task_rescheduled(forget)
+
+    def drop(self, exchange: int) -> None:
+        """Forgets an exchange, with whoever waits for its notice without a task."""
+        self._waiting.pop(exchange, None)
+        self.relay.drop(exchange)
 
     def _notice(self, exchange: int) -> None:
         waiting = self._waiting.pop(exchange, None)
@@ -146,12 +147,16 @@ class Exchange:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._all.relay.drop(self._id)
+        self._all.drop(self._id)
 
     async def begins(self) -> Answer | None:
         """Waits for the beginning of the answer; None if the exchange has ended without one."""
-        await self._all.changed(self._id)
-        return self._all.relay.answer(self._id) if self._all.relay.ready(self._id) else None
+        relay = self._all.relay
+        if not relay.ready(self._id) and not relay.ended(self._id):
+            await self._all.noticed(self._id)
+        elif has_task():
+            await trio.lowlevel.checkpoint()
+        return relay.answer(self._id) if relay.ready(self._id) else None
 
     def forward(self, head: bytes, *, chunked: bool) -> None:
         """Sends the answer on to the client, behind this head."""
@@ -164,7 +169,7 @@ class Exchange:
     async def ends(self) -> Ending:
         """Waits for the end of what is forwarded, and says how it went."""
         while not self._all.relay.ended(self._id):
-            await self._all.changed(self._id)
+            await self._all.noticed(self._id)
         return self.ending()
 
     def ending(self) -> Ending:

@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext
 from hashlib import blake2b
 from itertools import count
+from typing import NamedTuple
 from uuid import uuid4
 
 from kvd.gateway import errors
@@ -68,6 +69,14 @@ NOT_BEGUN = frozenset(
 )
 
 
+class Sent(NamedTuple):
+    """How an answer is being sent to a client."""
+
+    events: bool
+    chunked: bool
+    persists: bool  # the client's connection, after a whole answer
+
+
 Serve = Callable[[Api, RelayedRequest, bytes], Awaitable[bool]]
 
 
@@ -103,16 +112,16 @@ class Forwarder:
             upstreams, choices, stats, tokens, remote_tokens, self._prefix
         )
 
-    async def serve(self, api: Api, request: RelayedRequest) -> bool:
+    def serve(self, api: Api, request: RelayedRequest) -> Awaitable[bool]:
         """Serves one request; returns whether its connection persists.
 
         Raises OSError if the client is gone.
         """
-        return await self._serve_any(api, request, self._serve)
+        return self._serve_any(api, request, self._serve)
 
-    async def serve_stored(self, request: RelayedRequest) -> bool:
+    def serve_stored(self, request: RelayedRequest) -> Awaitable[bool]:
         """Serves a request about a response that an engine keeps, in the same way."""
-        return await self._serve_any(Api.RESPONSES, request, self._serve_stored)
+        return self._serve_any(Api.RESPONSES, request, self._serve_stored)
 
     async def _serve_any(self, api: Api, request: RelayedRequest, serve: Serve) -> bool:
         self._stats.running += 1
@@ -136,7 +145,10 @@ class Forwarder:
             if chosen is None:
                 break
             try:
-                done = await self._try(request, attempt, chosen)
+                if chosen.prefill is None:
+                    done = await self._send(request, attempt, chosen, attempt.body)
+                else:
+                    done = await self._send_both(request, attempt, chosen, chosen.prefill)
             finally:
                 self._choices.free(chosen.reservation_id)
             if done is not None:
@@ -159,9 +171,17 @@ class Forwarder:
         keeper = self._keeper(asked, engines)
         tokens = await self._tokens.of(asked, served, request.body, engines)
         path = request.target.partition(b"?")[0]
-        said = asked, served, tokens, None if tokens is None else tokens.count
-        where = request.body, path, request.unless_left
-        attempt = Attempt(*said, request_id, *where, bound=keeper)
+        attempt = Attempt(
+            asked,
+            served,
+            tokens,
+            None if tokens is None else tokens.count,
+            request_id,
+            request.body,
+            path,
+            request.unless_left,
+            bound=keeper,
+        )
         if tokens is None:
             attempt.session = self._chains.session(asked, served, _tenant(request))
         return attempt
@@ -217,18 +237,18 @@ class Forwarder:
             raise GatewayError(Reason.MODEL_NOT_FOUND, text, param="model")
         return served
 
-    async def _try(self, request: RelayedRequest, attempt: Attempt, chosen: Chosen) -> bool | None:
-        """Sends the request to the engine that was chosen; None if another one may be tried."""
-        if chosen.prefill is None:
-            return await self._send(request, attempt, chosen, attempt.body)
+    async def _send_both(
+        self, request: RelayedRequest, attempt: Attempt, chosen: Chosen, prefill: EngineRank
+    ) -> bool | None:
+        """Sends the request to both engines that were chosen; None if others may be tried."""
         await in_task()
-        if _is_vllm(chosen.prefill):
-            return await self._send_in_turn(request, attempt, chosen, chosen.prefill)
-        body = meeting(attempt.asked, attempt.body, chosen.prefill)
-        beside = Beside(self._exchanges, request, chosen.prefill, attempt.request_id, body, fault)
+        if _is_vllm(prefill):
+            return await self._send_in_turn(request, attempt, chosen, prefill)
+        body = meeting(attempt.asked, attempt.body, prefill)
+        beside = Beside(self._exchanges, request, prefill, attempt.request_id, body, fault)
         done = await self._send(request, attempt, chosen, body, beside)
         if beside.failure is not None:
-            return await self._without_prefill(request, attempt, chosen.prefill, beside.failure)
+            return await self._without_prefill(request, attempt, prefill, beside.failure)
         return done
 
     async def _send_in_turn(
@@ -265,7 +285,7 @@ class Forwarder:
             cause = "nothing_handed_over"
         self._stats.prefill_failures[cause] += 1
         attempt.prefill_failure = said
-        attempt.tried.add(prefill.upstream.worker_id)
+        attempt.tried |= {prefill.upstream.worker_id}
         return None
 
     async def _send(
@@ -283,48 +303,77 @@ class Forwarder:
         An engine that answers 500 where it `takes_over` may have found nothing to take. It is the
         only one that is asked once more, to compute the prompt itself.
         """
-        upstream = chosen.upstream
-        assert upstream.engine is not None
-        head = upstream.head(request, attempt.request_id, len(body), chosen.dp_rank)
-        sent = upstream.engine, head, body, HOLD_BYTES
+        head = chosen.upstream.head(request, attempt.request_id, len(body), chosen.dp_rank)
         async with request.lent() as client_fd:
-            with beside or NOBODY, self._exchanges.begin(*sent, client_fd) as exchange:
-                del sent, body  # what is long is kept by `attempt`, while it may be sent again
+            with beside or NOBODY, self._begin(chosen, head, body, client_fd) as exchange:
+                del head, body  # what is long is kept by `attempt`, while it may be sent again
                 answer = await (beside.begins(exchange) if beside else exchange.begins())
                 if answer is None:
-                    ending = exchange.ending()
+                    sent, ending = None, exchange.ending()
                 else:
-                    if takes_over and fault(answer) == 500:
-                        self._stats.prefill_failures["not_taken_over"] += 1
-                        attempt.prefill_failure, attempt.bound = answer, upstream.worker_id
+                    if self._is_declined(attempt, chosen.upstream, answer, takes_over=takes_over):
                         return None
-                    if (refusal := _refuses(answer)) is not None and attempt.refused is None:
-                        self._stats.retries[refusal] += 1
-                        attempt.refused = answer
-                        attempt.tried.add(upstream.worker_id)
-                        return None
-                    worker_id = upstream.worker_id
-                    self._chains.note_answer(attempt.asked, worker_id, answer.held)
-                    told = _decision_lines(attempt, chosen) if self._tells else b""
-                    chunked, persists = _forward(request, attempt, exchange, answer, told)
-                    self._choices.note_prefilled(chosen.reservation_id)
-                    if attempt.later is not None:
-                        self._tokens.ask_later(attempt.later)
-                        attempt.later = None
-                    attempt.let_go()
-                    request.body = b""
+                    sent = self._forward(request, attempt, chosen, exchange, answer)
+                    del answer
                     ending = await exchange.ends()
                     if beside is not None and ending.outcome is ExchangeOutcome.COMPLETE:
                         await beside.ends()
         # Raised here, where no nursery of a lent socket makes a group of it.
-        if answer is None:
+        if sent is None:
             if beside is None or beside.failure is None:
-                self._note_not_begun(attempt, upstream, ending)
-                attempt.tried.add(upstream.worker_id)
+                self._note_not_begun(attempt, chosen.upstream, ending)
+                attempt.tried |= {chosen.upstream.worker_id}
             return None
+        return await self._end(request, attempt, chosen, sent, ending)
+
+    def _begin(self, chosen: Chosen, head: bytes, body: bytes, client_fd: int) -> Exchange:
+        engine = chosen.upstream.engine
+        assert engine is not None
+        return self._exchanges.begin(engine, head, body, HOLD_BYTES, client_fd)
+
+    def _is_declined(
+        self, attempt: Attempt, upstream: Upstream, answer: Answer, *, takes_over: bool
+    ) -> bool:
+        """Says whether an answer is kept from the client, because another try may do better."""
+        if takes_over and fault(answer) == 500:
+            self._stats.prefill_failures["not_taken_over"] += 1
+            attempt.prefill_failure, attempt.bound = answer, upstream.worker_id
+            return True
+        if attempt.refused is not None or (refusal := _refuses(answer)) is None:
+            return False
+        self._stats.retries[refusal] += 1
+        attempt.refused = answer
+        attempt.tried |= {upstream.worker_id}
+        return True
+
+    def _forward(
+        self,
+        request: RelayedRequest,
+        attempt: Attempt,
+        chosen: Chosen,
+        exchange: Exchange,
+        answer: Answer,
+    ) -> Sent:
+        """Sends an answer on, and forgets what has led to it."""
+        said, form = read_head(answer.head), attempt.asked.api.errors
+        lines = _paced(said) + rendered(id_headers(form, attempt.request_id))
+        if self._tells:
+            lines += _decision_lines(attempt, chosen)
+        if answer.events:
+            lines += UNBUFFERED
+            exchange.fill(errors.FILLERS[form])
+        length = len(answer.held) if answer.whole else said.length
+        head, chunked, persists = request.answer_head(said.status, lines, length)
+        exchange.forward(head, chunked=chunked)
+        self._choices.note_prefilled(chosen.reservation_id)
         if chosen.way is not None:
             self._stats.ways[chosen.way] += 1
-        return await self._end(request, attempt, chosen, answer, ending, chunked, persists)
+        self._chains.note_answer(attempt.asked, chosen.upstream.worker_id, answer.held)
+        if attempt.later is not None:
+            self._tokens.ask_later(attempt.later)
+        attempt.let_go()
+        request.let_go()
+        return Sent(answer.events, chunked, persists)
 
     def _note_not_begun(self, attempt: Attempt, upstream: Upstream, ending: Ending) -> None:
         """Takes note of an engine that has not answered; raises what keeps others from a try."""
@@ -345,25 +394,24 @@ class Forwarder:
         request: RelayedRequest,
         attempt: Attempt,
         chosen: Chosen,
-        answer: Answer,
+        sent: Sent,
         ending: Ending,
-        chunked: bool,
-        persists: bool,
     ) -> bool:
         """Takes note of how an answer has ended; says whether the client's connection persists."""
         if ending.outcome is ExchangeOutcome.COMPLETE:
             self._stats.ended[Ended.COMPLETE] += 1
             self._note_cached(attempt, chosen, ending.tail)
-            return persists
+            return sent.persists
         if ending.outcome in (ExchangeOutcome.CLIENT_GONE, ExchangeOutcome.CLIENT_STALLED):
             raise ConnectionResetError("the client left during its answer")
         self._stats.ended[Ended.BROKEN] += 1
         chosen.upstream.note_gone("it broke off an answer")
-        if answer.events and (end := errors.ended(ending.tail)) is not None:
+        whole = ending.forwarded == len(ending.tail)
+        if sent.events and (end := errors.ended(ending.tail, whole=whole)) is not None:
             broken = GatewayError(Reason.UPSTREAM_FAILED, "the engine broke off its answer")
             form = attempt.asked.api.errors
             told = errors.event(broken, form, attempt.request_id, ending.tail)
-            await request.send_piece(end + told, chunked=chunked)
+            await request.send_piece(end + told, chunked=sent.chunked)
         return False  # without the end of the answer, so that the client sees it cut
 
     def _note_cached(self, attempt: Attempt, chosen: Chosen, tail: bytes) -> None:
@@ -405,22 +453,6 @@ def _tenant(request: RelayedRequest) -> str:
         return ""
     shown = b"\0".join(value for name, value in request.headers if name in KEY_HEADERS)
     return f"{blake2b(shown, digest_size=8).hexdigest()}:"
-
-
-def _forward(
-    request: RelayedRequest, attempt: Attempt, exchange: Exchange, answer: Answer, told: bytes
-) -> tuple[bool, bool]:
-    """Sends an answer on; says whether in chunks, and whether the connection persists after it."""
-    said = read_head(answer.head)
-    length = len(answer.held) if answer.whole else said.length
-    form = attempt.asked.api.errors
-    lines = _paced(said) + rendered(id_headers(form, attempt.request_id)) + told
-    if answer.events:
-        lines += UNBUFFERED
-        exchange.fill(errors.FILLERS[form])
-    head, chunked, persists = request.answer_head(said.status, lines, length)
-    exchange.forward(head, chunked=chunked)
-    return chunked, persists
 
 
 def _unanswered(attempt: Attempt, text: str) -> GatewayError:

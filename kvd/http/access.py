@@ -17,6 +17,8 @@ from kvd.telemetry.logs import get_logger
 
 NO_ROUTE = "-"
 REQUEST_ID = b"x-request-id"
+TRACEPARENT = b"traceparent"
+_LOGGED = (REQUEST_ID, TRACEPARENT)
 
 # Version, trace, parent, flags, and more in later versions; zeros are no trace, ff is no version.
 _TRACEPARENT = re.compile(
@@ -72,6 +74,11 @@ def echoed(headers: Headers) -> Headers:
     return _echoed(_ids(headers)[1])
 
 
+def logged(headers: Headers) -> Headers:
+    """Returns those of a request's headers that its line is made from."""
+    return [each for each in headers if each[0] in _LOGGED]
+
+
 def rendered(headers: Headers) -> bytes:
     """Returns header lines."""
     return b"".join(b"%b: %b\r\n" % header for header in headers)
@@ -85,7 +92,7 @@ def _ids(headers: Headers) -> tuple[str | None, str | None]:
     """Returns the ids of trace and request, None for one that has not its proper form."""
     trace = request = None
     for name, value in headers:
-        if name == b"traceparent" and (match := _TRACEPARENT.fullmatch(value)):
+        if name == TRACEPARENT and (match := _TRACEPARENT.fullmatch(value)):
             trace = match[1].decode()
         elif name == REQUEST_ID and _REQUEST_ID.fullmatch(value):
             request = value.decode()

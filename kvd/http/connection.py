@@ -284,8 +284,9 @@ class Connection(Transport):
 
     async def _serve(self) -> None:
         self.enter(ConnectionPhase.IDLE)
+        fill = self._fill_parked if self.stream.parks else self._fill
         try:
-            while await self._fill() and await self._serve_next():
+            while await fill() and await self._serve_next():
                 self.enter(ConnectionPhase.IDLE)
                 await trio.lowlevel.checkpoint()
             if self._owed or self._unread():  # its client did not expect this end
@@ -296,8 +297,6 @@ class Connection(Transport):
 
     async def _fill(self) -> bool:
         """Waits until there is something in the buffer; returns False if nothing is to come."""
-        if self.stream.parks:
-            return await self._fill_parked()
         while not self._retired and not self.buffer:
             self.buffer = await self.receive()
             if not self.buffer:
@@ -305,30 +304,25 @@ class Connection(Transport):
         return not self._retired
 
     async def _fill_parked(self) -> bool:
+        """Does the same; meanwhile the connection is the fast path's."""
         while not self.buffer and self._rest is None:
-            left = await self._park()
-            self.buffer, self._rest = left.received, left.rest
-            if left.unsent:
-                await self._deliver(left.unsent, left.undo)
-            if not left.persists:
+            outcome = self._service.fast_path.park(self, self.fd)
+            if outcome is not None:
+                await trio.lowlevel.checkpoint()
+            else:
+                self._task = trio.lowlevel.current_task()
+                await trio.lowlevel.wait_task_rescheduled(self._unpark)
+                outcome, self._outcome = self._outcome, None
+            if isinstance(outcome, Exception):
+                raise outcome
+            assert outcome is not None
+            self.buffer, self._rest = outcome.received, outcome.rest
+            if outcome.unsent:
+                await self._deliver(outcome.unsent, outcome.undo)
+            if not outcome.persists:
                 return False
             self.enter(ConnectionPhase.IDLE)  # also once the rest of an answer is sent
         return True
-
-    async def _park(self) -> Handoff:
-        """Leaves the connection to the fast path until that gives it back."""
-        fast_path = self._service.fast_path
-        outcome = fast_path.park(self, self.fd)
-        if outcome is not None:
-            await trio.lowlevel.checkpoint()
-        else:
-            self._task = trio.lowlevel.current_task()
-            await trio.lowlevel.wait_task_rescheduled(self._unpark)
-            outcome = self._outcome
-        if isinstance(outcome, Exception):
-            raise outcome
-        assert outcome is not None
-        return outcome
 
     def _unpark(self, _: object) -> trio.lowlevel.Abort:
         self._service.fast_path.unpark(self.fd)

@@ -17,6 +17,7 @@ from typing import TypeVar
 
 import trio
 
+from kvd.http.access import logged
 from kvd.http.head import Head
 from kvd.http.messages import Response
 from kvd.http.render import CHUNKED_LINE, chunk, framed_head, start_lines, whole_response
@@ -26,9 +27,14 @@ from kvd.http.writer import connection_lines, persists_after
 
 T = TypeVar("T")
 
+_ANSWERED = Head()  # stands for every head that is not needed any more
+
 
 class RelayedRequest:
     """One request, read whole, and the client that waits for its answer."""
+
+    __slots__ = ("_head", "_transport", "body", "headers", "is_checked", "method", "status",
+                 "target")  # fmt: skip
 
     def __init__(self, transport: Transport, head: Head, body: bytes, *, is_checked: bool) -> None:
         """Takes a request; `is_checked`: its client has shown a token of this server's."""
@@ -36,10 +42,16 @@ class RelayedRequest:
         self.method = head.method
         self.target = head.path + (b"?" + head.query if head.query else b"")
         self.headers = head.headers
-        self.body = body  # whoever relays may forget it, once nothing of it is to be sent again
+        self.body = body
         self.status = 0  # of the answer; 0: none has begun
         self._head = head
         self._transport = transport
+
+    def let_go(self) -> None:
+        """Forgets what was asked, of which nothing is to be sent again: an answer may take long."""
+        self.target = self.body = b""
+        self.headers = logged(self.headers)
+        self._head = _ANSWERED
 
     async def respond(self, response: Response) -> bool:
         """Sends an answer that is made here; returns whether the connection persists."""

@@ -32,11 +32,11 @@
 //   4. a connection is kept only for the address that it was made to;
 //   5. an engine's connection has a line while it is open, in use or kept; its number tells it from
 //      those that had its descriptor before, also in events that were fetched before they closed;
-//   6. `tail` is the end of the payload that was forwarded, at most 2 x kTail bytes of it.
+//   6. what the client has taken is kept nowhere, but for the end of its payload (`tail`).
 //
 // Costs: begin 3 system calls on a kept connection, 5 on a new one; a receive of payload 2, plus
-// its share of an epoll_wait; memory about 400 B an exchange, up to `hold` until it is forwarded,
-// then 2 x kTail, and up to kWindow for a client that does not keep up.
+// its share of an epoll_wait; memory about 500 B an exchange, up to `hold` until it is forwarded,
+// then kMaxTail, and up to kWindow for a client that does not keep up.
 #pragma once
 
 #include <arpa/inet.h>
@@ -56,17 +56,16 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
-#include <string_view>
 #include <system_error>
 #include <vector>
 
 #include "relay/framing.hpp"
+#include "relay/tail.hpp"
 
 namespace kvd::relay {
 
 constexpr size_t kReceive = 64 * 1024;  // bytes of one receive
 constexpr size_t kWindow = 256 * 1024;  // bytes that may wait for a client
-constexpr size_t kTail = 1024;          // bytes of the payload's end that are kept, at least
 constexpr size_t kMaxHead = 64 * 1024;  // bytes of an answer's head, with the 1xx before it
 constexpr size_t kMaxIdle = 1024;       // kept connections of one engine
 constexpr int kNoSocket = -1;
@@ -153,8 +152,7 @@ struct Exchange {
   Body decoder;
   std::string unsent;  // frames that wait for the client, from `unsent_at`
   size_t unsent_at = 0;
-  std::string tail;
-  uint64_t forwarded = 0;  // bytes of payload
+  Tail tail;  // of the payload that was forwarded
   uint64_t receives = 0;
   int64_t begun_ns = 0;
   int64_t first_ns = 0;    // when READY was noticed
@@ -263,7 +261,7 @@ class Relay {
     x.unsent_at = 0;
     note_payload(x, x.held.data(), x.held.size());
     frame(x.unsent, x.held.data(), x.held.size(), framing);
-    for (std::string* used : {&x.held, &x.request, &x.received}) std::string().swap(*used);
+    for (std::string* used : {&x.held, &x.request, &x.received}) give_back(*used);
     if (x.completes) {
       complete(id);
     } else {
@@ -370,6 +368,9 @@ class Relay {
     std::vector<Idle> idle;
   };
 
+  // Empties a text with its memory: `clear` keeps that, for as long as a stream may last.
+  static void give_back(std::string& text) { std::string().swap(text); }
+
   // Returns the size of the address, 0 if the text is none.
   static socklen_t read_address(const char* host, uint16_t port, sockaddr_storage& address) {
     auto* v4 = reinterpret_cast<sockaddr_in*>(&address);
@@ -391,11 +392,8 @@ class Relay {
     return sizeof *path;
   }
 
-  static bool is_between_events(std::string_view sent) {
-    const auto ends = [&](std::string_view with) {
-      return sent.size() >= with.size() && sent.substr(sent.size() - with.size()) == with;
-    };
-    return ends("\n\n") || ends("\r\n\r\n") || ends("\r\r");
+  static bool is_between_events(const Tail& sent) {
+    return sent.ends_with("\n\n") || sent.ends_with("\r\n\r\n") || sent.ends_with("\r\r");
   }
 
   static bool waits_for_engine(Phase phase) {
@@ -771,7 +769,7 @@ class Relay {
       x.touched_ns = now_;
     }
     if (x.unsent_at == x.unsent.size()) {
-      x.unsent.clear();
+      give_back(x.unsent);
       x.unsent_at = 0;
       if (x.phase == Phase::kDraining) return end(id, x.outcome);
       watch_client(id, EPOLLRDHUP);
@@ -784,14 +782,8 @@ class Relay {
   }
 
   void note_payload(Exchange& x, const char* data, size_t n) {
-    x.forwarded += n;
     stats.payload_bytes += n;
-    if (n >= kTail) {
-      x.tail.assign(data + n - kTail, kTail);
-      return;
-    }
-    if (x.tail.size() + n > 2 * kTail) x.tail.erase(0, x.tail.size() + n - kTail);
-    x.tail.append(data, n);
+    x.tail.add(data, n);
   }
 
   // All of the payload is here.

@@ -45,15 +45,18 @@ cdef extern from "relay/relay.hpp" namespace "kvd::relay" nogil:
         uint64_t id
         bool ready
 
+    cppclass CTail "kvd::relay::Tail":
+        uint64_t size()
+        string text() except +
+
     cppclass Exchange:
         Phase phase
         COutcome outcome
         bool completes
         string received
         string held
-        string tail
+        CTail tail
         CAnswerHead head
-        uint64_t forwarded
         uint64_t receives
         int64_t begun_ns
         int64_t first_ns

@@ -149,7 +149,7 @@ cdef class Relay:
         """Returns how an exchange went, as an Ending."""
         cdef const Exchange* x = self.known(exchange)
         waited = x.first_ns - x.begun_ns if x.first_ns else 0
-        return Ending(OUTCOMES[<int>x.outcome], x.forwarded, x.receives, x.tail, waited)
+        return Ending(OUTCOMES[<int>x.outcome], x.tail.size(), x.receives, x.tail.text(), waited)
 
     def drop(self, uint64_t exchange):
         """Forgets an exchange; an engine that has not answered in full hears of it as an abort."""

@@ -14,6 +14,7 @@ from kvd_core.relay.relay import SOME, ExchangeOutcome, Relay
 from tests.support.zmtp_fakes import NOT_MY_FAULT_S
 
 HOLD = 64 * 1024
+KEPT = 1024  # bytes of the end of a payload
 REQUEST = b"POST /v1/completions HTTP/1.1\r\nhost: e\r\ncontent-length: 2\r\n\r\n"
 STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
@@ -86,6 +87,30 @@ def test_a_client_that_leaves_as_its_engine_speaks_has_left_once(turns: Turns) -
     turns.serve()
     assert turns.noticed == [exchange]
     assert relay.ending(exchange).outcome is ExchangeOutcome.CLIENT_GONE
+    relay.drop(exchange)
+
+
+def test_the_end_of_a_payload_is_known_however_it_came(turns: Turns) -> None:
+    relay = turns.relay
+    listener, engine = turns.engine()
+    ours, _ = turns.client()
+    exchange = relay.begin(engine, ours.fileno(), REQUEST, b"{}", HOLD)
+    turns.until(lambda: relay.stats()["connected"] == 1)
+    stream = turns.accept(listener)
+    payload = b"data: 1\n\n"
+    stream.sendall(STREAM + b"9\r\n%b\r\n" % payload)
+    turns.until(lambda: relay.ready(exchange))
+    relay.forward(exchange, STREAM, True)
+
+    def all_forwarded() -> bool:
+        return relay.ending(exchange).forwarded == len(payload)
+
+    for size in (1, 500, KEPT - 510, KEPT, 1, KEPT - 1, KEPT + 1, 3 * KEPT, 7):
+        piece = bytes(size * at % 251 for at in range(size))
+        payload += piece
+        stream.sendall(b"%x\r\n%b\r\n" % (size, piece))
+        turns.until(all_forwarded)
+        assert relay.ending(exchange).tail == payload[-KEPT:]
     relay.drop(exchange)
 
 

@@ -24,11 +24,25 @@ BROKEN = GatewayError(Reason.UPSTREAM_FAILED, "the engine broke off its answer")
         (b"data: 1\n\nevent: respo", b"\n\n"),
         (b'data: 1\n\ndata: {"x', None),
         (b"data: 1\n\nda", None),
-        (b"x" * 4096, None),  # of an event longer than what is kept
+        (b": keep-al", b"\n\n"),
     ],
 )
 def test_an_event_ends_only_if_it_is_not_taken_for_whole(tail: bytes, end: bytes | None) -> None:
-    assert ended(tail) == end
+    assert ended(tail, whole=True) == end
+
+
+@pytest.mark.parametrize(
+    ("tail", "end"),
+    [
+        (b"x" * 1024, None),
+        (b": in the middle of a text", None),  # of data whose line is longer than what is kept
+        (b"x\n\n: keep-al", b"\n\n"),
+    ],
+)
+def test_a_line_whose_beginning_is_not_kept_is_taken_for_data(
+    tail: bytes, end: bytes | None
+) -> None:
+    assert ended(tail, whole=False) == end
 
 
 def test_events_are_in_the_form_of_the_api() -> None:

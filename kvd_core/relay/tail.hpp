@@ -1,0 +1,58 @@
+// The end of a payload, however it came in pieces.
+//
+//   ring_  [ ...newest | oldest... ]
+//                      ^ size_ % kMaxTail
+//
+// Costs: O(bytes) a piece, at most kMaxTail of them; kMaxTail bytes of memory from the first piece
+// on, and no more.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <string>
+
+namespace kvd::relay {
+
+constexpr size_t kMaxTail = 1024;  // bytes of a payload's end that are kept, for errors and usage
+
+class Tail {
+ public:
+  // Bytes that there have been.
+  uint64_t size() const { return size_; }
+
+  void add(const char* data, size_t n) {
+    if (n == 0) return;
+    if (!ring_) ring_.reset(new char[kMaxTail]);
+    size_ += n;
+    const size_t kept = n < kMaxTail ? n : kMaxTail;
+    const size_t at = static_cast<size_t>((size_ - kept) % kMaxTail);
+    const size_t first = kept < kMaxTail - at ? kept : kMaxTail - at;
+    data += n - kept;
+    std::memcpy(ring_.get() + at, data, first);
+    std::memcpy(ring_.get(), data + first, kept - first);
+  }
+
+  // The last bytes, in order: all that there have been, or kMaxTail of them.
+  std::string text() const {
+    if (size_ <= kMaxTail) return std::string(ring_.get(), static_cast<size_t>(size_));
+    const size_t at = static_cast<size_t>(size_ % kMaxTail);
+    return std::string(ring_.get() + at, kMaxTail - at).append(ring_.get(), at);
+  }
+
+  bool ends_with(const char* end) const {
+    const size_t n = std::strlen(end);
+    if (size_ < n) return false;
+    for (size_t i = 0; i < n; ++i) {
+      if (ring_[static_cast<size_t>((size_ - n + i) % kMaxTail)] != end[i]) return false;
+    }
+    return true;
+  }
+
+ private:
+  std::unique_ptr<char[]> ring_;
+  uint64_t size_ = 0;
+};
+
+}  // namespace kvd::relay
