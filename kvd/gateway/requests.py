@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from enum import Enum
+from enum import StrEnum
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -23,7 +23,7 @@ MAX_SESSION_BYTES = 256
 U32_MAX = 2**32 - 1
 
 
-class Api(Enum):
+class Api(StrEnum):
     """Which API a path belongs to, as far as its prompt and its errors differ."""
 
     CHAT = "chat"
@@ -111,7 +111,7 @@ SESSION_HEADERS = (
 AGENT_HEADER = b"x-claude-code-agent-id"
 PRIORITY_HEADER = b"x-vllm-priority"  # wins over the member of the body, as at the engine
 _NUMBER = re.compile(rb"-?\d{1,9}")
-SESSION_NAMES = frozenset((*SESSION_HEADERS, AGENT_HEADER))
+READ_HEADERS = frozenset((*SESSION_HEADERS, AGENT_HEADER, PRIORITY_HEADER))
 SESSION_MEMBERS = frozenset(("session_id", "prompt_cache_key", "conversation", "metadata"))
 
 
@@ -182,13 +182,14 @@ def read(api: Api, headers: Headers, body: bytes) -> ClientRequest:
     """Reads a request; raises GatewayError."""
     if api is Api.FORM:
         return ClientRequest(
-            api, field_of(headers, body, "model"), False, {}, session_of(headers, {})
+            api, field_of(headers, body, "model"), False, {}, session_of(_said(headers), {})
         )
     try:
         members = SCANNER.scan(body)
     except (TypeError, ValueError) as error:
         raise GatewayError(Reason.INVALID_JSON, f"the body is not valid: {error}") from None
     spans = {name: value for name, value in members.items() if isinstance(value, bytes)}
+    said = _said(headers)
     for name in FLEET_MEMBERS if not spans.keys().isdisjoint(FLEET_MEMBERS) else ():
         if spans.get(name, b"null") != b"null":
             text = f"{name} is set by the gateway, not by clients"
@@ -202,19 +203,25 @@ def read(api: Api, headers: Headers, body: bytes) -> ClientRequest:
         model,
         members.get("stream") is True,
         spans,
-        session_of(headers, members),
+        session_of(said, members),
         _text(members.get("cache_salt")),
         _text(members.get("previous_response_id")),
         _expected_output(members, hints),
-        _priority(headers, members),
+        _priority(said.get(PRIORITY_HEADER, b""), members),
         _priority_jump(hints) if hints else None,
     )
 
 
-def session_of(headers: Headers, members: Mapping[str, object]) -> str | None:
+def _said(headers: Headers) -> dict[bytes, bytes]:
+    """Returns the headers that are read here, of which most requests have none.
+
+    The first of a name wins.
+    """
+    return {name: value for name, value in reversed(headers) if name in READ_HEADERS}
+
+
+def session_of(said: Mapping[bytes, bytes], members: Mapping[str, object]) -> str | None:
     """Returns the session that a request belongs to, None if nothing says so."""
-    # The first of a name wins; most requests have none of them.
-    said = {name: value for name, value in reversed(headers) if name in SESSION_NAMES}
     for name in SESSION_HEADERS if said else ():
         if value := said.get(name, b"").decode("latin-1").strip():
             if name == b"x-claude-code-session-id" and (agent := said.get(AGENT_HEADER)):
@@ -277,18 +284,18 @@ def _expected_output(members: Mapping[str, object], hints: Mapping[str, Any]) ->
     An output is never longer than allowed, so a small limit says much. A large one does no harm:
     the load of an output fades towards its expected end, and very little on the way to a far one.
     """
+    limit = None
     # As engines have it, the first of these wins.
     for name in ("max_completion_tokens", "max_tokens", "max_output_tokens"):
-        if (limit := _count(members.get(name))) is not None:
+        if name in members and (limit := _count(members[name])) is not None:
             break
     hinted = _count(hints.get("osl"))
     return limit if hinted is None else min(hinted, limit or hinted)
 
 
-def _priority(headers: Headers, members: Mapping[str, object]) -> int:
-    for name, value in headers:
-        if name == PRIORITY_HEADER and _NUMBER.fullmatch(value):
-            return int(value)
+def _priority(header: bytes, members: Mapping[str, object]) -> int:
+    if _NUMBER.fullmatch(header):
+        return int(header)
     said = members.get("priority")
     return said if isinstance(said, int) and abs(said) <= U32_MAX else 0
 

@@ -301,7 +301,7 @@ async def test_a_silent_stream_is_filled_between_events_alone() -> None:
         await rest.wait()
         await stream.send_all(chunks(b"\n\n") + b"0\r\n\r\n")
 
-    limits = RelayLimits(filler_s=1e-6)
+    limits = RelayLimits(filler_s=1e-9)  # shorter than the pause between two sweeps
     async with relaying(slow, limits=limits) as (exchanges, engine, _), client() as (fd, stream):
         relay = exchanges.relay
         with exchanges.begin(engine, REQUEST, b"{}", HOLD, fd) as exchange:
