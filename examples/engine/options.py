@@ -16,7 +16,9 @@ class Fault(StrEnum):
     IN_EVENT = "in-event"  # closed in the middle of the second event
     AFTER_DONE = "after-done"  # closed between [DONE] and the end of the body
     SILENCE = "silence"  # no answer at all
+    HALF_CLOSED = "half-closed"  # no answer, and nothing more is sent; the connection stays open
     GARBAGE = "garbage"  # something that is not HTTP
+    LONG_HEAD = "long-head"  # a head longer than any that is read
     ERROR_EVENT = "error-event"  # status 200, and an error as the first event of the stream
     BYTES = "bytes"  # the answer comes byte by byte
     KEEPS_NOTHING = "keeps-nothing"  # of a prompt that it computes for another engine (vllm)

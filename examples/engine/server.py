@@ -37,6 +37,7 @@ from examples.engine.transfers import (
 RECEIVE_BYTES = 64 * 1024
 KEPT = 16  # requests of which it remembers what they said
 SPEECH = b"RIFF\x04\0\0\0WAVE"  # of every text the same
+LONG_HEAD_BYTES = 128 * 1024  # no reader takes so much
 FORGETFUL = struct.pack("ii", 1, 0)  # SO_LINGER: a close is a reset
 
 
@@ -472,6 +473,12 @@ async def refuse(
     if fault is Fault.SILENCE:
         await stream.receive_some(1)  # until the client gives up
         raise Hangup
+    if fault is Fault.HALF_CLOSED:
+        await stream.send_eof()
+        await stream.receive_some(1)  # as above
+        raise Hangup
+    if fault is Fault.LONG_HEAD:
+        await hang_up_behind(stream, b"HTTP/1.1 200 OK\r\nx-long: " + b"a" * LONG_HEAD_BYTES)
     if fault is Fault.GARBAGE:
         await hang_up_behind(stream, b"\x16\x03\x01 this is not HTTP\r\n\r\n")
     if fault in (Fault.REFUSE_429, Fault.REFUSE_500, Fault.REFUSE_503):

@@ -85,6 +85,8 @@ FILLERS = {
 }
 
 
+DONE = b"data: [DONE]\n\n"  # the last event of OpenAI's streams
+
 MAX_TEXT = 1000  # characters of an error, which may repeat what the client has sent
 
 

@@ -404,8 +404,13 @@ class Forwarder:
             return sent.persists
         if ending.outcome in (ExchangeOutcome.CLIENT_GONE, ExchangeOutcome.CLIENT_STALLED):
             raise ConnectionResetError("the client left during its answer")
-        self._stats.ended[Ended.BROKEN] += 1
         chosen.upstream.note_gone("it broke off an answer")
+        if sent.events and ending.tail.endswith(errors.DONE):  # for all that clients look for
+            self._stats.ended[Ended.COMPLETE] += 1
+            self._note_cached(attempt, chosen, ending.tail)
+            await request.send_end(chunked=sent.chunked)
+            return sent.persists
+        self._stats.ended[Ended.BROKEN] += 1
         whole = ending.forwarded == len(ending.tail)
         if sent.events and (end := errors.ended(ending.tail, whole=whole)) is not None:
             broken = GatewayError(Reason.UPSTREAM_FAILED, "the engine broke off its answer")

@@ -20,7 +20,14 @@ import trio
 from kvd.http.access import logged
 from kvd.http.head import Head
 from kvd.http.messages import Response
-from kvd.http.render import CHUNKED_LINE, chunk, framed_head, start_lines, whole_response
+from kvd.http.render import (
+    CHUNKED_LINE,
+    LAST_CHUNK,
+    chunk,
+    framed_head,
+    start_lines,
+    whole_response,
+)
 from kvd.http.transport import RECEIVE_BYTES, ConnectionPhase, Transport
 from kvd.http.untasked import in_task
 from kvd.http.writer import connection_lines, persists_after
@@ -85,6 +92,11 @@ class RelayedRequest:
         """Sends a last piece behind what a borrower has sent."""
         await in_task()
         await self._transport.send(chunk(data) if chunked else data)
+
+    async def send_end(self, *, chunked: bool) -> None:
+        """Ends an answer of which a borrower has sent all but its end."""
+        await in_task()
+        await self._transport.send(LAST_CHUNK if chunked else b"")
 
     async def unless_left(self, waiting: Awaitable[T]) -> T:
         """Awaits something, in a task, for as long as the client is there.

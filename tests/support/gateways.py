@@ -92,6 +92,17 @@ class Answered:
         return "".join(choice["delta"].get("content") or "" for choice in choices)
 
 
+def outcome(answered: Answered, *, stream: bool) -> str:
+    """Says what became of a request: `whole`, `cut` behind its first event, or its status."""
+    if answered.status != 200:
+        return str(answered.status)
+    if not stream:
+        return "whole" if answered.clean else "cut answer"
+    if answered.clean:
+        return "whole" if answered.body.endswith(b"data: [DONE]\n\n") else "quietly short"
+    return "cut" if answered.body.startswith(b"data: ") else "cut without a byte"
+
+
 class Client:
     """A client of a gateway."""
 

@@ -12,8 +12,10 @@ import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
+import httpx
 import pytest
 import trio
 
@@ -23,15 +25,18 @@ from tests.support.gateways import (
     Answered,
     Client,
     gateway_of,
+    outcome,
     serving,
     wait_metric,
     wait_serving,
 )
 from tests.support.ports import find_free_port
 from tests.support.processes import Server, clean_environment
+from tests.support.zmtp_fakes import until
 
 Start = Callable[..., Server]
 PROMPT = " ".join(f"w{number}" for number in range(60))
+BROKEN = 'kvd_gateway_relayed_requests_total{outcome="broken"}'
 ENGINES = 4
 CLIENTS = 16
 STEP_US = 2000  # so that a stream of 24 tokens takes some 50 ms, in which its engine can die
@@ -106,17 +111,6 @@ class Load:
             self.answered += 1
 
 
-def outcome(answered: Answered, *, stream: bool) -> str:
-    """Says what became of a request: `whole`, `cut` behind its first event, or its status."""
-    if answered.status != 200:
-        return str(answered.status)
-    if not stream:
-        return "whole" if answered.clean else "cut answer"
-    if answered.clean:
-        return "whole" if answered.body.endswith(b"data: [DONE]\n\n") else "quietly short"
-    return "cut" if answered.body.startswith(b"data: ") else "cut without a byte"
-
-
 @pytest.mark.parametrize("comes_back", [False, True])
 async def test_an_engine_is_killed_under_load(
     kvd_process: Start, tmp_path: Path, comes_back: bool
@@ -137,11 +131,50 @@ async def test_an_engine_is_killed_under_load(
         assert load.outcomes.keys() <= {"whole", "cut"}
         assert load.outcomes.total() == 400
         assert load.outcomes["cut"] <= CLIENTS * 2
-        metrics = await client.metrics()
-        broken = metrics.get('kvd_gateway_relayed_requests_total{outcome="broken"}', 0)
+        broken = (await client.metrics()).get(BROKEN, 0)
         assert broken == load.outcomes["cut"]
         if comes_back:
             await wait_serving(client, ENGINES)
+
+
+async def test_an_engine_is_killed_with_some_answers_begun(
+    kvd_process: Start, tmp_path: Path
+) -> None:
+    """Its streams are cut, to the last one; what has no byte yet is answered elsewhere."""
+    victim, other = Engine(tmp_path, "--step-us", "1000000000"), Engine(tmp_path)
+    try:
+        async with gateway_of(kvd_process, [victim.url]) as client:
+            met: Counter[tuple[bool, str]] = Counter()
+            begun = 0
+
+            async def ask(number: int, *, stream: bool) -> None:
+                nonlocal begun
+                ids = [number * 100 + at for at in range(64)]
+                body = {"model": "demo", "prompt": ids, "max_tokens": TOKENS, "stream": stream}
+                data, clean = b"", True
+                async with client.http.stream("POST", "/v1/completions", json=body) as response:
+                    begun += stream
+                    try:
+                        async for piece in response.aiter_raw():
+                            data += piece
+                    except httpx.RemoteProtocolError:
+                        clean = False
+                answered = Answered(response.status_code, response.headers, data, clean)
+                met[stream, outcome(answered, stream=stream)] += 1
+
+            async with trio.open_nursery() as nursery:
+                for number in range(CLIENTS):
+                    nursery.start_soon(partial(ask, number, stream=bool(number % 2)))
+                await until(lambda: begun == CLIENTS // 2)
+                await wait_metric(client, "kvd_gateway_running_requests", CLIENTS)
+                added = await client.post("/upstreams", {"url": other.url})
+                assert added.status == 201
+                await wait_serving(client, 2)
+                victim.end()
+            assert met == {(True, "cut"): CLIENTS // 2, (False, "whole"): CLIENTS // 2}
+    finally:
+        victim.end()
+        other.end()
 
 
 async def test_all_engines_end_and_come_back_one_by_one(kvd_process: Start, tmp_path: Path) -> None:
@@ -156,6 +189,9 @@ async def test_all_engines_end_and_come_back_one_by_one(kvd_process: Start, tmp_
                 await trio.to_thread.run_sync(each.start)
                 await wait_serving(client, ENGINES)
         assert load.outcomes.keys() <= {"whole", "cut"}
+        assert load.outcomes.total() == 1200
+        broken = (await client.metrics()).get(BROKEN, 0)
+        assert broken == load.outcomes["cut"]
 
 
 async def test_a_stopped_engine_holds_up_its_own_requests_only(
@@ -179,6 +215,9 @@ async def test_a_stopped_engine_holds_up_its_own_requests_only(
                 for number in range(8):
                     nursery.start_soon(ask, number)
             assert met.keys() == {(200, ""), (504, "false")}
+            assert met.total() == 8
+            metrics = await client.metrics()
+            assert metrics['kvd_gateway_refusals_total{code="upstream_timeout"}'] == met[504, "false"]
             engines[0].signal(signal.SIGCONT)
             await wait_serving(client, 2)
     finally:

@@ -26,7 +26,7 @@ from tests.support.gateways import (
 from tests.support.ports import find_free_port
 from tests.support.processes import Server
 from tests.support.zmtp_fakes import NOT_MY_FAULT_S, until
-from tests.system.test_gateway_faults import CLIENTS, Engine, Load
+from tests.system.test_gateway_faults import BROKEN, CLIENTS, Engine, Load
 
 Start = Callable[..., Server]
 PROMPT = " ".join(f"w{number}" for number in range(100))
@@ -436,6 +436,7 @@ async def test_engines_of_a_pool_are_killed_under_load(
         else:
             assert load.outcomes.keys() <= {"whole", "cut"}
         assert load.outcomes["cut"] <= 2 * CLIENTS
+        assert (await client.metrics()).get(BROKEN, 0) == load.outcomes["cut"]
 
 
 async def test_sglang_has_no_other_way(kvd_process: Start) -> None:

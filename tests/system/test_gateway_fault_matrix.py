@@ -1,0 +1,146 @@
+"""The fault matrix: how many requests of a row fail, exactly: none that has brought no byte.
+
+Each request of a row meets its fault once, at whichever engine is asked first. What engines do
+while they are killed, stopped or made anew is in test_gateway_faults.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable
+from functools import partial
+from itertools import count
+from typing import NamedTuple
+
+import pytest
+import trio
+
+from examples.engine.options import EngineOptions, Fault
+from tests.support.gateways import (
+    Client,
+    engines,
+    gateway_of,
+    outcome,
+    serving,
+    wait_serving,
+)
+from tests.support.processes import Server
+from tests.support.zmtp_fakes import until
+
+Start = Callable[..., Server]
+REQUESTS = 6
+ANSWER, STREAM = False, True
+BROKEN = 'kvd_gateway_relayed_requests_total{outcome="broken"}'
+
+
+class Row(NamedTuple):
+    """A fault, and what comes of each request that meets it."""
+
+    fault: Fault
+    stream: bool
+    outcome: str
+    asked: int  # engines
+
+    @property
+    def name(self) -> str:
+        return f"{self.fault}-{'stream' if self.stream else 'answer'}"
+
+
+ROWS = (
+    # Nothing has reached the client.
+    Row(Fault.CLOSE, ANSWER, "whole", 2),
+    Row(Fault.CLOSE, STREAM, "whole", 2),
+    Row(Fault.HALF_CLOSED, ANSWER, "whole", 2),
+    Row(Fault.HALF_CLOSED, STREAM, "whole", 2),
+    Row(Fault.AFTER_HEAD, ANSWER, "whole", 2),
+    Row(Fault.AFTER_HEAD, STREAM, "whole", 2),
+    Row(Fault.AFTER_EVENT, ANSWER, "whole", 2),  # half of a body that is held until it is whole
+    Row(Fault.GARBAGE, ANSWER, "whole", 2),
+    Row(Fault.GARBAGE, STREAM, "whole", 2),
+    Row(Fault.LONG_HEAD, ANSWER, "whole", 2),
+    Row(Fault.LONG_HEAD, STREAM, "whole", 2),
+    Row(Fault.ERROR_EVENT, STREAM, "whole", 2),
+    Row(Fault.REFUSE_429, ANSWER, "whole", 2),
+    Row(Fault.REFUSE_429, STREAM, "whole", 2),
+    Row(Fault.REFUSE_503, ANSWER, "whole", 2),
+    Row(Fault.REFUSE_503, STREAM, "whole", 2),
+    # All of it has come.
+    Row(Fault.BYTES, ANSWER, "whole", 1),
+    Row(Fault.BYTES, STREAM, "whole", 1),
+    Row(Fault.AFTER_DONE, STREAM, "whole", 1),
+    # The client has been sent a part.
+    Row(Fault.AFTER_EVENT, STREAM, "cut", 1),
+    Row(Fault.IN_EVENT, STREAM, "cut", 1),
+    # The prompt may have done it.
+    Row(Fault.REFUSE_500, ANSWER, "500", 1),
+    Row(Fault.REFUSE_500, STREAM, "500", 1),
+)
+
+
+async def ask(client: Client, number: int, *, stream: bool) -> str:
+    """Asks what nobody has asked yet, with its token ids; returns what came of it."""
+    ids = [number * 100 + at for at in range(64)]
+    body = {"model": "demo", "prompt": ids, "max_tokens": 4, "stream": stream}
+    return outcome(await client.post("/v1/completions", body), stream=stream)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+async def test_requests_that_meet_a_fault(kvd_process: Start, row: Row) -> None:
+    faults: deque[Fault] = deque()
+    both = EngineOptions(faults=faults), EngineOptions(faults=faults)
+    async with serving(kvd_process, *both) as (client, running):
+        met: Counter[str] = Counter()
+        for number in range(REQUESTS):
+            faults.append(row.fault)
+            met[await ask(client, number, stream=row.stream)] += 1
+            assert not faults
+            await wait_serving(client, 2)  # who failed is asked again how it is
+        assert met == {row.outcome: REQUESTS}
+        assert sum(each.server.requests for each in running) == REQUESTS * row.asked
+        broken = (await client.metrics()).get(BROKEN, 0)
+        assert broken == (REQUESTS if row.outcome == "cut" else 0)
+
+
+async def test_requests_that_meet_silence(kvd_process: Start) -> None:
+    """Each has had its time and may be under work: none is sent to another engine."""
+    faults = deque([Fault.SILENCE] * REQUESTS)
+    both = EngineOptions(faults=faults), EngineOptions(faults=faults)
+    flags = ("--gateway-silence-s", "1")
+    async with serving(kvd_process, *both, flags=flags) as (client, running):
+        met: Counter[str] = Counter()
+
+        async def note(number: int, *, stream: bool) -> None:
+            met[await ask(client, number, stream=stream)] += 1
+
+        async with trio.open_nursery() as nursery:
+            for number in range(REQUESTS):
+                nursery.start_soon(partial(note, number, stream=bool(number % 2)))
+        assert met == {"504": REQUESTS}
+        assert sum(each.server.requests for each in running) == REQUESTS
+        assert await ask(client, REQUESTS, stream=False) == "whole"
+
+
+async def test_requests_of_engines_that_come_and_go(kvd_process: Start) -> None:
+    """As addresses of a name do: what is under way ends there, what is new goes elsewhere."""
+    three = [EngineOptions(step_s=0.002) for _ in range(3)]
+    async with engines(*three) as running, gateway_of(kvd_process, [running[0].url]) as client:
+        met: Counter[str] = Counter()
+        numbers, goes_on = count(), True
+
+        async def load() -> None:
+            while goes_on:
+                number = next(numbers)
+                met[await ask(client, number, stream=bool(number % 2))] += 1
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(8):
+                nursery.start_soon(load)
+            for each in running[1:] * 3:
+                added = await client.post("/upstreams", {"url": each.url})
+                await wait_serving(client, 2)
+                before = each.server.requests
+                await until(lambda: each.server.requests > before + 8)  # noqa: B023 - awaited here
+                left = await client.http.delete(f"/upstreams/{added.json['worker_id']}")
+                assert (added.status, left.status_code) == (201, 200)
+            goes_on = False
+        assert met == {"whole": next(numbers)}
