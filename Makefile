@@ -22,7 +22,8 @@ CORE    := $(VENV)/.core-$(FLAVOUR)
 # then start it twice.
 PYTEST  := $(VENV)/bin/python -m pytest -q -n auto --dist worksteal
 QUICK   := --quick
-SOURCES := $(shell find kvd kvd_core -name '*.pyx' -o -name '*.pxd' -o -name '*.hpp')
+CYTHON  := $(shell find kvd kvd_core -name '*.pyx' -o -name '*.pxd')
+SOURCES := $(CYTHON) $(shell find kvd kvd_core -name '*.hpp')
 HEADERS := $(shell find kvd kvd_core bench -name '*.hpp') $(wildcard bench/*.cpp tests/fuzz/*.cpp)
 
 .PHONY: run test check e2e clients soak lint ruff cython-lint clang-format mypy build clean
@@ -54,8 +55,7 @@ ruff:
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/ruff format --check .
 
-cython-lint:
-	@PATH="$(VENV)/bin:$$PATH" cython-lint kvd kvd_core
+cython-lint: $(VENV)/.cython-lint
 
 clang-format:
 	@$(VENV)/bin/clang-format --dry-run -Werror $(HEADERS)
@@ -70,6 +70,10 @@ clean:
 	find kvd kvd_core -name '*.so' -o -name '*.cpp' | xargs rm -f
 
 # Stamps: each file is as new as the last time its step was done.
+$(VENV)/.cython-lint: pyproject.toml $(CYTHON)
+	@PATH="$(VENV)/bin:$$PATH" cython-lint kvd kvd_core
+	@touch $@
+
 $(VENV)/.tools: packaging/system-packages
 	@packaging/system-packages $(PYTHON)
 	@$(PYTHON) -m venv $(VENV)

@@ -83,12 +83,12 @@ async def client() -> AsyncIterator[tuple[int, trio.SocketStream]]:
 
 
 async def received(stream: trio.SocketStream, end: bytes) -> bytes:
-    data = b""
+    data = bytearray()
     while not data.endswith(end):
         piece = await stream.receive_some()
         assert piece, data
-        data += bytes(piece)
-    return data
+        data += piece
+    return bytes(data)
 
 
 STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
