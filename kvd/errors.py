@@ -21,7 +21,7 @@ class KvdError(Exception):
     details: Mapping[str, object] = MappingProxyType({})
 
     def about(self, place: tuple[str, str]) -> Self:
-        """Says which model and tenant nothing is known of; returns the failure."""
+        """Notes the model and tenant that nothing is known of; returns the failure."""
         self.place = place
         return self
 

@@ -21,7 +21,7 @@ _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f]")
 
 
 def is_name(text: str) -> bool:
-    """Says whether a text can name what is kept: it has no control characters.
+    """Returns whether a text can name what is kept: it has no control characters.
 
     Names stand in metrics, logs, JSON and listings. A NUL ends a scrape of Prometheus, escapes
     redraw a terminal, and nobody means them.

@@ -1,4 +1,4 @@
-"""What each face serves: its routes, what its /metrics says, and who in the fleet file is its.
+"""The faces of a daemon: their routes, their families of /metrics, and their fleet-file tables.
 
 Components ──> routes of the indexer, the slot tracker, the selection service, the conductor
            └─> targets, one for each table of the fleet file that a served face has
@@ -84,7 +84,7 @@ class Gateway:
         dialer: Dialer,
         place: ProcessIdentity | None,
     ) -> None:
-        """One of several processes has a `place` among them."""
+        """`place` identifies this process among several; None: it is the only one."""
         self._body_limit = config.gateway_body_bytes
         self.stats = GatewayStats()
         self.exchanges = Exchanges(config.relay)
@@ -168,7 +168,7 @@ def _choices(
 
 @dataclass(frozen=True, slots=True)
 class Components:
-    """What the faces answer from."""
+    """The parts of the daemon that the faces serve."""
 
     state: State
     registry: Registry
@@ -182,7 +182,7 @@ class Components:
 
 
 class RouteDirectory:
-    """Which face has which path, for those who ask the wrong one."""
+    """Knows which face has which path, for clients that ask the wrong face."""
 
     def __init__(self, routes: Mapping[ApiServer, tuple[Route, ...]]) -> None:
         self._tables = {face: RouteTable(each) for face, each in routes.items()}

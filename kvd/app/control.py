@@ -1,4 +1,4 @@
-"""Has a running kvd reload and hears what becomes of that: `kvd reload`, and who answers it.
+"""Requests a reload of a running kvd and reports its outcome: both sides of `kvd reload`.
 
     kvd reload ── connects to the control socket ──> kvd serve: reads all files again
                <── one line of JSON: a Verdict ──────
@@ -30,7 +30,7 @@ RECEIVE_BYTES = 64 * 1024  # bytes of a verdict read at once; a verdict is short
 
 @dataclass(frozen=True, slots=True)
 class ReloadResult:
-    """What became of a reload."""
+    """The outcome of a reload."""
 
     changed: tuple[str, ...] = ()  # settings that hold now
     waiting: tuple[str, ...] = ()  # those that wait for a restart

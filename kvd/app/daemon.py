@@ -115,7 +115,7 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class DescriptorBounds:
-    """What the limit of descriptors leaves room for."""
+    """The numbers of listeners and selections that the limit of descriptors has room for."""
 
     listeners: int
     waiting: int  # selections
@@ -210,7 +210,7 @@ async def _open_and_serve(
 
 
 class _Daemon:
-    """One process's daemon: all of its parts, and what brings them up.
+    """The parts of one daemon process, and their start and stop.
 
     What a setting leaves out is there as a part that does nothing.
     """

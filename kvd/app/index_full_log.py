@@ -1,4 +1,4 @@
-"""Says in the log when the index is full, and when it is not any more."""
+"""Logs when the index becomes full, and when it is no longer full."""
 
 from __future__ import annotations
 

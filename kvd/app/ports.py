@@ -1,4 +1,4 @@
-"""What is opened before anything runs, so that an address in use is one line at the start.
+"""Sockets that are opened before anything runs, so that an address in use is one line at the start.
 
 faces           addresses with and without TLS, some of them the service manager's
 replica sync    the port that replicas subscribe to

@@ -59,7 +59,7 @@ Named = tuple[str, socket.socket]  # a socket, and the face that listens there
 
 @dataclass(eq=False, slots=True)
 class Child:
-    """One process, or the place of one that is to be started."""
+    """One child process, running or due to be started."""
 
     name: str
     config: Config

@@ -1,4 +1,4 @@
-"""How the daemon stops: the first signal drains, the second ends the process at once."""
+"""The stop of the daemon: the first signal drains, the second ends the process at once."""
 
 from __future__ import annotations
 

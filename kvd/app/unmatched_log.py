@@ -1,4 +1,4 @@
-"""Says in the log when questions about a model and tenant never match, although blocks are held."""
+"""Logs when questions about a model and tenant never match although blocks are held."""
 
 from __future__ import annotations
 

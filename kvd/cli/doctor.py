@@ -1,4 +1,4 @@
-"""Says what keeps prompts from matching, and what mends it: `kvd doctor`.
+"""Reports what keeps prompts from matching, and how to mend it: `kvd doctor`.
 
     GET /diagnose?probe=1, of the first face that answers ──> findings ──> text, JSON, an exit code
 

@@ -1,4 +1,4 @@
-"""Says why a request goes where it goes: `kvd explain`.
+"""Explains why a request goes where it goes: `kvd explain`.
 
 a prompt, or a live request ──> POST /explain, of the first face that answers ──> tables, or JSON
 """

@@ -1,4 +1,4 @@
-"""What the parsers of all commands share: how they complain, and the flags of settings."""
+"""Shared by the parsers of all commands: error messages, and flags of settings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WAYS = (
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong with a command line in one line, and where it is told what would be right.
+    """Reports a fault of a command line in one line that also names the help.
 
     The usage of a command does not help: it has no room for dozens of flags.
     """

@@ -56,7 +56,7 @@ def read_samples(text: str) -> Samples:
 
 @dataclass
 class FaceStatus:
-    """What one face has answered."""
+    """The answers of one face."""
 
     name: str
     bind: Bind

@@ -53,7 +53,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class PictureAnswer:
-    """What the last look has brought: a picture, else why there is none."""
+    """The result of the last look: a picture, or the reason why there is none."""
 
     picture: Json | None
     where: str

@@ -46,7 +46,7 @@ class Trio:
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[T]):
-    """One thing to ask, whose answer is a T.
+    """A request to a face, answered by a T.
 
     Members and parameters that are None are left out. `segment` stands for the placeholder of the
     route's path. With a `key` (Idempotency-Key) the call may be repeated.
@@ -60,7 +60,7 @@ class Call(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What holds of all calls of a route.
+    """The properties that all calls of a route share.
 
     `name` is method and path. A `repeatable` one may be asked again when its answer is lost. One
     that `ends` something has done so if it finds nothing when it is repeated. One that `waits` may
@@ -84,7 +84,7 @@ class Asker(Protocol):
 
 
 class Face(Generic[How]):
-    """What can be asked of one address."""
+    """The calls to one address."""
 
     def __init__(self, asker: Asker) -> None:
         self._asker = asker

@@ -39,12 +39,12 @@ class Choice(Face[How]):
 
     @asked(PREFILL_COMPLETE, repeatable=True)
     def prefill_complete(self) -> Call[None]:
-        """Says that the prompt is processed: at the first token of the answer."""
+        """Reports that the prompt is processed: at the first token of the answer."""
         return Call(segment=self.reservation_id)
 
     @asked(OUTPUT_BLOCK)
     def output_block(self, *, decay_fraction: float | None = None) -> Call[None]:
-        """Says that the answer has filled another block; see `SelectionService.output_block`."""
+        """Reports that the answer has filled another block; see `SelectionService.output_block`."""
         return Call({"decay_fraction": decay_fraction}, self.reservation_id)
 
     @asked(REPORT)
@@ -56,7 +56,7 @@ class Choice(Face[How]):
         output_tokens: int | None = None,
         ttft_ms: float | None = None,
     ) -> Call[None]:
-        """Says what became of the request, if known; see `SelectionService.report`."""
+        """Reports the outcome of the request, as far as known; see `SelectionService.report`."""
         given = {
             "prompt_tokens": prompt_tokens,
             "cached_tokens": cached_tokens,

@@ -107,7 +107,7 @@ class _Faces(ABC, Generic[How]):
         return SelectionService.free.exchange(service, reservation_id)
 
     def _note_unfreed(self, error: ClientError) -> bool:
-        """Says whether a reservation that could not be freed has ended all the same.
+        """Returns whether a reservation that could not be freed has ended all the same.
 
         If not, it expires. That is counted and not raised: what the caller has done, or what has
         gone wrong there, matters more.

@@ -1,4 +1,4 @@
-"""What every face can be asked, and what those with replicas can be."""
+"""Calls that every face has, and those of faces with replicas."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvd.client.picture import Branches, Picture
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong: docs/doctor.md lists their names, severities and remedies."""
+    """One fault: docs/doctor.md lists their names, severities and remedies."""
 
     name: str
     severity: str
@@ -24,14 +24,14 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What keeps prompts from matching; empty `findings`: nothing."""
+    """The faults that keep prompts from matching; empty `findings`: none."""
 
     findings: tuple[Finding, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class PotentialLoad:
-    """What a rank would work on with one more prompt, in tokens, blocks and requests."""
+    """The load that a rank would have with one more prompt, in tokens, blocks and requests."""
 
     worker_id: int
     dp_rank: int
@@ -75,17 +75,17 @@ class EveryFace(Face[How]):
 
     @asked("GET /diagnose", repeatable=True)
     def diagnose(self, *, probe: bool = False) -> Call[Diagnosis]:
-        """Names what keeps prompts from matching; `probe` has engines looked at, up to 10 s."""
+        """Lists what keeps prompts from matching; with `probe` kvd tests engines, up to 10 s."""
         return Call(query={"probe": "1" if probe else None})
 
     @asked("POST /explain", repeatable=True)
     def explain(self, **question: Unpack[Question]) -> Call[Explanation]:
-        """Says candidate by candidate who would be chosen for a prompt, and why."""
+        """Explains, candidate by candidate, which rank would be chosen for a prompt."""
         return Call(question)
 
     @asked("GET /explain", repeatable=True)
     def explain_request(self, request_id: str) -> Call[Explanation]:
-        """Says the same for the prompt of a live booking."""
+        """Explains the same for the prompt of a live booking."""
         return Call(query={"request_id": request_id})
 
     @asked("GET /openapi.json", repeatable=True)

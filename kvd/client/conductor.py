@@ -94,7 +94,7 @@ class Services:
 
 @dataclass(frozen=True, slots=True)
 class ModelContext:
-    """What blocks of an instance are kept apart by."""
+    """A context that separates blocks of an instance: model, adapter, salt."""
 
     model_name: str
     lora_name: str
@@ -134,7 +134,7 @@ class Conductor(EveryFace[How]):
         lora_id: int | None = None,
         cache_salt: str | None = None,
     ) -> Call[Holdings]:
-        """Says how much of a prompt each instance holds, by its token ids."""
+        """Returns how much of a prompt each instance holds, by its token ids."""
         return Call(
             {
                 "model": model,
@@ -161,7 +161,7 @@ class Conductor(EveryFace[How]):
         lora_id: int | None = None,
         cache_salt: str | None = None,
     ) -> Call[Holdings]:
-        """Says how much of a prompt each instance holds, by rolling hashes (`sequence_hashes`)."""
+        """Returns how much of a prompt each instance holds, by `sequence_hashes`."""
         return Call(
             {
                 "model": model,

@@ -1,4 +1,4 @@
-"""Where a daemon is and what it wants to see: addresses, tokens, TLS."""
+"""The connection to a daemon: addresses, tokens, TLS."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]+")
 
 
 class Address(NamedTuple):
-    """Where one face is: a base URL, and the path of the Unix socket that leads there."""
+    """The address of one face: a base URL, and the path of the Unix socket that leads there."""
 
     url: str
     socket: str | None
@@ -67,7 +67,7 @@ class Address(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What a client shows and trusts, and how long it waits."""
+    """A client's credentials, the authorities that it trusts, and its timeouts."""
 
     token: str | None
     ca_file: Where | None

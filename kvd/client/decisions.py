@@ -11,7 +11,7 @@ from kvd.client.indexer import Overlap
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """How fast a rank is, learned or `given`; used from a `confidence` of 0.5 on."""
+    """The speed of a rank, learned or `given`; used from a `confidence` of 0.5 on."""
 
     prefill_tokens_per_s: float
     base_ttft_s: float
@@ -74,7 +74,7 @@ class Lifecycles:
 
 @dataclass(frozen=True, slots=True)
 class RecoveryShown:
-    """How far the recovery from peers is: `off`, `running`, `done` or `empty`."""
+    """The state of recovery from peers: `off`, `running`, `done` or `empty`."""
 
     state: str
     peers: int
@@ -94,7 +94,7 @@ class SharedState:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Whether a worker can be selected, and why not; `workers` only for those with a token."""
+    """Readiness for selections, with the reasons; `workers` only for clients with a token."""
 
     ready: bool
     schedulable_workers: int
@@ -150,7 +150,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """What the chosen worker does already, for an advisory selection."""
+    """The present load of the chosen worker, for an advisory selection."""
 
     active_prefill_tokens: int
     prefill_token_capacity: int | None
@@ -229,7 +229,7 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True)
 class Loads:
-    """What the ranks of a model and tenant work on, and what waits."""
+    """The loads of a model and tenant's ranks, and the queued selections."""
 
     model_name: str
     tenant_id: str
@@ -264,7 +264,7 @@ class SharedCache:
 
 @dataclass(frozen=True, slots=True)
 class OverlapScores:
-    """How many blocks of a prompt each rank caches."""
+    """The number of blocks of a prompt that each rank caches."""
 
     block_size: int
     num_blocks: int
@@ -274,7 +274,7 @@ class OverlapScores:
 
 @dataclass(frozen=True, slots=True)
 class ModelRegret:
-    """What was expected of a model's choices, beside what was reported."""
+    """The expected outcomes of a model's choices beside the reported ones."""
 
     model_name: str
     tenant_id: str
@@ -312,7 +312,7 @@ class RankRegret:
 
 @dataclass(frozen=True, slots=True)
 class Regret:
-    """What was expected of choices, beside what was reported, since the start."""
+    """The expected outcomes of choices beside the reported ones, since the start."""
 
     models: tuple[ModelRegret, ...]
     ranks: tuple[RankRegret, ...]

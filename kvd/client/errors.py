@@ -1,4 +1,4 @@
-"""What can become of a call instead of its answer; all of it is a ClientError."""
+"""Reasons why a call has no answer; each is a ClientError."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One call and its attempts, without I/O: what to send, when to send it again, what it comes to.
+"""One call and its attempts, without I/O: the request, when it is sent again, and its result.
 
     request ──> sent ──┬── answered ── its status is among `statuses` ──> `result`
                        │         └── 429 or 503 with Retry-After ──> a pause, sent again
@@ -37,7 +37,7 @@ NOT_FOUND = HTTPStatus.NOT_FOUND
 
 
 class Request(NamedTuple):
-    """What is sent: `target` is path and query, percent-encoded."""
+    """A request as it is sent: `target` is path and query, percent-encoded."""
 
     method: str
     target: str
@@ -46,7 +46,7 @@ class Request(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """What came back: `retry_after` is the header, empty without it."""
+    """A reply as it came: `retry_after` is the header, empty without it."""
 
     status: int
     retry_after: str
@@ -55,7 +55,7 @@ class Reply(NamedTuple):
 
 @dataclass(slots=True)
 class Counts:
-    """What a client has done so far.
+    """Counts of a client's requests and attempts so far.
 
     `calls` were made, `retries` of their attempts were further ones; `unfreed` reservations could
     not be freed at their end, and last until they expire.
@@ -97,7 +97,7 @@ class Exchange(Generic[T]):
 
     @property
     def may_have_effect(self) -> bool:
-        """Whether an attempt may have done what the call is for, answered or not."""
+        """Returns whether an attempt may have had its effect, answered or not."""
         return self._begun > self._futile
 
     def begin(self) -> Request:
@@ -153,7 +153,7 @@ class Exchange(Generic[T]):
         return WrongAnswer(f"{self.name}: the answer is longer than {max_bytes:,} bytes")
 
     def _has_ended(self, status: int) -> bool:
-        """Says whether an attempt without an answer has done what this one finds done."""
+        """Returns whether an attempt without an answer has done what this one finds done."""
         return self._ends and status == NOT_FOUND and self.may_have_effect
 
     def _pause_s(self) -> float:

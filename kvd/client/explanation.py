@@ -93,7 +93,7 @@ class CandidateExplained:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceExplained:
-    """Who would be chosen, for one phase; `refusal`: why nobody."""
+    """The choice that would be made for one phase; `refusal`: why there is none."""
 
     phase: str | None
     by: str | None
@@ -110,7 +110,7 @@ class ChoiceExplained:
 
 @dataclass(frozen=True, slots=True)
 class Happened:
-    """What happened to blocks of the prompt on a rank; `changes` of a kind in a row are one."""
+    """A change to blocks of the prompt on a rank; consecutive changes of a kind are one."""
 
     worker_id: str
     dp_rank: int
@@ -137,7 +137,7 @@ class Booked:
 
 @dataclass(frozen=True, slots=True)
 class Chronicle:
-    """How much the daemon remembers of what happened to blocks, and how far back."""
+    """The daemon's memory of block changes: its size, and how far back it reaches."""
 
     changes: int
     overwritten: int
@@ -147,7 +147,7 @@ class Chronicle:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Why a prompt goes where it goes."""
+    """An explanation why a prompt goes where it goes."""
 
     model_name: str
     tenant_id: str

@@ -62,7 +62,7 @@ class GatewayStatus:
 
 @dataclass(frozen=True, slots=True)
 class GatewayReady:
-    """Whether a request could be served, and by how many engines."""
+    """Readiness for requests, and the number of engines that could serve them."""
 
     ready: bool
     serving: int
@@ -81,7 +81,7 @@ class Gateway(EveryFace[How]):
 
     @asked("GET /ready", repeatable=True, statuses=(200, 503))
     def ready(self) -> Call[GatewayReady]:
-        """Says whether a request could be served."""
+        """Returns whether a request could be served."""
         return Call()
 
     @asked("GET /status", repeatable=True)
@@ -96,5 +96,5 @@ class Gateway(EveryFace[How]):
 
     @asked("DELETE /upstreams/{worker_id}")
     def remove_upstream(self, worker_id: int) -> Call[AddedUpstream]:
-        """Takes out an engine that a call has added."""
+        """Removes an engine that a call has added."""
         return Call(segment=worker_id)

@@ -28,7 +28,7 @@ class Overlap:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """How much of a prompt is cached where, in tokens.
+    """How much of a prompt each instance and rank caches, in tokens.
 
     `scores` has the leading tokens on the device, by instance and rank. `frequencies` has for each
     block the number of ranks that hold it. `streams`, if it was asked for, says how far each
@@ -74,7 +74,7 @@ class Tiers:
 
 @dataclass(frozen=True, slots=True)
 class TieredScores:
-    """How many blocks of a prompt each rank caches on each tier."""
+    """The number of blocks of a prompt that each rank caches on each tier."""
 
     block_size: int
     tiered: Tiers
@@ -118,7 +118,7 @@ class DumpedRun:
 
 @dataclass(frozen=True, slots=True)
 class DumpedData:
-    """What an event of a dump says."""
+    """The content of an event in a dump."""
 
     stored: DumpedRun
 
@@ -169,7 +169,7 @@ class Indexer(EveryFace[How]):
         cache_salt: str | None = None,
         streams: bool | None = None,
     ) -> Call[Scores]:
-        """Says how much of a prompt each rank caches, by its token ids."""
+        """Returns how much of a prompt each rank caches, by its token ids."""
         return Call(
             {
                 "model_name": model_name,
@@ -190,7 +190,7 @@ class Indexer(EveryFace[How]):
         tenant_id: str | None = None,
         streams: bool | None = None,
     ) -> Call[Scores]:
-        """Says what `query` does, by the prompt's local hashes (`local_hashes`).
+        """Returns what `query` does, by the prompt's local hashes (`local_hashes`).
 
         These contain adapter and salt.
         """
@@ -207,7 +207,7 @@ class Indexer(EveryFace[How]):
     def query_tiered_by_hash(
         self, model_name: str, block_hashes: Sequence[int], *, tenant_id: str | None = None
     ) -> Call[TieredScores]:
-        """Says how many blocks of a prompt each rank caches on each tier, by local hashes."""
+        """Returns how many blocks of a prompt each rank caches on each tier, by local hashes."""
         return Call(
             {"model_name": model_name, "block_hashes": block_hashes, "tenant_id": tenant_id}
         )
@@ -298,7 +298,7 @@ class Indexer(EveryFace[How]):
         model_name: str | None = None,
         tenant_id: str | None = None,
     ) -> Call[None]:
-        """Makes a rank's stream lose what is published, where the daemon allows tests to."""
+        """Pauses a listener, whose stream then loses batches, where the daemon allows tests to."""
         return Call(listener(instance_id, dp_rank, model_name, tenant_id))
 
     @asked("POST /test/resume_listener")

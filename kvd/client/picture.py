@@ -94,7 +94,7 @@ class Streams:
 
 @dataclass(frozen=True, slots=True)
 class ModelShown:
-    """What is indexed of a model and tenant, in blocks by tier."""
+    """The indexed blocks of a model and tenant, by tier."""
 
     model_name: str
     tenant_id: str
@@ -109,7 +109,7 @@ class ModelShown:
 
 @dataclass(frozen=True, slots=True)
 class RankLoad:
-    """What a rank works on."""
+    """The load of a rank."""
 
     prefill_tokens: int
     decode_blocks: int
@@ -163,7 +163,7 @@ class HeldBy:
 
 @dataclass(frozen=True, slots=True)
 class TierShown:
-    """Who holds a branch on a tier: how many, and some of them."""
+    """The holders of a branch on a tier: their number, and some of them."""
 
     count: int
     holders: tuple[HeldBy, ...]

@@ -1,4 +1,4 @@
-"""What is told of prompts, selections and workers: the members of the selection service's bodies.
+"""Descriptions of prompts, selections and workers: the members of the selection service's bodies.
 
 All are keyword arguments of the calls that take them; one that is None is as if it were not given.
 """

@@ -47,7 +47,7 @@ class SelectionService(EveryFace[How], WithReplicas[How]):
 
     @asked("GET /ready", repeatable=True, statuses=(200, 503))
     def ready(self) -> Call[Ready]:
-        """Says whether a worker can be selected."""
+        """Returns whether a worker can be selected."""
         return Call()
 
     # ---- workers
@@ -91,7 +91,7 @@ class SelectionService(EveryFace[How], WithReplicas[How]):
 
     @asked("POST /select", repeatable=True, waits=True)
     def select(self, **wish: Unpack[AdvisoryWish]) -> Call[Selection]:
-        """Says which rank should serve a prompt; waits while all are busy."""
+        """Returns the rank that should serve a prompt; waits while all are busy."""
         return Call(wish)
 
     @asked("POST /select_and_reserve", waits=True)
@@ -107,19 +107,19 @@ class SelectionService(EveryFace[How], WithReplicas[How]):
 
     @asked("POST /potential_loads", repeatable=True)
     def potential_loads(self, **prompt: Unpack[Prompt]) -> Call[tuple[PotentialLoad, ...]]:
-        """Says what each rank would work on with one more prompt."""
+        """Returns the load that each rank would have with one more prompt."""
         return Call(prompt)
 
     @asked("POST /overlap_scores", repeatable=True)
     def overlap_scores(self, **prompt: Unpack[Prompt]) -> Call[OverlapScores]:
-        """Says how many blocks of a prompt each rank caches."""
+        """Returns how many blocks of a prompt each rank caches."""
         return Call(prompt)
 
     @asked("GET /loads", repeatable=True)
     def loads(
         self, *, model_name: str | None = None, tenant_id: str | None = None
     ) -> Call[tuple[Loads, ...]]:
-        """Says what each rank works on, and what waits."""
+        """Returns the load of each rank and the queued selections."""
         return Call(query=place(model_name, tenant_id))
 
     # ---- reservations
@@ -141,14 +141,14 @@ class SelectionService(EveryFace[How], WithReplicas[How]):
 
     @asked(PREFILL_COMPLETE, repeatable=True)
     def prefill_complete(self, reservation_id: str) -> Call[None]:
-        """Says that a reservation's prompt is processed: at the first token of the answer."""
+        """Reports that a reservation's prompt is processed: at the first token of the answer."""
         return Call(segment=reservation_id)
 
     @asked(OUTPUT_BLOCK)
     def output_block(
         self, reservation_id: str, *, decay_fraction: float | None = None
     ) -> Call[None]:
-        """Says that a reservation's answer has filled another block.
+        """Reports that a reservation's answer has filled another block.
 
         With a `decay_fraction` (0 to 1) blocks that nobody shares weigh that much from then on.
         """
@@ -164,7 +164,7 @@ class SelectionService(EveryFace[How], WithReplicas[How]):
         output_tokens: int | None = None,
         ttft_ms: float | None = None,
     ) -> Call[None]:
-        """Says what became of a reservation before it is freed, as far as that is known.
+        """Reports the outcome of a reservation before it is freed, as far as known.
 
         `cached_tokens` needs `prompt_tokens` beside it; `ttft_ms` is the time to the first token
         in milliseconds.
@@ -184,7 +184,7 @@ class SelectionService(EveryFace[How], WithReplicas[How]):
 
     @asked("GET /regret", repeatable=True)
     def regret(self) -> Call[Regret]:
-        """Compares what was expected of choices with what was reported."""
+        """Compares the expected outcomes of choices with the reported ones."""
         return Call()
 
     # ---- tuning

@@ -23,7 +23,7 @@ class TrackedWorker:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a rank works on: tokens being prefilled, distinct blocks of its live requests."""
+    """The load of a rank: tokens being prefilled, distinct blocks of its live requests."""
 
     model_name: str
     tenant_id: str
@@ -129,19 +129,19 @@ class SlotTracker(EveryFace[How], WithReplicas[How]):
     def prefill_complete(
         self, model_name: str, request_id: str, *, tenant_id: str | None = None
     ) -> Call[None]:
-        """Says that a request's prompt is processed."""
+        """Reports that a request's prompt is processed."""
         return Call(step(model_name, request_id, tenant_id))
 
     @asked("POST /free", repeatable=True)
     def free(self, model_name: str, request_id: str, *, tenant_id: str | None = None) -> Call[None]:
-        """Says that a request has ended, known or not."""
+        """Reports that a request has ended, known or not."""
         return Call(step(model_name, request_id, tenant_id))
 
     @asked("GET /loads", repeatable=True)
     def loads(
         self, *, model_name: str | None = None, tenant_id: str | None = None
     ) -> Call[tuple[Load, ...]]:
-        """Says what each rank works on."""
+        """Returns the load of each rank."""
         return Call(query=place(model_name, tenant_id))
 
     @asked("POST /potential_loads", repeatable=True)
@@ -153,7 +153,7 @@ class SlotTracker(EveryFace[How], WithReplicas[How]):
         new_isl_tokens: int = 0,
         tenant_id: str | None = None,
     ) -> Call[tuple[PotentialLoad, ...]]:
-        """Says what each rank would work on with one more prompt."""
+        """Returns the load that each rank would have with one more prompt."""
         return Call(
             {
                 "model_name": model_name,

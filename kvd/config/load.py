@@ -92,7 +92,7 @@ class AddressError(StartError):
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """One part of a reload: read and checked, so that nothing can keep it from holding any more."""
+    """One part of a reload: read and checked, so that nothing can keep it from taking effect."""
 
     changed: tuple[str, ...]  # settings of which the value, or what is in the file, is another one
     commit: Callable[[], None]  # has it hold; neither waits nor fails
@@ -100,7 +100,7 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSyncOptions:
-    """Where this process tells its replicas about requests, and where it hears of theirs."""
+    """The port that publishes this process's requests to replicas, and the replicas' endpoints."""
 
     host: str
     port: int
@@ -194,7 +194,7 @@ class Config:
 
 @dataclass(frozen=True, slots=True)
 class EffectiveSetting:
-    """What holds for one setting, and who says so."""
+    """The value of a setting and its source."""
 
     value: Any  # typed by the table's own parse function
     source: str

@@ -1,4 +1,4 @@
-"""What a setting is, and how its text becomes a value; ValueError says what would be good."""
+"""Settings, and the parsers of their texts; a ValueError names what is expected."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ Bind = TcpBind | UnixBind
 
 @dataclass(frozen=True, slots=True)
 class Binds:
-    """Where one face listens: one address at least."""
+    """The addresses of one face, at least one."""
 
     each: tuple[Bind, ...]
 
@@ -449,22 +449,22 @@ class Setting:
 
     @property
     def is_switch(self) -> bool:
-        """Whether its flag can stand alone, or as --no-..., as well."""
+        """Returns whether its flag can also stand alone, or as --no-...."""
         return self.parse is parse_switch
 
     @property
     def is_text(self) -> bool:
-        """Whether no number is meant by it."""
+        """Returns whether its value is a text that must not be read as a number."""
         return self.parse in (str, parse_name, parse_path, parse_host)
 
     @property
     def many(self) -> bool:
-        """Whether it takes several values, which a flag separates by commas."""
+        """Returns whether it takes several values, which a flag separates by commas."""
         return self.metavar.endswith(",...")
 
     @property
     def listed(self) -> bool:
-        """Whether a file may give it as an array."""
+        """Returns whether a file may give it as an array."""
         return ",..." in self.metavar
 
     @property
@@ -478,5 +478,5 @@ class Setting:
 
     @property
     def is_borrowed(self) -> bool:
-        """Whether other programs of the fleet read its variable as well."""
+        """Returns whether other programs of the fleet read its variable as well."""
         return not self.variable.startswith(ENV_PREFIX)

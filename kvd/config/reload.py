@@ -37,7 +37,7 @@ class Reloaded:
 
 @dataclass(frozen=True, slots=True)
 class ConfigReader:
-    """What a daemon was started with, apart from its configuration file."""
+    """The sources of a daemon's settings apart from its configuration file."""
 
     given: Mapping[str, object]
     environ: Mapping[str, str]
@@ -45,7 +45,7 @@ class ConfigReader:
 
     @property
     def has_file(self) -> bool:
-        """Whether there is a file of settings."""
+        """Returns whether there is a file of settings."""
         return bool(self.given.get(CONFIG) or self.environ.get(CONFIG_VARIABLE))
 
     def completed(self, config: Config) -> Config:

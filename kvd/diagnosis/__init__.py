@@ -1,4 +1,4 @@
-"""Why it does not hit: the chain from the engines to the choice, and what is wrong in it.
+"""Finds out why prompts do not match: checks the chain from the engines to the choice.
 
     rooms of the daemon ──── gathering ──> Evidence ── chain ──> Findings ──> GET /diagnose
     engines, from outside ── probes ─────────┘           │

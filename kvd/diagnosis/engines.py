@@ -61,7 +61,7 @@ def _contact(stream: StreamEvidence) -> Finding | None:
 
 
 def _handshake(stream: StreamEvidence) -> Finding | None:
-    """Returns that whoever listens has never come to a handshake, if it is so."""
+    """Returns the finding that a listener never completed a ZeroMQ handshake, else None."""
     error = stream.last_error
     if stream.joins or not any(each in error for each in NO_HANDSHAKE):
         return None

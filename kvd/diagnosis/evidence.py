@@ -1,4 +1,4 @@
-"""What is known at one moment, as plain values: all that checks see.
+"""The state of a daemon at one moment, as plain values: all that checks see.
 
     Evidence ─┬─ streams      those of engines and publishers that show a sign of anything
               ├─ upstreams, kvds   of the gateway
@@ -25,7 +25,7 @@ Growth = int  # of a counter within the last minutes
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """What an engine's address has shown from outside."""
+    """The result of probing an engine's address from outside."""
 
     fault: str = ""  # why there was no connection, "" if there was one
     said: bytes = b""  # the first bytes, of whatever listens there
@@ -86,7 +86,7 @@ class KvdEvidence:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """What prompts have said of themselves, in questions or in events."""
+    """Salts and adapters of prompts, either in questions or in events."""
 
     prompts: int = 0
     salted: int = 0
@@ -122,7 +122,7 @@ class WorkerEvidence:
 
 @dataclass(frozen=True, slots=True)
 class ShareEvidence:
-    """How the bookings of a model and tenant went to its workers, while these were busy."""
+    """The bookings of a model and tenant by worker, while the workers were busy."""
 
     key: PartitionKey
     bookings: Mapping[int, Growth]  # by worker, of those observed
@@ -160,7 +160,7 @@ class SharedEvidence:
 
 @dataclass(frozen=True, slots=True)
 class CapacityEvidence:
-    """What the index may hold, and does."""
+    """The capacity of the index, and its use."""
 
     max_blocks: int = 0  # 0: no bound
     blocks: int = 0
@@ -171,7 +171,7 @@ class CapacityEvidence:
 
 @dataclass(frozen=True, slots=True)
 class SelectionEvidence:
-    """What became of selections."""
+    """The outcomes of selections."""
 
     overloaded: Growth = 0
     queue_full: Growth = 0
@@ -192,7 +192,7 @@ class ExpiredEvidence:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaTraffic:
-    """What was not told to replicas, or not heard of them."""
+    """Messages that were not sent to replicas, or were missed from them."""
 
     overflows: Growth = 0
     missed: Growth = 0

@@ -1,4 +1,4 @@
-"""What can be found: each with a name, a severity, what it means and the line that mends it.
+"""The kinds of findings: each with a name, a severity, its meaning and a line that mends it.
 
 `KINDS` is the catalog that documents, schemas and checks share. A remedy is a template whose fields
 a check fills in; where it depends on what was found, there are several, by case.
@@ -14,14 +14,14 @@ from kvd.model import PartitionKey
 
 
 class Severity(StrEnum):
-    """How bad a finding is."""
+    """The severity of a finding."""
 
     ERROR = "error"  # prompts miss blocks that are cached, or requests fail
     WARNING = "warning"  # it may be so, or will be
 
 
 class FindingKind(NamedTuple):
-    """One thing that can be wrong."""
+    """A kind of fault that checks can find."""
 
     severity: Severity
     means: str

@@ -64,7 +64,7 @@ Shown = Callable[[], dict[str, Any] | None]  # what the shared state says of its
 
 @dataclass(frozen=True, slots=True)
 class Rooms:
-    """Where evidence is."""
+    """The parts of the daemon that evidence is taken from."""
 
     state: State
     registry: Registry
@@ -78,7 +78,7 @@ class Rooms:
 
 
 class Gathering:
-    """What the daemon knows, and counts that nobody else keeps: which busy ranks get bookings."""
+    """Takes evidence from the daemon, and counts the bookings of its busy ranks."""
 
     def __init__(self, rooms: Rooms, now: float) -> None:
         self._rooms = rooms
@@ -289,7 +289,7 @@ def _of(grown: Mapping[Counted, int], kind: str) -> dict[Any, int]:
 
 
 def _shows(listener: EventStream, probes: Probes) -> bool:
-    """Says whether a stream shows a sign of anything."""
+    """Returns whether a stream shows a sign of anything."""
     return (
         listener.health(trio.current_time()) is not StreamHealth.EXACT
         or listener.restarted_at is not None

@@ -1,4 +1,4 @@
-"""How far counters have grown in the last minutes: what was wrong last week is no finding.
+"""The growth of counters in the last minutes: what was wrong last week is no finding.
 
     time      ───┼────────────┼────────────┼─── now
               before        middle        (the next step)
@@ -27,7 +27,7 @@ class Growth(Generic[Name]):
         self._before_at = self._middle_at = now
 
     def is_due(self, now: float) -> bool:
-        """Says whether `take` is to be called."""
+        """Returns whether `take` is to be called."""
         return now - self._middle_at >= STEP_S
 
     def take(self, totals: Mapping[Name, int], now: float) -> None:

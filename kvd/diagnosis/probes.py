@@ -109,7 +109,7 @@ async def _connect(address: str) -> trio.SocketStream:
 
 
 async def _talk(stream: trio.SocketStream, said: bytearray) -> None:
-    """Says what a subscriber says, and collects the answer until that tells who is there."""
+    """Sends a subscriber's greeting, and collects the answer until it identifies the other end."""
     # Who has another mechanism hangs up at once when it hears ours.
     await stream.send_all(GREETING[:VERSION_END])
     while len(said) < GREETING_BYTES:
@@ -132,7 +132,7 @@ async def _hear(stream: trio.SocketStream, said: bytearray) -> bool:
 
 
 def is_greeting(said: bytes | bytearray) -> bool:
-    """Says whether an answer begins as ZMTP does; its 8 bytes after the first may be anything."""
+    """Returns whether an answer begins as ZMTP does; the 8 bytes after its first may be any."""
     return said[:1] == SIGNATURE[:1] and (len(said) < len(SIGNATURE) or said[9] & 1 == 1)
 
 

@@ -50,10 +50,10 @@ Signature = tuple[int, ...] | str  # of a file, or why it cannot be read
 
 
 class RegistrationTarget(Protocol):
-    """Where the entries of one table are registered. What it returns stands for a registration."""
+    """Registers the entries of one table; what `add` returns stands for the registration."""
 
     def in_place(self, before: Any, after: Any) -> bool:
-        """Says whether an entry can be changed without being removed first."""
+        """Returns whether an entry can be changed without being removed first."""
 
     async def add(self, wanted: Any, *, over: bool = False) -> object:
         """Registers an entry, or changes it in place, and returns what stands for it.
@@ -62,7 +62,7 @@ class RegistrationTarget(Protocol):
         """
 
     def holds(self, wanted: Any, known: object) -> bool:
-        """Says whether that registration is still there."""
+        """Returns whether that registration is still there."""
 
     async def remove(self, wanted: Any) -> None:
         """Unregisters it; raises NotFound."""
@@ -70,7 +70,7 @@ class RegistrationTarget(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """What was registered for an entry, and what stands for it."""
+    """An entry as it was registered, and the object that stands for the registration."""
 
     wanted: Any
     known: object
@@ -78,7 +78,7 @@ class Registered:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What the file says, without a fault."""
+    """The content of the file, without a fault."""
 
     entries: list[FleetFileEntry]
     signature: Signature

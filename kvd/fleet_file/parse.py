@@ -67,7 +67,7 @@ class FleetFileRow:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """What the entries of one table may say, and mean."""
+    """The members of one table's entries, and their readers."""
 
     members: tuple[str, ...]
     read: Callable[[bytes], Any]

@@ -1,4 +1,4 @@
-"""Where entries of the fleet file are registered: one target for each of its tables.
+"""Registration of fleet-file entries: one target for each table of the file.
 
 What `add` returns stands for the registration. It is the very object that the face keeps, so that
 one which a client has made since, however equal, is another one.

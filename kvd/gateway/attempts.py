@@ -1,4 +1,4 @@
-"""Who serves a request next: of the engines that are well and untried, by Choices.
+"""Chooses the next engine for a request among the healthy ones not tried yet.
 
     crew of its engines (pools) ──> way ──> Question ──> Placement, booked ──> Chosen
 
@@ -31,7 +31,7 @@ ANSWERED = {api: ClientRequest(api, None, False, {}) for api in Api}
 
 
 class Chosen(NamedTuple):
-    """Who serves a request, and what was expected of that."""
+    """The engine that serves a request, and the cached tokens expected there."""
 
     upstream: Upstream
     dp_rank: int
@@ -44,7 +44,7 @@ class Chosen(NamedTuple):
 
 @dataclass(slots=True)
 class Attempt:
-    """What is known of a request while engines are tried."""
+    """The state of a request while engines are tried."""
 
     asked: ClientRequest
     served: Served
@@ -148,7 +148,7 @@ class EngineChooser:
         return crew
 
     def _way(self, attempt: Attempt, crew: Crew) -> Way | None:
-        """Says who computes a prompt; None: its model has no prefill engine."""
+        """Returns the way a prompt is computed; None: its model has no prefill engine."""
         if attempt.path not in LIMITS or not self._upstreams.prefills(attempt.served):
             return None
         if not crew.pairs or (attempt.prefill_failure is not None and crew.alone):

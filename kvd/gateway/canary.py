@@ -46,7 +46,7 @@ class Canary:
     async def agrees(
         self, engine: int, authority: bytes, key: bytes, record: WorkerRecord, facts: Facts
     ) -> bool | None:
-        """Says whether an engine's events are of its tokens.
+        """Returns whether an engine's events are of its tokens.
 
         None where that cannot be told: it publishes none, a kvd elsewhere hears them, or it does
         not generate from token ids.

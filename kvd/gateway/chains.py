@@ -1,4 +1,4 @@
-"""Which conversation a request goes on with, where nobody has said the tokens of its prompt.
+"""Finds the conversation that a request continues, where no token ids of its prompt are given.
 
     named     a session that the client names, or a response that it goes on from
     text      the longest beginning of its messages that was seen before: the session of that one
@@ -126,7 +126,7 @@ def _without_billing(span: bytes) -> bytes:
 
 
 def _bills(block: object) -> bool:
-    """Says whether a block of the system prompt, or a message of the system, is for accounts."""
+    """Returns whether a block of the system prompt, or a message of the system, is for accounts."""
     if not isinstance(block, dict):
         return False
     text = block.get("text") or (block.get("role") == "system" and block.get("content"))

@@ -1,4 +1,4 @@
-"""Who chooses and books for the gateway: this process, or a kvd elsewhere (`remote`).
+"""The interface by which the gateway chooses and books: this process, or another kvd (`remote`).
 
 Question ──> choose ──> Placement, booked under the question's id
                            │ note_prefilled, note_cached, free: steps of the booking's life
@@ -72,7 +72,7 @@ class Placement(NamedTuple):
 
 
 class Choices(Protocol):
-    """What chooses and books. Steps of bookings neither wait nor fail: their end comes anyway."""
+    """Chooses and books. Steps of bookings neither wait nor fail: their end comes anyway."""
 
     async def run(self) -> None:
         """Keeps the choices going until it is cancelled."""
@@ -102,7 +102,7 @@ class Choices(Protocol):
         """
 
     def hears(self, record: WorkerRecord) -> bool | None:
-        """Says whether an engine's events are listened to; None where that is not known here."""
+        """Returns whether an engine's events are listened to; None where that is not known here."""
 
     def note_prefilled(self, reservation_id: str) -> None:
         """Takes note of a request's first token, or of the end of its prefill elsewhere."""

@@ -37,7 +37,7 @@ class Wanted:
 
 
 class Wanting(Protocol):
-    """Who follows single engines."""
+    """Keeps connections to single engines."""
 
     def want(self, wanted: Wanted, owner: str) -> Any: ...
     def unwant(self, wanted: Wanted, owner: str) -> None: ...

@@ -18,7 +18,7 @@ from kvd.http.messages import Headers, Response
 
 
 class ErrorForm(Enum):
-    """How the clients of an API are told of errors."""
+    """The form of an API's error responses."""
 
     OPENAI = "openai"
     RESPONSES = "responses"  # OpenAI's too, with events of their own
@@ -26,7 +26,7 @@ class ErrorForm(Enum):
 
 
 class ReasonAnswer(NamedTuple):
-    """How a reason is told."""
+    """The response to a reason for refusal."""
 
     status: int
     openai_type: str
@@ -39,7 +39,7 @@ _INVALID = "invalid_request_error"
 
 
 class Reason(Enum):
-    """Why the gateway refuses."""
+    """A reason why the gateway refuses a request."""
 
     MODEL_NOT_FOUND = ReasonAnswer(404, _INVALID, "model_not_found", "not_found_error")
     RESPONSE_NOT_FOUND = ReasonAnswer(404, _INVALID, "response_not_found", "not_found_error")

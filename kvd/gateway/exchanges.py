@@ -37,7 +37,7 @@ WHY = {
 
 @dataclass(frozen=True, slots=True)
 class RelayLimits:
-    """How long an exchange may take, in seconds."""
+    """Time limits of an exchange, in seconds."""
 
     connect_s: float = 2.0
     silence_s: float = 600.0  # without a byte of the engine's: a long prefill is silent

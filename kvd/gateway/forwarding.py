@@ -1,4 +1,4 @@
-"""One request: tokens, a choice, a try or several, the answer on its way, the end of the booking.
+"""The way of one request: tokens, choice, attempts, the relayed answer, the end of the booking.
 
     read ─> tokens ─> choose and book ─> send ─> the answer begins ─> forward ─> end, free
                           ^                          │ nothing begun, or 429, 502, 503, 504

@@ -142,7 +142,7 @@ def _takes_over(upstream: Upstream) -> bool:
 
 
 def _only_decodes(upstream: Upstream) -> bool:
-    """Says whether an engine refuses a prompt that nobody hands over to it."""
+    """Returns whether an engine refuses a prompt that nobody hands over to it."""
     return _kind(upstream) is EngineKind.SGLANG and upstream.role is Role.DECODE
 
 
@@ -230,7 +230,10 @@ def meeting(asked: ClientRequest, body: bytes, place: EngineRank) -> bytes:
 
 
 def _room(place: EngineRank) -> int:
-    """Returns a room that no other request has: its rest by the ranks is the rank that prefills."""
+    """Returns a bootstrap room that is no other request's.
+
+    Modulo the number of ranks, it is the rank that prefills.
+    """
     ranks = place.upstream.facts.ranks if place.upstream.facts is not None else range(1)
     turn = RANDOM.getrandbits(ROOM_BITS) // len(ranks)
     return turn * len(ranks) + place.dp_rank - ranks.start

@@ -39,11 +39,11 @@ MAX_RANKS = 4096  # of one engine, by what it says
 
 
 class NotAnEngine(Exception):
-    """What was asked is no engine that can be used; the text is for the operator."""
+    """The probed server is no usable engine; the text is for the operator."""
 
 
 class EngineKind(StrEnum):
-    """Which engine it is."""
+    """The kind of an engine."""
 
     VLLM = "vllm"
     SGLANG = "sglang"
@@ -70,7 +70,7 @@ class Card:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What an engine has said of itself."""
+    """An engine's answers about itself."""
 
     kind: EngineKind
     version: str
@@ -90,7 +90,7 @@ class Facts:
 
     @property
     def advice(self) -> str | None:
-        """What to start it with so that it tells what it caches; None if it does."""
+        """Returns the flag that has it publish KV events, in a sentence; None if it does."""
         if self.events or self.kind not in EVENT_FLAGS:
             return None
         flag = EVENT_FLAGS[self.kind]
@@ -223,7 +223,7 @@ class Probe:
         return urlunsplit((parts.scheme, f"{shown}:{port}", parts.path, "", ""))
 
     async def _renders(self, model: str) -> bool:
-        """Says whether it renders requests in the form of vLLM 0.18 and later."""
+        """Returns whether it renders requests in the form of vLLM 0.18 and later."""
         body = json.dumps({"model": model, "prompt": "kvd", "max_tokens": 1}).encode()
         answer = await self._post("/v1/completions/render", body)
         if answer is None or answer.status != 200:

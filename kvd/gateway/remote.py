@@ -70,7 +70,7 @@ class RemoteRefused(Failed):
 
 
 class RemoteBooking(NamedTuple):
-    """Where a request is booked."""
+    """The kvd where a request is booked, and the id there."""
 
     kvd: Kvd | None  # None: in this process alone
     booked_as: str  # its id there
@@ -480,7 +480,7 @@ def described(record: WorkerRecord) -> dict[str, Any]:
 
 
 def says(row: Mapping[str, Any], said: Mapping[str, Any]) -> bool:
-    """Says whether a kvd lists an engine as it is described."""
+    """Returns whether a kvd lists an engine as it is described."""
     return all(row.get(name) == value for name, value in said.items())
 
 

@@ -1,4 +1,4 @@
-"""What a client's request wants: the model, the prompt as it stands there, whose session it is.
+"""Reads a client's request: the model, the prompt as it stands there, the session.
 
 The body is read in one pass and goes on byte for byte; nothing of it is made anew. Long members,
 as the messages of a conversation, stay the JSON that they are.
@@ -24,7 +24,7 @@ U32_MAX = 2**32 - 1
 
 
 class Api(StrEnum):
-    """Which API a path belongs to, as far as its prompt and its errors differ."""
+    """The API of a path, as far as prompts and errors differ."""
 
     CHAT = "chat"
     COMPLETIONS = "completions"
@@ -35,7 +35,7 @@ class Api(StrEnum):
 
     @property
     def errors(self) -> ErrorForm:
-        """How its clients are told of errors."""
+        """Returns the form of its errors."""
         return _FORMS.get(self, ErrorForm.OPENAI)
 
 

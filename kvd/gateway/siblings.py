@@ -22,7 +22,7 @@ KVD = "kvd"  # the process that chooses
 
 @dataclass(frozen=True, slots=True)
 class ProcessIdentity:
-    """Which of several processes this one is."""
+    """Identifies this process among several."""
 
     name: str
     sockets: Mapping[str, str]  # paths, by the name of the process that listens there

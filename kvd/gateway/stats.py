@@ -1,4 +1,4 @@
-"""What has become of requests, counted for /metrics."""
+"""Counts the outcomes of requests for /metrics."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import StrEnum
 
 
 class Ended(StrEnum):
-    """How a request ended."""
+    """The end of a request."""
 
     COMPLETE = "complete"
     CLIENT_GONE = "client_gone"
@@ -17,7 +17,7 @@ class Ended(StrEnum):
 
 
 class Rung(StrEnum):
-    """Where the tokens of a prompt came from."""
+    """The source of a prompt's tokens."""
 
     IDS = "ids"  # the request had them
     MEMORY = "memory"  # the beginning of the conversation was known
@@ -27,7 +27,7 @@ class Rung(StrEnum):
 
 
 class Decision(StrEnum):
-    """What decided who serves a request."""
+    """The rule that decided which engine serves a request."""
 
     OVERLAP = "overlap"  # the cached part of its tokens, and load
     PREDICTED = "predicted"  # the same, by what the engine was sent before: it tells no events
@@ -37,7 +37,7 @@ class Decision(StrEnum):
 
 
 class Way(StrEnum):
-    """Who computes the prompt of a request whose model has prefill engines (kvd.gateway.pools)."""
+    """The way a prompt was computed for a model with prefill engines (kvd.gateway.pools)."""
 
     REMOTE = "remote"  # a prefill engine
     SHORT = "short"  # and the rest: the engine that answers

@@ -1,4 +1,4 @@
-"""The tokens of a prompt, by a ladder of which each rung costs more or knows less.
+"""Finds a prompt's token ids: a sequence of sources, from exact and cheap to costly or approximate.
 
     ids        the request has them
     memory     a beginning of the conversation was seen before: its blocks are known, and about how
@@ -86,7 +86,7 @@ READER = TokenReader()
 
 
 class PromptTokens(Protocol):
-    """What is known of a prompt's tokens."""
+    """The tokens of a prompt, as far as they are known."""
 
     @property
     def rung(self) -> Rung: ...
@@ -298,7 +298,7 @@ class Tokens:
 
 
 def renders(facts: Facts, asked: ClientRequest) -> bool:
-    """Says whether an engine can render a request as a whole."""
+    """Returns whether an engine can render a request as a whole."""
     if not facts.renders or asked.previous is not None:
         return False
     since = RENDERED_SINCE.get(asked.api)
@@ -306,7 +306,7 @@ def renders(facts: Facts, asked: ClientRequest) -> bool:
 
 
 def remembers(asked: ClientRequest) -> bool:
-    """Says whether a conversation can be remembered: one without a salt, which makes it unique."""
+    """Returns whether a conversation can be remembered: a salt would make it unique."""
     return asked.api is Api.CHAT and asked.salt is None and "messages" in asked.spans
 
 

@@ -57,7 +57,7 @@ log = get_logger(__name__)
 
 
 class UpstreamState(StrEnum):
-    """Whether requests are sent to an engine."""
+    """The state of an engine: whether requests are sent to it."""
 
     UNKNOWN = "unknown"  # it has not said yet what it is
     SERVING = "serving"
@@ -95,7 +95,7 @@ class Upstream:
 
     @property
     def role(self) -> Role | None:
-        """What of a request it serves, None for all of it."""
+        """Returns the phase of requests that it serves, None for all."""
         if self.prefills:
             return Role.PREFILL
         return None if self.facts is None else self.facts.role
@@ -133,7 +133,7 @@ class Upstream:
 
 
 class Served(NamedTuple):
-    """What a model's name in a request stands for."""
+    """The model that a name in a request stands for."""
 
     model: str  # of the fleet in the selection service
     adapter: str | None = None
@@ -159,7 +159,7 @@ class Upstreams:
         *,
         proves: bool = True,
     ) -> None:
-        """Those `wanted` are the settings' own.
+        """The `wanted` ones are those of the settings.
 
         Each one that publishes events is asked to prove that its tokens agree with them, unless
         `proves` is False.
@@ -277,7 +277,7 @@ class Upstreams:
         return self._engines_of(served).serving
 
     def prefills(self, served: Served) -> bool:
-        """Says whether prefill engines are meant for a model, well or not."""
+        """Returns whether prefill engines are meant for a model, well or not."""
         return self._engines_of(served).prefills
 
     def _engines_of(self, served: Served) -> _Engines:
@@ -415,7 +415,7 @@ class Upstreams:
         return f"{path} answers {status}"
 
     async def _register(self, upstream: Upstream, facts: Facts) -> None:
-        """Makes it a worker, or the worker anew if it says other things than before."""
+        """Registers the engine as a worker, or again if its description has changed."""
         async with self._changing:
             self._check_role(upstream, facts)
             if upstream.advice == DISAGREE:

@@ -1,4 +1,4 @@
-"""One line of the log for each request, for those who want that.
+"""The access log: one line for each request, if enabled.
 
     event=request face=indexer method=POST path=/query status=200 duration_ms=0.142 bytes=312
         trace_id=4bf92f3577b34da6a3ce929d0e0e4736 request_id=...

@@ -1,4 +1,4 @@
-"""Who may ask what: bearer tokens, and names and pages that browsers speak of.
+"""Authorization of requests: bearer tokens, hosts, origins.
 
 The fast path and everybody else ask the same rules (kvd/http/permits.hpp) before a body is read.
 Here are the words in which a request is refused, and the counts.
@@ -32,7 +32,7 @@ _REFUSALS = {
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """What a client shows, and which routes it opens; one scope does not imply another."""
+    """A bearer token and the scopes it grants; one scope does not imply another."""
 
     name: str
     scopes: Scope
@@ -41,7 +41,7 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class AccessPolicy:
-    """What operators say of those who ask; without tokens nobody needs one."""
+    """The operator's rules for clients; without tokens no client needs one."""
 
     tokens: tuple[Token, ...] = ()
     allowed_hosts: tuple[str, ...] = ()

@@ -119,7 +119,7 @@ class CountedBody:
 
     @property
     def wanted(self) -> int:
-        """How many bytes to feed next, at most; 0 at the end of the body."""
+        """Returns how many bytes to feed next, at most; 0 at the end of the body."""
         return self._missing
 
     def feed(self, piece: bytes) -> None:
@@ -151,7 +151,7 @@ class ChunkedBody:
 
     @property
     def wanted(self) -> int:
-        """How many bytes to receive next; 0 at the end of the body."""
+        """Returns how many bytes to receive next; 0 at the end of the body."""
         return 0 if self._decoded.complete else CHUNKED_RECEIVE_BYTES
 
     @property
@@ -198,7 +198,7 @@ class ChunkedBody:
 
 
 class _Decoded:
-    """What comes out of a parser, which holds on to this; so this does not know the parser.
+    """Collects what a parser decodes; it has no reference back to the parser, to avoid a cycle.
 
     A body in a cycle would stay in memory until the garbage collector comes, which is hardly ever.
     """

@@ -1,4 +1,4 @@
-"""Who a TLS listener is, and whom it takes for a client, as PEM files say."""
+"""TLS credentials from PEM files: kvd's certificate and the client authorities."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PEM = re.compile(rb"-----BEGIN [^-]*CERTIFICATE-----(.*?)-----END", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class TlsCredentials:
-    """What handshakes are made by; others take their place as a whole."""
+    """The credentials of TLS handshakes; a reload replaces them as a whole."""
 
     context: ssl.SSLContext
     authorities: frozenset[bytes] | None  # certificates that let clients in; None takes anybody

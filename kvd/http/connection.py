@@ -53,7 +53,7 @@ _REFUSAL_COUNTERS = {
 
 
 class Service:
-    """What a listener serves, and the fast path its connections are parked in."""
+    """The routes of a listener, and the fast path in which its connections are parked."""
 
     def __init__(
         self,

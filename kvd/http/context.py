@@ -1,4 +1,4 @@
-"""How a face meets those who ask, on whatever address."""
+"""What all connections of a face share: authorization, observers, failures, access log."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _open_to_all() -> Authorizer:
 
 @dataclass(frozen=True, slots=True)
 class ServerContext:
-    """Who may ask, who is told of requests, and in which words they are refused."""
+    """Authorization of clients, observers of requests, and the words of refusals."""
 
     authorizer: Authorizer = field(default_factory=_open_to_all)
     observe: Observer | None = None

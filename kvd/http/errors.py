@@ -46,7 +46,7 @@ class Failures:
         forms: Mapping[str, Form] = MappingProxyType({}),
         served: ServedModels = EVERYTHING,
     ) -> None:
-        """What is not known of models that are not `served` here is to be asked elsewhere."""
+        """Failures about models outside `served` become redirections to their owner (421)."""
         self._reasons = reasons
         self._forms = forms
         self._served = served

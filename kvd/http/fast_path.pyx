@@ -152,12 +152,12 @@ cdef bint _left(int fd) noexcept:
 
 
 def has_left(int fd):
-    """Says whether a client's end of the stream is there, also behind what is not yet received."""
+    """Returns whether a client has ended its stream, be it behind bytes not yet received."""
     return _left(fd)
 
 
 def names_host(bytes value not None):
-    """Says whether every reader takes a value for the same host (http/plain_head.hpp)."""
+    """Returns whether every reader takes a value for the same host (http/plain_head.hpp)."""
     return host_is_named(as_text(value))
 
 
@@ -399,7 +399,7 @@ cdef class FastPath:
         )
 
     cdef bint _suits(self, HotHandler handler, const Text& captured):
-        """Says whether a handler can be asked without the Request."""
+        """Returns whether a handler can be asked without the Request."""
         if self.lines is None or self._head.keyed or self._head.query.size:
             return False
         if captured.size and memchr(captured.begin, c"%", captured.size) != NULL:

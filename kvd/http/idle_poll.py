@@ -44,7 +44,7 @@ _current: trio.lowlevel.RunVar[IdlePoller | None] = trio.lowlevel.RunVar("idle_p
 
 
 class Pollable(Protocol):
-    """What has an epoll set of its own."""
+    """A thing with an epoll set of its own."""
 
     def serve_ready(self, budget_ns: int, /) -> int:
         """Serves what has come for some time at most; returns NOTHING, ALL or SOME."""

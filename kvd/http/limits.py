@@ -19,7 +19,7 @@ TICKS_PER_DEADLINE = 4
 
 @dataclass(frozen=True, slots=True)
 class HttpLimits:
-    """What one listener grants its clients; a route may grant less of a body."""
+    """Limits of one listener for its clients; a route may lower the limit of a body."""
 
     head_bytes: int = 16 * 1024  # nginx grants 8 KiB a line, h11 16 KiB in all
     headers: int = 100  # Apache's default; proxies and tracers add a dozen
@@ -46,7 +46,7 @@ GAUGES = frozenset(("connections_open", "connections_waiting"))  # of HttpStats
 
 @dataclass(slots=True)
 class HttpStats:
-    """What happened on one listener since its start, and the GAUGES."""
+    """Counts of events on one listener since its start, and the GAUGES."""
 
     connections_open: int = 0
     connections_waiting: int = 0  # of these, with a request whose handler waits for something

@@ -1,4 +1,4 @@
-"""What goes between faces and servers: a request, and a response."""
+"""Requests and responses as faces and servers exchange them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ JSON = b"application/json"
 
 
 class Form(NamedTuple):
-    """How answers are written that are no JSON."""
+    """The form of answers that are not JSON."""
 
     content_type: bytes
     write: Callable[[object], bytes]

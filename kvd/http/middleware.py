@@ -1,5 +1,4 @@
-"""What surrounds the Quart application: a request's route is found, and the request is bounded,
-counted and logged.
+"""The layer around the Quart application: finds a request's route, bounds, counts and logs it.
 
 Here and not in handlers, because only the server knows when a streamed answer has ended, in
 whatever way.

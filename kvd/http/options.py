@@ -1,4 +1,4 @@
-"""What operators say of a listener's socket; imports nothing, as every command reads settings."""
+"""Options of a listener's socket; imports nothing, as every command reads settings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class UnixRights:
-    """Who may connect to a Unix socket; a group is how a sidecar is let in."""
+    """Access rights of a Unix socket; a group is how a sidecar is let in."""
 
     mode: int = 0o660
     group: str | None = None  # a name or number; None: the process's own

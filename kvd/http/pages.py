@@ -1,4 +1,4 @@
-"""What pages of other origins may read of a face that is for them, too (Fetch, "CORS protocol").
+"""Access of pages of other origins to a face (Fetch, "CORS protocol").
 
 A page of an allowed origin is told so in every answer, and when it asks beforehand:
 

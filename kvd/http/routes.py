@@ -1,4 +1,4 @@
-"""What a face is made of: routes, and what each asks of its requests.
+"""Routes, of which a face is made, and the requirements of each route.
 
 A face is a tuple of routes. The front serves the hot ones directly and the Quart application
 serves all of them; both call the same handler.
@@ -19,7 +19,7 @@ _BODILESS_METHODS = frozenset(("GET", "DELETE"))
 
 
 class Scope(IntFlag):
-    """What a bearer token is good for, and what a route asks for."""
+    """A scope that a bearer token grants and a route requires."""
 
     OPEN = 0  # of a route that answers without a token
     READ = 1  # questions, lists, metrics: what changes nothing

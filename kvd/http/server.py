@@ -1,4 +1,4 @@
-"""What the plain and the TLS listener have in common: accepting, a bound, a graceful end."""
+"""Shared by the plain and the TLS listener: accepting, a bound, a graceful end."""
 
 from __future__ import annotations
 

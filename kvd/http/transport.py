@@ -34,7 +34,7 @@ END_PAUSE_S = 0.1
 
 
 class ClientTrust(IntEnum):
-    """What is known of a client."""
+    """The degree to which a client is known."""
 
     NEW = 0  # it has asked nothing yet
     STRANGER = 1  # what it has asked is answered to everybody
@@ -42,7 +42,7 @@ class ClientTrust(IntEnum):
 
 
 class ConnectionPhase(Enum):
-    """What a connection is waiting for; the value names its timeout counter in HttpStats."""
+    """The phase of a connection; the value names its timeout counter in HttpStats."""
 
     HANDSHAKE = "handshakes_failed"  # of TLS
     IDLE = "idle_timeouts"  # the first byte of a request
@@ -55,7 +55,7 @@ class ConnectionPhase(Enum):
 
 @dataclass(slots=True)
 class Shared:
-    """What the connections of one listener have in common."""
+    """The state that all connections of one listener share."""
 
     limits: HttpLimits
     stats: HttpStats
@@ -101,7 +101,7 @@ class ByteStream(ABC):
 
     @abstractmethod
     def finish(self) -> None:
-        """Says that nothing more will be sent; what is received after that is for nobody."""
+        """Announces that nothing more will be sent; what is received after that is ignored."""
 
     @abstractmethod
     def has_left(self) -> bool:

@@ -19,7 +19,7 @@ import trio
 
 
 class Signal:
-    """What a coroutine without a task waits for; whoever knows it calls `tell`, once."""
+    """An event that a coroutine without a task waits for; `tell` is called once."""
 
     __slots__ = ("_subscriber",)
 
@@ -30,7 +30,7 @@ class Signal:
         self._subscriber = subscriber
 
     def tell(self) -> None:
-        """Says that it has come."""
+        """Notes that the event has come."""
         self._subscriber()
 
 
@@ -48,7 +48,7 @@ _stepping = False
 
 
 def has_task() -> bool:
-    """Says whether the code that asks runs in a task."""
+    """Returns whether the code that asks runs in a task."""
     return not _stepping
 
 

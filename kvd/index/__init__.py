@@ -1,4 +1,4 @@
-"""What is indexed for whom: partitions, and who is registered in them.
+"""The index of each model and tenant, and the registrations that feed it.
 
 partitions      `State`: one prefix index for each model and tenant; everything that changes one
 registry        `Registry`: ranks registered by the indexer, the selection service and files

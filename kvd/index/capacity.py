@@ -17,7 +17,7 @@ class ListenerCapacity:
         return f"the limit of {self._limit} listeners is reached"
 
     def has(self, count: int = 1) -> bool:
-        """Says whether there is room for so many more."""
+        """Returns whether there is room for so many more."""
         return self._taken + count <= self._limit
 
     def take(self) -> None:

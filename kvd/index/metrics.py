@@ -1,4 +1,4 @@
-"""What metrics say of event streams and of the index."""
+"""Families of /metrics about event streams and the index."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ INDEX_COUNTERS = (
 
 
 def state_families(state: State, instances: int) -> Iterator[Family | None]:
-    """Says what is indexed; `instances` is the number of registered ones."""
+    """Yields the families of the index; `instances` is the number of registered ones."""
     sums = dict.fromkeys((name for _, name, _ in INDEX_GAUGES), 0) | state.ended_totals
     held: dict[str, int] = {}
     recovered = unmatched = 0

@@ -92,11 +92,11 @@ class Partition:
 
     @property
     def is_unmatched(self) -> bool:
-        """Whether it has been asked often, with blocks in it, and nothing has ever matched."""
+        """Returns whether many questions were asked while it had blocks, and none ever matched."""
         return self.index.matched == 0 and self.index.questions >= UNMATCHED_QUESTIONS
 
     def is_registered(self, instance_id: InstanceId) -> bool:
-        """Says whether any rank of the instance is registered."""
+        """Returns whether any rank of the instance is registered."""
         return instance_id in self.ranks
 
     def rank_keys(self) -> Iterator[tuple[InstanceId, int]]:
@@ -111,7 +111,7 @@ class Partition:
         return set(registered) if dp_rank is None else registered & {dp_rank}
 
     def has_rank(self, instance_id: InstanceId, dp_rank: int) -> bool:
-        """Says whether this rank of the instance is registered."""
+        """Returns whether this rank of the instance is registered."""
         return dp_rank in self.ranks.get(instance_id, ())
 
 
@@ -316,7 +316,7 @@ class State:
         return _worker(partition, instance_id)
 
     def confirm(self, key: PartitionKey, instance_id: InstanceId) -> None:
-        """Says that the instance's stream has gone past what its restored blocks came from.
+        """Notes that the instance's stream has passed the origin of its restored blocks.
 
         Until then an event that tells of a restored block again is not taken for a second copy.
         """
@@ -338,7 +338,7 @@ class State:
         ]
 
     def _is_restored(self, partition: Partition, instance_id: InstanceId) -> bool:
-        """Says whether a dump has told of the instance, and nobody since."""
+        """Returns whether a dump has told of the instance, and nobody since."""
         return (partition.key, instance_id) in self.unconfirmed
 
     def remove_stray(

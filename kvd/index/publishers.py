@@ -1,4 +1,4 @@
-"""Who is registered on the conductor face, and the listener of every registered publisher.
+"""Registrations of the conductor face, each with the listener of its publisher.
 
     register ──> State.add_source ──> StandardEventStream ──> EventStream ──> Listeners.start
     unregister ──> Listeners.stop, awaited ──> State.remove_source
@@ -41,7 +41,7 @@ EVERY_INSTANCE = "*"  # instance id of stores that serve all of them (kvd_core/c
 
 
 class PublisherKey(NamedTuple):
-    """What tells a publisher from all others; a conflict is the same one at another address."""
+    """Identifies a publisher; a registration of the same key at another address is a conflict."""
 
     tenant_id: str
     instance_id: str
@@ -60,7 +60,7 @@ class PublisherKey(NamedTuple):
 
     @property
     def triple(self) -> str:
-        """What routers call it."""
+        """Returns the name that routers use."""
         return f"{self.instance_id}|{self.tenant_id}|{self.dp_rank}"
 
     def __str__(self) -> str:
@@ -115,7 +115,7 @@ class Described:
 
 @dataclass(frozen=True, slots=True)
 class Narrowing:
-    """Which publishers of an instance are meant; None is any."""
+    """Selects publishers of an instance; None is any."""
 
     tenant_id: str
     instance_id: str
@@ -272,7 +272,7 @@ class Publishers:
         self.unsettled[key] = publisher
 
     def settle(self, key: PublisherKey) -> None:
-        """Says that a publisher has gone past what was restored of it."""
+        """Notes that a publisher has passed its restored position."""
         self.unsettled.pop(key).publication.settled()
 
     def check_unused(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Who is registered on the indexer face, and the listener of every registered rank.
+"""Registrations of the indexer face, each with the listener of its rank.
 
     register ──> State.add_rank ──> EventStream ──> Listeners.start     (net: a supervised task)
     unregister ──> Listeners.stop, awaited ──> State.remove_rank
@@ -48,7 +48,7 @@ INDEXER = "indexer"  # the face that registers unless another one says so
 
 
 class Listeners(Protocol):
-    """What runs listeners; `kvd.net` provides it."""
+    """Starts and stops listeners; `kvd.net` provides it."""
 
     def start(self, key: Hashable, listener: EventStream) -> None:
         """Starts the listener's task; KeyError while `key` has one."""
@@ -372,7 +372,7 @@ class Registry:
         return found
 
     def _is_current(self, registration: Registration) -> bool:
-        """Whether no other call has removed it, and maybe registered it anew, meanwhile."""
+        """Returns whether no other call has removed it, and maybe registered it anew, meanwhile."""
         return self._ranks.get(registration.key) is registration
 
     async def _stop(self, registration: Registration) -> None:

@@ -1,4 +1,4 @@
-"""Which models and tenants this process serves, and who serves the others.
+"""The models and tenants that this process serves, and the owners of the others.
 
 A fleet that is too much for one kvd is divided by model and tenant: nothing is shared between two
 of them, neither blocks nor load. Each kvd is told what it serves, and may be told who serves the
@@ -23,7 +23,7 @@ ServedKey = tuple[str, str | None]  # model, tenant; None is every tenant of it
 
 
 class ServedModels:
-    """What is served here; by default that is everything."""
+    """The models that this process serves; by default all."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class ServedModels:
         return sorted(self._served, key=lambda place: (place[0], place[1] or ""))
 
     def serves(self, place: tuple[str, str]) -> bool:
-        """Says whether a model and tenant are served here. O(1)."""
+        """Returns whether a model and tenant are served here. O(1)."""
         return not self._served or not self._served.isdisjoint((place, (place[0], None)))
 
     def owner(self, place: tuple[str, str]) -> str | None:

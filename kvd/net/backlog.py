@@ -1,4 +1,4 @@
-"""What an engine has sent and its listener has not taken yet, with the connections it came over.
+"""Messages of an engine that its listener has not taken yet, with the connections they came over.
 
     SUB socket ── take_in ──> Inbox (kvd_core.zmq.drain)  ── hand_over ──> EventStream.take
     its monitor ── hear ────> places among its messages ─────────────> EventStream.pass_over
@@ -84,7 +84,7 @@ class Backlog:
 
     @property
     def has_loss(self) -> bool:
-        """Whether a connection is known to be lost, and some of its messages wait still."""
+        """Returns whether a connection is known to be lost, and some of its messages wait still."""
         return self._lost or any(Change.LOST in change for _, change in self._changes)
 
     def end(self) -> None:

@@ -156,7 +156,7 @@ class NameNotFound(Unreachable):
 
 
 def is_named(endpoint: str) -> bool:
-    """Says whether a checked endpoint's host is a name, which may mean another address later."""
+    """Returns whether a checked endpoint's host is a name, which may mean another address later."""
     place = host_and_port(endpoint)
     return place is not None and place[0] != "*" and literal(place[0]) is None
 

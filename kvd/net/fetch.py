@@ -33,7 +33,7 @@ class FetchError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class FetchLimits:
-    """What one fetch may take."""
+    """Limits of one fetch."""
 
     connect_s: float = 3.0
     stall_s: float = 10.0  # without a byte: the original writes nothing for 4 s per 1M blocks

@@ -1,4 +1,4 @@
-"""One SUB socket and what libzmq says of its connections.
+"""A SUB socket, and the state of its connections as libzmq reports it.
 
 libzmq connects again by itself after a plain loss, but never after a protocol error: a frame
 beyond the limit, broken framing, a peer of the wrong type (libzmq issue 4196). Its events tell the
@@ -69,7 +69,7 @@ NO_CURVE: Mapping[int, int | bytes] = MappingProxyType({})
 
 
 class Linked(Protocol):
-    """Who wants a connection, and is told what becomes of it; moments are monotonic seconds."""
+    """An owner of a connection, told what becomes of it; moments are monotonic seconds."""
 
     @property
     def endpoint(self) -> str: ...
@@ -99,7 +99,7 @@ class Linked(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LinkOptions:
-    """How a subscriber treats its connection."""
+    """Options of a subscriber's connection."""
 
     heartbeat_s: float = 5.0  # like the peer; a frozen worker is noticed after the timeout
     heartbeat_timeout_s: float = 15.0
@@ -237,7 +237,7 @@ class Link:
             self._fault = HANDSHAKE_FAULTS[zmq.Event(event)]
 
     def _unsubscribe(self, topics: tuple[bytes, ...]) -> None:
-        """Says the end before the connection ends.
+        """Unsubscribes before the connection ends.
 
         An engine that only loses a connection still counts the subscriber when it looks next: it
         takes libzmq two exchanges between its threads to forget one. What the engine sends on the

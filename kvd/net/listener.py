@@ -69,7 +69,7 @@ async def run_listener(
 
 
 class _Reader:
-    """What one listener does with its messages."""
+    """Applies the messages of one listener."""
 
     __slots__ = (
         "_backlog",

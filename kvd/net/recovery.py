@@ -45,7 +45,7 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RecoveryLimits(FetchLimits):
-    """What a peer's dump may take, and hold."""
+    """Limits of the time and size of a peer's dump."""
 
     # A block is 16 bytes while it is staged and ~54 in the index: 4 GiB in all. There may be as
     # many runs of blocks, 56 bytes each while they are staged: lower tiers have one a block.
@@ -53,7 +53,7 @@ class RecoveryLimits(FetchLimits):
 
 
 class RecoveryOutcome(StrEnum):
-    """How the attempt to take one peer's state ended."""
+    """The outcome of an attempt to take one peer's state."""
 
     RECOVERED = "recovered"
     EMPTY = "empty"  # nothing in it, or the peer is being filled itself
@@ -64,7 +64,7 @@ class RecoveryOutcome(StrEnum):
 
 @dataclass(slots=True)
 class RecoveryStats:
-    """What the start's recovery did; plain numbers for metrics."""
+    """Counts of the recovery at the start; plain numbers for metrics."""
 
     attempts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(RecoveryOutcome, 0))
     blocks: int = 0
@@ -200,6 +200,6 @@ class _Heard:
 
 
 def _is_heard(listener: EventStream, now: float) -> bool:
-    """Whether a batch has come over the present connection, and all that it had replayed."""
+    """Returns whether a batch has come over the present connection, and its replay is over."""
     known = listener.health(now) in (StreamHealth.EXACT, StreamHealth.DEGRADED)
     return known and not listener.batches.may_lack_news and listener.connected

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ReplayOptions:
-    """What a replay may take."""
+    """Limits of a replay."""
 
     idle_s: float = 2.0  # without a batch of use; vLLM's server answers within 0.1 s when idle
     total_s: float = 30.0  # waiting for its turn included; 10,000 batches take about 0.3 s
@@ -93,7 +93,7 @@ class Replayer:
 
 
 class _Room:
-    """What the answers of one replay may still bring together."""
+    """The messages and bytes that the answers of one replay may still bring together."""
 
     def __init__(self, options: ReplayOptions) -> None:
         self._messages = options.max_messages
@@ -109,7 +109,7 @@ class _Room:
 
 
 class _Answer:
-    """What comes back for one request."""
+    """The answer to one request."""
 
     def __init__(
         self, dealer: ZSocket, listener: EventStream, idle_s: float, room: _Room, turns: Turns

@@ -109,7 +109,7 @@ class Replication:
             counts.overflows += 1
 
     def start(self, replica: Replica) -> None:
-        """Starts to listen to a replica, whether it is there or not; KeyError if that is so."""
+        """Starts to listen to a replica, reachable or not; KeyError if kvd listens already."""
         lines = StreamLog(log, "replica", replica.endpoint)
         inbox = Inbox(self._space, self._options.queue_messages, self._options.queue_bytes)
         reader = _Reader(self, replica, inbox, self._apply, self._bind, self._turns, lines)

@@ -1,4 +1,4 @@
-"""What lives after a journal's records, and how it comes back.
+"""The bookings alive after a journal, and how they are restored.
 
     records ──> Bookings.take, one by one ──> what is booked, what answers and sessions go with it
                                                    │
@@ -44,7 +44,7 @@ Live = tuple[LedgerName, str]  # a ledger and the id of a request there
 
 @dataclass(frozen=True, slots=True)
 class SessionLease:
-    """What a session is bound to, and since when its time to live runs."""
+    """The rank that a session is bound to, and the moment from which its time to live runs."""
 
     at: float
     bound: Bound
@@ -63,7 +63,7 @@ class KeptAnswer:
 
 
 class Bookings:
-    """What lives after the records so far."""
+    """The bookings alive after the records read so far."""
 
     def __init__(self) -> None:
         self.live: dict[Live, Booking] = {}
@@ -84,14 +84,15 @@ class Bookings:
 
     @property
     def is_part(self) -> bool:
-        """Whether the records are what is left of more: a first journal is short of its beginning.
+        """Returns whether the records are the rest of more: the beginning of a first journal is
+        missing.
 
         The one before it has gone only once it had all.
         """
         return bool(self.live or self.leases or self.answers) and not self._has_all
 
     def begin(self, instance_id: str, translate: ClockTranslation) -> None:
-        """Says that the records of another journal follow, and how their clock is to be read."""
+        """Begins the records of another journal; `translate` reads its clock."""
         self.end()
         if instance_id != self._instance_id:
             self._ledgers.clear()  # each process numbers its own
@@ -101,7 +102,7 @@ class Bookings:
         self._translate = translate
 
     def end(self) -> None:
-        """Says that a journal has ended, or none has begun yet.
+        """Ends a journal; may be called before the first one.
 
         What began behind a hole and is not whole is forgotten: with what was told before, it would
         be a state that never was.
@@ -233,7 +234,7 @@ class Bookings:
 
 @dataclass(slots=True)
 class Restored:
-    """What has come back, and what has not."""
+    """Counts of restored and of lost bookings."""
 
     requests: int = 0
     sessions: int = 0

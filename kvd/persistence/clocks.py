@@ -1,4 +1,4 @@
-"""When something was, across a restart: clocks of two processes, and of two boots.
+"""Translates moments across a restart: between clocks of two processes, and of two boots.
 
 Ages of what is booked are kept by a clock that another process does not share. On the same boot the
 monotonic clock tells how long that was ago, whatever became of the wall clock; after another boot
@@ -38,7 +38,7 @@ class ClockReading:
 
 @dataclass(frozen=True, slots=True)
 class ClockTranslation:
-    """What another process's clock has said, by this one's.
+    """Translates another process's clock readings to this process's clock.
 
     It may say what is later than now, after another boot with its wall clock set back; two moments
     stay as far apart as they were.

@@ -77,7 +77,7 @@ class StateDirectory:
         return file, len(opening(header))
 
     def has_journal(self, number: int, file: int) -> bool:
-        """Says whether a journal is still found under its name."""
+        """Returns whether a journal is still found under its name."""
         try:
             return os.path.samestat(os.stat(self.journal(number)), os.fstat(file))
         except FileNotFoundError:

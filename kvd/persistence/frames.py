@@ -43,7 +43,7 @@ END = ord("E")
 
 
 class Content(StrEnum):
-    """What a file holds."""
+    """The kind of a file's content."""
 
     JOURNAL = "journal"
     INDEX = "index"
@@ -71,7 +71,7 @@ class Frame(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """Who has written a file, and when."""
+    """The writer of a file, and the moment of writing."""
 
     content: Content
     instance_id: str  # of the process, see State.instance_id
@@ -189,7 +189,7 @@ class Reading:
         return Frame(body[0], body[1:], self.whole + _HEAD.size + size)
 
     def _sound_behind(self, kind: int) -> bool:
-        """Says whether a sound frame lies behind the faulty one: then the fault is no torn end.
+        """Returns whether a sound frame lies behind the faulty one: then the fault is no torn end.
 
         The faulty one's length may be what is wrong, so a frame may begin anywhere. What looks like
         one has the kind, and so has the next one if it is not the last; a checksum is the proof.

@@ -1,4 +1,4 @@
-"""What the conductor's publishers hold, in a snapshot: where each was, and the blocks.
+"""Holdings of the conductor's publishers in a snapshot: stream positions and blocks.
 
     places, numbers of events ── in slices ──┐
     what each conductor's holders have ──────┴──> frames of the snapshot
@@ -51,7 +51,7 @@ class KeptPublisher:
 
 @dataclass(slots=True)
 class Holdings:
-    """What a snapshot has of publishers, read whole."""
+    """The publishers' holdings of a snapshot, read whole."""
 
     publishers: list[KeptPublisher] = field(default_factory=list)
     entries: list[StagedEntry] = field(default_factory=list)

@@ -80,7 +80,7 @@ class SharedUntil:
 
 @dataclass(slots=True)
 class JournalStats:
-    """What the journal has cost and lost; plain numbers for metrics."""
+    """The cost and the losses of the journal; plain numbers for metrics."""
 
     written_bytes: int = 0
     flushes: int = 0
@@ -221,7 +221,7 @@ class JournalWriter:
         self.stats.begun += 1
 
     def _has_hole(self) -> bool:
-        """Says whether records were dropped for which the journal has had no room."""
+        """Returns whether records were dropped for which the journal has had no room."""
         return self._journal.dropped != self._dropped
 
     def _export(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Who was registered by calls, on all faces, and what was said of models: kept and said again.
+"""Keeps registrations and router settings that calls have made on all faces, and repeats them.
 
     registry, slot trackers, catalog, publishers, replicas, upstreams ──> rows of a fleet file
     tuning ──> what was said of models and tenants; peers                      │
@@ -53,7 +53,7 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Faces:
-    """Where clients register."""
+    """The parts of the daemon with which clients register."""
 
     registry: Registry
     slots: SlotTrackers
@@ -73,14 +73,14 @@ class Faces:
 
 @dataclass(slots=True)
 class Again:
-    """What became of the registrations that were kept."""
+    """Counts of kept registrations by outcome."""
 
     registered: int = 0
     failed: int = 0
 
 
 class Registrations:
-    """What clients have registered, apart from what the settings and the fleet file have."""
+    """Clients' registrations, without those of the settings and the fleet file."""
 
     def __init__(self, faces: Faces, config: Config, fleet: FleetFile) -> None:
         self._faces = faces
@@ -121,7 +121,7 @@ class Registrations:
                 yield table, wanted, OF_TABLE[table](wanted), mark
 
     def is_set(self, table: str, wanted: Any) -> bool:
-        """Says whether the fleet file has registered something under that key."""
+        """Returns whether the fleet file has registered something under that key."""
         key = TABLES[table].key(wanted)
         return self._fleet.held(table, key) is not None
 
@@ -163,7 +163,7 @@ class Registrations:
                 yield place, said
 
     def say(self, place: Place, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-        """Says something else of a model or tenant than before; raises ValueError and TypeError."""
+        """Replaces the settings of a model or tenant; raises ValueError and TypeError."""
         names = self._without_file(place, before)
         self._faces.selections.tuning.replace(place, names, self._without_file(place, after))
 
@@ -246,5 +246,5 @@ def wanted_of(table: str, members: str, mark: str) -> Any:
 
 
 def _is_shared(described: Described) -> bool:
-    """Says whether a store serves everybody without its instance id saying so."""
+    """Returns whether a store serves everybody without its instance id saying so."""
     return described.serves_all and described.instance_id != EVERY_INSTANCE

@@ -1,4 +1,4 @@
-"""What outlives the process, in its state directory: the part of the daemon that keeps it.
+"""The part of the daemon that keeps its state in the state directory.
 
     start   registrations ──> bookings ──> faces serve ──> index ──> streams prove themselves
     runs    journal of bookings      every 50 ms what was recorded       journal.py
@@ -70,7 +70,7 @@ log = get_logger(__name__)
 
 
 class FileOutcome(StrEnum):
-    """What became of one of the files at the start."""
+    """The outcome of reading one file at the start."""
 
     NONE = "none"  # it was not there
     RESTORED = "restored"
@@ -79,7 +79,7 @@ class FileOutcome(StrEnum):
 
 @dataclass(slots=True)
 class StoreStats:
-    """What was restored and kept; plain numbers for metrics."""
+    """Counts of restored and of kept state; plain numbers for metrics."""
 
     outcomes: dict[Content, FileOutcome] = field(
         default_factory=lambda: dict.fromkeys(Content, FileOutcome.NONE)
@@ -196,7 +196,7 @@ class Keeper:
         self._is_begun = True
 
     async def has_fresh_index(self) -> bool:
-        """Says whether there is a snapshot that replays may still reach back to."""
+        """Returns whether there is a snapshot that replays may still reach back to."""
         try:
             path = self._directory.file(Content.INDEX)
             reading = await trio.to_thread.run_sync(Reading, path)

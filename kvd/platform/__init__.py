@@ -1,4 +1,4 @@
-"""What the operating system and the service manager give.
+"""Services of the operating system and the service manager.
 
 activation    listening sockets that a service manager has opened
 sdnotify      ready, reloading, stopping, and the watchdog

@@ -1,4 +1,4 @@
-"""How many descriptors the process may have, and how they are shared out.
+"""The limit of file descriptors, and its division among listeners, selections and the rest.
 
     listeners: 4 each | clients whose selections wait: 1 each | all else, other clients included
 

@@ -30,7 +30,7 @@ WORTH_TRIMMING_BYTES = 4 * 1024 * 1024
 
 
 class _Mallinfo2(ctypes.Structure):
-    """What mallinfo2(3) returns: over all heaps of the process."""
+    """The result of mallinfo2(3), over all heaps of the process."""
 
     _fields_ = [
         (name, ctypes.c_size_t)
@@ -64,7 +64,7 @@ def _glibc() -> ctypes.CDLL | None:
 
 
 class Heaps:
-    """What the C library's heaps of this process hold free; where it is glibc, it is given back."""
+    """Free memory in the C library's heaps of this process; with glibc, it is given back."""
 
     def __init__(self) -> None:
         self._libc = _glibc()
@@ -102,7 +102,7 @@ class Heaps:
         return time.thread_time() - begun
 
     def metrics(self) -> Iterator[Family]:
-        """What the heaps hold free, as of the last look, and how often that was given back."""
+        """Yields the heaps' free memory at the last look, and how often it was given back."""
         help = "Free bytes held by the C library's heaps, resident or not"
         yield gauge("kvd_heap_free_bytes", help, self._free)
         help = "Number of times that the C library's heaps returned free memory to the system"

@@ -46,18 +46,18 @@ def tell(message: bytes) -> bool:
 
 
 async def tell_ready() -> None:
-    """Says that a start or a reload is over; without that it would be given up."""
+    """Notifies systemd that a start or reload is over; without that it would give it up."""
     while not tell(READY):  # noqa: ASYNC110 - it is the other side that changes
         await trio.sleep(RETRY_S)
 
 
 def tell_reloading() -> None:
-    """Says that a reload begins; READY says that it is over."""
+    """Notifies systemd that a reload begins; READY ends it."""
     tell(b"RELOADING=1\nMONOTONIC_USEC=%d" % (time.monotonic_ns() // 1000))
 
 
 async def feed_watchdog(starting: Callable[[], bool]) -> None:
-    """Says that this loop turns, twice as often as systemd wants to know.
+    """Notifies systemd that this loop turns, twice as often as it asks for.
 
     While the daemon is `starting` it also asks for more time to do so.
     """

@@ -92,7 +92,7 @@ class _Lives:
 
 
 def is_line(row: Row) -> bool:
-    """Says whether a line is of a decision log."""
+    """Returns whether a line is of a decision log."""
     return "event" in row and "at" in row
 
 

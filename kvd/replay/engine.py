@@ -24,7 +24,7 @@ from kvd.replay.recording import RecordedRequest
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """What an engine can do."""
+    """The speed of an engine."""
 
     prefill_tokens_per_s: float = 10_000.0
     chunk_tokens: int = 2048  # prefilled in a step that decodes, too

@@ -1,4 +1,4 @@
-"""What a replay has shown, and what several have on average."""
+"""Figures of one replay, and the means of several."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class FigureRow:
-    """How a figure is named and shown."""
+    """The name and form in which a figure is shown."""
 
     name: str  # of the member of Figures
     title: str

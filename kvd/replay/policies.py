@@ -1,4 +1,4 @@
-"""Who chooses in a replay: a policy of the router, or one of its modes that look at no cache."""
+"""Routing policies of a replay: a policy of the router, or a mode that ignores the caches."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ REDRAWN_S = 0.1  # pause between two drawings of the bar
 
 
 class Bar:
-    """How much of a known amount is done; draws nothing unless `to` is a terminal."""
+    """A progress bar; draws nothing unless `to` is a terminal."""
 
     def __init__(self, total: int, to: TextIO = sys.stderr) -> None:
         self._total = max(1, total)

@@ -1,4 +1,4 @@
-"""What a file of recorded requests holds, whatever its form.
+"""Recorded requests, whatever the form of their file.
 
 An id of a block stands for the block and all that is before it, so equal ids are equal prefixes.
 """
@@ -27,7 +27,7 @@ class RecordedRequest(NamedTuple):
 
 
 class Recorded(NamedTuple):
-    """What became of a request when it was recorded; None is unknown."""
+    """The outcome of a request as recorded; None is unknown."""
 
     cached_tokens: int
     first_token_s: float | None  # seconds after the arrival, as is the next
@@ -36,7 +36,7 @@ class Recorded(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """What a file holds."""
+    """The content of a file."""
 
     requests: Sequence[RecordedRequest]  # by arrival, the first at 0
     block_size: int  # tokens
@@ -48,7 +48,7 @@ class Recording:
 
 
 class Windows(StrEnum):
-    """Whose requests count, by when they were recorded; all are replayed."""
+    """Selects the requests that count, by the time of recording; all are replayed."""
 
     ALL = "all"
     ODD = "odd"  # the first, the third...

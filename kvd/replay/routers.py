@@ -27,7 +27,7 @@ Held = Callable[[], list[int]]
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """How requests are routed."""
+    """The routing of a replay's requests."""
 
     policy: Chooser
     routers: int = 1

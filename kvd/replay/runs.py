@@ -23,7 +23,7 @@ _served: Synchronized[int]
 
 
 class Replay(Protocol):
-    """What a process can run."""
+    """A replay that a process can run."""
 
     def run(self, report: Callable[[int], None]) -> Figures: ...
 

@@ -16,7 +16,7 @@ REPORTED = 100  # requests of a replay between two reports of its progress
 
 
 class Router(Protocol):
-    """Who chooses an engine."""
+    """Chooses an engine."""
 
     def hear(self, engine: int, event: Event, now: float) -> None:
         """Takes a KV event of an engine."""
@@ -43,7 +43,7 @@ class SimulatedFleet:
 
 @dataclass(frozen=True, slots=True)
 class ReplayOutcome:
-    """What became of all requests."""
+    """The outcomes of all requests."""
 
     jobs: list[Job]  # in order of arrival
     placed: list[int]  # the engine of each

@@ -1,4 +1,4 @@
-"""Which recorded requests are replayed, and what is made of them.
+"""Selects the recorded requests that are replayed, and arranges them.
 
 trace in Mooncake's form ─┐
                           ├─> Recording ── spread, speed-up, output scale, unique prompts ─┐
@@ -43,7 +43,7 @@ class Traffic:
         return [self._changed(number, request) for number, request in enumerate(held)]
 
     def counts(self, request: RecordedRequest) -> bool:
-        """Says whether a request is of the windows that count."""
+        """Returns whether a request is of the windows that count."""
         if self.windows is Windows.ALL:
             return True
         number = int(request.arrival_s * self.speed_up // self.window_s)

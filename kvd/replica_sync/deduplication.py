@@ -1,4 +1,4 @@
-"""Requests of which replica sync tells: others hear of them by that way, and are not told again.
+"""Keeps requests known through replica sync from being told again through the shared state.
 
     ZMQ event ──> Deduplicator.apply ──> a face, while the journal of the shared state is paused
 
@@ -20,7 +20,7 @@ ENDED_S = 60.0
 
 
 class Deduplicator:
-    """What has come by replica sync alone, and what must not come by it any more."""
+    """Remembers requests known by replica sync alone, and those it must not bring any more."""
 
     def __init__(self, journal: Journal, clock: Callable[[], float]) -> None:
         self.requests: set[tuple[PartitionKey, str]] = set()

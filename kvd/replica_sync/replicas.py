@@ -50,7 +50,7 @@ def apply_once(event: Lifecycle, now: float, faces: Mapping[Face, Apply]) -> Out
 
 
 class Links(Protocol):
-    """What listens to replicas; `kvd.net` provides it."""
+    """Starts and stops listeners to replicas; `kvd.net` provides it."""
 
     def start(self, replica: Replica) -> None:
         """Starts to listen to a replica, whether it is there or not."""
@@ -75,7 +75,7 @@ class Replicas:
 
     @property
     def are_on(self) -> bool:
-        """Whether there is a port for them, and a face that accounts."""
+        """Returns whether there is a port for replicas, and a face that accounts."""
         return self._links is not None
 
     def all(self) -> Iterable[Replica]:

@@ -31,7 +31,7 @@ Key = tuple[PartitionKey, str]
 
 
 class Affinity:
-    """What sessions are bound to, and which reservations keep that so."""
+    """The bindings of sessions to ranks, and the reservations that keep them alive."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Affinity:
         max_sessions: int = MAX_SESSIONS,
         journal: Journal | None = None,
     ) -> None:
-        """What becomes of sessions is recorded in the `journal`, if there is one."""
+        """Changes of bindings are recorded in the `journal`, if there is one."""
         self.sessions: Sessions[Key] = Sessions(ttl_s, max_sessions)
         self.leases: dict[str, tuple[Key, Binding]] = {}  # by reservation id
         self.bindings: Observers[[Bound]] = Observers()  # told of bindings made here
@@ -153,7 +153,7 @@ def _key(ask: SelectRequest) -> Key | None:
 
 
 def _is_ruled_out(fleet: Fleet, ask: SelectRequest, binding: Binding) -> bool:
-    """Says whether a request's constraints keep it from a rank that is there."""
+    """Returns whether a request's constraints keep it from a rank that is there."""
     record = fleet.workers.get(binding.worker_id)
     if record is None or ask.constraints is None:
         return False

@@ -27,7 +27,7 @@ PREDICTED_SLICE = 4096
 
 
 class Absence(NamedTuple):
-    """What is wrong with the event connection of a rank."""
+    """The fault of a rank's event connection."""
 
     since: float  # seconds, of the service's clock
     heard: bool  # what it caches counts: the connection was never made, so none of it was missed
@@ -66,7 +66,7 @@ class Fleet:
         return next((record.block_size for record in self.workers.values()), None)
 
     def changed(self, silent: int | None = None) -> None:
-        """Says that the workers, or what they cache in, have changed.
+        """Notes that the workers, or what they cache in, have changed.
 
         The worker `silent` counts as caching nothing until the next change.
         """
@@ -84,7 +84,7 @@ class Fleet:
             _mark(self._pool, place, absence)
 
     def lacks(self, eligible: bytes | None) -> bool:
-        """Says whether a rank of the pool's mask cannot be chosen because its engine has gone."""
+        """Returns whether a rank of the pool's mask cannot be chosen as its engine has gone."""
         places = [place for place, absence in self.absent.items() if not absence.reachable]
         found = [self.pool.find(*place) for place in places]
         return any(at is not None and (eligible is None or eligible[at] != 0) for at in found)
@@ -135,7 +135,7 @@ class Fleet:
         return Pool(index, self.ledger, block_size, candidates, self.predictions, bound)
 
     def _is_predicted(self, record: WorkerRecord) -> bool:
-        """Says whether what a worker caches is only predicted."""
+        """Returns whether what a worker caches is only predicted."""
         return bool(record.without_kv_events) or not self._options.uses_kv_events
 
     def _partition(self) -> Partition | None:

@@ -1,4 +1,4 @@
-"""What the output blocks of a request weigh when it is known how long its output will be."""
+"""The weight of a request's output blocks when the length of its output is expected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the selection service routes, as the router guide names it."""
+"""Options of the selection service's routing, named as in the router guide."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ UNDER_WAY_BOUND = 1.177  # times the mean requests plus 1, as for sessions (kvd.
 
 
 class RouterMode(StrEnum):
-    """How a worker is chosen among those that may serve a request."""
+    """The mode by which a worker is chosen among those that may serve a request."""
 
     KV = "kv"  # the lowest cost
     ROUND_ROBIN = "round-robin"  # each in turn
@@ -86,7 +86,7 @@ class RouterOptions:
     max_tree_size: int = DEFAULT_MAX_TREE_SIZE  # predicted blocks of a model and tenant
     prune_target_ratio: float = DEFAULT_PRUNE_TARGET_RATIO  # of these, once there are more
     predicted_ttl_s: float | None = None  # of predicted blocks beside events; None: there are none
-    # They count on ranks with at most so many times the mean requests plus 1.
+    # Predicted blocks count on ranks with at most so many times the mean requests plus 1.
     predicted_bound: float = math.inf
     tracks_output_blocks: bool = False  # they weigh less towards the expected end of a request
     session_affinity_ttl_s: int | None = None  # None: sessions are bound nowhere

@@ -20,7 +20,7 @@ from kvd_core.selector.settings import Settings
 
 
 class Phase(StrEnum):
-    """What of a request is to be served."""
+    """The part of a request that is to be served."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -35,7 +35,7 @@ SETTINGS_KEPT = 256
 
 
 def serves(role: Role | None, phase: Phase | None) -> bool:
-    """Says whether a worker of this role serves a phase; None is the whole request."""
+    """Returns whether a worker of this role serves a phase; None is the whole request."""
     if phase is Phase.PREFILL:
         return role in (Role.PREFILL, Role.BOTH)
     return role is not Role.PREFILL

@@ -76,7 +76,7 @@ MEMBERS = tuple(dict.fromkeys((*ROW, *DYNAMO_WEIGHTS)))
 
 
 class RouterPolicy(StrEnum):
-    """What a rank costs in mode `kv`, by name."""
+    """The name of a cost function for mode `kv`."""
 
     DYNAMO = "dynamo"
     KVD = "kvd"

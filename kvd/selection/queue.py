@@ -110,7 +110,7 @@ class SelectionQueue(Generic[T]):
             yield from (waiting.entry for waiting in lane.heap if waiting.queued)
 
     def waits(self, lane: Hashable) -> bool:
-        """Says whether a selection of this lane would come behind others."""
+        """Returns whether a selection of this lane would come behind others."""
         return lane in self._lanes
 
     def reorder(self, policy: QueuePolicy) -> None:

@@ -1,4 +1,4 @@
-"""Whether the service is ready for selections, and what it waits for at its start.
+"""Readiness of the service for selections, and what delays it at the start.
 
 A service without workers is never ready. With workers it is ready once it has asked its peers for
 their index, and once as many workers have been there as were to be waited for: those may leave.

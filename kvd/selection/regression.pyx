@@ -18,7 +18,7 @@ cdef double median(vector[double]& values) noexcept nogil:
 
 
 cdef bint is_one_length(const vector[double]& xs, double narrow):
-    """Says whether half of all x lie closer to their median than `narrow` of it."""
+    """Returns whether half of all x lie closer to their median than `narrow` of it."""
     cdef vector[double] values = xs
     cdef double middle = median(values)
     cdef size_t i

@@ -1,4 +1,4 @@
-"""What was expected of choices, and what came of them, by rank.
+"""Compares the expected outcomes of choices with the reported ones, by rank.
 
     expected   cached tokens, from the booking; seconds to the first token, where speeds are known
     happened   what the caller reports: cached tokens, seconds; else when it said that the prefill

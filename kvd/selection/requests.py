@@ -38,7 +38,7 @@ class Constraints:
 
 @dataclass(frozen=True, slots=True)
 class SelectRequest:
-    """One selection, beside its prompt."""
+    """One selection, without its prompt."""
 
     key: PartitionKey
     settings: Settings  # of the whole request
@@ -108,7 +108,7 @@ class QueuedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """What tells the same request once more from any other."""
+    """Identifies a retry of the same request."""
 
     name: tuple[str | None, str]  # the reservation id as given, the Idempotency-Key
     content: bytes  # a digest of all it says

@@ -1,4 +1,4 @@
-"""What is booked on the ranks by selections: reservations, from their booking to their end.
+"""Reservations that selections have booked on ranks, from the booking to its end.
 
 LiveRequests (kvd.slots)        booking, prefill complete, end, expiry, replicas, observers
   └ Reservations                ids unique in the service, both phases of a request, sessions,

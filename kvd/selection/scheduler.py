@@ -301,7 +301,7 @@ class Scheduler:
         yield ChoiceAttempt(basis_of(settings), settings, eligible, factors)
 
     def weigh(self, ask: SelectRequest, look: Look) -> list[Weighed]:
-        """Says how a rank would be chosen for each phase of a request now; nothing is chosen.
+        """Weighs the candidates for each phase of a request now; nothing is chosen.
 
         Raises as `select` does, but for ranks that are shut out: these are said.
         """
@@ -492,7 +492,7 @@ class Scheduler:
         self._tally.rehashed += 1
 
     def _all_busy(self, fleet: Fleet, ask: SelectRequest) -> bool:
-        """Says whether all ranks are busy, which needs no look at the prompt."""
+        """Returns whether all ranks are busy, which needs no look at the prompt."""
         phase = Phase.PREFILL if ask.phase is Phase.BOTH else ask.phase
         eligible = fleet.eligible(ask.constraints_in(phase), phase)
         return fleet.pool.refusal(in_phase(ask.settings, phase), eligible) == selector.BUSY

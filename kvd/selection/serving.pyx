@@ -1,5 +1,5 @@
 # distutils: language = c++
-"""What both ways to serve a selection have in common: the hot handler's, and the scheduler's."""
+"""Shared by both ways to serve a selection: the hot handler's, and the scheduler's."""
 import json
 
 from libc.stdint cimport uint64_t

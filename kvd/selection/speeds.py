@@ -1,4 +1,4 @@
-"""How fast ranks are: learned from their requests, or given in the record of their worker.
+"""Speeds of ranks: learned from their requests, or given in the record of their worker.
 
     booked                     prefill complete                freed
       │  x = tokens queued on     │  T = time since then          │  t = time per output token
@@ -113,7 +113,7 @@ class Line:
 
 
 class RankSpeed(NamedTuple):
-    """What is known of a rank: seconds, and whether that was given."""
+    """The speed of a rank as far as known: seconds, and whether they were given."""
 
     base_s: float  # before the first token of a prompt on an idle rank
     token_s: float  # for each token to prefill
@@ -141,7 +141,7 @@ class _Observed:
 
 @dataclass(slots=True)
 class _Lines:
-    """What was observed of a rank."""
+    """Observations of a rank."""
 
     prefill: Line = field(default_factory=Line)
     decode: Line = field(default_factory=Line)

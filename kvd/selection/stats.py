@@ -17,7 +17,7 @@ from kvd_core.selector.selector import Pool
 
 
 class SelectionOutcome(IntEnum):
-    """How a selection can end."""
+    """The outcome of a selection."""
 
     SERVED = 0  # as the core has it
     REPEATED = 1  # answered once more, under its Idempotency-Key

@@ -1,4 +1,4 @@
-"""What the event streams say of the ranks that can be chosen: engines that have gone are not.
+"""Health of the candidates' event streams: ranks whose engines have gone are not chosen.
 
     EventStream ── joined, lost ──> Registry.links ──> Streams ──> Fleet.absent, the pool
 
@@ -88,7 +88,7 @@ class Streams:
                     yield
 
     def reasons(self, key: PartitionKey, worker_id: int) -> dict[int, str]:
-        """Says what is wrong with the connections of a worker, by dp rank."""
+        """Returns the faults of a worker's connections, by dp rank."""
         fleet = self._fleets.get(key)
         if fleet is None or not fleet.absent:
             return {}

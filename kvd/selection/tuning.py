@@ -1,4 +1,4 @@
-"""What operators say of models at run time: how to route, and when a worker is too busy.
+"""Router settings of models that calls change at run time: mode, policy, busy thresholds.
 
 (model, tenant)  ──> changes ─┐
 (model, None)    ──> changes ─┼──> Fleet.settings, of requests that override nothing
@@ -85,7 +85,7 @@ class Tuning:
         self.take_back(place, left)
 
     def holds(self, place: Place, changes: Mapping[str, Any]) -> bool:
-        """Says whether exactly these changes hold for a place, by all of their names."""
+        """Returns whether exactly these changes hold for a place, by all of their names."""
         said = self._changes.get(place, {})
         return all(name in said and said[name] == value for name, value in changes.items())
 

@@ -1,4 +1,4 @@
-"""How a rank would be chosen, told without choosing: by what, of whom, and what each would cost."""
+"""Weighs the candidates for a request without choosing: rule, candidates, cost of each."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Basis(StrEnum):
 
 
 class ChoiceAttempt(NamedTuple):
-    """What one try to choose goes by; masks and factors are those of `Pool.choose`."""
+    """The parameters of one attempt to choose; masks and factors are those of `Pool.choose`."""
 
     basis: Basis
     settings: Settings
@@ -40,7 +40,7 @@ class Term(NamedTuple):
 
 
 class WeighedRank(NamedTuple):
-    """What one rank would cost; the terms, added in their order, times its preference."""
+    """The cost of one rank; the terms, added in their order, times its preference."""
 
     row: Explained
     cost: float | None  # None: none is weighed
@@ -51,7 +51,7 @@ class WeighedRank(NamedTuple):
 
 
 class Weighed(NamedTuple):
-    """How a rank would be chosen for one phase of a request."""
+    """The candidates, weighed for one phase of a request."""
 
     phase: Phase | None
     basis: Basis

@@ -49,7 +49,7 @@ OURS = ("curve_server_key", "without_kv_events", "prefill_tokens_per_s", "decode
 
 
 class WorkerLifecycle(StrEnum):
-    """Whether a worker may be selected."""
+    """The lifecycle of a worker: whether it may be selected."""
 
     INCOMPLETE = "incomplete"  # something is missing or contradicts its fleet
     SCHEDULABLE = "schedulable"
@@ -57,7 +57,7 @@ class WorkerLifecycle(StrEnum):
 
 
 class Role(StrEnum):
-    """What a worker of a disaggregated deployment does."""
+    """The part of a request that a worker serves in a disaggregated deployment."""
 
     BOTH = "both"
     PREFILL = "prefill"
@@ -122,7 +122,7 @@ class WorkerRecord:
         return Addresses(endpoint, self.replay_endpoint, self.curve_server_key)
 
     def reasons(self, beside: WorkerRecord | None, *, uses_events: bool) -> list[str]:
-        """Says why the worker cannot be scheduled beside one of its fleet; [] if it can."""
+        """Returns why the worker cannot be scheduled beside one of its fleet; [] if it can."""
         return list(self._reasons(beside, uses_events))
 
     def _reasons(self, beside: WorkerRecord | None, uses_events: bool) -> Iterator[str]:

@@ -330,7 +330,7 @@ class Workers:
 
 
 def _stays(record: WorkerRecord, after: WorkerRecord | None, dp_rank: int) -> bool:
-    """Says whether a rank keeps its bookings when the record of its worker is replaced."""
+    """Returns whether a rank keeps its bookings when the record of its worker is replaced."""
     return (
         after is not None
         and (after.key, after.block_size) == (record.key, record.block_size)

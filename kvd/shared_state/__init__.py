@@ -1,4 +1,4 @@
-"""What replicas share through a Redis or Valkey server, so that each knows what all have booked.
+"""State that replicas share through a Redis or Valkey server, so that each knows all bookings.
 
 server      the client of the server that `--state-url` names (kvd.wire.state_address)
 keys        the names of what is kept there

@@ -70,13 +70,13 @@ class CatalogRow:
             return cls(str(table), str(members), str(mark), moment_of(gone_at))
 
     def is_like(self, other: CatalogRow | None) -> bool:
-        """Says whether two say the same, whenever they have said it."""
+        """Returns whether two say the same, whenever they have said it."""
         return other is not None and (self.members, self.mark) == (other.members, other.mark)
 
 
 @dataclass(slots=True)
 class CatalogCounts:
-    """What became of registrations; plain numbers for metrics."""
+    """Counts of registrations by outcome; plain numbers for metrics."""
 
     written: int = 0
     added: int = 0
@@ -215,7 +215,7 @@ class Catalog:
             log.warning("shared_registration_failed", registration=field, reason=str(error))
 
     def _say(self, field: Field, mine: CatalogRow | None, row: CatalogRow) -> None:
-        """Says of a model what another process was told; raises ValueError and TypeError."""
+        """Applies another process's settings of a model; raises ValueError and TypeError."""
         model_name, tenant_id, _ = json.loads(field.removeprefix(f"{SAID} "))
         if not isinstance(model_name, str) or not isinstance(tenant_id, str | None):
             raise TypeError("the entry names no model and tenant")

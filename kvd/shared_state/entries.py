@@ -36,7 +36,7 @@ MAX_ENTRY_BYTES = 4 * 1024 * 1024
 
 
 class LedgerName(NamedTuple):
-    """Which ledger it is, on any replica."""
+    """Identifies a ledger on any replica."""
 
     face: Face
     key: PartitionKey
@@ -63,14 +63,14 @@ BEGINNING = Position(0, 0)
 
 
 class Dot(NamedTuple):
-    """Who has booked a request first, and the number of that step."""
+    """Identifies a booking: the process that made it first, and its step number."""
 
     writer: str
     number: int
 
 
 class Unreadable(ValueError):
-    """What others have written is not understood."""
+    """An entry of another process cannot be read."""
 
 
 # What may be raised by taking to pieces what is not what it should be.
@@ -222,7 +222,7 @@ def unpacked(content: bytes) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class ViewHead:
-    """What a writer's view stands for."""
+    """The head of a writer's view: the steps that it stands for."""
 
     number: int  # of the view; its pieces carry it in their name
     pieces: int

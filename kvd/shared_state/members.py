@@ -1,4 +1,4 @@
-"""Who shares the state: each process says that it is there, again and again.
+"""The processes that share the state: each announces itself again and again.
 
     member:WRITER = {name, address, serves, numbers, view}     ends a lease after its last word
     members       = the writers of which a lease or a view may still be there
@@ -24,7 +24,7 @@ MAX_MEMBERS = 1024  # that are looked at; more is a fault
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """What a process has said of itself."""
+    """A process's announcement of itself."""
 
     writer: str
     name: str  # of its host
@@ -68,13 +68,13 @@ class Member:
 
 
 async def tell(client: Client, keys: Keys, member: Member, lease_s: float) -> None:
-    """Says that a process is there; raises what the client raises."""
+    """Announces that a process is there; raises what the client raises."""
     await client.sadd(keys.members, [member.writer])
     await client.set(keys.member(member.writer), member.packed(), px=round(lease_s * 1000))
 
 
 async def leave(client: Client, keys: Keys, writer: str) -> None:
-    """Says that a process is not there any more; its view stays until it ends."""
+    """Announces that a process is gone; its view stays until it ends."""
     await client.delete([keys.member(writer)])
 
 

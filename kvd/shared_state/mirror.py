@@ -1,4 +1,4 @@
-"""What all writers have booked, as it is here: who has booked what, and how far each was heard.
+"""The bookings of all processes as known here, and how far each process was read.
 
     entries of the stream ──> take ──────────┐
                                              ├──> the faces' ledgers, as live requests
@@ -152,7 +152,7 @@ class RequestWithoutRank:
 
 @dataclass(slots=True)
 class MirrorCounts:
-    """What became of what others told; plain numbers for metrics."""
+    """Counts of other processes' steps by outcome; plain numbers for metrics."""
 
     steps: int = 0  # taken
     bookings: int = 0  # of others, booked here

@@ -46,7 +46,7 @@ log = get_logger(__name__)
 
 
 class SharedState:
-    """What this process shares, from its start to its end."""
+    """The part of the daemon that shares this process's state, from start to end."""
 
     def __init__(
         self,

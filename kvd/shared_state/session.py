@@ -1,4 +1,4 @@
-"""What runs while the server is connected.
+"""The tasks that run while the server is connected.
 
     write   within FLUSH_S      own steps ──> stream
     read    as they come        stream ──> Mirror, and where there is a gap: views
@@ -63,7 +63,7 @@ log = get_logger(__name__)
 
 @dataclass(slots=True)
 class SessionCounts:
-    """What the stream has cost; plain numbers for metrics."""
+    """The cost of the stream; plain numbers for metrics."""
 
     entries_written: int = 0
     bytes_written: int = 0
@@ -78,7 +78,7 @@ class SessionCounts:
 
 @dataclass(slots=True)
 class KnownFleet:
-    """What is known of the fleet from one session to the next."""
+    """Knowledge about the fleet that outlives a session."""
 
     served: ServedModels  # which is told what the others serve
     members: dict[str, Member] = field(default_factory=dict)
@@ -168,7 +168,7 @@ class Session:
         self._server_s = await time_of(self._client, self._keys) - trio.current_time()
 
     def _age_s(self, server_clock: float) -> float:
-        """Returns how long ago it was so late on the server."""
+        """Returns the age in seconds of a moment of the server clock."""
         return max(0.0, trio.current_time() + self._server_s - server_clock)
 
     # ---- joining
@@ -339,7 +339,7 @@ class Session:
             self._mirror.position = max(self._mirror.position, position)
 
     def _note_unreadable(self, error: ValueError) -> None:
-        """Counts what makes no sense, and says so once a session."""
+        """Counts an unreadable entry and logs the first of a session."""
         self._counts.unreadable += 1
         if not self._has_said_unreadable:
             log.warning("shared_state_unreadable", reason=str(error))

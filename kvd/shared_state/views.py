@@ -50,7 +50,7 @@ ELSEWHERE_A_PIECE = 512
 
 @dataclass(slots=True)
 class ViewCounts:
-    """What views have cost; plain numbers for metrics."""
+    """The cost of views; plain numbers for metrics."""
 
     written: int = 0
     written_bytes: int = 0

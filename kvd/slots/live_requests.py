@@ -119,7 +119,7 @@ class LiveRequests(Generic[Owner]):
     # ---- what a face adds
 
     def _is_elsewhere(self, owner: Owner, request_id: str) -> bool:
-        """Says whether the id is that of a request of another owner; ids are an owner's own."""
+        """Returns whether the id is that of a request of another owner; ids are an owner's own."""
         return False
 
     def _enter(self, owner: Owner, request_id: str) -> None:
@@ -162,7 +162,7 @@ class LiveRequests(Generic[Owner]):
             self.moments.tell(moment)
 
     def watches(self, request_id: str) -> bool:
-        """Says whether anybody is told of the steps of a request."""
+        """Returns whether anybody is told of the steps of a request."""
         return bool(self.moments.subscribers) and self.sample.takes(request_id)
 
     def complete(self, owner: Owner, request_id: str) -> bool:

@@ -25,7 +25,7 @@ LEDGER = ord("L")  # kind of a journal's record that says which ledger has a num
 
 
 class Ledgers:
-    """What a process knows of the loads of its ranks, as long as any ledger of theirs lives."""
+    """The loads of ranks in this process, kept as long as any ledger of theirs lives."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What the daemon says of itself.
+"""Logs and metrics of the daemon.
 
 logs       one line for each change, as key=value fields or JSON
 stderr     the descriptor of log lines, which is never waited for

@@ -79,7 +79,7 @@ def get_logger(name: str) -> Log:
 
 
 class LogEntry(NamedTuple):
-    """What a line says, and the traceback behind it."""
+    """The content of a line, and the traceback behind it."""
 
     level: str
     logger: str
@@ -91,7 +91,7 @@ class LogEntry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """How lines look: their form, and whether the journal reads them."""
+    """The look of lines: their form, and whether the journal reads them."""
 
     form: str = "logfmt"
     journal: bool = False

@@ -1,4 +1,4 @@
-"""What /metrics says, in the Prometheus text format 0.0.4.
+"""Metrics in the Prometheus text format 0.0.4.
 
     RequestMetrics   counts requests as they are answered (the HTTP servers' Observer)
     Family           one metric: name, type, help, its samples
@@ -90,7 +90,7 @@ def _escaped(text: str) -> str:
 
 
 class Histogram:
-    """How often a value was at most each of some bounds, without those below the one before."""
+    """Counts values by bucket; a bucket does not include those below it."""
 
     __slots__ = ("bounds", "buckets", "sum")
 
@@ -202,7 +202,7 @@ def stats_families(
 
 
 def memory_families() -> Iterator[Family]:
-    """Says what the kernel says of this process, where it does (Linux)."""
+    """Yields the kernel's figures about this process, where it has them (Linux)."""
     try:
         with open("/proc/self/statm") as statm:
             pages = statm.read().split()
@@ -215,7 +215,7 @@ def memory_families() -> Iterator[Family]:
 
 
 def stretch_families() -> Iterator[Family]:
-    """Says how long the loop was busy between two polls, by what most of that went into."""
+    """Yields how long the loop was busy between two polls, by the main cause."""
     counts = stretch_counts()
     bounds = [f"{bound:g}" for bound in BOUNDS]
     samples = [

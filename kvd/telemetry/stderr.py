@@ -1,4 +1,4 @@
-"""Where log lines go: a descriptor that is never waited for.
+"""Writes log lines to a descriptor without ever waiting for it.
 
     line ──> waiting, MAX_WAITING_BYTES ──> as much as the reader takes at once
                    │ full, or it cannot be written
@@ -82,7 +82,7 @@ class NonBlockingWriter:
                 return
 
     def _tell(self, put: Put) -> None:
-        """Says how many lines are missing, once there is somebody who can hear it."""
+        """Writes how many lines are missing, once there is room for a line."""
         if self.dropped == self._told:
             return
         line = self._notice(self.dropped - self._told)

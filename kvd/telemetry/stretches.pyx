@@ -1,5 +1,5 @@
 # distutils: language = c++
-"""How long the loop is busy between two polls, and with what.
+"""Measures how long the loop is busy between two polls, and with what.
 
     poll ──> other │ events │ other │ fast path │ other ──> poll
              └─────────────── a stretch ──────────────┘
@@ -143,7 +143,7 @@ cdef void _turn_window(int64_t now) noexcept nogil:
 
 
 cdef class Cause:
-    """What the loop can be busy with: a piece of work (`with`), steps of a coroutine, items."""
+    """A cause of busy time: a piece of work (`with`), steps of a coroutine, items."""
 
     def __cinit__(self, int number, str name):
         self._number = number

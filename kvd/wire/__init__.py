@@ -1,4 +1,4 @@
-"""What comes over the wire, and what it means: no I/O, no clock, no logging.
+"""Formats and meaning of messages from the network: no I/O, no clock, no logging.
 
 event_stream                 `EventStream`: one stream and its health; composed of these four:
 stream_link                  what its socket does: states, status, silence

@@ -1,4 +1,4 @@
-"""What replicas tell each other about sessions: which rank one is bound to.
+"""Messages among replicas about sessions: the rank to which each is bound.
 
     frame 1   the topic, dynamo.session-affinity.v1
     frame 2   msgpack, a map, integers in their shortest form:
@@ -43,7 +43,7 @@ MAX_SEQUENCE = 2**63
 
 
 class Version(NamedTuple):
-    """What orders the bindings of one session."""
+    """Orders the bindings of one session."""
 
     sequence: int  # nanoseconds of a wall clock, or later
     writer_id: int

@@ -31,7 +31,7 @@ MAX_HOLES_SHOWN = 8  # ranges of lost numbers that a text names; all of them are
 
 
 class BatchSink(Protocol):
-    """Where batches go; `kvd_core.index.prefix_index.Stream` is one."""
+    """Receives batches; `kvd_core.index.prefix_index.Stream` is one."""
 
     def apply(self, payload: bytes) -> int:
         """Applies a batch and returns what it has shown, as bits: CLEARED, FLAWED, NEW_RANK,
@@ -44,13 +44,13 @@ class BatchSink(Protocol):
         """Applies some more of an UNFINISHED batch; returns what `apply` does."""
 
     def flaw(self) -> str:
-        """Says why the last batch was FLAWED."""
+        """Returns why the last batch was FLAWED."""
 
     def rank(self) -> int | None:
         """Returns the rank that the last batch has spoken for, None where that is not known."""
 
     def names_ranks(self) -> bool:
-        """Says whether batches name their ranks, so that others may follow."""
+        """Returns whether batches name their ranks, so that others may follow."""
 
     def cleared(self) -> int:
         """Returns the tiers that the last batch has CLEARED, as bits."""
@@ -59,10 +59,10 @@ class BatchSink(Protocol):
         """Drops all that earlier batches have stored, and the rest of an UNFINISHED one."""
 
     def restored(self) -> bool:
-        """Says whether its ranks hold blocks of a dump that no batch has spoken for since."""
+        """Returns whether its ranks hold blocks of a dump that no batch has spoken for since."""
 
     def goes_on(self, payload: bytes) -> bool:
-        """Says whether a batch, not yet applied, speaks of blocks that only a dump has told of."""
+        """Returns whether a batch, not yet applied, names blocks known from a dump alone."""
 
     def drop_restored(self) -> bool:
         """Drops those; returns whether there were any."""
@@ -72,11 +72,11 @@ class BatchSink(Protocol):
         """Events that were understood and had no effect, by reason."""
 
     def misfit(self) -> str:
-        """Says why nothing that comes is of use as it is registered, "" if something is."""
+        """Returns why the index can use nothing of the stream as registered, "" if it can."""
 
 
 class AppliedBatches:
-    """How far a stream has been applied, and what is missing in the index for good."""
+    """Tracks how far a stream has been applied, and what the index has lost for good."""
 
     __slots__ = (
         "_apply",
@@ -141,7 +141,7 @@ class AppliedBatches:
 
     @property
     def loss(self) -> str:
-        """Why the stream is degraded, empty if it is not."""
+        """Returns why the stream is degraded, empty if it is not."""
         losses = self._losses
         if not losses:
             return UNKNOWN if self.unproved else self._stream.misfit()
@@ -164,7 +164,7 @@ class AppliedBatches:
 
     @property
     def may_lack_news(self) -> bool:
-        """Whether no batch has come since some may have been missed."""
+        """Returns whether no batch has come since some may have been missed."""
         return self.cursor.expected == self._joined_at
 
     # ---- batches
@@ -220,10 +220,11 @@ class AppliedBatches:
         self._losses.lose(f"missing {_ranges(self._holes)}{behind}", seq)
 
     def _begin(self, payload: bytes) -> None:
-        """The engine tells everything from its beginning: what a dump said of it may be of another.
+        """Takes the engine's first batch, and drops what a dump restored.
 
-        Nothing of it is lost, if it was of this one: all of that is told again. Only a batch that
-        goes on with the dump's blocks is no beginning, whatever its number.
+        The engine announces everything again, so blocks restored from a dump may belong to an
+        earlier process. A batch that continues the dump's blocks is no first one, whatever its
+        number.
         """
         if not self._stream.restored():
             return

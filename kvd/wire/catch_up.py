@@ -1,4 +1,4 @@
-"""How a stream catches up: the batch that is held back, and what a replay brings before it.
+"""Catches a stream up: holds a batch back, and applies what a replay brings before it.
 
 A batch that is not next is held back, and the task resolves it before it takes another one:
 
@@ -69,7 +69,7 @@ class CatchUp:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a batch is held or an engine asked."""
+        """Returns whether a batch is held or an engine asked."""
         return self.held is not None or self._identity.is_asking
 
     # ---- the held batch
@@ -132,7 +132,7 @@ class CatchUp:
 
     @property
     def asks(self) -> bool:
-        """Whether an engine that has come back is to be asked whether it is the same.
+        """Returns whether an engine that has come back is to be asked whether it is the same.
 
         One that is idle would have the last one's blocks credited until it speaks.
         """
@@ -186,11 +186,11 @@ class CatchUp:
 
     @property
     def _is_outdated(self) -> bool:
-        """Whether the connection was lost since the answer that is being read was asked for."""
+        """Returns whether the connection was lost since the answer being read was asked for."""
         return self._answering_at != self._counts.losses
 
     def wants_more(self, end: ReplayEnd) -> bool:
-        """Whether an answer that ended so has brought something, and may not be all there is.
+        """Returns whether an answer that ended so brought something, and may be incomplete.
 
         Or it may be of another engine than was asked: then it has ended in a hole.
         """

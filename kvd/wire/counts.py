@@ -1,4 +1,4 @@
-"""What has happened on event streams, as plain numbers that only grow."""
+"""Counters of event streams: plain numbers that only grow."""
 
 from __future__ import annotations
 

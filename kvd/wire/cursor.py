@@ -47,7 +47,7 @@ FIRST_NUMBERS = (0, 1)  # engines begin with 0; whoever joins SGLang late, and M
 
 
 class Verdict(Enum):
-    """What a batch's number and content mean."""
+    """The meaning of a batch's number and content."""
 
     NEXT = "next"
     GAP = "gap"
@@ -121,14 +121,14 @@ class Cursor:
         self._recent.note(seq, payload)
 
     def holds(self, seq: int, payload: bytes) -> bool:
-        """Whether this very batch was accepted, as far as the last 128 are remembered.
+        """Returns whether this very batch was accepted, as far as the last 128 are remembered.
 
         Those of the engine before a restart are, until the new one's take their places.
         """
         return self._recent.holds(seq, payload)
 
     def rejoined(self) -> None:
-        """Says that from some batch on, all come over another connection than those before.
+        """Notes that from some batch on, all come over another connection than those before.
 
         Those before may be waiting still, so the doubt goes only with as many as are remembered.
         """
@@ -147,7 +147,7 @@ class Cursor:
         return self._in_doubt() or not late
 
     def _was_brought(self, seq: int) -> bool:
-        """Whether a replay has brought it, too long ago to be remembered by its content."""
+        """Returns whether a replay has brought it, too long ago to be remembered by its content."""
         if self.expected != self.brought.stop or seq >= self.expected - SIZE:
             return False
         was = seq in self.brought

@@ -1,4 +1,4 @@
-"""What indexers say to each other about a dump beside its content.
+"""Media types and headers of the dumps that indexers exchange.
 
 The binary form is described in `kvd_core/dump/binary.hpp`; the media type names its version, so a
 later one has another and both can be offered.
@@ -20,7 +20,7 @@ RECOVERING_HEADER = b"kvd-recovering"
 
 
 def wants_binary(accept: bytes) -> bool:
-    """Says whether an Accept header names the binary form, other than to refuse it (q=0)."""
+    """Returns whether an Accept header names the binary form, other than to refuse it (q=0)."""
     for part in accept.lower().split(b","):
         media, *parameters = (text.strip() for text in part.split(b";"))
         if media == BINARY_DUMP:

@@ -45,7 +45,7 @@ class _Note:
 
 
 class EarlySteps:
-    """What is known of requests that nobody has told of yet."""
+    """Keeps steps of requests whose booking has not come yet."""
 
     def __init__(self) -> None:
         self._notes: OrderedDict[object, _Note] = OrderedDict()  # oldest first

@@ -1,4 +1,4 @@
-"""Says where kvd may connect to because somebody has named the place.
+"""Decides which addresses kvd may connect to, whoever named them.
 
 Clients and files name engines, replay servers, replicas and peers, and kvd connects from inside a
 network that they may not reach themselves. So every address is looked at twice: as it is written,
@@ -102,7 +102,7 @@ EMBEDDING = tuple(
 
 
 class EgressPolicy:
-    """What may be connected to, and how often something else was named or found.
+    """The addresses that kvd may connect to, and counts of refused ones.
 
     `allowed` is what the setting says; a reload may say something else.
     """
@@ -184,7 +184,7 @@ class EgressPolicy:
     # ---- addresses as they are
 
     def allows(self, address: Address) -> bool:
-        """Says whether a connection may be made to this very address."""
+        """Returns whether a connection may be made to this very address."""
         if not self._names(address):
             return False
         inner = (each for each in _embedded(address) if _special(each) or _private(each))

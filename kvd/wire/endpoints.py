@@ -22,14 +22,14 @@ MAX_PORT = 65_535
 
 
 class Addresses(NamedTuple):
-    """Where an engine's rank is heard."""
+    """The addresses of an engine's rank."""
 
     endpoint: str
     replay_endpoint: str | None = None
     server_key: str | None = None  # of CURVE, for both; None speaks without it
 
     def unlike(self, others: Addresses) -> str:
-        """Says the first that is not as in others, which there must be."""
+        """Returns the first member that differs from that of others, of which there is one."""
         if self.endpoint != others.endpoint:
             return f"endpoint {self.endpoint}"
         if self.replay_endpoint != others.replay_endpoint:
@@ -69,7 +69,7 @@ def check_replica_endpoint(endpoint: str) -> None:
 
 
 def is_endpoint(endpoint: str) -> bool:
-    """Says whether the address has the form of one."""
+    """Returns whether the address has the form of one."""
     return _fault(endpoint) is None
 
 
@@ -87,7 +87,7 @@ def tcp_endpoint(host: str, port: int) -> str:
 
 
 def is_ipv6(endpoint: str) -> bool:
-    """Says whether the host is written as an IPv6 address, that is, in brackets."""
+    """Returns whether the host is written as an IPv6 address, that is, in brackets."""
     return endpoint.startswith("tcp://[")
 
 
@@ -118,7 +118,7 @@ def _tcp_fault(address: str) -> str | None:
 
 
 def _bracket_hint(address: str) -> str:
-    """Says what is meant by an IPv6 address that is written as others are."""
+    """Returns a hint how to write an IPv6 address, "" for any other."""
     host, _, port = address.rpartition(":")
     if is_ipv6_address(host):
         return f"; an IPv6 address has brackets: tcp://[{host}]:{port}"

@@ -40,7 +40,7 @@ from enum import Enum
 
 
 class IdentityCheck(Enum):
-    """How far the check has come whether the engine is the same."""
+    """The progress of the check whether the engine is the same."""
 
     NONE = "none"
     DUE = "due"
@@ -53,14 +53,14 @@ class IdentityCheck(Enum):
 
 
 class Identity(Enum):
-    """What is known of the engine since the last check."""
+    """Knowledge about the engine since the last check."""
 
     SAME = "same"  # the one that was heard before, as far as anything tells
     UNKNOWN = "unknown"  # it has been asked, and has not shown that it is the same
 
 
 class IdentityEvent(Enum):
-    """What happens to a check."""
+    """An event of a check."""
 
     DOUBTED = "doubted"  # from here on it may be another engine
     HELD_BEHIND = "held_behind"  # a batch is held, and some have been accepted before
@@ -139,7 +139,7 @@ _WANT_ALL = (IdentityCheck.ASKING, IdentityCheck.ANSWERED)
 
 
 class EngineIdentity:
-    """Who speaks on one stream, as far as batches name their publisher or replays prove it."""
+    """Tracks the publisher of one stream, as far as batches name it or replays prove it."""
 
     __slots__ = ("_named_at", "check", "heard", "identity", "publisher", "speaker")
 
@@ -164,7 +164,7 @@ class EngineIdentity:
             self.publisher = publisher
 
     def is_named(self, expected: int) -> bool:
-        """Whether a batch before `expected` has been applied since it is known who publishes."""
+        """Returns whether a batch before `expected` was applied since the publisher is known."""
         return bool(self.publisher) and expected != self._named_at
 
     @property
@@ -173,20 +173,20 @@ class EngineIdentity:
 
     @property
     def is_in_doubt(self) -> bool:
-        """Whether the replay before the next held batch is to tell who it is."""
+        """Returns whether the replay before the next held batch is to tell who it is."""
         return self.check is IdentityCheck.DUE or self.is_unknown
 
     @property
     def wants_last(self) -> bool:
-        """Whether a replay is to bring the last accepted batch once more."""
+        """Returns whether a replay is to bring the last accepted batch once more."""
         return self.check in _WANT_LAST
 
     @property
     def wants_held(self) -> bool:
-        """Whether a replay is to bring the engine's own batch of the held number."""
+        """Returns whether a replay is to bring the engine's own batch of the held number."""
         return self.check in _WANT_HELD
 
     @property
     def is_asking(self) -> bool:
-        """Whether an idle engine is being asked."""
+        """Returns whether an idle engine is being asked."""
         return self.check in _WANT_ALL

@@ -1,4 +1,4 @@
-"""What an event of the KV Events standard says of itself, against its publisher's registration.
+"""The envelope of a KV Events standard event, checked against its publisher's registration.
 
 The registration says what an event leaves out. An event that says otherwise is another's.
 
@@ -55,7 +55,7 @@ Stream = tuple[str, str, int, str | None, int | None]
 
 
 class StreamIdentity(NamedTuple):
-    """What a registration says of all its publisher's events."""
+    """The registration's properties that all of its publisher's events have."""
 
     model_name: str
     tenant_id: str
@@ -114,7 +114,7 @@ class Envelopes:
 
     @property
     def crowded(self) -> bool:
-        """Whether it is time to `forget_backends`."""
+        """Returns whether it is time to `forget_backends`."""
         return len(self._backends) >= self._crowd
 
     def kept(self) -> dict[str, int]:

@@ -36,7 +36,7 @@ MAX_BEHIND = 1_048_576
 
 @dataclass(slots=True)
 class _Place:
-    """How far a stream of events has been heard."""
+    """The position in one stream of events."""
 
     first: int
     last: int
@@ -56,7 +56,7 @@ class KeptStream(NamedTuple):
 
 
 class EventOrder:
-    """How far the streams of one publisher have been heard."""
+    """The positions in all streams of one publisher's events."""
 
     def __init__(self) -> None:
         self._streams: dict[Stream, _Place] = {}
@@ -74,7 +74,7 @@ class EventOrder:
         self._highest = max(self._highest, -1 if number is None else number)
 
     def is_next(self, event: StandardEvent) -> bool:
-        """Whether an event goes on with its stream; notes what is missing before it."""
+        """Returns whether an event goes on with its stream; notes what is missing before it."""
         number = event.event_id
         if number is None:
             return True
@@ -128,7 +128,7 @@ class EventOrder:
         return list(behind)
 
     def _is_repeated(self, place: _Place, event: StandardEvent) -> bool:
-        """Whether a stale event is one of those at the stream's beginning, or in a row with one."""
+        """Returns whether a stale event is one of the stream's first, or in a row with one."""
         number = event.event_id
         assert number is not None
         goes_on = place.repeated is not None and number == place.repeated + 1

@@ -1,4 +1,4 @@
-"""One event stream of an engine, as others see it: its status, its health, its place.
+"""An event stream of an engine as others see it: status, health, position.
 
 A listener reads the event stream of one (worker, rank). The task that owns the socket,
 `kvd.net.listener.run_listener`, tells this what happens; four parts share what follows from it:
@@ -52,7 +52,7 @@ class StreamHealth(StrEnum):
 
 
 class Change(Flag):
-    """What has changed between two batches; of several at once, in this order."""
+    """A change of the connection between two batches; of several at once, in this order."""
 
     LOST = auto()  # the connection
     JOINED = auto()  # another one was made
@@ -172,7 +172,7 @@ class EventStream:
 
     @property
     def loss(self) -> str:
-        """Why the stream is degraded, empty if it is not."""
+        """Returns why the stream is degraded, empty if it is not."""
         return self.batches.loss
 
     @property
@@ -269,7 +269,7 @@ class EventStream:
         self._place = None
 
     def pass_over(self, change: Change) -> None:
-        """What comes from here on may be another engine's, or is not all that there was."""
+        """Expects that further batches may come from another engine, or that some were lost."""
         if Change.LOST in change:
             self._is_broken = True
             self._doubt()

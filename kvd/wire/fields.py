@@ -17,7 +17,7 @@ TENANT_NAMES = ("routing_group", "tenant_id")
 
 
 class Refused(StrEnum):
-    """Why a message is no event."""
+    """The message is no event; the text names the reason."""
 
     FRAMES = "frames"  # not two
     TOPIC = "topic"

@@ -13,12 +13,12 @@ NUMBER = re.compile(r"[0-9]+|0[xX][0-9A-Fa-f]*")
 
 
 def everywhere(host: object) -> str:
-    """Says why nothing is connected to `*`, 0.0.0.0 or ::, which only who listens may name."""
+    """Returns why kvd does not connect to `*`, 0.0.0.0 or ::, which only a listener may name."""
     return f"{host} stands for every address of a listening machine; name one of them"
 
 
 def is_ipv6(text: str) -> bool:
-    """Says whether a text is an IPv6 address."""
+    """Returns whether a text is an IPv6 address."""
     try:
         IPv6Address(text)
     except ValueError:

@@ -178,7 +178,7 @@ def hashes(event: Event) -> list[object]:
 
 
 def names_object(event: Event) -> bool:
-    """Says whether `hashes` has returned what an engine's connector calls a block.
+    """Returns whether `hashes` has returned what an engine's connector calls a block.
 
     Those are the engine's own hashes, which it has made of the adapter and the salt, too.
     """

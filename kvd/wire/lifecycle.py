@@ -1,4 +1,4 @@
-"""What slot trackers tell each other about requests: one message per step of a request's life.
+"""Messages among slot trackers about requests: one for each step of a request's life.
 
     frame 1   the topic, dynamo.slot-tracker.v1
     frame 2   msgpack, integers in their shortest form:
@@ -73,7 +73,7 @@ HINT = ("initial_effective_prefill_tokens", "expected_prefill_duration")
 
 
 class Step(StrEnum):
-    """What has happened to a request."""
+    """The kind of a step of a request."""
 
     ADD = "add"
     PREFILL_COMPLETE = "prefill_complete"
@@ -117,7 +117,7 @@ class Lifecycle:
 
 
 class Outcome(StrEnum):
-    """What became of a peer's event; all but the first change nothing."""
+    """The outcome of a peer's event; all but the first change nothing."""
 
     APPLIED = "applied"
     UNKNOWN_MODEL = "unknown_model"  # or tenant

@@ -1,4 +1,4 @@
-"""What a stream lacks for good: of which ranks, and on which of their tiers.
+"""Permanent losses of a stream: the ranks that lack something, and on which tiers.
 
 A port may carry several ranks, and nothing says whose a missing batch was: so all of them lack it,
 those too that have not been heard yet. A clear tells that a rank holds nothing on some tiers, so
@@ -41,7 +41,7 @@ class Losses:
             self._lacking.update(kept.lacking)
 
     def __bool__(self) -> bool:
-        """Whether anything has been lost that some rank may still lack."""
+        """Returns whether anything has been lost that some rank may still lack."""
         return bool(self._lacking) or self._unheard_since is not None
 
     def kept(self) -> KeptLosses:
@@ -51,11 +51,11 @@ class Losses:
 
     @property
     def of_unheard(self) -> bool:
-        """Whether ranks that have not been heard lack something, if there are any."""
+        """Returns whether ranks not heard yet may lack something."""
         return self._unheard_since is not None
 
     def matter(self, expected: int) -> bool:
-        """Whether a rank lacks something, or one may that has not been heard.
+        """Returns whether a rank lacks something, or one may that has not been heard.
 
         `expected` is the number of the next batch.
         """

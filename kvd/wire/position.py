@@ -1,4 +1,4 @@
-"""How far a stream was followed, as one process tells it to the one that takes its place."""
+"""The position of a stream, as one process hands it over to its successor."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class KeptLosses(NamedTuple):
-    """What `Losses` knows: see there."""
+    """The losses of a stream, as `Losses` keeps them."""
 
     why: str
     heard: list[int]  # ranks

@@ -32,7 +32,7 @@ ANSWER_FRAMES = (3, 4)
 
 
 class ReplayEnd(StrEnum):
-    """Why a replay was over."""
+    """The reason why a replay was over."""
 
     REACHED = "reached"  # the last number asked for has come, or a later one
     MARKER = "marker"  # the engine says that it has no more

@@ -1,4 +1,4 @@
-"""What is known of the replicas that tell us of requests, and of what they tell."""
+"""The replicas that send messages about requests, and counts of those messages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DROPPED = [outcome for outcome in Outcome if outcome is not Outcome.APPLIED]
 
 @dataclass(slots=True, eq=False)
 class ReplicaCounts:
-    """What has happened on the replica plane, as plain numbers that only grow.
+    """Counts of events on the replica plane, as plain numbers that only grow.
 
     `received` is the sum of `own`, `applied`, what was refused and what was dropped.
     """

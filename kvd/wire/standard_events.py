@@ -1,4 +1,4 @@
-"""What the events of one registered publisher mean for the index.
+"""The meaning for the index of one registered publisher's events.
 
     payload ── read_batch ──> events ─┬─ standard: envelope against the registration, order, place
                                       └─ engine's own: the decoder of those, then the same
@@ -62,7 +62,7 @@ _Event = StandardEvent | ValueError | Foreign | RawEvent
 
 
 class KeptPublication(NamedTuple):
-    """What one process tells of a publisher to the one that takes its place."""
+    """The part of a publisher's stream that a process hands over to its successor."""
 
     backends: dict[str, int]  # numbers by name: holders are known by them
     highest: int  # `event_id`
@@ -133,7 +133,7 @@ class StandardEventStream:
         }
 
     def unused(self) -> str:
-        """Says why nothing is held of a publisher that is heard; "" if there is no such reason."""
+        """Returns why nothing is held of a publisher that is heard; "" without such a reason."""
         reasons = self._useless()
         count, events = reasons.total(), self.events
         held = self._source.stats()
@@ -284,7 +284,7 @@ class StandardEventStream:
         self.order.take_over(kept.highest, streams)
 
     def settled(self) -> None:
-        """Says that the publisher has gone past what was restored of it."""
+        """Notes that the publisher has passed its restored position."""
         self._source.settled()
 
     def restored(self) -> bool:

@@ -1,4 +1,4 @@
-"""What `--state-url` may say: the server where replicas share their state.
+"""Reads `--state-url`: the server where replicas share their state.
 
     redis://[USER@]HOST[:PORT][/DATABASE]                            rediss:// for TLS
     redis+sentinel://[USER@]HOST[:PORT],HOST[:PORT]/NAME[/DATABASE]  rediss+sentinel://
@@ -22,7 +22,7 @@ MAX_SERVERS = 64  # that one address may name
 
 @dataclass(frozen=True, slots=True)
 class StateAddress:
-    """Where the shared state is."""
+    """The address of the shared state."""
 
     servers: tuple[tuple[str, int], ...]
     tls: bool

@@ -1,4 +1,4 @@
-"""What the connection to one engine does: its state, the documented status, and who says nothing.
+"""The connection to one engine: its state, its documented status, its silence.
 
     state      means                                         status      connected
     --------   -------------------------------------------   ---------   ---------
@@ -44,14 +44,14 @@ class ListenerStatus(StrEnum):
 
 
 class Quiet(StrEnum):
-    """Why nothing has come for `stale_after_s`, where something should have."""
+    """The reason why nothing has come for `stale_after_s`, where something should have."""
 
     UNREACHABLE = "unreachable"  # there is no connection
     SILENT = "silent"  # there is one, and no message has come over it
 
 
 class LinkState(Enum):
-    """What the socket of a listener does."""
+    """The state of a listener's socket."""
 
     PENDING = "pending"
     JOINED = "joined"
@@ -61,7 +61,7 @@ class LinkState(Enum):
 
 
 class LinkEvent(Enum):
-    """What happens to it."""
+    """An event of a listener's socket."""
 
     CONNECTING = "connecting"  # there is a new socket
     JOINED = "joined"  # the engine answers
@@ -141,7 +141,7 @@ class StreamLink:
         return status
 
     def is_stale(self, now: float) -> bool:
-        """Whether there has been no connection for longer than `stale_after_s`."""
+        """Returns whether there has been no connection for longer than `stale_after_s`."""
         since = self.disconnected_since
         return since is not None and now - since > self.stale_after_s
 
@@ -189,7 +189,7 @@ class StreamLink:
 
     @property
     def is_silent(self) -> bool:
-        """Whether nothing has come over this connection, where it could."""
+        """Returns whether nothing has come over this connection, where it could."""
         return self.connected and self.is_receiving and self._heard == self._heard_at_join
 
     def check_quiet(self, now: float, is_waited_for: bool) -> Quiet | None:

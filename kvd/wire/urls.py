@@ -23,7 +23,7 @@ _USER = re.compile(r"(://)[^@].*@|^[^\s/]+@", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a URL names."""
+    """The parts of a URL."""
 
     host: str  # in ASCII, an IPv6 address without brackets
     port: int

@@ -1,4 +1,4 @@
-"""What all of the core stands on.
+"""The foundation of all of the core.
 
 arena.hpp, pages.hpp   storage by dense ids that never moves; memory in mappings of its own
 keyed.hpp              the hash of tables whose keys outsiders choose

@@ -19,15 +19,15 @@ cdef class Recent:
             self.c.skip(first, stop)
 
     def skipped(self, uint64_t number):
-        """Whether nothing has come for one of the last SIZE numbers."""
+        """Returns whether nothing has come for one of the last SIZE numbers."""
         return self.c.skipped(number)
 
     def holds(self, uint64_t number, bytes payload not None):
-        """Whether this very batch was noted under this very number, as the last of its slot."""
+        """Returns whether this very batch was noted under this number, as the last of its slot."""
         return self.c.holds(number, PyBytes_AS_STRING(payload), PyBytes_GET_SIZE(payload))
 
     def digests(self):
-        """What is remembered, for `recall` in another process."""
+        """Returns what is remembered, for `recall` in another process."""
         return PyBytes_FromStringAndSize(<const char*>self.c.digests(), kRecent * sizeof(uint64_t))
 
     def recall(self, bytes digests not None):

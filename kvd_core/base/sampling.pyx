@@ -1,4 +1,4 @@
-"""Which requests observers are told of, where telling them of all would cost too much.
+"""Samples the requests that observers are told of, where telling of all would cost too much.
 
 A request is taken if the hash of its id ends with enough zeros, so all its steps are or none. When
 more are taken than the rate allows, the mask grows by a bit at once; when few are, it loses one at
@@ -22,7 +22,7 @@ cdef class Sample:
         self.is_whole = True
 
     cpdef bint takes(self, str request_id) except -1:
-        """Says whether a request is in the sample."""
+        """Returns whether a request is in the sample."""
         return not PyObject_Hash(request_id) & self.mask
 
     def count(self):

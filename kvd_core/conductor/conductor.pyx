@@ -57,7 +57,7 @@ def _text(bytes key):
 
 
 cdef class Conductor:
-    """What one index has of the conductor.
+    """The conductor's part of one index.
 
     It costs the index nothing before the first source or question by hash.
     """
@@ -83,7 +83,7 @@ cdef class Conductor:
         return source
 
     def has(self, str instance_id not None):
-        """Says whether any registration names the instance."""
+        """Returns whether any registration names the instance."""
         return self.c.find(_json(instance_id)) != NULL
 
     def instances(self):
@@ -223,7 +223,7 @@ cdef class Conductor:
         return found
 
     def stats(self):
-        """What waits for its place, and the bytes of that (beside those of parked blocks)."""
+        """Returns the number and the bytes of waiting blocks, without those that are parked."""
         return {"loose": self.c.loose_count(), "bytes": self.c.bytes()}
 
     def verify(self):
@@ -409,7 +409,7 @@ cdef class Source:
         return [(each.backend, each.dp_rank if each.ranked else None) for each in self.c.holders]
 
     def settled(self):
-        """Says that the publisher has gone past what was restored of it.
+        """Notes that the publisher has passed its restored position.
 
         Until then what it tells again of a restored block is no second copy.
         """
@@ -422,7 +422,7 @@ cdef class Source:
             self.conductor.c.drop_idle(self.c)
 
     def stats(self):
-        """What it holds, and what questions have found with it.
+        """Returns the blocks that it holds, and the questions that matched them.
 
         `blocks` have their place in the tree, and count once a rank and medium; `waiting` have none
         for want of tokens or a parent. Of the questions about a block or more that have shown its
@@ -485,12 +485,12 @@ cdef class EngineEvents:
         return None if progress == Progress.UNFINISHED else progress == Progress.DONE
 
     def flaw(self):
-        """Why the last batch was not understood as a whole: the first of REASONS, "" if it was."""
+        """Returns why the last batch was not wholly understood: the first of REASONS, else ""."""
         cdef size_t reason = self.c.flaw()
         return "" if reason == kReasons else REASONS[reason]
 
     def full(self):
-        """How many events, or parts of them, have found no room."""
+        """Returns the number of events, or parts of events, for which there was no room."""
         return self.c.counters.full
 
     def forget(self):

@@ -1,5 +1,5 @@
 # distutils: language = c++
-"""What publishers hold, written by one process and brought back by the one that takes its place.
+"""Publishers' holdings, written by one process and restored by its successor.
 
 `conductor/kept_holdings.hpp` has the picture and the costs, `dump/format.hpp` the form. Publishers
 are named by their places in a list of sources; None stands there for one of another partition, or

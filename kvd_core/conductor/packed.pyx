@@ -97,5 +97,5 @@ cdef _array(CCursor* at, size_t width):
 
 
 cdef bint fits(CInteger number) noexcept:
-    """Whether a number has 32 bits and a sign."""
+    """Returns whether a number has 32 bits and a sign."""
     return ~number.bits <= INT32_MAX if number.negative else number.bits <= INT32_MAX

@@ -126,7 +126,7 @@ cdef class StagedEntry:
 
     @property
     def worker_count(self):
-        """How many workers it has."""
+        """Returns the number of its workers."""
         return self.c.workers.size()
 
     def workers(self, size_t start=0, size_t stop=0xffffffff):

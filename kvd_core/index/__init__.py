@@ -1,4 +1,4 @@
-"""Who holds which block on which tier, and what of a prompt that covers.
+"""The index of held blocks by rank and tier, and the matches of prompts in it.
 
 prefix_index                 `PrefixIndex`, `Worker`, `Stream`, `Dump`: the module that Python
                              uses

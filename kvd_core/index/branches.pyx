@@ -97,7 +97,7 @@ def branches(PrefixIndex index not None, above, after, size_t limit):
 
 
 def holdings(Worker worker not None):
-    """How many blocks each rank of a worker holds, by dp rank, as a tuple by tier."""
+    """Returns the number of blocks of each rank of a worker, by dp rank, as a tuple by tier."""
     if worker.index is None:
         return {}
     return {

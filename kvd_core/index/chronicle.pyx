@@ -1,5 +1,5 @@
 # distutils: language = c++
-"""What has happened to blocks lately, in a ring that indexes share (`index/chronicle.hpp`)."""
+"""The last changes of blocks, in a ring that indexes share (`index/chronicle.hpp`)."""
 
 from libcpp.memory cimport make_shared
 
@@ -19,7 +19,7 @@ cdef class Chronicle:
         self.c = make_shared[CChronicle](capacity, now)
 
     def set_time(self, double now):
-        """Says what time it is, in seconds: changes are noted with the last that was said."""
+        """Sets the time, in seconds, with which further changes are noted."""
         self.c.get().set_time(now)
 
     @property
@@ -38,5 +38,5 @@ cdef class Chronicle:
 
     @property
     def reach(self):
-        """When the oldest of those that are there was noted, in seconds; now if there is none."""
+        """Returns when the oldest remembered change was noted, in seconds; now if there is none."""
         return self.c.get().reach()

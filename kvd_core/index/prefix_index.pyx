@@ -62,7 +62,7 @@ cdef int place_waiting(CIndex& index) except -1:
 
 
 cdef class Slice:
-    """What a slice of long work may still do, where steps are counted in Python."""
+    """The rest of a slice of long work, where steps are counted in Python."""
 
     def __cinit__(self, int64_t steps):
         """Steps are of about 0.1 us; when far more time than theirs has passed, none is left."""
@@ -94,7 +94,7 @@ cdef class IngestCounters:
 
 
 cdef class Budget:
-    """What the indexes that share it may hold together, and what they do.
+    """The blocks that indexes may hold together, and those that they do.
 
     `max_blocks` bounds the distinct blocks, and likewise the (rank, block) pairs; 0 is no bound.
     What is held stays when it is lowered.
@@ -199,7 +199,7 @@ cdef class PrefixIndex:
         self.c.predict(ttl_s, max_entries, <uint32_t>(max_entries * target_ratio))
 
     def predicted(self):
-        """How many blocks of ranks are predicted."""
+        """Returns the number of predicted blocks of ranks."""
         return 0 if self.c.predicted() == NULL else self.c.predicted().size()
 
     def forget_predicted(self, double now, size_t limit):
@@ -340,11 +340,11 @@ cdef class PrefixIndex:
         }
 
     def asked(self):
-        """What questions by tokens have said of their prompts, while there were blocks."""
+        """Returns counts of the prompts of questions by tokens, while there were blocks."""
         return said_by(&self.c.asked())
 
     def told(self):
-        """What engines have said of the prompts whose first blocks they stored, by tokens."""
+        """Returns counts of the prompts whose first blocks engines stored, by tokens."""
         return said_by(&self.c.told())
 
     def verify(self):
@@ -389,7 +389,7 @@ cdef class Worker:
         return [entry.first for entry in self.c.ranks]
 
     def settled(self):
-        """What its streams announce again counts as copies from now on (see recovery.pyx)."""
+        """Counts further announcements of its streams as copies (see recovery.pyx)."""
         if self.index is not None:
             for entry in self.c.ranks:
                 self.index.c.rank(entry.second).settling = False
@@ -504,7 +504,7 @@ cdef class Stream:
         return outcome
 
     def flaw(self):
-        """Why the last applied batch is FLAWED: the first of REASONS that it met, else ""."""
+        """Returns why the last batch is FLAWED: the first of REASONS that it met, else ""."""
         cdef size_t reason = self.c.flaw()
         return "" if reason == kReasons else REASONS[reason]
 
@@ -514,7 +514,7 @@ cdef class Stream:
         return dp_rank if self.c.rank(&dp_rank) else None
 
     def names_ranks(self):
-        """Whether batches name their ranks, so that there may be more than have been heard."""
+        """Returns whether batches name their ranks, so that ranks not yet heard may exist."""
         return self.c.names_ranks()
 
     def cleared(self):
@@ -528,7 +528,7 @@ cdef class Stream:
         return {IGNORED[i]: counts[i] for i in range(kIgnored) if counts[i]}
 
     def misfit(self):
-        """Says why what the engine tells is of no use as it is registered, "" if it is of use."""
+        """Returns why the index can use nothing of the stream as registered, "" if it can."""
         if self.worker.index is None:
             return ""
         if self.c.other_block_size():
@@ -555,11 +555,11 @@ cdef class Stream:
         verify_if_debug(deref(self.worker.index.c))
 
     def restored(self):
-        """Whether its ranks hold blocks of a dump that no batch has spoken for since."""
+        """Returns whether its ranks hold blocks of a dump that no batch has spoken for since."""
         return self.worker.index is not None and self.c.restored()
 
     def goes_on(self, bytes payload not None):
-        """Whether a batch, not yet applied, speaks of blocks that only a dump has told of.
+        """Returns whether a batch, not yet applied, speaks of blocks that only a dump has told of.
 
         They are parents in it, or removed, without having been stored in it: no engine begins so.
         """
@@ -568,7 +568,7 @@ cdef class Stream:
         )
 
     def drop_restored(self):
-        """Drops those, because the engine tells everything from its beginning.
+        """Drops blocks restored from a dump: the engine announces everything again.
 
         Returns whether there were any. RuntimeError when the worker was removed.
         """

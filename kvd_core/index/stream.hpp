@@ -133,7 +133,7 @@ class Stream {
     return std::any_of(ranks.begin(), ranks.end(), [&](auto& entry) { return unheard(entry); });
   }
 
-  // Drops those: the engine tells everything from its beginning.
+  // Drops those: the engine announces everything again.
   void drop_restored() {
     for (const auto& entry : worker_.ranks) {
       if (unheard(entry)) worker_.renew(index_, entry.first);

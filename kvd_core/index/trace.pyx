@@ -1,5 +1,5 @@
 # distutils: language = c++
-"""Why prompts are cached on ranks as far as they are: `index/trace.hpp` has the rules."""
+"""Explains how far prompts are cached on ranks: `index/trace.hpp` has the rules."""
 
 from collections import namedtuple
 
@@ -106,7 +106,7 @@ cdef uint64_t term_of(str text, bint is_salt) except? 0:
 
 
 def terms(str lora_name, str cache_salt):
-    """What an adapter and a salt add to the seed of local hashes; 0 for None."""
+    """Returns what an adapter and a salt add to the seed of local hashes; 0 for None."""
     return term_of(lora_name, False), term_of(cache_salt, True)
 
 
@@ -149,7 +149,7 @@ def recalled(PrefixIndex index not None, bytes sequence_hashes not None):
 
 
 def seeds(PrefixIndex index not None):
-    """What adapter and salt of engines' prompts added to the seed of local hashes lately.
+    """Returns what adapter and salt of engines' prompts added to the seed of local hashes lately.
 
     As pairs, each once; 0 where there was none of it. Prompts without both are not among them.
     """
@@ -159,7 +159,7 @@ def seeds(PrefixIndex index not None):
 
 
 cdef class Trace:
-    """What has become of a prompt's blocks on some ranks of an index."""
+    """The history of a prompt's blocks on some ranks of an index."""
 
     cdef unique_ptr[CTrace] c
     cdef PrefixIndex index
@@ -228,5 +228,5 @@ cdef class Trace:
 
     @property
     def left_out(self):
-        """How many things that have happened are not kept, the oldest."""
+        """Returns the number of changes that are not kept, the oldest."""
         return self.c.get().all_steps() - self.c.get().steps().size()

@@ -101,7 +101,7 @@ cdef bytes cut(PyObject* answer, Py_ssize_t size):
 
 
 cdef class Loads:
-    """What ranks work on, for ledgers to share: they know of each other's load, and of no more.
+    """The load of ranks, shared by ledgers, which know of nothing else of each other.
 
     `eased` is None, or what is to be called when there is less of it: nobody here calls it, but
     whoever completes, frees, expires or removes does, for somebody waits for a rank to be idle.
@@ -270,12 +270,12 @@ cdef class Ledger:
         return ids
 
     def oldest(self):
-        """When the oldest live request was admitted, None without any. O(1)."""
+        """Returns when the oldest live request was admitted, None without any. O(1)."""
         cdef RequestId request = self.c.requests.by_age.first
         return None if request == kNone else self.c.requests.all[request].admitted
 
     def request(self, str request_id not None):
-        """What is booked under an id (a LiveRequest), None if nothing is. O(1).
+        """Returns the LiveRequest booked under an id, None if there is none. O(1).
 
         Its `prefill_tokens` are those that still count, its `tokens` those it came with.
         """
@@ -331,7 +331,7 @@ cdef class Ledger:
         return cut(answer, end - begin)
 
     def project(self, hashes, uint64_t new_tokens):
-        """What the load of each rank would be with a further request, as a JSON array.
+        """Returns the load that each rank would have with a further request, as a JSON array.
 
         OverflowError for more than MAX_TOKENS. O(n + r + the ranks on the path). See
         `ledger/rows.pxd`.
@@ -348,7 +348,7 @@ cdef class Ledger:
         return cut(answer, end - begin)
 
     def depths(self, hashes):
-        """How many leading blocks of a prompt each rank has live, by rank id, zeros left out."""
+        """Returns how many leading blocks of a prompt each rank has live, by rank id, no zeros."""
         cdef Prompt prompt = prompt_of(hashes)
         cdef const uint32_t* depths = live_depths(self.c.loads, prompt.hashes, prompt.blocks)
         cdef Listed at

@@ -1,5 +1,5 @@
 # cython: language_level=3, cdivision=True
-"""What every rank is working on, whoever has booked it: the part that ledgers share.
+"""The load of every rank, over all bookings: the part that ledgers share.
 
     ledger of one face   ──┐          rank 2, of both: 3 requests, 96 prefill tokens,
       its ranks, requests  ├─> loads                   prompt 41.5, output 2

@@ -1,5 +1,5 @@
 # cython: language_level=3, cdivision=True
-"""What becomes of requests, as records of journals: each step when it is taken, whoever takes it.
+"""Steps of requests as records of journals, written when a step is taken, on any way.
 
     kind   what                       bytes, little-endian, without padding
     'B'    a request is booked, or    u32 ledger, u64 worker, u32 dp rank, u32 blocks, u64 tokens,

@@ -1,5 +1,5 @@
 # cython: language_level=3
-"""What a ledger is made of besides the trie: requests, ranks, what goes in and what comes out."""
+"""The parts of a ledger besides the trie: requests, ranks, arguments and results."""
 
 from libc.stddef cimport size_t
 from libc.stdint cimport uint8_t, uint16_t, uint32_t, uint64_t

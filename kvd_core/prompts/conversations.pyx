@@ -59,12 +59,12 @@ cdef class Conversations:
 
     @property
     def size_bytes(self):
-        """What all of them take."""
+        """Returns the size of all of them."""
         return self.core.bytes()
 
     @property
     def forgotten(self):
-        """How many have made room for others."""
+        """Returns the number of conversations that made room for others."""
         return self.core.forgotten()
 
     def recall(self, bytes context not None, bytes messages not None):
@@ -94,7 +94,7 @@ cdef class Conversations:
 
 
 cdef class Strands:
-    """Which conversations requests go on with, in at most `max_bytes` bytes."""
+    """Finds the conversation that a request continues, in at most `max_bytes` bytes."""
 
     cdef CStrands* core
 
@@ -109,7 +109,7 @@ cdef class Strands:
 
     @property
     def forgotten(self):
-        """How many beginnings have made room for others."""
+        """Returns the number of beginnings that made room for others."""
         return self.core.forgotten()
 
     def strand_of(self, bytes context not None, bytes messages not None):

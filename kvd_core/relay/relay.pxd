@@ -1,4 +1,4 @@
-"""What C++ offers of the relay (relay/relay.hpp)."""
+"""Declarations of the C++ relay (relay/relay.hpp)."""
 
 from libc.stdint cimport int64_t, uint16_t, uint32_t, uint64_t
 from libcpp cimport bool

@@ -32,7 +32,7 @@ Ending = namedtuple("Ending", ("outcome", "forwarded", "receives", "tail", "wait
 
 
 class ExchangeOutcome(IntEnum):
-    """What became of an exchange (relay/relay.hpp)."""
+    """The outcome of an exchange (relay/relay.hpp)."""
 
     UNDER_WAY = 0
     COMPLETE = 1
@@ -115,11 +115,11 @@ cdef class Relay:
         return exchange
 
     def ready(self, uint64_t exchange):
-        """Says whether an answer waits to be forwarded."""
+        """Returns whether an answer waits to be forwarded."""
         return self.known(exchange).phase == Phase.kReady
 
     def ended(self, uint64_t exchange):
-        """Says whether there is nothing more to come."""
+        """Returns whether there is nothing more to come."""
         return self.known(exchange).phase == Phase.kEnded
 
     def answer(self, uint64_t exchange):

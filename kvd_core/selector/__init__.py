@@ -1,4 +1,4 @@
-"""Which rank should serve a prompt.
+"""Chooses the rank that should serve a prompt.
 
 selector              `Pool`, `Prompt`: the module that Python uses
 settings              weights and thresholds of a choice

@@ -1,5 +1,5 @@
 # cython: language_level=3, cdivision=True
-"""Which candidate is chosen, once a look has found how all of them stand to the prompt.
+"""Chooses a candidate, once a look has found how all of them stand to the prompt.
 
     candidates   w1/0      w1/1      w7/0      w9/0
     eligible      yes       yes       no        yes     the caller's mask

@@ -1,5 +1,5 @@
 # distutils: language = c++
-"""What the choices of a selection service have come to, see `selector/choice_counts.hpp`."""
+"""Sums over the choices of a selection service, see `selector/choice_counts.hpp`."""
 
 from cython.operator cimport dereference as deref
 
@@ -63,7 +63,7 @@ cdef class ChoiceCounts:
         return [number for number in self.c.lengths.buckets], self.c.served_tokens
 
     def choices(self, int phase):
-        """What the choices for one phase have come to, by name.
+        """Returns the sums over the choices for one phase, by name.
 
         `regret` has a number for each of REGRET_BOUNDS and one more, `rates` for each of
         RATE_BOUNDS; `rates_sum` adds these up.

@@ -1,5 +1,5 @@
 # cython: language_level=3, cdivision=True
-"""What it would cost a candidate to serve the prompt; lower is better.
+"""The cost at which a candidate would serve the prompt; lower is better.
 
 There are two costs; docs/faces/selection.md describes both for operators.
 

@@ -1,5 +1,5 @@
 # cython: language_level=3, cdivision=True
-"""What a look finds in the ledger: how much of the prompt each candidate has in use, and its load.
+"""The look at the ledger: how much of the prompt each candidate has in use, and its load.
 
 Costs: O(candidates), and what `live_depths` takes. All is inline, as in `cost.pxd`.
 """

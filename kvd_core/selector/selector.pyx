@@ -1,6 +1,6 @@
 # distutils: language = c++
 # distutils: extra_compile_args = -falign-loops=32
-"""Which rank should serve a prompt.
+"""Chooses the rank that should serve a prompt.
 
 `selector/choice.pxd` has the rules of choosing, `selector/cost.pxd` what a choice costs,
 `selector/rows.pxd` the JSON; `selector/pool.hpp` is the C++ that looks into the index,
@@ -308,7 +308,7 @@ cdef class Pool:
         self.c.set_heard(self.at(candidate), heard)
 
     def set_reachable(self, Py_ssize_t candidate, bint reachable):
-        """Says whether a candidate can be chosen."""
+        """Returns whether a candidate can be chosen."""
         self.c.set_reachable(self.at(candidate), reachable)
 
     # ---- choosing
@@ -606,7 +606,7 @@ cdef class Pool:
         return self.rendered(kOverlaps, None, 0, b"", b"")
 
     def render_loads(self, Settings settings not None):
-        """What every candidate would be working on with the prompt, as a JSON array."""
+        """Returns the load that every candidate would have with the prompt, as a JSON array."""
         return self.rendered(kLoads, settings, 0, b"", b"")
 
     cdef bytes rendered(self, Part part, Settings settings, size_t candidate, bytes opening,

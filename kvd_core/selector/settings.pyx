@@ -1,5 +1,5 @@
 # distutils: language = c++
-"""How a selection weighs and chooses; what the figures mean is in `selector/cost.pxd`."""
+"""Settings of the costs and of the choice; `selector/cost.pxd` explains the figures."""
 
 from types import MappingProxyType
 
@@ -52,7 +52,7 @@ cdef dict HIGHEST = {"host_credit": 1.0, "disk_credit": 1.0}
 
 
 cdef class Settings:
-    """How to weigh and choose: immutable, made once for each configuration or override."""
+    """Settings of a choice: immutable, made once for each configuration or override."""
 
     def __init__(self, **members):
         """Takes weights and thresholds from 0 to MAX_WEIGHT; a threshold of None is off.

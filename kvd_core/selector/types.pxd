@@ -1,5 +1,5 @@
 # cython: language_level=3
-"""What a selection is made of: candidates, what a look has found about each, the prompt."""
+"""The structs of a selection: candidates, the findings of a look about each, the prompt."""
 
 from libc.stddef cimport size_t
 from libc.stdint cimport uint32_t, uint64_t

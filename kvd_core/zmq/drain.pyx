@@ -33,7 +33,7 @@ _load()
 
 
 cdef class InboxSpace:
-    """What all inboxes together may hold, in messages and in bytes; 0 is without a bound."""
+    """The bounds of all inboxes together, in messages and in bytes; 0 is no bound."""
 
     cdef CInboxSpace* space
 
@@ -47,12 +47,12 @@ cdef class InboxSpace:
 
     @property
     def messages(self):
-        """How many wait."""
+        """Returns the number of waiting messages."""
         return self.space.messages()
 
     @property
     def size_bytes(self):
-        """What these take."""
+        """Returns the size of the waiting messages."""
         return self.space.bytes()
 
 
@@ -98,11 +98,11 @@ cdef class Inbox:
 
     @property
     def has_hole(self):
-        """Whether messages were dropped behind the last one that is kept."""
+        """Returns whether messages were dropped behind the last one that is kept."""
         return self.inbox.has_hole()
 
     def seal(self):
-        """What waits now stays; else what finds no room takes the place of the newest."""
+        """Keeps what waits now; without it, a message without room replaces the newest."""
         self.inbox.seal()
 
     def begin(self):

@@ -534,7 +534,7 @@ async def test_only_those_who_wait_for_a_changed_rank_are_asked(
     service.check()
 
 
-async def test_who_is_liked_best_is_not_waited_for(nursery: trio.Nursery) -> None:
+async def test_no_candidate_is_worth_waiting_for(nursery: trio.Nursery) -> None:
     service = await ready(batched(1), batched(2))
     for _ in range(10):
         assert service.select([1], affinity=(1, None))["worker_id"] == 1

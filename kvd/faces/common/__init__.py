@@ -1,4 +1,4 @@
-"""What several faces share.
+"""Shared by several faces.
 
 bodies         members of bodies, parameters of queries and path segments, read strictly
 reader         members of bodies for hot handlers, compiled; `bodies` words what is wrong with them

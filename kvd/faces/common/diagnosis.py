@@ -1,4 +1,4 @@
-"""What every face says of what is wrong: /diagnose."""
+"""GET /diagnose of every face."""
 
 from __future__ import annotations
 

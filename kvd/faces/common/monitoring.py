@@ -1,4 +1,4 @@
-"""What every face has: /health and /metrics."""
+"""/health and /metrics of every face."""
 
 from __future__ import annotations
 

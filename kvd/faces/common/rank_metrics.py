@@ -1,4 +1,4 @@
-"""What /metrics says of each rank's load, where there are few enough of them.
+"""The load of each rank in /metrics, where there are few enough ranks.
 
 Only there a label holds names that clients chose, hence the bound.
 """

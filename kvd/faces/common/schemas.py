@@ -1,4 +1,4 @@
-"""What faces say of their routes: words for JSON schemas, and the routes that several faces have.
+"""Descriptions of routes: words for JSON schemas, and the routes that several faces have.
 
 A body's further members are ignored; an answer has no member that its schema lacks.
 """
@@ -121,7 +121,7 @@ def in_query(name: str, required: bool = False) -> Schema:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """What a face says of one route.
+    """The documentation of one route.
 
     `answers` are the contents of the answers of a handler that succeeds, by status; `refuses` are
     the statuses of its own failures, beside those that any route can have. `parameters` are those
@@ -139,7 +139,7 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What a face says of its routes, by method and path, and of its failures."""
+    """The documentation of a face's routes, by method and path, and of its failures."""
 
     operations: Mapping[str, Operation]
     failure: Schema

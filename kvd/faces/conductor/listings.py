@@ -1,4 +1,4 @@
-"""What the conductor shows of its publishers: `/services`, `/global_view`, metrics."""
+"""Publishers as the conductor shows them: `/services`, `/global_view`, metrics."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SLICE_ROWS = 64  # registrations written between two checkpoints: about 1 ms
 
 
 class _Context(NamedTuple):
-    """What blocks are kept apart by, as newer conductors name it."""
+    """The context that separates blocks, named as newer conductors name it."""
 
     model_name: str
     lora_name: str
@@ -124,7 +124,7 @@ def _service(publisher: Publisher, now: float) -> dict[str, Any]:
 
 
 def _is_unmatched(stats: Mapping[str, Any]) -> bool:
-    """Says whether a publisher holds blocks that questions about its instance never find."""
+    """Returns whether a publisher holds blocks that questions about its instance never find."""
     return bool(stats["blocks"] + stats["waiting"] and stats["asked"] and not stats["matched"])
 
 

@@ -29,7 +29,7 @@ _Name = TypeVar("_Name", str, str | None)
 
 
 class Topic(NamedTuple):
-    """Which blocks a question is about, and whose."""
+    """The blocks that a question is about: model, context, instance."""
 
     model: str
     tenant: str

@@ -49,19 +49,19 @@ Tiers = tuple[int, int, int, int, int]  # dp rank, device, with own host memory,
 
 
 class MemberRule(NamedTuple):
-    """How a member is read, and whether there has to be one."""
+    """The reader of a member, and whether the member is required."""
 
     read: Callable[[str, Value], Any]
     required: bool = False
 
 
 def is_packed(request: Request) -> bool:
-    """Whether a body is announced as msgpack, and so the answer is to be."""
+    """Returns whether a body is announced as msgpack, which its answer is then, too."""
     return content_type(request.headers) in FORMS
 
 
 def wants_packed(request: Request) -> bool:
-    """Whether whoever asks without a body prefers msgpack to JSON."""
+    """Returns whether a client without a body prefers msgpack to JSON."""
     packed = other = 0.0
     for name, value in request.headers:
         if name != b"accept":
@@ -230,7 +230,7 @@ def _rank(name: str, value: Value) -> int:
 
 
 def _any_rank(name: str, value: Value) -> int:
-    """Whatever is wrong with the rank of an /unregister is called the same."""
+    """Reads the rank of an /unregister; every fault of it has the same error kind."""
     try:
         return _rank(name, value)
     except BadRequest as error:

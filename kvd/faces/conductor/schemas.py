@@ -1,6 +1,4 @@
-"""What the conductor says of its routes, in both dialects: bodies as `routes` and `msgpack` read
-them, and answers.
-"""
+"""Schemas of the conductor's routes, in both dialects: bodies as they are read, and answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why a request goes where it goes: /explain of every face, behind `kvd explain`.
+"""Explains why a request goes where it goes: /explain of every face, behind `kvd explain`.
 
     body ──> Question ─┬─ Scheduler.weigh: chances, terms of each rank's cost
                        └─ Traces: how far each rank caches the prompt, why it ends, what happened

@@ -1,4 +1,4 @@
-"""What is to be explained: a prompt as POST /select takes it, or the one of a booked request."""
+"""Reads what is to be explained: a prompt as POST /select takes it, or a booked request."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class BookedRequest:
 
 @dataclass(frozen=True, slots=True)
 class ExplainRequest:
-    """What a body asks to be explained."""
+    """The body of a request for an explanation."""
 
     ask: SelectRequest
     look: Look

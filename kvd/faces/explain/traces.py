@@ -45,7 +45,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Traces:
-    """What is known of a prompt's blocks on some ranks."""
+    """The traces of a prompt's blocks on some ranks."""
 
     rows: dict[Place, Traced]
     events: list[Event]  # the oldest first

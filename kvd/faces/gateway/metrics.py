@@ -1,4 +1,4 @@
-"""What the gateway's /metrics says."""
+"""The families of the gateway's /metrics."""
 
 from __future__ import annotations
 

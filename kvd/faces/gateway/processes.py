@@ -1,4 +1,4 @@
-"""What /metrics says where several processes share the gateway's port: one answers for all."""
+"""/metrics of a gateway of several processes that share a port: one of them answers for all."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ def _cards(upstreams: Upstreams) -> Iterator[dict[str, Any]]:
 
 
 def ready(upstreams: Upstreams, request: Request) -> Response:
-    """Says whether a request could be served now."""
+    """Returns whether a request could be served now."""
     serving = sum(upstream.standing is UpstreamState.SERVING for upstream in upstreams)
     body = json.dumps({"ready": serving > 0, "serving": serving}).encode()
     return Response(200 if serving else 503, body)

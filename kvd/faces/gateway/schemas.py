@@ -1,4 +1,4 @@
-"""What the gateway says of its routes: bodies and answers are the engines', and open."""
+"""Schemas of the gateway's routes: bodies and answers are the engines', and open."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the indexer says of its routes: bodies as `routes` reads them, and answers."""
+"""Schemas of the indexer's routes: bodies as `routes` reads them, and answers."""
 
 from __future__ import annotations
 

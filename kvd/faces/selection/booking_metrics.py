@@ -1,4 +1,4 @@
-"""What /metrics says of reservations, of sessions, and of what is predicted."""
+"""Families of /metrics about reservations, sessions and predicted blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a selection asks for beside its prompt where that is unusual, and how it is waited for."""
+"""Reads a selection's members that are unusual beside its prompt, and waits for its choice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the selection service says of its routes: bodies as its modules read them, and answers."""
+"""Schemas of the selection service's routes: bodies as its modules read them, and answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What /metrics says of the speeds of ranks, and of what was expected of choices."""
+"""Families of /metrics about the speeds of ranks and the expected outcomes of choices."""
 
 from __future__ import annotations
 

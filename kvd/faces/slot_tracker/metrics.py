@@ -1,4 +1,4 @@
-"""What /metrics says of running requests."""
+"""Families of /metrics about running requests."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def _series() -> Series:
 
 @dataclass(slots=True)
 class Curves:
-    """What is drawn of all ranks together; None where there was nothing to share."""
+    """Curves of all ranks together; None where there was nothing to share."""
 
     requests_per_s: Series = field(default_factory=_series)
     events_per_s: Series = field(default_factory=_series)
@@ -68,7 +68,7 @@ class Curves:
 
 @dataclass(slots=True)
 class RankCurves:
-    """What is drawn of one rank."""
+    """Curves of one rank."""
 
     requests: Series = field(default_factory=_series)
     cached_share: Series = field(default_factory=_series)
@@ -106,7 +106,7 @@ class History:
 
     @property
     def is_kept(self) -> bool:
-        """Whether samples are being taken."""
+        """Returns whether samples are being taken."""
         return self._looked.is_set()
 
     def look(self) -> None:

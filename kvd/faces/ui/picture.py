@@ -1,4 +1,4 @@
-"""What kvd does now, as one bounded JSON document: GET /picture.
+"""A live picture of kvd as one bounded JSON document: GET /picture.
 
 It is written piece by piece, so that others run between, and costs what it shows: at most MAX_RANKS
 rows, MAX_MODELS models, MAX_DOUBTFUL streams. All streams are looked at.
@@ -40,7 +40,7 @@ OWN_PATHS = frozenset({PICTURE_PATH, BRANCHES_PATH})  # requests that only look 
 
 
 class FaceShown(Protocol):
-    """What is shown of a face."""
+    """The part of the picture about a face."""
 
     @property
     def name(self) -> str: ...
@@ -51,7 +51,7 @@ class FaceShown(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PicturedRooms:
-    """What the picture is of."""
+    """The parts of the daemon that the picture shows."""
 
     state: State
     registry: Registry
