@@ -51,7 +51,7 @@ class Conflict(KvdError):
 
 
 class Misdirected(KvdError):
-    """Another kvd serves the model and tenant; `owner` says where, if anybody has said."""
+    """Another kvd serves the model and tenant; `owner` is its URL, where it is known."""
 
     status = 421
 

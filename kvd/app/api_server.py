@@ -54,7 +54,7 @@ class ApiServer:
 
         With `for_pages` it answers pages of allowed origins so that they can read it. One that is
         `seldom_cold` loads what answers cold requests when the first of them comes, others
-        beforehand: who asks them first may have a deadline.
+        beforehand: their first client may have a deadline.
         """
         self.name = name
         self._seldom_cold = seldom_cold

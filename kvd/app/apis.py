@@ -193,7 +193,7 @@ class RouteDirectory:
         others = [(face, label) for face, label in found if label is not None]
         if not others:
             return "not found"
-        # Who asks has met a served face, and means one of those as a rule.
+        # The client has met a served face, and as a rule means another served one.
         others = [each for each in others if each[0].addresses()] or others
         faces = " and the ".join(_described(face) for face, _ in others)
         return f"not found: this is the {here.name} face; {others[0][1]} is on the {faces}"

@@ -15,7 +15,7 @@ SIGTERM and SIGINT drain: requests under way are answered, then the listeners en
 start that still waits, for a name or a file, is given up. A second signal ends the process at once.
 SIGHUP and `kvd reload` have the files read again, all of them or none; without any, SIGHUP is not
 caught. An exception that reaches a nursery here is a bug: the daemon dies with its traceback, and
-whoever supervises it starts it again.
+its supervisor starts it again.
 """
 
 from __future__ import annotations
@@ -268,7 +268,7 @@ class _Daemon:
         self._reloader = Reloader(
             config, reader, stop, ports, self._parts, self._listeners, self._fleet
         )
-        # What /metrics of every face says of the process.
+        # Families of the process, in /metrics of every face.
         self._sources: list[Source] = [
             self._families,
             self._reloader.families,
@@ -442,7 +442,7 @@ class _Daemon:
         return True
 
     async def _peers(self) -> list[str]:
-        """Returns whom to recover from: those that were named, then those that share our state."""
+        """Returns the peers to recover from: the named ones, then those that share our state."""
         shared = await self._shared.addresses(JOIN_S)
         return list(dict.fromkeys((*self._parts.peers, *shared)))
 
@@ -487,7 +487,7 @@ class _Daemon:
                 log.info("serving", version=VERSION, face=face.name, bind=bind)
             self._serving.set()
             serving.start_soon(self._announce)
-            # What exists now stays: the garbage collector need not look at it ever again.
+            # All objects of now stay: the garbage collector need never look at them again.
             gc.collect()
             gc.freeze()
             gc.set_threshold(*GC_THRESHOLDS)

@@ -258,7 +258,7 @@ class _Supervisor:
         elif number is signal.SIGHUP:
             for child in self._children:
                 child.signal(number)
-        elif self._stopping:  # whoever asks twice does not want to wait
+        elif self._stopping:  # an operator who asks twice does not want to wait
             for child in self._children:
                 child.signal(signal.SIGKILL)
             raise SystemExit(EXIT_SECOND_SIGNAL)

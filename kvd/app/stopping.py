@@ -40,7 +40,7 @@ class Stop:
         self._asked.set()
         self._interruptible.cancel()
         await ends.wait()
-        os._exit(EXIT_SECOND_SIGNAL)  # whoever asks twice does not want to wait
+        os._exit(EXIT_SECOND_SIGNAL)  # an operator who asks twice does not want to wait
 
     @contextmanager
     def gives_up(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""The commands that ask a running daemon: their flags, whom they ask, and what they write.
+"""The commands that ask a running daemon: their flags, the faces they ask, and their output.
 
 What each says is in a module of its own, which only that command loads.
 """

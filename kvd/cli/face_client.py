@@ -22,13 +22,13 @@ FACES = ("indexer", "slot-tracker", "selection", "conductor")
 
 TIMEOUT_S = 5.0  # time allowed for a connection, and between two pieces of an answer
 
-# Where a daemon that listens everywhere is to be found from here.
+# Addresses at which a daemon that listens everywhere is found from here.
 EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 # Statuses of answers that say what is wrong with a body.
 WRONG = (400, 404, 413, 422, 503)
 
-# What helps against a refusal.
+# Hints for refusals, by status.
 TOKEN_HINT = "; --token-file takes a file that contains only a bearer token of scope read"
 HINTS = {401: TOKEN_HINT, 403: TOKEN_HINT}
 
@@ -72,7 +72,7 @@ class FaceClient:
             # The daemon's own file says who it is: under which name it is asked does not matter.
             with _using(certfile):
                 self._tls.load_verify_locations(certfile)
-            self._tls.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # whoever has signed it
+            self._tls.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # its issuer does not matter
             self._tls.check_hostname = False
         if own_certfile is not None:
             with _using(own_certfile if own_keyfile is None else own_keyfile):
@@ -135,7 +135,7 @@ def ask_first(binds: Mapping[str, Bind], ask: Callable[[str, Bind], T]) -> T:
 def faces_of(values: Mapping[str, Any]) -> dict[str, Bind]:
     """Returns where to ask the faces, by settings named after them, without those that are off.
 
-    Of several addresses of a face one without TLS: who asks there needs no certificate.
+    Of several addresses of a face one without TLS: it needs no client certificate.
     """
     found = {name: values[f"{name.replace('-', '_')}_bind"] for name in FACES}
     return {

@@ -76,14 +76,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _told(text: str, code: int) -> int:
     """Writes what a command has to say to standard output, and returns its exit code.
 
-    Whoever reads that may leave, as `head` does: then there is nothing more to say.
+    The reader of the output may leave, as `head` does: then nothing more is written.
     """
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
         return code
     except OSError as error:
-        # What is left of the text would be tried again at the end.
+        # The rest of the text would be written again at the end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):
             logs.complain(config.StartError(f"cannot write: {error.strerror}"))

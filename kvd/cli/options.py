@@ -14,7 +14,7 @@ from kvd.wire.urls import masked
 EXIT_USAGE = 2
 CommandResult = tuple[str, int]  # what a command writes to standard output, and its exit code
 
-# What the help of commands with settings says below the options.
+# The text below the options in the help of commands with settings.
 WAYS = (
     "A setting is a flag, such as --indexer-bind, a variable of the environment, KVD_INDEXER_BIND, "
     "or a key of the file, indexer_bind. A flag wins over the environment, and the environment "

@@ -18,7 +18,7 @@ from kvd.replay.recording import ReplayError, Windows
 MAX_ENGINES = 4096  # of a replay: each costs every request 0.1 µs, and memory for its blocks
 Usage = Callable[[parsers.Parse], Any]
 
-# What values of options may be.
+# Parsers of the options' values.
 COUNT = parsers.within(1, 2**31 - 1)
 SECONDS = parsers.real("seconds", 0.0, 1e9)
 MILLISECONDS = parsers.real("milliseconds", 0.0, 1e6)

@@ -16,7 +16,7 @@ SESSION_TTL_S = 3600
 # Behind the gateway a queue counts less: turns of conversations are short beside what is cached of
 # them, and each that leaves its engine for a short queue has its whole prompt computed twice.
 GATEWAY_POLICY = Policy(RouterPolicy.KVD, (("queued", 0.3),))
-# What `kvd gateway` has instead of the settings' own defaults.
+# Defaults of `kvd gateway` that replace those of the settings.
 GATEWAY_DEFAULTS: Mapping[str, object] = dict.fromkeys(config.FACE_BINDS, parsers.OFF) | {
     "gateway_bind": parsers.Binds((settings.DEFAULT_GATEWAY_BIND,)),
     "router_policy": GATEWAY_POLICY,

@@ -35,7 +35,7 @@ LISTS = {
     "conductor": {"publishers": "/services"},
 }
 
-# What /metrics of each face has, and no other's.
+# A metric of each face that no other face has.
 KNOWN_BY = {
     "indexer": "kvd_peers_refused_total",
     "slot-tracker": "kvd_slots_ranks",

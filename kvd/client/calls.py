@@ -1,4 +1,4 @@
-"""A call before anybody sends it: its route, body and type of answer, once for all clients.
+"""A call before it is sent: its route, body and type of answer, once for all clients.
 
     class Indexer(EveryFace[How]):
         @asked("POST /query", repeatable=True)

@@ -22,7 +22,7 @@ UNIX = "unix:"
 # Longest time of a call with all its attempts and pauses: a selection may wait 25 s for a rank.
 TIMEOUT_S = 30.0
 CONNECT_S = 5.0  # of that, for a connection to be made
-FREE_S = 5.0  # for freeing a reservation, which holds up whoever has been cancelled
+FREE_S = 5.0  # for freeing a reservation, which delays a cancelled caller
 # Longest answer that is kept; a dump of a large index is longer, and may be allowed to be.
 MAX_ANSWER_BYTES = 256 * 1024 * 1024
 # Connections to one address that are open at once; further calls wait for one of them. Selections,
@@ -32,7 +32,7 @@ MAX_WAITING_CONNECTIONS = 1000
 MAX_IDLE_CONNECTIONS = 20  # of either kind, kept open for the next calls
 IDLE_S = 5.0  # how long they are kept
 
-# How an attempt can have no answer: one that did not get as far as being sent, and others.
+# Errors of attempts without an answer: of requests never sent, and of all.
 NOT_SENT = (httpx.ConnectError, httpx.ConnectTimeout)
 LOST = (*NOT_SENT, httpx.NetworkError, httpx.RemoteProtocolError)
 LATE = (httpx.ReadTimeout, httpx.WriteTimeout, httpx.PoolTimeout)

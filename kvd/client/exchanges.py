@@ -167,7 +167,7 @@ def _retry_after_s(reply: Reply) -> int | None:
 
 
 def _text(body: bytes) -> str:
-    """Returns what a refusal says, whoever words it."""
+    """Returns the text of a refusal, by kvd or by something before it."""
     try:
         said = json.loads(body)["error"]
     except (ValueError, LookupError, TypeError):  # not kvd's: a proxy's page, or nothing

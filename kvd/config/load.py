@@ -112,7 +112,7 @@ class Curve:
     """Keys on ZMQ, as their files say."""
 
     secret: str | None = field(repr=False)  # our own; None makes one when it is needed
-    # Public keys of who may subscribe; None is anybody, unencrypted.
+    # Public keys of replicas that may subscribe; None: any may, unencrypted.
     replicas: frozenset[str] | None
 
 

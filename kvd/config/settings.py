@@ -847,7 +847,7 @@ DAEMON_SETTINGS = section(
     ),
 )
 
-# Those that every command has which serves a face.
+# Settings of every command that serves a face.
 FACE_SETTINGS = (
     *SECURITY_SETTINGS,
     *FLEET_SETTINGS,
@@ -860,7 +860,7 @@ FACE_SETTINGS = (
 
 _AS_ORIGINAL = {"router_last_token": False, "router_policy": Policy(RouterPolicy.DYNAMO)}
 
-# Those of `kvd select-service`, with its own names for the addresses and peers. By default it
+# Settings of `kvd select-service`, with its own names for the addresses and peers. By default it
 # chooses as the original does, to the last tie.
 SELECT_SERVICE_SETTINGS = (
     *REPLICA_SETTINGS,
@@ -891,8 +891,8 @@ WITHOUT_EFFECT = {
     "router-tracking-key-id": _NO_KEYS,
 }
 
-# What everybody sets: the help of a command shows it first, together with the flags that are no
-# settings.
+# The most used settings: the help of a command shows them first, together with the flags that are
+# no settings.
 COMMON = "Common"
 
 # By subject, in the order of the help, the manual and the documentation.

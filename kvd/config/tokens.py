@@ -23,7 +23,7 @@ MAX_TOKENS = 64  # tokens of a file: each is compared with every request, 5 ns
 # Shortest token: a random one of these characters has 95 bits and cannot be guessed.
 MIN_TOKEN_BYTES = 16
 
-# Where systemd puts what /etc/kvd/credentials/tokens holds: see systemd/kvd.service.
+# The folder in which systemd puts /etc/kvd/credentials/tokens: see systemd/kvd.service.
 CREDENTIALS_VARIABLE = "CREDENTIALS_DIRECTORY"
 CREDENTIAL = "kvd_tokens"
 

@@ -8,7 +8,7 @@
     evidence    what is known at one moment, as plain values
     gathering   evidence from the rooms of the daemon
     chain       the checks of all links, in their order
-    engines     is anybody there, does it speak ZeroMQ, does it publish KV events?
+    engines     does the engine answer, does it speak ZeroMQ, does it publish KV events?
     upstreams   do engines behind the gateway serve?
     events      do they arrive whole, and can they be used as registered?
     identity    are model, tenant and ranks those that are asked for?

@@ -1,4 +1,4 @@
-"""Examines the daemon when somebody asks."""
+"""Examines the daemon on request."""
 
 from __future__ import annotations
 

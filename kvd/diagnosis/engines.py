@@ -12,7 +12,7 @@ from kvd.wire.stream_link import Quiet
 # Time after which a restart is no news any more; rolling restarts of a fleet take some minutes.
 RECENT_S = 600.0
 
-# What is said of connections that were made and came to no handshake of ZeroMQ's.
+# Errors of connections that were made but never completed a ZeroMQ handshake.
 NO_HANDSHAKE = ("handshake", "protocol error", "connection lost")
 CURVE_FAULTS = ("CURVE", "authentication failed")
 PUBLISHING = ("PUB", "XPUB")
@@ -84,7 +84,7 @@ def _seen(stream: StreamEvidence, probe: ProbeResult) -> Finding | None:
         own = "CURVE" if stream.has_key else "NULL"
         evidence = f"{where} wants {probe.mechanism}, and is registered for {own}"
         return found("keys_differ", stream.subject, evidence)
-    # Who greets and never goes on is found by that; else a connection is under way.
+    # An engine that greets and never goes on is found by that; else a connection is under way.
     return _handshake(stream) if probe.mechanism else None
 
 

@@ -4,7 +4,7 @@
               before        middle        (the next step)
     grown     from `before` on: one step to two; since the start until there have been two
 
-Costs: one dict of counters each step, and another one when somebody asks.
+Costs: one dict of counters each step, and another one for a diagnosis.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ async def probe_once(endpoint: str, dialer: Dialer) -> ProbeResult:
         return ProbeResult(f"no connection within {PROBE_S:g} s")
     said = bytearray()
     async with aclosing(stream):
-        # Who hangs up has said what counts before.
+        # An engine that hangs up has sent what counts before.
         with trio.move_on_after(PROBE_S), suppress(trio.BrokenResourceError):
             await _talk(stream, said)
     return read_probe(bytes(said))
@@ -110,7 +110,7 @@ async def _connect(address: str) -> trio.SocketStream:
 
 async def _talk(stream: trio.SocketStream, said: bytearray) -> None:
     """Sends a subscriber's greeting, and collects the answer until it identifies the other end."""
-    # Who has another mechanism hangs up at once when it hears ours.
+    # An engine with another mechanism hangs up at once when it hears ours.
     await stream.send_all(GREETING[:VERSION_END])
     while len(said) < GREETING_BYTES:
         if not await _hear(stream, said) or not is_greeting(said):

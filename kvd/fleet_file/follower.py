@@ -207,7 +207,7 @@ class FleetFileFollower:
             entry = wanted.get(name)
             if entry is None or not self._in_place(name, entry):
                 await self._remove(name)
-        # What is held and other now is so for good, before anybody new may need its place.
+        # Changes of held entries come before new entries, which may need the place of one.
         new = [name for name, entry in wanted.items() if self._is_other(name, entry)]
         for number, name in enumerate(sorted(new, key=lambda name: name not in self._held), 1):
             await self._add(name, wanted[name])

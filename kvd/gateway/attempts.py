@@ -26,7 +26,7 @@ from kvd.selection.phases import Phase
 from kvd_core.relay.relay import Answer, Ending
 from kvd_core.selector.selector import Pool, Prompt
 
-# What is still known of a request of each API while its answer is on its way.
+# The rest of a request that is kept while its answer is on its way, by API.
 ANSWERED = {api: ClientRequest(api, None, False, {}) for api in Api}
 
 
@@ -61,7 +61,7 @@ class Attempt:
     later: Later | None = None  # the tokens to ask for once the answer has begun
     prompt: tuple[Prompt, int] | None = None  # as a pool has looked at it, by this block size
     prefill_body: bytes | None = None  # for a prefill engine of vLLM, once it is needed
-    # What came of a prompt that was to be handed over and was not, the last time.
+    # The answer to the last prompt that was to be handed over and was not.
     prefill_failure: Answer | Ending | None = None
     bound: int | None = None  # the only worker that may still be tried; None: any
     session: str | None = None  # which it goes by where its tokens are not known

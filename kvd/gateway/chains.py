@@ -29,7 +29,7 @@ RESPONSE_S = 3600.0  # time for which that is known
 # The id of a response at the beginning of its answer, or in the first event of one.
 RESPONSE_ID = re.compile(rb'"id"\s*:\s*"(resp_[\w.:-]{1,200})"')
 
-# Where each API has its messages, and what beside them the prompt begins with.
+# The member of each API that has the messages, and the members with which the prompt begins.
 CHAINED = {
     Api.CHAT: ("messages", ("tools", "chat_template_kwargs")),
     Api.MESSAGES: ("messages", ("tools", "system")),

@@ -78,7 +78,7 @@ class Choices(Protocol):
         """Keeps the choices going until it is cancelled."""
 
     async def met(self) -> None:
-        """Waits until whoever chooses has been asked once, whatever came of it."""
+        """Waits until the part or kvd that chooses has been asked once, whatever the outcome."""
 
     async def register(self, record: WorkerRecord) -> list[str]:
         """Has an engine be chosen, as it is described now; returns why it cannot be, [] if it can.

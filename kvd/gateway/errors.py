@@ -77,7 +77,7 @@ OF_STATUS = {
 }
 
 
-# What is sent when a stream says nothing, and what clients pass over.
+# Bytes that are sent while a stream is silent, and that clients ignore.
 FILLERS = {
     ErrorForm.OPENAI: b": keep-alive\n\n",
     ErrorForm.RESPONSES: b": keep-alive\n\n",

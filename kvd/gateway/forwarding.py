@@ -425,7 +425,7 @@ class Forwarder:
             return
         self._stats.prompt_tokens += attempt.prompt_tokens
         self._stats.matched_tokens += chosen.matched_tokens
-        # Who takes over says of all that was handed over that it was cached.
+        # The engine that takes over reports all that was handed over as cached.
         cached = cached_tokens(tail) if chosen.prefill is None else None
         if cached is not None:
             self._note_reported(attempt, chosen, cached)

@@ -31,7 +31,7 @@ HOP_BY_HOP = frozenset(
 )
 # Written anew for each side.
 OURS = frozenset((b"host", b"content-length", b"x-request-id"))
-# Name an engine or a rank to whoever believes them.
+# Header fields that name an engine or a rank to servers that believe them.
 FLEET_HEADERS = frozenset(
     (
         b"x-data-parallel-rank",
@@ -49,8 +49,8 @@ NOT_RETURNED = HOP_BY_HOP | frozenset(
 KEY_HEADERS = frozenset((b"authorization", b"x-api-key"))  # show a client's key
 cdef frozenset NONE = frozenset()
 MAX_REQUEST_ID = 128  # bytes of a client's x-request-id that is kept
-# What an engine's answer says before its body: the lines of the headers that go on to the client,
-# and the length of the body, None where the engine does not say it.
+# The head of an engine's answer: the lines of the headers that go on to the client, and the length
+# of the body, None where the engine does not give it.
 EngineHead = namedtuple("EngineHead", ("status", "lines", "length"))
 
 cdef unordered_set[string] DROPPED = NOT_RETURNED

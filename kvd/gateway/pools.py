@@ -59,7 +59,7 @@ LIMITS = {
     b"/v1/messages": ("max_tokens",),
     b"/v1/responses": ("max_output_tokens",),
 }
-# What a prefill engine of vLLM is not sent: its answer is one token that nobody reads.
+# Members that a prefill engine of vLLM is not sent: its answer is one token, read by nobody.
 NOT_FOR_PREFILL = (
     "stream_options",
     "min_tokens",

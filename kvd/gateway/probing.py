@@ -50,7 +50,7 @@ class EngineKind(StrEnum):
     OPENAI = "openai"  # some server with OpenAI's API
 
 
-# What an engine is started with to publish its events; vLLM says where since 0.31.
+# Flags with which an engine publishes its events; vLLM reports the endpoint since 0.31.
 EVENT_FLAGS: Mapping[EngineKind, str] = {
     EngineKind.VLLM: """--kv-events-config '{"enable_kv_cache_events": true, "publisher": "zmq", """
     """"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5657"}'""",

@@ -53,7 +53,7 @@ CATALOG_BYTES = 64 * 1024 * 1024  # of an answer about workers, 600 bytes each a
 U32_MAX = 2**32 - 1
 NOT_YET = "it has not been reached yet"
 
-# What came of questions: those that no kvd has answered are decided by load.
+# Outcomes of questions: those that no kvd has answered are decided by load.
 OUTCOMES = ("answered", "refused", "failed", "late", "by_load")
 
 _dumps = json.JSONEncoder(separators=(",", ":")).encode

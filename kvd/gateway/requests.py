@@ -82,7 +82,7 @@ CHAT_MEMBERS = (
     "media_io_kwargs",
 )
 PROMPT_MEMBERS = ("prompt", "add_special_tokens")
-# What the other APIs call the parts of a conversation.
+# Names of a conversation's parts in the other APIs.
 OTHER_MEMBERS = ("system", "instructions", "input")
 # Members with which /tokenize of an engine is known to say other tokens than are computed.
 UNTOLD = ("documents", "reasoning_effort", "truncate_prompt_tokens")

@@ -34,7 +34,7 @@ from kvd_core.json.scan import BodyScanner
 from kvd_core.prompts.conversations import Conversations, Recalled
 from kvd_core.selector.selector import Pool
 
-DEFAULT_TOKENIZE_S = 0.1  # time for the tokens of a text, whoever says them
+DEFAULT_TOKENIZE_S = 0.1  # time for the tokens of a text, from any source
 MAX_ASKED = 2  # engines that are asked for them, one after the other
 RENDER_PATHS = {
     Api.CHAT: "/v1/chat/completions/render",

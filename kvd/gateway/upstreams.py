@@ -176,7 +176,7 @@ class Upstreams:
         self._changing = trio.Lock()
         self.names: dict[str, Served] = {}  # by the names that clients may use
         self._by_served: dict[Served, _Engines] = {}  # until any engine changes
-        # Whoever comes waits here for the task that follows it.
+        # Engines and names that have come wait here for the task that follows them.
         self._put_task, self._tasks = trio.open_memory_channel[Callable[[], Awaitable[None]]](
             math.inf
         )

@@ -11,7 +11,7 @@ hot                          the handler of a hot route, compiled: `fast_path` a
                              the same one
 connection, transport        one client: its requests one after the other; its stream, phases
                              and deadlines
-relayed, untasked            a request whose answer somebody else writes; it needs no task for as
+relayed, untasked            a request whose answer another part writes; it needs no task for as
                              long as it waits for nothing but that
 head, body                   bytes to a request's head and body
 render, writer, answer, errors

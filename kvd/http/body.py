@@ -28,7 +28,7 @@ MAX_LINE_BYTES = 4096
 # Framing allowed to the shortest chunked body; longer ones may have as much framing as their limit.
 OVERHEAD_FLOOR_BYTES = 16 * 1024
 
-# What a parser of its own is told first: trailers are nothing that the request's head should learn.
+# The first input of a parser of its own: trailers must not reach the request's head.
 _CHUNKED_HEAD = b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n"
 _SPLIT_END = len(HEAD_END) - 1  # bytes of an end that may have come before
 

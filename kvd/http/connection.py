@@ -442,7 +442,7 @@ class Connection(Transport):
         return RelayedRequest(self, head, body, is_checked=is_checked)
 
     async def _relay(self, route: Route, request: RelayedRequest) -> bool:
-        """Has somebody else write the answer."""
+        """Has another part write the answer."""
         assert route.relays is not None
         self.enter(ConnectionPhase.WORKING)
         started = perf_counter()

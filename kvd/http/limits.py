@@ -75,7 +75,7 @@ class HttpStats:
     bugs: int = 0  # exceptions in the server's own code
 
 
-# What /metrics says of each number of HttpStats.
+# The HELP of each number of HttpStats.
 STATS_HELP = {
     "connections_open": "Number of open connections",
     "connections_waiting": "Number of open connections whose request waits for its handler",

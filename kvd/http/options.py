@@ -22,5 +22,5 @@ class TlsFiles:
     certfile: Path
     keyfile: Path
     client_ca: Path | None = None
-    # What they hold, by the names of their settings, as digests: whether a file has changed.
+    # Digests of the files by the names of their settings: they show whether a file has changed.
     digests: Mapping[str, bytes] = field(default_factory=dict, compare=False, repr=False)

@@ -1,4 +1,4 @@
-// Decides whether a request may be served, by what its head says of who asks.
+// Decides whether a request may be served, by the claims in its head.
 //
 //   Authorization: Bearer 6f1c...    one of the tokens, and what that is good for (bits: scopes)
 //   Host: 127.0.0.1:8090             where a browser thinks it is: not at a stranger's name
@@ -121,7 +121,7 @@ class Authorizer {
     return false;
   }
 
-  // Whether no page could have had this name lead here: an address, localhost, or a listed name.
+  // Returns whether no page could have had this name lead here: an address, localhost, or listed.
   bool good_host(const Claim& claim) const {
     if (claim.times == 0) return true;  // no browser leaves it out
     if (claim.times > 1 || claim.value.size == 0) return false;

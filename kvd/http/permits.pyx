@@ -4,7 +4,7 @@ from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
 
 MAX_TOKEN_BYTES = 128  # longest token that a request may carry
 
-# What `judge` returns is a place in here.
+# `judge` returns an index of this tuple.
 VERDICTS = ("granted", "missing", "malformed", "unknown", "scope", "host", "origin")
 
 

@@ -33,9 +33,9 @@ struct PlainHeader {
   Text name, value;
 };
 
-// Whether a `Host` is one for every reader: nothing, or a name of labels of 1 to 63 letters,
-// digits, `-` and `_` (and perhaps the root's dot), or an IPv6 address in brackets, and perhaps a
-// port.
+// Returns whether every reader takes a `Host` for one: nothing, or a name of labels of 1 to 63
+// letters, digits, `-` and `_` (and perhaps the root's dot), or an IPv6 address in brackets, and
+// perhaps a port.
 inline bool names_host(const Text& text) {
   constexpr size_t kMaxLabel = 63, kMaxName = 253, kMaxBracketed = 47, kMaxPort = 5;
   const auto digit = [](char c) { return c >= '0' && c <= '9'; };
@@ -62,7 +62,7 @@ inline bool names_host(const Text& text) {
   return p == end;
 }
 
-// A header that says something of who asks: its last value, and how often it came.
+// A header with a claim about the client: its last value, and how often it came.
 struct Claim {
   Text value;
   unsigned times = 0;
@@ -73,7 +73,7 @@ struct Claim {
   }
 };
 
-// What a head says of who asks, and on behalf of which page; http/permits.hpp judges it.
+// The claims of a head about its client and the page behind it; http/permits.hpp judges them.
 struct Claims {
   Claim authorization, host, origin;
 

@@ -1,4 +1,4 @@
-"""A request whose answer somebody else writes to the client's socket, as a relay does.
+"""A request whose answer another part writes to the client's socket, as a relay does.
 
     read here ─> handler ─> lent: the socket is written elsewhere ─> back here, or the end
 

@@ -90,7 +90,7 @@ class Route:
 # answered: path, method, status, seconds since the request was there as a whole.
 Observer = Callable[[str, str, int, float], None]
 
-# What is said of a raw path that is no route's.
+# Returns the error text for a raw path that is no route's.
 WrongPath = Callable[[bytes], str]
 
 

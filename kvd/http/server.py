@@ -60,7 +60,7 @@ class Server(ABC, Generic[C]):
         self.limits = limits
         self._running: dict[C, float] = {}  # when each was accepted
         self._displaced: set[C] = set()  # of these, who ends for others that have come
-        # Who could do so, as they were at the last look, the first one last.
+        # Connections that could do so, as of the last look, the first one last.
         self._dispensable: list[tuple[tuple[bool, int, float], C]] = []
         self._look_after = -inf
 

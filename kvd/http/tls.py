@@ -62,7 +62,7 @@ class TlsServer(Front):
                 connection.retire()
 
     def _connect(self, sock: socket.socket) -> Connection:
-        # Who shows a certificate is no browser that a page has led here.
+        # A client with a certificate is no browser that a page has led here.
         open_to_pages = sock.family != socket.AF_UNIX and self.terms.authorities is None
         checks_host = open_to_pages and is_local(sock)
         stream = TlsStream(sock, self.terms)

@@ -113,7 +113,7 @@ class ByteStream(ABC):
             await trio.lowlevel.wait_readable(self.sock)
             if self.has_left():
                 return
-            # What stands before the end keeps the socket readable, so it cannot be waited for.
+            # Data before the end keeps the socket readable, so the end cannot be waited for.
             await trio.sleep(END_PAUSE_S)
 
     @abstractmethod

@@ -36,8 +36,8 @@ class Signal:
 
 IN_TASK: Final = Signal()  # never told: the coroutine wants a task
 
-# Where trio says which task runs: it has no public name. Without it, what forgets `in_task` would
-# find the task of whoever steps.
+# The place of trio's running task, which has no public name. Without it, code that forgets
+# `in_task` would find the task that steps.
 RUN = "_core._run.GLOBAL_RUN_CONTEXT"
 try:
     _run: Any = attrgetter(RUN)(trio)

@@ -44,7 +44,7 @@ class KeyPair:
             self.public = zmq.curve_public(self._secret)
 
     def client(self, server_key: str) -> Options:
-        """Returns the options of a socket that connects to whoever has that key."""
+        """Returns the options of a socket that connects to the owner of that key."""
         return {
             zmq.CURVE_SERVERKEY: server_key.encode(),
             zmq.CURVE_PUBLICKEY: self.public,

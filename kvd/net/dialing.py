@@ -1,4 +1,4 @@
-"""Turns what somebody has named into the address that a connection is made to.
+"""Resolves a name into the address that a connection is made to.
 
     endpoint or URL ── host ── a number: it itself
                          └──── a name: looked up, within LOOKUP_S ── checked ── a number
@@ -62,7 +62,7 @@ class Dialer:
         self._links: dict[Ends, str] = {}  # what lasts, and the endpoint it was made to
 
     def curve(self, server_key: str | None) -> Options:
-        """Returns the options for CURVE to whoever has that key, none without a key.
+        """Returns the options for CURVE to the owner of that key, none without a key.
 
         Raises zmq.ZMQError where libzmq has no CURVE.
         """

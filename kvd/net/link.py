@@ -108,7 +108,7 @@ class LinkOptions:
     reconnect_s: float = 0.1  # the first pause before another attempt; it doubles up to the longest
     reconnect_max_s: float = 5.0
     give_up_s: float = 1.0  # libzmq announces a retry in 1 ms; missing it costs a new socket
-    # What waits in kvd until it can be applied; libzmq's own queue has no bound (`ZSocket`).
+    # Bounds of the queue in kvd of what is not yet applied; libzmq's own has none (`ZSocket`).
     queue_messages: int = 1_000_000  # of one block each: five seconds of applying
     queue_bytes: int = 256 * 1024 * 1024  # these at 270 bytes
     max_message_bytes: int = 16 * 1024 * 1024  # 150,000 blocks; one of 64 MiB took the loop 3 s

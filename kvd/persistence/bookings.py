@@ -79,7 +79,7 @@ class Bookings:
         self._is_whole = False  # what was booked when the journal began has all been told
         self._told: set[object] = set()  # by this journal, before it was whole
         self._translate: ClockTranslation | None = None
-        # What the journals before a hole have told, until the one behind it has been whole.
+        # The state of the journals before a hole, until the one behind it has been whole.
         self._before_hole: dict[str, Any] | None = None
 
     @property

@@ -45,7 +45,7 @@ PEERS = ord("V")  # kind of a frame of peers
 
 SLICE = 32  # registrations looked at, or made again, between two checkpoints: about 1 ms
 
-# What cannot be in a fleet file: a store of which only a client has said that it serves everybody.
+# Marks a store of which only a client has said that it serves all: no fleet file can have it.
 SHARED = "shared"
 
 log = get_logger(__name__)

@@ -66,7 +66,7 @@ class CoreRouter:
         self.ledger = Ledger()
         self._random = Random(seed)
         self._joins_s = joins_s
-        # Who may be chosen until then.
+        # The engines that may be chosen until then.
         self._before = bytes([1] * (fleet.engines - 1) + [0])
         self._workers = [self.index.add_worker(number) for number in range(fleet.engines)]
         for worker in self._workers:

@@ -27,7 +27,7 @@ MAX_REPLICAS = 1024
 
 Apply = Callable[[Lifecycle, float], Outcome]  # at seconds
 
-# What a face says of a step about a rank that is not registered there.
+# Outcomes of a step about a rank that is not registered with a face.
 ELSEWHERE = frozenset(
     {Outcome.UNKNOWN_MODEL, Outcome.BLOCK_SIZE, Outcome.UNKNOWN_WORKER, Outcome.UNKNOWN_RANK}
 )

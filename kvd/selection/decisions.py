@@ -41,7 +41,7 @@ _dumps = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def outcome(moment: Moment, live: LiveRequest, fleet: Fleet) -> dict[str, object]:
-    """Returns whom a request was booked on a moment ago, and what that cost; O(candidates)."""
+    """Returns the rank that a request was just booked on, and its cost; O(candidates)."""
     pool = fleet.pool  # it has looked at this prompt last
     chosen = pool.find(live.worker_id, live.dp_rank)
     assert chosen is not None

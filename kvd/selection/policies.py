@@ -8,7 +8,7 @@ rows of the weighted cost, in tokens (kvd_core/selector/cost.pxd):
 
 with n tokens of the prompt to compute on the rank, P tokens being prefilled there, D requests that
 decode, A live ones, U tokens of the blocks in use; n counts at most `saturation` more than for
-whoever has fewest.
+the rank that has fewest.
 
     policy        uncached  crowding  queued  per_request  product  saturation  source
     kvd           1         0.07      0.5     0            0        off         [1]
@@ -57,7 +57,7 @@ WEIGHTS = (
     "saturation",
     "session_bound",
 )
-# Those of Dynamo's function.
+# Weights of Dynamo's cost function.
 DYNAMO_WEIGHTS = (
     "overlap_weight",
     "device_credit",

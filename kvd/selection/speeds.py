@@ -11,7 +11,7 @@
 Each line is that of Theil and Sen: the slope is the median of the slopes between all pairs of the
 last WINDOW observations, the other term the median of what is left. So up to three observations in
 ten may be anything, as engines that stall and clients that report late make them. It is fitted when
-somebody asks, and anew after some further observations.
+it is used, and anew after some further observations.
 
 Confidence is from 0 to 1: it grows with the observations, falls with their scatter and halves with
 every FADES_S seconds without one. Below CONFIDENT nothing is predicted. When STREAK observations in

@@ -48,7 +48,7 @@ class Unserved(Unavailable):
         self.outcome = outcome
 
 
-# What became of limits of the time to the first token: kept as far as can be told, or not known.
+# Outcomes of limits of the time to the first token, by whether the limit was kept.
 SLO_OUTCOMES = {True: "met", False: "missed", None: "unknown"}
 
 

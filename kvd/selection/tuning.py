@@ -30,7 +30,7 @@ class Tuning:
         settings: Settings,
         on_change: Callable[[], None],
     ) -> None:
-        """Calls `on_change` when selections that wait may have got somebody."""
+        """Calls `on_change` when a worker may have become free for waiting selections."""
         self._fleets = fleets
         self._settings = settings
         self._on_change = on_change
@@ -66,7 +66,7 @@ class Tuning:
         """Does the same where there may not have been workers yet, and returns the changes.
 
         Raises Conflict if any of them has been said of the place. How many places there are is
-        bounded by whoever calls.
+        bounded by the caller.
         """
         said = self._changes.get(place, {})
         if changes.keys() & said.keys():
@@ -77,7 +77,7 @@ class Tuning:
     def replace(self, place: Place, names: Iterable[str], changes: Mapping[str, Any]) -> None:
         """Has these changes be said of a place, and those of `names` no more; raises ValueError.
 
-        How many places there are is bounded by whoever calls.
+        The caller bounds the number of places.
         """
         self._settings.replace(**changes)
         left = set(names) - changes.keys()

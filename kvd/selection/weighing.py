@@ -88,7 +88,7 @@ def basis_of(settings: Settings) -> Basis:
 
 
 def cost_of(row: Explained, settings: Settings) -> float | None:
-    """Returns what the lowest of is chosen, or drawn for most; None where it is somebody's turn."""
+    """Returns the figure whose lowest is chosen or most often drawn; None in modes without one."""
     mode = _mode(settings)
     if mode == LEAST_LOADED:
         return float(row.active_requests)

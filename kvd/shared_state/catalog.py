@@ -107,7 +107,7 @@ class Catalog:
         return self._registrations.changes
 
     async def note_restored(self) -> None:
-        """Notes what is registered before anybody can have called."""
+        """Notes what is registered before any call can have come."""
         self._restored = set(await self._here())
 
     async def sync(self, client: Client, keys: Keys, write: Write) -> None:

@@ -73,13 +73,13 @@ class Unreadable(ValueError):
     """An entry of another process cannot be read."""
 
 
-# What may be raised by taking to pieces what is not what it should be.
+# Errors that malformed entries raise when they are taken to pieces.
 _UNFIT = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 
 @contextmanager
 def understanding(what: str) -> Iterator[None]:
-    """Has whatever reading raises be Unreadable: the server keeps what anybody has written."""
+    """Has whatever reading raises be Unreadable: any client can write to the server."""
     try:
         yield
     except Unreadable:
@@ -285,9 +285,9 @@ class Piece:
     ledgers: Mapping[int, LedgerName] = field(default_factory=dict)
     records: bytes = b""  # bookings, and bindings of sessions
     dots: list[Dot | None] = field(default_factory=list)  # one a booking; None: not to be told
-    # One a booking: who has told of its output blocks; None: the writer of the view, up to `own`.
+    # One for each booking: the writers of its output blocks; None: that of the view, up to `own`.
     outputs: list[list[Outputs] | None] = field(default_factory=list)
-    # Those that live and have no rank here: a face, model, tenant, request id and dot each.
+    # Live bookings without a rank here: a face, model, tenant, request id and dot each.
     elsewhere: list[tuple[str, str, str, str, Dot]] = field(default_factory=list)
     server_clock: float | None = None  # the server's at `clock`; None: not said
 

@@ -117,7 +117,7 @@ def _all(dot: Dot) -> Seen:
 
 @dataclass(slots=True)
 class Known:
-    """A request that lives, as far as anybody has said."""
+    """A request that lives, as far as is known."""
 
     dot: Dot
     also: Dot | None  # another one that it has elsewhere: it was restored there, or claimed
@@ -230,7 +230,7 @@ class Mirror:
         self.own += 1
 
     def note_restored(self) -> None:
-        """Notes what is booked before anybody can have called."""
+        """Notes what is booked before any call can have come."""
         self._restored = {each[0] for each in self._unknown() if each is not None}
 
     def claim(self) -> Iterator[None]:
@@ -257,7 +257,7 @@ class Mirror:
             self.counts.ended += 1
 
     def _unknown(self, before: float = math.inf) -> Iterator[tuple[Name, LiveRequests[Any]] | None]:
-        """Yields what was booked here earlier without anybody having said so, None for a rest."""
+        """Yields earlier bookings of this process that none has reported, None for a rest."""
         scratch = Journal(SCRATCH_BYTES)
         for kind, face in self._faces.items():
             for owner in list(face.owners()):

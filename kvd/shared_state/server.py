@@ -24,7 +24,7 @@ logging.getLogger("coredis").setLevel(logging.CRITICAL + 1)
 
 Client = Redis[bytes] | RedisCluster[bytes]
 
-# What goes wrong with a server, or on the way to it.
+# Errors of a server, or of the way to it.
 ServerError = (OSError, RedisError)
 
 CONNECT_S = 2.0  # that a server may take to accept a connection

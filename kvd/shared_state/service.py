@@ -94,7 +94,7 @@ class SharedState:
         self._journal.put(BOUND, sessions.encode(bound))
 
     async def prepare(self) -> None:
-        """Notes what is registered, and listens, before anybody can have called."""
+        """Notes what is registered, and listens, before any call can have come."""
         self._standing.note_restored(self._told.at)
         self._mirror.note_restored()
         self._journal.resume()

@@ -45,7 +45,8 @@ POLL_S = 0.005  # pause between two looks for steps to be written, and after som
 FLUSH_S = 0.01  # pause between two writes: each command is 0.2 ms of CPU, however much it has
 ENTRIES_AT_ONCE = 64  # entries that are read at once: at most 4 MiB, but for bookings of millions
 
-# Bytes of the stream, about, and entries: older ones go. Whoever was away for longer reads views.
+# Bytes of the stream, about, and entries: older ones go. A process that was away for longer reads
+# views.
 STREAM_BYTES = 64 * 1024 * 1024
 MIN_ENTRIES, MAX_ENTRIES = 1024, 65_536
 
@@ -138,7 +139,7 @@ class Session:
         self._wanted = trio.Event()  # our view, by others
         self._ask_at: dict[str, float] = {}  # for the view of a writer, at the earliest
         self._behind_since: dict[str, float] = {}
-        # What others said a tick ago: who has all steps of a writer up to a number.
+        # Claims of others a tick ago: which process has all steps of a writer up to a number.
         self._expected: list[tuple[str, str, int]] = []
         self._source: dict[str, str] = {}  # writers that lack, and whose view has more of them
         self._entry_bytes = 1024.0  # mean of what was read lately

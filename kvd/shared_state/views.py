@@ -38,12 +38,12 @@ from kvd_core.ledger.journal import Booked, Journal, read
 # Time that a view is kept without being written anew: bookings of a writer that is gone for longer
 # have expired, by default.
 VIEW_S = 900
-OLD_PIECES_S = 60  # that the pieces of a replaced view are kept for whoever reads them
+OLD_PIECES_S = 60  # time that pieces of a replaced view are kept for their readers
 
 # Pieces of one view that are read: 16 GiB. What claims more is refused.
 MAX_PIECES = 2**18
 
-# What else one piece has at most, apart from bookings: some 50 KB.
+# Bounds of a piece's other entries, beside its bookings: some 50 KB.
 SESSIONS_A_PIECE = 256
 ELSEWHERE_A_PIECE = 512
 
@@ -70,7 +70,7 @@ class Views:
         served: Collection[tuple[str, str | None]],
         at_rest: trio.Lock,
     ) -> None:
-        """`at_rest` is held by whoever takes an entry, from its first step to its last."""
+        """`at_rest` is held while an entry is applied, from its first step to its last."""
         self.counts = ViewCounts()
         self.number = 0  # of the last view
         self._mirror = mirror

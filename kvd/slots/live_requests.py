@@ -162,7 +162,7 @@ class LiveRequests(Generic[Owner]):
             self.moments.tell(moment)
 
     def watches(self, request_id: str) -> bool:
-        """Returns whether anybody is told of the steps of a request."""
+        """Returns whether steps of a request are recorded or observed."""
         return bool(self.moments.subscribers) and self.sample.takes(request_id)
 
     def complete(self, owner: Owner, request_id: str) -> bool:

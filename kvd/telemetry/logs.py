@@ -189,7 +189,7 @@ def complain(error: Exception | str) -> None:
 
 
 def plain(text: str) -> str:
-    """Returns a text that is one line and does nothing to a terminal, whoever has written it."""
+    """Returns a text as one line that does nothing to a terminal, whatever its origin."""
     if text.isprintable():
         return text
     return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)

@@ -113,7 +113,7 @@ class AppliedBatches:
         self.passed: int | None = None  # the last number of the engine before this one
         self.unfinished: int | None = None  # number of the batch that is not wholly applied yet
         self.last_flaw: tuple[int, str] | None = None  # the last batch not understood, and why
-        # What was expected when the connection was made, or batches were missed; -1 is over.
+        # The number expected when the connection was made, or batches were missed; -1 is over.
         self._joined_at = expected
         self._holes: list[range] = []  # numbers lost before the held batch
         self._restored = False  # what came before the first batch is a dump's word
@@ -258,7 +258,7 @@ class AppliedBatches:
 
     def _clear(self, seq: int, rank: int, tiers: int) -> None:
         if self._losses and self._identity.is_unknown:
-            # One of another engine, that was queued, says nothing about what comes behind it.
+            # A queued clear of another engine says nothing about the batches behind it.
             self._cleared_in_doubt = seq, rank, tiers
             self._identity.advance(IdentityEvent.DOUBTED)
         else:

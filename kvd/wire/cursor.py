@@ -43,7 +43,7 @@ RUN_AFTER_JOIN = 1
 RUN_FROM_START = 2
 RUN_ANYWHERE = 3
 
-FIRST_NUMBERS = (0, 1)  # engines begin with 0; whoever joins SGLang late, and Mooncake, with 1
+FIRST_NUMBERS = (0, 1)  # engines begin with 0; Mooncake, and SGLang for late subscribers, with 1
 
 
 class Verdict(Enum):

@@ -146,7 +146,7 @@ class EngineIdentity:
     def __init__(self) -> None:
         self.check = IdentityCheck.NONE
         self.identity = Identity.SAME
-        # Who publishes, as 16 bytes, and who has published the message at hand; empty: not said.
+        # Ids of the publisher, and of the one of the message at hand: 16 bytes, empty if not given.
         self.publisher = self.speaker = b""
         self.heard = b""  # the publisher that live messages named last
         self._named_at = 0  # the number that was expected when the publisher was first named

@@ -131,7 +131,7 @@ class EventStream:
         if not place.expected:
             return
         self._doubt()
-        if place.publisher:  # whoever names another one is another engine
+        if place.publisher:  # an engine that names another one is another engine
             self.identity.name(place.publisher, 0)
         else:
             self.batches.await_proof(can_be_proved=self.replay_endpoint is not None)
@@ -161,7 +161,7 @@ class EventStream:
         if self.link.is_stale(now):
             return StreamHealth.STALE
         waits = self.catch_up.is_under_way or self.unfinished is not None
-        # One that only answers have named may be another than the one that is listened to.
+        # A publisher that only answers have named may be another than the one on this stream.
         waits = waits or self.identity.publisher not in (b"", self.identity.heard)
         if waits:
             return StreamHealth.RECOVERING
@@ -207,7 +207,7 @@ class EventStream:
         identity = self.identity
         if publisher:
             if identity.publisher not in (b"", publisher):
-                # One that came while another was in doubt may have gone before it is heard.
+                # An engine that came while another was in doubt may have gone before it is heard.
                 if identity.is_unknown:
                     identity.advance(IdentityEvent.DOUBTED)
                 self.batches.engine_restarted()
@@ -284,6 +284,6 @@ class EventStream:
             self.batches.miss()
 
     def _doubt(self) -> None:
-        """Has the engine asked who it is, where there is somebody to ask."""
+        """Has the engine asked who it is, where it can be asked."""
         if self.replay_endpoint is not None:
             self.identity.advance(IdentityEvent.DOUBTED)

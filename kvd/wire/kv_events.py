@@ -100,7 +100,7 @@ def read_event(event: RawEvent) -> RawEvent | Event:
     if len(event.packed) > MAX_EVENT_BYTES or event.containers > MAX_CONTAINERS:
         raise ValueError("too_large")
     read = _msgpack(event.packed)
-    # Whatever `type` stands beside it.
+    # A `type` beside it does not matter.
     return read if isinstance(read, dict) and "event_type" in read else event
 
 
@@ -123,7 +123,7 @@ def text(event: Event, name: str) -> str | None:
         return None
     if not isinstance(value, str) or len(value) > MAX_TEXT_BYTES:
         raise ValueError(name)
-    # What is no Unicode is refused here, before the event counts for anything.
+    # Text that is not Unicode is refused here, before the event counts for anything.
     if not value.isascii() and len(value.encode()) > MAX_TEXT_BYTES:
         raise ValueError(name)
     return value

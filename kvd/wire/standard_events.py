@@ -39,7 +39,7 @@ from kvd.wire.kv_events import MARK, U32_MAX, Event, RawEvent
 from kvd_core.conductor.conductor import Source
 from kvd_core.index.prefix_index import FLAWED, NO_ROOM, SLICE_STEPS, UNFINISHED, Slice
 
-# What takes a step, 0.1 us, and what is done of an event between two looks at the budget.
+# Costs in steps of 0.1 us, and the work on an event between two looks at the budget.
 _STEPS_AN_EVENT = 200  # its envelope, and finding its place in its stream
 _BYTES_A_STEP = 4  # of an event that is read
 _JSON_BYTES_A_PART, _JSON_BYTES_A_STEP = 32_768, 6

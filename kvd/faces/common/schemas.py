@@ -72,7 +72,7 @@ I64, HASH = whole(-(2**63), 2**63 - 1), whole(-(2**63), U64_MAX)
 BLOCK_SIZE: Schema = {**whole(1, U32_MAX), "description": "tokens"}
 COUNT: Schema = {"type": "integer", "minimum": 0}
 TOKENS, BLOCKS, SECONDS = counted("tokens"), counted("blocks"), counted("seconds")
-# What is kept: so many bytes at most. Names have no control characters.
+# Texts that are kept have a bound in bytes; names have no control characters.
 LABEL: Schema = {**TEXT, "maxLength": MAX_KEPT_BYTES}
 NAME: Schema = {**LABEL, "pattern": r"^[^\x00-\x1f\x7f-\x9f]*$"}
 ADDRESS: Schema = {**LABEL, "minLength": 1}

@@ -36,7 +36,7 @@ FORMS = dict.fromkeys(
     ("application/msgpack", "application/x-msgpack", "application/vnd.msgpack"), FORM
 )
 
-# What hash profiles may say, by strategy: algorithms, projection, whether there is a seed.
+# Hash profiles by strategy: the algorithms, the projection, whether there is a seed.
 PROFILES = {
     "vllm_v1": (("sha256_cbor", "sha256"), "low64_be", True),
     "sglang": (("sha256_raw",), "first64_be", False),

@@ -64,7 +64,7 @@ Sequence = Callable[[Conductor], Awaitable[None]]  # has its sequence hashes mad
 REGISTERED = "registered successfully"
 UNREGISTERED = "unregistered successfully"
 
-# What a failure is called that does not call itself anything, by its status.
+# The kind of a failure that does not name its own, by status.
 REASONS = {
     400: "invalid_request",
     401: "unauthenticated",

@@ -44,13 +44,13 @@ RELAYED: Mapping[str, Api] = {
     "/tokenize": Api.OTHER,
     "/detokenize": Api.OTHER,
 }
-# What clients ask about a response that an engine keeps.
+# Routes about a response that an engine keeps.
 STORED = (
     ("GET", "/v1/responses/{response_id}"),
     ("DELETE", "/v1/responses/{response_id}"),
     ("POST", "/v1/responses/{response_id}/cancel"),
 )
-# Who may use engines may see which models there are; so may who watches.
+# Clients that may use engines, and those that watch, may see which models there are.
 MODELS_SCOPE = Scope.GENERATE | Scope.READ
 
 

@@ -80,7 +80,7 @@ ADDED = in_json(row({"url": TEXT, "worker_id": U64}))
 NAME = row({"name": TEXT, "addresses": COUNT, "problem": nullable(TEXT)})
 KVD = row({"url": TEXT, "up": FLAG, "problem": nullable(TEXT)})
 READY = in_json(row({"ready": FLAG, "serving": COUNT}))
-# Whatever an engine answers with goes on, and the gateway's own failures are of these, too.
+# Statuses of the gateway's own failures; those of engines are passed on, whichever they are.
 REFUSED = (400, 404, 429, 502, 503, 504)
 
 SOUND: Content = {"audio/*": {"schema": TEXT}}

@@ -45,7 +45,7 @@ OVERRIDES = {
     "overlap_score_credit": "device_credit",
     "router_temperature": "temperature",
 }
-# Those that only Dynamo's cost has: a request with one of them is for that cost.
+# Overrides that only Dynamo's cost has: a request with one of them is for that cost.
 OF_DYNAMO = OVERRIDES.keys() - {"router_temperature"}
 
 

@@ -8,7 +8,7 @@
 pages      static files, with a strict Content-Security-Policy
 picture    `Picture`: the document behind the page and `kvd top`
 ranks      the ranks that any face knows, each as a row
-history    `History`: samples of the last minutes, taken only while somebody looks
+history    `History`: samples of the last minutes, taken only while the picture is read
 branches   the prefix tree
 """
 

@@ -1,4 +1,4 @@
-"""The last minutes of the picture, in rings that are filled only while somebody looks.
+"""The last minutes of the picture, in rings that are filled only while it is read.
 
     look ──> wakes the task ──> a sample every SAMPLE_S ──> nobody has looked for LOOKED_S: all is
                                                             forgotten, nothing is subscribed to
@@ -115,7 +115,7 @@ class History:
         self._looked.set()
 
     async def run(self) -> None:
-        """Takes samples while somebody looks, until it is cancelled."""
+        """Takes samples while the picture is read, until it is cancelled."""
         while True:
             await self._looked.wait()
             moments = self._selections.reservations.moments
