@@ -43,6 +43,7 @@ class Conductor:
     def tiers_of_hashes(
         self, hashes: bytes, lora_name: str, cache_salt: str, instance: str
     ) -> list[tuple[str, list[tuple[int, int, int, int, int]]]]: ...
+    # For tests.
     def match_tokens(
         self, tokens: Iterable[int], lora_name: str = "", cache_salt: str = "", instance: str = ""
     ) -> dict[str, dict[str, Any]]: ...

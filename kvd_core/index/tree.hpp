@@ -175,11 +175,7 @@ class Tree : public Chains<Tree, Node> {
   const RankSets& sets() const { return sets_; }
   uint32_t node_count() const { return nodes_.live() - 1; }
   uint32_t block_count() const { return blocks_.live(); }
-  uint32_t node_end() const { return nodes_.end(); }
   uint32_t block_end() const { return blocks_.end(); }
-  uint64_t local_of(BlockId id) const {
-    return nodes_[blocks_[id].node].chain.local()[blocks_[id].offset];
-  }
 
   static Position root() { return {kRoot, 0}; }
   Position after(BlockId id) const { return {blocks_[id].node, blocks_[id].offset + 1}; }

@@ -12,6 +12,7 @@ from kvd.net.listener import run_listener
 from kvd.net.replay import Replayer, ReplayOptions
 from kvd.net.turns import Turns
 from kvd.wire.event_stream import EventStream
+from tests.support.batch_sinks import NoStream
 from tests.support.zmtp_fakes import NOT_MY_FAULT_S
 
 # Short enough for tests; a heartbeat must still outlast what a busy machine does to a process.
@@ -28,7 +29,7 @@ HASTY = LinkOptions(
 HASTY_REPLAYS = ReplayOptions(idle_s=0.25, total_s=4.0, spare_s=0.0)
 
 
-class Applied:
+class Applied(NoStream):
     """A stream that remembers its batches; one that was cleared is None there."""
 
     def __init__(self) -> None:
@@ -41,22 +42,6 @@ class Applied:
 
     def clear(self) -> None:
         self.batches.append(None)
-
-    def restored(self) -> bool:
-        return False
-
-    def goes_on(self, payload: bytes) -> bool:
-        return False
-
-    @property
-    def ignored(self) -> dict[str, int]:
-        return {}
-
-    def misfit(self) -> str:
-        return ""
-
-    def drop_restored(self) -> bool:
-        return False
 
 
 class Listening:

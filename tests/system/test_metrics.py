@@ -35,36 +35,11 @@ from kvd.wire.counts import StreamCounts
 from kvd.wire.event_stream import EventStream
 from kvd.wire.replay import ReplayEnd
 from kvd_core.zmq.drain import BAD_FRAME_COUNT, BAD_SEQUENCE
+from tests.support.batch_sinks import NoStream
 from tests.support.exposition import parse
 from tests.support.idle_listeners import IdleListeners
 from tests.support.processes import Server
 from tests.support.running import running
-
-
-class NoStream:
-    """Takes batches and forgets them."""
-
-    def apply(self, payload: bytes) -> int:
-        return 0
-
-    def clear(self) -> None:
-        pass
-
-    def restored(self) -> bool:
-        return False
-
-    def goes_on(self, payload: bytes) -> bool:
-        return False
-
-    @property
-    def ignored(self) -> dict[str, int]:
-        return {}
-
-    def misfit(self) -> str:
-        return ""
-
-    def drop_restored(self) -> bool:
-        return False
 
 
 def text_of(families: Iterator[Family | None]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 
 from tests.models.conductor_model import sequence_hashes
 from tests.support.engines import BLOCK_SIZE, Engine
-from tests.support.kvds import PATIENCE_S, Kvd, wait
+from tests.support.kvds import PATIENCE_S, Kvd, engine_of, wait
 
 PROMPT = list(range(3 * BLOCK_SIZE))
 HASHES = sequence_hashes(PROMPT, BLOCK_SIZE, 1337)
@@ -25,15 +24,6 @@ def kvd(tmp_path: Path) -> Iterator[Kvd]:
         yield made
     finally:
         made.close()
-
-
-@contextmanager
-def engine_of(**options: Any) -> Iterator[Engine]:
-    engine = Engine(**options)
-    try:
-        yield engine
-    finally:
-        engine.close()
 
 
 def register(kvd: Kvd, engine: Engine, **members: Any) -> None:

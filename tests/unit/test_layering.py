@@ -6,7 +6,7 @@ import ast
 import re
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -190,27 +190,75 @@ def test_what_a_part_calls_comes_through_its_constructor_or_a_subscription(
 
 PRIVATE_NAMES = REPOSITORY / "docs/decisions/2026-11-22-private-names-and-library-internals.md"
 PUBLIC = {"_asdict", "_exit", "_fields", "_replace"}  # documented, despite their names
+PRIVATE = re.compile(r"(?<!\w)_[A-Za-z]\w*(?<!__)\b")
+CYTHON = [
+    path
+    for package in ("kvd", "kvd_core")
+    for path in sorted((REPOSITORY / package).rglob("*.p[xy][dx]"))
+]
+# Where Cython makes a name: in a declaration, by an assignment, or in a loop.
+MADE = re.compile(r"^\s*(?:cdef|cpdef|def|class|for)\b.*|\w+(?=\s*=[^=])", re.MULTILINE)
 
 
-def test_private_names_of_libraries_are_in_the_list_of_them() -> None:
-    """Those in strings, as of the idle poller, are found when its tests no longer find them."""
-    own = set()
-    for path in MODULES.values():
+@cache
+def cython(path: Path) -> str:
+    """Returns the code of a file, without its comments and texts."""
+    return re.sub(r'""".*?"""|"[^"\n]*"|#[^\n]*', "", path.read_text(), flags=re.DOTALL)
+
+
+def own_names(paths: Iterable[Path]) -> set[str]:
+    """Returns the names that these files make."""
+    own = {name for module in MODULES for name in module.split(".")}
+    for path in paths:
+        if path in CYTHON:
+            own.update(*(PRIVATE.findall(line) for line in MADE.findall(cython(path))))
+            continue
         for node in nodes(path):
             match node:
                 case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
                     own.add(name)
                 case ast.ClassDef(name=name) | ast.Name(id=name, ctx=ast.Store()):
                     own.add(name)
-                case ast.Attribute(attr=name, ctx=ast.Store()):
+                case ast.Attribute(value=ast.Name(), attr=name, ctx=ast.Store()):
                     own.add(name)
-    listed = PRIVATE_NAMES.read_text()
-    for path in MODULES.values():
-        if f"`{path.relative_to(REPOSITORY)}`" in listed:
-            continue
-        used = {node.attr for node in nodes(path) if isinstance(node, ast.Attribute)}
-        private = {name for name in used if name.startswith("_") and not name.endswith("__")}
-        assert private <= own | PUBLIC, path
+    return own
+
+
+def used_names(path: Path) -> Iterator[str]:
+    """Yields the names that a file has of elsewhere, those in dotted texts, too."""
+    if path in CYTHON:
+        yield from PRIVATE.findall(cython(path))
+        return
+    for node in nodes(path):
+        match node:
+            case ast.Attribute(attr=name) | ast.alias(name=name):
+                yield from name.split(".")
+            case ast.Constant(value=str(text)) if re.fullmatch(r"\w+(\.\w+)+", text):
+                yield from text.split(".")
+
+
+def listed_names() -> Iterator[tuple[list[Path], set[str]]]:
+    """Yields the files of each row of the list, and the private names that stand there."""
+    for line in PRIVATE_NAMES.read_text().splitlines():
+        if line.startswith("| `"):
+            _, places, depends, *_ = line.split("|")
+            paths = [REPOSITORY / each for each in re.findall(r"`(.+?)`", places)]
+            yield paths, set(PRIVATE.findall(depends))
+
+
+@pytest.mark.slow("reads each name in every module")
+def test_private_names_of_libraries_are_in_the_row_of_their_file() -> None:
+    listed: dict[Path, set[str]] = {path: set() for path in (*MODULES.values(), *CYTHON)}
+    for paths, names in listed_names():
+        texts = [path.read_text() for path in paths]
+        assert not {name for name in names if not any(name in text for text in texts)}, paths
+        for path in paths:
+            if path.suffix != ".hpp":
+                listed.setdefault(path, set()).update(names)
+    allowed = own_names(listed) | PUBLIC
+    for path, names in listed.items():
+        used = {name for name in used_names(path) if PRIVATE.fullmatch(name)}
+        assert used <= allowed | names, path
 
 
 @pytest.mark.parametrize("package", FORBIDDEN)

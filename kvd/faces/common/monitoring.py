@@ -6,15 +6,20 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from kvd.faces.common.slices import sliced
-from kvd.http.messages import Request, Response
+from kvd.http.messages import JSON, Request, Response
 from kvd.http.routes import Route, Scope
 from kvd.telemetry.metrics import CONTENT_TYPE, METRICS_PATH, Family, Source, render
 from kvd.telemetry.stretches import SCRAPE
 
 
-def health(request: Request) -> Response:
+def health(body: bytes, request: Request) -> Response:
     """Answers as long as the daemon lives, whatever it knows."""
-    return Response(200, b"", content_type=b"")
+    return Response(200, body, content_type=JSON if body else b"")
+
+
+def health_route(body: bytes = b"") -> Route:
+    """Returns the route of /health, which needs no Quart: a probe does not load it."""
+    return Route("GET", "/health", partial(health, body), hot=True, scope=Scope.OPEN)
 
 
 def metrics(sources: Sequence[Source], request: Request) -> Response:
@@ -25,9 +30,6 @@ def metrics(sources: Sequence[Source], request: Request) -> Response:
 def _families(sources: Sequence[Source]) -> Iterator[Family | None]:
     for source in sources:
         yield from source()
-
-
-HEALTH = Route("GET", "/health", health, hot=True, scope=Scope.OPEN)
 
 
 def metrics_route(sources: Sequence[Source]) -> Route:

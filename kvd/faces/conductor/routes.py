@@ -9,7 +9,7 @@ import trio
 
 from kvd.errors import BadRequest, Conflict, NotFound
 from kvd.faces.common.bodies import json_response
-from kvd.faces.common.monitoring import HEALTH
+from kvd.faces.common.monitoring import health_route
 from kvd.faces.conductor import msgpack as packed
 from kvd.faces.conductor.handlers import HashQueryHandler, QueryHandler
 from kvd.faces.conductor.listings import global_view, services
@@ -91,7 +91,7 @@ def routes(state: State, publishers: Publishers) -> tuple[Route, ...]:
     packed_by_hash = partial(_packed_query_by_hash, state, sequence)
     by_hash = HashQueryHandler(state.sized, packed_by_hash, state.served, sequence)
     return (
-        HEALTH,
+        health_route(),
         _hot("/query", QueryHandler(state.sized, partial(_packed_query, state), state.served)),
         _hot("/query_by_hash", by_hash),
         Route("POST", "/register", partial(register, publishers), any_type=True, scope=Scope.ADMIN),

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from urllib.parse import unquote
 from uuid import uuid4
 
-from kvd.faces.common.monitoring import HEALTH
+from kvd.faces.common.monitoring import health_route
 from kvd.gateway.choices import Choices
 from kvd.gateway.errors import OF_STATUS, ErrorForm, GatewayError, Reason
 from kvd.gateway.errors import response as error_response
@@ -103,7 +103,7 @@ def gateway_routes(
         own("/v1/models/{model}", partial(show_model, upstreams), deep=True, scope=MODELS_SCOPE),
         own("/ready", partial(ready, upstreams), scope=Scope.OPEN),
         own("/status", partial(status, upstreams, choices, process)),
-        HEALTH,
+        health_route(),
     )
 
 

@@ -10,7 +10,7 @@ import trio
 
 from kvd.errors import Invalid
 from kvd.faces.common import bodies
-from kvd.faces.common.monitoring import HEALTH
+from kvd.faces.common.monitoring import health_route
 from kvd.faces.common.slices import sliced
 from kvd.faces.indexer.handlers import HashQueryHandler, QueryHandler, TieredQueryHandler
 from kvd.faces.indexer.workers import listed
@@ -72,7 +72,7 @@ def routes(
         ),
     )
     return (
-        HEALTH,
+        health_route(),
         _hot("/query", QueryHandler(state, registry)),
         _hot("/query_by_hash", HashQueryHandler(state, registry)),
         _hot("/query_tiered_by_hash", TieredQueryHandler(state, registry)),

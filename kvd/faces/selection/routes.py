@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from kvd.faces.common.monitoring import health_route
 from kvd.faces.selection import regret, reservations, tuning, workers
 from kvd.faces.selection.handlers import (
     FreeHandler,
@@ -15,7 +16,6 @@ from kvd.faces.selection.handlers import (
 )
 from kvd.faces.selection.members import OK
 from kvd.http.limits import DEFAULT_BODY_LIMIT, LONG_BODY_LIMIT
-from kvd.http.messages import Request, Response
 from kvd.http.routes import Handler, Route, Scope
 from kvd.selection.service import Selections
 
@@ -26,7 +26,7 @@ def selection_routes(
     """Returns the face's routes over the daemon's selections; `shared` is a part of /ready."""
     bound = partial(partial, selections=selections)
     return (
-        Route("GET", "/health", health, hot=True, scope=Scope.OPEN),
+        health_route(OK),
         Route("GET", "/ready", bound(workers.ready, shared=shared), scope=Scope.OPEN),
         Route("GET", "/workers", bound(workers.list_workers)),
         _admin("POST", "/workers", bound(workers.post_worker), LONG_BODY_LIMIT),
@@ -80,8 +80,3 @@ def _step(path: str, handler: Handler, body_limit: int = LONG_BODY_LIMIT) -> Rou
 def _admin(method: str, path: str, handler: Handler, body_limit: int = DEFAULT_BODY_LIMIT) -> Route:
     """Returns the route of a change to workers or to routing."""
     return Route(method, path, handler, body_limit=body_limit, scope=Scope.ADMIN)
-
-
-def health(request: Request) -> Response:
-    """Answers as long as the daemon lives, whatever it knows."""
-    return Response(200, OK)

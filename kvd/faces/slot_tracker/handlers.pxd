@@ -4,6 +4,8 @@ from libcpp.string cimport string
 
 from kvd.faces.common.reader cimport BodyReader
 from kvd.http.hot cimport HotHandler
+from kvd_core.ledger.ledger cimport Ledger
+from kvd_core.ledger.types cimport RequestId
 
 
 cdef class SlotHandler(HotHandler):
@@ -22,10 +24,16 @@ cdef class AddHandler(SlotHandler):
     cdef object booked_in  # a tracker
     cdef double booked_at
 
-cdef class PrefillCompleteHandler(SlotHandler):
+cdef class StepHandler(SlotHandler):
+    # Takes the step of a request that only the ledger has to know of.
+    cdef int take(self, Ledger ledger, RequestId live) except -1
+    # Takes it where others are told of it, or says why it cannot be taken.
+    cdef int tell(self, tracker, str request_id) except -1
+
+cdef class PrefillCompleteHandler(StepHandler):
     pass
 
-cdef class FreeHandler(SlotHandler):
+cdef class FreeHandler(StepHandler):
     pass
 
 cdef class PotentialLoadsHandler(SlotHandler):

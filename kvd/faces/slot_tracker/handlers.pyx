@@ -115,38 +115,51 @@ cdef class AddHandler(SlotHandler):
         return self.slots.undoing(self.booked_in, self.booked_as.decode(), self.booked_at)
 
 
-cdef class PrefillCompleteHandler(SlotHandler):
+cdef class StepHandler(SlotHandler):
+    """The base of handlers of steps of a booked request."""
+
+    cdef bytes answer(self, const char* body, size_t size, Text captured, request):
+        self.body.read(body, size)
+        tracker = self.tracker()
+        cdef Ledger ledger = tracker.ledger
+        cdef string_view request_id = self.body.id_bytes(kRequestId)
+        cdef RequestId live = ledger.find_request(request_id)
+        if live == kNone or self.replicas or self.observers:
+            self.tell(tracker, id_text(request_id))
+        else:
+            self.take(ledger, live)
+            ease(ledger)
+        return OK
+
+    cdef int take(self, Ledger ledger, RequestId live) except -1:
+        raise NotImplementedError
+
+    cdef int tell(self, tracker, str request_id) except -1:
+        raise NotImplementedError
+
+
+cdef class PrefillCompleteHandler(StepHandler):
     """Ends the prefill of a request, once or again."""
 
-    cdef bytes answer(self, const char* body, size_t size, Text captured, request):
-        self.body.read(body, size)
-        tracker = self.tracker()
-        cdef Ledger ledger = tracker.ledger
-        cdef string_view request_id = self.body.id_bytes(kRequestId)
-        cdef RequestId live = ledger.find_request(request_id)
-        if live == kNone or self.replicas or self.observers:
-            self.slots.prefill_complete(tracker, id_text(request_id))
-            return OK
+    cdef int take(self, Ledger ledger, RequestId live) except -1:
         ledger.complete(live)
-        ease(ledger)
-        return OK
+        return 0
+
+    cdef int tell(self, tracker, str request_id) except -1:
+        self.slots.prefill_complete(tracker, request_id)
+        return 0
 
 
-cdef class FreeHandler(SlotHandler):
+cdef class FreeHandler(StepHandler):
     """Ends a request; an unknown one is no error."""
 
-    cdef bytes answer(self, const char* body, size_t size, Text captured, request):
-        self.body.read(body, size)
-        tracker = self.tracker()
-        cdef Ledger ledger = tracker.ledger
-        cdef string_view request_id = self.body.id_bytes(kRequestId)
-        cdef RequestId live = ledger.find_request(request_id)
-        if live == kNone or self.replicas or self.observers:
-            self.slots.end(tracker, id_text(request_id))
-            return OK
+    cdef int take(self, Ledger ledger, RequestId live) except -1:
         ledger.end(live)
-        ease(ledger)
-        return OK
+        return 0
+
+    cdef int tell(self, tracker, str request_id) except -1:
+        self.slots.end(tracker, request_id)
+        return 0
 
 
 cdef class PotentialLoadsHandler(SlotHandler):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from kvd.errors import NotFound
 from kvd.faces.common import bodies
-from kvd.faces.common.monitoring import HEALTH
+from kvd.faces.common.monitoring import health_route
 from kvd.faces.common.slices import sliced
 from kvd.faces.slot_tracker.handlers import (
     AddHandler,
@@ -41,7 +41,7 @@ Clock = Callable[[], float]  # seconds, never going back
 def routes(slots: SlotTrackers, clock: Clock) -> tuple[Route, ...]:
     """Returns the face's routes over the daemon's slot trackers; ages are by `clock`."""
     return (
-        HEALTH,
+        health_route(),
         Route("POST", "/register", partial(register, slots), scope=Scope.ADMIN),
         Route("POST", "/unregister", partial(unregister, slots), scope=Scope.ADMIN),
         Route("GET", "/workers", partial(workers, slots)),

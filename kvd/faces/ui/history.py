@@ -104,11 +104,6 @@ class History:
         self._chosen: dict[RankKey, tuple[int, int]] = {}  # cached tokens, prompt tokens
         self._last = None
 
-    @property
-    def is_kept(self) -> bool:
-        """Returns whether samples are being taken."""
-        return self._looked.is_set()
-
     def look(self) -> None:
         """Has samples taken for LOOKED_S from now on."""
         self._looked_at = trio.current_time()

@@ -10,12 +10,13 @@ from kvd.wire.event_stream import EventStream
 from kvd.wire.replay import ReplayEnd, read_answer, request
 from kvd.wire.stream_link import STALE_AFTER_S, ListenerStatus
 from kvd_core.index.prefix_index import ALL_TIERS, CLEARED, FLAWED, NEW_RANK
+from tests.support.batch_sinks import NoStream
 
 SHOWS = {b"emptied": CLEARED, b"flawed": FLAWED, b"both": CLEARED | FLAWED}
 END_SEQ = (2**64 - 1).to_bytes(8)
 
 
-class Applied(list[bytes]):
+class Applied(list[bytes], NoStream):
     """A stream that keeps its batches until it is cleared, and a dump's blocks until they go."""
 
     dumped = False
@@ -41,13 +42,6 @@ class Applied(list[bytes]):
 
     def goes_on(self, payload: bytes) -> bool:
         return payload == b"goes on"
-
-    @property
-    def ignored(self) -> dict[str, int]:
-        return {}
-
-    def misfit(self) -> str:
-        return ""
 
     def drop_restored(self) -> bool:
         dropped, self.dumped = self.dumped, False

@@ -16,13 +16,14 @@ import pytest
 from kvd.wire.cursor import Verdict
 from kvd.wire.event_stream import EventStream
 from kvd.wire.replay import ReplayEnd
+from tests.support.batch_sinks import NoStream
 from tests.support.budget import scaled
 
 STEPS = 400
 SEEDS = scaled(40)  # ten thousand of them have passed
 
 
-class Applied(list[bytes]):
+class Applied(list[bytes], NoStream):
     dumped = False  # a peer's blocks of some process are there,
     heard = False  # and some batch has spoken for them
 
@@ -37,16 +38,6 @@ class Applied(list[bytes]):
 
     def restored(self) -> bool:
         return self.dumped and not self.heard
-
-    def goes_on(self, payload: bytes) -> bool:
-        return False
-
-    @property
-    def ignored(self) -> dict[str, int]:
-        return {}
-
-    def misfit(self) -> str:
-        return ""
 
     def drop_restored(self) -> bool:
         dropped = self.restored()
