@@ -355,10 +355,11 @@ class ConductorModel:
         for held in holder.names.values():
             if held.block == block:
                 media |= held.media
-        if block not in self.alive():
-            for aside in holder.aside.values():
-                if (aside.space, aside.sequence) == block:
-                    media |= aside.media
+        asides = [
+            aside for aside in holder.aside.values() if (aside.space, aside.sequence) == block
+        ]
+        if asides and block not in self.alive():
+            media = media.union(*(aside.media for aside in asides))
         return media
 
     def row(

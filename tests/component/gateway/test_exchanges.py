@@ -304,16 +304,19 @@ async def test_a_silent_stream_is_filled_between_events_alone() -> None:
     limits = RelayLimits(filler_s=1e-9)  # shorter than the pause between two sweeps
     async with relaying(slow, limits=limits) as (exchanges, engine, _), client() as (fd, stream):
         relay = exchanges.relay
+
+        def swept() -> int:
+            relay.sweep()
+            return relay.stats()["fillers"]
+
         with exchanges.begin(engine, REQUEST, b"{}", HOLD, fd) as exchange:
             assert await exchange.begins() is not None
             exchange.fill(filler)
             exchange.forward(STREAM, chunked=True)
-            relay.sweep()
-            relay.sweep()
+            await until(lambda: swept() >= 2)
             half.set()
             got = await received(stream, b"data: 2\r\n")
             filled = relay.stats()["fillers"]
-            assert filled >= 2
             relay.sweep()
             assert relay.stats()["fillers"] == filled
             rest.set()
