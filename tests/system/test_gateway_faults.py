@@ -223,7 +223,9 @@ async def test_a_stopped_engine_holds_up_its_own_requests_only(
             assert met.keys() == {(200, ""), (504, "false")}
             assert met.total() == 8
             metrics = await client.metrics()
-            assert metrics['kvd_gateway_refusals_total{code="upstream_timeout"}'] == met[504, "false"]
+            assert (
+                metrics['kvd_gateway_refusals_total{code="upstream_timeout"}'] == met[504, "false"]
+            )
             engines[0].signal(signal.SIGCONT)
             await wait_serving(client, 2)
     finally:
