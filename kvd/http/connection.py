@@ -12,6 +12,7 @@ on it cannot be trusted to be a request. Everything a client can do wrong ends h
 from __future__ import annotations
 
 import contextlib
+import socket
 from collections.abc import Callable
 from time import perf_counter
 
@@ -448,7 +449,10 @@ class Connection(Transport):
         started = perf_counter()
         self.shared.stats.connections_waiting += 1
         try:
-            return await route.relays(request)
+            persists = await route.relays(request)
+            if self.shared.stopping:  # the answer has begun before, and promised more
+                self._shut(socket.SHUT_RD)  # what has come is served, as on idle connections
+            return persists
         finally:
             self.shared.stats.connections_waiting -= 1
             self._service.note_relayed(route, request, perf_counter() - started)

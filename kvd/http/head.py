@@ -19,6 +19,8 @@ from kvd.http.messages import Headers
 HEAD_END = b"\r\n\r\n"
 CHUNKED = -1  # `Head.length` of a body whose length is not announced
 
+_SPOKEN = "HTTP/1.1 is spoken here"
+
 _SETTLED = frozenset(
     (
         b"content-length",
@@ -79,12 +81,16 @@ class Head:
             Refusal: the head is over a limit, or its framing or host is not one we accept.
         """
         if not self.complete:
+            if (
+                parser.get_method() == b"PRI"
+            ):  # every connection of HTTP/2 begins so (RFC 9113 §3.4)
+                raise Refusal(400, f"HTTP/2 is not supported: {_SPOKEN}")
             raise Refusal(400, "malformed request head")
         self.method = parser.get_method().decode()
         version = parser.get_http_version()
         if version != "1.1":
             if version != "1.0":
-                raise Refusal(400, f"HTTP/{version} is not supported")
+                raise Refusal(400, f"HTTP/{version} is not supported: {_SPOKEN}")
             self.http11 = self.keep_alive = False
         if len(self._target) > limits.url_bytes:
             raise Refusal(414, f"the URL is longer than {limits.url_bytes} bytes")

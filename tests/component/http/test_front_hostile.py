@@ -93,6 +93,13 @@ async def test_garbage_is_refused_with_400_and_the_end_of_the_connection() -> No
         assert running.front.stats.malformed == len(ALL_GARBAGE)
 
 
+@pytest.mark.parametrize("asked", ["http/2 preface", "http/2"])
+async def test_who_begins_with_http_2_is_told_what_is_spoken(asked: str) -> None:
+    async with serving() as running, running.client() as client:
+        await client.send(GARBAGE[asked])
+        assert b"HTTP/1.1 is spoken here" in (await client.read_reply()).body
+
+
 NO_HOSTS = (
     *(b".", b"..", b"a..b", b".a", b"a." * 2 + b".", b"x" * 64, b"a." + b"x" * 64, b"ab." * 90),
     *(b":80", b"a:b", b"a:123456", b"a:80:80", b"a b", b"a,b", b"a/b", b"a@b", b"a%2e", b"*"),
