@@ -65,6 +65,9 @@ and to replay endpoints: once each, 2 s for an answer, 10 s in all, 1,024 addres
    The first finding is gone; the new one is `model_name_mismatch`, with the registered name
    `demo`. It disappears after five to ten minutes.
 
+Walked through on two cores that other work kept busy, 2026-11-27: once built, the demo answers
+2.2 s after `make run`; `kvd doctor` took 6.6, 6.2 and 4.8 s, each of the calls 0.1 s.
+
 ## What it finds
 
 An `error` costs hits or requests; a `warning` may. Refused and dropped requests, and bookings,

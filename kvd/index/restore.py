@@ -22,8 +22,8 @@ from kvd.model import InstanceId, PartitionKey, is_name
 from kvd_core.dump.recovery import StagedEntry
 from kvd_core.index.prefix_index import Worker
 
-# Blocks stored between two checkpoints: about 1 ms.
-SLICE_BLOCKS = 4096
+# Blocks stored between two checkpoints: 0.1 to 0.7 ms.
+SLICE_BLOCKS = 2048
 
 # Entries and workers looked at, or made, between two checkpoints: about 1 ms at 8 us each.
 SLICE_WORKERS = 128
