@@ -122,6 +122,7 @@ class Load {
     line.count("requests", latencies_.size()).number("rps", requests / elapsed_);
     line.number("p50_us", quantile(latencies_, 0.50));
     line.number("p99_us", quantile(latencies_, 0.99));
+    line.number("p999_us", quantile(latencies_, 0.999));
     line.number("max_us", quantile(latencies_, 1.0));
     line.number("client_cpu_us", own_cpu_ * per);
     if (server_.known()) {

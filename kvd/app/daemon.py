@@ -54,6 +54,7 @@ from kvd.fleet_file.follower import FleetFileFollower, RegistrationTarget
 from kvd.fleet_file.none import FleetFile, NoFleetFile
 from kvd.fleet_file.targets import UpstreamTarget
 from kvd.gateway.siblings import ProcessIdentity
+from kvd.http.idle_poll import busy_wait_families
 from kvd.index.capacity import ListenerCapacity
 from kvd.index.partitions import State
 from kvd.index.peers import Peers
@@ -276,6 +277,7 @@ class _Daemon:
             ports.served.families,
             self._doctor.families,
             stretch_families,
+            busy_wait_families,
             self._fleet.families,
             self._keeper.families,
             self._shared.families,

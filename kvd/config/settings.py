@@ -55,6 +55,9 @@ DEFAULT_CHRONICLE, MAX_CHRONICLE = 65_536, 262_144
 # Heads up to these are read on the fast path, whatever is said here (kvd/http/plain_head.hpp).
 LEAST_HEAD_BYTES, LEAST_HEADERS = 4096, 48
 
+# Microseconds in which a client on this machine or beside it has its next request there.
+MAX_BUSY_WAIT_US = 1000
+
 I32_MAX = 2**31 - 1  # libzmq's bounds are of this type
 DYN = "DYN_"  # what the variables of Dynamo's router begin with
 
@@ -582,6 +585,12 @@ HTTP_SETTINGS = section(
     http_send_s=seconds("time allowed without the client reading a byte of the answer"),
     http_linger_s=seconds(
         "time a refused client may keep sending before its connection is closed",
+    ),
+    http_busy_wait_us=Setting(
+        parsers.within(0, MAX_BUSY_WAIT_US),
+        "N",
+        "longest time in microseconds for which kvd stays awake after a request, for the next "
+        "one, where requests come that fast and the machine has a core to spare; 0: never",
     ),
 )
 

@@ -7,6 +7,8 @@ fast_path, plain_head.hpp    connections between two requests, and the common re
                              in place, compiled
 idle_poll                    serves those connections, and a gateway's relay, between two passes
                              of trio, while nothing else is to be done
+busy_wait                    stays awake for the next request, where that costs less than sleep,
+                             compiled
 hot                          the handler of a hot route, compiled: `fast_path` and `connection` call
                              the same one
 connection, transport        one client: its requests one after the other; its stream, phases

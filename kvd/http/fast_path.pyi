@@ -1,6 +1,7 @@
 from collections.abc import Callable, Sized
 from typing import Any, NamedTuple
 
+from kvd.http.busy_wait import BusyWait
 from kvd.http.idle_poll import Pollable
 from kvd.http.permits import PermitRules
 from kvd.http.untasked import Untasked
@@ -58,6 +59,7 @@ def serve_between(
     pollables: list[Pollable],
     others: int,
     runnable: Sized,
+    awake: BusyWait,
     seconds: float,
     linger_s: float,
     budget_ns: int,

@@ -29,14 +29,14 @@ from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes
 from libc.errno cimport EAGAIN, ECONNRESET, errno
 from libc.stdint cimport int64_t, uint32_t
 from libc.stdlib cimport free, malloc
-from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
 from posix.unistd cimport close
 
 import os
 
+from kvd.http.busy_wait cimport BusyWait
 from kvd.http.hot cimport HotHandler
 from kvd.http.permits cimport Verdict
-from kvd.telemetry.stretches cimport begin_stretch, end_stretch, enter, kFastPath, leave
+from kvd.telemetry.stretches cimport begin_stretch, end_stretch, enter, kFastPath, leave, now_ns
 
 cdef extern from "<sys/epoll.h>" nogil:
     enum:
@@ -161,12 +161,6 @@ def names_host(bytes value not None):
     return host_is_named(as_text(value))
 
 
-cdef int64_t _now_ns() noexcept nogil:
-    cdef timespec now
-    clock_gettime(CLOCK_MONOTONIC, &now)
-    return now.tv_sec * <int64_t>1000000000 + now.tv_nsec
-
-
 cdef class FastPath:
     """The parked connections of one listener."""
 
@@ -276,7 +270,7 @@ cdef class FastPath:
                     self._parked.pop(events[i].data.fd, None)
                     if outcome is not _TAKEN:
                         self._wake(connection, outcome)
-            if _now_ns() >= end:
+            if now_ns() >= end:
                 return kSome
 
     cdef _step(self, connection, int fd):
@@ -331,7 +325,7 @@ cdef class FastPath:
     cdef _answer(self, connection, int fd, route, Text captured):
         """Answers a whole request; returns as `_step` does, or _LEFT."""
         cdef bytes response
-        cdef int64_t started = _now_ns()
+        cdef int64_t started = now_ns()
         cdef HotHandler handler
         if route.relays is not None:
             return self._relayed(connection, route)
@@ -350,7 +344,7 @@ cdef class FastPath:
                 return self._serve_other(connection, fd, route, captured, error)
             if response is None:
                 return _LEFT
-            seconds = (_now_ns() - started) * 1e-9
+            seconds = (now_ns() - started) * 1e-9
             try:
                 lines = self._told(connection, route, handler.status, seconds, response)
             except BaseException:
@@ -448,19 +442,19 @@ cdef int _undo(HotHandler handler) except -1:
     return 0
 
 
-def serve_between(list pollables not None, int others, runnable not None, double seconds,
-                  double linger_s, int64_t budget_ns):
+def serve_between(list pollables not None, int others, runnable not None, BusyWait awake not None,
+                  double seconds, double linger_s, int64_t budget_ns):
     """Serves pollables for as long as they alone have something to do.
 
     That ends when `others`, a descriptor that is readable when theirs are, is readable for
     another reason or still is after a turn; when something stands in `runnable`; and after
-    `linger_s` without a request, or `seconds` in all. Returns whether there was anything to do,
-    and whether `others` is readable.
+    `linger_s` without a request, or `seconds` in all. Between two requests it sleeps, or stays
+    `awake`. Returns whether there was anything to do, and whether `others` is readable.
     """
     cdef pollfd watched
-    cdef int64_t end = _now_ns() + <int64_t>(seconds * 1e9)
+    cdef int64_t end = now_ns() + <int64_t>(seconds * 1e9)
     cdef int64_t linger = <int64_t>(linger_s * 1e9)
-    cdef int64_t left = min(end - _now_ns(), linger)
+    cdef int64_t left = min(end - now_ns(), linger)
     cdef int timeout_ms, ready, done
     cdef bint served = False
     watched.fd = others
@@ -468,7 +462,7 @@ def serve_between(list pollables not None, int others, runnable not None, double
     while left > 0:
         timeout_ms = <int>((left + 999999) // 1000000)
         with nogil:
-            ready = poll(&watched, 1, timeout_ms)
+            ready = awake.wait(others, timeout_ms)
         if ready <= 0:
             break
         begin_stretch()

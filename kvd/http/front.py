@@ -85,7 +85,7 @@ class Front(Server[Connection]):
     async def _run_fast_path(self) -> None:
         """Serves what comes on parked connections."""
         fast_path = self._service.fast_path
-        with polled_when_idle(fast_path, TURN_NS) as between:
+        with polled_when_idle(fast_path, TURN_NS, self.limits.busy_wait_us) as between:
             while True:
                 await trio.lowlevel.wait_readable(fast_path.fileno())
                 between.warm = True

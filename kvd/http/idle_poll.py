@@ -26,8 +26,10 @@ from typing import NoReturn, Protocol
 
 import trio
 
+from kvd.http.busy_wait import BusyWait
 from kvd.http.fast_path import serve_between
 from kvd.telemetry.logs import get_logger
+from kvd.telemetry.metrics import Family, by_label
 
 # Time without a request after which trio waits again: clients that ask less often wake trio.
 LINGER_S = 0.05
@@ -64,6 +66,7 @@ class IdlePoller(trio.abc.Instrument):
             log.warning("idle_poller_off", reason=error, trio=trio.__version__)
         self._token = trio.lowlevel.current_trio_token()
         self._budget_ns = budget_ns
+        self.awake = BusyWait()
         self.pollables: list[Pollable] = []
         self.warm = False  # a request has been served since the last stay without any
 
@@ -74,7 +77,13 @@ class IdlePoller(trio.abc.Instrument):
         awake = False
         try:
             self.warm, awake = serve_between(
-                self.pollables, self._others, self._runnable, timeout, LINGER_S, self._budget_ns
+                self.pollables,
+                self._others,
+                self._runnable,
+                self.awake,
+                timeout,
+                LINGER_S,
+                self._budget_ns,
             )
         except Exception as error:
             # Trio would log a bug in here and go on without the instrument.
@@ -84,10 +93,13 @@ class IdlePoller(trio.abc.Instrument):
 
 
 @contextmanager
-def polled_when_idle(pollable: Pollable, budget_ns: int) -> Iterator[IdlePoller]:
+def polled_when_idle(
+    pollable: Pollable, budget_ns: int, busy_wait_us: int = 0
+) -> Iterator[IdlePoller]:
     """Has `pollable` served between the passes of this run of trio, for the time of the context.
 
-    No row of requests takes much longer than `budget_ns` nanoseconds.
+    No row of requests takes much longer than `budget_ns` nanoseconds. For the next one it may stay
+    awake for `busy_wait_us` microseconds.
     """
     here = _current.get()
     if here is None:
@@ -95,6 +107,7 @@ def polled_when_idle(pollable: Pollable, budget_ns: int) -> Iterator[IdlePoller]
         _current.set(here)
         if here.usable:
             trio.lowlevel.add_instrument(here)
+    here.awake.allow(busy_wait_us)
     here.pollables.append(pollable)
     try:
         yield here
@@ -104,6 +117,15 @@ def polled_when_idle(pollable: Pollable, budget_ns: int) -> Iterator[IdlePoller]
             if here.usable:
                 trio.lowlevel.remove_instrument(here)
             _current.set(None)
+
+
+def busy_wait_families() -> Iterator[Family]:
+    """Says how long this run of trio has stayed awake for the next request."""
+    here = _current.get()
+    if here is not None:
+        help = "Time spent awake until the next request came, or in vain, in seconds, by outcome"
+        spent = {"found": here.awake.found_ns * 1e-9, "lost": here.awake.lost_ns * 1e-9}
+        yield by_label("kvd_busy_wait_seconds_total", "counter", help, "outcome", spent)
 
 
 def _crash(error: Exception) -> NoReturn:

@@ -34,6 +34,7 @@ class HttpLimits:
     idle_s: float = 100.0  # above the 90 s of common client pools, which end first then
     linger_s: float = 2.0  # to read away what a refused client is still sending
     graceful_s: float = 10.0  # systemd's TimeoutStopSec is 20
+    busy_wait_us: int = 0  # awake after a request, for the next one (kvd/http/busy_wait.pyx)
 
     def tick_s(self) -> float:
         """Returns the seconds between two sweeps over idle connections."""

@@ -97,6 +97,7 @@ class QueuedRequest:
     waiting: Waiting[QueuedRequest] | None = None
     receipt: Receipt[Any] | None = None  # of what is booked with the answer
     again: Look | None = None  # at its tokens, by any block size; None: it came hashed
+    goes_on: bool = False  # it was the last of many to be served, and others are to be after it
 
     def resolve(self, answer: SelectReply | KvdError) -> None:
         if isinstance(answer, SelectReply):

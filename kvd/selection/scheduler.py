@@ -66,6 +66,10 @@ _OVERLOADED: dict[Phase | None, str] = {
     Phase.DECODE: "all decode workers are overloaded",
 }
 
+# Waiting selections served in one pass of the loop, 2 ms with the answers to their clients: others
+# are served in the next ones.
+SERVED_AT_ONCE = 32
+
 _OTHER_SIZE = "the block size of the workers changed while the request waited"
 _STOPPING = "the service is stopping"
 
@@ -155,6 +159,8 @@ class Scheduler:
             if not len(fleet.queue):
                 fleet.ledger.loads.on_eased(None)
             self.held -= 1
+            if held.goes_on:
+                self.drain_queue(fleet)
         if held.answer is None:
             self._tally.ended(held.ask, SelectionOutcome.TIMED_OUT)
             raise Unserved(SelectionOutcome.TIMED_OUT, "all workers are busy", retry_after_s=1)
@@ -435,7 +441,10 @@ class Scheduler:
                 self.drain_queue(fleet)
 
     def drain_queue(self, fleet: Fleet) -> None:
-        """Serves waiting selections of one fleet whose ranks have changed, in order."""
+        """Serves waiting selections of one fleet whose ranks have changed, in order.
+
+        When SERVED_AT_ONCE have been, the last of them has the next served once its task runs.
+        """
         if not len(fleet.queue):
             return
         changed = fleet.pool.changed()
@@ -443,8 +452,10 @@ class Scheduler:
             self._end_hashed(fleet)
         fleet.queue.wake(ANYONE if changed is None else int.from_bytes(changed, "little"))
         with SELECTIONS:
-            for _ in fleet.queue.release(partial(self._serve, fleet)):
-                pass
+            for number, held in enumerate(fleet.queue.release(partial(self._serve, fleet)), 1):
+                if number == SERVED_AT_ONCE:
+                    held.goes_on = True
+                    break
         fleet.pool.remember()
 
     def _end_hashed(self, fleet: Fleet) -> None:

@@ -21,7 +21,8 @@ cdef enum:
     kCollector
     kCauses
 
-# All return the time (CLOCK_MONOTONIC, nanoseconds).
+cdef int64_t now_ns() noexcept nogil             # CLOCK_MONOTONIC
+# These return the same.
 cdef int64_t begin_stretch() noexcept nogil      # the poll has returned
 cdef int64_t end_stretch() noexcept nogil        # the loop is about to poll
 cdef int64_t enter(int cause) noexcept nogil     # from here on it is this ...

@@ -61,7 +61,7 @@ cdef int _entered[kDeepest]
 cdef int _depth = 0                        # of these; the first is OTHER
 
 
-cdef int64_t _now_ns() noexcept nogil:
+cdef int64_t now_ns() noexcept nogil:
     cdef timespec now
     clock_gettime(CLOCK_MONOTONIC, &now)
     return now.tv_sec * <int64_t>1000000000 + now.tv_nsec
@@ -74,7 +74,7 @@ cdef inline void _charge(int64_t now) noexcept nogil:
 cdef int64_t begin_stretch() noexcept nogil:
     global _begun, _start, _since, _depth
     _begun = True
-    _start = _since = _now_ns()
+    _start = _since = now_ns()
     _depth = 0
     memset(_spent, 0, sizeof(_spent))
     return _start
@@ -82,7 +82,7 @@ cdef int64_t begin_stretch() noexcept nogil:
 
 cdef int64_t enter(int cause) noexcept nogil:
     global _since, _depth
-    cdef int64_t now = _now_ns()
+    cdef int64_t now = now_ns()
     _charge(now)
     _since = now
     _depth += 1
@@ -93,7 +93,7 @@ cdef int64_t enter(int cause) noexcept nogil:
 
 cdef int64_t leave() noexcept nogil:
     global _since, _depth
-    cdef int64_t now = _now_ns()
+    cdef int64_t now = now_ns()
     _charge(now)
     _since = now
     if _depth:
@@ -103,7 +103,7 @@ cdef int64_t leave() noexcept nogil:
 
 cdef int64_t end_stretch() noexcept nogil:
     global _begun
-    cdef int64_t now = _now_ns()
+    cdef int64_t now = now_ns()
     cdef int most = 0, i
     if not _begun:
         return now
@@ -260,7 +260,7 @@ class StretchCounts(NamedTuple):
 
 def stretch_counts():
     """Returns the counts of each cause that has had stretches."""
-    cdef int64_t now = _now_ns()
+    cdef int64_t now = now_ns()
     cdef Account* account
     cdef Longest longest
     cdef int i

@@ -45,7 +45,7 @@ def test_every_limit_of_http_can_be_said() -> None:
     assert load({}, {}).http == HttpLimits()
     assert len(said) == len(dataclasses.fields(HttpLimits))
     for number, name in enumerate(said, 1):
-        said[name] = 2**22 + number
+        said[name] = number if name == "http_busy_wait_us" else 2**22 + number
     http = load(said, {}).http
     assert sorted(dataclasses.asdict(http).values()) == sorted(said.values())
     for name, least in (("http_body_bytes", 2**21), ("http_head_bytes", 4096)):

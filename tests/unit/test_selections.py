@@ -21,7 +21,7 @@ from kvd.selection.candidates import Fleet
 from kvd.selection.options import RouterOptions
 from kvd.selection.queue import QueuePolicy
 from kvd.selection.requests import Constraints, QueuedRequest
-from kvd.selection.scheduler import Scheduler
+from kvd.selection.scheduler import SERVED_AT_ONCE, Scheduler
 from kvd.selection.worker_record import WorkerRecord
 from kvd.wire.lifecycle import Lifecycle as Event
 from kvd.wire.lifecycle import Outcome, Step
@@ -531,6 +531,17 @@ async def test_only_those_who_wait_for_a_changed_rank_are_asked(
     service.selections.reservations.free("a")
     await settled()
     assert only_1.answer["worker_id"] == 1
+    service.check()
+
+
+async def test_many_who_can_be_served_are_so_in_several_passes(nursery: trio.Nursery) -> None:
+    service = await busy_fleet()
+    waiting = [calls(nursery, service, [1], constraints=ONLY[1], tokens=1) for _ in range(100)]
+    await settled()
+    service.selections.reservations.free("a")
+    assert sum(each.held.done.is_set() for each in waiting) == SERVED_AT_ONCE
+    await settled()
+    assert all(each.answer["worker_id"] == 1 for each in waiting)
     service.check()
 
 

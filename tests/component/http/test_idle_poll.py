@@ -16,11 +16,14 @@ import pytest
 import trio
 
 from kvd.http import idle_poll
+from kvd.http.busy_wait import BusyWait
 from kvd.http.fast_path import FastPath
-from kvd.http.idle_poll import EPOLL, RUNNABLE, WAKE, polled_when_idle
+from kvd.http.idle_poll import EPOLL, RUNNABLE, WAKE, busy_wait_families, polled_when_idle
 from kvd.http.messages import Request, Response
 from kvd.http.permits import PermitRules
 from kvd.http.routes import Route
+from kvd.telemetry.metrics import render
+from tests.support.exposition import parse
 from tests.support.loglines import logged
 from tests.support.serving import PATIENT, ROUTES, Running, serving
 
@@ -130,6 +133,57 @@ async def test_a_task_that_a_request_has_made_runnable_runs_at_once() -> None:
 
         nursery.start_soon(wait)
         assert await trio.to_thread.run_sync(client, running)
+
+
+# ---- awake for the next request
+
+
+def test_prompt_requests_are_waited_for_awake() -> None:
+    one, other = socket.socketpair()
+    with one, other:
+        one.send(b"x")  # it is always there
+        awake = BusyWait(1000)
+        while not awake.found_ns:
+            assert awake.wait_readable(other.fileno(), 1000)
+        assert awake.lost_ns == 0
+
+
+def test_who_waits_in_vain_sleeps() -> None:
+    one, other = socket.socketpair()
+    with one, other:
+        awake = BusyWait(100)
+        one.send(b"x")
+        while not awake.found_ns:
+            assert awake.wait_readable(other.fileno(), 1000)
+        other.recv(1)
+        for _ in range(20):
+            assert not awake.wait_readable(other.fileno(), 0)
+        found, lost = awake.found_ns, awake.lost_ns
+        assert lost > 0
+        for _ in range(1000):
+            assert not awake.wait_readable(other.fileno(), 0)
+        assert (awake.found_ns, awake.lost_ns) == (found, lost)
+
+
+@pytest.mark.parametrize("longest_us", [0, 1])
+def test_nobody_stays_awake_longer_than_allowed(longest_us: int) -> None:
+    one, other = socket.socketpair()
+    with one, other:
+        one.send(b"x")
+        awake = BusyWait(longest_us)
+        for _ in range(100):
+            assert awake.wait_readable(other.fileno(), 1000)
+        assert awake.lost_ns == 0
+        assert longest_us or awake.found_ns == 0
+
+
+async def test_requests_are_answered_by_who_stays_awake() -> None:
+    async with serving(**CALM, busy_wait_us=1000) as running:
+        found = 0.0
+        while not found:
+            assert await trio.to_thread.run_sync(ask, running, REQUEST, MANY) == MANY
+            samples = parse(b"".join(render(busy_wait_families())).decode())
+            found = samples['kvd_busy_wait_seconds_total{outcome="found"}']
 
 
 def fast_path_with(wake: Any) -> FastPath:

@@ -1,0 +1,325 @@
+"""What a query waits for while something else runs, and how long kvd's loop is held, by what.
+
+    python bench/tails.py [CASE ...] [--seconds 5] [--peer-python PEER/bin/python]
+
+One connection asks /query of 512 tokens, one after the other, while engines publish 100,000 and
+500,000 blocks/s over 8, 64 and 512 streams (64 blocks an event, as many taken out again), and while
+the daemon writes a dump, a snapshot, /metrics, recovers from another one, loses all its workers, or
+has 1,000 selections that wait: for these it asks /overlap_scores. A fresh daemon for each group of
+cases; 1,000,000 blocks, or half of that over 512 streams. The peer, where it does the same, is
+asked at the same places. A stretch is the time from one look at the sockets to the next
+(docs/operations.md, How busy the loop is).
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from threading import Event, Thread
+
+import machine
+from errors import BenchError
+from generator import Generator, Hold, Option, Result, build
+from servers import Contender, Server, free_ports, running, running_on
+from stretches import Reading
+
+HERE = Path(__file__).resolve().parent
+
+STREAMS = (8, 64, 512)
+RATES = (100_000, 500_000)  # blocks/s
+EVENT_BLOCKS = 64
+DEPTH = 1024  # blocks of a chain
+PAIRS = {8: 1_000_000, 64: 1_000_000, 512: 524_288}
+WINDOW = 20_000  # blocks on their way while an index is filled
+TIMEOUT = 60.0  # seconds
+WARM_S = 0.2  # not measured
+
+WAITING = 1_000  # selections
+BATCH = 100_000  # tokens that make a worker busy
+MODEL = {"model_name": "bench"}
+
+Beside = Callable[[], None]  # a piece of what runs beside the queries, again and again
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What every case needs."""
+
+    generator: Generator
+    contender: Contender
+    logs: Path
+    seconds: float
+
+    def load(self, server: Server, streams: int) -> dict[str, Option]:
+        asked: dict[str, Option] = {"kind": "query", "tokens": 512, "hit": 0.5, "conns": 1}
+        return {**asked, "secs": self.seconds, "warm": WARM_S, **data(streams)}
+
+    @contextmanager
+    def filled(self, streams: int, *flags: str) -> Iterator[tuple[Server, Hold]]:
+        """A server that knows the blocks of that many engines."""
+        contender = replace(self.contender, command=(*self.contender.command, *flags))
+        with ExitStack() as stack:
+            server = stack.enter_context(running(contender, self.logs))
+            options: dict[str, Option] = {"event_blocks": EVENT_BLOCKS, "window": WINDOW}
+            hold = self.generator.hold(server, **data(streams), **options)
+            yield server, stack.enter_context(hold)
+
+    def measure(self, case: str, server: Server, asked: dict[str, Option], beside: Beside) -> None:
+        """Asks while `beside` is called again and again, in a thread; prints a row."""
+        before = self._reading(server)
+        with repeated(beside):
+            figures = self.generator.run("http", server, **asked)
+        self._print(case, figures, before, self._reading(server))
+
+    def _reading(self, server: Server) -> Reading | None:
+        return Reading.of(server) if self.contender.name == "kvd" else None
+
+    def _print(
+        self, case: str, figures: Result, before: Reading | None, after: Reading | None
+    ) -> None:
+        cells = [f"{self.contender.name}: {case}"]
+        cells += [f"{figures[key]:,.0f}" for key in ("p50_us", "p99_us", "p999_us", "max_us")]
+        if before is None or after is None:
+            cells += ["", "", ""]
+        else:
+            longest = ", ".join(map(str, after.longest(before)[:4]))
+            cells += [f"{after.over(before, 0.001):,}", f"{after.over(before, 0.005):,}", longest]
+        print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def data(streams: int) -> dict[str, Option]:
+    return {"pairs": PAIRS[streams], "workers": streams, "depth": DEPTH, "block_size": 16}
+
+
+@contextmanager
+def repeated(beside: Beside) -> Iterator[None]:
+    """Calls a function again and again, in a thread; raises what it has raised."""
+    ended, failures = Event(), []
+
+    def repeat() -> None:
+        try:
+            while not ended.is_set():
+                beside()
+        except Exception as error:
+            failures.append(error)  # raised below
+
+    thread = Thread(target=repeat)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+    if failures:
+        raise BenchError(f"beside the queries: {failures[0]!r}")
+
+
+def ask(port: int, method: str, path: str, members: object = None) -> bytes:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT)
+    body = None if members is None else json.dumps(members)
+    connection.request(method, path, body, {"content-type": "application/json"})
+    answer = connection.getresponse()
+    found = answer.read()
+    connection.close()
+    if answer.status not in (200, 201):
+        raise BenchError(f"{method} {path}: {answer.status} {found[:300]!r}")
+    return found
+
+
+def nothing() -> None:
+    time.sleep(0.01)
+
+
+def events(bench: Bench, streams: int) -> None:
+    with bench.filled(streams) as (server, hold):
+        asked = bench.load(server, streams)
+        bench.measure(f"{streams} streams, no events", server, asked, nothing)
+        for rate in RATES:
+            order = f"churn {rate} {bench.seconds / 2:g} {EVENT_BLOCKS}"
+            reached: list[float] = []
+
+            def churn(order: str = order, reached: list[float] = reached) -> None:
+                reached.append(hold.ask(order)["blocks_per_s"])
+
+            case = f"{streams} streams, {rate:,} blocks/s"
+            bench.measure(case, server, asked, churn)
+            if min(reached) < 0.95 * rate:
+                print(f"  (only {min(reached):,.0f} blocks/s were published)", file=sys.stderr)
+
+
+def dump(bench: Bench) -> None:
+    with bench.filled(8) as (server, _):
+        bench.measure("dumps", server, bench.load(server, 8), asking(server, "/dump"))
+
+
+def scrape(bench: Bench) -> None:
+    with bench.filled(512) as (server, _):
+        asked = bench.load(server, 512)
+        bench.measure("scrapes, 512 streams", server, asked, asking(server, "/metrics"))
+
+
+def asking(server: Server, path: str) -> Beside:
+    def get() -> None:
+        ask(server.port, "GET", path)
+
+    return get
+
+
+def snapshot(bench: Bench) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        flags = f"--state-dir={folder}", "--snapshot-s=0.01"
+        with bench.filled(8, *flags) as (server, _):
+            bench.measure("snapshots", server, bench.load(server, 8), nothing)
+
+
+def recovery(bench: Bench) -> None:
+    with bench.filled(8) as (donor, _):
+        # A worker of its own, whose engine is not there, so that the model is known at once.
+        own = "--model-name=bench", "--block-size=16", "--workers=9=tcp://127.0.0.1:9"
+        peers = "--peers", f"http://{donor.address}"
+        contender = replace(bench.contender, command=(*bench.contender.command, *own, *peers))
+        with running(contender, bench.logs) as server:
+            bench.measure("recovery from a peer", server, bench.load(server, 8), nothing)
+
+
+def unregistration(bench: Bench) -> None:
+    with bench.filled(512) as (server, _):
+        leaving = iter(range(1, 513))
+
+        def leave() -> None:
+            worker = next(leaving, None)
+            if worker is None:
+                nothing()
+            else:
+                ask(server.port, "POST", "/unregister", {"instance_id": worker, **MODEL})
+
+        case = "512 workers unregistered, one by one"
+        bench.measure(case, server, bench.load(server, 512), leave)
+
+
+def selections(bench: Bench) -> None:
+    (port,) = free_ports(1)
+    faces = "--indexer-bind=off", "--slot-tracker-bind=off", "--conductor-bind=off"
+    flags = *faces, f"--selection-bind=127.0.0.1:{port}", "--router-queue-threshold=1"
+    patience = "--router-queue-s=600", "--http-handler-s=600"
+    command = (*bench.contender.command[:-1], "serve", *flags, *patience)
+    with ExitStack() as stack:
+        select = replace(bench.contender, command=command)
+        server = stack.enter_context(running_on(select, port, bench.logs))
+        for worker in range(1, 9):
+            make_busy(server, worker)
+        for number in range(WAITING):
+            stack.enter_context(waiting(server, number))
+        until(lambda: json.loads(ask(server.port, "GET", "/loads"))[0]["pending_count"] == WAITING)
+        body = json.dumps({**MODEL, "token_ids": [7] * 512})
+        asked: dict[str, Option] = {"kind": "raw", "path": "/overlap_scores", "body": body}
+        asked |= {"conns": 1, "secs": bench.seconds, "warm": WARM_S}
+
+        def move() -> None:
+            reserve(server, "moving", 1, 1)
+            ask(server.port, "DELETE", "/reservations/moving")
+
+        bench.measure(f"{WAITING:,} selections wait, loads change", server, asked, move)
+        busy = iter(range(1, 9))
+
+        def free() -> None:
+            time.sleep(2 * WARM_S)  # the queries are measured by then
+            worker = next(busy, None)
+            if worker is not None:
+                ask(server.port, "DELETE", f"/reservations/busy-{worker}")
+
+        bench.measure(f"{WAITING:,} selections are served", server, asked, free)
+
+
+def make_busy(server: Server, worker: int) -> None:
+    record = MODEL | {
+        "worker_id": worker,
+        "endpoint": "http://127.0.0.1:1",
+        "block_size": 16,
+        "max_num_batched_tokens": BATCH,
+        "kv_events_endpoints": {"0": f"tcp://127.0.0.1:{worker}"},
+    }
+    ask(server.port, "POST", "/workers", record)
+    reserve(server, f"busy-{worker}", worker, BATCH + 1)
+
+
+def reserve(server: Server, name: str, worker: int, tokens: int) -> None:
+    prompt = {"sequence_hashes": [worker], "isl_tokens": tokens, **MODEL}
+    place = {"worker_id": worker, "effective_prefill_tokens": tokens}
+    ask(server.port, "POST", "/reservations", {"reservation_id": name, **place, **prompt})
+
+
+def waiting(server: Server, number: int) -> socket.socket:
+    """Asks for a reservation, and waits for the answer."""
+    hashes = [number * 100 + each for each in range(8)]
+    members = {"block_hashes": hashes, "sequence_hashes": hashes, "isl_tokens": 128}
+    body = json.dumps({**MODEL, **members, "reservation_id": f"waiting-{number}"})
+    head = f"host: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+    client = socket.create_connection(("127.0.0.1", server.port), timeout=TIMEOUT)
+    client.sendall(f"POST /select_and_reserve HTTP/1.1\r\n{head}\r\n\r\n{body}".encode())
+    return client
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + TIMEOUT
+    while not condition():
+        if time.monotonic() > deadline:
+            raise BenchError("what was waited for has not come")
+        time.sleep(0.05)
+
+
+EVENTS = {f"events-{streams}": partial(events, streams=streams) for streams in STREAMS}
+CASES: dict[str, Callable[[Bench], None]] = EVENTS | {
+    "dump": dump,
+    "scrape": scrape,
+    "snapshot": snapshot,
+    "recovery": recovery,
+    "unregistration": unregistration,
+    "selections": selections,
+}
+OF_PEER = [*EVENTS, "dump"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}")
+    parser.add_argument("--seconds", type=float, default=5.0, help="of each case")
+    parser.add_argument("--peer-python", metavar="PY", help="interpreter that has dynamo")
+    options = parser.parse_args()
+    if unknown := set(options.cases) - CASES.keys():
+        parser.error(f"unknown case {', '.join(sorted(unknown))}")
+    logs = HERE / "build"
+    generator = Generator(build(logs))
+    kvd = Contender("kvd", (sys.executable, "-m", "kvd", "indexer"), HERE.parent)
+    benches = [Bench(generator, kvd, logs, options.seconds)]
+    if options.peer_python:
+        peer = Contender("peer", (options.peer_python, "-m", "dynamo.indexer"), logs)
+        benches.append(replace(benches[0], contender=peer))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("tails.py: terminated"))
+    print(f"{machine.describe()}; load average {os.getloadavg()[0]:.1f} before\n")
+    print("| case | p50 µs | p99 µs | p99.9 µs | longest µs | stretches > 1 ms | > 5 ms |", end="")
+    print(" longest stretches, ms |\n|---|---|---|---|---|---|---|---|")
+    other = machine.OtherLoad()
+    try:
+        for name in options.cases or CASES:
+            for bench in benches[: 1 + (name in OF_PEER)]:
+                CASES[name](bench)
+    except BenchError as error:
+        sys.exit(f"tails.py: {error}")
+    print(f"\nOther processes used {other.cores():.2f} cores.")
+
+
+if __name__ == "__main__":
+    main()
