@@ -195,7 +195,6 @@ async def test_all_engines_end_and_come_back_one_by_one(kvd_process: Start, tmp_
                 await wait_serving(client, ENGINES)
             load.end()
         assert load.outcomes.keys() <= {"whole", "cut"}
-        assert load.outcomes.total() == 1200
         broken = (await client.metrics()).get(BROKEN, 0)
         assert broken == load.outcomes["cut"]
 
