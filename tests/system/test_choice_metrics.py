@@ -23,10 +23,17 @@ from kvd_core.selector.choice_counts import CHOICE_PHASES, MODES, OUTCOMES
 from kvd_core.selector.choice_counts import PHASES as CORE_PHASES
 from kvd_core.selector.settings import ROUND_ROBIN, Settings
 from tests.support.exposition import parse
+from tests.support.held_selections import (
+    BATCH,
+    OPTIONS,
+    batched,
+    calls,
+    disaggregated,
+    ready,
+    settled,
+)
 from tests.support.processes import Server
 from tests.support.selecting import BLOCK_SIZE, EXPIRY_S, M, Service
-from tests.unit.test_phases import disaggregated
-from tests.unit.test_selections import BATCH, OPTIONS, batched, calls, ready, settled
 
 PROMPT = [11, 12, 13, 14]
 

@@ -21,8 +21,8 @@ from kvd.telemetry.metrics import render
 from kvd.telemetry.rotating import RotatingWriter, files_of
 from kvd.wire.lifecycle import Lifecycle, Step
 from tests.support.exposition import parse
+from tests.support.held_selections import ready
 from tests.support.selecting import BLOCK_SIZE, EXPIRY_S, M, Service, worker
-from tests.unit.test_selections import ready
 
 PATIENCE_S = 30.0
 WALL = 1_763_000_000.0

@@ -28,6 +28,7 @@ from kvd.replay.simulation import ReplayOutcome, SimulatedFleet, replay
 from kvd.replay.table import span
 from kvd.replay.traffic import Traffic
 from kvd_core.selector.settings import Settings
+from tests.support.traces import conversations
 
 MODES = ("round-robin", "random", "least-loaded", "dynamo", "kvd")
 CHUNK_S = 0.2048  # of a step that prefills
@@ -44,24 +45,6 @@ class HonestRouter(CoreRouter):
         seen = [row.device_blocks for row in self.pool.explain(self.settings)]
         assert seen == held()
         return chosen
-
-
-def conversations(folder: Path) -> Path:
-    """Eight conversations in turns: each prompt is the one before and two blocks more."""
-    path = folder / "trace.jsonl"
-    lines = []
-    for turn in range(6):
-        for conversation in range(8):
-            own = [1 + conversation * 100 + number for number in range(2 * turn + 2)]
-            request = {
-                "timestamp": turn * 3000 + conversation * 250,
-                "input_length": (1 + len(own)) * BLOCK_SIZE + 7,
-                "output_length": 5 + conversation,
-                "hash_ids": [0, *own, 5000 + turn * 100 + conversation],  # the last is not full
-            }
-            lines.append(json.dumps(request) + "\n")
-    path.write_text("".join(lines))
-    return path
 
 
 def requests(*sizes: tuple[float, int, int, tuple[int, ...]]) -> list[RecordedRequest]:

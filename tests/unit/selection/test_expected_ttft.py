@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from kvd.errors import NotFound
+from tests.support.held_selections import ready
 from tests.support.selecting import M, Service, worker
-from tests.unit.test_selections import ready
 
 FAST, SLOW = 10_000.0, 1_000.0  # tokens a second
 BASE_S = 0.02

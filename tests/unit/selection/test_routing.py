@@ -17,8 +17,8 @@ from kvd.selection.policies import MEMBERS, OFF, Policy, RouterPolicy
 from kvd.selection.requests import Constraints, QueuedRequest
 from kvd.selection.worker_record import Role
 from kvd_core.selector.settings import Settings
+from tests.support.held_selections import BATCH, batched, calls, ready, settled
 from tests.support.selecting import BLOCK_SIZE, M, N, Service, worker
-from tests.unit.test_selections import BATCH, batched, calls, ready, settled
 
 OPTIONS = RouterOptions(Settings(queue_threshold=1.0))
 SINGLE = (Phase.PREFILL, Phase.DECODE)

@@ -28,8 +28,8 @@ from kvd.slots.shared_loads import Ledgers
 from kvd.slots.trackers import SlotTrackers
 from kvd_core.selector.selector import BUSY, OVERLOADED
 from kvd_core.selector.settings import DIRECT, KV, LEAST_LOADED, RANDOM, ROUND_ROBIN, Settings
+from tests.support.held_selections import Caller, settled
 from tests.support.selecting import BLOCK_SIZE, EXPIRY_S, M, Service, look, worker
-from tests.unit.test_selections import Caller, settled
 
 STEPS = 200
 BATCH = 40  # tokens

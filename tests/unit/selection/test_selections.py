@@ -5,7 +5,6 @@ Nothing here waits for a clock: it is set by hand, and held selections are answe
 
 from __future__ import annotations
 
-import json
 from array import array
 from dataclasses import replace
 from random import Random
@@ -15,7 +14,7 @@ import pytest
 import trio
 import trio.testing
 
-from kvd.errors import BadRequest, Conflict, KvdError, NotFound, Unavailable
+from kvd.errors import BadRequest, Conflict, NotFound, Unavailable
 from kvd.model import PartitionKey
 from kvd.selection.candidates import Fleet
 from kvd.selection.options import RouterOptions
@@ -27,61 +26,20 @@ from kvd.wire.lifecycle import Lifecycle as Event
 from kvd.wire.lifecycle import Outcome, Step
 from kvd_core.base.hashing import sequence_hashes
 from kvd_core.ledger.ledger import Ledger
-from kvd_core.selector.settings import Settings
 from tests.models import selector_model
 from tests.models.ledger_model import ModelLedger
 from tests.models.selector_model import ModelPool, ModelPrompt, ModelRank, ModelSettings
 from tests.support.budget import scaled
 from tests.support.cancelling import every_checkpoint
+from tests.support.held_selections import BATCH, OPTIONS, Caller, batched, calls, ready, settled
 from tests.support.selecting import BLOCK_SIZE, EXPIRY_S, M, N, Service, look, worker
 
-BATCH = 100  # tokens
 SMALL_BATCH = 6  # so that workers often are busy
-OPTIONS = RouterOptions(Settings(queue_threshold=1.0))
 ONLY = {number: Constraints(allowed=frozenset([number])) for number in range(1, 5)}
-
-
-def batched(worker_id: int, key: PartitionKey = M, **members: Any) -> WorkerRecord:
-    return worker(worker_id, key, max_num_batched_tokens=BATCH, **members)
 
 
 def small(worker_id: int, key: PartitionKey = M, **members: Any) -> WorkerRecord:
     return worker(worker_id, key, max_num_batched_tokens=SMALL_BATCH, **members)
-
-
-async def ready(*records: WorkerRecord, options: RouterOptions = OPTIONS, **bounds: int) -> Service:
-    service = Service(options, **bounds)
-    for record in records:
-        assert (await service.selections.workers.put(record)).reasons == []
-    return service
-
-
-class Caller:
-    """A client whose selection is held."""
-
-    def __init__(self, service: Service, held: QueuedRequest) -> None:
-        assert isinstance(held, QueuedRequest)
-        self._service = service
-        self.held = held
-        self.answer: Any = None
-        self.error: KvdError | None = None
-        self.scope = trio.CancelScope()
-
-    async def run(self) -> None:
-        with self.scope:
-            try:
-                self.answer = json.loads(await self._service.selections.scheduler.wait(self.held))
-            except KvdError as error:
-                self.error = error
-
-
-def calls(nursery: trio.Nursery, service: Service, blocks: list[int], **members: Any) -> Caller:
-    caller = Caller(service, service.select(blocks, **members))
-    nursery.start_soon(caller.run)
-    return caller
-
-
-settled = trio.testing.wait_all_tasks_blocked
 
 
 # ---- the whole life of reservations, beside a model

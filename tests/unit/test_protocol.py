@@ -9,11 +9,12 @@ from xml.etree import ElementTree
 import pytest
 
 from bench.protocol import CAPACITIES, ENGINES, LOADS, main
-from tests.unit.test_replay import conversations
+from tests.support.traces import conversations
 
 WORKLOADS = 7
 
 
+@pytest.mark.slow("it replays every cell of the protocol")
 def test_every_cell_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace, figures = conversations(tmp_path), tmp_path / "figures.json"
     options = ["--rounds=1", "--jobs=1", "--windows=all", "--policy=dynamo", "--policy=kvd"]

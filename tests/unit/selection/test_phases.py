@@ -16,24 +16,19 @@ from kvd.selection.requests import Constraints, QueuedRequest, Retry
 from kvd.selection.worker_record import Role
 from kvd.wire.lifecycle import Outcome, Step
 from kvd_core.base.hashing import sequence_hashes
-from kvd_core.selector.settings import Settings
+from tests.support.held_selections import (
+    BATCH,
+    OPTIONS,
+    batched,
+    calls,
+    disaggregated,
+    ready,
+    settled,
+)
 from tests.support.selecting import BLOCK_SIZE, M, Service, look, worker
-from tests.unit.test_selections import BATCH, batched, calls, ready, settled
 
 PROMPT = [11, 12, 13]
 TOKENS = len(PROMPT) * BLOCK_SIZE
-QUEUE = RouterOptions(Settings(queue_threshold=1.0))
-
-
-async def disaggregated(options: RouterOptions = QUEUE) -> Service:
-    """Prefill workers 1 and 2, decode workers 3 and 4; those with odd numbers are dearer."""
-    return await ready(
-        batched(1, role=Role.PREFILL),
-        batched(2, role=Role.PREFILL),
-        batched(3, role=Role.DECODE),
-        batched(4, role=Role.DECODE),
-        options=options,
-    )
 
 
 def loads(service: Service) -> dict[int, tuple[int, int, int]]:
@@ -206,7 +201,7 @@ async def test_either_id_that_lives_is_a_conflict() -> None:
 
 
 async def test_without_a_prefill_worker_decode_serves_all_of_it() -> None:
-    service = await ready(batched(3, role=Role.DECODE), batched(4), options=QUEUE)
+    service = await ready(batched(3, role=Role.DECODE), batched(4), options=OPTIONS)
     answer = service.select(PROMPT, phase=Phase.BOTH, reservation_id="r")
     assert answer["prefill"] is None and "phase" not in answer
     assert answer["fallback"] == "decode only: no prefill worker is available"
@@ -218,7 +213,7 @@ async def test_without_a_prefill_worker_decode_serves_all_of_it() -> None:
 
 async def test_overloaded_prefill_workers_are_not_available() -> None:
     service = await disaggregated()
-    settings = QUEUE.settings.replace(active_prefill_tokens_threshold=5)
+    settings = OPTIONS.settings.replace(active_prefill_tokens_threshold=5)
     service.reserve("a", (1, 0), [901], 6)
     service.reserve("b", (2, 0), [901], 6)
     answer = service.select(PROMPT, phase=Phase.BOTH, settings=settings)
