@@ -2,7 +2,7 @@ from collections.abc import Awaitable, Coroutine, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeVar
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 BOUNDS: tuple[float, ...]
 
@@ -10,8 +10,8 @@ class Cause:
     name: str
     def __enter__(self) -> None: ...
     def __exit__(self, *exception: object) -> None: ...
-    def steps_of(self, coroutine: Coroutine[Any, Any, T]) -> Awaitable[T]: ...
-    def each(self, items: Iterable[T]) -> Iterator[T]: ...
+    def steps_of(self, coroutine: Coroutine[Any, Any, _T]) -> Awaitable[_T]: ...
+    def each(self, items: Iterable[_T]) -> Iterator[_T]: ...
 
 OTHER: Cause
 EVENTS: Cause
