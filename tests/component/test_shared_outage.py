@@ -19,8 +19,8 @@ from kvd.slots.shared_loads import Ledgers
 from kvd.slots.trackers import SlotTrackers
 from kvd.wire.state_address import StateServer, parse_address
 from kvd_core.ledger.journal import Journal
-from tests.simulation.test_shared_state import NoRegistrations
 from tests.support.ports import find_free_port
+from tests.support.registrations import NoRegistrations
 from tests.support.selecting import Service
 
 KEY = PartitionKey("m", "default")

@@ -37,6 +37,7 @@ from kvd_core.ledger.journal import Journal
 from kvd_core.ledger.ledger import ADDED
 from tests.simulation.memory_server import MemoryServer
 from tests.support.budget import scaled
+from tests.support.registrations import NoRegistrations
 
 KEY = PartitionKey("m", "default")
 RANKS = 3
@@ -44,17 +45,6 @@ STEPS = 60
 REPLICAS = 3
 LEASE_S = 10.0
 CALM_S = 120.0  # of virtual time in which all must have come to agree
-
-
-class NoRegistrations:
-    """Nobody registers anything."""
-
-    changes = 0
-
-    def rows(self) -> Any:
-        return iter(())
-
-    said = rows
 
 
 class OneRegistration:

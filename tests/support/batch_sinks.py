@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from kvd_core.index.prefix_index import ALL_TIERS, CLEARED, FLAWED, NEW_RANK
+
+SHOWS = {b"emptied": CLEARED, b"flawed": FLAWED, b"both": CLEARED | FLAWED}
+
 
 class NoStream:
     """Takes batches and forgets them; the base of those that remember."""
@@ -27,3 +31,35 @@ class NoStream:
 
     def drop_restored(self) -> bool:
         return False
+
+
+class Applied(list[bytes], NoStream):
+    """A stream that keeps its batches until it is cleared, and a dump's blocks until they go."""
+
+    dumped = False
+
+    def apply(self, payload: bytes) -> int:
+        self.append(payload)
+        return SHOWS.get(payload, 0) | NEW_RANK * (len(self) == 1)
+
+    def rank(self) -> int:
+        return 0
+
+    def names_ranks(self) -> bool:
+        return False
+
+    def cleared(self) -> int:
+        return ALL_TIERS
+
+    def flaw(self) -> str:
+        return "truncated"
+
+    def restored(self) -> bool:
+        return self.dumped and not self
+
+    def goes_on(self, payload: bytes) -> bool:
+        return payload == b"goes on"
+
+    def drop_restored(self) -> bool:
+        dropped, self.dumped = self.dumped, False
+        return dropped

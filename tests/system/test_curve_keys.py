@@ -16,7 +16,7 @@ from tests.support import exposition
 from tests.support.ports import find_free_port
 from tests.support.processes import Server
 from tests.support.running import running
-from tests.system.test_fleet import TOKENS, Engine
+from tests.support.storing_engines import TOKENS, StoringEngine
 
 PUBLIC, SECRET = (key.decode() for key in zmq.curve_keypair())
 OTHER_PUBLIC, OTHER_SECRET = (key.decode() for key in zmq.curve_keypair())
@@ -24,7 +24,7 @@ OTHER_PUBLIC, OTHER_SECRET = (key.decode() for key in zmq.curve_keypair())
 FACES = ("indexer", "slot-tracker", "selection", "conductor")
 
 
-class CurveEngine(Engine):
+class CurveEngine(StoringEngine):
     """An engine that speaks CURVE, with the key SECRET, to anybody."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:

@@ -13,7 +13,6 @@ from threading import Event, Thread
 from typing import Any
 
 import httpx
-import msgpack
 import pytest
 import trio
 import zmq
@@ -44,6 +43,7 @@ from tests.support.ports import find_free_port
 from tests.support.processes import Server
 from tests.support.running import running, running_kvd
 from tests.support.selecting import Service
+from tests.support.storing_engines import TOKENS, StoringEngine
 
 M = PartitionKey("m", "default")
 
@@ -462,9 +462,6 @@ async def until(condition: Callable[[], object]) -> None:
 
 # ---- a daemon
 
-TOKENS = list(range(16))
-STORED = msgpack.packb([0.5, [["BlockStored", [1, 2, 3], None, TOKENS[:12], 4, None, "GPU"]], 0])
-
 
 class Daemon:
     """A running kvd with all faces, its fleet file, and engines that speak."""
@@ -493,17 +490,6 @@ class Daemon:
         return {name: ranks["0"] for name, ranks in answer.get("scores", {}).items()}
 
 
-class Engine:
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
-        self.socket = context.socket(zmq.PUB)
-        self.socket.linger = 0
-        self.port = self.socket.bind_to_random_port("tcp://127.0.0.1")
-        self.numbers = count()
-
-    def tell(self) -> None:
-        self.socket.send_multipart([b"", next(self.numbers).to_bytes(8, "big"), STORED])
-
-
 @contextmanager
 def daemon(folder: Path, text: str) -> Iterator[Daemon]:
     ports = {
@@ -526,23 +512,23 @@ def daemon(folder: Path, text: str) -> Iterator[Daemon]:
 
 
 @pytest.fixture
-def engines() -> Iterator[Callable[[], Engine]]:
+def engines() -> Iterator[Callable[[], StoringEngine]]:
     with zmq.Context() as context, ExitStack() as stack:
 
-        def make() -> Engine:
-            engine = Engine(context)
+        def make() -> StoringEngine:
+            engine = StoringEngine(context)
             stack.callback(engine.socket.close, 0)
             return engine
 
         yield make
 
 
-def test_a_daemon_follows_its_fleet(tmp_path: Path, engines: Callable[[], Engine]) -> None:
+def test_a_daemon_follows_its_fleet(tmp_path: Path, engines: Callable[[], StoringEngine]) -> None:
     one, two = engines(), engines()
     both = rank(1, one.port), worker(1, one.port), tracked(1)
     with daemon(tmp_path, "\n".join(both)) as kvd:
 
-        def hear(engine: Engine, name: str) -> bool:
+        def hear(engine: StoringEngine, name: str) -> bool:
             engine.tell()
             return kvd.found().get(name) == 12
 
@@ -594,7 +580,9 @@ def test_the_file_is_followed_without_a_word(tmp_path: Path) -> None:
         assert len(kvd.clients["indexer"].get("/workers").json()) == 1
 
 
-def test_under_load_no_request_is_lost(tmp_path: Path, engines: Callable[[], Engine]) -> None:
+def test_under_load_no_request_is_lost(
+    tmp_path: Path, engines: Callable[[], StoringEngine]
+) -> None:
     """One worker stays, with its blocks; all others come and go beside it."""
     engine = engines()
     stays = rank(1, engine.port), worker(1, engine.port)

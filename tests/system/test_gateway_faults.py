@@ -5,10 +5,8 @@ A request of which no byte has reached its client never fails because one engine
 
 from __future__ import annotations
 
-import random
 import signal
 import socket
-import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -20,6 +18,7 @@ import pytest
 import trio
 
 from examples.engine.options import EngineOptions, Fault
+from tests.support.gateway_load import BROKEN, CLIENTS, PROMPT, TOKENS, EngineProcess, Load
 from tests.support.gateways import (
     CHAT,
     Answered,
@@ -30,90 +29,23 @@ from tests.support.gateways import (
     wait_metric,
     wait_serving,
 )
-from tests.support.ports import find_free_port
-from tests.support.processes import Server, clean_environment
+from tests.support.processes import Server
 from tests.support.zmtp_fakes import until
 
 Start = Callable[..., Server]
-PROMPT = " ".join(f"w{number}" for number in range(60))
-BROKEN = 'kvd_gateway_relayed_requests_total{outcome="broken"}'
 ENGINES = 4
-CLIENTS = 16
-STEP_US = 4000  # so that a stream of 12 tokens takes some 50 ms, in which its engine can die
-TOKENS = 12
-
-
-class Engine:
-    """A simulated engine as a process of its own, so that it can be killed and stopped."""
-
-    def __init__(self, folder: Path, *flags: str) -> None:
-        self._folder = folder
-        self._flags = flags
-        self.port = find_free_port()
-        self.start()
-
-    def start(self) -> None:
-        flags = ("--port", str(self.port), "--step-us", str(STEP_US), "--prefill-us", "20")
-        command = [sys.executable, "-m", "examples.engine", *flags, *self._flags]
-        self._server = Server(command, self._folder, self.port, clean_environment())
-        self._server.wait_healthy()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    def signal(self, number: signal.Signals) -> None:
-        self._server.process.send_signal(number)
-
-    def end(self) -> None:
-        self._server.process.kill()
-        self._server.process.wait()
 
 
 @asynccontextmanager
-async def fleet(start: Start, folder: Path) -> AsyncIterator[tuple[Client, list[Engine]]]:
+async def fleet(start: Start, folder: Path) -> AsyncIterator[tuple[Client, list[EngineProcess]]]:
     """Yields a client of a gateway in front of engines that are processes."""
-    engines = [Engine(folder) for _ in range(ENGINES)]
+    engines = [EngineProcess(folder) for _ in range(ENGINES)]
     try:
         async with gateway_of(start, [each.url for each in engines]) as client:
             yield client, engines
     finally:
         for each in engines:
             each.end()
-
-
-class Load:
-    """Clients that ask one thing after the other, every second time for a stream."""
-
-    def __init__(self, client: Client) -> None:
-        self._client = client
-        self._ended = False
-        self._asked = 0
-        self.outcomes: Counter[str] = Counter()
-        self.answered = 0
-        self._random = random.Random(7)
-
-    async def run(self) -> None:
-        async with trio.open_nursery() as nursery:
-            for _ in range(CLIENTS):
-                nursery.start_soon(self._ask)
-
-    async def until(self, answered: int) -> None:
-        while self.answered < answered:  # noqa: ASYNC110 - a count that tasks change
-            await trio.sleep(0.001)
-
-    def end(self) -> None:
-        """Has no client ask anything further."""
-        self._ended = True
-
-    async def _ask(self) -> None:
-        while not self._ended:
-            self._asked += 1
-            stream = bool(self._asked % 2)
-            text = f"{self._random.randrange(40)} {PROMPT}"
-            answered = await self._client.chat(text, stream=stream, max_tokens=TOKENS)
-            self.outcomes[outcome(answered, stream=stream)] += 1
-            self.answered += 1
 
 
 @pytest.mark.parametrize("comes_back", [False, True])
@@ -146,7 +78,7 @@ async def test_an_engine_is_killed_with_some_answers_begun(
     kvd_process: Start, tmp_path: Path
 ) -> None:
     """Its streams are cut, to the last one; what has no byte yet is answered elsewhere."""
-    victim, other = Engine(tmp_path, "--step-us", "1000000000"), Engine(tmp_path)
+    victim, other = EngineProcess(tmp_path, "--step-us", "1000000000"), EngineProcess(tmp_path)
     try:
         async with gateway_of(kvd_process, [victim.url]) as client:
             met: Counter[tuple[bool, str]] = Counter()
@@ -203,7 +135,7 @@ async def test_a_stopped_engine_holds_up_its_own_requests_only(
     kvd_process: Start, tmp_path: Path
 ) -> None:
     """SIGSTOP: the kernel still takes connections and requests, and nobody answers."""
-    engines = [Engine(tmp_path) for _ in range(2)]
+    engines = [EngineProcess(tmp_path) for _ in range(2)]
     try:
         flags = ("--gateway-silence-s", "1")
         async with gateway_of(kvd_process, [each.url for each in engines], flags) as client:

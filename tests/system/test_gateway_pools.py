@@ -14,6 +14,7 @@ import pytest
 import trio
 
 from examples.engine.options import EngineOptions, Fault
+from tests.support.gateway_load import BROKEN, CLIENTS, EngineProcess, Load
 from tests.support.gateways import (
     Answered,
     Client,
@@ -26,7 +27,6 @@ from tests.support.gateways import (
 from tests.support.ports import find_free_port
 from tests.support.processes import Server
 from tests.support.zmtp_fakes import NOT_MY_FAULT_S, until
-from tests.system.test_gateway_faults import BROKEN, CLIENTS, Engine, Load
 
 Start = Callable[..., Server]
 PROMPT = " ".join(f"w{number}" for number in range(100))
@@ -398,13 +398,13 @@ async def test_an_engine_of_a_pair_dies_at_work(kvd_process: Start, dies: int) -
 @asynccontextmanager
 async def killable(
     start: Start, folder: Path, kind: str
-) -> AsyncIterator[tuple[Client, list[Engine]]]:
+) -> AsyncIterator[tuple[Client, list[EngineProcess]]]:
     """Yields a client of a gateway, and two engines that prefill and two that decode."""
     with ExitStack() as stack:
         engines = []
         for mode in ("prefill", "prefill", "decode", "decode"):
             told = ("--mode", mode) if kind == "sglang" else ()
-            engines.append(Engine(folder, "--kind", kind, *told))
+            engines.append(EngineProcess(folder, "--kind", kind, *told))
             stack.callback(engines[-1].end)
         prefills = engines[:2] if kind == "vllm" else []
         flags = [*ANY, *(part for each in prefills for part in ("--prefill", each.url))]

@@ -3,34 +3,20 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
 import trio
 
-from kvd.gateway.exchanges import ExchangeFailed, Exchanges, RelayLimits
+from kvd.gateway.exchanges import ExchangeFailed, RelayLimits
 from kvd_core.relay.relay import ExchangeOutcome
+from tests.support.relaying import Script, relaying
 from tests.support.zmtp_fakes import until
 
 HOLD = 64 * 1024
 KEPT = 1024  # bytes of the end of a payload
 REQUEST = b"POST /v1/completions HTTP/1.1\r\nhost: e\r\ncontent-length: 2\r\n\r\n"
-Script = Callable[[trio.SocketStream], Awaitable[None]]
-
-
-class Engine:
-    """Serves connections by the scripts it is given, one each, and notes what it received."""
-
-    def __init__(self, scripts: list[Script]) -> None:
-        self.scripts = scripts
-        self.connections = 0
-
-    async def serve(self, stream: trio.SocketStream) -> None:
-        script = self.scripts[self.connections]
-        self.connections += 1
-        async with stream:
-            await script(stream)
 
 
 async def read_request(stream: trio.SocketStream) -> bytes:
@@ -54,22 +40,6 @@ def answering(*pieces: bytes) -> Script:
             await trio.lowlevel.checkpoint()
 
     return script
-
-
-@asynccontextmanager
-async def relaying(
-    *scripts: Script, limits: RelayLimits | None = None
-) -> AsyncIterator[tuple[Exchanges, int, Engine]]:
-    """Yields exchanges, the number of an engine that plays the scripts, and that engine."""
-    engine = Engine(list(scripts))
-    async with trio.open_nursery() as nursery:
-        listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
-        nursery.start_soon(trio.serve_listeners, engine.serve, listeners)
-        exchanges = Exchanges(limits or RelayLimits())
-        nursery.start_soon(exchanges.run)
-        port = listeners[0].socket.getsockname()[1]
-        yield exchanges, exchanges.relay.add_engine("127.0.0.1", port), engine
-        nursery.cancel_scope.cancel()
 
 
 @asynccontextmanager

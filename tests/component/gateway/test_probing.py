@@ -14,7 +14,7 @@ from kvd.gateway.requests import longest_ids
 from kvd.gateway.stats import Rung
 from kvd.gateway.tokens import said_tokens
 from kvd.wire.urls import parse_url
-from tests.component.gateway.test_exchanges import relaying
+from tests.support.relaying import relaying
 
 MODELS = {"data": [{"id": "demo"}]}
 

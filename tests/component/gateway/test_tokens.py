@@ -15,7 +15,7 @@ from kvd.gateway.upstreams import Served, Upstream
 from kvd.wire.urls import parse_url
 from kvd_core.ledger.ledger import Ledger
 from kvd_core.selector.selector import Pool
-from tests.component.gateway.test_exchanges import Script, relaying
+from tests.support.relaying import Script, relaying
 from tests.support.zmtp_fakes import until
 
 URL = "http://127.0.0.1:8000"

@@ -19,12 +19,12 @@ from kvd.net.recovery import RecoveryLimits, RecoveryStats, recover
 from kvd.net.replay import Replayer
 from kvd.net.turns import Turns
 from kvd.wire.dump import BINARY_DUMP, JSON_DUMP
-from tests.component.net.test_dialing import Names
-from tests.component.net.test_recovery import PARTITION, Replica
 from tests.support.cancelling import every_checkpoint
 from tests.support.descriptors import open_descriptors
 from tests.support.listening import HASTY, HASTY_REPLAYS, Listening
+from tests.support.recovering import PARTITION, Replica
 from tests.support.replay_servers import ReplayServer, three_frames
+from tests.support.resolving import Names
 from tests.support.zmtp_fakes import Publisher, reserved_endpoint, until
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -19,40 +18,11 @@ from kvd.net.replay import Replayer
 from kvd.net.turns import Turns
 from kvd.wire.egress import parse_places
 from tests.support.listening import HASTY, HASTY_REPLAYS, Listening
+from tests.support.resolving import Names
 from tests.support.zmtp_fakes import Publisher, until
 
 LIMITS = FetchLimits(connect_s=1, stall_s=1, total_s=2)
 METADATA = "169.254.169.254"
-
-
-class Names(trio.abc.HostnameResolver):
-    """What names mean: addresses, or how long nobody answers."""
-
-    def __init__(self) -> None:
-        self.known: dict[str, list[str] | float] = {}
-        self.asked = 0
-
-    async def getaddrinfo(self, host: Any, *rest: Any) -> Any:
-        self.asked += 1
-        found = self.known.get(host.decode())
-        if found is None:
-            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-        if isinstance(found, float):
-            await trio.sleep(found)
-            raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
-        return [
-            (
-                socket.AF_INET6 if ":" in each else socket.AF_INET,
-                socket.SOCK_STREAM,
-                6,
-                "",
-                (each, 0),
-            )
-            for each in found
-        ]
-
-    async def getnameinfo(self, *rest: Any) -> Any:
-        raise NotImplementedError
 
 
 @pytest.fixture

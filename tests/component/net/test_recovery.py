@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -14,11 +14,9 @@ import pytest
 import trio
 
 from kvd.errors import Conflict, NotFound, Unavailable
-from kvd.faces.indexer import routes as indexer
 from kvd.index.partitions import State
 from kvd.index.peers import MAX_PEERS, Peers
 from kvd.index.publishers import Publishers
-from kvd.index.registry import Registry
 from kvd.index.restore import SLICE_WORKERS, Planned, plan, restore
 from kvd.model import PartitionKey, RankKey
 from kvd.net.recovery import (
@@ -32,62 +30,15 @@ from kvd.net.recovery import (
 )
 from kvd.wire.dump import BINARY_DUMP, wants_binary
 from kvd_core.index.prefix_index import IngestCounters, PrefixIndex
-from tests.support.dumps import binary_of, dump_json, event, pieces, read, rows_of
-from tests.support.idle_listeners import IdleListeners
-from tests.support.serving import serving
+from tests.support.dumps import binary_of, dump_json, event, read
+from tests.support.recovering import PARTITION, PATIENT, Replica
 from tests.support.zmtp_fakes import NOT_MY_FAULT_S
 
-PATIENT = RecoveryLimits(body_bytes=1_000_000)
 # For peers that would be waited for; a busy machine may need as long for those that answer.
 HASTY = RecoveryLimits(stall_s=0.5, total_s=1, body_bytes=1_000_000)
-PARTITION = PartitionKey("m", "t")
 GOOD = dump_json(event([(1, 1), (2, 2)], worker=7), event([(1, 1)], worker=8, dp_rank=3))
 
 Serve = Callable[[trio.SocketStream], Awaitable[None]]
-
-
-class Replica:
-    """An indexer's state without its daemon."""
-
-    def __init__(self) -> None:
-        self.state = State()
-        self.listeners = IdleListeners()
-        self.registry = Registry(self.state, self.listeners)
-        self.stats = RecoveryStats()
-
-    def register(self, instance_id: int, block_size: int = 16, rank: int = 0) -> None:
-        key = RankKey(PARTITION, instance_id, rank)
-        self.registry.register(key, "tcp://127.0.0.1:1", block_size, None)
-
-    async def unregister(self, instance_id: int, rank: int | None = None) -> None:
-        await self.registry.unregister(instance_id, "m", "t", rank)
-
-    async def recover(self, *urls: str, limits: RecoveryLimits = PATIENT) -> list[str]:
-        """Returns how each attempt ended."""
-        stats = RecoveryStats()
-        await recover(self.state, urls, stats, limits)
-        self.stats = stats
-        return [attempt for attempt, count in stats.attempts.items() for _ in range(count)]
-
-    def restoring(self, dump: bytes) -> Iterator[int]:
-        planned = [item for item in plan(self.state, read(dump, False)) if item]
-        return restore(self.state, planned)
-
-    def dumped(self) -> dict[str, object]:
-        return {
-            str(partition.key): rows_of(json.loads(b"[" + b"".join(pieces(dump)) + b"]"))
-            for partition, dump in self.state.dump()
-        }
-
-    def depths(self, *prompt: int) -> object:
-        return self.state.partition("m", "t").index.match(prompt)[0]
-
-    @asynccontextmanager
-    async def served(self) -> AsyncIterator[str]:
-        routes = indexer.routes(self.state, self.registry, Peers(), indexer.dumps_bound(8))
-        async with serving(routes=routes) as running:
-            host, port = running.address
-            yield f"http://{host}:{port}"
 
 
 @asynccontextmanager

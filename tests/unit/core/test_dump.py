@@ -23,7 +23,7 @@ from tests.support.dumps import (
     rows,
     text_of,
 )
-from tests.unit.core.test_index_model import Pair
+from tests.support.index_pairs import Pair
 
 BOTH = pytest.mark.parametrize("binary", [False, True], ids=["text", "binary"])
 QUERY = BodyScanner({"token_ids": "u32"}, ())

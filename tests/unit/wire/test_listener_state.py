@@ -9,43 +9,9 @@ from kvd.wire.engine_identity import IdentityCheck
 from kvd.wire.event_stream import EventStream
 from kvd.wire.replay import ReplayEnd, read_answer, request
 from kvd.wire.stream_link import STALE_AFTER_S, ListenerStatus
-from kvd_core.index.prefix_index import ALL_TIERS, CLEARED, FLAWED, NEW_RANK
-from tests.support.batch_sinks import NoStream
+from tests.support.batch_sinks import Applied
 
-SHOWS = {b"emptied": CLEARED, b"flawed": FLAWED, b"both": CLEARED | FLAWED}
 END_SEQ = (2**64 - 1).to_bytes(8)
-
-
-class Applied(list[bytes], NoStream):
-    """A stream that keeps its batches until it is cleared, and a dump's blocks until they go."""
-
-    dumped = False
-
-    def apply(self, payload: bytes) -> int:
-        self.append(payload)
-        return SHOWS.get(payload, 0) | NEW_RANK * (len(self) == 1)
-
-    def rank(self) -> int:
-        return 0
-
-    def names_ranks(self) -> bool:
-        return False
-
-    def cleared(self) -> int:
-        return ALL_TIERS
-
-    def flaw(self) -> str:
-        return "truncated"
-
-    def restored(self) -> bool:
-        return self.dumped and not self
-
-    def goes_on(self, payload: bytes) -> bool:
-        return payload == b"goes on"
-
-    def drop_restored(self) -> bool:
-        dropped, self.dumped = self.dumped, False
-        return dropped
 
 
 def make(expected: int = 0, replay: bool = False) -> tuple[EventStream, Applied]:

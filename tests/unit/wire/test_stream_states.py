@@ -21,8 +21,8 @@ from kvd.wire.replay import ReplayEnd
 from kvd.wire.stream_link import LINK_AFTER, STATUS, LinkEvent, LinkState, StreamLink
 from kvd_core.index.prefix_index import CLEARED, FLAWED, NEW_RANK
 from tests.models import stream_model
+from tests.support.batch_sinks import Applied
 from tests.support.budget import scaled
-from tests.unit.wire.test_listener_state import Applied
 
 # ---- the link
 

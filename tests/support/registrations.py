@@ -1,0 +1,16 @@
+"""What a catalog of the shared state reads, where a test needs none of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class NoRegistrations:
+    """Nobody registers anything."""
+
+    changes = 0
+
+    def rows(self) -> Any:
+        return iter(())
+
+    said = rows

@@ -1,0 +1,24 @@
+"""An engine that says, as often as it is asked to, that it has stored the same few blocks."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import msgpack
+import zmq
+
+TOKENS = list(range(16))
+STORED = msgpack.packb([0.5, [["BlockStored", [1, 2, 3], None, TOKENS[:12], 4, None, "GPU"]], 0])
+
+
+class StoringEngine:
+    """A rank that publishes without a replay endpoint; its blocks hold the first 12 of TOKENS."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        self.socket = context.socket(zmq.PUB)
+        self.socket.linger = 0
+        self.port = self.socket.bind_to_random_port("tcp://127.0.0.1")
+        self.numbers = count()
+
+    def tell(self) -> None:
+        self.socket.send_multipart([b"", next(self.numbers).to_bytes(8, "big"), STORED])
