@@ -1,4 +1,6 @@
-"""Holds a unit test to a quarter of a second of CPU time, where `--quick` asks for that.
+"""Holds a unit test to its process, without sockets, and to a quarter of a second of CPU time.
+
+The latter where `--quick` asks for that.
 
 Clocks on the wall say how busy the machine is, and so, a little, does CPU time: it grows with
 whatever shares caches and cores, and a virtual machine may count the time that it was not run. So
@@ -15,6 +17,7 @@ from time import thread_time
 import pytest
 
 from tests.support.budget import BUDGET
+from tests.support.tiers import PROCESSES, SOCKETS, forbidding
 
 LIMIT_S = 0.25
 AGAIN = 2  # further runs of a test over the limit
@@ -26,9 +29,16 @@ CANNOT_REPEAT = (Exception, pytest.fail.Exception, pytest.skip.Exception)
 
 
 @pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup() -> Iterator[None]:
+    with forbidding(PROCESSES | SOCKETS):
+        yield
+
+
+@pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     begun = thread_time()
-    yield
+    with forbidding(PROCESSES | SOCKETS):
+        yield
     if is_held(item) and thread_time() - begun > LIMIT_S:
         best_s, limit_s = best_of(item.runtest), LIMIT_S * slowness()
         if best_s > limit_s:

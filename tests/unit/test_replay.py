@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cache
 from io import StringIO
 from pathlib import Path
@@ -23,7 +22,6 @@ from kvd.replay.policies import Chooser
 from kvd.replay.progress import Bar, line
 from kvd.replay.recording import RecordedRequest, ReplayError, Windows, reusable_share
 from kvd.replay.routers import CoreRouter, Delayed, Routing, Several
-from kvd.replay.runs import Case, run_all
 from kvd.replay.simulation import ReplayOutcome, SimulatedFleet, replay
 from kvd.replay.table import span
 from kvd.replay.traffic import Traffic
@@ -394,21 +392,6 @@ def test_the_bar() -> None:
     assert line(0.0, 0.0).startswith("replaying [" + "." * 30 + "]   0%")
     assert "[" + "#" * 15 + "." * 15 + "]  50%  4 s left" in line(0.5, 4.0)
     assert line(2.0, 4.0).startswith("replaying [" + "#" * 30 + "] 100%")
-
-
-def test_several_processes_find_what_one_does(tmp_path: Path) -> None:
-    traffic = Traffic(conversations(tmp_path))
-    cases = [
-        Case(traffic, FLEET, Routing(Chooser(policy)), seed)
-        for policy in ("dynamo", "kvd")
-        for seed in (1, 2)
-    ]
-    served: list[int] = []
-    found = [str(run_all(cases, jobs, served.append)) for jobs in (2, 1)]  # nan is not itself
-    assert found[0] == found[1]
-    assert sum(served) == 2 * len(cases) * 48
-    with pytest.raises(ReplayError, match="more blocks than an engine has"):
-        run_all([replace(case, fleet=SimulatedFleet(1, 5)) for case in cases], 2, served.append)
 
 
 def test_a_bar_is_drawn_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import trio
 
 from tests.support.serving import serving
-
-LOADED = "import sys, kvd.app.daemon; print({'quart', 'hypercorn'} & {*sys.modules})"
 
 
 async def test_cold_requests_that_come_first_at_once_are_all_answered() -> None:
@@ -23,8 +18,3 @@ async def test_cold_requests_that_come_first_at_once_are_all_answered() -> None:
         for _ in range(3):
             nursery.start_soon(ask)
     assert statuses == [200] * 3
-
-
-def test_a_daemon_that_was_asked_nothing_has_not_loaded_it() -> None:
-    said = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, check=True)
-    assert said.stdout == b"set()\n"

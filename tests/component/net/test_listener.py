@@ -1,10 +1,8 @@
 from __future__ import annotations
 
 import errno
-import signal
 import time
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,6 @@ from tests.support.descriptors import open_descriptors
 from tests.support.listening import Listening
 from tests.support.zmtp_fakes import (
     NOT_MY_FAULT_S,
-    ChildPublisher,
     Fake,
     Publisher,
     reserved_endpoint,
@@ -181,17 +178,6 @@ async def revive(publish: Publish, dead: Publisher) -> Publisher:
             except zmq.ZMQError as error:
                 assert error.errno == errno.EADDRINUSE
                 await trio.sleep(0.005)
-
-
-async def test_a_frozen_worker_is_noticed_and_welcomed_back(listen: Listen) -> None:
-    with closing(ChildPublisher()) as worker:
-        listener = listen(worker.endpoint).listener
-        await until(lambda: listener.connected)
-        worker.process.send_signal(signal.SIGSTOP)
-        await until(lambda: not listener.connected)
-        assert (listener.status, listener.counts.failures) == ("active", 0)
-        worker.process.send_signal(signal.SIGCONT)
-        await until(lambda: listener.connected)
 
 
 async def test_a_burst_leaves_room_for_other_tasks(

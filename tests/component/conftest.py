@@ -1,0 +1,21 @@
+"""Holds the tests of this folder, and what they set up, to one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.tiers import PROCESSES, forbidding
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup() -> Iterator[None]:
+    with forbidding(PROCESSES):
+        yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Iterator[None]:
+    with forbidding(PROCESSES):
+        yield
