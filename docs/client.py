@@ -33,7 +33,7 @@ from kvd.client import (
     slot_tracker,
 )
 from kvd.client.calls import Asked
-from kvd.client.exchanges import Counts
+from kvd.client.exchanges import ClientStats
 from kvd.client.reading import OTHERS
 
 WIDTH = 96
@@ -191,7 +191,7 @@ def page() -> Iterator[str]:
     yield "### reserve\n"
     yield code("reserve", inspect.signature(AsyncClient.reserve), "Choice")
     yield text(AsyncClient.reserve) + "\n"
-    yield from described(Counts, 3)
+    yield from described(ClientStats, 3)
     yield from described(Choice, 3)
     for name, each in vars(Choice).items():
         if isinstance(each, property):

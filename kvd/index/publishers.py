@@ -21,7 +21,6 @@ from kvd.index.partitions import State
 from kvd.index.registry import Listeners
 from kvd.model import PartitionKey
 from kvd.telemetry.logs import get_logger
-from kvd.wire.counts import StreamCounts
 from kvd.wire.curve import check_server_key
 from kvd.wire.egress import EgressPolicy
 from kvd.wire.endpoints import Addresses
@@ -31,6 +30,7 @@ from kvd.wire.event_stream import EventStream
 from kvd.wire.position import StreamPosition
 from kvd.wire.standard_events import KeptPublication, StandardEventStream
 from kvd.wire.stream_link import STALE_AFTER_S
+from kvd.wire.stream_stats import StreamStats
 from kvd_core.conductor.conductor import Source
 
 log = get_logger(__name__)
@@ -173,7 +173,7 @@ class Publishers:
         self._leaving: set[PublisherKey] = set()
         self._doubtful: dict[PublisherKey, Publisher] = {}  # those that have held nothing so far
         self.unsettled: dict[PublisherKey, Publisher] = {}  # see `settle`
-        self.left_counts = StreamCounts()  # of listeners that are no more
+        self.left_counts = StreamStats()  # of listeners that are no more
         self.refused = 0  # at the capacity
         self.changes = 0  # publishers that have come and gone
 

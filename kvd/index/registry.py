@@ -21,13 +21,13 @@ from kvd.index.capacity import ListenerCapacity
 from kvd.index.partitions import Partition, State
 from kvd.model import InstanceId, Observers, PartitionKey, RankKey
 from kvd.telemetry.stretches import UNREGISTRATION
-from kvd.wire.counts import StreamCounts
 from kvd.wire.curve import check_server_key
 from kvd.wire.egress import EgressPolicy
 from kvd.wire.endpoints import Addresses
 from kvd.wire.event_stream import EventStream
 from kvd.wire.position import StreamPosition
 from kvd.wire.stream_link import STALE_AFTER_S, ListenerStatus
+from kvd.wire.stream_stats import StreamStats
 
 # Places remembered for ranks that are not registered now, ~300 bytes each; the one left longest
 # ago goes first. A fleet replaces its pods many times over before that many have gone.
@@ -90,7 +90,7 @@ class Registry:
         # Models and tenants without any worker: when the last one left (monotonic), and its block
         # size, in tokens.
         self._left_pairs: dict[PartitionKey, tuple[float, int]] = {}
-        self.left_counts = StreamCounts()  # of listeners that are no more
+        self.left_counts = StreamStats()  # of listeners that are no more
         self.forgotten_places = 0
         self.departures: Observers[[]] = Observers()  # told when something has left
         # Told when the connection to a rank's engine has been made or lost.

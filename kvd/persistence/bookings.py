@@ -303,12 +303,12 @@ def _restore_answers(
         if name[0] is Face.SELECTION
     }
     for number, answer in enumerate(bookings.answers.values(), 1):
-        fleet = selections.fleets.get(answer.key)
+        candidates = selections.candidates.get(answer.key)
         ids = answer.request_id, answer.beside
         of_it = [(answer.key, each, answer.booked_at) for each in ids]
-        if fleet is not None and not booked.isdisjoint(of_it):
+        if candidates is not None and not booked.isdisjoint(of_it):
             at = min(now, answer.booked_at)
-            receipt = Receipt(fleet, answer.request_id, at, answer.beside)
+            receipt = Receipt(candidates, answer.request_id, at, answer.beside)
             if receipt.left() is not None:
                 reply = SelectReply(answer.answer, receipt)
                 selections.reservations.retries.note(answer.retry, reply)

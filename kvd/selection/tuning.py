@@ -1,7 +1,7 @@
 """Router settings of models that calls change at run time: mode, policy, busy thresholds.
 
 (model, tenant)  ──> changes ─┐
-(model, None)    ──> changes ─┼──> Fleet.settings, of requests that override nothing
+(model, None)    ──> changes ─┼──> Candidates.settings, of requests that override nothing
 RouterOptions    ──> settings ┘
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from kvd.errors import Conflict, NotFound
 from kvd.model import PartitionKey
-from kvd.selection.candidates import Fleet
+from kvd.selection.candidates import Candidates
 from kvd_core.selector.settings import Settings
 
 Place = tuple[str, str | None]  # model, tenant; None is all of its tenants
@@ -26,12 +26,12 @@ class Tuning:
 
     def __init__(
         self,
-        fleets: Mapping[PartitionKey, Fleet],
+        candidates: Mapping[PartitionKey, Candidates],
         settings: Settings,
         on_change: Callable[[], None],
     ) -> None:
         """Calls `on_change` when a worker may have become free for waiting selections."""
-        self._fleets = fleets
+        self._candidates = candidates
         self._settings = settings
         self._on_change = on_change
         self.changes = 0  # of what is said
@@ -40,8 +40,8 @@ class Tuning:
     def reload(self, settings: Settings) -> None:
         """Has other settings hold where nothing else is said."""
         self._settings = settings
-        for key, fleet in self._fleets.items():
-            fleet.settings = self.settings(*key)
+        for key, candidates in self._candidates.items():
+            candidates.settings = self.settings(*key)
         self._on_change()
 
     def settings(self, model_name: str, tenant_id: str | None) -> Settings:
@@ -124,14 +124,14 @@ class Tuning:
         """Returns where any of these is set: changed, or everywhere if it is so by default."""
         places = set(self.said(names))
         if any(self._settings.members[name] is not None for name in names):
-            places |= {(key.model_name, None) for key in self._fleets}
+            places |= {(key.model_name, None) for key in self._candidates}
         return sorted(places, key=_in_order)
 
     def _check(self, place: Place) -> None:
         model_name, tenant_id = place
         if not any(
             key.model_name == model_name and tenant_id in (None, key.tenant_id)
-            for key in self._fleets
+            for key in self._candidates
         ):
             tenant = "" if tenant_id is None else f" tenant_id={tenant_id}"
             failure = NotFound(f"no workers have been registered for model={model_name}{tenant}")
@@ -139,9 +139,9 @@ class Tuning:
 
     def _apply(self, model_name: str) -> None:
         self.changes += 1
-        for key, fleet in self._fleets.items():
+        for key, candidates in self._candidates.items():
             if key.model_name == model_name:
-                fleet.settings = self.settings(*key)
+                candidates.settings = self.settings(*key)
         self._on_change()
 
 

@@ -38,7 +38,7 @@ constexpr size_t kMaxMediumBytes = 64;
 constexpr uint32_t kNamesAtOnce = 64;
 
 // What became of events beside being applied.
-struct EngineCounters {
+struct EngineStats {
   uint64_t events = 0;
   uint64_t stored = 0;      // stored ones, or parts of them, that count or will
   uint64_t parked = 0;      // stored ones whose parent is not known
@@ -92,7 +92,7 @@ class EngineEvents {
     conductor_.forget_groups(*source_);
   }
 
-  EngineCounters counters;
+  EngineStats counters;
 
   // ---- the decoder's sink
 

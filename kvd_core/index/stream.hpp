@@ -54,7 +54,7 @@ enum Outcome : uint32_t {
   kNewRank = 16,    // no batch has spoken for its rank before, or none has named one
 };
 
-struct StreamCounters {
+struct IngestStats {
   uint64_t batches = 0;
   uint64_t stored = 0;   // events
   uint64_t removed = 0;  // events
@@ -65,7 +65,7 @@ struct StreamCounters {
 
 class Stream {
  public:
-  Stream(Index& index, Worker& worker, uint32_t dp_rank, StreamCounters& counters)
+  Stream(Index& index, Worker& worker, uint32_t dp_rank, IngestStats& counters)
       : index_(index), worker_(worker), dp_rank_(dp_rank), counters_(counters) {}
 
   // Begins a batch and returns its Outcome bits, or kUnfinished. What was unfinished is dropped.
@@ -482,7 +482,7 @@ class Stream {
   Index& index_;
   Worker& worker_;
   uint32_t dp_rank_;
-  StreamCounters& counters_;
+  IngestStats& counters_;
   std::unordered_set<uint32_t> heard_;  // ranks that batches have spoken for
   bool names_ranks_ = false;            // some have named theirs
   uint64_t ignored_[kIgnored] = {};

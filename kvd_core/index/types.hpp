@@ -46,7 +46,7 @@ constexpr LayerId kMaxLayers = 32;
 constexpr LayerMask kAllLayers = 0xffffffffu;
 // Media that are none of the tiers take layers like cache groups, as tiers from here on.
 constexpr uint32_t kFirstMedium = 16;
-// Of `RankTraits::seen_as`: as each of `Index::shared_with`.
+// Of `RankTraits::alias_of`: as each of `Index::aliases_of`.
 constexpr RankId kMany = 0xfffffffeu;
 constexpr RankId kAll = 0xfffffffdu;  // as every worker's rank
 
@@ -84,7 +84,7 @@ struct Budget {
 };
 
 // What happened, in blocks unless said otherwise. Plain totals since the index was made.
-struct Tally {
+struct IndexStats {
   uint64_t stored = 0;           // gained by a rank on a layer
   uint64_t refreshed = 0;        // announced again, held already
   uint64_t copies = 0;           // second and further copies
@@ -214,12 +214,12 @@ struct RankTraits {
   bool restored = false;  // took blocks from a dump, and no batch has spoken for it since
   // A conductor's rank counts for workers as the rank that it stands for, kMany, kAll, or not at
   // all.
-  RankId seen_as = kNone;
+  RankId alias_of = kNone;
   bool hidden = false;
-  bool published = false;  // a conductor's, which knows itself what its parked blocks wait for
-  bool lent = false;       // a worker's, for a conductor's to be seen as only (index/worker.hpp)
-  uint32_t owner = kNone;  // in the chronicle (index/chronicle.hpp)
-  uint64_t noted = 0;      // changes of it there, overwritten ones included
+  bool published = false;   // a conductor's, which knows itself what its parked blocks wait for
+  bool alias_only = false;  // a worker's, for a conductor's to be seen as only (index/worker.hpp)
+  uint32_t owner = kNone;   // in the chronicle (index/chronicle.hpp)
+  uint64_t noted = 0;       // changes of it there, overwritten ones included
 };
 
 struct Rank : RankTraits {

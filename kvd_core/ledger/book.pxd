@@ -163,7 +163,7 @@ cdef inline int add(Book* book, const Admission* a) except -1 nogil:
     if known != kNone:
         if not is_retry(book, &book.requests.all[known], a):
             return kExists
-        book.tally.repeated += 1
+        book.stats.repeated += 1
         return kRepeated
     if loads.overflows(book.loads, a.rank, a.tokens):
         return kOverflow
@@ -190,7 +190,7 @@ cdef inline int add(Book* book, const Admission* a) except -1 nogil:
     request.outputs = request.decayed = 0
     request.expected = a.expected
     request.fraction = 1
-    book.tally.added += 1
+    book.stats.added += 1
     records.tell_booked(book, book.requests.by_age.last)
     return kAdded
 
@@ -208,7 +208,7 @@ cdef inline void end_request(Book* book, RequestId id) noexcept nogil:
     records.tell_step(book, b"E", id)
     loads.erase(book.loads, request)
     book.outputs -= request.outputs
-    book.tally.freed += 1
+    book.stats.freed += 1
     requests.give(&book.requests, id, &book.chains[request.rank])
 
 
@@ -217,7 +217,7 @@ cdef inline void add_output(Book* book, RequestId id, double fraction) noexcept 
     cdef Request* request = &book.requests.all[id]
     records.tell_output(book, id, fraction)
     if request.outputs == book.limits.outputs:
-        book.tally.refused_outputs += 1
+        book.stats.refused_outputs += 1
     else:
         loads.add_output(book.loads, request)
         book.outputs += 1

@@ -72,14 +72,14 @@ class Explainer:
 
     def _weigh(self, question: ExplainRequest) -> list[Weighed]:
         """Returns how ranks would be chosen, for each phase; none where there are no workers."""
-        fleet = self.selections.fleets.get(question.key)
-        if fleet is None or not fleet.workers:
+        candidates = self.selections.candidates.get(question.key)
+        if candidates is None or not candidates.workers:
             return []
         return self.selections.scheduler.weigh(question.ask, question.look)
 
     def _block_size(self, question: ExplainRequest, partition: Partition | None) -> int:
-        fleet = self.selections.fleets.get(question.key)
-        size = None if fleet is None else fleet.block_size
+        candidates = self.selections.candidates.get(question.key)
+        size = None if candidates is None else candidates.block_size
         if size is None:
             assert partition is not None
             return partition.block_size

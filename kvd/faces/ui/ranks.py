@@ -65,7 +65,7 @@ class RankRows:
         instance_id = key.instance_id
         if not isinstance(instance_id, int):
             return None
-        owners = self.selections.fleets, self.slots.trackers
+        owners = self.selections.candidates, self.slots.trackers
         for owner in (each.get(key.partition) for each in owners):
             rank = None if owner is None else owner.ledger.rank_of(instance_id, key.dp_rank)
             if owner is not None and rank is not None:

@@ -172,4 +172,4 @@ async def test_a_selection_whose_client_has_sent_more_and_left_gives_up_its_plac
             for _ in range(20):  # the front looks at it
                 await trio.lowlevel.checkpoint()
         await eventually(lambda: service.selections.scheduler.held == 0)
-        assert not len(service.fleet().queue)
+        assert not len(service.candidates().queue)

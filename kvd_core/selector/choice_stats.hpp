@@ -72,7 +72,7 @@ struct ChoiceSums {
   Tenths rates;       // of the prompt, cached by who was chosen
 };
 
-struct ChoiceCounts {
+struct ChoiceStats {
   uint64_t outcomes[kModes][kPhases][kOutcomes] = {};
   uint64_t held[kModes][kPhases] = {};
   uint64_t served_tokens = 0;
