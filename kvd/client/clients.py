@@ -32,7 +32,7 @@ from kvd.client.connecting import (
     NOT_SENT,
     TIMEOUT_S,
     Address,
-    Terms,
+    ConnectionTerms,
     Where,
     check_attempts,
     limits,
@@ -92,7 +92,9 @@ class _Faces(ABC, Generic[How]):
             "gateway": Address.parse(gateway),
         }
         shown = read_token(token, token_file)
-        self._terms = Terms(shown, ca_file, cert_file, key_file, timeout_s, max_answer_bytes)
+        self._terms = ConnectionTerms(
+            shown, ca_file, cert_file, key_file, timeout_s, max_answer_bytes
+        )
         self._attempts = check_attempts(attempts)
 
     def _booking(self, reservation_id: str, wish: Wish) -> Exchange[Selection]:
@@ -152,7 +154,9 @@ class _Faces(ABC, Generic[How]):
 class BlockingAsker:
     """Asks one address and blocks meanwhile; threads may share it."""
 
-    def __init__(self, address: Address, terms: Terms, attempts: int, stats: ClientStats) -> None:
+    def __init__(
+        self, address: Address, terms: ConnectionTerms, attempts: int, stats: ClientStats
+    ) -> None:
         self.attempts = attempts
         self.stats = stats
         self._terms = terms
@@ -268,7 +272,9 @@ class Client(_Faces[Blocking]):
 class TrioAsker:
     """Asks one address while other tasks run; tasks may share it."""
 
-    def __init__(self, address: Address, terms: Terms, attempts: int, stats: ClientStats) -> None:
+    def __init__(
+        self, address: Address, terms: ConnectionTerms, attempts: int, stats: ClientStats
+    ) -> None:
         self.attempts = attempts
         self.stats = stats
         self._terms = terms

@@ -93,7 +93,7 @@ class Gathering:
         away = [each.endpoint for each in self._rooms.replicas.all() if not each.connected]
         self._away = {endpoint: self._away.get(endpoint, now) for endpoint in away}
         if self._growth.is_due(now):
-            self._growth.take(self._totals(), now)
+            self._growth.take(self._event_counts(), now)
 
     def endpoints(self) -> list[str]:
         """Returns the addresses that a look may say something about."""
@@ -112,7 +112,7 @@ class Gathering:
     async def gather(self, probes: Probes, shared: Shown) -> Evidence:
         """Returns the evidence of this moment."""
         rooms, now = self._rooms, trio.current_time()
-        grown = self._growth.grown(self._totals())
+        grown = self._growth.grown(self._event_counts())
         replicas = rooms.replicas
         return Evidence(
             watched_s=self._growth.since_s(now),
@@ -174,7 +174,7 @@ class Gathering:
         else:
             self.uncounted += 1
 
-    def _totals(self) -> dict[Counted, int]:
+    def _event_counts(self) -> dict[Counted, int]:
         """Returns the counters whose growth says something."""
         rooms = self._rooms
         counts = rooms.replicas.counts

@@ -431,10 +431,10 @@ class Index {
   void pass_on(RankId from, RankId to);
   bool lies_within(RankId id, LayerMask mask) const;
   void clear_names(RankId id, LayerMask mask);
-  static void clear_rarities(RareState& rare, LayerMask mask);
+  static void clear_rare_state(RareState& rare, LayerMask mask);
   size_t leave_chain(RankId id, NodeId node, LayerMask mask);
   void sweep_retired(Steps& steps);
-  bool sweep_rarities(RankId id, Steps& steps);
+  bool sweep_rare_state(RankId id, Steps& steps);
   template <class Map>
   static bool empty_out(Map& map, Steps& steps);
   bool sweep_names(RankId id, Steps& steps);

@@ -47,7 +47,7 @@ inline void Index::park_run(RankId id, const Store& s) {
 
 // `content` is null when only the name is known.
 inline void Index::park(RankId id, uint64_t name, LayerId layer, const Store* content) {
-  RareState& rare = ranks_[id].rarities();
+  RareState& rare = ranks_[id].rare_state();
   auto it = rare.parked.find(name);
   if (it == rare.parked.end()) {
     it = rare.parked.emplace(name, Parked{false, 0, 0, 0, 0, ++stamp_}).first;

@@ -61,7 +61,7 @@ inline void Index::remove(RankId id, uint64_t name, LayerId layer, uint32_t left
   if (slot == Names::kAbsent || (keys().layers(ranks_[id].names.value(slot)) >> layer & 1) == 0) {
     return;  // parked it stays so, and unknown it does
   }
-  auto& copies = ranks_[id].rarities().copies;
+  auto& copies = ranks_[id].rare_state().copies;
   if (left == 1) {
     copies.erase({name, layer});
   } else {
@@ -141,7 +141,7 @@ inline void Index::haunt(RankId id, uint32_t slot, uint64_t name, BlockId block)
   ranks_[id].names.set_layers(slot, 1u << kGhostLayer, keys(), records_);
   const Block b = tree_.block(block);
   hold(id, b.node, kGhostLayer, b.offset, b.offset + 1);
-  ranks_[id].rarities().ghosts.push_back(name);
+  ranks_[id].rare_state().ghosts.push_back(name);
 }
 
 inline void Index::lay_oldest_ghost(RankId id) {

@@ -97,7 +97,7 @@ inline bool Index::lies_within(RankId id, LayerMask mask) const {
 // Takes the layers of `mask` from every name, and the rank off them, chain by chain.
 inline void Index::clear_names(RankId id, LayerMask mask) {
   Rank& rank = ranks_[id];
-  if (rank.rare != nullptr) clear_rarities(*rank.rare, mask);
+  if (rank.rare != nullptr) clear_rare_state(*rank.rare, mask);
   touched_.clear();
   for (uint32_t slot = 0; slot < rank.names.capacity(); ++slot) {
     const uint32_t value = rank.names.value(slot);
@@ -122,7 +122,7 @@ inline void Index::clear_names(RankId id, LayerMask mask) {
   }
 }
 
-inline void Index::clear_rarities(RareState& rare, LayerMask mask) {
+inline void Index::clear_rare_state(RareState& rare, LayerMask mask) {
   for (auto* counts : {&rare.copies, &rare.shared}) {
     for (auto it = counts->begin(); it != counts->end();) {
       it = (mask >> it->first.layer & 1) != 0 ? counts->erase(it) : std::next(it);
@@ -162,14 +162,14 @@ inline bool Index::sweep(uint32_t budget) {
 inline void Index::sweep_retired(Steps& steps) {
   while (!retired_.empty() && steps.left()) {
     const RankId id = retired_.back();
-    if (!sweep_rarities(id, steps) || !sweep_names(id, steps)) continue;
+    if (!sweep_rare_state(id, steps) || !sweep_names(id, steps)) continue;
     retired_.pop_back();
     ranks_[id] = Rank();
     free_ranks_.push_back(id);
   }
 }
 
-inline bool Index::sweep_rarities(RankId id, Steps& steps) {
+inline bool Index::sweep_rare_state(RankId id, Steps& steps) {
   if (ranks_[id].rare == nullptr) return true;
   RareState& rare = *ranks_[id].rare;
   return empty_out(rare.copies, steps) && empty_out(rare.shared, steps) &&

@@ -241,7 +241,7 @@ inline void Index::hold_gained(RankId id, const Store& s) {
 
 inline void Index::hold(RankId id, NodeId node, LayerId layer, uint32_t from, uint32_t to) {
   const uint32_t gained = tree_.hold(node, layer, from, to, id, [&](uint32_t offset) {
-    ++ranks_[id].rarities().shared[{tree_.node(node).chain.block()[offset], layer}];
+    ++ranks_[id].rare_state().shared[{tree_.node(node).chain.block()[offset], layer}];
   });
   ranks_[id].held[counter(layer)] += gained;
   if (layer < kTierLayers) held_[layer] += gained;
@@ -281,7 +281,7 @@ inline void Index::gain_name(RankId id, uint32_t slot, LayerId layer) {
 }
 
 inline void Index::add_copy(RankId id, uint64_t name, LayerId layer) {
-  ++ranks_[id].rarities().copies[{name, layer}];
+  ++ranks_[id].rare_state().copies[{name, layer}];
   ++stats_.copies;
 }
 

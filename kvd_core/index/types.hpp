@@ -83,6 +83,14 @@ struct Budget {
   bool fit(uint64_t used, uint64_t n) const { return n == 0 || (used <= max && n <= max - used); }
 };
 
+// What the blocks of a stored event count on; without content they count by their names alone.
+struct StoreTarget {
+  LayerId layer;
+  bool by_name;
+};
+
+constexpr StoreTarget kNowhere{kNone, false};
+
 // What happened, in blocks unless said otherwise. Plain totals since the index was made.
 struct IndexStats {
   uint64_t stored = 0;           // gained by a rank on a layer
@@ -232,7 +240,7 @@ struct Rank : RankTraits {
   uint32_t sweep_at = 0;  // where the sweep of a retired rank goes on
   bool live = false;      // false: retired, invisible, waiting for its sweep
 
-  RareState& rarities() {
+  RareState& rare_state() {
     if (rare == nullptr) rare = std::make_unique<RareState>();
     return *rare;
   }

@@ -34,7 +34,7 @@ from libcpp.vector cimport vector
 cimport kvd_core.ledger.loads as loads
 cimport kvd_core.ledger.records as records
 cimport kvd_core.ledger.requests as requests
-from kvd_core.ledger.trie cimport CPlace, kNone, NodeId, RankId
+from kvd_core.ledger.trie cimport CPathPosition, kNone, NodeId, RankId
 from kvd_core.ledger.types cimport (
     Admission, Book, Chain, kAdded, kExists, kFull, kMaxLedgers, kMaxTokens, kOverflow, kRepeated,
     Listed, Rank, Request, RequestId, SharedLoads
@@ -136,7 +136,7 @@ cdef inline void remove_rank(Book* book, RankId id) noexcept nogil:
 # ---- requests
 
 cdef inline bint is_retry(Book* book, const Request* request, const Admission* a) noexcept nogil:
-    cdef CPlace at
+    cdef CPathPosition at
     if (
         a.key.size() == 0
         or a.key != requests.key_of(request)
@@ -153,7 +153,7 @@ cdef inline int add(Book* book, const Admission* a) except -1 nogil:
     # Books a request: an Outcome. Refusals are counted by who words them: not every caller does.
     cdef uint64_t hash = book.requests.hash(a.id)
     cdef RequestId known
-    cdef CPlace at
+    cdef CPathPosition at
     cdef char* text
     cdef NodeId end
     cdef Request* request = NULL

@@ -15,7 +15,7 @@ from kvd.platform.descriptors import MAX_WAITING
 from kvd.selection.admission import OWNER
 from kvd.selection.candidates import Candidates
 from kvd.selection.options import RouterOptions
-from kvd.selection.requests import Look, QueuedRequest, SelectRequest
+from kvd.selection.requests import PromptLookup, QueuedRequest, SelectRequest
 from kvd.selection.service import Selections
 from kvd.selection.worker_record import WorkerRecord
 from kvd.slots.shared_loads import Ledgers
@@ -181,7 +181,7 @@ def packed(hashes: list[int]) -> bytes:
     return array("Q", hashes).tobytes()
 
 
-def look(blocks: list[int], tokens: int | None = None) -> Look:
+def look(blocks: list[int], tokens: int | None = None) -> PromptLookup:
     """Puts a prompt of these local hashes before a pool."""
     rolling = sequence_hashes(array("Q", blocks))
     length = len(blocks) * BLOCK_SIZE if tokens is None else tokens

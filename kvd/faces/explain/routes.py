@@ -11,7 +11,7 @@ from kvd.faces.common import bodies
 from kvd.faces.common.schemas import EXPLAIN_PATH
 from kvd.faces.explain.answers import Narrator, chronicled, heading
 from kvd.faces.explain.questions import ExplainRequest, of_request, read
-from kvd.faces.explain.traces import NOTHING, Place, find_traces
+from kvd.faces.explain.traces import NOTHING, TracedRank, find_traces
 from kvd.http.limits import LONG_BODY_LIMIT
 from kvd.http.messages import Request, Response
 from kvd.http.routes import ConcurrencyLimit, Route, Scope
@@ -86,7 +86,7 @@ class Explainer:
         return size
 
 
-def _ranks(weighed: list[Weighed]) -> list[Place]:
+def _ranks(weighed: list[Weighed]) -> list[TracedRank]:
     return [(each.row.worker_id, each.row.dp_rank) for each in weighed[0].ranks] if weighed else []
 
 

@@ -91,7 +91,7 @@ class Rows:
         listener = self.ranks.registry.find_listener(key)
         if listener is not None:
             row |= self.stream(listener)
-        row |= self._standing(key)
+        row |= self._rank_state(key)
         if (load := self.ranks.load(key)) is not None:
             row["load"] = load._asdict()
         if (held := self._blocks(key)) is not None:
@@ -109,7 +109,7 @@ class Rows:
             shown["why"] = why
         return shown
 
-    def _standing(self, key: RankKey) -> dict[str, Any]:
+    def _rank_state(self, key: RankKey) -> dict[str, Any]:
         """Returns whether the selection service can choose the rank, if it has it."""
         workers, instance_id = self.ranks.selections.workers, key.instance_id
         entry = workers.entries.get(instance_id) if isinstance(instance_id, int) else None

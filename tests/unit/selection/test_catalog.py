@@ -231,7 +231,7 @@ async def test_an_incomplete_worker_becomes_schedulable() -> None:
     ids=str,
 )
 async def test_what_an_upsert_keeps(change: dict[str, Any], kept: str, restarted: int) -> None:
-    """Bookings of ranks that stay; listeners whose addresses stay."""
+    """KeptRequests of ranks that stay; listeners whose addresses stay."""
     ranks = {rank: f"tcp://10.0.0.1:{5000 + rank}" for rank in range(3)}
     old = replace(TWO, kv_events_endpoints=ranks)
     service = await ready(old)

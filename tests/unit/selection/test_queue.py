@@ -254,7 +254,7 @@ def test_all_that_are_awake_are_looked_at_in_order_once(monkeypatch: pytest.Monk
     def before(one: Waiting[int], other: Waiting[int]) -> bool:
         nonlocal compared
         compared += 1
-        return one.place < other.place
+        return one.sort_key < other.sort_key
 
     monkeypatch.setattr(Waiting, "__lt__", before)
     queue.wake()
