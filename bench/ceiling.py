@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from kvd.platform.memory import keep_freed_memory
 from kvd_core.conductor.conductor import Conductor
-from kvd_core.index.prefix_index import Budget, IngestCounters, PrefixIndex
+from kvd_core.index.prefix_index import Budget, IngestStats, PrefixIndex
 
 PROMPT = 512  # blocks, where nothing else is said
 TIMES = 10
@@ -35,7 +35,7 @@ def fill(
 ) -> tuple[PrefixIndex, Budget]:
     """Offers TIMES as many blocks as there is room for."""
     budget = Budget(blocks)
-    index = PrefixIndex(16, IngestCounters(), budget=budget)
+    index = PrefixIndex(16, IngestStats(), budget=budget)
     workers = [index.add_worker(number) for number in range(ranks)]
     numbers = random.Random(1)
     for first in range(1, TIMES * blocks // ranks, prompt):

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from kvd.platform.memory import keep_freed_memory
 from kvd_core.index.chronicle import Chronicle
-from kvd_core.index.prefix_index import IngestCounters, PrefixIndex, Worker
+from kvd_core.index.prefix_index import IngestStats, PrefixIndex, Worker
 
 WORKERS, PROMPTS, BLOCKS = 8, 250, 128  # workers, prompts of each, blocks of each of those
 CAPACITY = 65_536  # changes: the default of `index_chronicle`
@@ -67,7 +67,7 @@ class Index:
     """An index with a chronicle or without, and what its steps have taken."""
 
     def __init__(self, chronicle: Chronicle | None = None) -> None:
-        index = PrefixIndex(16, IngestCounters(), chronicle=chronicle)
+        index = PrefixIndex(16, IngestStats(), chronicle=chronicle)
         self.workers = [index.add_worker(number) for number in range(WORKERS)]
         for worker in self.workers:
             worker.register(0)

@@ -35,7 +35,7 @@ from kvd.wire.envelope import StreamIdentity
 from kvd.wire.standard_events import StandardEventStream
 from kvd_core.base.hashing import local_hashes, sequence_hashes
 from kvd_core.conductor.conductor import Conductor
-from kvd_core.index.prefix_index import UNFINISHED, IngestCounters, PrefixIndex
+from kvd_core.index.prefix_index import UNFINISHED, IngestStats, PrefixIndex
 
 BLOCK_SIZE = 16
 KEY = PartitionKey("m", "default")
@@ -111,7 +111,7 @@ def ingest() -> None:
     sizes: dict[str, int] = {}
 
     def fill(name: str, kept: bool) -> None:
-        index = PrefixIndex(BLOCK_SIZE, IngestCounters())
+        index = PrefixIndex(BLOCK_SIZE, IngestStats())
         part = Conductor(index)
         if kept:
             part.sequence(0)
@@ -121,7 +121,7 @@ def ingest() -> None:
         sizes[name] = index.stats()["bytes"] + part.stats()["bytes"]
 
     def publish() -> None:
-        index = PrefixIndex(BLOCK_SIZE, IngestCounters())
+        index = PrefixIndex(BLOCK_SIZE, IngestStats())
         source = Conductor(index).add_source("a", "", "", 0, False)
         publication = StandardEventStream(
             source, StreamIdentity("m", "default", BLOCK_SIZE, "", "", 0, False)
@@ -131,7 +131,7 @@ def ingest() -> None:
         sizes["publisher"] = index.stats()["bytes"]
 
     def waiting() -> None:
-        index = PrefixIndex(BLOCK_SIZE, IngestCounters())
+        index = PrefixIndex(BLOCK_SIZE, IngestStats())
         part = Conductor(index)
         source = part.add_source("a", "", "", 0, True)
         for event in events:
@@ -150,7 +150,7 @@ def ingest() -> None:
 
 def opening() -> None:
     """Prints what the first question by hash to a large partition waits for."""
-    index = PrefixIndex(BLOCK_SIZE, IngestCounters())
+    index = PrefixIndex(BLOCK_SIZE, IngestStats())
     worker = index.add_worker(1)
     for first in range(0, MANY, 1000):
         worker.store(0, range(first, first + 1000), [random.getrandbits(64) for _ in range(1000)])
@@ -198,7 +198,7 @@ def long_batches() -> dict[str, bytes]:
 
 def slices() -> None:
     for name, payload in long_batches().items():
-        index = PrefixIndex(BLOCK_SIZE, IngestCounters())
+        index = PrefixIndex(BLOCK_SIZE, IngestStats())
         source = Conductor(index).add_source("a", "", "", 0, False)
         stream = StandardEventStream(
             source, StreamIdentity("m", "default", BLOCK_SIZE, "", "", 0, False)
@@ -217,7 +217,7 @@ def slices() -> None:
 def unknown() -> None:
     """A store's hashes without tokens, of an instance of which nobody knows them."""
     for ranks in (10, 100, 1000):
-        index = PrefixIndex(BLOCK_SIZE, IngestCounters())
+        index = PrefixIndex(BLOCK_SIZE, IngestStats())
         part = Conductor(index)
         tokens = [random.randrange(50_000) for _ in range(64 * BLOCK_SIZE)]
         for rank in range(ranks):

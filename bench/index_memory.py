@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 
-from kvd_core.index.prefix_index import IngestCounters, PrefixIndex
+from kvd_core.index.prefix_index import IngestStats, PrefixIndex
 
 CHAINS = [[random.getrandbits(64) for _ in range(1024)] for _ in range(250)]
 BLOCKS = 250 * 1024
@@ -26,12 +26,12 @@ def fill(index: PrefixIndex, worker: int, prefix: int = 0, tiers: int = 1) -> No
 
 def show(title: str, index: PrefixIndex, pairs: int) -> None:
     """Prints the bytes of an index beyond those of an empty one."""
-    extra = index.stats()["bytes"] - PrefixIndex(16, IngestCounters()).stats()["bytes"]
+    extra = index.stats()["bytes"] - PrefixIndex(16, IngestStats()).stats()["bytes"]
     print(f"{title}: {extra / pairs:.1f} a (rank, block), {extra / BLOCKS:.1f} a block")
 
 
 def main() -> None:
-    one, same, own, two = (PrefixIndex(16, IngestCounters()) for _ in range(4))
+    one, same, own, two = (PrefixIndex(16, IngestStats()) for _ in range(4))
     fill(one, 1)
     fill(two, 1, tiers=2)
     for worker in range(8):

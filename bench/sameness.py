@@ -113,7 +113,7 @@ def _fleet_loads(server: Server) -> Rows:
 
 
 @dataclass(frozen=True)
-class Totals:
+class LoadStats:
     """What slot trackers must answer: every worker's live load, and what a question adds to it."""
 
     workers: int
@@ -136,7 +136,7 @@ def _equal_rows(pair: Pair, method: str, path: str, body: str = "") -> Rows:
     return first
 
 
-def _check_loads(pair: Pair, totals: Totals) -> None:
+def _check_loads(pair: Pair, totals: LoadStats) -> None:
     rows = _equal_rows(pair, "GET", "/loads")
     loads = [(row["active_decode_blocks"], row["active_prefill_tokens"]) for row in rows]
     if loads != [(totals.blocks, totals.prefill_tokens)] * totals.workers:
@@ -144,7 +144,7 @@ def _check_loads(pair: Pair, totals: Totals) -> None:
 
 
 def check_slots_equal(
-    pair: Pair, questions: Iterable[str], lives: Iterable[str], totals: Totals
+    pair: Pair, questions: Iterable[str], lives: Iterable[str], totals: LoadStats
 ) -> None:
     """Raise unless both slot trackers say the same of what is live, and of a life's every step.
 

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from kvd.platform.memory import keep_freed_memory
 from kvd_core.base.hashing import local_hashes, sequence_hashes
-from kvd_core.index.prefix_index import IngestCounters, PrefixIndex
+from kvd_core.index.prefix_index import IngestStats, PrefixIndex
 from kvd_core.json.scan import BodyScanner
 from kvd_core.ledger.ledger import Ledger
 from kvd_core.selector.selector import Candidate, Pool
@@ -42,7 +42,7 @@ class Fleet:
 
     def __init__(self, candidates: int) -> None:
         self.rng = random.Random(1)
-        self.index = PrefixIndex(BLOCK_SIZE, IngestCounters())
+        self.index = PrefixIndex(BLOCK_SIZE, IngestStats())
         self.ledger = Ledger()
         head = self._tokens(SHARED * BLOCK_SIZE)
         self.prompts = [head + self._tokens(TOKENS - len(head)) for _ in range(PROMPTS)]

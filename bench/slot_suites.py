@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from generator import Option
 from report import Case, Figure, Suite
 from runs import BLOCK, CONNECTIONS, CPU, HIT, P50, P99, RPS, Runs, say
-from sameness import Totals, check_slots_equal
+from sameness import LoadStats, check_slots_equal
 from servers import Pair, running_pair
 
 LIFE = Suite(
@@ -87,7 +87,9 @@ class SlotSuites(Runs):
         blocks = SHARED + LIVE * (PROMPT - SHARED)
         tokens = (LIVE - LIVE // 2) * (PROMPT - SHARED) * BLOCK
         matched = int(PROMPT * HIT)
-        check_slots_equal(pair, questions, lives, Totals(workers, blocks, tokens, PROMPT - matched))
+        check_slots_equal(
+            pair, questions, lives, LoadStats(workers, blocks, tokens, PROMPT - matched)
+        )
 
     def _memory(self) -> Case:
         live = self._plan.live

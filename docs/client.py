@@ -33,7 +33,7 @@ from kvd.client import (
     slot_tracker,
 )
 from kvd.client.calls import Asked
-from kvd.client.exchanges import Counts
+from kvd.client.exchanges import ClientStats
 from kvd.client.reading import OTHERS
 
 WIDTH = 96
@@ -102,7 +102,7 @@ yields a [`Choice`](#choice). It frees the reservation whatever happens:
 | the answer to the booking is lost | begins: asked again under the same key, kvd finds the booking | freed at the end |
 | it is lost repeatedly, unreadable or late | is not entered: `Unreachable`, `WrongAnswer` | freed, if it was made |
 | the wait for a rank is cancelled | is not entered | none |
-| kvd cannot be reached at the end | goes on, or raises the same | expires (`--request-expiry-s`); `choice.freed` is false, `counts.unfreed` one more |
+| kvd cannot be reached at the end | goes on, or raises the same | expires (`--request-expiry-s`); `choice.freed` is false, `stats.unfreed` one more |
 
 The client makes up the ids; to book under yours, use `selection.select_and_reserve` and
 `selection.free`.
@@ -191,7 +191,7 @@ def page() -> Iterator[str]:
     yield "### reserve\n"
     yield code("reserve", inspect.signature(AsyncClient.reserve), "Choice")
     yield text(AsyncClient.reserve) + "\n"
-    yield from described(Counts, 3)
+    yield from described(ClientStats, 3)
     yield from described(Choice, 3)
     for name, each in vars(Choice).items():
         if isinstance(each, property):

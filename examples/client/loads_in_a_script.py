@@ -24,8 +24,8 @@ def main(address: str, token_file: str | None = None) -> int:
                     f"{rank.active_requests} requests, {rank.potential_prefill_tokens} tokens to "
                     f"prefill and {rank.potential_decode_blocks} blocks in use"
                 )
-        if kvd.counts.retries:
-            print(f"asked again {kvd.counts.retries} times", file=sys.stderr)
+        if kvd.stats.retries:
+            print(f"asked again {kvd.stats.retries} times", file=sys.stderr)
     return 0
 
 

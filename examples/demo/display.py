@@ -20,21 +20,21 @@ class Addresses:
 
 
 @dataclass(frozen=True, slots=True)
-class Totals:
+class EventStats:
     """The daemon's total of events since its start, and the blocks it holds now."""
 
     events: int
     blocks: int
 
 
-def parse_totals(metrics: str) -> Totals:
+def parse_event_stats(metrics: str) -> EventStats:
     """Returns the totals in a text of metrics, each the sum of one metric over all labels."""
 
     def total(name: str) -> int:
         samples = re.findall(rf"^{name}(?:{{.*}})? (\d+)$", metrics, re.MULTILINE)
         return sum(map(int, samples))
 
-    return Totals(
+    return EventStats(
         events=total("kvd_events_total"),
         blocks=total("kvd_index_blocks"),
     )
@@ -102,7 +102,7 @@ class LiveLine:
         self._out.flush()
 
 
-def live_text(before: Totals, now: Totals, seconds: float, traffic: Traffic) -> str:
+def live_text(before: EventStats, now: EventStats, seconds: float, traffic: Traffic) -> str:
     """Returns the live line for the `seconds` that lie between the two readings."""
     events = (now.events - before.events) / seconds
     cached = 100 * traffic.cached_tokens // max(traffic.prompt_tokens, 1)

@@ -15,12 +15,12 @@ import zmq
 from examples.demo.client import Answer, Client, Refused, connected
 from examples.demo.display import (
     Addresses,
+    EventStats,
     LiveLine,
-    Totals,
     Traffic,
     introduction,
     live_text,
-    parse_totals,
+    parse_event_stats,
 )
 from examples.demo.workload import Workload
 from examples.engine.caches import BLOCK_SIZE
@@ -153,12 +153,12 @@ async def simulated_engines() -> AsyncIterator[tuple[list[EngineServer], list[st
         context.destroy(linger=0)
 
 
-async def read_totals(indexer: Client) -> Totals:
-    return parse_totals((await indexer.request("GET", "/metrics")).body.decode())
+async def read_totals(indexer: Client) -> EventStats:
+    return parse_event_stats((await indexer.request("GET", "/metrics")).body.decode())
 
 
 async def show_live(
-    indexer: Client, traffic: Traffic, start: tuple[Totals, float], line: LiveLine
+    indexer: Client, traffic: Traffic, start: tuple[EventStats, float], line: LiveLine
 ) -> None:
     """Shows the live line until cancelled; its first rates are those since `start` (totals, s)."""
     before, since_s = start

@@ -653,7 +653,9 @@ def _open_decision_log(config: Config, opened: ExitStack) -> RotatingWriter | No
 def _log_decisions(writer: RotatingWriter, selections: Selections, config: Config) -> DecisionLog:
     """Returns the log of what is booked from now on."""
     shares_blocks = config.router.assumes_kv_reuse
-    decisions = DecisionLog(selections.fleets, writer, time.time_ns, shares_blocks=shares_blocks)
+    decisions = DecisionLog(
+        selections.candidates, writer, time.time_ns, shares_blocks=shares_blocks
+    )
     selections.reservations.moments.subscribe(decisions.note)
     selections.reservations.sample.take_all()
     return decisions

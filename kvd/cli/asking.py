@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,6 +20,9 @@ from kvd.telemetry import logs
 if TYPE_CHECKING:
     from kvd.cli.face_client import FaceClient
 
+Command = Callable[[Mapping[str, object]], CommandResult]
+GivenSettings = Callable[[argparse.ArgumentParser, argparse.Namespace], dict[str, object]]
+
 FIRST_FACE = (
     "The command takes the daemon's addresses from the file, the environment or the flags, and "
     "asks the first face that answers."
@@ -27,8 +30,11 @@ FIRST_FACE = (
 
 
 def add_status(commands: Any) -> None:
-    parser = commands.add_parser(
+    parser = _add_asking(
+        commands,
         "status",
+        status_settings,
+        show_status,
         help="report the health of a running daemon",
         description="Reports the health of a running daemon: its registrations, its index, its "
         "live requests, its rates, and the workers whose event streams are inexact. The command "
@@ -38,8 +44,6 @@ def add_status(commands: Any) -> None:
         epilog="Exit codes: 0 all streams are exact, 1 some streams are inexact, a worker cannot "
         "be selected or a model never matches, 2 a face does not answer.",
     )
-    add_general(parser)
-    add_settings(parser, settings.BIND_SETTINGS)
     parser.add_argument(
         "--interval",
         type=usage(parsers.parse_pause),
@@ -47,33 +51,33 @@ def add_status(commands: Any) -> None:
         metavar="SECONDS",
         help="time over which rates are measured (default 1.0)",
     )
-    add_credentials(parser)
     parser.add_argument("--json", action="store_true", help="write the whole report as JSON")
-    parser.set_defaults(given=status_settings, command=show_status)
 
 
 def add_doctor(commands: Any) -> None:
-    parser = commands.add_parser(
+    parser = _add_asking(
+        commands,
         "doctor",
+        doctor_settings,
+        show_findings,
         help="find out why prompts do not match, and how to mend it",
         description="Asks a running daemon what is wrong between its engines and its choices, and "
         "writes each finding with its evidence and a remedy. The daemon also connects to "
         f"engines to test them, which may take ten seconds. {FIRST_FACE}",
         epilog="Exit codes: 0 nothing is wrong, 1 there are findings, 2 kvd cannot be asked.",
     )
-    add_general(parser)
-    add_settings(parser, settings.BIND_SETTINGS)
-    add_credentials(parser)
     parser.add_argument(
         "--no-probe", action="store_true", help="do not connect to engines to test them"
     )
     parser.add_argument("--json", action="store_true", help="write the findings as JSON")
-    parser.set_defaults(given=doctor_settings, command=show_findings)
 
 
 def add_explain(commands: Any) -> None:
-    parser = commands.add_parser(
+    parser = _add_asking(
+        commands,
         "explain",
+        explain_settings,
+        explain,
         help="say why a prompt or a request goes where it goes",
         description="Asks a running daemon which worker it would choose for a prompt, and reports "
         "of each candidate what it caches on each tier, why it caches no more, and the terms of "
@@ -82,8 +86,6 @@ def add_explain(commands: Any) -> None:
         epilog="Exit codes: 0 explained, 1 the prompt or request cannot be explained, 2 kvd cannot "
         "be asked.",
     )
-    add_general(parser)
-    add_settings(parser, settings.BIND_SETTINGS)
     parser.usage = "%(prog)s [options] PROMPT | --request ID"
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="file with a prompt")
     for name, metavar, help in (
@@ -94,22 +96,21 @@ def add_explain(commands: Any) -> None:
         ("cache-salt", "TEXT", "cache salt of the prompt"),
     ):
         parser.add_argument(f"--{name}", metavar=metavar, help=help)
-    add_credentials(parser)
     parser.add_argument("--json", action="store_true", help="write the explanation as JSON")
-    parser.set_defaults(given=explain_settings, command=explain)
 
 
 def add_top(commands: Any) -> None:
-    parser = commands.add_parser(
+    parser = _add_asking(
+        commands,
         "top",
+        top_settings,
+        watch,
         help="watch a running daemon in the terminal",
         description="Shows live what a running daemon does: rates, streams, workers "
         "with load, hit share and tiers, recent choices. The page /ui of each face shows the same. "
         f"{FIRST_FACE} q and Ctrl-C quit; arrows and space scroll.",
         epilog="Exit codes: 0 quit, 1 there is no terminal, 2 the credentials cannot be read.",
     )
-    add_general(parser)
-    add_settings(parser, settings.BIND_SETTINGS)
     parser.add_argument(
         "--interval",
         type=usage(parsers.parse_pause),
@@ -117,8 +118,6 @@ def add_top(commands: Any) -> None:
         metavar="SECONDS",
         help="time between two refreshes (default 2.0)",
     )
-    add_credentials(parser)
-    parser.set_defaults(given=top_settings, command=watch)
 
 
 def add_reload(commands: Any) -> None:
@@ -133,8 +132,13 @@ def add_reload(commands: Any) -> None:
     parser.set_defaults(given=no_settings, config=None, command=reload)
 
 
-def add_credentials(parser: Parser) -> None:
-    """Adds what commands may show to the daemon that they ask."""
+def _add_asking(
+    commands: Any, name: str, given: GivenSettings, command: Command, **described: str
+) -> Parser:
+    """Adds a command that asks a running daemon, with the flags that all of these have."""
+    parser: Parser = commands.add_parser(name, **described)
+    add_general(parser)
+    add_settings(parser, settings.BIND_SETTINGS)
     parser.add_argument(
         "--token-file",
         type=usage(parsers.parse_path),
@@ -153,6 +157,8 @@ def add_credentials(parser: Parser) -> None:
         metavar="FILE",
         help="PEM private key of --client-certfile, unless that file contains it",
     )
+    parser.set_defaults(given=given, command=command)
+    return parser
 
 
 def status_settings(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, object]:

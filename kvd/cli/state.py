@@ -17,7 +17,7 @@ from kvd.index.dumps import text_dump
 from kvd.index.partitions import State
 from kvd.index.restore import plan, restore
 from kvd.persistence import snapshot
-from kvd.persistence.bookings import Bookings
+from kvd.persistence.bookings import KeptRequests
 from kvd.persistence.clocks import ClockReading
 from kvd.persistence.directory import journals
 from kvd.persistence.frames import Content, Damaged, Frame, Header, Reading, unpacked
@@ -117,7 +117,7 @@ def _shown(header: Header, held: Any) -> str:
         )
         streams = len(held.places) + len(held.holdings.publishers)
         return f"{held.blocks} blocks, {streams} streams; {by}; {models or 'no model'}"
-    if isinstance(held, Bookings):
+    if isinstance(held, KeptRequests):
         faces = Counter(face.value for (face, _, _), _ in held.live)
         live = ", ".join(f"{count} of {face}" for face, count in sorted(faces.items()))
         rest = f"{len(held.leases)} sessions, {len(held.answers)} answers for retries"
@@ -153,7 +153,7 @@ def _exported(path: Path) -> Iterator[str]:
             yield piece.decode()
 
 
-def _requests(bookings: Bookings) -> Iterator[dict[str, Any]]:
+def _requests(bookings: KeptRequests) -> Iterator[dict[str, Any]]:
     for ((face, key, block_size), request_id), booking in bookings.live.items():
         yield {
             "face": face,
@@ -170,7 +170,7 @@ def _requests(bookings: Bookings) -> Iterator[dict[str, Any]]:
         }
 
 
-def _sessions(bookings: Bookings) -> Iterator[dict[str, Any]]:
+def _sessions(bookings: KeptRequests) -> Iterator[dict[str, Any]]:
     for lease in bookings.leases.values():
         bound = lease.bound
         yield {

@@ -254,7 +254,7 @@ def _ranks(picture: Json, width: int, room: int, scrolled: int) -> Table:
         requests, shares = each.get("requests", ()), each.get("cached_share", ())
         cells: list[str | Text] = [
             Text(plain(_place(each))),
-            _standing(each),
+            _rank_state(each),
             _number(each["load"]["requests"] if "load" in each else None),
             *([Text(curve(requests, bars, most), "cyan")] if bars else []),
             _share(_latest(shares)),
@@ -268,7 +268,7 @@ def _ranks(picture: Json, width: int, room: int, scrolled: int) -> Table:
     return table
 
 
-def _standing(rank: Json) -> Text:
+def _rank_state(rank: Json) -> Text:
     if rank.get("lifecycle", "schedulable") != "schedulable":
         return Text(rank["lifecycle"], "red")
     health = rank.get("stream")

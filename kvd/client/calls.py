@@ -28,7 +28,7 @@ from typing import (
 )
 from urllib.parse import quote, urlencode
 
-from kvd.client.exchanges import Counts, Exchange, Request
+from kvd.client.exchanges import ClientStats, Exchange, Request
 from kvd.client.reading import body_reader
 
 P = ParamSpec("P")
@@ -78,7 +78,7 @@ class Asker(Protocol):
     """Asks one address, and waits in its own way."""
 
     attempts: int
-    counts: Counts
+    stats: ClientStats
 
     def ask(self, exchange: Exchange[Any], timeout_s: float | None = None) -> Any: ...
 
@@ -133,7 +133,7 @@ class Asked(Generic[P, T]):
             face._asker.attempts if route.repeatable or call.key is not None else 1,
             route.ends,
             route.waits,
-            face._asker.counts,
+            face._asker.stats,
         )
 
 

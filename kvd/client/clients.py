@@ -32,7 +32,7 @@ from kvd.client.connecting import (
     NOT_SENT,
     TIMEOUT_S,
     Address,
-    Terms,
+    ConnectionTerms,
     Where,
     check_attempts,
     limits,
@@ -40,7 +40,7 @@ from kvd.client.connecting import (
 )
 from kvd.client.decisions import Selection
 from kvd.client.errors import ClientError, Refused
-from kvd.client.exchanges import MAX_ATTEMPTS, NOT_FOUND, Counts, Exchange, Reply
+from kvd.client.exchanges import MAX_ATTEMPTS, NOT_FOUND, ClientStats, Exchange, Reply
 from kvd.client.gateway import Gateway
 from kvd.client.indexer import Indexer
 from kvd.client.selecting import Wish
@@ -82,7 +82,7 @@ class _Faces(ABC, Generic[How]):
         Raises ValueError for an address or token that cannot be, OSError for a token file of no
         use; the first call over TLS raises OSError for the other files.
         """
-        self.counts = Counts()
+        self.stats = ClientStats()
         self._askers: list[Any] = []  # of the faces that were asked, to be closed
         self._addresses = {
             "indexer": Address.parse(indexer),
@@ -92,7 +92,9 @@ class _Faces(ABC, Generic[How]):
             "gateway": Address.parse(gateway),
         }
         shown = read_token(token, token_file)
-        self._terms = Terms(shown, ca_file, cert_file, key_file, timeout_s, max_answer_bytes)
+        self._terms = ConnectionTerms(
+            shown, ca_file, cert_file, key_file, timeout_s, max_answer_bytes
+        )
         self._attempts = check_attempts(attempts)
 
     def _booking(self, reservation_id: str, wish: Wish) -> Exchange[Selection]:
@@ -113,7 +115,7 @@ class _Faces(ABC, Generic[How]):
         gone wrong there, matters more.
         """
         has_ended = isinstance(error, Refused) and error.status == NOT_FOUND
-        self.counts.unfreed += not has_ended
+        self.stats.unfreed += not has_ended
         return has_ended
 
     @abstractmethod
@@ -152,9 +154,11 @@ class _Faces(ABC, Generic[How]):
 class BlockingAsker:
     """Asks one address and blocks meanwhile; threads may share it."""
 
-    def __init__(self, address: Address, terms: Terms, attempts: int, counts: Counts) -> None:
+    def __init__(
+        self, address: Address, terms: ConnectionTerms, attempts: int, stats: ClientStats
+    ) -> None:
         self.attempts = attempts
-        self.counts = counts
+        self.stats = stats
         self._terms = terms
         self._url = address.url
         options, shown = terms.transport_options(address), terms.client_options()
@@ -224,7 +228,7 @@ class Client(_Faces[Blocking]):
 
     def _asker(self, face: str) -> BlockingAsker:
         address = self._addresses[face]
-        asker = BlockingAsker(address, self._terms, self._attempts, self.counts)
+        asker = BlockingAsker(address, self._terms, self._attempts, self.stats)
         self._askers.append(asker)
         return asker
 
@@ -268,9 +272,11 @@ class Client(_Faces[Blocking]):
 class TrioAsker:
     """Asks one address while other tasks run; tasks may share it."""
 
-    def __init__(self, address: Address, terms: Terms, attempts: int, counts: Counts) -> None:
+    def __init__(
+        self, address: Address, terms: ConnectionTerms, attempts: int, stats: ClientStats
+    ) -> None:
         self.attempts = attempts
-        self.counts = counts
+        self.stats = stats
         self._terms = terms
         self._url = address.url
         options, shown = terms.transport_options(address), terms.client_options()
@@ -337,7 +343,7 @@ class AsyncClient(_Faces[Trio]):
 
     def _asker(self, face: str) -> TrioAsker:
         address = self._addresses[face]
-        asker = TrioAsker(address, self._terms, self._attempts, self.counts)
+        asker = TrioAsker(address, self._terms, self._attempts, self.stats)
         self._askers.append(asker)
         return asker
 

@@ -54,7 +54,7 @@ class Reply(NamedTuple):
 
 
 @dataclass(slots=True)
-class Counts:
+class ClientStats:
     """Counts of a client's requests and attempts so far.
 
     `calls` were made, `retries` of their attempts were further ones; `unfreed` reservations could
@@ -78,7 +78,7 @@ class Exchange(Generic[T]):
         attempts: int,
         ends: bool,
         waits: bool,
-        counts: Counts,
+        stats: ClientStats,
     ) -> None:
         """Takes what `Route` and `Call` say; `attempts` is 1 for calls that are not repeatable."""
         self.name = name
@@ -88,12 +88,12 @@ class Exchange(Generic[T]):
         self._statuses = statuses
         self._attempts = attempts
         self._ends = ends
-        self._counts = counts
+        self._stats = stats
         self._begun = 0
         self._futile = 0  # attempts that have certainly changed nothing: not sent, or refused
         self._reply: Reply | None = None
         self._last = ""
-        counts.calls += 1
+        stats.calls += 1
 
     @property
     def may_have_effect(self) -> bool:
@@ -102,7 +102,7 @@ class Exchange(Generic[T]):
 
     def begin(self) -> Request:
         """Returns what is to be sent, the first time or again."""
-        self._counts.retries += self._begun > 0
+        self._stats.retries += self._begun > 0
         self._begun += 1
         return self._request
 

@@ -26,7 +26,7 @@ class FaceShown:
 
 
 @dataclass(frozen=True, slots=True)
-class Totals:
+class TrafficStats:
     """Sums since the start, and what is live and waits now."""
 
     requests: int
@@ -142,7 +142,7 @@ class Picture:
 
     kvd: Process
     faces: tuple[FaceShown, ...]
-    totals: Totals
+    totals: TrafficStats
     history: History
     decisions: tuple[Decision, ...]
     streams: Streams

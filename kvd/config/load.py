@@ -428,7 +428,7 @@ def _router(values: Mapping[str, Any]) -> RouterOptions:
         raise StartError("DYN_ROUTER_TRACK_OUTPUT_BLOCKS needs DYN_ROUTER_TRACK_ACTIVE_BLOCKS=true")
     policy = values["router_policy"].row
     settings = _options(Settings, values, mode=values["router_mode"].core, **policy)
-    others = {"settings": settings, "max_fleets": values["max_partitions"]}
+    others = {"settings": settings, "max_partitions": values["max_partitions"]}
     if values["gateway_bind"] not in (None, OFF) and values["router_predicted_ttl_secs"] is None:
         others |= {"predicted_ttl_s": UNDER_WAY_S, "predicted_bound": UNDER_WAY_BOUND}
     return _options(RouterOptions, values, **others)

@@ -17,7 +17,7 @@ from kvd.errors import BadRequest
 from kvd.index.peers import MAX_PEERS
 from kvd.index.served_models import ServedKey
 from kvd.model import is_name
-from kvd.wire.egress import AllowedNetworks, parse_places
+from kvd.wire.egress import AllowedNetworks, parse_networks
 from kvd.wire.endpoints import check_replica_endpoint
 from kvd.wire.hosts import literal
 from kvd.wire.state_address import parse_address
@@ -411,7 +411,7 @@ def _each_once(text: str) -> tuple[str, ...]:
 
 def parse_outgoing(text: str) -> AllowedNetworks:
     """Splits, and reads networks and the words for some; none at all is no outgoing connection."""
-    return parse_places(parse_list(text))
+    return parse_networks(parse_list(text))
 
 
 @dataclass(frozen=True, slots=True)

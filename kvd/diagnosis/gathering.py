@@ -41,7 +41,7 @@ from kvd.index.publishers import Publishers
 from kvd.index.registry import Registry
 from kvd.model import InstanceId, PartitionKey
 from kvd.replica_sync.replicas import Replicas
-from kvd.selection.candidates import Fleet
+from kvd.selection.candidates import Candidates
 from kvd.selection.service import Selections
 from kvd.selection.stats import SelectionOutcome
 from kvd.slots.live_requests import Moment
@@ -93,7 +93,7 @@ class Gathering:
         away = [each.endpoint for each in self._rooms.replicas.all() if not each.connected]
         self._away = {endpoint: self._away.get(endpoint, now) for endpoint in away}
         if self._growth.is_due(now):
-            self._growth.take(self._totals(), now)
+            self._growth.take(self._event_counts(), now)
 
     def endpoints(self) -> list[str]:
         """Returns the addresses that a look may say something about."""
@@ -112,7 +112,7 @@ class Gathering:
     async def gather(self, probes: Probes, shared: Shown) -> Evidence:
         """Returns the evidence of this moment."""
         rooms, now = self._rooms, trio.current_time()
-        grown = self._growth.grown(self._totals())
+        grown = self._growth.grown(self._event_counts())
         replicas = rooms.replicas
         return Evidence(
             watched_s=self._growth.since_s(now),
@@ -162,11 +162,11 @@ class Gathering:
 
     def _note(self, moment: Moment) -> None:
         """Counts a booking that the sample has and a busy rank got; replicas count their own."""
-        live, fleet = moment.live, self._rooms.selections.fleets.get(moment.key)
-        if moment.step is not Step.ADD or moment.mirrored or live is None or fleet is None:
+        live, candidates = moment.live, self._rooms.selections.candidates.get(moment.key)
+        if moment.step is not Step.ADD or moment.mirrored or live is None or candidates is None:
             return
-        rank = fleet.ledger.rank_of(live.worker_id, live.dp_rank)
-        if rank is None or fleet.ledger.load(rank).requests <= BUSY_REQUESTS:
+        rank = candidates.ledger.rank_of(live.worker_id, live.dp_rank)
+        if rank is None or candidates.ledger.load(rank).requests <= BUSY_REQUESTS:
             return
         worker = moment.key, live.worker_id
         if worker in self._bookings or len(self._bookings) < MAX_SHARES:
@@ -174,7 +174,7 @@ class Gathering:
         else:
             self.uncounted += 1
 
-    def _totals(self) -> dict[Counted, int]:
+    def _event_counts(self) -> dict[Counted, int]:
         """Returns the counters whose growth says something."""
         rooms = self._rooms
         counts = rooms.replicas.counts
@@ -236,7 +236,9 @@ class Gathering:
     def _registered(self) -> Iterable[PartitionKey]:
         rooms = self._rooms
         yield from rooms.state.partitions
-        yield from (key for key, fleet in rooms.selections.fleets.items() if fleet.workers)
+        yield from (
+            key for key, candidates in rooms.selections.candidates.items() if candidates.workers
+        )
         yield from rooms.slots.trackers
 
     async def _workers(self) -> tuple[WorkerEvidence, ...]:
@@ -254,9 +256,9 @@ class Gathering:
         for (key, worker_id), bookings in _of(grown, "booking").items():
             by_fleet.setdefault(key, {})[worker_id] = bookings
         for key, shares in by_fleet.items():
-            fleet = self._rooms.selections.fleets.get(key)
-            if fleet is not None:
-                yield ShareEvidence(key, shares, len(_present(fleet)))
+            candidates = self._rooms.selections.candidates.get(key)
+            if candidates is not None:
+                yield ShareEvidence(key, shares, len(_present(candidates)))
 
     def _capacity(self, grown: Mapping[Counted, int]) -> CapacityEvidence:
         budget = self._rooms.state.budget
@@ -375,13 +377,14 @@ def _with_holes(ranks: Mapping[InstanceId, set[int]]) -> dict[InstanceId, frozen
     }
 
 
-def _present(fleet: Fleet) -> list[int]:
+def _present(candidates: Candidates) -> list[int]:
     """Returns the workers of a fleet of which a rank can be chosen."""
     return [
         record.worker_id
-        for record in fleet.workers.values()
+        for record in candidates.workers.values()
         if any(
-            (absence := fleet.absent.get((record.worker_id, each))) is None or absence.reachable
+            (absence := candidates.absent.get((record.worker_id, each))) is None
+            or absence.reachable
             for each in record.ranks
         )
     ]

@@ -20,7 +20,7 @@ from kvd.index.registry import Registry
 from kvd.model import DEFAULT_TENANT, PartitionKey, RankKey
 from kvd.selection.immediate import ImmediateSelection, ImmediateSteps
 from kvd.selection.phases import PREFILL_SUFFIX, Phase
-from kvd.selection.requests import Constraints, Look, QueuedRequest, SelectRequest
+from kvd.selection.requests import Constraints, PromptLookup, QueuedRequest, SelectRequest
 from kvd.selection.service import Selections
 from kvd.selection.worker_record import WorkerRecord
 from kvd.telemetry.metrics import Family
@@ -45,7 +45,7 @@ class Question(NamedTuple):
     model: str
     adapter: str | None
     block_size: int  # tokens, of the engines that serve the model
-    look: Look  # puts the prompt before a pool
+    look: PromptLookup  # puts the prompt before a pool
     reservation_id: str
     allowed: frozenset[int]  # workers that could serve it and have not been tried yet
     session: str | None  # decides where nothing better is known
@@ -155,18 +155,18 @@ class LocalChoices:
 
     async def choose(self, question: Question) -> Placement:
         selections, key = self._selections, question.key
-        fleet = selections.fleets.get(key)  # none while its only worker is made anew
-        everybody = fleet is not None and question.allowed == fleet.workers.keys()
+        candidates = selections.candidates.get(key)  # none while its only worker is made anew
+        everybody = candidates is not None and question.allowed == candidates.workers.keys()
         session = None if selections.affinity is None else question.session
         usual = everybody and question.phase is None
         if (
-            fleet is not None
+            candidates is not None
             and usual
-            and self._at_once.suits(fleet, question.reservation_id, session)
+            and self._at_once.suits(candidates, question.reservation_id, session)
         ):
-            question.look(fleet.pool)
+            question.look(candidates.pool)
             expected = question.expected_output_tokens
-            booked = self._at_once.select(fleet, question.reservation_id, expected)
+            booked = self._at_once.select(candidates, question.reservation_id, expected)
             if booked is not None:
                 return Placement(*booked)
         ask = SelectRequest(
@@ -191,12 +191,12 @@ class LocalChoices:
         return placed._replace(by_session=bound is not None and bound[0] == placed.worker_id)
 
     def least_prefill_tokens(self, question: Question) -> int:
-        fleet = self._selections.fleets.get(question.key)
-        if fleet is None or not fleet.workers:  # it is being made anew
+        candidates = self._selections.candidates.get(question.key)
+        if candidates is None or not candidates.workers:  # it is being made anew
             return 0
-        question.look(fleet.pool)
-        mask = fleet.pool.mask(question.allowed)
-        return fleet.pool.least_prefill_tokens(self._selections.settings(question.key), mask)
+        question.look(candidates.pool)
+        mask = candidates.pool.mask(question.allowed)
+        return candidates.pool.least_prefill_tokens(self._selections.settings(question.key), mask)
 
     def hears(self, record: WorkerRecord) -> bool | None:
         ranks = [RankKey(record.key, record.worker_id, rank) for rank in record.ranks]

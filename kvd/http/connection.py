@@ -53,7 +53,7 @@ _REFUSAL_COUNTERS = {
 }
 
 
-class Service:
+class ListenerContext:
     """The routes of a listener, and the fast path in which its connections are parked."""
 
     def __init__(
@@ -155,13 +155,13 @@ def _request(head: Head, found: Found, body: bytes) -> Request:
 class Connection(Transport):
     """Serves one client until it leaves, misbehaves or the listener stops."""
 
-    __slots__ = ("_outcome", "_owed", "_rest", "_retired", "_service", "_task", "checks_host")
+    __slots__ = ("_listener", "_outcome", "_owed", "_rest", "_retired", "_task", "checks_host")
 
     def __init__(
-        self, stream: ByteStream, shared: Shared, service: Service, checks_host: bool
+        self, stream: ByteStream, shared: Shared, service: ListenerContext, checks_host: bool
     ) -> None:
         super().__init__(stream, shared)
-        self._service = service
+        self._listener = service
         self.checks_host = checks_host  # see permits.hpp
         self._task: trio.lowlevel.Task | None = None  # the one that sleeps while parked
         self._outcome: Handoff | Exception | None = None  # what it was woken with
@@ -191,7 +191,7 @@ class Connection(Transport):
     async def _open(self) -> bool:
         """Gets ready for the first request; returns False if there will be none."""
         if self.stream.parks:
-            self._service.fast_path.add(self.fd)
+            self._listener.fast_path.add(self.fd)
             return True
         try:
             with self.within(ConnectionPhase.HANDSHAKE, self.shared.limits.head_s):
@@ -219,13 +219,13 @@ class Connection(Transport):
         self.since = self.shared.now
         self.note_granted(route.scope)
         head = self._plain_head(route, query, headers)
-        return self._service.serve(self.shared, head, Found(route, captured), body, raised)
+        return self._listener.serve(self.shared, head, Found(route, captured), body, raised)
 
     def _plain_head(self, route: Route, query: bytes, headers: Headers) -> Head:
         head = Head()
         head.method, head.query, head.headers = route.method, query, headers
-        if self._service.context.for_pages:
-            welcome(self._service.context.authorizer, head)
+        if self._listener.context.for_pages:
+            welcome(self._listener.context.authorizer, head)
         return head
 
     def note_answered(self, route: Route, status: int, seconds: float) -> None:
@@ -233,14 +233,14 @@ class Connection(Transport):
         self.shared.stats.requests += 1
         self.since = self.shared.now
         self.note_granted(route.scope)
-        if self._service.observe is not None:
-            self._service.observe(route.path, route.method, status, seconds)
+        if self._listener.observe is not None:
+            self._listener.observe(route.path, route.method, status, seconds)
 
     def log_answered(
         self, route: Route, status: int, seconds: float, size: int, headers: Headers
     ) -> bytes:
         """Writes the line of such a request; returns what it adds to the head of the answer."""
-        access = self._service.access
+        access = self._listener.access
         return rendered(access.note(route.method, route.path, status, seconds, size, headers))
 
     def wake(self, outcome: Handoff | Exception) -> None:
@@ -267,7 +267,7 @@ class Connection(Transport):
             if not end.value:
                 return Handoff(b"", b"", False)
             self.enter(ConnectionPhase.IDLE)
-            return self._service.fast_path.park(self, self.fd)
+            return self._listener.fast_path.park(self, self.fd)
         except Exception as error:
             self._rest = None
             return error
@@ -307,7 +307,7 @@ class Connection(Transport):
     async def _fill_parked(self) -> bool:
         """Does the same; meanwhile the connection is the fast path's."""
         while not self.buffer and self._rest is None:
-            outcome = self._service.fast_path.park(self, self.fd)
+            outcome = self._listener.fast_path.park(self, self.fd)
             if outcome is not None:
                 await trio.lowlevel.checkpoint()
             else:
@@ -326,7 +326,7 @@ class Connection(Transport):
         return True
 
     def _unpark(self, _: object) -> trio.lowlevel.Abort:
-        self._service.fast_path.unpark(self.fd)
+        self._listener.fast_path.unpark(self.fd)
         if self._rest is not None:
             self._rest.close()
             self._rest = None
@@ -392,12 +392,12 @@ class Connection(Transport):
             raise
 
     async def _serve_head(self, head: Head) -> bool:
-        context = self._service.context
+        context = self._listener.context
         if context.for_pages:
             welcome(context.authorizer, head)
             if (told := preflight(head)) is not None:
                 return await self._tell_page(head, told)
-        found = self._service.table.find(head.method, head.path)
+        found = self._listener.table.find(head.method, head.path)
         route = None if found is None else found.route
         self._check_permit(head, route)
         if not head.length:
@@ -423,7 +423,7 @@ class Connection(Transport):
             return await self._relay(found.route, request)
         if found.route.waits:
             return await self._serve_waiting(head, found, body)
-        data, persists, undo = self._service.serve(self.shared, head, found, body)
+        data, persists, undo = self._listener.serve(self.shared, head, found, body)
         await self._deliver(data, undo)
         return persists
 
@@ -439,7 +439,7 @@ class Connection(Transport):
         return await self._answer(head, found, b"")
 
     def _relayed(self, head: Head, body: bytes) -> RelayedRequest:
-        is_checked = self._service.context.authorizer.asks_for_tokens
+        is_checked = self._listener.context.authorizer.asks_for_tokens
         return RelayedRequest(self, head, body, is_checked=is_checked)
 
     async def _relay(self, route: Route, request: RelayedRequest) -> bool:
@@ -455,7 +455,7 @@ class Connection(Transport):
             return persists
         finally:
             self.shared.stats.connections_waiting -= 1
-            self._service.note_relayed(route, request, perf_counter() - started)
+            self._listener.note_relayed(route, request, perf_counter() - started)
 
     async def _serve_waiting(self, head: Head, found: Found, body: bytes) -> bool:
         """Serves an asynchronous handler, which is cancelled when its client leaves."""
@@ -465,7 +465,7 @@ class Connection(Transport):
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._watch_client, nursery.cancel_scope)
-                served = self._service.serve_waiting(self.shared, head, found, body)
+                served = self._listener.serve_waiting(self.shared, head, found, body)
                 data, persists, undo = await served
                 nursery.cancel_scope.cancel()
         except BaseException:
@@ -501,9 +501,9 @@ class Connection(Transport):
 
     def _check_permit(self, head: Head, route: Route | None) -> None:
         """Raises Refusal before a byte of the body is kept that nobody may send."""
-        refusal = self._service.context.authorizer.refusal(head.headers, route, self.checks_host)
+        refusal = self._listener.context.authorizer.refusal(head.headers, route, self.checks_host)
         if refusal is not None:
-            self._service.context.note_refused(head.method, route, refusal, head.headers)
+            self._listener.context.note_refused(head.method, route, refusal, head.headers)
             raise refusal
         self.note_granted(Scope.ANY if route is None else route.scope)
 
@@ -513,15 +513,15 @@ class Connection(Transport):
                 raise Refusal(415, "the body must not be compressed", _UNENCODED)
             return await read_body(self, head, route.body_limit)
         except Refusal as refusal:
-            self._service.context.note_refused(head.method, route, refusal, head.headers)
+            self._listener.context.note_refused(head.method, route, refusal, head.headers)
             raise
 
     async def _serve_app(self, head: Head, found: Found | None, body: bytes) -> bool:
         self.shared.stats.requests_app += 1
         self.enter(ConnectionPhase.WORKING)
-        known = self._service.context.authorizer.knows(head.headers, self.checks_host)
+        known = self._listener.context.authorizer.knows(head.headers, self.checks_host)
         exchange = AsgiExchange(self, head, found, body, known=known)
-        await exchange.run(self._service.app)
+        await exchange.run(self._listener.app)
         self.shared.stats.handler_bugs += exchange.writer.status == 500
         return exchange.writer.persists
 
@@ -529,7 +529,7 @@ class Connection(Transport):
         stats = self.shared.stats
         if counter := _REFUSAL_COUNTERS.get(refusal.status):
             setattr(stats, counter, getattr(stats, counter) + 1)
-        response = self._service.failures.refused(refusal)
+        response = self._listener.failures.refused(refusal)
         assert isinstance(response.body, bytes)
         lines = self.shared.date_line + CLOSE_LINE
         await self.send(whole_response(response, response.body, lines, silent=refusal.silent))

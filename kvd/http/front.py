@@ -19,7 +19,7 @@ import trio
 
 from kvd.http.asgi import AsgiApp
 from kvd.http.auth import is_local
-from kvd.http.connection import Connection, Service
+from kvd.http.connection import Connection, ListenerContext
 from kvd.http.context import ServerContext
 from kvd.http.fast_path import SOME
 from kvd.http.idle_poll import polled_when_idle
@@ -51,7 +51,7 @@ class Front(Server[Connection]):
     ) -> None:
         """Takes the face's routes, and an application that serves at least the cold ones."""
         super().__init__(limits)
-        self._service = Service(RouteTable(routes), app, context)
+        self._listener = ListenerContext(RouteTable(routes), app, context)
         self._busy_body = context.failures.body(503, "too many connections")
         self._shared = Shared(limits, self.stats, limits.tick_s())
 
@@ -62,7 +62,7 @@ class Front(Server[Connection]):
     def _connect(self, sock: socket.socket) -> Connection:
         loopback = sock.family != socket.AF_UNIX and is_local(sock)
         stream = SocketStream(sock)
-        return Connection(stream, self._shared, self._service, checks_host=loopback)
+        return Connection(stream, self._shared, self._listener, checks_host=loopback)
 
     def _turn_away(self, sock: socket.socket) -> None:
         lines = self._shared.date_line + CLOSE_LINE
@@ -80,11 +80,11 @@ class Front(Server[Connection]):
                 nursery.start_soon(self._sweep)
                 nursery.start_soon(self._run_fast_path)
         finally:
-            self._service.fast_path.close()
+            self._listener.fast_path.close()
 
     async def _run_fast_path(self) -> None:
         """Serves what comes on parked connections."""
-        fast_path = self._service.fast_path
+        fast_path = self._listener.fast_path
         with polled_when_idle(fast_path, TURN_NS, self.limits.busy_wait_us) as between:
             while True:
                 await trio.lowlevel.wait_readable(fast_path.fileno())
@@ -99,9 +99,9 @@ class Front(Server[Connection]):
 
     def _look_round(self) -> None:
         """Ends connections that wait for a request for too long, and tells the others the time."""
-        shared, fast_path = self._shared, self._service.fast_path
+        shared, fast_path = self._shared, self._listener.fast_path
         shared.now, shared.date_line = trio.current_time(), _date_line()
-        fast_path.logged = self._service.access.on
+        fast_path.logged = self._listener.access.on
         if not shared.stopping:
             fast_path.lines = start_lines(200, JSON) + shared.date_line
             fast_path.created_lines = start_lines(201, JSON) + shared.date_line
@@ -112,5 +112,5 @@ class Front(Server[Connection]):
 
     async def _drain(self) -> None:
         self._shared.stopping = True
-        self._service.fast_path.lines = None  # every response says now that the connection ends
+        self._listener.fast_path.lines = None  # every response says now that the connection ends
         await super()._drain()

@@ -66,7 +66,7 @@ class TlsServer(Front):
         open_to_pages = sock.family != socket.AF_UNIX and self.terms.authorities is None
         checks_host = open_to_pages and is_local(sock)
         stream = TlsStream(sock, self.terms)
-        return Connection(stream, self._shared, self._service, checks_host)
+        return Connection(stream, self._shared, self._listener, checks_host)
 
     def _turn_away(self, sock: socket.socket) -> None:
         sock.close()  # an answer would need a handshake first

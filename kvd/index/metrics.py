@@ -7,10 +7,10 @@ from typing import Any
 
 from kvd.index.partitions import State
 from kvd.telemetry.metrics import BREATH, Family, by_label, counter, gauge
-from kvd.wire.counts import StreamCounts
 from kvd.wire.event_stream import EventStream, StreamHealth
 from kvd.wire.replay import ReplayEnd
 from kvd.wire.stream_link import ListenerStatus, Quiet
+from kvd.wire.stream_stats import StreamStats
 from kvd_core.index.chronicle import Chronicle
 from kvd_core.zmq.drain import BAD_FRAME_COUNT, BAD_SEQUENCE
 
@@ -40,10 +40,10 @@ LISTENER_COUNTERS = {
 
 
 def listener_families(
-    listeners: Iterable[EventStream], left: StreamCounts, now: float
+    listeners: Iterable[EventStream], left: StreamStats, now: float
 ) -> Iterator[Family | None]:
     """Sums up `listeners` at the moment `now`; `left` counts for those that are no more."""
-    totals = StreamCounts()
+    totals = StreamStats()
     totals.add(left)
     statuses: dict[str, int] = dict.fromkeys(sorted(ListenerStatus), 0)
     streams: dict[str, int] = dict.fromkeys(StreamHealth, 0)

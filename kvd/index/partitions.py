@@ -29,7 +29,7 @@ from kvd.index.served_models import EVERYTHING, ServedModels
 from kvd.model import MAX_PARTITIONS, InstanceId, PartitionKey, RankKey
 from kvd_core.conductor.conductor import DEFAULT_SEED, Conductor, Source
 from kvd_core.index.chronicle import Chronicle
-from kvd_core.index.prefix_index import Budget, Dump, IngestCounters, PrefixIndex, Stream, Worker
+from kvd_core.index.prefix_index import Budget, Dump, IngestStats, PrefixIndex, Stream, Worker
 
 # Partitions looked at in one call of State.sweep, about 0.1 ms; the others have their turn in later
 # ones.
@@ -139,7 +139,7 @@ class State:
         self.sized: dict[SizedKey, Partition] = {}
         self._sizes: dict[PartitionKey, list[Partition]] = {}  # the same, oldest first
         self._hash_seed = hash_seed  # of sequence hashes
-        self.ingest = IngestCounters()
+        self.ingest = IngestStats()
         self.refused_partitions = 0
         self.instance_id = secrets.token_hex(16)  # tells this process from its peers
         self.replaced_partitions = 0  # recovered ones that gave way to another block size

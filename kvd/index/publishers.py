@@ -15,14 +15,12 @@ from typing import NamedTuple
 
 import trio
 
-from kvd.errors import Conflict, NotFound, Unavailable
+from kvd.errors import Conflict, NotFound
 from kvd.index.capacity import ListenerCapacity
+from kvd.index.listening import ListenedRegistrations, Listeners
 from kvd.index.partitions import State
-from kvd.index.registry import Listeners
 from kvd.model import PartitionKey
 from kvd.telemetry.logs import get_logger
-from kvd.wire.counts import StreamCounts
-from kvd.wire.curve import check_server_key
 from kvd.wire.egress import EgressPolicy
 from kvd.wire.endpoints import Addresses
 from kvd.wire.envelope import StreamIdentity
@@ -152,7 +150,7 @@ class Publisher:
     source: Source
 
 
-class Publishers:
+class Publishers(ListenedRegistrations):
     """The registrations of the conductor face."""
 
     def __init__(
@@ -163,19 +161,11 @@ class Publishers:
         outgoing: EgressPolicy | None = None,
         stale_after_s: float = STALE_AFTER_S,
     ) -> None:
-        """Without a rule about addresses the default one holds."""
-        self._stale_after_s = stale_after_s
-        self.outgoing = outgoing or EgressPolicy()
-        self._state = state
-        self._listeners = listeners
-        self._capacity = capacity or ListenerCapacity()
+        super().__init__(state, listeners, capacity, outgoing, stale_after_s)
         self._publishers: dict[PublisherKey, Publisher] = {}
         self._leaving: set[PublisherKey] = set()
         self._doubtful: dict[PublisherKey, Publisher] = {}  # those that have held nothing so far
         self.unsettled: dict[PublisherKey, Publisher] = {}  # see `settle`
-        self.left_counts = StreamCounts()  # of listeners that are no more
-        self.refused = 0  # at the capacity
-        self.changes = 0  # publishers that have come and gone
 
     def __len__(self) -> int:
         return len(self._publishers)
@@ -192,10 +182,7 @@ class Publishers:
         The same again changes nothing. Raises BadRequest on a faulty endpoint, Conflict on a
         known publisher at another address, Unavailable at a bound.
         """
-        self.outgoing.check_endpoint(described.endpoint)
-        if described.replay_endpoint is not None:
-            self.outgoing.check_replay_endpoint(described.replay_endpoint)
-        check_server_key(described.server_key)
+        self._check_addresses(described.addresses)
         key = described.key
         known = self._publishers.get(key)
         if known is not None:
@@ -206,9 +193,7 @@ class Publishers:
             if key in self._leaving:
                 raise Conflict(f"{key.triple} is being unregistered")
             return
-        if not self._capacity.has():
-            self.refused += 1
-            raise Unavailable(self._capacity.refusal)
+        self._check_capacity()
         source = self._state.add_source(
             key.partition,
             key.block_size,
@@ -240,9 +225,7 @@ class Publishers:
         )
         self._publishers[key] = Publisher(described, listener, publication, source)
         self._doubtful[key] = self._publishers[key]
-        self.changes += 1
-        self._capacity.take()
-        self._listeners.start(key, listener)
+        self._start(key, listener)
 
     # ---- what another process has left (docs/state.md)
 
@@ -320,9 +303,8 @@ class Publishers:
     def _remove(self, key: PublisherKey, publisher: Publisher) -> None:
         del self._publishers[key]
         self.changes += 1
-        self._capacity.give_back()
         self._doubtful.pop(key, None)
         self.unsettled.pop(key, None)
         self._leaving.discard(key)
         self._state.remove_source(key.partition, key.block_size, publisher.source)
-        self.left_counts.add(publisher.listener.counts)
+        self._end(publisher.listener)

@@ -10,19 +10,17 @@ again at the same endpoint goes on where it was, and what it missed shows as a g
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Hashable, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import trio
 
-from kvd.errors import Conflict, NotFound, Unavailable
+from kvd.errors import Conflict, NotFound
 from kvd.index.capacity import ListenerCapacity
+from kvd.index.listening import ListenedRegistrations, Listeners
 from kvd.index.partitions import Partition, State
 from kvd.model import InstanceId, Observers, PartitionKey, RankKey
 from kvd.telemetry.stretches import UNREGISTRATION
-from kvd.wire.counts import StreamCounts
-from kvd.wire.curve import check_server_key
 from kvd.wire.egress import EgressPolicy
 from kvd.wire.endpoints import Addresses
 from kvd.wire.event_stream import EventStream
@@ -40,21 +38,11 @@ LEFT_PAIR_S = 60.0
 # longest ago goes first.
 MAX_LEFT_PAIRS = 16_384
 
-KeptPlace = tuple[
+KeptPosition = tuple[
     str, StreamPosition
 ]  # the endpoint of a stream, and how far another process was with it
 
 INDEXER = "indexer"  # the face that registers unless another one says so
-
-
-class Listeners(Protocol):
-    """Starts and stops listeners; `kvd.net` provides it."""
-
-    def start(self, key: Hashable, listener: EventStream) -> None:
-        """Starts the listener's task; KeyError while `key` has one."""
-
-    async def stop(self, key: Hashable) -> bool:
-        """Returns True when the listener's task has ended; False, and at once, without one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +54,7 @@ class Registration:
     owners: set[str]  # faces that have registered it; without any it is being removed
 
 
-class Registry:
+class Registry(ListenedRegistrations):
     """The registrations of all faces; a rank that two have registered is listened to once."""
 
     def __init__(
@@ -77,25 +65,17 @@ class Registry:
         outgoing: EgressPolicy | None = None,
         stale_after_s: float = STALE_AFTER_S,
     ) -> None:
-        """Without a rule about addresses the default one holds."""
-        self._stale_after_s = stale_after_s
-        self.outgoing = outgoing or EgressPolicy()
-        self._state = state
-        self._capacity = capacity or ListenerCapacity()
-        self.refused_ranks = 0  # at the capacity
-        self._listeners = listeners
+        super().__init__(state, listeners, capacity, outgoing, stale_after_s)
         self._ranks: dict[RankKey, Registration] = {}
         self._left: dict[tuple[RankKey, str], int] = {}  # by rank and endpoint: number expected
-        self._kept: dict[RankKey, KeptPlace] = {}  # see `take_over`
+        self._kept: dict[RankKey, KeptPosition] = {}  # see `take_over`
         # Models and tenants without any worker: when the last one left (monotonic), and its block
         # size, in tokens.
         self._left_pairs: dict[PartitionKey, tuple[float, int]] = {}
-        self.left_counts = StreamCounts()  # of listeners that are no more
         self.forgotten_places = 0
         self.departures: Observers[[]] = Observers()  # told when something has left
         # Told when the connection to a rank's engine has been made or lost.
         self.links: Observers[[RankKey]] = Observers()
-        self.changes = 0  # registrations that have come and gone
         self._grown = trio.Event()  # set and replaced by every registration
 
     def __len__(self) -> int:
@@ -154,11 +134,8 @@ class Registry:
         BadRequest on a faulty endpoint, Conflict on a rank or block size that contradicts what is
         registered, Unavailable at a bound; nothing has changed then.
         """
-        self.outgoing.check_endpoint(endpoint)
-        if replay_endpoint is not None:
-            self.outgoing.check_replay_endpoint(replay_endpoint)
-        check_server_key(server_key)
         addresses = Addresses(endpoint, replay_endpoint, server_key)
+        self._check_addresses(addresses)
         known = self._ranks.get(key)
         if known is not None:
             if (
@@ -172,9 +149,7 @@ class Registry:
             known.owners.add(owner)
             self.changes += 1
             return
-        if not self._capacity.has():
-            self.refused_ranks += 1
-            raise Unavailable(self._capacity.refusal)
+        self._check_capacity()
         stream = self._state.add_rank(key, block_size)
         expected = self._left.pop((key, endpoint), 0)
         listener = EventStream(
@@ -190,13 +165,11 @@ class Registry:
         if stream.restored():  # else somebody has removed its blocks meanwhile
             self._take_over(key, listener)
         self._ranks[key] = Registration(key, listener, {owner})
-        self.changes += 1
-        self._capacity.take()
-        self._listeners.start(key, listener)
+        self._start(key, listener)
         self._grown.set()
         self._grown = trio.Event()
 
-    def take_over(self, places: Mapping[RankKey, KeptPlace]) -> None:
+    def take_over(self, places: Mapping[RankKey, KeptPosition]) -> None:
         """Has streams go on where another process was, whose blocks have been restored.
 
         Those of ranks that are not registered are kept until they are, or `give_up`. A rank that is
@@ -243,9 +216,7 @@ class Registry:
             known = self._ranks[rank]
             if known.owners and not (rank.instance_id in leaving and known.owners == {owner}):
                 self._check_beside(known, addresses.get(rank), block_size)
-        if not self._capacity.has(len(addresses) - len(here)):
-            self.refused_ranks += 1
-            raise Unavailable(self._capacity.refusal)
+        self._check_capacity(len(addresses) - len(here))
 
     def _check_beside(
         self, known: Registration, addresses: Addresses | None, block_size: int
@@ -401,10 +372,9 @@ class Registry:
     def _remove(self, registration: Registration) -> None:
         key, listener = registration.key, registration.listener
         del self._ranks[key]
-        self._capacity.give_back()
         with UNREGISTRATION:
             self._state.remove_rank(key)
-        self.left_counts.add(listener.counts)
+        self._end(listener)
         self._left[key, listener.endpoint] = listener.cursor.expected
         if len(self._left) > MAX_LEFT_PLACES:
             del self._left[next(iter(self._left))]

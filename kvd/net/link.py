@@ -114,14 +114,14 @@ class LinkOptions:
     max_message_bytes: int = 16 * 1024 * 1024  # 150,000 blocks; one of 64 MiB took the loop 3 s
 
 
-class OthersDescriptor(NamedTuple):
+class ForeignFd(NamedTuple):
     """A descriptor that libzmq closes; its inode tells it from a later one of the same number."""
 
     number: int
     inode: int
 
     @classmethod
-    def of(cls, number: int) -> OthersDescriptor | None:
+    def of(cls, number: int) -> ForeignFd | None:
         """Returns None if it is closed already."""
         try:
             return cls(number, os.fstat(number).st_ino)
@@ -161,7 +161,7 @@ class Link:
         self._given_up = ""
         self._patience = trio.CancelScope()  # ends when libzmq has done nothing more for too long
         self._give_up_at = math.inf
-        self._connection: OthersDescriptor | None = None
+        self._connection: ForeignFd | None = None
         self._idle = trio.CancelScope()  # while nothing comes
 
         stack.push_async_callback(self._gone)
@@ -220,7 +220,7 @@ class Link:
     def _tell(self, event: int, value: int) -> None:
         linked = self._linked
         if event == zmq.EVENT_CONNECTED:
-            self._connection = OthersDescriptor.of(value)
+            self._connection = ForeignFd.of(value)
         elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._fault = ""
             linked.joined()

@@ -33,7 +33,7 @@ from kvd.wire import affinity
 from kvd.wire.affinity import Bound
 from kvd.wire.fields import Refused
 from kvd.wire.lifecycle import BOUNDS, TOPIC, Lifecycle, Outcome, decode, encode
-from kvd.wire.replica import Replica, ReplicaCounts
+from kvd.wire.replica import Replica, ReplicaStats
 from kvd_core.zmq.drain import Inbox, InboxSpace, fill_frames
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class Replication:
         context: Context,
         publisher: PubSocket,
         apply: Apply,
-        counts: ReplicaCounts,
+        counts: ReplicaStats,
         router_id: int,
         options: LinkOptions = REPLICA_LINK,
         absent_every_s: float = ABSENT_EVERY_S,

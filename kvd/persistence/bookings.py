@@ -1,6 +1,6 @@
 """The bookings alive after a journal, and how they are restored.
 
-    records ──> Bookings.take, one by one ──> what is booked, what answers and sessions go with it
+    records ──> KeptRequests.take, one by one ──> what is booked, and its answers and sessions
                                                    │
     faces  <── restore: the oldest first, with its age
 
@@ -62,7 +62,7 @@ class KeptAnswer:
     beside: str | None
 
 
-class Bookings:
+class KeptRequests:
     """The bookings alive after the records read so far."""
 
     def __init__(self) -> None:
@@ -244,7 +244,7 @@ class Restored:
 
 
 def restore(
-    bookings: Bookings,
+    bookings: KeptRequests,
     slots: SlotTrackers,
     selections: Selections,
     now: float,
@@ -277,7 +277,7 @@ def restore(
 
 
 def _restore_sessions(
-    bookings: Bookings, selections: Selections, now: float, restored: Restored
+    bookings: KeptRequests, selections: Selections, now: float, restored: Restored
 ) -> Iterator[None]:
     affinity = selections.affinity
     if affinity is None:
@@ -295,7 +295,7 @@ def _restore_sessions(
 
 
 def _restore_answers(
-    bookings: Bookings, selections: Selections, now: float, restored: Restored
+    bookings: KeptRequests, selections: Selections, now: float, restored: Restored
 ) -> Iterator[None]:
     booked = {
         (name[1], request_id, booking.booked.admitted_at)
@@ -303,12 +303,12 @@ def _restore_answers(
         if name[0] is Face.SELECTION
     }
     for number, answer in enumerate(bookings.answers.values(), 1):
-        fleet = selections.fleets.get(answer.key)
+        candidates = selections.candidates.get(answer.key)
         ids = answer.request_id, answer.beside
         of_it = [(answer.key, each, answer.booked_at) for each in ids]
-        if fleet is not None and not booked.isdisjoint(of_it):
+        if candidates is not None and not booked.isdisjoint(of_it):
             at = min(now, answer.booked_at)
-            receipt = Receipt(fleet, answer.request_id, at, answer.beside)
+            receipt = Receipt(candidates, answer.request_id, at, answer.beside)
             if receipt.left() is not None:
                 reply = SelectReply(answer.answer, receipt)
                 selections.reservations.retries.note(answer.retry, reply)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import trio
 
-from kvd.persistence.bookings import Bookings
+from kvd.persistence.bookings import KeptRequests
 from kvd.persistence.clocks import ClockReading, ClockTranslation
 from kvd.persistence.frames import Content, CutOff, Damaged, Frame, Reading
 from kvd.persistence.journal import RECORDS
@@ -36,12 +36,12 @@ class UnreadJournal(Exception):
         self.why = why
 
 
-async def bookings_of(paths: list[Path], now: float, *, is_later: bool = False) -> Bookings:
+async def bookings_of(paths: list[Path], now: float, *, is_later: bool = False) -> KeptRequests:
     """Returns what lives after the records of all journals that there are, the oldest first.
 
     Of all but the first, if it `is_later`. Raises UnreadJournal.
     """
-    bookings = Bookings()
+    bookings = KeptRequests()
     present = ClockReading.now(now)
     for path in paths:
         try:
@@ -54,7 +54,7 @@ async def bookings_of(paths: list[Path], now: float, *, is_later: bool = False) 
     return bookings
 
 
-async def _read_journal(path: Path, bookings: Bookings, present: ClockReading) -> None:
+async def _read_journal(path: Path, bookings: KeptRequests, present: ClockReading) -> None:
     try:
         reading = await trio.to_thread.run_sync(Reading, path)
     except CutOff:
@@ -74,7 +74,7 @@ async def _read_journal(path: Path, bookings: Bookings, present: ClockReading) -
         reading.close()
 
 
-def _take_records(bookings: Bookings, found: Frame) -> None:
+def _take_records(bookings: KeptRequests, found: Frame) -> None:
     if found.kind != RECORDS:
         raise Damaged(f"it has a part of the unknown kind {found.kind}")
     try:

@@ -35,7 +35,7 @@ from kvd.index.registry import INDEXER, Registry
 from kvd.persistence.frames import Damaged, Frame, frame, packed, unpacked
 from kvd.replica_sync.replicas import Replicas
 from kvd.selection.service import Selections
-from kvd.selection.tuning import Place
+from kvd.selection.tuning import TuningKey
 from kvd.slots.trackers import SlotTrackers
 from kvd.telemetry.logs import get_logger
 
@@ -155,19 +155,19 @@ class Registrations:
             if replica.endpoint not in self._replicas:
                 yield "replica", Peer(replica.endpoint, replica.server_key)
 
-    def said(self) -> Iterator[tuple[Place, dict[str, Any]]]:
+    def said(self) -> Iterator[tuple[TuningKey, dict[str, Any]]]:
         """Yields what clients have said of models, and of single tenants."""
         for place, changes in self._faces.selections.tuning.all_said():
             said = self._without_file(place, changes)
             if said:
                 yield place, said
 
-    def say(self, place: Place, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    def say(self, place: TuningKey, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
         """Replaces the settings of a model or tenant; raises ValueError and TypeError."""
         names = self._without_file(place, before)
         self._faces.selections.tuning.replace(place, names, self._without_file(place, after))
 
-    def _without_file(self, place: Place, changes: Mapping[str, Any]) -> dict[str, Any]:
+    def _without_file(self, place: TuningKey, changes: Mapping[str, Any]) -> dict[str, Any]:
         of_file = self._fleet.held("policy", place)
         names = () if of_file is None else of_file.policy.row
         return {name: value for name, value in changes.items() if name not in names}
@@ -184,7 +184,7 @@ async def register_again(
     Raises Damaged before anything is registered, if a frame is none of this file's.
     """
     rows: list[tuple[str, dict[str, Any], str]] = []
-    said: list[tuple[Place, dict[str, Any]]] = []
+    said: list[tuple[TuningKey, dict[str, Any]]] = []
     named: list[str] = []
     try:
         for each in frames:

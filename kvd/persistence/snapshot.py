@@ -21,7 +21,7 @@ import trio
 from kvd.index.dumps import binary_dump
 from kvd.index.partitions import State
 from kvd.index.publishers import Publishers
-from kvd.index.registry import KeptPlace, Registry
+from kvd.index.registry import KeptPosition, Registry
 from kvd.model import PartitionKey, RankKey
 from kvd.net.recovery import MAX_RANKS
 from kvd.persistence import holdings
@@ -57,7 +57,7 @@ class Snapshot:
     """A snapshot that was read whole, and is not in the index yet."""
 
     header: Header
-    places: dict[RankKey, KeptPlace] = field(default_factory=dict)
+    places: dict[RankKey, KeptPosition] = field(default_factory=dict)
     entries: list[StagedEntry] = field(default_factory=list)
     holdings: Holdings = field(default_factory=Holdings)
 
@@ -180,7 +180,7 @@ def _take(snapshot: Snapshot, reader: DumpReader, held: HoldingsReader, found: F
         raise Damaged(f"it has a part of the unknown kind {found.kind}")
 
 
-def _places(content: bytes) -> Iterator[tuple[RankKey, KeptPlace]]:
+def _places(content: bytes) -> Iterator[tuple[RankKey, KeptPosition]]:
     try:
         for (key, instance_id, dp_rank), endpoint, place in unpacked(content):
             expected, digests, publisher, losses = place

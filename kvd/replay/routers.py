@@ -17,7 +17,7 @@ from kvd.replay.cache import Event, Stored
 from kvd.replay.policies import Chooser
 from kvd.replay.recording import RecordedRequest, ReplayError
 from kvd.replay.simulation import Router, SimulatedFleet
-from kvd_core.index.prefix_index import IngestCounters, PrefixIndex
+from kvd_core.index.prefix_index import IngestStats, PrefixIndex
 from kvd_core.ledger.ledger import ADDED, Ledger
 from kvd_core.selector.selector import Candidate, Pool
 from kvd_core.selector.settings import Settings
@@ -62,7 +62,7 @@ class CoreRouter:
         self, fleet: SimulatedFleet, settings: Settings, seed: int, joins_s: float | None = None
     ) -> None:
         self.settings = settings
-        self.index = PrefixIndex(fleet.block_size, IngestCounters())
+        self.index = PrefixIndex(fleet.block_size, IngestStats())
         self.ledger = Ledger()
         self._random = Random(seed)
         self._joins_s = joins_s

@@ -30,7 +30,7 @@ from kvd.slots.trackers import SlotTrackers
 from kvd.telemetry.metrics import Family, counter
 from kvd.wire.egress import EgressPolicy
 from kvd.wire.lifecycle import Face, Lifecycle, Outcome
-from kvd.wire.replica import ReplicaCounts
+from kvd.wire.replica import ReplicaStats
 
 if TYPE_CHECKING:
     from kvd.net.zsocket import Context
@@ -53,7 +53,7 @@ class ReplicaSync:
         self._dialer = dialer
         self._keys = keys
         self._space = space
-        self._counts = ReplicaCounts()
+        self._counts = ReplicaStats()
         self._publisher: PubSocket | None = None
         self._authenticator: ZapAuthenticator | None = None
 

@@ -20,7 +20,7 @@ from kvd.wire.curve import check_server_key
 from kvd.wire.egress import EgressPolicy
 from kvd.wire.endpoints import check_endpoint
 from kvd.wire.lifecycle import Face, Lifecycle, Outcome
-from kvd.wire.replica import Replica, ReplicaCounts
+from kvd.wire.replica import Replica, ReplicaStats
 
 # Replicas that are listened to: a fleet has two or three. Each is a task with three ZMQ sockets.
 MAX_REPLICAS = 1024
@@ -63,7 +63,7 @@ class Replicas:
     """The registered replicas; `links` is None where replica sync is off."""
 
     def __init__(
-        self, links: Links | None, counts: ReplicaCounts, outgoing: EgressPolicy | None = None
+        self, links: Links | None, counts: ReplicaStats, outgoing: EgressPolicy | None = None
     ) -> None:
         """Without a rule about addresses the default one holds."""
         self._outgoing = outgoing or EgressPolicy()
@@ -143,7 +143,7 @@ class Replicas:
         yield by_label("kvd_replica_dropped_total", "counter", help, "reason", self.counts.dropped)
 
 
-# Counters of ReplicaCounts, and what each says.
+# Counters of ReplicaStats, and what each says.
 COUNTERS = {
     "published": "Number of events published to replicas",
     "oversized": "Number of events withheld because they exceeded the length that replicas read",

@@ -3,8 +3,8 @@
     Selections                                                      service
       ├ workers: worker id ──> record, lifecycle, reasons           the catalog, and its changes
       ├ scheduler: select, wait, stop                               chooses ranks, at once or later
-      ├ reservations: reservation id ──> Fleet                      ids are unique service-wide
-      └ fleets: (model, tenant) ──> Fleet                           shared by the three
+      ├ reservations: reservation id ──> Candidates                 ids are unique service-wide
+      └ candidates: (model, tenant) ──> Candidates                  shared by the three
                                      ├ pool     kvd_core: the ranks that can be chosen, and what
                                      │          they are thought to cache (kvd_core.index)
                                      ├ ledger   kvd_core: their live requests

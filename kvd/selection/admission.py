@@ -9,7 +9,7 @@ from kvd.errors import Invalid, KvdError, Unavailable
 from kvd.index.registry import Registry
 from kvd.index.served_models import ServedModels
 from kvd.model import PartitionKey, RankKey
-from kvd.selection.candidates import Fleet
+from kvd.selection.candidates import Candidates
 from kvd.selection.options import RouterOptions
 from kvd.selection.worker_record import WorkerLifecycle, WorkerRecord
 from kvd.wire.curve import check_server_key
@@ -40,14 +40,14 @@ class Admission:
     def __init__(
         self,
         entries: Mapping[int, CatalogEntry],
-        fleets: Mapping[PartitionKey, Fleet],
+        candidates: Mapping[PartitionKey, Candidates],
         registry: Registry,
         options: RouterOptions,
         served: ServedModels,
     ) -> None:
         self._served = served
         self._entries = entries
-        self._fleets = fleets
+        self._candidates = candidates
         self._registry = registry
         self._options = options
 
@@ -72,8 +72,8 @@ class Admission:
 
     def judged(self, record: WorkerRecord) -> CatalogEntry:
         """Returns the entry that a record would be."""
-        fleet = self._fleets.get(record.key)
-        others = () if fleet is None else fleet.workers.values()
+        candidates = self._candidates.get(record.key)
+        others = () if candidates is None else candidates.workers.values()
         beside = next((one for one in others if one.worker_id != record.worker_id), None)
         uses_events = self._options.uses_kv_events
         reasons = record.reasons(beside, uses_events=uses_events)
@@ -93,12 +93,12 @@ class Admission:
         if not records:
             return
         key, block_size = records[0].key, records[0].block_size
-        fleet = self._fleets.get(key)
-        if fleet is None:
-            self.check_fleets()
+        candidates = self._candidates.get(key)
+        if candidates is None:
+            self.check_partitions()
         ranks = sum(len(record.ranks) for record in records)
-        if fleet is not None:
-            staying = [one for id_, one in fleet.workers.items() if id_ not in leaving]
+        if candidates is not None:
+            staying = [one for id_, one in candidates.workers.items() if id_ not in leaving]
             ranks += sum(len(record.ranks) for record in staying)
         if ranks > ledger.MAX_RANKS:
             raise Unavailable(f"the limit of {ledger.MAX_RANKS} ranks would be exceeded")
@@ -111,14 +111,14 @@ class Admission:
             }
             self._registry.check(key, addresses, block_size, OWNER, leaving)
 
-    def check_fleets(self) -> None:
+    def check_partitions(self) -> None:
         """Raises Unavailable if there are too many models and tenants for another one."""
-        if len(self._fleets) >= self._options.max_fleets:
+        if len(self._candidates) >= self._options.max_partitions:
             raise Unavailable(
-                f"the limit of {self._options.max_fleets} models and tenants is reached"
+                f"the limit of {self._options.max_partitions} models and tenants is reached"
             )
 
-    def check_all(self, records: list[WorkerRecord], gone: Fleet | None) -> None:
+    def check_all(self, records: list[WorkerRecord], gone: Candidates | None) -> None:
         """Raises what keeps any of the records from being scheduled, once a fleet has gone."""
         for record in records:
             reasons = record.reasons(records[0], uses_events=self._options.uses_kv_events)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 import msgpack
 
 from kvd.model import Observers, PartitionKey
-from kvd.selection.candidates import Fleet
+from kvd.selection.candidates import Candidates
 from kvd.selection.requests import SelectRequest
 from kvd.selection.sessions import MAX_SESSIONS, Binding, Sessions
 from kvd.wire.affinity import Bound
@@ -35,7 +35,7 @@ class Affinity:
 
     def __init__(
         self,
-        fleets: Mapping[PartitionKey, Fleet],
+        candidates: Mapping[PartitionKey, Candidates],
         ttl_s: float,
         writer_id: int,
         clock: Callable[[], float],
@@ -50,7 +50,7 @@ class Affinity:
         self.lead_s = 0.0  # by which the last replica whose clock was ahead of ours was so
         self.led_at = -math.inf  # when that was heard
         self._writer_id = writer_id
-        self._fleets = fleets
+        self._candidates = candidates
         self._clock = clock
         self._wall_ns = wall_ns
         self._journal = journal
@@ -62,7 +62,7 @@ class Affinity:
         return None if binding is None else (binding.worker_id, binding.dp_rank)
 
     def booked(
-        self, fleet: Fleet, ask: SelectRequest, reservation_id: str, rank: tuple[int, int]
+        self, candidates: Candidates, ask: SelectRequest, reservation_id: str, rank: tuple[int, int]
     ) -> None:
         """Binds a request's session to where it was booked, or keeps it bound."""
         key = _key(ask)
@@ -71,7 +71,7 @@ class Affinity:
         binding = self.sessions.find(key, self._clock())
         if binding is not None and binding.means(*rank):
             self.sessions.lease(key, binding)
-        elif binding is not None and _is_ruled_out(fleet, ask, binding):
+        elif binding is not None and _is_ruled_out(candidates, ask, binding):
             return  # others of the session can go there
         else:
             binding = self.sessions.bind(key, *rank, self._writer_id, self._wall_ns())
@@ -87,10 +87,10 @@ class Affinity:
     def apply(self, bound: Bound, at: float | None = None) -> Outcome:
         """Takes what a replica says of a session now, or what was so at an earlier time."""
         self._note_lead(bound)
-        fleet = self._fleets.get(bound.partition)
-        if fleet is None or not fleet.workers:
+        candidates = self._candidates.get(bound.partition)
+        if candidates is None or not candidates.workers:
             return Outcome.UNKNOWN_MODEL
-        record = fleet.workers.get(bound.worker_id)
+        record = candidates.workers.get(bound.worker_id)
         if record is None:
             return Outcome.UNKNOWN_WORKER
         if bound.dp_rank is not None and bound.dp_rank not in record.ranks:
@@ -152,9 +152,9 @@ def _key(ask: SelectRequest) -> Key | None:
     return ask.key, ask.session_id
 
 
-def _is_ruled_out(fleet: Fleet, ask: SelectRequest, binding: Binding) -> bool:
+def _is_ruled_out(candidates: Candidates, ask: SelectRequest, binding: Binding) -> bool:
     """Returns whether a request's constraints keep it from a rank that is there."""
-    record = fleet.workers.get(binding.worker_id)
+    record = candidates.workers.get(binding.worker_id)
     if record is None or ask.constraints is None:
         return False
     dp_rank = record.ranks[0] if binding.dp_rank is None else binding.dp_rank

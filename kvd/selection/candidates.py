@@ -34,8 +34,8 @@ class Absence(NamedTuple):
     reachable: bool  # it can be chosen still
 
 
-class Fleet:
-    """The schedulable workers of one model and tenant."""
+class Candidates:
+    """The schedulable workers of one model and tenant, whose ranks can be chosen."""
 
     def __init__(
         self, key: PartitionKey, options: RouterOptions, state: State, settings: Settings
@@ -254,16 +254,16 @@ def _mark(pool: Pool, place: tuple[int, int], absence: Absence | None) -> None:
         pool.set_reachable(at, absence is None or absence.reachable)
 
 
-def schedulable(fleets: Mapping[PartitionKey, Fleet], key: PartitionKey) -> Fleet:
-    """Returns a fleet with someone to select; raises Unserved."""
-    fleet = fleets.get(key)
-    if fleet is None or not fleet.workers:
+def schedulable(owners: Mapping[PartitionKey, Candidates], key: PartitionKey) -> Candidates:
+    """Returns the Candidates of a key if they have a worker; raises Unserved."""
+    candidates = owners.get(key)
+    if candidates is None or not candidates.workers:
         failure = Unserved(
             SelectionOutcome.NO_WORKERS,
             f"no schedulable workers for model={key.model_name} tenant_id={key.tenant_id}",
         )
         raise failure.about(key)
-    return fleet
+    return candidates
 
 
 def members_json(members: dict[str, Any]) -> bytes:

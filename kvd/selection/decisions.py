@@ -21,7 +21,7 @@ from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping
 
 from kvd.model import PartitionKey
-from kvd.selection.candidates import Fleet
+from kvd.selection.candidates import Candidates
 from kvd.slots.live_requests import Moment
 from kvd.telemetry.metrics import Family, by_label, gauge
 from kvd.telemetry.rotating import RotatingWriter
@@ -40,12 +40,12 @@ CHOICE, PREFILL_COMPLETE, END = "choice", "prefill_complete", "end"
 _dumps = json.JSONEncoder(separators=(",", ":")).encode
 
 
-def outcome(moment: Moment, live: LiveRequest, fleet: Fleet) -> dict[str, object]:
+def outcome(moment: Moment, live: LiveRequest, candidates: Candidates) -> dict[str, object]:
     """Returns the rank that a request was just booked on, and its cost; O(candidates)."""
-    pool = fleet.pool  # it has looked at this prompt last
+    pool = candidates.pool  # it has looked at this prompt last
     chosen = pool.find(live.worker_id, live.dp_rank)
     assert chosen is not None
-    row = pool.explained(chosen, fleet.settings)
+    row = pool.explained(chosen, candidates.settings)
     return {
         "model": moment.key.model_name,
         "tenant": moment.key.tenant_id,
@@ -66,7 +66,7 @@ class DecisionLog:
 
     def __init__(
         self,
-        fleets: Mapping[PartitionKey, Fleet],
+        candidates: Mapping[PartitionKey, Candidates],
         writer: RotatingWriter,
         wall_ns: Callable[[], int],
         *,
@@ -77,7 +77,7 @@ class DecisionLog:
         Without `shares_blocks` sequence hashes of prompts are random, and are made of the local
         ones instead.
         """
-        self._fleets = fleets
+        self._candidates = candidates
         self._writer = writer
         self._wall_ns = wall_ns
         self._shares_blocks = shares_blocks
@@ -99,12 +99,12 @@ class DecisionLog:
         line |= {"event": END, "request": moment.request_id}
         if moment.live is None:
             return line | {"dropped": True}  # too old, or its rank was removed
-        block_size = self._fleets[moment.key].block_size or 0
+        block_size = self._candidates[moment.key].block_size or 0
         return line | {"output_tokens": moment.live.output_blocks * block_size or None}
 
     def _choice(self, moment: Moment, live: LiveRequest) -> dict[str, object]:
-        fleet = self._fleets[moment.key]
-        pool = fleet.pool  # it has looked at this prompt last
+        candidates = self._candidates[moment.key]
+        pool = candidates.pool  # it has looked at this prompt last
         prompt = pool.hold()
         stride = max(1, LOGGED_TOKENS // pool.block_size)
         hashes = array("Q", prompt.sequence_hashes)
@@ -114,7 +114,7 @@ class DecisionLog:
         return {
             "at": self._wall_ns() // 1000 / 1e6,
             "event": CHOICE,
-            **outcome(moment, live, fleet),
+            **outcome(moment, live, candidates),
             "prompt_tokens": prompt.isl_tokens,
             "hashed_tokens": stride * pool.block_size,
             "hashes": b64encode(logged.tobytes()).decode(),

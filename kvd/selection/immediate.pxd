@@ -8,7 +8,7 @@ from kvd_core.base.draws cimport Draws
 from kvd_core.base.sampling cimport Sample
 from kvd_core.ledger.ledger cimport Ledger
 from kvd_core.ledger.types cimport RequestId
-from kvd_core.selector.choice_counts cimport ChoiceCounts
+from kvd_core.selector.choice_stats cimport ChoiceStats
 from kvd_core.selector.selector cimport Pool
 from kvd_core.selector.settings cimport Settings
 
@@ -16,20 +16,20 @@ from kvd_core.selector.settings cimport Settings
 cdef class ImmediateSelection:
     cdef object selections, reservations, scheduler
     cdef Draws draws
-    cdef ChoiceCounts counts
-    cdef dict live                 # fleets by reservation id
+    cdef ChoiceStats counts
+    cdef dict live                 # Candidates by reservation id
     cdef list replicas, observers  # those told of steps (kvd.slots.live_requests)
     cdef Sample sample             # of requests that observers are told of
     cdef readonly double booked_at  # seconds, when the last booking was made
 
     # Says whether a selection can be served here; `reservation_id` is None if nothing is booked.
-    cpdef bint suits(self, fleet, str reservation_id, str session_id) except -1
+    cpdef bint suits(self, candidates, str reservation_id, str session_id) except -1
     # Chooses for the prompt that the fleet's pool has looked at, and books it under the id if there
     # is one; `expected` tokens of output, or kNone. Returns the candidate; -1, and nothing has
     # changed, if that cannot be done here.
-    cdef int64_t serve(self, fleet, str reservation_id, uint32_t expected) except? -2
+    cdef int64_t serve(self, candidates, str reservation_id, uint32_t expected) except? -2
 
-    cdef bint book(self, fleet, Settings settings, Pool pool, size_t candidate,
+    cdef bint book(self, candidates, Settings settings, Pool pool, size_t candidate,
                    str reservation_id, uint32_t expected) except -1
 
 

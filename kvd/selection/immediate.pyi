@@ -1,6 +1,6 @@
 from typing import NamedTuple
 
-from kvd.selection.candidates import Fleet
+from kvd.selection.candidates import Candidates
 from kvd.selection.service import Selections
 
 class Booked(NamedTuple):
@@ -12,10 +12,10 @@ class ImmediateSelection:
     booked_at: float
     def __init__(self, selections: Selections) -> None: ...
     def suits(
-        self, fleet: Fleet | None, reservation_id: str | None, session_id: str | None
+        self, candidates: Candidates | None, reservation_id: str | None, session_id: str | None
     ) -> bool: ...
     def select(
-        self, fleet: Fleet, reservation_id: str, expected: int | None = None
+        self, candidates: Candidates, reservation_id: str, expected: int | None = None
     ) -> Booked | None: ...
 
 class ImmediateSteps:

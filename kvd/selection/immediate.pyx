@@ -42,43 +42,43 @@ cdef class ImmediateSelection:
         self.observers = selections.reservations.moments.subscribers
         self.sample = selections.reservations.sample
 
-    cpdef bint suits(self, fleet, str reservation_id, str session_id) except -1:
-        if fleet is None or not fleet.workers:
+    cpdef bint suits(self, candidates, str reservation_id, str session_id) except -1:
+        if candidates is None or not candidates.workers:
             return False
         if reservation_id is not None and (self.replicas or reservation_id in self.live):
             return False
         if session_id is not None and self.selections.affinity is not None:
             return False
-        if self.scheduler.held and fleet.queue.waits(None):
+        if self.scheduler.held and candidates.queue.waits(None):
             return False
-        cdef Settings settings = fleet.settings
+        cdef Settings settings = candidates.settings
         return settings.c.mode != kDirect  # the request names no rank
 
-    def select(self, fleet not None, str reservation_id not None, expected=None):
+    def select(self, candidates not None, str reservation_id not None, expected=None):
         """Chooses for the prompt that the fleet's pool has looked at, and books it.
 
         expected: tokens of output, if anything is known of them. Returns a Booked; None, and
         nothing has changed, if only the scheduler can say who serves it.
         """
         cdef uint32_t output = kNone if expected is None else min(expected, U32_MAX - 1)
-        cdef int64_t chosen = self.serve(fleet, reservation_id, output)
+        cdef int64_t chosen = self.serve(candidates, reservation_id, output)
         if chosen < 0:
             return None
-        cdef Pool pool = fleet.pool
-        cdef Settings settings = fleet.settings
+        cdef Pool pool = candidates.pool
+        cdef Settings settings = candidates.settings
         c = pool.candidates[chosen]
         return Booked(c.worker_id, c.dp_rank, pool.effective_tokens_of(&settings.c, chosen))
 
-    cdef int64_t serve(self, fleet, str reservation_id, uint32_t expected) except? -2:
-        cdef Pool pool = fleet.pool
-        cdef Settings settings = fleet.settings
+    cdef int64_t serve(self, candidates, str reservation_id, uint32_t expected) except? -2:
+        cdef Pool pool = candidates.pool
+        cdef Settings settings = candidates.settings
         cdef int64_t candidate = pool.choose_now(
-            &settings.c, pool.mask_of(fleet.whole), self.draws.peek(0), NULL
+            &settings.c, pool.mask_of(candidates.whole), self.draws.peek(0), NULL
         )
         if candidate < 0:
             return -1
         if reservation_id is not None and not self.book(
-            fleet, settings, pool, candidate, reservation_id, expected
+            candidates, settings, pool, candidate, reservation_id, expected
         ):
             pool.take_back()
             return -1
@@ -90,7 +90,7 @@ cdef class ImmediateSelection:
         )
         return candidate
 
-    cdef bint book(self, fleet, Settings settings, Pool pool, size_t candidate,
+    cdef bint book(self, candidates, Settings settings, Pool pool, size_t candidate,
                    str reservation_id, uint32_t expected) except -1:
         cdef Admission admission
         admission.id = utf8(reservation_id)
@@ -103,10 +103,10 @@ cdef class ImmediateSelection:
         if pool.ledger.admit(&admission) != kAdded:
             return False
         pool.c.predict(candidate, admission.now)
-        self.live[reservation_id] = fleet
+        self.live[reservation_id] = candidates
         self.booked_at = admission.now
         if self.observers and self.sample.takes(reservation_id):
-            self.reservations.observe_begin(fleet, reservation_id)
+            self.reservations.observe_begin(candidates, reservation_id)
         return True
 
 
@@ -145,14 +145,14 @@ cdef class ImmediateSteps:
         return 0
 
     cdef Ledger ledger_of(self, str reservation_id):
-        fleet = self.live.get(reservation_id)
-        if fleet is None or self.replicas:
+        candidates = self.live.get(reservation_id)
+        if candidates is None or self.replicas:
             return None
         if self.observers and self.sample.takes(reservation_id):
             return None
-        if self.scheduler.held and len(fleet.queue):
+        if self.scheduler.held and len(candidates.queue):
             return None
-        return fleet.ledger
+        return candidates.ledger
 
     cdef RequestId request_of(self, Ledger ledger, str reservation_id) except? 0xffffffff:
         if ledger is None:

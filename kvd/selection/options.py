@@ -95,6 +95,6 @@ class RouterOptions:
     prefill_busy: float | None = None  # batches; None: advisory answers omit it
     max_held: int = MAX_WAITING
     max_wait_s: float = DEFAULT_MAX_WAIT_S
-    max_fleets: int = MAX_PARTITIONS
+    max_partitions: int = MAX_PARTITIONS
     max_sessions: int = MAX_SESSIONS
     max_retries: int = MAX_RETRIES

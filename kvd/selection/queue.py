@@ -1,22 +1,22 @@
 """Selections that wait because every rank they may go to is busy.
 
-    lane (ranks they may go to)     waiting, best first
-    anyone                         [s7 s3 s9]      a heap by (strict priority, score, arrival)
+    constraints (allowed ranks)     waiting, best first
+    none                           [s7 s3 s9]      a heap by (strict priority, score, arrival)
     {worker 1}                     [s4]
     {worker 2, worker 5}           [s8 s6]
 
-1. A selection waits in the lane of its constraints. Whether a lane can move depends on that alone:
-   if its first cannot, none behind it can.
-2. A lane that cannot move blocks no other one. (On the original, requests with constraints share
-   one line, and its head holds up those behind it whose workers are idle.)
-3. A lane without waiting selections does not exist.
-4. A lane sleeps once its first selection has been told to wait, and keeps the ranks that it waits
+1. Selections with the same constraints wait in one queue. Its first one decides: if that cannot be
+   served, none behind it can.
+2. A queue that cannot move blocks no other one. (On the original, requests with constraints share
+   one queue, and its head holds up those behind it whose workers are idle.)
+3. A queue without waiting selections does not exist.
+4. A queue sleeps once its first selection has been told to wait, and keeps the ranks that it waits
    for. It is awake when one of those has changed or another selection is first; until then the
    answer would be the same.
 
-Costs: push and remove O(log n); wake 0.1 us a lane; release O(log n) for each lane that is awake
-and each selection that is released. Removed ones leave their place in the heap empty until it comes
-to the top, or until half of a heap is empty.
+Costs: push and remove O(log n); wake 0.1 us a queue; release O(log n) for each queue that is
+awake and each selection that is released. Removed ones stay in the heap, marked, until they come to
+the top or are half of it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class QueuePolicy(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Urgency:
-    """The members of a request that decide its place in the queue, beside its arrival."""
+    """The members of a request that decide its position in the queue, beside its arrival."""
 
     strict_priority: int = 0  # higher ones go first, whatever the policy says
     priority_jump: float = 0.0  # seconds under FCFS, a weight under WSPT; below 0 counts as 0
@@ -60,20 +60,22 @@ class Urgency:
 class Waiting(Generic[T]):
     """One waiting selection; `entry` is the value that its owner has pushed."""
 
-    lane: Hashable
+    constraints: Hashable
     entry: T
     urgency: Urgency
     arrival: float
     number: int  # decides among equals
-    place: tuple[int, float, int]  # sorts before those that wait longer
+    sort_key: tuple[int, float, int]  # sorts before those that wait longer
     queued: bool = True
 
     def __lt__(self, other: Waiting[T]) -> bool:
-        return self.place < other.place
+        return self.sort_key < other.sort_key
 
 
 @dataclass(slots=True)
-class _Lane(Generic[T]):
+class _ConstraintQueue(Generic[T]):
+    """The selections that wait with the same constraints."""
+
     heap: list[Waiting[T]] = field(default_factory=list)
     live: int = 0
     awaits: int = ANYONE  # bits of those that its first has been told to wait for
@@ -96,7 +98,7 @@ class SelectionQueue(Generic[T]):
 
     def __init__(self, policy: QueuePolicy) -> None:
         self.policy = policy
-        self._lanes: dict[Hashable, _Lane[T]] = {}
+        self._queues: dict[Hashable, _ConstraintQueue[T]] = {}
         self._awake: set[Hashable] = set()  # of these, whose first is to be asked
         self._arrivals = count()
         self._length = 0
@@ -106,35 +108,35 @@ class SelectionQueue(Generic[T]):
 
     def __iter__(self) -> Iterator[T]:
         """Yields all waiting selections, in no order."""
-        for lane in self._lanes.values():
-            yield from (waiting.entry for waiting in lane.heap if waiting.queued)
+        for queue in self._queues.values():
+            yield from (waiting.entry for waiting in queue.heap if waiting.queued)
 
-    def waits(self, lane: Hashable) -> bool:
-        """Returns whether a selection of this lane would come behind others."""
-        return lane in self._lanes
+    def waits(self, constraints: Hashable) -> bool:
+        """Returns whether a selection with these constraints would come behind others."""
+        return constraints in self._queues
 
     def reorder(self, policy: QueuePolicy) -> None:
         """Orders all selections by another policy, also those that wait already. O(n)."""
         self.policy = policy
-        for lane in self._lanes.values():
-            for waiting in lane.heap:
-                waiting.place = self._place(waiting.urgency, waiting.arrival, waiting.number)
-            heapq.heapify(lane.heap)
+        for queue in self._queues.values():
+            for waiting in queue.heap:
+                waiting.sort_key = self._sort_key(waiting.urgency, waiting.arrival, waiting.number)
+            heapq.heapify(queue.heap)
         self.wake()
 
-    def _place(self, urgency: Urgency, arrival: float, number: int) -> tuple[int, float, int]:
+    def _sort_key(self, urgency: Urgency, arrival: float, number: int) -> tuple[int, float, int]:
         return -urgency.strict_priority, -urgency.score(self.policy, arrival), number
 
-    def push(self, lane: Hashable, entry: T, urgency: Urgency, now: float) -> Waiting[T]:
-        """Adds a selection; `lane` names its constraints, None if it has none."""
+    def push(self, constraints: Hashable, entry: T, urgency: Urgency, now: float) -> Waiting[T]:
+        """Adds a selection; `constraints` is None if it has none."""
         number = next(self._arrivals)
-        place = self._place(urgency, now, number)
-        waiting = Waiting(lane, entry, urgency, now, number, place)
-        into = self._lanes.setdefault(lane, _Lane())
+        sort_key = self._sort_key(urgency, now, number)
+        waiting = Waiting(constraints, entry, urgency, now, number, sort_key)
+        into = self._queues.setdefault(constraints, _ConstraintQueue())
         heapq.heappush(into.heap, waiting)
         into.live += 1
         if into.first() is waiting:
-            self._awake.add(lane)
+            self._awake.add(constraints)
         self._length += 1
         return waiting
 
@@ -142,37 +144,37 @@ class SelectionQueue(Generic[T]):
         """Takes a selection out; False if it was out already."""
         if not waiting.queued:
             return False
-        lane = self._lanes[waiting.lane]
-        if lane.first() is waiting:
-            self._awake.add(waiting.lane)
-        lane.forget(waiting)
-        if not lane.live:
-            del self._lanes[waiting.lane]
-            self._awake.discard(waiting.lane)
+        queue = self._queues[waiting.constraints]
+        if queue.first() is waiting:
+            self._awake.add(waiting.constraints)
+        queue.forget(waiting)
+        if not queue.live:
+            del self._queues[waiting.constraints]
+            self._awake.discard(waiting.constraints)
         self._length -= 1
         return True
 
     def wake(self, changed: int = ANYONE) -> None:
-        """Wakes the lanes that wait for ranks of these bits, whose loads have changed."""
-        self._awake.update(name for name, lane in self._lanes.items() if lane.awaits & changed)
+        """Wakes the queues that wait for ranks of these bits, whose loads have changed."""
+        self._awake.update(name for name, queue in self._queues.items() if queue.awaits & changed)
 
     def release(self, serve: Callable[[T], int]) -> Iterator[T]:
-        """Takes out selections of lanes that are awake, best first, while `serve` returns 0.
+        """Takes out selections of queues that are awake, best first, while `serve` returns 0.
 
         Else it returns the bits of those that must change before it would. It books each before it
-        is asked for the next, so that a lane is asked again with what it has made busy. A lane that
+        is asked for the next, so that a queue is asked again with what it has made busy. One that
         has said no is not asked again: a booking makes no rank idle.
         """
-        heads = [self._lanes[name].first() for name in self._awake]
+        heads = [self._queues[name].first() for name in self._awake]
         heapq.heapify(heads)
         while heads:
             best = heapq.heappop(heads)
-            lane = self._lanes[best.lane]
+            queue = self._queues[best.constraints]
             if awaits := serve(best.entry):
-                lane.awaits = awaits
-                self._awake.discard(best.lane)
+                queue.awaits = awaits
+                self._awake.discard(best.constraints)
                 continue
             self.remove(best)
-            if lane.live:
-                heapq.heappush(heads, lane.first())
+            if queue.live:
+                heapq.heappush(heads, queue.first())
             yield best.entry

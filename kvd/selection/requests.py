@@ -17,7 +17,7 @@ from kvd.slots.live_requests import Receipt
 from kvd_core.selector.selector import Pool, Prompt
 from kvd_core.selector.settings import Settings
 
-Look = Callable[[Pool], None]  # puts a prompt before a pool
+PromptLookup = Callable[[Pool], None]  # puts a prompt before a pool
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class QueuedRequest:
     answer: bytes | KvdError | None = None
     waiting: Waiting[QueuedRequest] | None = None
     receipt: Receipt[Any] | None = None  # of what is booked with the answer
-    again: Look | None = None  # at its tokens, by any block size; None: it came hashed
+    again: PromptLookup | None = None  # at its tokens, by any block size; None: it came hashed
     goes_on: bool = False  # it was the last of many to be served, and others are to be after it
 
     def resolve(self, answer: SelectReply | KvdError) -> None:

@@ -13,11 +13,11 @@ from functools import partial
 from kvd.errors import Conflict, Invalid, KvdError, NotFound, Unavailable
 from kvd.model import PartitionKey
 from kvd.selection.affinity import Affinity
-from kvd.selection.candidates import Fleet, schedulable
+from kvd.selection.candidates import Candidates, schedulable
 from kvd.selection.decay import output_weight
 from kvd.selection.options import MAX_RETRIES
 from kvd.selection.phases import PREFILL_SUFFIX, Phase
-from kvd.selection.requests import Choice, Look, SelectRequest
+from kvd.selection.requests import Choice, PromptLookup, SelectRequest
 from kvd.selection.retries import Retries
 from kvd.selection.serving import booked_tokens
 from kvd.selection.worker_record import WorkerRecord
@@ -30,14 +30,14 @@ from kvd_core.ledger.ledger import LiveRequest
 from kvd_core.selector.selector import Pool
 
 
-class Reservations(LiveRequests[Fleet]):
+class Reservations(LiveRequests[Candidates]):
     """The live reservations of all fleets."""
 
     face = Face.SELECTION
 
     def __init__(
         self,
-        fleets: Mapping[PartitionKey, Fleet],
+        candidates: Mapping[PartitionKey, Candidates],
         expiry_s: float,
         clock: Callable[[], float],
         ledgers: Ledgers,
@@ -52,28 +52,28 @@ class Reservations(LiveRequests[Fleet]):
         The answers of `max_retries` bookings can be had again. They are recorded in the `journal`,
         if there is one; ledgers record the rest by themselves.
         """
-        super().__init__(fleets, expiry_s, clock)
-        self.live: dict[str, Fleet] = {}
+        super().__init__(candidates, expiry_s, clock)
+        self.live: dict[str, Candidates] = {}
         self.retries = Retries(max_retries, journal)
-        self._fleets = fleets
+        self._candidates = candidates
         self._ledgers = ledgers
         self._affinity = affinity
         self._decays = decays
 
-    def open_ledger(self, fleet: Fleet, block_size: int) -> None:
+    def open_ledger(self, candidates: Candidates, block_size: int) -> None:
         """Lets a fleet and other faces weigh on each other from now on.
 
         Ranks of another block size must have left the fleet.
         """
-        if fleet.ledger_block_size == block_size:
+        if candidates.ledger_block_size == block_size:
             return
-        before, fleet.ledger = (
-            fleet.ledger.loads,
-            self._ledgers.open(self.face, fleet.key, block_size),
+        before, candidates.ledger = (
+            candidates.ledger.loads,
+            self._ledgers.open(self.face, candidates.key, block_size),
         )
-        fleet.ledger.loads.on_eased(before.eased)
+        candidates.ledger.loads.on_eased(before.eased)
         before.on_eased(None)
-        fleet.ledger_block_size = block_size
+        candidates.ledger_block_size = block_size
 
     def check_new(self, reservation_id: str | None) -> None:
         """Raises Conflict on an id that lives."""
@@ -81,31 +81,41 @@ class Reservations(LiveRequests[Fleet]):
             raise Conflict(f"reservation {reservation_id} already exists")
 
     def book(
-        self, fleet: Fleet, ask: SelectRequest, reservation_id: str, chosen: Choice
-    ) -> Receipt[Fleet]:
+        self, candidates: Candidates, ask: SelectRequest, reservation_id: str, chosen: Choice
+    ) -> Receipt[Candidates]:
         """Books the prompt that the pool has looked at; raises what `_admitted` does."""
         now = self._clock()
-        tokens = self._add(fleet, ask, reservation_id, chosen, now)
-        self._added(fleet, ask, reservation_id, chosen, tokens, now)
-        return Receipt(fleet, reservation_id, now)
+        tokens = self._add(candidates, ask, reservation_id, chosen, now)
+        self._added(candidates, ask, reservation_id, chosen, tokens, now)
+        return Receipt(candidates, reservation_id, now)
 
     def book_both(
-        self, fleet: Fleet, ask: SelectRequest, reservation_id: str, decode: Choice, prefill: Choice
-    ) -> Receipt[Fleet]:
+        self,
+        candidates: Candidates,
+        ask: SelectRequest,
+        reservation_id: str,
+        decode: Choice,
+        prefill: Choice,
+    ) -> Receipt[Candidates]:
         """Books both phases or neither; the prefill phase has an id of its own."""
         now, prefill_id = self._clock(), reservation_id + PREFILL_SUFFIX
-        tokens = self._add(fleet, ask, prefill_id, prefill, now)
+        tokens = self._add(candidates, ask, prefill_id, prefill, now)
         try:
-            none = self._add(fleet, ask, reservation_id, decode, now)
+            none = self._add(candidates, ask, reservation_id, decode, now)
         except KvdError:
-            fleet.ledger.free(prefill_id)
+            candidates.ledger.free(prefill_id)
             raise
-        self._added(fleet, ask, reservation_id, decode, none, now)
-        self._added(fleet, ask, prefill_id, prefill, tokens, now)
-        return Receipt(fleet, reservation_id, now, prefill_id)
+        self._added(candidates, ask, reservation_id, decode, none, now)
+        self._added(candidates, ask, prefill_id, prefill, tokens, now)
+        return Receipt(candidates, reservation_id, now, prefill_id)
 
     def _add(
-        self, fleet: Fleet, ask: SelectRequest, reservation_id: str, chosen: Choice, now: float
+        self,
+        candidates: Candidates,
+        ask: SelectRequest,
+        reservation_id: str,
+        chosen: Choice,
+        now: float,
     ) -> int:
         """Returns the tokens that the booking counts."""
         pool = chosen.ranks.pool
@@ -123,7 +133,7 @@ class Reservations(LiveRequests[Fleet]):
 
     def _added(
         self,
-        fleet: Fleet,
+        candidates: Candidates,
         ask: SelectRequest,
         reservation_id: str,
         chosen: Choice,
@@ -136,24 +146,24 @@ class Reservations(LiveRequests[Fleet]):
         pool.predict(chosen.at, now)
         blocks = chosen.phase is not Phase.PREFILL
         if self._affinity is not None and blocks:
-            self._affinity.booked(fleet, ask, reservation_id, rank)
-        self.live[reservation_id] = fleet
+            self._affinity.booked(candidates, ask, reservation_id, rank)
+        self.live[reservation_id] = candidates
         hashes = partial(_hashes, pool, blocks)
         extra = ask.expected_output_tokens, ask.lora_name
-        self.begun(fleet, reservation_id, rank, hashes, tokens, *extra)
+        self.begun(candidates, reservation_id, rank, hashes, tokens, *extra)
 
     def reserve(
         self,
         key: PartitionKey,
         reservation_id: str,
         rank: tuple[int, int],
-        look: Look,
+        look: PromptLookup,
         tokens: int,
         *,
         predicts: bool,
         expected: int | None = None,
         phase: Phase | None = None,
-    ) -> tuple[WorkerRecord, Receipt[Fleet]]:
+    ) -> tuple[WorkerRecord, Receipt[Candidates]]:
         """Books a prompt on a rank that was selected before; returns its worker.
 
         `predicts` says that the prompt is known by its local hashes too; `expected` are the tokens
@@ -162,9 +172,9 @@ class Reservations(LiveRequests[Fleet]):
         Raises Unavailable without a fleet, NotFound for a rank it does not have, Conflict on an
         id that lives.
         """
-        fleet = schedulable(self._fleets, key)
+        candidates = schedulable(self._candidates, key)
         worker_id, dp_rank = rank
-        pool = fleet.pool
+        pool = candidates.pool
         candidate = pool.find(worker_id, dp_rank)
         if candidate is None:
             raise NotFound(f"worker {worker_id} dp_rank {dp_rank} is not schedulable")
@@ -179,44 +189,44 @@ class Reservations(LiveRequests[Fleet]):
         _admitted(outcome, reservation_id)
         if predicts:
             pool.predict(candidate, now)
-        self.live[reservation_id] = fleet
+        self.live[reservation_id] = candidates
         hashes = partial(_hashes, pool, blocks)
-        self.begun(fleet, reservation_id, rank, hashes, tokens, expected)
-        return fleet.workers[worker_id], Receipt(fleet, reservation_id, now)
+        self.begun(candidates, reservation_id, rank, hashes, tokens, expected)
+        return candidates.workers[worker_id], Receipt(candidates, reservation_id, now)
 
     def find(self, reservation_id: str) -> tuple[PartitionKey, LiveRequest]:
         """Returns where a reservation is booked, and what; raises NotFound."""
-        fleet = self._fleet_of(reservation_id)
-        live = fleet.ledger.request(reservation_id)
+        candidates = self._candidates_of(reservation_id)
+        live = candidates.ledger.request(reservation_id)
         assert live is not None
-        return fleet.key, live
+        return candidates.key, live
 
     def prefill_complete(self, reservation_id: str) -> None:
         """Ends the prefill of a reservation, once or again; raises NotFound."""
         ended = self._end_prefill(reservation_id)
         if reservation_id in self.live or not ended:
-            self.complete(self._fleet_of(reservation_id), reservation_id)
+            self.complete(self._candidates_of(reservation_id), reservation_id)
 
     def output_block(self, reservation_id: str, fraction: float | None) -> None:
         """Adds an output block to a reservation; raises NotFound."""
-        fleet = self._fleet_of(reservation_id)
+        candidates = self._candidates_of(reservation_id)
         if fraction is None and self._decays:
-            fraction = _decayed(fleet, reservation_id)
-        fleet.ledger.output_block(reservation_id, fraction)
+            fraction = _decayed(candidates, reservation_id)
+        candidates.ledger.output_block(reservation_id, fraction)
 
     def free(self, reservation_id: str) -> None:
         """Ends a reservation; raises NotFound."""
         ended = self._end_prefill(reservation_id)
         if reservation_id in self.live or not ended:
-            self.end(self._fleet_of(reservation_id), reservation_id)
+            self.end(self._candidates_of(reservation_id), reservation_id)
 
     def _end_prefill(self, reservation_id: str) -> bool:
         """Ends what is booked for a reservation's prefill phase alone, if there is such a thing."""
         prefill_id = reservation_id + PREFILL_SUFFIX
-        fleet = self.live.get(prefill_id)
-        if fleet is None or self.live.get(reservation_id, fleet) is not fleet:
+        candidates = self.live.get(prefill_id)
+        if candidates is None or self.live.get(reservation_id, candidates) is not candidates:
             return False
-        self.end(fleet, prefill_id)
+        self.end(candidates, prefill_id)
         return True
 
     def expire(self, now: float) -> Iterator[None]:
@@ -225,23 +235,23 @@ class Reservations(LiveRequests[Fleet]):
             yield
         while self._affinity is not None and self._affinity.sessions.expire(now, EXPIRY_SLICE):
             yield
-        for fleet in list(self._fleets.values()):
-            while fleet.forget_predictions(now):
+        for candidates in list(self._candidates.values()):
+            while candidates.forget_predictions(now):
                 yield
         yield from super().expire(now)
 
-    def _fleet_of(self, reservation_id: str) -> Fleet:
-        fleet = self.live.get(reservation_id)
-        if fleet is None:
+    def _candidates_of(self, reservation_id: str) -> Candidates:
+        candidates = self.live.get(reservation_id)
+        if candidates is None:
             raise NotFound(f"reservation {reservation_id} not found")
-        return fleet
+        return candidates
 
     # ---- what LiveRequests asks of a face
 
-    def _is_elsewhere(self, owner: Fleet, request_id: str) -> bool:
+    def _is_elsewhere(self, owner: Candidates, request_id: str) -> bool:
         return self.live.get(request_id, owner) is not owner
 
-    def _enter(self, owner: Fleet, request_id: str) -> None:
+    def _enter(self, owner: Candidates, request_id: str) -> None:
         self.live[request_id] = owner
 
     def _forget(self, request_id: str) -> None:
@@ -249,7 +259,7 @@ class Reservations(LiveRequests[Fleet]):
         if self._affinity is not None:
             self._affinity.ended(request_id)
 
-    def _end_booking(self, owner: Fleet, request_id: str) -> None:
+    def _end_booking(self, owner: Candidates, request_id: str) -> None:
         self.free(request_id)
 
 
@@ -258,13 +268,13 @@ def _hashes(pool: Pool, blocks: bool) -> bytes:
     return pool.hold().sequence_hashes if blocks else b""
 
 
-def _decayed(fleet: Fleet, reservation_id: str) -> float | None:
+def _decayed(candidates: Candidates, reservation_id: str) -> float | None:
     """Returns what a reservation's output blocks weigh with one more; None if that is unknown."""
-    live = fleet.ledger.request(reservation_id)
+    live = candidates.ledger.request(reservation_id)
     if live is None or live.expected_output_tokens is None:
         return None
     blocks = live.output_blocks + 1
-    return output_weight(blocks, fleet.block_size or 1, live.expected_output_tokens)
+    return output_weight(blocks, candidates.block_size or 1, live.expected_output_tokens)
 
 
 def _admitted(outcome: int, reservation_id: str) -> None:

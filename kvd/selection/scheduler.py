@@ -15,7 +15,7 @@ from kvd.errors import BadRequest, KvdError
 from kvd.index.registry import Registry
 from kvd.model import PartitionKey, RankKey
 from kvd.selection.affinity import Affinity
-from kvd.selection.candidates import Fleet, members_json, schedulable
+from kvd.selection.candidates import Candidates, members_json, schedulable
 from kvd.selection.options import RouterOptions
 from kvd.selection.phases import PREFILL_SUFFIX, Phase, in_phase
 from kvd.selection.policies import Policy
@@ -23,7 +23,7 @@ from kvd.selection.queue import ANYONE, Urgency
 from kvd.selection.requests import (
     Choice,
     Constraints,
-    Look,
+    PromptLookup,
     QueuedRequest,
     Ranks,
     SelectReply,
@@ -79,12 +79,12 @@ class Scheduler:
 
     def __init__(
         self,
-        fleets: Mapping[PartitionKey, Fleet],
+        candidates: Mapping[PartitionKey, Candidates],
         options: RouterOptions,
         reservations: Reservations,
         draws: Draws,
         clock: Callable[[], float],
-        tally: SelectionStats,
+        stats: SelectionStats,
         max_waiting: int,
         registry: Registry,
         speeds: Speeds,
@@ -95,8 +95,8 @@ class Scheduler:
         self._max_waiting = max_waiting
         self._registry = registry
         self._speeds = speeds
-        self._tally = tally
-        self._fleets = fleets
+        self._stats = stats
+        self._candidates = candidates
         self._options = options
         self._reservations = reservations
         self._draws = draws
@@ -104,7 +104,7 @@ class Scheduler:
         self._affinity = affinity
         self._stopping = False
 
-    def select(self, ask: SelectRequest, look: Look) -> SelectReply | QueuedRequest:
+    def select(self, ask: SelectRequest, look: PromptLookup) -> SelectReply | QueuedRequest:
         """Selects, and books if asked to; returns the answer, or the selection held.
 
         Raises Unserved without anyone eligible or with all of them overloaded, BadRequest for
@@ -114,27 +114,27 @@ class Scheduler:
         try:
             return self._select(ask, look)
         except KvdError as error:
-            self._tally.failed(ask, error)
+            self._stats.failed(ask, error)
             raise
 
-    def _select(self, ask: SelectRequest, look: Look) -> SelectReply | QueuedRequest:
+    def _select(self, ask: SelectRequest, look: PromptLookup) -> SelectReply | QueuedRequest:
         if ask.retry is not None:
             if (rest := self._reservations.retries.rest(ask.retry)) is not None:
                 self._reservations.free(rest)  # its other worker has left, and it is booked anew
             if (again := self._again(ask)) is not None:
                 return again
-        fleet = schedulable(self._fleets, ask.key)
-        pool = fleet.pool
+        candidates = schedulable(self._candidates, ask.key)
+        pool = candidates.pool
         _check_constraints(ask)
         self._check_new(ask)  # before it waits for that
         look(pool)
         # A request that names its worker, or books nothing, waits for no other.
         direct = ask.settings.members["mode"] == DIRECT
-        if direct or ask.advisory or not fleet.queue.waits(_lane(ask)):
-            answered = self._serve_one(fleet, ask)
+        if direct or ask.advisory or not candidates.queue.waits(_queue_key(ask)):
+            answered = self._serve_one(candidates, ask)
             if answered is not None:
                 return answered
-        return self._hold(fleet, pool, ask)
+        return self._hold(candidates, pool, ask)
 
     async def wait(self, held: QueuedRequest) -> bytes:
         """Waits for the answer of a held selection; raises as `select` does.
@@ -148,21 +148,21 @@ class Scheduler:
                 await held.done.wait()
         except trio.Cancelled:
             if held.answer is None:
-                self._tally.ended(held.ask, SelectionOutcome.LEFT)
+                self._stats.ended(held.ask, SelectionOutcome.LEFT)
             self.take_back(held)  # it may have been served since
             raise
         finally:
-            self._tally.waits.observe(self._clock() - since)
+            self._stats.waits.observe(self._clock() - since)
             assert held.waiting is not None
-            fleet = self._fleets[held.ask.key]
-            fleet.queue.remove(held.waiting)
-            if not len(fleet.queue):
-                fleet.ledger.loads.on_eased(None)
+            candidates = self._candidates[held.ask.key]
+            candidates.queue.remove(held.waiting)
+            if not len(candidates.queue):
+                candidates.ledger.loads.on_eased(None)
             self.held -= 1
             if held.goes_on:
-                self.drain_queue(fleet)
+                self.drain_queue(candidates)
         if held.answer is None:
-            self._tally.ended(held.ask, SelectionOutcome.TIMED_OUT)
+            self._stats.ended(held.ask, SelectionOutcome.TIMED_OUT)
             raise Unserved(SelectionOutcome.TIMED_OUT, "all workers are busy", retry_after_s=1)
         if isinstance(held.answer, KvdError):
             raise held.answer
@@ -173,7 +173,7 @@ class Scheduler:
         if held.receipt is not None:
             self._reservations.take_back(held.receipt)
 
-    def _hold(self, fleet: Fleet, pool: Pool, ask: SelectRequest) -> QueuedRequest:
+    def _hold(self, candidates: Candidates, pool: Pool, ask: SelectRequest) -> QueuedRequest:
         if self._stopping:
             raise Unserved(SelectionOutcome.STOPPING, _STOPPING)
         limit = min(self._options.max_held, self._max_waiting)
@@ -183,24 +183,26 @@ class Scheduler:
         held = QueuedRequest(ask, pool.hold(), pool.block_size)
         least = pool.least_prefill_tokens(ask.settings, None)
         urgency = Urgency(ask.strict_priority, ask.priority_jump, least)
-        held.waiting = fleet.queue.push(_lane(ask), held, urgency, self._clock())
-        fleet.ledger.loads.on_eased(partial(self.drain_queue, fleet))  # for what other faces end
+        held.waiting = candidates.queue.push(_queue_key(ask), held, urgency, self._clock())
+        candidates.ledger.loads.on_eased(
+            partial(self.drain_queue, candidates)
+        )  # for what other faces end
         self.held += 1
-        self._tally.held(ask)
+        self._stats.held(ask)
         return held
 
     def _again(self, ask: SelectRequest) -> SelectReply | None:
         again = self._reservations.retries.find(ask.retry)
         if again is not None:
-            self._tally.ended(ask, SelectionOutcome.REPEATED)
+            self._stats.ended(ask, SelectionOutcome.REPEATED)
         return again
 
-    def _serve_one(self, fleet: Fleet, ask: SelectRequest) -> SelectReply | None:
+    def _serve_one(self, candidates: Candidates, ask: SelectRequest) -> SelectReply | None:
         """Chooses and books for the prompt that the pool has looked at; None if all are busy."""
         if ask.phase is Phase.BOTH:
-            answered = self._serve_both(fleet, ask)
+            answered = self._serve_both(candidates, ask)
         else:
-            answered = self._serve_phase(fleet, ask, ask.phase)
+            answered = self._serve_phase(candidates, ask, ask.phase)
         if answered is None:
             return None
         if answered.receipt is not None and ask.retry is not None:
@@ -208,63 +210,67 @@ class Scheduler:
         return answered
 
     def _serve_phase(
-        self, fleet: Fleet, ask: SelectRequest, phase: Phase | None, more: bytes = b""
+        self, candidates: Candidates, ask: SelectRequest, phase: Phase | None, more: bytes = b""
     ) -> SelectReply | None:
-        chosen = self._choose(fleet, ask, phase, ask.constraints)
+        chosen = self._choose(candidates, ask, phase, ask.constraints)
         if chosen is None:
             return None
         receipt = None
         if ask.reservation_id is not None:
-            receipt = self._reservations.book(fleet, ask, ask.reservation_id, chosen)
-        self._tally.served(ask, chosen.ranks.pool, chosen)
-        return SelectReply(self._answer(fleet, ask, chosen, ask.reservation_id, more), receipt)
+            receipt = self._reservations.book(candidates, ask, ask.reservation_id, chosen)
+        self._stats.served(ask, chosen.ranks.pool, chosen)
+        return SelectReply(self._answer(candidates, ask, chosen, ask.reservation_id, more), receipt)
 
-    def _serve_both(self, fleet: Fleet, ask: SelectRequest) -> SelectReply | None:
+    def _serve_both(self, candidates: Candidates, ask: SelectRequest) -> SelectReply | None:
         """Serves both phases; the answer of the decode worker contains that of the prefill worker.
 
         Without a prefill worker the decode worker serves all of it, and the answer says why.
         """
         try:
             prefill_by = ask.constraints_in(Phase.PREFILL)
-            prefill = self._choose(fleet, ask, Phase.PREFILL, prefill_by)
+            prefill = self._choose(candidates, ask, Phase.PREFILL, prefill_by)
         except Unserved as error:
             fallback = {"prefill": None, "fallback": f"decode only: {error}"}
-            answered = self._serve_phase(fleet, ask, None, members_json(fallback))
-            self._tally.fallbacks += answered is not None
+            answered = self._serve_phase(candidates, ask, None, members_json(fallback))
+            self._stats.fallbacks += answered is not None
             return answered
         if prefill is None:
             return None
-        decode = self._choose(fleet, ask, Phase.DECODE, ask.constraints)
+        decode = self._choose(candidates, ask, Phase.DECODE, ask.constraints)
         if decode is None:
             return None
         prefill_id = receipt = None
         if ask.reservation_id is not None:
             prefill_id = ask.reservation_id + PREFILL_SUFFIX
-            receipt = self._reservations.book_both(fleet, ask, ask.reservation_id, decode, prefill)
-        self._tally.served(ask, decode.ranks.pool, prefill, decode)
-        inner = b'"prefill":%b,' % self._answer(fleet, ask, prefill, prefill_id)
-        return SelectReply(self._answer(fleet, ask, decode, ask.reservation_id, inner), receipt)
+            receipt = self._reservations.book_both(
+                candidates, ask, ask.reservation_id, decode, prefill
+            )
+        self._stats.served(ask, decode.ranks.pool, prefill, decode)
+        inner = b'"prefill":%b,' % self._answer(candidates, ask, prefill, prefill_id)
+        return SelectReply(
+            self._answer(candidates, ask, decode, ask.reservation_id, inner), receipt
+        )
 
     def _choose(
         self,
-        fleet: Fleet,
+        candidates: Candidates,
         ask: SelectRequest,
         phase: Phase | None,
         constraints: Constraints | None,
     ) -> Choice | None:
         """Chooses for the prompt that the pool has looked at; None if all are busy."""
         settings = in_phase(ask.settings, phase)
-        ranks = self._ranks(fleet, ask, phase, constraints, settings)
+        ranks = self._ranks(candidates, ask, phase, constraints, settings)
         pool, eligible, _ = ranks
         chosen = selector.NONE
-        for each in self._attempts(fleet, ask, phase, settings, ranks):
+        for each in self._attempts(candidates, ask, phase, settings, ranks):
             chosen = pool.choose(each.settings, each.eligible, self._draws.next(), each.factors)
             if chosen >= 0:
                 break
         if chosen == selector.BUSY:
             return None
         if chosen == selector.NONE:
-            if fleet.lacks(eligible):
+            if candidates.lacks(eligible):
                 raise Unserved(SelectionOutcome.NOT_ELIGIBLE, _GONE[phase], retry_after_s=1)
             raise Unserved(SelectionOutcome.NOT_ELIGIBLE, _NOBODY[phase])
         if chosen == selector.OVERLOADED:
@@ -273,21 +279,21 @@ class Scheduler:
 
     def _ranks(
         self,
-        fleet: Fleet,
+        candidates: Candidates,
         ask: SelectRequest,
         phase: Phase | None,
         constraints: Constraints | None,
         settings: Settings,
     ) -> Ranks:
         """Returns the ranks that a phase of a request may go to."""
-        ranks = fleet.ranks(constraints, phase, ask.preferred)
+        ranks = candidates.ranks(constraints, phase, ask.preferred)
         if ask.slo_ttft_s is not None and phase is not Phase.DECODE:
-            return self._within_slo(fleet, ask.slo_ttft_s, settings, ranks)
+            return self._within_slo(candidates, ask.slo_ttft_s, settings, ranks)
         return ranks
 
     def _attempts(
         self,
-        fleet: Fleet,
+        candidates: Candidates,
         ask: SelectRequest,
         phase: Phase | None,
         settings: Settings,
@@ -296,32 +302,32 @@ class Scheduler:
         """Yields by what a rank is chosen: what the request would like best, then all others."""
         _, eligible, factors = ranks
         if phase is not Phase.PREFILL:  # a session is where its requests decode
-            bound = self._bound(fleet, ask, settings, ranks)
+            bound = self._bound(candidates, ask, settings, ranks)
             if bound is not None:
                 yield ChoiceAttempt(
                     Basis.SESSION, settings.replace(queue_threshold=None), bound, None
                 )
         affinity = None if phase is Phase.PREFILL and ask.phase is Phase.BOTH else ask.affinity
-        if affinity is not None and (wanted := fleet.targets(affinity, eligible)):
+        if affinity is not None and (wanted := candidates.targets(affinity, eligible)):
             yield ChoiceAttempt(Basis.AFFINITY, settings, wanted, None)
         yield ChoiceAttempt(basis_of(settings), settings, eligible, factors)
 
-    def weigh(self, ask: SelectRequest, look: Look) -> list[Weighed]:
+    def weigh(self, ask: SelectRequest, look: PromptLookup) -> list[Weighed]:
         """Weighs the candidates for each phase of a request now; nothing is chosen.
 
         Raises as `select` does, but for ranks that are shut out: these are said.
         """
-        fleet = schedulable(self._fleets, ask.key)
+        candidates = schedulable(self._candidates, ask.key)
         _check_constraints(ask)
-        look(fleet.pool)
+        look(candidates.pool)
         phases = (Phase.PREFILL, Phase.DECODE) if ask.phase is Phase.BOTH else (ask.phase,)
-        return [self._weigh(fleet, ask, phase) for phase in phases]
+        return [self._weigh(candidates, ask, phase) for phase in phases]
 
-    def _weigh(self, fleet: Fleet, ask: SelectRequest, phase: Phase | None) -> Weighed:
+    def _weigh(self, candidates: Candidates, ask: SelectRequest, phase: Phase | None) -> Weighed:
         settings = in_phase(ask.settings, phase)
-        ranks = self._ranks(fleet, ask, phase, ask.constraints_in(phase), settings)
+        ranks = self._ranks(candidates, ask, phase, ask.constraints_in(phase), settings)
         pool, eligible, factors = ranks
-        tried = self._attempts(fleet, ask, phase, settings, ranks)
+        tried = self._attempts(candidates, ask, phase, settings, ranks)
         for attempt in tried:
             chances = pool.chances(attempt.settings, attempt.eligible, attempt.factors)
             if not isinstance(chances, int):
@@ -332,28 +338,30 @@ class Scheduler:
                 cost_of(row, settings),
                 terms(row, settings),
                 pool.exceeded(at, settings),
-                self._stream(fleet, row),
-                self._expected_ttft_s(fleet, row),
+                self._stream(candidates, row),
+                self._expected_ttft_s(candidates, row),
             )
             for at, row in enumerate(pool.explain(settings, eligible, factors))
         ]
         return Weighed(phase, attempt.basis, settings, chances, rows)
 
-    def _within_slo(self, fleet: Fleet, limit_s: float, settings: Settings, ranks: Ranks) -> Ranks:
+    def _within_slo(
+        self, candidates: Candidates, limit_s: float, settings: Settings, ranks: Ranks
+    ) -> Ranks:
         """Narrows ranks to those that are expected to keep the limit, if there are any."""
         mask = bytearray(len(ranks.pool))
         for at, row in enumerate(ranks.pool.explain(settings, ranks.eligible)):
-            expected_s = self._expected_ttft_s(fleet, row)
+            expected_s = self._expected_ttft_s(candidates, row)
             mask[at] = row.eligible and expected_s is not None and expected_s <= limit_s
         return ranks._replace(eligible=bytes(mask)) if any(mask) else ranks
 
-    def _expected_ttft_s(self, fleet: Fleet, row: Explained) -> float | None:
+    def _expected_ttft_s(self, candidates: Candidates, row: Explained) -> float | None:
         """Returns the seconds to the first token on a rank; None: its speed is not known."""
         queued = row.active_prefill_tokens + row.effective_prefill_tokens
-        return self._speeds.ttft_s((fleet.key, row.worker_id, row.dp_rank), queued)
+        return self._speeds.ttft_s((candidates.key, row.worker_id, row.dp_rank), queued)
 
     def _bound(
-        self, fleet: Fleet, ask: SelectRequest, settings: Settings, ranks: Ranks
+        self, candidates: Candidates, ask: SelectRequest, settings: Settings, ranks: Ranks
     ) -> bytes | None:
         """Returns the mask of what the request's session is bound to, None if that cannot serve it.
 
@@ -361,7 +369,7 @@ class Scheduler:
         not if it has more requests than the policy's `session_bound` allows.
         """
         bound = None if self._affinity is None else self._affinity.target(ask)
-        wanted = None if bound is None else fleet.targets(bound, ranks.eligible)
+        wanted = None if bound is None else candidates.targets(bound, ranks.eligible)
         return None if wanted is None else ranks.pool.stay(settings, ranks.eligible, wanted)
 
     def _check_new(self, ask: SelectRequest) -> None:
@@ -372,53 +380,57 @@ class Scheduler:
 
     def _answer(
         self,
-        fleet: Fleet,
+        candidates: Candidates,
         ask: SelectRequest,
         chosen: Choice,
         reservation_id: str | None,
         more: bytes = b"",
     ) -> bytes:
         pool, eligible, factors = chosen.ranks
-        members = (fleet.pieces[chosen.at] or fleet.piece(chosen.at)) + more
+        members = (candidates.pieces[chosen.at] or candidates.piece(chosen.at)) + more
         if ask.explain:
             rows = pool.explain(chosen.settings, eligible, factors)
-            explained = [self._explained(fleet, ask, row) for row in rows]
+            explained = [self._explained(candidates, ask, row) for row in rows]
             policy = str(Policy.of(ask.settings))
             members += members_json({"router_policy": policy, "candidates": explained})
         if ask.expected_ttft or ask.slo_ttft_s is not None:
             row = pool.explained(chosen.at, chosen.settings)
-            members += members_json(self._ttft_members(fleet, ask, row))
+            members += members_json(self._ttft_members(candidates, ask, row))
         if ask.advisory:
-            load = _load(fleet, chosen, self._options.prefill_busy)
+            load = _load(candidates, chosen, self._options.prefill_busy)
             members += members_json({"worker_load": load})
         phase = None if chosen.phase is None else chosen.phase.value
         begin = opening(ask.selection_id, reservation_id, phase)
         return pool.render_answer(begin, members, chosen.at, chosen.settings)
 
-    def _ttft_members(self, fleet: Fleet, ask: SelectRequest, row: Explained) -> dict[str, Any]:
+    def _ttft_members(
+        self, candidates: Candidates, ask: SelectRequest, row: Explained
+    ) -> dict[str, Any]:
         """Returns what an answer says of the time to the first token; null: not known."""
-        expected_s = self._expected_ttft_s(fleet, row)
+        expected_s = self._expected_ttft_s(candidates, row)
         members: dict[str, Any] = {"expected_ttft_s": expected_s}
         if ask.slo_ttft_s is not None:
             is_met = None if expected_s is None else expected_s <= ask.slo_ttft_s
-            self._tally.slo[SLO_OUTCOMES[is_met]] += 1
+            self._stats.slo[SLO_OUTCOMES[is_met]] += 1
             members["slo_met"] = is_met
         return members
 
-    def _explained(self, fleet: Fleet, ask: SelectRequest, row: Explained) -> dict[str, Any]:
+    def _explained(
+        self, candidates: Candidates, ask: SelectRequest, row: Explained
+    ) -> dict[str, Any]:
         """Returns the terms of a rank's cost, its session, and the health of its stream."""
         bound = None if self._affinity is None else self._affinity.target(ask)
         has = bound is not None and row.worker_id == bound[0] and bound[1] in (None, row.dp_rank)
-        expected_s = self._expected_ttft_s(fleet, row)
+        expected_s = self._expected_ttft_s(candidates, row)
         return row._asdict() | {
             "has_session": has,
             "expected_ttft_s": expected_s,
-            "stream": self._stream(fleet, row),
+            "stream": self._stream(candidates, row),
         }
 
-    def _stream(self, fleet: Fleet, row: Explained) -> StreamHealth | None:
+    def _stream(self, candidates: Candidates, row: Explained) -> StreamHealth | None:
         """Returns the health of a rank's stream, None without one."""
-        listener = self._registry.find_listener(RankKey(fleet.key, row.worker_id, row.dp_rank))
+        listener = self._registry.find_listener(RankKey(candidates.key, row.worker_id, row.dp_rank))
         return None if listener is None else listener.health(self._clock())
 
     def stop(self) -> None:
@@ -430,92 +442,94 @@ class Scheduler:
 
     def ask_all(self) -> None:
         """Serves all waiting selections that can be served now; anything may have changed."""
-        for fleet in self._fleets.values():
-            fleet.queue.wake()
+        for candidates in self._candidates.values():
+            candidates.queue.wake()
         self.drain_queues()
 
     def drain_queues(self) -> None:
         """Serves waiting selections of all fleets whose ranks have changed."""
         if self.held:
-            for fleet in self._fleets.values():
-                self.drain_queue(fleet)
+            for candidates in self._candidates.values():
+                self.drain_queue(candidates)
 
-    def drain_queue(self, fleet: Fleet) -> None:
+    def drain_queue(self, candidates: Candidates) -> None:
         """Serves waiting selections of one fleet whose ranks have changed, in order.
 
         When SERVED_AT_ONCE have been, the last of them has the next served once its task runs.
         """
-        if not len(fleet.queue):
+        if not len(candidates.queue):
             return
-        changed = fleet.pool.changed()
+        changed = candidates.pool.changed()
         if changed is None:  # others are there now
-            self._end_hashed(fleet)
-        fleet.queue.wake(ANYONE if changed is None else int.from_bytes(changed, "little"))
+            self._end_hashed(candidates)
+        candidates.queue.wake(ANYONE if changed is None else int.from_bytes(changed, "little"))
         with SELECTIONS:
-            for number, held in enumerate(fleet.queue.release(partial(self._serve, fleet)), 1):
+            for number, held in enumerate(
+                candidates.queue.release(partial(self._serve, candidates)), 1
+            ):
                 if number == SERVED_AT_ONCE:
                     held.goes_on = True
                     break
-        fleet.pool.remember()
+        candidates.pool.remember()
 
-    def _end_hashed(self, fleet: Fleet) -> None:
+    def _end_hashed(self, candidates: Candidates) -> None:
         """Ends selections that came hashed by another block size than the workers have now."""
-        if not fleet.workers:
+        if not candidates.workers:
             return
-        for held in list(fleet.queue):
-            if held.again is None and held.block_size != fleet.pool.block_size:
+        for held in list(candidates.queue):
+            if held.again is None and held.block_size != candidates.pool.block_size:
                 assert held.waiting is not None
-                fleet.queue.remove(held.waiting)
+                candidates.queue.remove(held.waiting)
                 error = Unserved(SelectionOutcome.NOT_ELIGIBLE, _OTHER_SIZE, retry_after_s=1)
-                self._tally.failed(held.ask, error)
+                self._stats.failed(held.ask, error)
                 held.resolve(error)
 
-    def _serve(self, fleet: Fleet, held: QueuedRequest) -> int:
+    def _serve(self, candidates: Candidates, held: QueuedRequest) -> int:
         """Answers a selection and returns 0, or returns the bits of the ranks that it waits for."""
         ask = held.ask
         try:
             if self._stopping:
                 raise Unserved(SelectionOutcome.STOPPING, _STOPPING)
-            if not fleet.workers:
+            if not candidates.workers:
                 raise Unserved(SelectionOutcome.NO_WORKERS, "no schedulable workers are available")
             if (answered := self._again(ask)) is None:  # both have waited
                 self._check_new(ask)
-                if self._all_busy(fleet, ask):
-                    return _awaited(fleet, ask)
-                self._look_again(fleet, held)
-                answered = self._serve_one(fleet, ask)
+                if self._all_busy(candidates, ask):
+                    return _awaited(candidates, ask)
+                self._look_again(candidates, held)
+                answered = self._serve_one(candidates, ask)
         except KvdError as error:
-            self._tally.failed(ask, error)
+            self._stats.failed(ask, error)
             held.resolve(error)
             return 0
         if answered is None:
-            return _awaited(fleet, ask)
+            return _awaited(candidates, ask)
         held.resolve(answered)
         return 0
 
-    def _look_again(self, fleet: Fleet, held: QueuedRequest) -> None:
-        if held.block_size == fleet.pool.block_size:
-            fleet.pool.look_again(held.prompt)
+    def _look_again(self, candidates: Candidates, held: QueuedRequest) -> None:
+        if held.block_size == candidates.pool.block_size:
+            candidates.pool.look_again(held.prompt)
             return
         assert held.again is not None  # or it has ended
-        held.again(fleet.pool)
-        held.prompt, held.block_size = fleet.pool.hold(), fleet.pool.block_size
-        self._tally.rehashed += 1
+        held.again(candidates.pool)
+        held.prompt, held.block_size = candidates.pool.hold(), candidates.pool.block_size
+        self._stats.rehashed += 1
 
-    def _all_busy(self, fleet: Fleet, ask: SelectRequest) -> bool:
+    def _all_busy(self, candidates: Candidates, ask: SelectRequest) -> bool:
         """Returns whether all ranks are busy, which needs no look at the prompt."""
         phase = Phase.PREFILL if ask.phase is Phase.BOTH else ask.phase
-        eligible = fleet.eligible(ask.constraints_in(phase), phase)
-        return fleet.pool.refusal(in_phase(ask.settings, phase), eligible) == selector.BUSY
+        eligible = candidates.eligible(ask.constraints_in(phase), phase)
+        return candidates.pool.refusal(in_phase(ask.settings, phase), eligible) == selector.BUSY
 
 
-def _load(fleet: Fleet, chosen: Choice, busy: float | None) -> dict[str, int | None]:
+def _load(candidates: Candidates, chosen: Choice, busy: float | None) -> dict[str, int | None]:
     """Returns the load of a chosen rank and the capacity of its worker; None is unknown.
 
     Says whether it prefills more than so many batches, if that is given.
     """
     row = chosen.ranks.pool.explained(chosen.at, chosen.settings)
-    record = fleet.workers[row.worker_id]
+    record = candidates.workers[row.worker_id]
     tokens, capacity = row.active_prefill_tokens, record.max_num_batched_tokens
     load = {
         "active_prefill_tokens": tokens,
@@ -527,19 +541,19 @@ def _load(fleet: Fleet, chosen: Choice, busy: float | None) -> dict[str, int | N
     return load
 
 
-def _awaited(fleet: Fleet, ask: SelectRequest) -> int:
+def _awaited(candidates: Candidates, ask: SelectRequest) -> int:
     """Returns the bits of the pool's ranks whose loads decide whether a selection can be served."""
     awaited = 0
     for phase in (Phase.PREFILL, Phase.DECODE) if ask.phase is Phase.BOTH else (ask.phase,):
-        eligible = fleet.eligible(ask.constraints_in(phase), phase)
+        eligible = candidates.eligible(ask.constraints_in(phase), phase)
         if eligible is None:
             return ANYONE
         awaited |= int.from_bytes(eligible, "little")
     return awaited
 
 
-def _lane(ask: SelectRequest) -> Hashable:
-    """Names the ranks that may serve a selection: those of one lane wait for the same ones."""
+def _queue_key(ask: SelectRequest) -> Hashable:
+    """Names the ranks that may serve a selection: the key of its queue."""
     return ask.constraints if ask.phase is None else (ask.constraints, ask.phase)
 
 

@@ -10,7 +10,7 @@ from kvd.index.registry import Registry
 from kvd.model import PartitionKey
 from kvd.platform.descriptors import MAX_WAITING
 from kvd.selection.affinity import Affinity
-from kvd.selection.candidates import Fleet
+from kvd.selection.candidates import Candidates
 from kvd.selection.options import RouterOptions
 from kvd.selection.readiness import Readiness
 from kvd.selection.regret import Regret
@@ -54,16 +54,22 @@ class Selections:
         self.options = options
         self.clock = clock
         self.draws = Draws(random)
-        self.fleets: dict[PartitionKey, Fleet] = {}
+        self.candidates: dict[PartitionKey, Candidates] = {}
         self.writer_id = random.randrange(1, 2**64)  # of this process among replicas; 0 means none
         self.affinity: Affinity | None = None
         if options.session_affinity_ttl_s is not None:
             ttl_s = options.session_affinity_ttl_s
             self.affinity = Affinity(
-                self.fleets, ttl_s, self.writer_id, clock, wall_ns, options.max_sessions, journal
+                self.candidates,
+                ttl_s,
+                self.writer_id,
+                clock,
+                wall_ns,
+                options.max_sessions,
+                journal,
             )
         self.reservations = Reservations(
-            self.fleets,
+            self.candidates,
             expiry_s,
             clock,
             ledgers or Ledgers(),
@@ -73,27 +79,29 @@ class Selections:
             journal=journal,
         )
         self.regret = Regret()
-        self.speeds = Speeds(self.fleets, clock, self.regret, self.reservations.sample)
+        self.speeds = Speeds(self.candidates, clock, self.regret, self.reservations.sample)
         self.reservations.moments.subscribe(self.speeds.observe)
         self._adjusted_at = clock()
-        self.tally = SelectionStats()
-        self.counts = self.tally.counts
+        self.stats = SelectionStats()
+        self.counts = self.stats.counts
         self.scheduler = Scheduler(
-            self.fleets,
+            self.candidates,
             options,
             self.reservations,
             self.draws,
             clock,
-            self.tally,
+            self.stats,
             max_waiting,
             registry,
             self.speeds,
             self.affinity,
         )
-        self.tuning = Tuning(self.fleets, options.settings, self.scheduler.ask_all)
-        self.streams = Streams(self.fleets, registry, options, clock, self.scheduler.drain_queue)
+        self.tuning = Tuning(self.candidates, options.settings, self.scheduler.ask_all)
+        self.streams = Streams(
+            self.candidates, registry, options, clock, self.scheduler.drain_queue
+        )
         self.workers = Workers(
-            self.fleets,
+            self.candidates,
             state,
             registry,
             options,
@@ -106,7 +114,9 @@ class Selections:
 
     def _workers_changed(self) -> None:
         if not self.readiness.enough:
-            self.readiness.note(sum(len(fleet.workers) for fleet in self.fleets.values()))
+            self.readiness.note(
+                sum(len(candidates.workers) for candidates in self.candidates.values())
+            )
         self.scheduler.drain_queues()
 
     def run_due(self, now: float) -> Iterator[None]:
@@ -121,8 +131,8 @@ class Selections:
 
     def settings(self, key: PartitionKey) -> Settings:
         """Returns the settings of requests of a model and tenant that override nothing."""
-        fleet = self.fleets.get(key)
-        return self.options.settings if fleet is None else fleet.settings
+        candidates = self.candidates.get(key)
+        return self.options.settings if candidates is None else candidates.settings
 
     def reload(self, options: RouterOptions, expiry_s: float) -> None:
         """Applies other weights, thresholds, policy, expiry and bounds of waiting and fleets.
@@ -137,17 +147,17 @@ class Selections:
         self.options.prefill_busy = options.prefill_busy
         self.options.max_held = options.max_held
         self.options.max_wait_s = options.max_wait_s
-        self.options.max_fleets = options.max_fleets
+        self.options.max_partitions = options.max_partitions
         self.reservations.expiry_s = expiry_s
-        for fleet in self.fleets.values():
-            fleet.queue.reorder(options.queue_policy)
+        for candidates in self.candidates.values():
+            candidates.queue.reorder(options.queue_policy)
         self.tuning.reload(options.settings)
 
     def render_loads(self, model_name: str | None, tenant_id: str | None) -> bytes:
         """Returns a JSON array of what every fleet works on, sorted; None is any."""
         rows = (
-            fleet.render_loads()
-            for key, fleet in sorted(self.fleets.items())
+            candidates.render_loads()
+            for key, candidates in sorted(self.candidates.items())
             if model_name in (None, key.model_name) and tenant_id in (None, key.tenant_id)
         )
         return b"[%b]" % b",".join(rows)

@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvd.model import PartitionKey
-from kvd.selection.candidates import Fleet
+from kvd.selection.candidates import Candidates
 from kvd.selection.regression import fit
 from kvd.selection.regret import Rank, Regret
 from kvd.slots.live_requests import Moment
@@ -152,13 +152,13 @@ class Speeds:
 
     def __init__(
         self,
-        fleets: Mapping[PartitionKey, Fleet],
+        candidates: Mapping[PartitionKey, Candidates],
         clock: Callable[[], float],
         regret: Regret,
         sample: Sample,
     ) -> None:
         """Observed requests are counted in `sample`; what became of them is told to `regret`."""
-        self._fleets = fleets
+        self._candidates = candidates
         self._clock = clock
         self._regret = regret
         self._sample = sample
@@ -176,15 +176,15 @@ class Speeds:
             self._end(moment)
 
     def _begin(self, moment: Moment) -> None:
-        live, fleet = moment.live, self._fleets.get(moment.key)
-        if live is None or fleet is None or moment.mirrored or live.prefill_complete:
+        live, candidates = moment.live, self._candidates.get(moment.key)
+        if live is None or candidates is None or moment.mirrored or live.prefill_complete:
             return
-        number = fleet.ledger.rank_of(live.worker_id, live.dp_rank)
+        number = candidates.ledger.rank_of(live.worker_id, live.dp_rank)
         if number is None:
             return
         self._sample.count()
         rank = moment.key, live.worker_id, live.dp_rank
-        queued = fleet.ledger.load(number).prefill_tokens
+        queued = candidates.ledger.load(number).prefill_tokens
         expected_s = self.ttft_s(rank, queued)
         self._observed[moment.request_id] = _Observed(rank, moment.at, queued, expected_s)
         if len(self._observed) > MAX_OBSERVED:
@@ -203,16 +203,22 @@ class Speeds:
     def _requests_of(self, rank: Rank) -> int:
         """Returns the live requests of a rank, at least 1."""
         key, *place = rank
-        fleet = self._fleets.get(key)
-        number = None if fleet is None else fleet.ledger.rank_of(*place)
-        return 1 if fleet is None or number is None else max(1, fleet.ledger.load(number).requests)
+        candidates = self._candidates.get(key)
+        number = None if candidates is None else candidates.ledger.rank_of(*place)
+        return (
+            1
+            if candidates is None or number is None
+            else max(1, candidates.ledger.load(number).requests)
+        )
 
     def _end(self, moment: Moment) -> None:
         seen = self._observed.pop(moment.request_id, None)
         if seen is None or seen.complete_at is None or moment.live is None:
             return
-        fleet = self._fleets.get(moment.key)
-        tokens = moment.live.output_blocks * (0 if fleet is None else fleet.block_size or 0)
+        candidates = self._candidates.get(moment.key)
+        tokens = moment.live.output_blocks * (
+            0 if candidates is None else candidates.block_size or 0
+        )
         if tokens:
             step_s = (moment.at - seen.complete_at) / tokens
             self._lines_of(seen.rank).decode.add(seen.requests, step_s, moment.at)
@@ -240,8 +246,8 @@ class Speeds:
     def prefill(self, rank: Rank) -> RankSpeed | None:
         """Returns how fast a rank prefills; None if nothing is known."""
         key, worker_id, _ = rank
-        fleet = self._fleets.get(key)
-        record = None if fleet is None else fleet.workers.get(worker_id)
+        candidates = self._candidates.get(key)
+        record = None if candidates is None else candidates.workers.get(worker_id)
         if record is not None and record.prefill_tokens_per_s:
             base_s = (record.decode_step_ms or 0.0) / 1000.0
             return RankSpeed(base_s, 1.0 / record.prefill_tokens_per_s, 1.0, 0, True)
@@ -272,6 +278,6 @@ class Speeds:
 
     def _is_there(self, rank: Rank) -> bool:
         key, worker_id, dp_rank = rank
-        fleet = self._fleets.get(key)
-        record = None if fleet is None else fleet.workers.get(worker_id)
+        candidates = self._candidates.get(key)
+        record = None if candidates is None else candidates.workers.get(worker_id)
         return record is not None and dp_rank in record.ranks

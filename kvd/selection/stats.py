@@ -1,7 +1,7 @@
 """The outcome of every selection, its wait and its choice, counted for /metrics.
 
 A selection that could be read has one outcome in the end. Hot handlers count what they serve into
-the same `ChoiceCounts` (kvd/faces/selection/handlers.pyx).
+the same `ChoiceStats` (kvd/faces/selection/handlers.pyx).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from kvd.errors import Conflict, KvdError, Unavailable
 from kvd.selection.phases import Phase
 from kvd.selection.requests import Choice, SelectRequest
 from kvd.telemetry.metrics import BUCKETS, Histogram
-from kvd_core.selector.choice_counts import ChoiceCounts
+from kvd_core.selector.choice_stats import ChoiceStats
 from kvd_core.selector.selector import Pool
 
 
@@ -56,7 +56,7 @@ class SelectionStats:
     """Counts the selections of a service."""
 
     def __init__(self) -> None:
-        self.counts = ChoiceCounts()
+        self.counts = ChoiceStats()
         self.waits = Histogram(BUCKETS)  # seconds
         self.slo = dict.fromkeys(SLO_OUTCOMES.values(), 0)  # of choices with such a limit
         self.fallbacks = 0  # requests for both phases that one worker serves

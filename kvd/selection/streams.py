@@ -1,6 +1,6 @@
 """Health of the candidates' event streams: ranks whose engines have gone are not chosen.
 
-    EventStream ── joined, lost ──> Registry.links ──> Streams ──> Fleet.absent, the pool
+    EventStream ── joined, lost ──> Registry.links ──> Streams ──> Candidates.absent, the pool
 
     connection of a rank's stream    what it caches     it is chosen
     made, or paused by request       counts             yes
@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from kvd.index.registry import Registry
 from kvd.model import PartitionKey, RankKey
-from kvd.selection.candidates import Absence, Fleet
+from kvd.selection.candidates import Absence, Candidates
 from kvd.selection.options import RouterOptions
 from kvd.wire.event_stream import EventStream
 from kvd.wire.stream_link import ListenerStatus
@@ -35,14 +35,14 @@ class Streams:
 
     def __init__(
         self,
-        fleets: Mapping[PartitionKey, Fleet],
+        candidates: Mapping[PartitionKey, Candidates],
         registry: Registry,
         options: RouterOptions,
         clock: Callable[[], float],
-        on_change: Callable[[Fleet], None],
+        on_change: Callable[[Candidates], None],
     ) -> None:
         """Calls `on_change` when a rank can be chosen no more, or again."""
-        self._fleets = fleets
+        self._candidates = candidates
         self._registry = registry
         self._options = options
         self._clock = clock
@@ -51,18 +51,18 @@ class Streams:
 
     def judge(self, key: RankKey) -> None:
         """Judges a rank, if it is one of a fleet's, by its connection as it is now."""
-        fleet = self._fleets.get(key.partition)
-        if fleet is None or not isinstance(key.instance_id, int):
+        candidates = self._candidates.get(key.partition)
+        if candidates is None or not isinstance(key.instance_id, int):
             return
-        record = fleet.workers.get(key.instance_id)
+        record = candidates.workers.get(key.instance_id)
         if record is None or key.dp_rank not in record.ranks:
             return
         place = key.instance_id, key.dp_rank
-        before = fleet.absent.get(place)
+        before = candidates.absent.get(place)
         after = self._absence(self._registry.find_listener(key), before)
-        fleet.note_absence(place, after)
+        candidates.note_absence(place, after)
         if (before is None or before.reachable) != (after is None or after.reachable):
-            self._on_change(fleet)
+            self._on_change(candidates)
 
     def _absence(self, listener: EventStream | None, known: Absence | None) -> Absence | None:
         """Returns what is wrong with a connection, None for nothing."""
@@ -80,21 +80,21 @@ class Streams:
     def look_again(self) -> Iterator[None]:
         """Judges those again that were absent; rests at every yield."""
         looked = 0
-        for fleet in list(self._fleets.values()):
-            for worker_id, dp_rank in list(fleet.absent):
-                self.judge(RankKey(fleet.key, worker_id, dp_rank))
+        for candidates in list(self._candidates.values()):
+            for worker_id, dp_rank in list(candidates.absent):
+                self.judge(RankKey(candidates.key, worker_id, dp_rank))
                 looked += 1
                 if looked % LOOK_SLICE == 0:
                     yield
 
     def reasons(self, key: PartitionKey, worker_id: int) -> dict[int, str]:
         """Returns the faults of a worker's connections, by dp rank."""
-        fleet = self._fleets.get(key)
-        if fleet is None or not fleet.absent:
+        candidates = self._candidates.get(key)
+        if candidates is None or not candidates.absent:
             return {}
-        record = fleet.workers.get(worker_id)
+        record = candidates.workers.get(worker_id)
         ranks = () if record is None else record.ranks
-        absences = {dp_rank: fleet.absent.get((worker_id, dp_rank)) for dp_rank in ranks}
+        absences = {dp_rank: candidates.absent.get((worker_id, dp_rank)) for dp_rank in ranks}
         return {
             dp_rank: self._reason(RankKey(key, worker_id, dp_rank), absence)
             for dp_rank, absence in absences.items()

@@ -1,7 +1,7 @@
 """Router settings of models that calls change at run time: mode, policy, busy thresholds.
 
 (model, tenant)  ──> changes ─┐
-(model, None)    ──> changes ─┼──> Fleet.settings, of requests that override nothing
+(model, None)    ──> changes ─┼──> Candidates.settings, of requests that override nothing
 RouterOptions    ──> settings ┘
 """
 
@@ -12,10 +12,10 @@ from typing import Any
 
 from kvd.errors import Conflict, NotFound
 from kvd.model import PartitionKey
-from kvd.selection.candidates import Fleet
+from kvd.selection.candidates import Candidates
 from kvd_core.selector.settings import Settings
 
-Place = tuple[str, str | None]  # model, tenant; None is all of its tenants
+TuningKey = tuple[str, str | None]  # model, tenant; None is all of its tenants
 
 
 class Tuning:
@@ -26,22 +26,22 @@ class Tuning:
 
     def __init__(
         self,
-        fleets: Mapping[PartitionKey, Fleet],
+        candidates: Mapping[PartitionKey, Candidates],
         settings: Settings,
         on_change: Callable[[], None],
     ) -> None:
         """Calls `on_change` when a worker may have become free for waiting selections."""
-        self._fleets = fleets
+        self._candidates = candidates
         self._settings = settings
         self._on_change = on_change
         self.changes = 0  # of what is said
-        self._changes: dict[Place, dict[str, Any]] = {}
+        self._changes: dict[TuningKey, dict[str, Any]] = {}
 
     def reload(self, settings: Settings) -> None:
         """Has other settings hold where nothing else is said."""
         self._settings = settings
-        for key, fleet in self._fleets.items():
-            fleet.settings = self.settings(*key)
+        for key, candidates in self._candidates.items():
+            candidates.settings = self.settings(*key)
         self._on_change()
 
     def settings(self, model_name: str, tenant_id: str | None) -> Settings:
@@ -52,7 +52,9 @@ class Tuning:
         }
         return self._settings.replace(**changes) if changes else self._settings
 
-    def change(self, place: Place, changes: Mapping[str, Any], whole: tuple[str, ...] = ()) -> None:
+    def change(
+        self, place: TuningKey, changes: Mapping[str, Any], whole: tuple[str, ...] = ()
+    ) -> None:
         """Changes settings by name, of a model and tenant or a model with all its tenants.
 
         What has been said of any of `whole` is forgotten. A tenant's own win over those of its
@@ -62,7 +64,7 @@ class Tuning:
         self._check(place)
         self._say(place, changes, whole)
 
-    def set_ahead(self, place: Place, changes: Mapping[str, Any]) -> Mapping[str, Any]:
+    def set_ahead(self, place: TuningKey, changes: Mapping[str, Any]) -> Mapping[str, Any]:
         """Does the same where there may not have been workers yet, and returns the changes.
 
         Raises Conflict if any of them has been said of the place. How many places there are is
@@ -74,7 +76,7 @@ class Tuning:
         self._say(place, changes, ())
         return changes
 
-    def replace(self, place: Place, names: Iterable[str], changes: Mapping[str, Any]) -> None:
+    def replace(self, place: TuningKey, names: Iterable[str], changes: Mapping[str, Any]) -> None:
         """Has these changes be said of a place, and those of `names` no more; raises ValueError.
 
         The caller bounds the number of places.
@@ -84,12 +86,12 @@ class Tuning:
         self._say(place, changes, tuple(left))
         self.take_back(place, left)
 
-    def holds(self, place: Place, changes: Mapping[str, Any]) -> bool:
+    def holds(self, place: TuningKey, changes: Mapping[str, Any]) -> bool:
         """Returns whether exactly these changes hold for a place, by all of their names."""
         said = self._changes.get(place, {})
         return all(name in said and said[name] == value for name, value in changes.items())
 
-    def take_back(self, place: Place, names: Iterable[str]) -> None:
+    def take_back(self, place: TuningKey, names: Iterable[str]) -> None:
         """Takes changes back wherever they were said, also without workers."""
         changes = self._changes.get(place, {})
         for name in names:
@@ -98,7 +100,7 @@ class Tuning:
             self._changes.pop(place, None)
         self._apply(place[0])
 
-    def _say(self, place: Place, changes: Mapping[str, Any], whole: tuple[str, ...]) -> None:
+    def _say(self, place: TuningKey, changes: Mapping[str, Any], whole: tuple[str, ...]) -> None:
         self._settings.replace(**changes)
         said = self._changes.setdefault(place, {})
         for name in whole:
@@ -106,32 +108,32 @@ class Tuning:
         said.update(changes)
         self._apply(place[0])
 
-    def forget(self, place: Place, names: tuple[str, ...]) -> None:
+    def forget(self, place: TuningKey, names: tuple[str, ...]) -> None:
         """Takes changes back; raises NotFound as `change` does."""
         self._check(place)
         self.take_back(place, names)
 
-    def all_said(self) -> list[tuple[Place, dict[str, Any]]]:
+    def all_said(self) -> list[tuple[TuningKey, dict[str, Any]]]:
         """Returns all changes, by what they are of."""
         return [(place, dict(changes)) for place, changes in self._changes.items()]
 
-    def said(self, names: tuple[str, ...]) -> list[Place]:
+    def said(self, names: tuple[str, ...]) -> list[TuningKey]:
         """Returns where any of these has been changed, models before their tenants."""
         places = [place for place, changes in self._changes.items() if changes.keys() & set(names)]
         return sorted(places, key=_in_order)
 
-    def places(self, names: tuple[str, ...]) -> list[Place]:
+    def places(self, names: tuple[str, ...]) -> list[TuningKey]:
         """Returns where any of these is set: changed, or everywhere if it is so by default."""
         places = set(self.said(names))
         if any(self._settings.members[name] is not None for name in names):
-            places |= {(key.model_name, None) for key in self._fleets}
+            places |= {(key.model_name, None) for key in self._candidates}
         return sorted(places, key=_in_order)
 
-    def _check(self, place: Place) -> None:
+    def _check(self, place: TuningKey) -> None:
         model_name, tenant_id = place
         if not any(
             key.model_name == model_name and tenant_id in (None, key.tenant_id)
-            for key in self._fleets
+            for key in self._candidates
         ):
             tenant = "" if tenant_id is None else f" tenant_id={tenant_id}"
             failure = NotFound(f"no workers have been registered for model={model_name}{tenant}")
@@ -139,12 +141,12 @@ class Tuning:
 
     def _apply(self, model_name: str) -> None:
         self.changes += 1
-        for key, fleet in self._fleets.items():
+        for key, candidates in self._candidates.items():
             if key.model_name == model_name:
-                fleet.settings = self.settings(*key)
+                candidates.settings = self.settings(*key)
         self._on_change()
 
 
-def _in_order(place: Place) -> tuple[str, bool, str]:
+def _in_order(place: TuningKey) -> tuple[str, bool, str]:
     model, tenant = place
     return model, tenant is not None, tenant or ""

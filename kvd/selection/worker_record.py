@@ -3,7 +3,7 @@
     POST, PUT, PATCH ──> WorkerRecord ──> reasons() ──> schedulable, or incomplete with reasons
                                                             │
                                                             v
-                                        Fleet (kvd.selection): listeners, ledger ranks, pool
+                                        Candidates (kvd.selection): listeners, ledger ranks, pool
 
 A record is what an operator or controller has said of a worker, nothing of it is derived. Worker
 ids are unique in the whole service: a known id under another model or tenant moves the worker.

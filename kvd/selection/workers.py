@@ -24,7 +24,7 @@ from kvd.index.partitions import Partition, State
 from kvd.index.registry import Registry
 from kvd.model import PartitionKey, RankKey
 from kvd.selection.admission import OWNER, Admission, CatalogEntry
-from kvd.selection.candidates import Fleet
+from kvd.selection.candidates import Candidates
 from kvd.selection.options import RouterOptions
 from kvd.selection.reservations import Reservations
 from kvd.selection.speeds import Speeds
@@ -43,7 +43,7 @@ class Workers:
 
     def __init__(
         self,
-        fleets: dict[PartitionKey, Fleet],
+        candidates: dict[PartitionKey, Candidates],
         state: State,
         registry: Registry,
         options: RouterOptions,
@@ -55,7 +55,7 @@ class Workers:
     ) -> None:
         """Calls `on_change` after every change, when waiting selections may have got a rank."""
         self.entries: dict[int, CatalogEntry] = {}
-        self._fleets = fleets
+        self._candidates = candidates
         self._state = state
         self._registry = registry
         self._options = options
@@ -65,7 +65,7 @@ class Workers:
         self.speeds = speeds
         self.changes = 0  # of the catalog
         self._on_change = on_change
-        self._admission = Admission(self.entries, fleets, registry, options, state.served)
+        self._admission = Admission(self.entries, candidates, registry, options, state.served)
         self._changing = trio.Lock()
         self._blocked: set[int] = set()  # incomplete through no fault of their own
         self._due: deque[int] = deque()  # of these, those to be judged again
@@ -128,12 +128,12 @@ class Workers:
             self._admission.check_served(record)
             self._admission.check_addresses(record)
         async with self._changing:
-            fleet = self._fleets.get(key)
-            replaced = fleet is not None and fleet.block_size not in (
+            candidates = self._candidates.get(key)
+            replaced = candidates is not None and candidates.block_size not in (
                 None,
                 *(record.block_size for record in records),
             )
-            self._admission.check_all(records, fleet if replaced else None)
+            self._admission.check_all(records, candidates if replaced else None)
             named = {record.worker_id for record in records}
             old = [entry for entry in self.entries.values() if entry.record.key == key]
             if replaced:  # blocks of two sizes cannot be in one index, for no moment
@@ -213,10 +213,10 @@ class Workers:
 
     def lifecycle(self, entry: CatalogEntry) -> WorkerLifecycle:
         """Returns the lifecycle of a worker: unschedulable once all its engines have gone."""
-        fleet = self._fleets.get(entry.record.key)
-        if not entry.reasons and fleet is not None and fleet.absent:
+        candidates = self._candidates.get(entry.record.key)
+        if not entry.reasons and candidates is not None and candidates.absent:
             absent = (
-                fleet.absent.get((entry.record.worker_id, each)) for each in entry.record.ranks
+                candidates.absent.get((entry.record.worker_id, each)) for each in entry.record.ranks
             )
             if all(each is not None and not each.reachable for each in absent):
                 return WorkerLifecycle.UNSCHEDULABLE
@@ -274,42 +274,44 @@ class Workers:
             ).items()
             if not (_stays(record, after, dp_rank) and heard == _addresses(after, dp_rank))
         ]
-        fleet = self._fleets.get(record.key)
-        if leaving and fleet is not None:
+        candidates = self._candidates.get(record.key)
+        if leaving and candidates is not None:
             # Until it leaves it can be selected; what it caches goes with the listeners.
-            fleet.changed(silent=record.worker_id)
+            candidates.changed(silent=record.worker_id)
         for dp_rank in leaving:
             await self._registry.unregister(record.worker_id, *record.key, dp_rank, OWNER)
 
     def _leave(self, record: WorkerRecord, after: WorkerRecord | None) -> None:
         """Removes a worker from its fleet, and the bookings of ranks that it will not have."""
-        fleet = self._fleets.get(record.key)
-        if fleet is None:
+        candidates = self._candidates.get(record.key)
+        if candidates is None:
             return
-        fleet.workers.pop(record.worker_id, None)
+        candidates.workers.pop(record.worker_id, None)
         for dp_rank in record.ranks:
-            fleet.absent.pop((record.worker_id, dp_rank), None)
-        fleet.changed()
+            candidates.absent.pop((record.worker_id, dp_rank), None)
+        candidates.changed()
         leaving = [each for each in record.ranks if not _stays(record, after, each)]
         for dp_rank in leaving:
-            self._drop_rank(fleet, record, dp_rank)
+            self._drop_rank(candidates, record, dp_rank)
 
-    def _drop_rank(self, fleet: Fleet, record: WorkerRecord, dp_rank: int) -> None:
+    def _drop_rank(self, candidates: Candidates, record: WorkerRecord, dp_rank: int) -> None:
         rank = record.worker_id, dp_rank
-        number = fleet.ledger.rank_of(*rank)
-        if fleet.predictions is not None and number is not None:
-            fleet.predictions.forget(number)
-        self._reservations.drop_rank(fleet, rank, record.block_size or 0)
+        number = candidates.ledger.rank_of(*rank)
+        if candidates.predictions is not None and number is not None:
+            candidates.predictions.forget(number)
+        self._reservations.drop_rank(candidates, rank, record.block_size or 0)
 
     def _join(self, record: WorkerRecord) -> None:
         """Listens to a worker's ranks and makes them selectable; raises what `register` does."""
-        if record.key not in self._fleets:
-            self._admission.check_fleets()
+        if record.key not in self._candidates:
+            self._admission.check_partitions()
             settings = self._tuning.settings(*record.key)
-            self._fleets[record.key] = Fleet(record.key, self._options, self._state, settings)
-        fleet = self._fleets[record.key]
+            self._candidates[record.key] = Candidates(
+                record.key, self._options, self._state, settings
+            )
+        candidates = self._candidates[record.key]
         assert record.block_size is not None  # or it could not be scheduled
-        self._reservations.open_ledger(fleet, record.block_size)
+        self._reservations.open_ledger(candidates, record.block_size)
         if self._options.uses_kv_events:
             heard = self._registry.addresses_of(record.key, record.worker_id, record.ranks, OWNER)
             for dp_rank in record.ranks:
@@ -321,9 +323,9 @@ class Workers:
                         rank, endpoint, record.block_size, replay, OWNER, server_key
                     )
         for dp_rank in record.ranks:
-            fleet.ledger.add_rank(record.worker_id, dp_rank)
-        fleet.workers[record.worker_id] = record
-        fleet.changed()
+            candidates.ledger.add_rank(record.worker_id, dp_rank)
+        candidates.workers[record.worker_id] = record
+        candidates.changed()
         if self._options.uses_kv_events:
             for dp_rank in record.ranks:
                 self._streams.judge(RankKey(record.key, record.worker_id, dp_rank))

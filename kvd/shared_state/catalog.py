@@ -75,7 +75,7 @@ class CatalogRow:
 
 
 @dataclass(slots=True)
-class CatalogCounts:
+class CatalogStats:
     """Counts of registrations by outcome; plain numbers for metrics."""
 
     written: int = 0
@@ -91,7 +91,7 @@ class Catalog:
     def __init__(
         self, registrations: Registrations, targets: Mapping[str, RegistrationTarget]
     ) -> None:
-        self.counts = CatalogCounts()
+        self.counts = CatalogStats()
         self._registrations = registrations
         self._targets = targets
         self._agreed: dict[Field, CatalogRow] = {}

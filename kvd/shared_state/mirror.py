@@ -151,7 +151,7 @@ class RequestWithoutRank:
 
 
 @dataclass(slots=True)
-class MirrorCounts:
+class MirrorStats:
     """Counts of other processes' steps by outcome; plain numbers for metrics."""
 
     steps: int = 0  # taken
@@ -189,7 +189,7 @@ class Mirror:
         self.requests: dict[Name, Known] = {}
         self.waiting: dict[Name, Known] = {}
         self.behind: dict[str, int] = {}
-        self.counts = MirrorCounts()
+        self.counts = MirrorStats()
         self._faces = faces
         self._affinity = affinity
         self._journal = journal

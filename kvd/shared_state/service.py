@@ -21,7 +21,7 @@ from kvd.index.served_models import ServedModels
 from kvd.persistence.journal import SharedUntil
 from kvd.replica_sync.deduplication import Deduplicator
 from kvd.selection.service import Selections
-from kvd.shared_state.catalog import Catalog, CatalogCounts
+from kvd.shared_state.catalog import Catalog, CatalogStats
 from kvd.shared_state.keys import Keys
 from kvd.shared_state.mirror import BOUND, Faces, Mirror
 from kvd.shared_state.outbox import Outbox
@@ -252,7 +252,7 @@ class SharedState:
             "counter",
             help,
             "outcome",
-            {each.name: getattr(self._catalog.counts, each.name) for each in fields(CatalogCounts)},
+            {each.name: getattr(self._catalog.counts, each.name) for each in fields(CatalogStats)},
         )
 
 

@@ -63,7 +63,7 @@ log = get_logger(__name__)
 
 
 @dataclass(slots=True)
-class SessionCounts:
+class SessionStats:
     """The cost of the stream; plain numbers for metrics."""
 
     entries_written: int = 0
@@ -83,7 +83,7 @@ class KnownFleet:
 
     served: ServedModels  # which is told what the others serve
     members: dict[str, Member] = field(default_factory=dict)
-    counts: SessionCounts = field(default_factory=SessionCounts)
+    counts: SessionStats = field(default_factory=SessionStats)
     has_joined: bool = False  # all that others had at our start is in here
     has_settled: bool = False  # what was restored here is known to all, or has been dropped
     told_at: float | None = None  # up to when the server had been told what was restored here

@@ -49,7 +49,7 @@ ELSEWHERE_A_PIECE = 512
 
 
 @dataclass(slots=True)
-class ViewCounts:
+class ViewStats:
     """The cost of views; plain numbers for metrics."""
 
     written: int = 0
@@ -71,7 +71,7 @@ class Views:
         at_rest: trio.Lock,
     ) -> None:
         """`at_rest` is held while an entry is applied, from its first step to its last."""
-        self.counts = ViewCounts()
+        self.counts = ViewStats()
         self.number = 0  # of the last view
         self._mirror = mirror
         self._outbox = outbox
@@ -182,7 +182,7 @@ async def read_head(client: Client, keys: Keys, writer: str) -> ViewHead | None:
 
 
 async def read_pieces(
-    client: Client, keys: Keys, writer: str, head: ViewHead, counts: ViewCounts
+    client: Client, keys: Keys, writer: str, head: ViewHead, counts: ViewStats
 ) -> AsyncGenerator[Piece, None]:
     """Yields the pieces of a view; raises Unreadable if not all of them are there."""
     if head.pieces > MAX_PIECES:

@@ -1,7 +1,7 @@
 """The life of requests, from their booking to their end, as all faces account for it.
 
     LiveRequests                    one a face: SlotTrackers, and Reservations of the selection
-      ├ owners: (model, tenant) ──> Tracker or Fleet: a ledger, its block size, its workers
+      ├ owners: (model, tenant) ──> Tracker or Candidates: a ledger, its block size, its workers
       ├ steps    ──> replicas       each step that a client has taken here
       ├ moments  ──> observers      each step with its time, from any source
       └ early                       ends that replicas told of before the beginnings

@@ -150,7 +150,7 @@ class SlotTrackers(LiveRequests[Tracker]):
             self.drop_rank(tracker, (worker_id, dp_rank), tracker.block_size)
         if not tracker.workers:
             del self.trackers[key]
-            self.ended.update(totals(tracker.ledger))
+            self.ended.update(ledger_stats(tracker.ledger))
         ease(tracker.ledger)
 
     def select(self, model_name: str | None, tenant_id: str | None) -> list[Tracker]:
@@ -219,7 +219,7 @@ def _refusal(outcome: int) -> Exception:
     return Unavailable("the limit of live requests is reached")
 
 
-def totals(of: Ledger) -> dict[str, int]:
+def ledger_stats(of: Ledger) -> dict[str, int]:
     """Returns what a ledger counts that only grows."""
     stats = of.stats()
     counts = {name: stats[name] for name in ("added", "repeated", "freed")}

@@ -29,11 +29,11 @@ CAUSES: tuple[Cause, ...]
 
 def stretches_counted() -> AbstractContextManager[None]: ...
 
-class StretchCounts(NamedTuple):
+class StretchStats(NamedTuple):
     cause: str
     buckets: list[int]
     seconds: float
     longest_s: float
     longest_age_s: float
 
-def stretch_counts() -> list[StretchCounts]: ...
+def stretch_counts() -> list[StretchStats]: ...

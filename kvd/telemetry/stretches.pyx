@@ -248,7 +248,7 @@ def stretches_counted():
         trio.lowlevel.remove_instrument(polls)
 
 
-class StretchCounts(NamedTuple):
+class StretchStats(NamedTuple):
     """The stretches of one cause."""
 
     cause: str
@@ -273,7 +273,7 @@ def stretch_counts():
             longest = account.longest[account.longest[1].ns > account.longest[0].ns]
             age_s = (now - longest.at) * 1e-9 if longest.at else 0.0
             found.append(
-                StretchCounts(
+                StretchStats(
                     CAUSES[i].name, buckets, account.ns * 1e-9, longest.ns * 1e-9, age_s
                 )
             )

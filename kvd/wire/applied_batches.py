@@ -17,11 +17,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from kvd.wire.counts import StreamCounts
 from kvd.wire.cursor import Cursor
 from kvd.wire.engine_identity import EngineIdentity, IdentityEvent
 from kvd.wire.losses import Losses
 from kvd.wire.position import StreamPosition
+from kvd.wire.stream_stats import StreamStats
 from kvd_core.index.prefix_index import CLEARED, FLAWED, NEW_RANK, NO_ROOM, UNFINISHED
 
 UNKNOWN = "not known to be the same engine"
@@ -100,7 +100,7 @@ class AppliedBatches:
         self,
         stream: BatchSink,
         identity: EngineIdentity,
-        counts: StreamCounts,
+        counts: StreamStats,
         expected: int,
         first: int,
     ) -> None:

@@ -21,11 +21,11 @@ another one is no answer. What is being asked is the `IdentityCheck` of `kvd.wir
 from __future__ import annotations
 
 from kvd.wire.applied_batches import AppliedBatches
-from kvd.wire.counts import StreamCounts
 from kvd.wire.cursor import Verdict
 from kvd.wire.engine_identity import EngineIdentity, IdentityCheck, IdentityEvent
 from kvd.wire.replay import END_SEQ, ReplayEnd
 from kvd.wire.stream_link import StreamLink
+from kvd.wire.stream_stats import StreamStats
 
 # Batches of a replay up to which no bound of a socket can have cut the answer.
 FEW = 100
@@ -53,7 +53,7 @@ class CatchUp:
         batches: AppliedBatches,
         identity: EngineIdentity,
         link: StreamLink,
-        counts: StreamCounts,
+        counts: StreamStats,
     ) -> None:
         self._batches = batches
         self._cursor = batches.cursor

@@ -206,12 +206,12 @@ def refusal(host: object) -> str:
     return f"{host} is not in outgoing_allow"
 
 
-def parse_places(texts: Iterable[str]) -> AllowedNetworks:
+def parse_networks(texts: Iterable[str]) -> AllowedNetworks:
     """Returns the setting of these texts; ValueError says what would be good."""
-    return AllowedNetworks(dict.fromkeys(map(_parse_place, texts)))
+    return AllowedNetworks(dict.fromkeys(map(_parse_network, texts)))
 
 
-def _parse_place(text: str) -> str:
+def _parse_network(text: str) -> str:
     if text in DEFAULT:
         return text
     try:

@@ -35,7 +35,7 @@ MAX_BEHIND = 1_048_576
 
 
 @dataclass(slots=True)
-class _Place:
+class _EventPosition:
     """The position in one stream of events."""
 
     first: int
@@ -59,7 +59,7 @@ class EventOrder:
     """The positions in all streams of one publisher's events."""
 
     def __init__(self) -> None:
-        self._streams: dict[Stream, _Place] = {}
+        self._streams: dict[Stream, _EventPosition] = {}
         self._highest = -1  # event_id of the publisher
         self._behind = 0  # of MAX_BEHIND
         self.gaps = 0  # holes in event_id
@@ -81,7 +81,7 @@ class EventOrder:
         stream = event.stream
         place = self._streams.pop(stream, None)
         if place is None:
-            place = _Place(number, number - 1)
+            place = _EventPosition(number, number - 1)
         if number <= place.last:
             self._streams[stream] = place
             self.stale += 1
@@ -127,7 +127,7 @@ class EventOrder:
         self.stale -= len(behind)
         return list(behind)
 
-    def _is_repeated(self, place: _Place, event: StandardEvent) -> bool:
+    def _is_repeated(self, place: _EventPosition, event: StandardEvent) -> bool:
         """Returns whether a stale event is one of the stream's first, or in a row with one."""
         number = event.event_id
         assert number is not None
@@ -151,7 +151,7 @@ class EventOrder:
         """Goes on where another process was, before the first event."""
         self._highest = highest
         for stream, first, last, marks in streams:
-            self._streams[stream] = _Place(first, last, marks=marks)
+            self._streams[stream] = _EventPosition(first, last, marks=marks)
 
     def forget(self, backend: int) -> None:
         """Forgets the streams of a backend."""
@@ -164,7 +164,7 @@ class EventOrder:
         self._behind = 0
         self._highest = -1
 
-    def _let_go(self, place: _Place) -> None:
+    def _let_go(self, place: _EventPosition) -> None:
         """Forgets the stale events of a stream: they are no new beginning."""
         self._behind -= sum(event.size for event in place.behind)
         place.behind.clear()

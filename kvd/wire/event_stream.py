@@ -32,11 +32,11 @@ from enum import Flag, StrEnum, auto
 
 from kvd.wire.applied_batches import AppliedBatches, BatchSink
 from kvd.wire.catch_up import CatchUp
-from kvd.wire.counts import StreamCounts
 from kvd.wire.endpoints import Addresses
 from kvd.wire.engine_identity import EngineIdentity, IdentityCheck, IdentityEvent
 from kvd.wire.position import StreamPosition
 from kvd.wire.stream_link import STALE_AFTER_S, ListenerStatus, Quiet, StreamLink
+from kvd.wire.stream_stats import StreamStats
 
 NO_CHECK = IdentityCheck.NONE  # compared for each batch: a name of its own is found faster
 
@@ -108,7 +108,7 @@ class EventStream:
         self.restarted_at: float | None = None  # when the engine was last found to be another
         self._stream = stream
         self._on_link = on_link
-        self.counts = StreamCounts()
+        self.counts = StreamStats()
         self.link = StreamLink(self.counts, stale_after_s)
         self.identity = EngineIdentity()
         self.batches = AppliedBatches(stream, self.identity, self.counts, expected, first)

@@ -11,7 +11,7 @@ DROPPED = [outcome for outcome in Outcome if outcome is not Outcome.APPLIED]
 
 
 @dataclass(slots=True, eq=False)
-class ReplicaCounts:
+class ReplicaStats:
     """Counts of events on the replica plane, as plain numbers that only grow.
 
     `received` is the sum of `own`, `applied`, what was refused and what was dropped.
@@ -43,7 +43,7 @@ class Replica:
 
     __slots__ = ("_counts", "connected", "endpoint", "last_error", "received", "server_key")
 
-    def __init__(self, endpoint: str, counts: ReplicaCounts, server_key: str | None = None) -> None:
+    def __init__(self, endpoint: str, counts: ReplicaStats, server_key: str | None = None) -> None:
         self.endpoint = endpoint
         self.server_key = server_key  # of CURVE; None speaks without it
         self.connected = False

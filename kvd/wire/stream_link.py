@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from enum import Enum, StrEnum
 
-from kvd.wire.counts import StreamCounts
+from kvd.wire.stream_stats import StreamStats
 
 # Time without a connection after which a stream is stale. A rolling restart or a network that is
 # rewired takes seconds; an engine that is away for longer has most likely lost its cache, and
@@ -117,7 +117,7 @@ class StreamLink:
         "state",
     )
 
-    def __init__(self, counts: StreamCounts, stale_after_s: float = STALE_AFTER_S) -> None:
+    def __init__(self, counts: StreamStats, stale_after_s: float = STALE_AFTER_S) -> None:
         self._counts = counts
         self.stale_after_s = stale_after_s
         self.state = LinkState.PENDING

@@ -29,7 +29,7 @@ def unpack(payload: bytes, bounds: Bounds) -> object:
     """
     if len(payload) > bounds.payload_bytes:
         raise ValueError("the payload is too long")
-    tally = _Tally(bounds)
+    budget = _SizeBudget(bounds)
     try:
         whole = msgpack.Unpacker(max_buffer_size=bounds.payload_bytes)
         whole.feed(payload)
@@ -38,8 +38,8 @@ def unpack(payload: bytes, bounds: Bounds) -> object:
         raise ValueError(f"the payload cannot be read: {error!r}") from None
     value: object = msgpack.unpackb(
         payload,
-        object_pairs_hook=tally.map,
-        list_hook=tally.array,
+        object_pairs_hook=budget.map,
+        list_hook=budget.array,
         max_array_len=bounds.array_elements,
         max_map_len=bounds.map_members,
         max_str_len=bounds.text_bytes,
@@ -49,7 +49,7 @@ def unpack(payload: bytes, bounds: Bounds) -> object:
     return value
 
 
-class _Tally:
+class _SizeBudget:
     """Counts what one payload is made of."""
 
     __slots__ = ("_containers", "_elements")

@@ -76,7 +76,7 @@ cdef extern from "conductor/conductor.hpp" namespace "kvd" nogil:
 cdef extern from "conductor/engine_events.hpp" namespace "kvd" nogil:
     size_t kReasons
 
-    cppclass CEngineCounters "kvd::EngineCounters":
+    cppclass CEngineStats "kvd::EngineStats":
         uint64_t events
         uint64_t stored
         uint64_t parked
@@ -102,7 +102,7 @@ cdef extern from "conductor/engine_events.hpp" namespace "kvd" nogil:
         Progress go_on(uint32_t) except +
         size_t flaw()           # a kvd::Reason, kReasons if there is none
         void forget()
-        CEngineCounters counters
+        CEngineStats counters
 
 cdef extern from "conductor/holdings.hpp" namespace "kvd" nogil:
     cppclass CReaches "kvd::Holdings::Reaches":  # of a rank, in blocks, cumulative

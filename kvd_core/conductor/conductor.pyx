@@ -503,7 +503,7 @@ cdef class EngineEvents:
 
     def counts(self):
         """Totals: events, stored, set aside, of others, without effect, and bad ones by reason."""
-        cdef const CEngineCounters* n = &self.c.counters
+        cdef const CEngineStats* n = &self.c.counters
         cdef size_t i
         return {
             "events": n.events,

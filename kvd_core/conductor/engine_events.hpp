@@ -38,7 +38,7 @@ constexpr size_t kMaxMediumBytes = 64;
 constexpr uint32_t kNamesAtOnce = 64;
 
 // What became of events beside being applied.
-struct EngineCounters {
+struct EngineStats {
   uint64_t events = 0;
   uint64_t stored = 0;      // stored ones, or parts of them, that count or will
   uint64_t parked = 0;      // stored ones whose parent is not known
@@ -92,7 +92,7 @@ class EngineEvents {
     conductor_.forget_groups(*source_);
   }
 
-  EngineCounters counters;
+  EngineStats counters;
 
   // ---- the decoder's sink
 
@@ -116,18 +116,18 @@ class EngineEvents {
     const LayerId medium = layer_of(e.medium);
     const RankId id = holder(medium);
     if (id == kNone) return e.n_hashes;
-    const Place place = place_of(id, e, medium);
+    const StoreTarget target = target_of(id, e, medium);
     const uint32_t size = conductor_.index().block_size();
-    if (place.layer == kNone) {
+    if (target.layer == kNone) {
       ++counters.group;
-    } else if (place.by_name) {
-      return store_names(id, e, place.layer, from, e.n_hashes, steps);
+    } else if (target.by_name) {
+      return store_names(id, e, target.layer, from, e.n_hashes, steps);
     } else if (e.block_size != 0 && e.block_size != size) {
       ++counters.block_size;
     } else if (e.pairs) {
       ++counters.pairs;
     } else {
-      return store_blocks(id, e, place.layer, medium, adapter, from, steps);
+      return store_blocks(id, e, target.layer, medium, adapter, from, steps);
     }
     return e.n_hashes;
   }
@@ -178,13 +178,6 @@ class EngineEvents {
   }
 
  private:
-  struct Place {
-    LayerId layer;
-    bool by_name;
-  };
-
-  static constexpr Place kNowhere{kNone, false};
-
   // Stores a part of an event's blocks, in all groups if it names none; returns how far it has
   // come. What it has no tokens for counts in the groups beside the main one only.
   uint32_t store_blocks(RankId id, const StoredEvent& e, LayerId layer, LayerId medium,
@@ -249,7 +242,7 @@ class EngineEvents {
 
   // ---- cache groups
 
-  Place place_of(RankId id, const StoredEvent& e, LayerId medium) {
+  StoreTarget target_of(RankId id, const StoredEvent& e, LayerId medium) {
     RankTraits& traits = conductor_.traits(id);
     learn_group(traits, e);
     const Kind kind = kind_of(traits, e);

@@ -51,7 +51,7 @@ inline Conductor::Outcome Conductor::store(Source* source, RankId id, const Stor
           space};
   if (e.n == 0) return Outcome::PLACED;
   if (index_.refers_to_itself(s)) {
-    ++index_.tally_.self_references;
+    ++index_.stats_.self_references;
     return Outcome::REFUSED;
   }
   uint64_t above = 0;  // sequence hash of a parent that is not in the tree
@@ -101,7 +101,7 @@ inline void Conductor::remove(Source* source, RankId id, uint64_t hash, LayerMas
   if (!knows(rank, name)) {
     const uint32_t slot = slot_of(*source, id, hash, space, by_engine);
     if (slot == Names::kAbsent) {
-      ++index_.tally_.removed_unknown;
+      ++index_.stats_.removed_unknown;
       return;
     }
     name = keys().name(rank.names.value(slot));
@@ -205,7 +205,7 @@ inline bool Conductor::credit(Source& source, RankId id, uint64_t hash, LayerId 
     } else if (copy) {
       index_.add_copy(id, keys().name(value), layer);
     } else {
-      ++index_.tally_.refreshed;
+      ++index_.stats_.refreshed;
     }
     return true;
   }

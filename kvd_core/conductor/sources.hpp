@@ -77,7 +77,7 @@ inline void Conductor::link(Instance* instance, Worker* worker) {
   instance->worker = worker;
   if (worker != nullptr) {
     worker->shared = true;
-    for (const Source* source : instance->sources) worker->lend(index_, source->dp_rank);
+    for (const Source* source : instance->sources) worker->alias_rank(index_, source->dp_rank);
   }
   show(*instance);
 }
@@ -87,7 +87,7 @@ inline void Conductor::give_back(const Instance& instance) {
   if (instance.worker == nullptr) return;
   std::vector<uint32_t> ended;
   for (const auto& [dp_rank, id] : instance.worker->ranks) {
-    if (index_.rank(id).lent && !has_row(instance, dp_rank)) ended.push_back(dp_rank);
+    if (index_.rank(id).alias_only && !has_row(instance, dp_rank)) ended.push_back(dp_rank);
   }
   for (const uint32_t dp_rank : ended) instance.worker->retire(index_, dp_rank);
 }
@@ -153,7 +153,7 @@ inline void Conductor::prepare() {
   sequence(kSequencedAtOnce);
   index_.max_parked_ = kMaxLoose;
   guard_ = index_.add_rank(0);
-  index_.show_as(guard_, kNone);
+  index_.set_alias(guard_, kNone);
 }
 
 inline bool Conductor::before(const Holder& a, const Holder& b) { return a.order() < b.order(); }
@@ -194,15 +194,15 @@ inline void Conductor::show(const Instance& instance) {
 inline void Conductor::show(const Instance& instance, const Holder& holder,
                             const std::vector<std::pair<uint32_t, RankId>>& ranks) {
   if (&instance == common_) {
-    index_.show_as(holder.id, kAll);
+    index_.set_alias(holder.id, kAll);
   } else if (instance.worker == nullptr) {
-    index_.show_as(holder.id, kNone);
+    index_.set_alias(holder.id, kNone);
   } else if (holder.ranked) {
-    index_.show_as(holder.id, instance.worker->lend(index_, holder.dp_rank));
+    index_.set_alias(holder.id, instance.worker->alias_rank(index_, holder.dp_rank));
   } else {
     std::vector<RankId> ids;
     for (const auto& rank : ranks) ids.push_back(rank.second);
-    index_.show_among(holder.id, std::move(ids));
+    index_.set_aliases(holder.id, std::move(ids));
   }
 }
 

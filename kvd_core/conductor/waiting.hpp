@@ -50,7 +50,7 @@ inline void Conductor::verify(Require&& require) const {
   for (const auto& instance : instances_) {
     if (instance->worker == nullptr) continue;
     for (const auto& [dp_rank, id] : instance->worker->ranks) {
-      require(!index_.rank(id).lent || has_row(*instance, dp_rank),
+      require(!index_.rank(id).alias_only || has_row(*instance, dp_rank),
               "sources 3: a rank made for holders has some");
     }
   }
@@ -133,7 +133,7 @@ inline void Conductor::take_over_parked(RankId id, uint64_t name) {
   if (it == index_.ranks_[id].rare->parked.end()) return;
   const LayerMask layers = it->second.layers;
   index_.forget_parked(id, it);
-  ++index_.tally_.unparked;
+  ++index_.stats_.unparked;
   for (LayerId layer = 0; layer < kMaxLayers; ++layer) {
     if ((layers >> layer & 1) == 0 || has(index_.ranks_[id], name, layer)) continue;
     index_.gain_name(id, index_.ranks_[id].names.find(name, keys()), layer);
@@ -250,7 +250,7 @@ inline void Conductor::try_behind_parent(Source& source, const Waiter& loose,
     const Parked was = parked;
     take_out(loose);
     index_.ranks_[loose.rank].settling = true;  // what has waited is no second copy
-    if (sequences().space_of(below) != was.space) ++index_.tally_.parked_unsalted;
+    if (sequences().space_of(below) != was.space) ++index_.stats_.parked_unsalted;
     for (LayerId layer = 0; layer < kMaxLayers; ++layer) {
       if ((was.layers >> layer & 1) == 0) continue;
       put(loose.rank, {&loose.name, &was.local, 1, true, 0, layer, 0, &was.plain, was.space},
@@ -314,7 +314,7 @@ inline bool Conductor::place(uint64_t key, uint64_t local, uint64_t plain, uint6
 
 inline void Conductor::take_out(const Waiter& loose) {
   index_.forget_parked(loose.rank, index_.ranks_[loose.rank].rare->parked.find(loose.name));
-  ++index_.tally_.unparked;
+  ++index_.stats_.unparked;
 }
 
 // Frees what waited for those that are no more, while that is most of it; the sweep does so, too.

@@ -34,27 +34,27 @@ class DumpText {
   // ---- told by the JSON
 
   void open(bool object) {
-    const Place next = below(object);
-    if (place() != Place::SKIPPED) take_member();
-    places_.push_back(next);
+    const Nesting next = below(object);
+    if (nesting() != Nesting::SKIPPED) take_member();
+    nesting_.push_back(next);
     member_ = Member::OTHER;
     switch (next) {
-      case Place::ENTRY:
+      case Nesting::ENTRY:
         begin_entry();
         break;
-      case Place::RUN:
+      case Nesting::RUN:
         begin_run();
         break;
-      case Place::EVENT:
+      case Nesting::EVENT:
         seen_[1] = 0;
         break;
-      case Place::DATA:
+      case Nesting::DATA:
         seen_[2] = 0;
         break;
-      case Place::STORED:
+      case Nesting::STORED:
         seen_[3] = 0;
         break;
-      case Place::BLOCK:
+      case Nesting::BLOCK:
         seen_[4] = 0;
         break;
       default:
@@ -63,25 +63,25 @@ class DumpText {
   }
 
   void close(bool) {
-    const Place left = place();
-    places_.pop_back();
+    const Nesting left = nesting();
+    nesting_.pop_back();
     switch (left) {
-      case Place::ENTRY:
+      case Nesting::ENTRY:
         end_entry();
         break;
-      case Place::RUN:
+      case Nesting::RUN:
         end_run();
         break;
-      case Place::DATA:
+      case Nesting::DATA:
         require(2, Member::STORED, "event data other than `stored`");
         break;
-      case Place::STORED:
+      case Nesting::STORED:
         require(3, Member::BLOCKS, "an event without blocks");
         break;
-      case Place::EVENT:
+      case Nesting::EVENT:
         require(1, Member::DATA, "an event without data");
         break;
-      case Place::BLOCK:
+      case Nesting::BLOCK:
         end_block();
         break;
       default:
@@ -91,12 +91,12 @@ class DumpText {
   }
 
   void key(std::string_view name) {
-    if (place() == Place::ENTRIES) key_ = name;
-    member_ = member_of(place(), name);
+    if (nesting() == Nesting::ENTRIES) key_ = name;
+    member_ = member_of(nesting(), name);
   }
 
   void number(std::string_view digits) {
-    if (place() == Place::SKIPPED) return;
+    if (nesting() == Nesting::SKIPPED) return;
     take_member();
     switch (member_) {
       case Member::OTHER:
@@ -126,7 +126,7 @@ class DumpText {
   }
 
   void text(std::string_view said) {
-    if (place() == Place::SKIPPED) return;
+    if (nesting() == Nesting::SKIPPED) return;
     take_member();
     switch (member_) {
       case Member::OTHER:
@@ -152,7 +152,7 @@ class DumpText {
   }
 
   void word(std::string_view said) {
-    if (place() == Place::SKIPPED) return;
+    if (nesting() == Nesting::SKIPPED) return;
     take_member();
     const bool optional =
         member_ == Member::PARENT || member_ == Member::DP_RANK || member_ == Member::TIER;
@@ -164,7 +164,7 @@ class DumpText {
   }
 
  private:
-  enum class Place : uint8_t {
+  enum class Nesting : uint8_t {
     OUTSIDE,
     ENTRIES,
     ENTRY,
@@ -196,34 +196,34 @@ class DumpText {
     TOKENS_HASH
   };
 
-  Place place() const { return places_.back(); }
+  Nesting nesting() const { return nesting_.back(); }
   StagedEntry& entry() { return stage_.entries().back(); }
 
-  static Member member_of(Place place, std::string_view name) {
-    switch (place) {
-      case Place::BLOCK:
+  static Member member_of(Nesting nesting, std::string_view name) {
+    switch (nesting) {
+      case Nesting::BLOCK:
         if (name == "block_hash") return Member::BLOCK_HASH;
         if (name == "tokens_hash") return Member::TOKENS_HASH;
         return Member::OTHER;
-      case Place::ENTRY:
+      case Nesting::ENTRY:
         if (name == "block_size") return Member::BLOCK_SIZE;
         if (name == "events") return Member::EVENTS;
         if (name == "model_name") return Member::MODEL;
         if (name == "tenant_id") return Member::TENANT;
         if (name == "error") return Member::FAILED;
         return Member::OTHER;
-      case Place::RUN:
+      case Nesting::RUN:
         if (name == "worker_id") return Member::WORKER;
         if (name == "storage_tier") return Member::TIER;
         if (name == "event") return Member::EVENT;
         return Member::OTHER;
-      case Place::EVENT:
+      case Nesting::EVENT:
         if (name == "data") return Member::DATA;
         if (name == "dp_rank") return Member::DP_RANK;
         return Member::OTHER;
-      case Place::DATA:
+      case Nesting::DATA:
         return name == "stored" ? Member::STORED : Member::OTHER;
-      case Place::STORED:
+      case Nesting::STORED:
         if (name == "parent_hash") return Member::PARENT;
         if (name == "blocks") return Member::BLOCKS;
         return Member::OTHER;
@@ -233,49 +233,49 @@ class DumpText {
   }
 
   // What a container that opens here is.
-  Place below(bool object) const {
-    switch (place()) {
-      case Place::OUTSIDE:
-        return want(object, Place::ENTRIES);
-      case Place::ENTRIES:
-        return want(object, Place::ENTRY);
-      case Place::EVENTS:
-        return want(object, Place::RUN);
-      case Place::BLOCKS:
-        return want(object, Place::BLOCK);
+  Nesting below(bool object) const {
+    switch (nesting()) {
+      case Nesting::OUTSIDE:
+        return want(object, Nesting::ENTRIES);
+      case Nesting::ENTRIES:
+        return want(object, Nesting::ENTRY);
+      case Nesting::EVENTS:
+        return want(object, Nesting::RUN);
+      case Nesting::BLOCKS:
+        return want(object, Nesting::BLOCK);
       default:
         break;
     }
     switch (member_) {
       case Member::OTHER:
-        return Place::SKIPPED;
+        return Nesting::SKIPPED;
       case Member::EVENTS:
-        return want(!object, Place::EVENTS);
+        return want(!object, Nesting::EVENTS);
       case Member::BLOCKS:
-        return want(!object, Place::BLOCKS);
+        return want(!object, Nesting::BLOCKS);
       case Member::EVENT:
-        return want(object, Place::EVENT);
+        return want(object, Nesting::EVENT);
       case Member::DATA:
-        return want(object, Place::DATA);
+        return want(object, Nesting::DATA);
       case Member::STORED:
-        return want(object, Place::STORED);
+        return want(object, Nesting::STORED);
       default:
         Stage::refuse("an object or array in the wrong place");
     }
   }
 
-  static Place want(bool right, Place place) {
+  static Nesting want(bool right, Nesting nesting) {
     if (!right) Stage::refuse("an object or array in the wrong place");
-    return place;
+    return nesting;
   }
 
   // A scalar that belongs to no known member: fine among the members of an object only.
   void elsewhere() const {
-    switch (place()) {
-      case Place::OUTSIDE:
-      case Place::ENTRIES:
-      case Place::EVENTS:
-      case Place::BLOCKS:
+    switch (nesting()) {
+      case Nesting::OUTSIDE:
+      case Nesting::ENTRIES:
+      case Nesting::EVENTS:
+      case Nesting::BLOCKS:
         Stage::refuse("a value of the wrong type");
       default:
         break;
@@ -285,23 +285,23 @@ class DumpText {
   // Each known member is given once in its object.
   void take_member() {
     if (member_ == Member::OTHER) return;
-    uint32_t& seen = seen_at(place());
+    uint32_t& seen = seen_at(nesting());
     const uint32_t bit = 1u << static_cast<uint32_t>(member_);
     if ((seen & bit) != 0) Stage::refuse("a member is given twice");
     seen |= bit;
   }
 
-  uint32_t& seen_at(Place place) {
-    switch (place) {
-      case Place::RUN:
+  uint32_t& seen_at(Nesting nesting) {
+    switch (nesting) {
+      case Nesting::RUN:
         return seen_[0];
-      case Place::EVENT:
+      case Nesting::EVENT:
         return seen_[1];
-      case Place::DATA:
+      case Nesting::DATA:
         return seen_[2];
-      case Place::STORED:
+      case Nesting::STORED:
         return seen_[3];
-      case Place::BLOCK:
+      case Nesting::BLOCK:
         return seen_[4];
       default:
         return seen_[5];  // ENTRY
@@ -384,7 +384,7 @@ class DumpText {
 
   Stage& stage_;
   JsonStream<DumpText> json_;
-  std::vector<Place> places_{Place::OUTSIDE};
+  std::vector<Nesting> nesting_{Nesting::OUTSIDE};
   Member member_ = Member::OTHER;
   uint32_t seen_[6] = {};  // members of the object in progress: RUN EVENT DATA STORED BLOCK ENTRY
 

@@ -100,8 +100,8 @@ class Branches {
     const Rank& rank = index_.rank(id);
     if (!rank.live || rank.hidden) return;
     RankId shown = id;
-    if (rank.seen_as != kNone) shown = rank.seen_as < kAll ? rank.seen_as : kNone;
-    if (rank.seen_as == kNone && rank.published) shown = kNone;
+    if (rank.alias_of != kNone) shown = rank.alias_of < kAll ? rank.alias_of : kNone;
+    if (rank.alias_of == kNone && rank.published) shown = kNone;
     held_.push_back({layer, shown, blocks});
   }
 

@@ -92,7 +92,7 @@ class Index {
   uint32_t block_size() const { return block_size_; }
   const Tree& tree() const { return tree_; }
   Tree& tree() { return tree_; }
-  const Tally& tally() const { return tally_; }
+  const IndexStats& stats() const { return stats_; }
   const Budget& budget() const { return *budget_; }
   PromptStats& asked() { return asked_; }  // by questions
   PromptStats& told() { return told_; }    // by engines
@@ -148,21 +148,21 @@ class Index {
   RankId renew_rank(RankId id);
 
   // Lets a conductor's rank count as a worker's, or with kNone not at all. O(1).
-  void show_as(RankId id, RankId rank) {
-    ranks_[id].seen_as = rank;
+  void set_alias(RankId id, RankId rank) {
+    ranks_[id].alias_of = rank;
     ranks_[id].hidden = rank == kNone;
     linked_ = linked_ || rank != kNone;
-    if (!shared_with_.empty()) shared_with_.erase(id);
+    if (!aliases_.empty()) aliases_.erase(id);
   }
 
   // Lets it count as each of a worker's ranks.
-  void show_among(RankId id, std::vector<RankId> ranks) {
-    show_as(id, ranks.empty() ? kNone : kMany);
-    if (!ranks.empty()) shared_with_[id] = std::move(ranks);
+  void set_aliases(RankId id, std::vector<RankId> ranks) {
+    set_alias(id, ranks.empty() ? kNone : kMany);
+    if (!ranks.empty()) aliases_[id] = std::move(ranks);
   }
 
   // The ranks that one of kMany is seen as.
-  const std::vector<RankId>& shared_with(RankId id) const { return shared_with_.at(id); }
+  const std::vector<RankId>& aliases_of(RankId id) const { return aliases_.at(id); }
 
   // Frees what retired ranks held, and memory that an emptied index has kept, and makes sequence
   // hashes that are missing, in about `budget` steps of at most 0.1 us; false when nothing is left.
@@ -431,10 +431,10 @@ class Index {
   void pass_on(RankId from, RankId to);
   bool lies_within(RankId id, LayerMask mask) const;
   void clear_names(RankId id, LayerMask mask);
-  static void clear_rarities(RareState& rare, LayerMask mask);
+  static void clear_rare_state(RareState& rare, LayerMask mask);
   size_t leave_chain(RankId id, NodeId node, LayerMask mask);
   void sweep_retired(Steps& steps);
-  bool sweep_rarities(RankId id, Steps& steps);
+  bool sweep_rare_state(RankId id, Steps& steps);
   template <class Map>
   static bool empty_out(Map& map, Steps& steps);
   bool sweep_names(RankId id, Steps& steps);
@@ -457,13 +457,13 @@ class Index {
   Placements* placements_ = nullptr;
   bool linked_ = false;  // some rank is seen as another
   bool chunked_ = false;
-  std::unordered_map<RankId, std::vector<RankId>> shared_with_;  // of those seen as kMany
+  std::unordered_map<RankId, std::vector<RankId>> aliases_;  // of those seen as kMany
   size_t max_parked_ = kMaxParked;
   ParkedQueue order_;
   size_t parked_ = 0;  // of live ranks
   uint64_t stamp_ = 0;
   uint64_t held_[kTierLayers] = {};  // by live ranks
-  Tally tally_;
+  IndexStats stats_;
   PromptStats asked_, told_;
   Seeds seeds_;
   std::unique_ptr<Predicted> predicted_;

@@ -88,16 +88,16 @@ class Match {
   // Calls each(rank) for the ranks that a member of a set is seen as: as a rule itself.
   template <class Each>
   static void each_seen(const Index& index, RankId member, const Rank& rank, Each&& each) {
-    if (rank.seen_as == kNone) {
+    if (rank.alias_of == kNone) {
       each(member);
-    } else if (rank.seen_as == kMany) {
-      for (const RankId id : index.shared_with(member)) each(id);
-    } else if (rank.seen_as == kAll) {
+    } else if (rank.alias_of == kMany) {
+      for (const RankId id : index.aliases_of(member)) each(id);
+    } else if (rank.alias_of == kAll) {
       for (RankId id = 0; id < index.rank_end(); ++id) {
         if (is_workers(index.rank(id))) each(id);
       }
     } else {
-      each(rank.seen_as);
+      each(rank.alias_of);
     }
   }
 
@@ -117,7 +117,7 @@ class Match {
       for (const RankId member : index.tree().sets().members(set)) {
         const Rank& rank = index.rank(member);
         if (!counts(rank, only)) continue;
-        if (rank.seen_as == kNone) {
+        if (rank.alias_of == kNone) {
           ++holders;
           moved |= move(member, from, to);
           continue;
@@ -139,7 +139,7 @@ class Match {
   }
 
   static bool is_met_alone(const Rank& rank) {
-    return rank.seen_as != kNone && !rank.windows.empty();
+    return rank.alias_of != kNone && !rank.windows.empty();
   }
 
   bool move(RankId id, uint32_t from, uint32_t to) {
@@ -154,7 +154,7 @@ class Match {
     for (const RankId other : index.tree().sets().members(set)) {
       if (other == member) return true;
       const Rank& rank = index.rank(other);
-      if (!rank.live || rank.hidden || rank.seen_as == kNone) continue;
+      if (!rank.live || rank.hidden || rank.alias_of == kNone) continue;
       bool same = false;
       each_seen(index, other, rank, [&](RankId as) { same = same || as == id; });
       if (same) return false;

@@ -47,14 +47,14 @@ inline void Index::park_run(RankId id, const Store& s) {
 
 // `content` is null when only the name is known.
 inline void Index::park(RankId id, uint64_t name, LayerId layer, const Store* content) {
-  RareState& rare = ranks_[id].rarities();
+  RareState& rare = ranks_[id].rare_state();
   auto it = rare.parked.find(name);
   if (it == rare.parked.end()) {
     it = rare.parked.emplace(name, Parked{false, 0, 0, 0, 0, ++stamp_}).first;
     it->second.name = name;
     order_.push({name, stamp_, id});
     ++parked_;
-    ++tally_.parked;
+    ++stats_.parked;
     // What grows beyond that may have the whole bound, and growing is not done in slices.
     if (rare.parked.size() == kGrowsTo && max_parked_ > kMaxParked)
       rare.parked.reserve(max_parked_);
@@ -96,7 +96,7 @@ inline void Index::bound_parked() {
     const ParkedQueue::Entry oldest = order_.pop();
     if (!is_parked(oldest)) continue;
     forget_parked(oldest.rank, ranks_[oldest.rank].rare->parked.find(oldest.name));
-    ++tally_.parked_dropped;
+    ++stats_.parked_dropped;
   }
   // Entries of blocks placed meanwhile are dropped from the queue before they outnumber it.
   if (order_.size() > 2 * parked_ + 64) {
@@ -161,7 +161,7 @@ inline void Index::gain_parked_layers(RankId id, uint64_t name) {
   if (it == ranks_[id].rare->parked.end()) return;
   const LayerMask layers = it->second.layers;
   forget_parked(id, it);
-  ++tally_.unparked;
+  ++stats_.unparked;
   for (LayerId layer = 0; layer < kMaxLayers; ++layer) {
     if ((layers >> layer & 1) == 0) continue;
     const uint32_t slot = ranks_[id].names.find(name, keys());
@@ -173,12 +173,12 @@ inline void Index::place_parked_child(RankId id, uint64_t parent, uint64_t name)
   const auto it = ranks_[id].rare->parked.find(name);
   const Parked p = it->second;
   forget_parked(id, it);
-  ++tally_.unparked;
+  ++stats_.unparked;
   // No query asks for a block that was hashed without its prompt's term. It is placed all the
   // same: removals mean it, and what follows it inherits the term.
   const uint64_t above = term_at(block_of(id, parent));
   const uint64_t term = above != 0 ? above : p.term;
-  if (term != p.term) ++tally_.parked_unsalted;
+  if (term != p.term) ++stats_.parked_unsalted;
   for (LayerId layer = 0; layer < kMaxLayers; ++layer) {
     if ((p.layers >> layer & 1) == 0) continue;
     const Store s{&name,  &p.local, 1, true, parent, layer, term, p.plain == 0 ? nullptr : &p.plain,

@@ -46,7 +46,7 @@ cdef extern from "index/index.hpp" namespace "kvd" nogil:
         uint32_t first[16]          # of the last of them, their first tokens
         void note(uint32_t, cbool, cbool, cbool)
 
-    cppclass CTally "kvd::Tally":
+    cppclass CIndexStats "kvd::IndexStats":
         uint64_t stored             # blocks gained by a rank on a layer
         uint64_t refreshed          # blocks announced again
         uint64_t copies             # second and further copies of a block
@@ -86,7 +86,7 @@ cdef extern from "index/index.hpp" namespace "kvd" nogil:
         CIndex(uint32_t, uint32_t, shared_ptr[CBudget], shared_ptr[CChronicle]) except +
         uint32_t block_size()
         CTree& tree()
-        const CTally& tally()
+        const CIndexStats& stats()
         CPromptStats& asked()                 # by questions
         CPromptStats& told()                  # by engines
         uint64_t held(LayerId)
@@ -126,7 +126,7 @@ cdef extern from "index/stream.hpp" namespace "kvd" nogil:
     size_t kIgnored
     size_t kReasons
 
-    cppclass CStreamCounters "kvd::StreamCounters":
+    cppclass CIngestStats "kvd::IngestStats":
         uint64_t batches
         uint64_t stored             # events
         uint64_t removed            # events
@@ -135,7 +135,7 @@ cdef extern from "index/stream.hpp" namespace "kvd" nogil:
         uint64_t* bad               # by kvd::Reason
 
     cppclass CStream "kvd::Stream":
-        CStream(CIndex&, CWorker&, uint32_t, CStreamCounters&) except +
+        CStream(CIndex&, CWorker&, uint32_t, CIngestStats&) except +
         uint32_t apply(const uint8_t*, size_t, uint32_t) except +
         uint32_t go_on(uint32_t) except +
         size_t flaw()               # a kvd::Reason, kReasons if there is none
@@ -197,8 +197,8 @@ cdef extern from "base/hash.hpp" namespace "kvd" nogil:
 
 cdef int place_waiting(CIndex& index) except -1
 
-cdef class IngestCounters:
-    cdef CStreamCounters c
+cdef class IngestStats:
+    cdef CIngestStats c
 
 
 cdef class Slice:
@@ -211,7 +211,7 @@ cdef class Budget:
 
 cdef class PrefixIndex:
     cdef CIndex* c
-    cdef readonly IngestCounters counters
+    cdef readonly IngestStats counters
     cdef list workers                   # of Worker, in the order they were added
     cdef vector[const CWorker*] order   # the same, for rendering
     cdef CMatch match_scratch

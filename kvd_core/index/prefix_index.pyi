@@ -16,7 +16,7 @@ SLICE_STEPS: Final[int]
 IGNORED: Final[tuple[str, ...]]
 
 @type_check_only
-class IngestTotals(TypedDict):
+class IngestStatsDict(TypedDict):
     batches: int
     stored: int
     removed: int
@@ -59,8 +59,8 @@ class Slice:
     def __init__(self, steps: int) -> None: ...
     def take(self, steps: int) -> bool: ...
 
-class IngestCounters:
-    def as_dict(self) -> IngestTotals: ...
+class IngestStats:
+    def as_dict(self) -> IngestStatsDict: ...
 
 class Budget:
     max_blocks: int
@@ -75,11 +75,11 @@ class Budget:
     def crowded(self) -> int: ...
 
 class PrefixIndex:
-    counters: Final[IngestCounters]
+    counters: Final[IngestStats]
     def __init__(
         self,
         block_size: int,
-        counters: IngestCounters,
+        counters: IngestStats,
         max_blocks: int = ...,
         budget: Budget | None = None,
         chronicle: Chronicle | None = None,

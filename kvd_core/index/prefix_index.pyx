@@ -77,7 +77,7 @@ cdef class Slice:
         return not self.c.left()
 
 
-cdef class IngestCounters:
+cdef class IngestStats:
     """Totals over the events of every stream that was given this object."""
 
     def as_dict(self):
@@ -147,7 +147,7 @@ cdef class PrefixIndex:
     def __cinit__(
         self,
         uint32_t block_size,
-        IngestCounters counters not None,
+        IngestStats counters not None,
         uint32_t max_blocks=MAX_BLOCKS,
         Budget budget=None,
         Chronicle chronicle=None,
@@ -314,7 +314,7 @@ cdef class PrefixIndex:
 
     def stats(self):
         """Sizes now and totals since the start, all in blocks unless the name says otherwise."""
-        cdef const CTally* t = &self.c.tally()
+        cdef const CIndexStats* t = &self.c.stats()
         return {
             "blocks": self.c.tree().block_count(),
             "questions": self.questions,

@@ -30,11 +30,11 @@ inline void Index::remove(RankId id, uint64_t name, LayerId layer) {
   const uint32_t slot = ranks_[id].names.find(name, keys());
   const uint32_t value = slot == Names::kAbsent ? Names::kAbsent : ranks_[id].names.value(slot);
   if (value == Names::kAbsent || (keys().layers(value) >> layer & 1) == 0) {
-    if (!unpark(id, name, layer)) ++tally_.removed_unknown;
+    if (!unpark(id, name, layer)) ++stats_.removed_unknown;
     return;
   }
   if (take_copy(id, name, layer)) {
-    ++tally_.removed_copies;
+    ++stats_.removed_copies;
     return;
   }
   const BlockId block = keys().block(value);
@@ -61,13 +61,13 @@ inline void Index::remove(RankId id, uint64_t name, LayerId layer, uint32_t left
   if (slot == Names::kAbsent || (keys().layers(ranks_[id].names.value(slot)) >> layer & 1) == 0) {
     return;  // parked it stays so, and unknown it does
   }
-  auto& copies = ranks_[id].rarities().copies;
+  auto& copies = ranks_[id].rare_state().copies;
   if (left == 1) {
     copies.erase({name, layer});
   } else {
     copies[{name, layer}] = left - 1;
   }
-  ++tally_.removed_copies;
+  ++stats_.removed_copies;
 }
 
 // Erases a name with all it stands for.
@@ -113,7 +113,7 @@ inline void Index::lose(RankId id, BlockId block, LayerId layer) {
   note(id, Change::kRemoved, layer, b.node, b.offset, b.offset + 1);
   --rank.held[counter(layer)];
   if (layer < kTierLayers) --held_[layer];
-  if (layer != kGhostLayer) ++tally_.removed;
+  if (layer != kGhostLayer) ++stats_.removed;
 }
 
 inline bool Index::take_copy(RankId id, uint64_t name, LayerId layer) {
@@ -141,7 +141,7 @@ inline void Index::haunt(RankId id, uint32_t slot, uint64_t name, BlockId block)
   ranks_[id].names.set_layers(slot, 1u << kGhostLayer, keys(), records_);
   const Block b = tree_.block(block);
   hold(id, b.node, kGhostLayer, b.offset, b.offset + 1);
-  ranks_[id].rarities().ghosts.push_back(name);
+  ranks_[id].rare_state().ghosts.push_back(name);
 }
 
 inline void Index::lay_oldest_ghost(RankId id) {

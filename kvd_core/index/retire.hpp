@@ -32,7 +32,7 @@ namespace kvd {
 inline void Index::retire_rank(RankId id) {
   Rank& rank = ranks_[id];
   if (linked_) pass_on(id, kNone);
-  if (rank.seen_as == kMany) shared_with_.erase(id);
+  if (rank.alias_of == kMany) aliases_.erase(id);
   for (LayerId tier = 0; tier < kTierLayers; ++tier) held_[tier] -= rank.held[tier];
   parked_ -= rank.parked();
   budget_->names -= rank.names.size();
@@ -45,7 +45,7 @@ inline RankId Index::renew_rank(RankId id) {
   const RankId fresh = add_rank(ranks_[id].dp_rank);
   static_cast<RankTraits&>(ranks_[fresh]) = ranks_[id];
   if (linked_) pass_on(id, fresh);
-  if (ranks_[id].seen_as == kMany) shared_with_[fresh] = shared_with_[id];
+  if (ranks_[id].alias_of == kMany) aliases_[fresh] = aliases_[id];
   retire_rank(id);
   return fresh;
 }
@@ -53,11 +53,11 @@ inline RankId Index::renew_rank(RankId id) {
 // Ranks that are seen as `from` are seen as `to` from now on.
 inline void Index::pass_on(RankId from, RankId to) {
   for (Rank& rank : ranks_) {
-    if (rank.seen_as != from) continue;
-    rank.seen_as = to;
+    if (rank.alias_of != from) continue;
+    rank.alias_of = to;
     rank.hidden = to == kNone;
   }
-  for (auto& entry : shared_with_) {
+  for (auto& entry : aliases_) {
     std::vector<RankId>& ranks = entry.second;
     const auto at = std::find(ranks.begin(), ranks.end(), from);
     if (at == ranks.end()) continue;
@@ -97,7 +97,7 @@ inline bool Index::lies_within(RankId id, LayerMask mask) const {
 // Takes the layers of `mask` from every name, and the rank off them, chain by chain.
 inline void Index::clear_names(RankId id, LayerMask mask) {
   Rank& rank = ranks_[id];
-  if (rank.rare != nullptr) clear_rarities(*rank.rare, mask);
+  if (rank.rare != nullptr) clear_rare_state(*rank.rare, mask);
   touched_.clear();
   for (uint32_t slot = 0; slot < rank.names.capacity(); ++slot) {
     const uint32_t value = rank.names.value(slot);
@@ -122,7 +122,7 @@ inline void Index::clear_names(RankId id, LayerMask mask) {
   }
 }
 
-inline void Index::clear_rarities(RareState& rare, LayerMask mask) {
+inline void Index::clear_rare_state(RareState& rare, LayerMask mask) {
   for (auto* counts : {&rare.copies, &rare.shared}) {
     for (auto it = counts->begin(); it != counts->end();) {
       it = (mask >> it->first.layer & 1) != 0 ? counts->erase(it) : std::next(it);
@@ -143,7 +143,7 @@ inline size_t Index::leave_chain(RankId id, NodeId node, LayerMask mask) {
     copied += members;
     rank.held[counter(layer)] -= blocks;
     if (rank.live && layer < kTierLayers) held_[layer] -= blocks;
-    if (layer != kGhostLayer) tally_.removed += blocks;
+    if (layer != kGhostLayer) stats_.removed += blocks;
   });
   return copied;
 }
@@ -162,14 +162,14 @@ inline bool Index::sweep(uint32_t budget) {
 inline void Index::sweep_retired(Steps& steps) {
   while (!retired_.empty() && steps.left()) {
     const RankId id = retired_.back();
-    if (!sweep_rarities(id, steps) || !sweep_names(id, steps)) continue;
+    if (!sweep_rare_state(id, steps) || !sweep_names(id, steps)) continue;
     retired_.pop_back();
     ranks_[id] = Rank();
     free_ranks_.push_back(id);
   }
 }
 
-inline bool Index::sweep_rarities(RankId id, Steps& steps) {
+inline bool Index::sweep_rare_state(RankId id, Steps& steps) {
   if (ranks_[id].rare == nullptr) return true;
   RareState& rare = *ranks_[id].rare;
   return empty_out(rare.copies, steps) && empty_out(rare.shared, steps) &&

@@ -35,7 +35,7 @@ inline bool Index::store(RankId id, const Store& s) {
   if (!has_room(id, s.n)) return false;
   make_room(id, s.n);
   if (refers_to_itself(s)) {
-    ++tally_.self_references;
+    ++stats_.self_references;
     return true;
   }
   Position at = Tree::root();
@@ -73,7 +73,7 @@ inline bool Index::store_named(RankId id, const uint64_t* names, uint32_t n, Lay
     } else if (copy) {
       add_copy(id, names[i], layer);
     } else {
-      ++tally_.refreshed;
+      ++stats_.refreshed;
     }
   }
   return refused == 0 || refuse(refused);
@@ -172,7 +172,7 @@ inline bool Index::forget_other_content(RankId id, const Store& s, size_t met) {
     if (slot == Names::kAbsent) continue;
     const uint32_t value = ranks_[id].names.value(slot);
     if (i < met && keys().block(value) == ids_[i]) continue;
-    ++tally_.rebound;
+    ++stats_.rebound;
     forget_name(id, slot);
     any = true;
   }
@@ -202,7 +202,7 @@ inline void Index::name_blocks(RankId id, const Store& s) {
   const bool said = gained == 0 || s.origin != Origin::UNSAID;
   const bool copies = said ? is_copy(id, s.n, s.has_parent, s.origin) : !ranks_[id].settling;
   if (!copies) {
-    tally_.refreshed += s.n - gained;
+    stats_.refreshed += s.n - gained;
   } else {
     for (uint32_t i = 0; i < s.n; ++i) {
       if (gained_[i] == 0) add_copy(id, s.names[i], s.layer);
@@ -241,11 +241,11 @@ inline void Index::hold_gained(RankId id, const Store& s) {
 
 inline void Index::hold(RankId id, NodeId node, LayerId layer, uint32_t from, uint32_t to) {
   const uint32_t gained = tree_.hold(node, layer, from, to, id, [&](uint32_t offset) {
-    ++ranks_[id].rarities().shared[{tree_.node(node).chain.block()[offset], layer}];
+    ++ranks_[id].rare_state().shared[{tree_.node(node).chain.block()[offset], layer}];
   });
   ranks_[id].held[counter(layer)] += gained;
   if (layer < kTierLayers) held_[layer] += gained;
-  if (layer != kGhostLayer) tally_.stored += gained;
+  if (layer != kGhostLayer) stats_.stored += gained;
   if (gained != 0) note(id, Change::kStored, layer, node, from, to);
 }
 
@@ -281,8 +281,8 @@ inline void Index::gain_name(RankId id, uint32_t slot, LayerId layer) {
 }
 
 inline void Index::add_copy(RankId id, uint64_t name, LayerId layer) {
-  ++ranks_[id].rarities().copies[{name, layer}];
-  ++tally_.copies;
+  ++ranks_[id].rare_state().copies[{name, layer}];
+  ++stats_.copies;
 }
 
 }  // namespace kvd

@@ -54,7 +54,7 @@ enum Outcome : uint32_t {
   kNewRank = 16,    // no batch has spoken for its rank before, or none has named one
 };
 
-struct StreamCounters {
+struct IngestStats {
   uint64_t batches = 0;
   uint64_t stored = 0;   // events
   uint64_t removed = 0;  // events
@@ -65,7 +65,7 @@ struct StreamCounters {
 
 class Stream {
  public:
-  Stream(Index& index, Worker& worker, uint32_t dp_rank, StreamCounters& counters)
+  Stream(Index& index, Worker& worker, uint32_t dp_rank, IngestStats& counters)
       : index_(index), worker_(worker), dp_rank_(dp_rank), counters_(counters) {}
 
   // Begins a batch and returns its Outcome bits, or kUnfinished. What was unfinished is dropped.
@@ -169,18 +169,18 @@ class Stream {
 
   uint32_t stored(const StoredEvent& e, uint32_t from, Steps& steps) {
     if (from == 0) ++counters_.stored;
-    const Place place = place_of(e);
-    if (place.layer == kNone) return e.n_hashes;
-    if (place.by_name) {
+    const StoreTarget target = target_of(e);
+    if (target.layer == kNone) return e.n_hashes;
+    if (target.by_name) {
       const uint32_t to = from + std::min(kHashesAtOnce, e.n_hashes - from);
       steps.take(kStepsAName * (to - from));
-      return store_names(e, place.layer, from, to, e.n_hashes) ? to : e.n_hashes;
+      return store_names(e, target.layer, from, to, e.n_hashes) ? to : e.n_hashes;
     }
     // A lone last block would be one below a parent, which means something else.
     const uint32_t left = e.n_hashes - from,
                    to = from + (left > kBlocksAtOnce + 1 ? kBlocksAtOnce : left);
     steps.take(kStepsABlock * (to - from));
-    const bool whole = store_blocks(e, place.layer, from, to);
+    const bool whole = store_blocks(e, target.layer, from, to);
     for (const Window& window : windows_of_all(e)) store_names(e, window.layer, from, to, to);
     return whole ? to : e.n_hashes;
   }
@@ -254,13 +254,6 @@ class Stream {
       found |= index.rank(rank).names.find(name, index.keys()) != Names::kAbsent;
     }
   };
-  struct Place {
-    LayerId layer;
-    bool by_name;
-  };
-
-  static constexpr Place kNowhere{kNone, false};
-
   // The batch broke off before it could name its rank: it passes for the stream's own, and may be
   // another's.
   void lose_rank() {
@@ -324,16 +317,16 @@ class Stream {
     return true;
   }
 
-  Place place_of(const StoredEvent& e) {
+  StoreTarget target_of(const StoredEvent& e) {
     if (!ours(e)) return kNowhere;
     learn_group(traits(), e);
     const Kind kind = kind_of(traits(), e);
-    if (kind == Kind::WINDOW) return window_place(e);
+    if (kind == Kind::WINDOW) return window_target(e);
     if (kind != Kind::FULL) {
       ignore(kind == Kind::NONE ? Ignored::GROUP : Ignored::KIND);
       return kNowhere;
     }
-    if (is_further_group(traits(), e.group)) return whole_prefix_place(e);
+    if (is_further_group(traits(), e.group)) return whole_prefix_target(e);
     if (e.n_tokens != 0) {
       if (traits().main_group < 0) traits().main_group = e.group < 0 ? 0 : e.group;
       // Only vLLM numbers groups, and it tells of what it offloads a chunk an event.
@@ -345,19 +338,19 @@ class Stream {
     return {static_cast<LayerId>(e.tier), true};
   }
 
-  Place window_place(const StoredEvent& e) {
+  StoreTarget window_target(const StoredEvent& e) {
     uint32_t blocks = 0;
     if (!window_blocks(traits(), e, index_.block_size(), &blocks)) {
       ignore(Ignored::KIND);
       return kNowhere;
     }
-    return group_place(e, blocks);
+    return group_target(e, blocks);
   }
 
   // A second full-attention group must hold a prefix whole.
-  Place whole_prefix_place(const StoredEvent& e) { return group_place(e, kNone); }
+  StoreTarget whole_prefix_target(const StoredEvent& e) { return group_target(e, kNone); }
 
-  Place group_place(const StoredEvent& e, uint32_t blocks) {
+  StoreTarget group_target(const StoredEvent& e, uint32_t blocks) {
     const LayerId layer =
         index_.group_layer(static_cast<uint32_t>(e.tier), static_cast<uint32_t>(e.group));
     if (layer == kNone) {
@@ -482,7 +475,7 @@ class Stream {
   Index& index_;
   Worker& worker_;
   uint32_t dp_rank_;
-  StreamCounters& counters_;
+  IngestStats& counters_;
   std::unordered_set<uint32_t> heard_;  // ranks that batches have spoken for
   bool names_ranks_ = false;            // some have named theirs
   uint64_t ignored_[kIgnored] = {};

@@ -205,11 +205,11 @@ class Trace {
     shared_.assign(index_.rank_end(), false);
     for (RankId id = 0; id < index_.rank_end(); ++id) {
       const Rank& rank = index_.rank(id);
-      if (!rank.live || rank.seen_as == kNone) continue;
-      if (rank.seen_as == kAll) shared_.assign(index_.rank_end(), true);
-      if (rank.seen_as < kAll) shared_[rank.seen_as] = true;
-      if (rank.seen_as != kMany) continue;
-      for (const RankId as : index_.shared_with(id)) shared_[as] = true;
+      if (!rank.live || rank.alias_of == kNone) continue;
+      if (rank.alias_of == kAll) shared_.assign(index_.rank_end(), true);
+      if (rank.alias_of < kAll) shared_[rank.alias_of] = true;
+      if (rank.alias_of != kMany) continue;
+      for (const RankId as : index_.aliases_of(id)) shared_[as] = true;
     }
   }
 

@@ -46,7 +46,7 @@ constexpr LayerId kMaxLayers = 32;
 constexpr LayerMask kAllLayers = 0xffffffffu;
 // Media that are none of the tiers take layers like cache groups, as tiers from here on.
 constexpr uint32_t kFirstMedium = 16;
-// Of `RankTraits::seen_as`: as each of `Index::shared_with`.
+// Of `RankTraits::alias_of`: as each of `Index::aliases_of`.
 constexpr RankId kMany = 0xfffffffeu;
 constexpr RankId kAll = 0xfffffffdu;  // as every worker's rank
 
@@ -83,8 +83,16 @@ struct Budget {
   bool fit(uint64_t used, uint64_t n) const { return n == 0 || (used <= max && n <= max - used); }
 };
 
+// What the blocks of a stored event count on; without content they count by their names alone.
+struct StoreTarget {
+  LayerId layer;
+  bool by_name;
+};
+
+constexpr StoreTarget kNowhere{kNone, false};
+
 // What happened, in blocks unless said otherwise. Plain totals since the index was made.
-struct Tally {
+struct IndexStats {
   uint64_t stored = 0;           // gained by a rank on a layer
   uint64_t refreshed = 0;        // announced again, held already
   uint64_t copies = 0;           // second and further copies
@@ -214,12 +222,12 @@ struct RankTraits {
   bool restored = false;  // took blocks from a dump, and no batch has spoken for it since
   // A conductor's rank counts for workers as the rank that it stands for, kMany, kAll, or not at
   // all.
-  RankId seen_as = kNone;
+  RankId alias_of = kNone;
   bool hidden = false;
-  bool published = false;  // a conductor's, which knows itself what its parked blocks wait for
-  bool lent = false;       // a worker's, for a conductor's to be seen as only (index/worker.hpp)
-  uint32_t owner = kNone;  // in the chronicle (index/chronicle.hpp)
-  uint64_t noted = 0;      // changes of it there, overwritten ones included
+  bool published = false;   // a conductor's, which knows itself what its parked blocks wait for
+  bool alias_only = false;  // a worker's, for a conductor's to be seen as only (index/worker.hpp)
+  uint32_t owner = kNone;   // in the chronicle (index/chronicle.hpp)
+  uint64_t noted = 0;       // changes of it there, overwritten ones included
 };
 
 struct Rank : RankTraits {
@@ -232,7 +240,7 @@ struct Rank : RankTraits {
   uint32_t sweep_at = 0;  // where the sweep of a retired rank goes on
   bool live = false;      // false: retired, invisible, waiting for its sweep
 
-  RareState& rarities() {
+  RareState& rare_state() {
     if (rare == nullptr) rare = std::make_unique<RareState>();
     return *rare;
   }

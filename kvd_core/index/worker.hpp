@@ -28,18 +28,18 @@ struct Worker {
 
   // The rank, made when it is new; kNone when the worker has too many. It is the worker's own.
   RankId rank(Index& index, uint32_t dp_rank) {
-    const RankId id = lend(index, dp_rank);
-    if (id != kNone) index.rank(id).lent = false;
+    const RankId id = alias_rank(index, dp_rank);
+    if (id != kNone) index.rank(id).alias_only = false;
     return id;
   }
 
   // The same for a conductor's, to be seen as: one that is new is the worker's only for that.
-  RankId lend(Index& index, uint32_t dp_rank) {
+  RankId alias_rank(Index& index, uint32_t dp_rank) {
     const RankId known = find(dp_rank);
     if (known != kNone || ranks.size() == kMaxRanksPerWorker) return known;
     const RankId id = index.add_rank(dp_rank);
     ranks.insert(at(dp_rank), {dp_rank, id});
-    index.rank(id).lent = true;
+    index.rank(id).alias_only = true;
     index.chronicle_rank(id);
     return id;
   }

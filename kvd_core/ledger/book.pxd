@@ -34,7 +34,7 @@ from libcpp.vector cimport vector
 cimport kvd_core.ledger.loads as loads
 cimport kvd_core.ledger.records as records
 cimport kvd_core.ledger.requests as requests
-from kvd_core.ledger.trie cimport CPlace, kNone, NodeId, RankId
+from kvd_core.ledger.trie cimport CPathPosition, kNone, NodeId, RankId
 from kvd_core.ledger.types cimport (
     Admission, Book, Chain, kAdded, kExists, kFull, kMaxLedgers, kMaxTokens, kOverflow, kRepeated,
     Listed, Rank, Request, RequestId, SharedLoads
@@ -136,7 +136,7 @@ cdef inline void remove_rank(Book* book, RankId id) noexcept nogil:
 # ---- requests
 
 cdef inline bint is_retry(Book* book, const Request* request, const Admission* a) noexcept nogil:
-    cdef CPlace at
+    cdef CPathPosition at
     if (
         a.key.size() == 0
         or a.key != requests.key_of(request)
@@ -153,7 +153,7 @@ cdef inline int add(Book* book, const Admission* a) except -1 nogil:
     # Books a request: an Outcome. Refusals are counted by who words them: not every caller does.
     cdef uint64_t hash = book.requests.hash(a.id)
     cdef RequestId known
-    cdef CPlace at
+    cdef CPathPosition at
     cdef char* text
     cdef NodeId end
     cdef Request* request = NULL
@@ -163,7 +163,7 @@ cdef inline int add(Book* book, const Admission* a) except -1 nogil:
     if known != kNone:
         if not is_retry(book, &book.requests.all[known], a):
             return kExists
-        book.tally.repeated += 1
+        book.stats.repeated += 1
         return kRepeated
     if loads.overflows(book.loads, a.rank, a.tokens):
         return kOverflow
@@ -190,7 +190,7 @@ cdef inline int add(Book* book, const Admission* a) except -1 nogil:
     request.outputs = request.decayed = 0
     request.expected = a.expected
     request.fraction = 1
-    book.tally.added += 1
+    book.stats.added += 1
     records.tell_booked(book, book.requests.by_age.last)
     return kAdded
 
@@ -208,7 +208,7 @@ cdef inline void end_request(Book* book, RequestId id) noexcept nogil:
     records.tell_step(book, b"E", id)
     loads.erase(book.loads, request)
     book.outputs -= request.outputs
-    book.tally.freed += 1
+    book.stats.freed += 1
     requests.give(&book.requests, id, &book.chains[request.rank])
 
 
@@ -217,7 +217,7 @@ cdef inline void add_output(Book* book, RequestId id, double fraction) noexcept 
     cdef Request* request = &book.requests.all[id]
     records.tell_output(book, id, fraction)
     if request.outputs == book.limits.outputs:
-        book.tally.refused_outputs += 1
+        book.stats.refused_outputs += 1
     else:
         loads.add_output(book.loads, request)
         book.outputs += 1

@@ -30,7 +30,7 @@ from kvd_core.ledger.trie cimport kNone
 from kvd_core.ledger.types cimport (
     kAdded, kByAge, kByRank, kExists, kFull, kJournals, kMaxBlocks, kMaxIdBytes, kMaxOutputs,
     kMaxRanks, kMaxRequests, kMaxTokens, kOverflow, kRepeated, Listed, Rank, RecordBuffer, Request,
-    Tally,
+    LedgerStats,
 )
 from kvd_core.ledger.verify cimport verify
 
@@ -360,7 +360,7 @@ cdef class Ledger:
         Blocks, nodes, rank_refs (pairs of a node and a rank) and bytes are those of all ledgers
         that share the loads, all others this one's.
         """
-        cdef Tally* t = &self.c.tally
+        cdef LedgerStats* t = &self.c.stats
         return {
             "requests": self.c.requests.all.live(),
             "blocks": self.c.loads.trie.block_count(),

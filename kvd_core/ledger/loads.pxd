@@ -48,7 +48,7 @@ from libc.string cimport memset
 from libcpp.vector cimport vector
 
 from kvd_core.base.arena cimport Visitor
-from kvd_core.ledger.trie cimport CNode, CPlace, CRankRef, kRoot, NodeId, RankId
+from kvd_core.ledger.trie cimport CNode, CPathPosition, CRankRef, kRoot, NodeId, RankId
 from kvd_core.ledger.types cimport (
     Admission, kMaxRankRefs, kMaxRankTokens, Rank, Request, SharedLoads
 )
@@ -162,7 +162,7 @@ cdef inline void reweigh_outputs(Rank* rank, const Request* request, double to) 
 # ---- requests
 
 cdef inline bint has_room(
-    SharedLoads* loads, const CPlace* at, size_t blocks, uint64_t limit
+    SharedLoads* loads, const CPathPosition* at, size_t blocks, uint64_t limit
 ) noexcept nogil:
     return (
         blocks <= limit
@@ -176,7 +176,7 @@ cdef inline bint overflows(SharedLoads* loads, RankId id, uint64_t tokens) noexc
 
 
 cdef inline NodeId insert(
-    SharedLoads* loads, const CPlace* at, const Admission* a
+    SharedLoads* loads, const CPathPosition* at, const Admission* a
 ) except? 0 nogil:
     # Returns the last node of the prompt, which was found at `at`.
     cdef size_t gained = 0
@@ -243,7 +243,7 @@ cdef inline const uint32_t* live_depths(
     # How many leading blocks of a prompt each rank has live, one figure for each rank id; until the
     # next call.
     cdef uint32_t* depths = loads.depths.data()
-    cdef CPlace at = loads.trie.find(hashes, n)
+    cdef CPathPosition at = loads.trie.find(hashes, n)
     cdef uint32_t depth = <uint32_t>at.depth, given = 0, inside = at.inside, i
     cdef NodeId id = at.node
     cdef const CNode* node

@@ -75,7 +75,7 @@ class Trie : public Chains<Trie, Node> {
   static constexpr uint32_t kMaxChain = 4096;
 
   // How far a prompt is in the trie.
-  struct Place {
+  struct PathPosition {
     NodeId node = kRoot;  // the deepest one that has some of it
     uint32_t inside = 0;  // how many of that node's blocks
     size_t depth = 0;     // blocks, all in all
@@ -97,8 +97,8 @@ class Trie : public Chains<Trie, Node> {
     return nodes_.bytes() + children_.bytes() + blocks_ * sizeof(uint64_t) + heap_;
   }
 
-  Place find(const uint64_t* hashes, size_t n) const {
-    Place at;
+  PathPosition find(const uint64_t* hashes, size_t n) const {
+    PathPosition at;
     at.depth = descend(kRoot, hashes, n, [&](NodeId id, size_t, size_t met) {
       at.node = id;
       at.inside = static_cast<uint32_t>(met);
@@ -117,7 +117,7 @@ class Trie : public Chains<Trie, Node> {
   }
 
   // The most references that `insert` can add at a place.
-  uint64_t rank_refs_needed(const Place& at, size_t n) const {
+  uint64_t rank_refs_needed(const PathPosition& at, size_t n) const {
     const bool splits = at.node != kRoot && at.inside < nodes_[at.node].len;
     const uint64_t copied = splits ? nodes_[at.node].ranks.size() : 0;
     return at.nodes + copied + (n - at.depth) / kMaxChain + 2;
@@ -132,7 +132,8 @@ class Trie : public Chains<Trie, Node> {
   //   split    root ── 4 [a b]      rank 2            ends 0 ──── 9 [c d]  rank 2  ends 1
   //   after    root ── 4 [a b]      rank 2, rank 5    ends 0 ──┬─ 9 [c d]  rank 2  ends 1
   //                                                            └─ 6 [x y]  rank 5  ends 1, gained 4
-  NodeId insert(const Place& at, const uint64_t* hashes, size_t n, RankId rank, size_t& gained) {
+  NodeId insert(const PathPosition& at, const uint64_t* hashes, size_t n, RankId rank,
+                size_t& gained) {
     NodeId end = at.node;
     if (end != kRoot && at.inside < nodes_[end].len) end = split(end, at.inside);
     NodeId without = end;  // from here on upwards the rank has not been inserted

@@ -25,7 +25,7 @@ cdef extern from "ledger/trie.hpp" namespace "kvd::ledger" nogil:
         NodeId parent
         CRankRefs ranks            # that pass through
 
-    cppclass CPlace "kvd::ledger::Trie::Place":
+    cppclass CPathPosition "kvd::ledger::Trie::PathPosition":
         NodeId node                # the deepest one that has some of the prompt
         uint32_t inside            # how many of that node's blocks
         size_t depth               # blocks, all in all
@@ -36,13 +36,13 @@ cdef extern from "ledger/trie.hpp" namespace "kvd::ledger" nogil:
         uint64_t block_count()
         uint64_t rank_ref_count()
         size_t bytes()
-        CPlace find(const uint64_t*, size_t)
-        uint64_t rank_refs_needed(const CPlace&, size_t)
+        CPathPosition find(const uint64_t*, size_t)
+        uint64_t rank_refs_needed(const CPathPosition&, size_t)
         # Writes the hashes of a prompt that ends in a node and has so many blocks.
         void copy_path(NodeId, size_t, char*)
         # The node that the prompt ends in; the last is set to the blocks that are the rank's first.
         # All or, where memory ends, nothing.
-        NodeId insert(const CPlace&, const uint64_t*, size_t, RankId, size_t&) except +
+        NodeId insert(const CPathPosition&, const uint64_t*, size_t, RankId, size_t&) except +
         # They visit (blocks, weight) of what only this request of the rank passes through, from its
         # end upwards.
         void erase[State](NodeId, RankId, const Visitor[State]&)

@@ -122,7 +122,7 @@ cdef struct Listed:  # where a rank stands in the order of rendering
     RankId rank
 
 
-cdef struct Tally:
+cdef struct LedgerStats:
     uint64_t added
     uint64_t repeated         # adds that were retries of a live request
     uint64_t freed
@@ -137,7 +137,7 @@ cdef struct Book:  # see book.pxd
     vector[Chain] chains   # by rank id, of the requests on it
     vector[Listed] order   # ranks by (worker, dp rank)
     uint64_t outputs       # output blocks of all requests
-    Tally tally
+    LedgerStats stats
     RecordBuffer* records[2]  # kJournals told of each step; NULL: nobody is
     uint32_t number           # the ledger's, in these records
 

@@ -8,7 +8,7 @@ rows.pxd              what a look has found, as JSON
 pool.hpp, types.hpp   a look at the index; the state of every candidate; pool.pxd and types.pxd
                       declare them for Cython
 loads.pxd             a look at the ledger
-choice_counts         sums over choices, for metrics
+choice_stats          sums over choices, for metrics
 
 What people change is Cython, what walks trees is C++. choice.pxd, cost.pxd, loads.pxd and rows.pxd
 hold inline functions, as C++ headers do: a pass over the candidates calls nothing.

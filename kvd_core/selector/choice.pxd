@@ -45,7 +45,7 @@ from kvd_core.selector.cost cimport (
     keeps_sessions, real, saturates, terms_of, weighted_terms_of
 )
 from kvd_core.selector.settings cimport kLeastLoaded, kLines, kRandom, kRoundRobin, kTurns
-from kvd_core.selector.types cimport CCandidate, CStanding
+from kvd_core.selector.types cimport CCandidate, CCandidateState
 
 cdef extern from *:
     ctypedef unsigned long long uint128_t "unsigned __int128"
@@ -72,7 +72,7 @@ cdef struct Turn:
 cdef struct Choice:
     # A pool as choosing sees it. Arrays have an element for each candidate, `turns` kTurns.
     const CCandidate* candidates
-    const CStanding* standings  # of the last look
+    const CCandidateState* states  # of the last look
     size_t size
     uint32_t* open              # positions of those that may be chosen, ascending
     size_t n_open
@@ -90,26 +90,26 @@ cdef inline int64_t find_open(
 ) noexcept nogil:
     # Lists the candidates that may be chosen in `open`; 0, or the Refusal when none may.
     cdef const CCandidate* candidates = choice.candidates
-    cdef const CStanding* standings = choice.standings
+    cdef const CCandidateState* states = choice.states
     cdef uint32_t* open = choice.open
     cdef uint32_t* idle = choice.spare
     cdef bint blind = is_blind(scale), some = False, all_busy = True
     cdef size_t n = 0, n_idle = 0
     cdef uint32_t i
     for i in range(<uint32_t>choice.size):
-        if (mask != NULL and mask[i] == 0) or not standings[i].present:
+        if (mask != NULL and mask[i] == 0) or not states[i].present:
             continue
         some = True
-        if is_overloaded(scale, &candidates[i], &standings[i]):
+        if is_overloaded(scale, &candidates[i], &states[i]):
             continue
         open[n] = i
         n += 1
         if blind:
-            if not is_busy(scale, &candidates[i], &standings[i]):
+            if not is_busy(scale, &candidates[i], &states[i]):
                 idle[n_idle] = i
                 n_idle += 1
         else:
-            all_busy = all_busy and is_busy(scale, &candidates[i], &standings[i])
+            all_busy = all_busy and is_busy(scale, &candidates[i], &states[i])
     choice.n_open = n
     if not some:
         return kNoCandidate
@@ -130,7 +130,7 @@ cdef inline uint64_t least_prefill(const Choice* choice, const Scale* scale) noe
     cdef size_t k
     if decays(scale):
         for k in range(choice.n_open):
-            least = min(least, choice.standings[choice.open[k]].prefill_tokens)
+            least = min(least, choice.states[choice.open[k]].prefill_tokens)
     return least
 
 
@@ -140,7 +140,7 @@ cdef inline uint64_t least_uncached(const Choice* choice, const Scale* scale) no
     cdef size_t k
     if saturates(scale):
         for k in range(choice.n_open):
-            least = min(least, effective_tokens(scale, &choice.standings[choice.open[k]]))
+            least = min(least, effective_tokens(scale, &choice.states[choice.open[k]]))
     return least
 
 
@@ -149,7 +149,7 @@ cdef inline uint64_t open_requests(const Choice* choice) noexcept nogil:
     cdef uint64_t requests = 0
     cdef size_t k
     for k in range(choice.n_open):
-        requests += choice.standings[choice.open[k]].requests
+        requests += choice.states[choice.open[k]].requests
     return requests
 
 
@@ -158,7 +158,7 @@ cdef inline uint64_t open_requests(const Choice* choice) noexcept nogil:
 cdef inline void weigh_costs(
     Choice* choice, const Scale* scale, const double* factors
 ) noexcept nogil:
-    cdef const CStanding* standings = choice.standings
+    cdef const CCandidateState* states = choice.states
     cdef const uint32_t* open = choice.open
     cdef double* weights = choice.weights
     cdef uint64_t least
@@ -167,22 +167,22 @@ cdef inline void weigh_costs(
         least = least_prefill(choice, scale)
         for k in range(choice.n_open):
             weights[k] = terms_of(
-                scale, &standings[open[k]], device_credit_of(scale, &standings[open[k]], least)
+                scale, &states[open[k]], device_credit_of(scale, &states[open[k]], least)
             ).cost
     else:
         for k in range(choice.n_open):
-            weights[k] = terms_of(scale, &standings[open[k]], scale.device_credit).cost
+            weights[k] = terms_of(scale, &states[open[k]], scale.device_credit).cost
     multiply(choice, factors)
 
 
 cdef inline void weigh_weighted_costs(
     Choice* choice, const Scale* scale, const double* factors
 ) noexcept nogil:
-    cdef const CStanding* standings = choice.standings
+    cdef const CCandidateState* states = choice.states
     cdef uint64_t least = least_uncached(choice, scale)
     cdef size_t k
     for k in range(choice.n_open):
-        choice.weights[k] = weighted_terms_of(scale, &standings[choice.open[k]], least).cost
+        choice.weights[k] = weighted_terms_of(scale, &states[choice.open[k]], least).cost
     multiply(choice, factors)
 
 
@@ -196,7 +196,7 @@ cdef inline void multiply(Choice* choice, const double* factors) noexcept nogil:
 cdef inline void weigh_requests(Choice* choice) noexcept nogil:
     cdef size_t k
     for k in range(choice.n_open):
-        choice.weights[k] = choice.standings[choice.open[k]].requests
+        choice.weights[k] = choice.states[choice.open[k]].requests
 
 
 cdef inline void weigh(Choice* choice, const Scale* scale, const double* factors) noexcept nogil:
@@ -305,12 +305,12 @@ cdef inline bint goes_before(
     # Whether of two open candidates with the same weight the first is chosen.
     cdef uint32_t one = choice.open[k], two = choice.open[other]
     cdef int line = kLines + scale.settings.line
-    cdef uint64_t mine = effective_tokens(scale, &choice.standings[one])
-    cdef uint64_t theirs = effective_tokens(scale, &choice.standings[two])
+    cdef uint64_t mine = effective_tokens(scale, &choice.states[one])
+    cdef uint64_t theirs = effective_tokens(scale, &choice.states[two])
     if mine != theirs:
         return mine < theirs
-    if choice.standings[one].requests != choice.standings[two].requests:
-        return choice.standings[one].requests < choice.standings[two].requests
+    if choice.states[one].requests != choice.states[two].requests:
+        return choice.states[one].requests < choice.states[two].requests
     return turn_of(choice, one, line) < turn_of(choice, two, line)
 
 
@@ -334,13 +334,13 @@ cdef inline uint32_t lowest_or_left_out(const Choice* choice, const Scale* scale
     cdef uint64_t due = choice.n_open * kLeftOut
     cdef size_t k
     if keeps_sessions(
-        scale, &choice.standings[chosen], open_requests(choice), choice.n_open
+        scale, &choice.states[chosen], open_requests(choice), choice.n_open
     ):
         return chosen
     due = choice.turn - due if choice.turn > due else 0
     for k in range(choice.n_open):
         each = choice.open[k]
-        if choice.standings[each].requests == 0 and turn_of(choice, each, line) < due:
+        if choice.states[each].requests == 0 and turn_of(choice, each, line) < due:
             chosen = each
             due = turn_of(choice, each, line)
     return chosen

@@ -60,7 +60,7 @@ from libc.stddef cimport size_t
 from libc.stdint cimport UINT64_MAX, int64_t, uint32_t, uint64_t
 
 from kvd_core.selector.settings cimport CSettings, kDirect, kKv
-from kvd_core.selector.types cimport CCandidate, CPrompt, CStanding
+from kvd_core.selector.types cimport CCandidate, CPrompt, CCandidateState
 
 
 cdef struct Scale:
@@ -81,7 +81,7 @@ cdef struct Used:
     uint32_t disk
 
 
-cdef struct Terms:
+cdef struct CostTerms:
     uint64_t cached_tokens     # weighed by tier and rounded, halves away from zero
     uint64_t effective_tokens  # to prefill
     double raw                 # blocks to prefill before credits, with those being prefilled
@@ -143,7 +143,7 @@ cdef inline uint64_t started(const Scale* s) noexcept nogil:
     return s.isl // s.block_size + (s.isl % s.block_size != 0)
 
 
-cdef inline Used used_blocks(const Scale* s, const CStanding* c) noexcept nogil:
+cdef inline Used used_blocks(const Scale* s, const CCandidateState* c) noexcept nogil:
     cdef Used used
     used.device = c.device
     used.host = c.host
@@ -168,21 +168,21 @@ cdef inline uint64_t tokens_of(const Scale* s, Used used) noexcept nogil:
     return <uint64_t>round(blocks * real(s.block_size))
 
 
-cdef inline uint64_t cached_tokens(const Scale* s, const CStanding* c) noexcept nogil:
+cdef inline uint64_t cached_tokens(const Scale* s, const CCandidateState* c) noexcept nogil:
     return tokens_of(s, used_blocks(s, c))
 
 
-cdef inline uint64_t effective_tokens(const Scale* s, const CStanding* c) noexcept nogil:
+cdef inline uint64_t effective_tokens(const Scale* s, const CCandidateState* c) noexcept nogil:
     cdef uint64_t cached = cached_tokens(s, c)
     return s.isl - cached if s.isl > cached else 0
 
 
-cdef inline uint64_t decode_blocks(const Scale* s, const CStanding* c) noexcept nogil:
+cdef inline uint64_t decode_blocks(const Scale* s, const CCandidateState* c) noexcept nogil:
     # Blocks in use with the prompt on top.
     return c.decode_blocks + (s.blocks - c.live)
 
 
-cdef inline uint64_t occupied_blocks(const Scale* s, const CStanding* c) noexcept nogil:
+cdef inline uint64_t occupied_blocks(const Scale* s, const CCandidateState* c) noexcept nogil:
     # The same, counting a last block that is not full.
     return c.decode_blocks + (max(s.blocks, started(s)) - c.live)
 
@@ -195,7 +195,7 @@ cdef inline bint decays(const Scale* s) noexcept nogil:
 
 
 cdef inline double device_credit_of(
-    const Scale* s, const CStanding* c, uint64_t least
+    const Scale* s, const CCandidateState* c, uint64_t least
 ) noexcept nogil:
     # `least`: the fewest prefill tokens of those that may be chosen; UINT64_MAX unless it decays.
     cdef double excess
@@ -207,10 +207,10 @@ cdef inline double device_credit_of(
     )
 
 
-cdef inline Terms terms_of(
-    const Scale* s, const CStanding* c, double device_credit
+cdef inline CostTerms terms_of(
+    const Scale* s, const CCandidateState* c, double device_credit
 ) noexcept nogil:
-    cdef Terms t
+    cdef CostTerms t
     cdef Used used = used_blocks(s, c)
     t.cached_tokens = tokens_of(s, used)
     t.effective_tokens = s.isl - t.cached_tokens if s.isl > t.cached_tokens else 0
@@ -239,7 +239,7 @@ cdef inline bint saturates(const Scale* s) noexcept nogil:
 
 
 cdef inline WeightedTerms weighted_terms_of(
-    const Scale* s, const CStanding* c, uint64_t least
+    const Scale* s, const CCandidateState* c, uint64_t least
 ) noexcept nogil:
     # `least`: the fewest tokens to compute of those that may be chosen, of account if it saturates.
     cdef const CSettings* weight = s.settings
@@ -266,7 +266,7 @@ cdef inline WeightedTerms weighted_terms_of(
 
 
 cdef inline bint keeps_sessions(
-    const Scale* s, const CStanding* c, uint64_t requests, size_t ranks
+    const Scale* s, const CCandidateState* c, uint64_t requests, size_t ranks
 ) noexcept nogil:
     # A session stays with a rank that has at most so many times the mean requests plus 1; those
     # that may be chosen have `requests` together.
@@ -285,7 +285,7 @@ cdef inline bint is_blind(const Scale* s) noexcept nogil:
 
 
 cdef inline bint is_busy(
-    const Scale* s, const CCandidate* candidate, const CStanding* c
+    const Scale* s, const CCandidate* candidate, const CCandidateState* c
 ) noexcept nogil:
     # New work waits while all candidates are.
     return s.settings.mode != kDirect and exceeds(
@@ -299,19 +299,19 @@ cdef inline bint tells_decode_busy(const Scale* s, const CCandidate* candidate) 
 
 
 cdef inline bint is_decode_busy(
-    const Scale* s, const CCandidate* candidate, const CStanding* c
+    const Scale* s, const CCandidate* candidate, const CCandidateState* c
 ) noexcept nogil:
     return exceeds(
         occupied_blocks(s, c), s.settings.decode_busy_threshold, candidate.total_blocks
     )
 
 
-cdef inline bint prefills_too_much(const Scale* s, const CStanding* c) noexcept nogil:
+cdef inline bint prefills_too_much(const Scale* s, const CCandidateState* c) noexcept nogil:
     return real(c.prefill_tokens) > s.settings.prefill_tokens_threshold
 
 
 cdef inline bint prefills_too_large_a_part(
-    const Scale* s, const CCandidate* candidate, const CStanding* c
+    const Scale* s, const CCandidate* candidate, const CCandidateState* c
 ) noexcept nogil:
     return exceeds(
         c.prefill_tokens, s.settings.prefill_tokens_threshold_frac, candidate.max_batch_tokens
@@ -319,13 +319,13 @@ cdef inline bint prefills_too_large_a_part(
 
 
 cdef inline bint has_too_many_blocks(
-    const Scale* s, const CCandidate* candidate, const CStanding* c
+    const Scale* s, const CCandidate* candidate, const CCandidateState* c
 ) noexcept nogil:
     return exceeds(c.decode_blocks, s.settings.decode_blocks_threshold, candidate.total_blocks)
 
 
 cdef inline bint is_overloaded(
-    const Scale* s, const CCandidate* candidate, const CStanding* c
+    const Scale* s, const CCandidate* candidate, const CCandidateState* c
 ) noexcept nogil:
     # It gets no new work.
     return s.rejects and (

@@ -11,7 +11,7 @@ from kvd_core.ledger.loads cimport decode_blocks, decoding, live_depths
 from kvd_core.ledger.trie cimport RankId
 from kvd_core.ledger.types cimport Book, Rank
 from kvd_core.selector.pool cimport CPool
-from kvd_core.selector.types cimport CCandidate, CStanding
+from kvd_core.selector.types cimport CCandidate, CCandidateState
 
 
 cdef inline void find_live(CPool* pool, Book* book) noexcept nogil:
@@ -20,38 +20,38 @@ cdef inline void find_live(CPool* pool, Book* book) noexcept nogil:
         book.loads, pool.prompt().sequence.data(), pool.prompt().sequence.size()
     )
     cdef const CCandidate* candidates = pool.candidates()
-    cdef CStanding* standings = pool.standings()
+    cdef CCandidateState* states = pool.states()
     cdef size_t ranks = book.loads.ranks.size(), i
     cdef RankId rank
     for i in range(pool.size()):
         rank = candidates[i].booked
-        standings[i].live = depths[rank] if rank < ranks else 0
+        states[i].live = depths[rank] if rank < ranks else 0
 
 
 cdef inline void find_loads(CPool* pool, Book* book) noexcept nogil:
     # The loads of this moment; whoever has left the ledger or is unreachable is not present.
     cdef const CCandidate* candidates = pool.candidates()
-    cdef CStanding* standings = pool.standings()
+    cdef CCandidateState* states = pool.states()
     cdef Rank* ranks = book.loads.ranks.data()
     cdef size_t known = book.loads.ranks.size(), i
     cdef const CCandidate* candidate
-    cdef CStanding* standing
+    cdef CCandidateState* state
     cdef Rank* rank
     for i in range(pool.size()):
         candidate = &candidates[i]
-        standing = &standings[i]
-        standing.present = False
+        state = &states[i]
+        state.present = False
         if candidate.booked >= known:
             continue
         rank = &ranks[candidate.booked]
         if rank.owners & book.bit == 0:
             continue
-        standing.present = (
+        state.present = (
             candidate.reachable
             and rank.worker_id == candidate.worker_id
             and rank.dp_rank == candidate.dp_rank
         )
-        standing.prefill_tokens = rank.prefill_tokens
-        standing.decode_blocks = decode_blocks(rank)
-        standing.requests = rank.requests
-        standing.decoding = decoding(rank) & 0xffffff
+        state.prefill_tokens = rank.prefill_tokens
+        state.decode_blocks = decode_blocks(rank)
+        state.requests = rank.requests
+        state.decoding = decoding(rank) & 0xffffff

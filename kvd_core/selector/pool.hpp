@@ -4,7 +4,7 @@
 //   prompt ── local hashes ──> index ───> cached blocks by tier ─┐   find_cached
 //          └─ rolling hashes > ledger ──> blocks in use, loads ──┤   selector/loads.pxd
 //                                                                ▼
-//   candidates   w1/0      w1/1      w7/0      w9/0          standings, until the next look
+//   candidates   w1/0      w1/1      w7/0      w9/0          states, until the next look
 //
 // What has to do with the ledger is Cython as the ledger is, and so is what follows from a look:
 // what each would cost (selector/cost.pxd), and which is chosen (selector/choice.pxd).
@@ -18,7 +18,7 @@
 // are looked up in the workers each time.
 //
 // Invariants
-//   1. a standing is that of the last look, its loads are those that were found last;
+//   1. a state is that of the last look, its loads are those that were found last;
 //   2. the candidates of a worker are those from `first` of any of them to `end` of that one.
 //
 // Costs: find_cached O(blocks + candidates + what Match takes); foresee O(blocks + candidates)
@@ -57,7 +57,7 @@ class Pool {
     }
     candidates_.push_back(candidate);
     candidates_[candidate.first].end = at + 1;
-    standings_.emplace_back();
+    states_.emplace_back();
     told_.push_back(0);
     overlaps_.push_back(0);
   }
@@ -65,7 +65,7 @@ class Pool {
   size_t size() const { return candidates_.size(); }
   uint32_t block_size() const { return block_size_; }
   const Candidate& candidate(size_t i) const { return candidates_[i]; }
-  const CandidateState& standing(size_t i) const { return standings_[i]; }
+  const CandidateState& state(size_t i) const { return states_[i]; }
   // Of the first candidate that does not sort before (worker, dp rank); size() if all do.
   size_t position(uint64_t worker_id, uint32_t dp_rank) const {
     const auto before = [&](const Candidate& c) {
@@ -99,7 +99,7 @@ class Pool {
 
   // All of them, for whoever finds out what the ledger has.
   const Candidate* candidates() const { return candidates_.data(); }
-  CandidateState* standings() { return standings_.data(); }
+  CandidateState* states() { return states_.data(); }
 
   // Finds out what all candidates cache of the prompt; `scratch` is free to be used by others
   // afterwards.
@@ -110,9 +110,9 @@ class Pool {
       const Worker* worker = found ? caches(candidates_[i]) : nullptr;
       const RankId id = worker == nullptr ? kNone : worker->find(candidates_[i].dp_rank);
       const Match::Depth depth = id == kNone ? Match::Depth() : scratch.depth(id);
-      standings_[i].device = told_[i] = depth.device;
-      standings_[i].host = depth.host - depth.device;
-      standings_[i].disk = depth.disk - depth.host;
+      states_[i].device = told_[i] = depth.device;
+      states_[i].host = depth.host - depth.device;
+      states_[i].disk = depth.disk - depth.host;
       overlaps_[i] = static_cast<int32_t>(depth.disk);
     }
   }
@@ -128,14 +128,14 @@ class Pool {
   void remember() {
     remembers_ = true;
     seen_.clear();
-    for (const CandidateState& at : standings_) seen_.emplace_back(at);
+    for (const CandidateState& at : states_) seen_.emplace_back(at);
   }
 
   // Says of each candidate, by 1 or 0, whether the loads just found are other than those
   // remembered. False where nothing was.
   bool changed(uint8_t* changed) const {
     if (!remembers_) return false;
-    for (size_t i = 0; i < candidates_.size(); ++i) changed[i] = seen_[i].differs(standings_[i]);
+    for (size_t i = 0; i < candidates_.size(); ++i) changed[i] = seen_[i].differs(states_[i]);
     return true;
   }
 
@@ -167,10 +167,10 @@ class Pool {
     for (size_t i = 0; i < candidates_.size(); ++i) {
       const Candidate& c = candidates_[i];
       if (!c.heard || (c.caches != nullptr) != beside_events) continue;
-      if (standings_[i].requests > most) continue;
+      if (states_[i].requests > most) continue;
       const uint32_t id = rank_in_predictions(c);
       if (id == kNone) continue;
-      CandidateState& at = standings_[i];
+      CandidateState& at = states_[i];
       const uint32_t host = at.device + at.host, disk = host + at.disk;
       at.device = static_cast<uint32_t>(predicted.reach(id, chained_, at.device));
       at.host = std::max(host, at.device) - at.device;
@@ -181,8 +181,8 @@ class Pool {
 
   double mean_requests() const {
     uint64_t requests = 0;
-    for (const CandidateState& at : standings_) requests += at.requests;
-    return static_cast<double>(requests) / static_cast<double>(standings_.size());
+    for (const CandidateState& at : states_) requests += at.requests;
+    return static_cast<double>(requests) / static_cast<double>(states_.size());
   }
 
   void search(Match& match) const {
@@ -214,11 +214,11 @@ class Pool {
 
   Prompt prompt_;
   std::vector<Candidate> candidates_;
-  std::vector<CandidateState> standings_;  // one a candidate
-  std::vector<uint32_t> told_;             // blocks on its device by its events, one a candidate
-  std::vector<int32_t> overlaps_;          // one a candidate, signed: SSE2 compares no others
-  std::vector<uint64_t> chained_;          // scratch of `foresee`
-  std::vector<Seen> seen_;                 // one a candidate, once it `remembers_`
+  std::vector<CandidateState> states_;  // one a candidate
+  std::vector<uint32_t> told_;          // blocks on its device by its events, one a candidate
+  std::vector<int32_t> overlaps_;       // one a candidate, signed: SSE2 compares no others
+  std::vector<uint64_t> chained_;       // scratch of `foresee`
+  std::vector<Seen> seen_;              // one a candidate, once it `remembers_`
   bool remembers_ = false;
 };
 

@@ -7,7 +7,7 @@ from libcpp cimport bool as cbool
 
 from kvd_core.index.prefix_index cimport CIndex, CMatch
 from kvd_core.index.predictions cimport CPredicted
-from kvd_core.selector.types cimport CCandidate, CPrompt, CStanding
+from kvd_core.selector.types cimport CCandidate, CPrompt, CCandidateState
 
 
 cdef extern from "selector/pool.hpp" namespace "kvd::selector" nogil:
@@ -20,10 +20,10 @@ cdef extern from "selector/pool.hpp" namespace "kvd::selector" nogil:
         const CCandidate& candidate(size_t)
         size_t position(uint64_t, uint32_t)     # of the first that does not sort before
         uint32_t end_of_worker(const CCandidate&)
-        const CStanding& standing(size_t)       # of the last look
+        const CCandidateState& state(size_t)       # of the last look
         CPrompt& prompt()
         const CCandidate* candidates()          # all of them
-        CStanding* standings()                  # of all candidates
+        CCandidateState* states()                  # of all candidates
         void find_cached(CMatch&) except +
         void foresee() except +                 # once the loads are known
         void predict(size_t, double) except +   # notes the prompt as cached by a candidate

@@ -25,7 +25,7 @@ from kvd_core.selector.cost cimport (
     Scale, decode_blocks, effective_tokens, is_decode_busy, occupied_blocks, tells_decode_busy
 )
 from kvd_core.selector.pool cimport CPool
-from kvd_core.selector.types cimport CCandidate, CStanding
+from kvd_core.selector.types cimport CCandidate, CCandidateState
 
 cdef extern from "json/text.hpp" namespace "kvd" nogil:
     size_t kMaxDigits
@@ -61,7 +61,7 @@ cdef inline char* put_ranks(
             to = put_text(to, b",")
         to = put_text(to, b'"')
         to = put_text(put_number(to, pool.candidate(i).dp_rank), b'":')
-        to = put_tokens(to, pool, pool.standing(i).device)
+        to = put_tokens(to, pool, pool.state(i).device)
     return to
 
 
@@ -69,12 +69,12 @@ cdef inline char* put_choice(
     char* to, const CPool* pool, size_t at, const Scale* scale
 ) noexcept nogil:
     cdef const CCandidate* chosen = &pool.candidate(at)
-    cdef const CStanding* standing = &pool.standing(at)
+    cdef const CCandidateState* state = &pool.state(at)
     cdef uint32_t first = chosen.first, end = pool.end_of_worker(chosen[0])
     cdef uint32_t gpu = 0, cpu = 0, disk = 0, i
-    cdef const CStanding* rank
+    cdef const CCandidateState* rank
     for i in range(first, end):
-        rank = &pool.standing(i)
+        rank = &pool.state(i)
         gpu = max(gpu, rank.device)
         cpu = max(cpu, rank.device + rank.host)
         disk = max(disk, rank.device + rank.host + rank.disk)
@@ -84,12 +84,12 @@ cdef inline char* put_choice(
     to = put_tokens(put_text(to, b'},"cpu":'), pool, cpu)
     to = put_tokens(put_text(to, b',"disk":'), pool, disk)
     to = put_text(to, b'},"effective_prefill_tokens":')
-    to = put_number(to, effective_tokens(scale, standing))
+    to = put_number(to, effective_tokens(scale, state))
     to = put_text(to, b',"potential_decode_blocks":')
-    to = put_number(to, occupied_blocks(scale, standing))
+    to = put_number(to, occupied_blocks(scale, state))
     if tells_decode_busy(scale, chosen):
         to = put_text(to, b',"decode_busy":')
-        if is_decode_busy(scale, chosen, standing):
+        if is_decode_busy(scale, chosen, state):
             return put_text(to, b"true")
         return put_text(to, b"false")
     return to
@@ -113,7 +113,7 @@ cdef inline char* put_rank(char* to, const CCandidate* c) noexcept nogil:
 
 cdef inline char* put_overlaps(char* to, const Choice* pool) noexcept nogil:
     cdef const CCandidate* candidates = pool.candidates
-    cdef const CStanding* c = pool.standings
+    cdef const CCandidateState* c = pool.states
     cdef char* begin = to
     cdef size_t i
     for i in range(pool.size):
@@ -131,7 +131,7 @@ cdef inline char* put_overlaps(char* to, const Choice* pool) noexcept nogil:
 
 cdef inline char* put_loads(char* to, const Choice* pool, const Scale* scale) noexcept nogil:
     cdef const CCandidate* candidates = pool.candidates
-    cdef const CStanding* c = pool.standings
+    cdef const CCandidateState* c = pool.states
     cdef uint64_t added
     cdef char* begin = to
     cdef size_t i

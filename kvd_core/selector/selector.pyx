@@ -32,7 +32,7 @@ from kvd_core.selector.choice cimport (
     open_requests, return_turn, set_chances, weigh
 )
 from kvd_core.selector.cost cimport (
-    Terms, WeightedTerms, cached_tokens, decode_blocks, device_credit_of, effective_tokens,
+    CostTerms, WeightedTerms, cached_tokens, decode_blocks, device_credit_of, effective_tokens,
     has_too_many_blocks, is_busy, is_overloaded, keeps_sessions, prefills_too_large_a_part,
     prefills_too_much, scale_of, terms_of, weighted_terms_of
 )
@@ -41,7 +41,7 @@ from kvd_core.selector.rows cimport (
     choice_room, kMaxDigits, put_choice, put_loads, put_number, put_overlaps, put_text, rows_room
 )
 from kvd_core.selector.settings cimport Settings, kRandom, kRoundRobin, kTurns
-from kvd_core.selector.types cimport CCandidate, CStanding, kMaxIslTokens
+from kvd_core.selector.types cimport CCandidate, CCandidateState, kMaxIslTokens
 
 cdef extern from "Python.h":
     const char* PyUnicode_AsUTF8AndSize(object text, Py_ssize_t* size) except NULL
@@ -216,7 +216,7 @@ cdef class Pool:
         self.choice.turns = self.turns.data()
         if n != 0:
             self.choice.candidates = &self.c.candidate(0)
-            self.choice.standings = &self.c.standing(0)
+            self.choice.states = &self.c.state(0)
 
     def __dealloc__(self):
         del self.c
@@ -373,7 +373,7 @@ cdef class Pool:
         cdef size_t i = self.at(candidate)
         cdef Scale scale = self.scale(&settings.c)
         cdef const CCandidate* c = &self.c.candidate(i)
-        cdef const CStanding* s = &self.c.standing(i)
+        cdef const CCandidateState* s = &self.c.state(i)
         named = (
             ("active_prefill_tokens_threshold", prefills_too_much(&scale, s)),
             ("active_prefill_tokens_threshold_frac", prefills_too_large_a_part(&scale, c, s)),
@@ -408,7 +408,7 @@ cdef class Pool:
         requests = open_requests(&self.choice)
         for i in range(self.c.size()):
             mask[i] = asked[i] != 0 and keeps_sessions(
-                &scale, &self.c.standing(i), requests, self.choice.n_open
+                &scale, &self.c.state(i), requests, self.choice.n_open
             )
             some = some or mask[i] != 0
         return left if some else None
@@ -429,7 +429,7 @@ cdef class Pool:
         cdef size_t i
         for i in range(self.c.size()):
             if mask == NULL or mask[i] != 0:
-                least = min(least, effective_tokens(&scale, &self.c.standing(i)))
+                least = min(least, effective_tokens(&scale, &self.c.state(i)))
         return least
 
     def deepest(self, size_t limit):
@@ -438,11 +438,11 @@ cdef class Pool:
         At most `limit`, and none that caches nothing. O(candidates log candidates).
         """
         cdef list found = []
-        cdef const CStanding* c
+        cdef const CCandidateState* c
         cdef int64_t blocks
         cdef size_t i
         for i in range(self.c.size()):
-            c = &self.c.standing(i)
+            c = &self.c.state(i)
             blocks = <int64_t>c.device + c.host + c.disk
             if blocks != 0:
                 found.append((-blocks, i))
@@ -533,9 +533,9 @@ cdef class Pool:
              Others others):
         cdef double factor = 1 if factors == NULL else factors[i]
         cdef const CCandidate* c = &self.c.candidate(i)
-        cdef const CStanding* s = &self.c.standing(i)
+        cdef const CCandidateState* s = &self.c.state(i)
         cdef Scale scale = self.scale(settings)
-        cdef Terms t = terms_of(&scale, s, device_credit_of(&scale, s, others.least_prefill))
+        cdef CostTerms t = terms_of(&scale, s, device_credit_of(&scale, s, others.least_prefill))
         cdef WeightedTerms w = weighted_terms_of(&scale, s, others.least_uncached)
         if settings.weighted:
             t.raw = t.credit = t.prefill = t.decode = 0
@@ -664,11 +664,11 @@ cdef class Pool:
 
     cdef uint64_t cached_tokens_of(self, const CSettings* settings, size_t candidate) noexcept:
         cdef Scale scale = self.scale(settings)
-        return cached_tokens(&scale, &self.c.standing(candidate))
+        return cached_tokens(&scale, &self.c.state(candidate))
 
     cdef uint64_t effective_tokens_of(self, const CSettings* settings, size_t candidate) noexcept:
         cdef Scale scale = self.scale(settings)
-        return effective_tokens(&scale, &self.c.standing(candidate))
+        return effective_tokens(&scale, &self.c.state(candidate))
 
     cdef Scale scale(self, const CSettings* settings) noexcept:
         return scale_of(settings, &self.c.prompt(), self.c.block_size())

@@ -25,7 +25,7 @@ cdef extern from "selector/types.hpp" namespace "kvd::selector" nogil:
         cbool heard                # False: its events are not, what it caches may be gone
         cbool reachable            # False: it cannot be chosen
 
-    cppclass CStanding "kvd::selector::CandidateState":
+    cppclass CCandidateState "kvd::selector::CandidateState":
         uint32_t device            # blocks of the prompt, cached
         uint32_t host              # further ones
         uint32_t disk              # further ones, disk and external

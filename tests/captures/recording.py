@@ -98,7 +98,7 @@ def load(name: str) -> Recording:
 
 
 @dataclass(frozen=True)
-class Tally:
+class AgreementStats:
     """How many figures agree with the engine's, credit too little and credit too much."""
 
     agree: int = 0
@@ -106,26 +106,28 @@ class Tally:
     over: int = 0
 
     @classmethod
-    def of(cls, figures: Iterable[tuple[int, int]]) -> Tally:
-        """Returns the tally of (answered, wanted) pairs."""
+    def of(cls, figures: Iterable[tuple[int, int]]) -> AgreementStats:
+        """Returns the stats of (answered, wanted) pairs."""
         signs = Counter((held > wanted) - (held < wanted) for held, wanted in figures)
         return cls(agree=signs[0], under=signs[-1], over=signs[1])
 
 
-def judge(recording: Recording, ask: Callable[[Question], Answer]) -> tuple[Tally, list[str]]:
-    """Puts all questions; returns the tally, and a line for each answer that differs."""
+def judge(
+    recording: Recording, ask: Callable[[Question], Answer]
+) -> tuple[AgreementStats, list[str]]:
+    """Puts all questions; returns the stats, and a line for each answer that differs."""
     compared = [
         (figure, held, wanted, question)
         for question in recording.questions
         for figure, held, wanted in _compare(question, ask(question))
     ]
-    tally = Tally.of((held, wanted) for _, held, wanted, _ in compared)
+    stats = AgreementStats.of((held, wanted) for _, held, wanted, _ in compared)
     wrong = [
         f"{figure} {held}, engine {wanted}: rank {question.rank}, salt {question.cache_salt}"
         for figure, held, wanted, question in compared
         if held != wanted
     ]
-    return tally, wrong
+    return stats, wrong
 
 
 def _compare(question: Question, answer: Answer) -> Iterator[tuple[str, int, int]]:

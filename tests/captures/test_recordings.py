@@ -8,16 +8,16 @@ from collections.abc import Iterable
 import pytest
 
 from kvd_core.base.hashing import eagle_hashes
-from kvd_core.index.prefix_index import IngestCounters, PrefixIndex, Stream, Worker
+from kvd_core.index.prefix_index import IngestStats, PrefixIndex, Stream, Worker
 from kvd_core.json.scan import BodyScanner
 from tests.captures.recording import (
     NAMES,
+    AgreementStats,
     Answer,
     Message,
     Question,
     Rank,
     Recording,
-    Tally,
     judge,
     load,
 )
@@ -28,22 +28,22 @@ QUERY_BY_HASH = BodyScanner({"block_hashes": "hash64"})
 # What these engines' events do not say, no indexer can know.
 UNDECIDABLE = {
     # Parts of a tree node that was split, and what follows its first page, look like roots.
-    "sglang-0.5.3-hand": Tally(agree=3, under=5),
+    "sglang-0.5.3-hand": AgreementStats(agree=3, under=5),
     # Neither salts nor images are in these releases' events: the blocks look alike, so that a
     # salt nobody used finds them, and images find nothing.
-    "vllm-0.9.2-ident": Tally(agree=3, under=3, over=1),
-    "vllm-0.14.1-ident": Tally(agree=6, under=4, over=1),
+    "vllm-0.9.2-ident": AgreementStats(agree=3, under=3, over=1),
+    "vllm-0.14.1-ident": AgreementStats(agree=6, under=4, over=1),
     # Only the last block of every four is named, and the chunk's size is not: too little host.
-    "vllm-0.33.0-offload-bare-chunk4": Tally(agree=53, under=17),
+    "vllm-0.33.0-offload-bare-chunk4": AgreementStats(agree=53, under=17),
     # Its blocks hold pairs of tokens: whoever asks by tokens does not mean them (see below).
-    "sglang-0.5.23-eagle-bigram": Tally(under=1),
+    "sglang-0.5.23-eagle-bigram": AgreementStats(under=1),
 }
 
 TIMELINES = {
-    "dynamo-mocker-1.6.1-vllm": Tally(agree=23),
-    "dynamo-mocker-1.6.1-trtllm": Tally(agree=23),
+    "dynamo-mocker-1.6.1-vllm": AgreementStats(agree=23),
+    "dynamo-mocker-1.6.1-trtllm": AgreementStats(agree=23),
     # What it finds in host memory it never announces.
-    "dynamo-mocker-1.6.1-vllm-host": Tally(agree=7, under=16),
+    "dynamo-mocker-1.6.1-vllm-host": AgreementStats(agree=7, under=16),
 }
 
 RECORDINGS = 51
@@ -55,7 +55,7 @@ class Fed:
 
     def __init__(self, recording: Recording) -> None:
         self.block_size = recording.block_size
-        self.counters = IngestCounters()
+        self.counters = IngestStats()
         self.index = PrefixIndex(recording.block_size, self.counters)
         workers: dict[int, Worker] = {}
         self._streams = {rank: self._register(workers, rank) for rank in recording.ranks}
@@ -96,9 +96,11 @@ def test_answers_are_those_of_the_engine(name: str) -> None:
     totals = fed.counters.as_dict()
     assert not any(totals["bad"].values()), totals
     assert not any(totals["ignored"].values()), totals
-    tally, wrong = judge(recording, fed.ask)
-    everything = Tally(agree=sum(len(question.figures) for question in recording.questions))
-    assert tally == UNDECIDABLE.get(name, everything), "\n".join(wrong)
+    stats, wrong = judge(recording, fed.ask)
+    everything = AgreementStats(
+        agree=sum(len(question.figures) for question in recording.questions)
+    )
+    assert stats == UNDECIDABLE.get(name, everything), "\n".join(wrong)
 
 
 @pytest.mark.parametrize("name", TIMELINES)
@@ -111,7 +113,7 @@ def test_answers_meanwhile_are_those_of_the_engine(name: str) -> None:
         applied = moment["after_messages"]
         held = fed.ask_tokens(moment["prompt"])["scores"]["0"]["0"]
         found.append((held, moment["cached_tokens"]))
-    assert Tally.of(found) == TIMELINES[name], found
+    assert AgreementStats.of(found) == TIMELINES[name], found
 
 
 def test_pairs_of_tokens_are_found_by_their_hashes() -> None:

@@ -11,18 +11,18 @@ from kvd.model import PartitionKey, RankKey
 from kvd.wire.envelope import StreamIdentity
 from kvd.wire.standard_events import StandardEventStream
 from kvd_core.base.hashing import local_hashes
-from tests.captures.recording import NAMES, Question, Recording, Tally, load
+from tests.captures.recording import NAMES, AgreementStats, Question, Recording, load
 from tests.models.conductor_model import sequence_hashes
 
 KEY = PartitionKey("m", "default")
 
 DIFFERENT = {
     # As for workers, see test_recordings: what the events do not say.
-    "sglang-0.5.3-hand": Tally(agree=3, under=5),
-    "vllm-0.9.2-ident": Tally(agree=2, under=2),
-    "vllm-0.14.1-ident": Tally(agree=5, under=2),
-    "vllm-0.33.0-offload-bare-chunk4": Tally(agree=18, under=17),
-    "sglang-0.5.23-eagle-bigram": Tally(under=1),
+    "sglang-0.5.3-hand": AgreementStats(agree=3, under=5),
+    "vllm-0.9.2-ident": AgreementStats(agree=2, under=2),
+    "vllm-0.14.1-ident": AgreementStats(agree=5, under=2),
+    "vllm-0.33.0-offload-bare-chunk4": AgreementStats(agree=18, under=17),
+    "sglang-0.5.23-eagle-bigram": AgreementStats(under=1),
 }
 QUESTIONS = 1189  # without images
 
@@ -71,7 +71,7 @@ def test_answers_are_those_of_the_engine(name: str) -> None:
     )
     asked = [question for question in recording.questions if not question.items]
     found = [(fed.held(question), wanted(question)) for question in asked]
-    assert Tally.of(found) == DIFFERENT.get(name, Tally(agree=len(asked))), found
+    assert AgreementStats.of(found) == DIFFERENT.get(name, AgreementStats(agree=len(asked))), found
 
 
 @pytest.mark.parametrize("name", ["vllm-0.33.0-hybrid", "vllm-0.33.0-twin"])

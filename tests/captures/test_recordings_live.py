@@ -10,7 +10,7 @@ import msgpack
 import pytest
 import zmq
 
-from tests.captures.recording import Answer, Question, Rank, Recording, Tally, judge, load
+from tests.captures.recording import AgreementStats, Answer, Question, Rank, Recording, judge, load
 from tests.support.processes import Server
 from tests.support.running import running_kvd
 
@@ -50,9 +50,9 @@ def test_a_running_kvd_answers_as_the_engine_does(
             _play(recording, rank, publisher, client)
         for rank in recording.ranks:
             kvd.wait_until(lambda rank=rank: _applied(recording, rank, client), "up to date")
-        tally, wrong = judge(recording, lambda question: _ask(recording, question, client))
+        stats, wrong = judge(recording, lambda question: _ask(recording, question, client))
     figures = sum(len(question.figures) for question in recording.questions)
-    assert tally == Tally(agree=figures), "\n".join(wrong)
+    assert stats == AgreementStats(agree=figures), "\n".join(wrong)
 
 
 def _play(recording: Recording, rank: Rank, publisher: zmq.Socket, client: httpx.Client) -> None:

@@ -60,7 +60,7 @@ class Sessions(Service):
         return said
 
     def others(self, place: Place) -> list[Place]:
-        ranks = [(row.worker_id, row.dp_rank) for row in self.fleet().pool.candidates]
+        ranks = [(row.worker_id, row.dp_rank) for row in self.candidates().pool.candidates]
         return [each for each in ranks if each[0] != place[0]]
 
 

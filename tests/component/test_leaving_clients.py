@@ -123,7 +123,7 @@ async def test_who_leaves_right_after_asking_has_reserved_nothing(
     routes = selection_routes(service.selections)
     await leave_at_once(routes, LEAVING[leaving], parked, ask)
     assert not service.selections.reservations.live
-    assert service.fleet().ledger.stats()["requests"] == 0
+    assert service.candidates().ledger.stats()["requests"] == 0
     service.check()
 
 
@@ -253,11 +253,11 @@ async def test_sixty_four_clients_that_leave_at_any_moment(seed: int) -> None:
     unheard = live - unsure  # by the server's names
     assert all(len(name) == 36 for name in unheard)
     assert len(unheard) <= sum(caller.unnamed for caller in callers)
-    assert selections.scheduler.held == 0 and not len(service.fleet().queue)
+    assert selections.scheduler.held == 0 and not len(service.candidates().queue)
     assert selections.reservations.given_back > 0 and min(seen.values()) > 0
     for name in live:
         selections.reservations.free(name)
-    stats = service.fleet().ledger.stats()
+    stats = service.candidates().ledger.stats()
     assert (stats["requests"], stats["blocks"], stats["output_blocks"]) == (0, 0, 0)
     service.check()
     assert open_descriptors() <= descriptors

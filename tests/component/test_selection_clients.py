@@ -145,19 +145,20 @@ class World:
                 model.prefill_complete(name)
             for _ in range(one.outputs):
                 model.output_block(name, None)
-        (fleet,) = json.loads((await client.request("GET", "/loads")).body)
+        (candidates,) = json.loads((await client.request("GET", "/loads")).body)
         rows = {
-            (row["worker_id"], row["dp_rank"]): tuple(row.values())[2:] for row in fleet["loads"]
+            (row["worker_id"], row["dp_rank"]): tuple(row.values())[2:]
+            for row in candidates["loads"]
         }
         assert rows == {rank: model.load(rank) for rank in model.ranks}
         held = self.service.selections.scheduler.held
-        assert fleet["pending_count"] == held
+        assert candidates["pending_count"] == held
         self.seen["waiting at a rest"] += held
         self.service.check()
 
     def resolve(self) -> None:
         """Finds out what became of requests whose clients went away: booked, or nothing."""
-        ledger = self.service.fleet().ledger
+        ledger = self.service.candidates().ledger
         for name, hashes in self.unsure.items():
             request = ledger.request(name)
             self.seen["gone, booked" if request else "gone"] += 1
@@ -366,8 +367,8 @@ async def test_clients_at_once_account_as_the_model(seed: int) -> None:
         world.resolve()
         world.end_left()
     assert not service.selections.reservations.live and not service.selections.scheduler.held
-    assert not service.fleet().queue._lanes
-    stats = service.fleet().ledger.stats()
+    assert not service.candidates().queue._queues
+    stats = service.candidates().ledger.stats()
     assert (stats["requests"], stats["blocks"], stats["output_blocks"]) == (0, 0, 0)
     service.check()
     assert open_descriptors() <= descriptors

@@ -126,7 +126,7 @@ class Life {
 
   std::shared_ptr<kvd::Budget> budget_;
   kvd::Index index_;
-  kvd::StreamCounters counters_;
+  kvd::IngestStats counters_;
   kvd::Worker workers_[kWorkers];
   kvd::Match match_;
   std::vector<std::unique_ptr<kvd::Stream>> streams_;

@@ -94,7 +94,7 @@ class Life {
   void add(uint8_t id) {
     const RankId rank = input_.byte() % kRanks;
     const Prompt prompt = input_.prompt();
-    const Trie::Place at = trie_.find(prompt.data(), prompt.size());
+    const Trie::PathPosition at = trie_.find(prompt.data(), prompt.size());
     const uint64_t refs = trie_.rank_ref_count(),
                    needed = trie_.rank_refs_needed(at, prompt.size());
     const uint64_t left = input_.byte() % 16;

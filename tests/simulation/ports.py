@@ -22,7 +22,7 @@ from kvd.wire.event_stream import EventStream
 from kvd.wire.replay import SEQ_BYTES, ReplayEnd, read_answer
 from kvd_core.base.hashing import local_hashes
 from kvd_core.events.decoder import publisher
-from kvd_core.index.prefix_index import IngestCounters, PrefixIndex
+from kvd_core.index.prefix_index import IngestStats, PrefixIndex
 from tests.simulation.engine import BLOCK, VALUES, Engine, Path, tokens_of
 from tests.simulation.oracle import Wrong
 from tests.simulation.replays import BAD, GOOD, OUTLIVED, answer
@@ -63,7 +63,7 @@ class PortLife:
         self.loss = self.chance.choice((0.0, 0.02, 0.2))
         # Number, payload, and the id in the number's frame.
         self.on_the_way: deque[tuple[int, bytes, bytes]] = deque()
-        self.index = PrefixIndex(BLOCK, IngestCounters())
+        self.index = PrefixIndex(BLOCK, IngestStats())
         self.worker = self.index.add_worker(KEY.instance_id)
         self.counts: Counter[str] = Counter()
         self._register(0)

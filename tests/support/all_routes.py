@@ -36,7 +36,7 @@ from kvd.replica_sync.replicas import Replicas
 from kvd.selection.options import RouterOptions
 from kvd.selection.service import Selections
 from kvd.slots.trackers import SlotTrackers
-from kvd.wire.replica import ReplicaCounts
+from kvd.wire.replica import ReplicaStats
 
 DESCRIPTIONS = {
     "gateway": gateway_schemas.DESCRIPTION,
@@ -51,7 +51,7 @@ def all_routes() -> dict[str, tuple[Route, ...]]:
     """Returns every route that a daemon can have, by the name of its face."""
     nobody: Any = None  # nothing is registered here
     state, dumps = State(), indexer.dumps_bound(8)
-    registry, replicas = Registry(state, nobody), Replicas(None, ReplicaCounts())
+    registry, replicas = Registry(state, nobody), Replicas(None, ReplicaStats())
     clocks = time.monotonic, time.time_ns
     selections = Selections(state, registry, RouterOptions(), 1.0, Random(0), *clocks)
     of_replicas = replica_sync.routes(replicas)

@@ -9,7 +9,7 @@ from typing import Any
 from kvd_core.conductor.conductor import Conductor, Source
 from kvd_core.conductor.kept_holdings import HoldingsDump
 from kvd_core.dump.recovery import BINARY_HEAD, DumpReader, StagedEntry, binary_end, binary_entry
-from kvd_core.index.prefix_index import Dump, IngestCounters, PrefixIndex
+from kvd_core.index.prefix_index import Dump, IngestStats, PrefixIndex
 
 BLOCK_SIZE = 16
 KEY = "m:t"
@@ -82,7 +82,7 @@ def read(
 
 def restored(entry: StagedEntry, slice_blocks: int = 4096) -> PrefixIndex:
     """Returns a fresh index with one entry's blocks."""
-    index = PrefixIndex(entry.block_size, IngestCounters())
+    index = PrefixIndex(entry.block_size, IngestStats())
     workers = [index.add_worker(worker_id) for worker_id in entry.workers()]
     step = entry.restore()
     while step.apply(index, workers, slice_blocks):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from kvd_core.index.prefix_index import IngestCounters, PrefixIndex, Worker
+from kvd_core.index.prefix_index import IngestStats, PrefixIndex, Worker
 from tests.models.prefix_model import ModelRank, frequencies
 
 TIERS = (0, 1, 2, 3)
@@ -18,7 +18,7 @@ class Pair:
     def __init__(self, rng: random.Random, stretch: int = 1) -> None:
         self.rng = rng
         self.stretch = stretch  # how many times longer runs are than in the short lives
-        self.index = PrefixIndex(16, IngestCounters())
+        self.index = PrefixIndex(16, IngestStats())
         self.workers: dict[int, Worker] = {}
         self.ranks: dict[tuple[int, int], ModelRank] = {}
 

@@ -16,7 +16,7 @@ from kvd.net.publisher import open_publisher
 from kvd.net.replication import ABSENT_EVERY_S, Apply, Replication
 from kvd.replica_sync.replicas import Replicas
 from kvd.wire.lifecycle import BOUNDS, TOPIC, Lifecycle, Outcome, Step, encode
-from kvd.wire.replica import ReplicaCounts
+from kvd.wire.replica import ReplicaStats
 from tests.support.listening import HASTY
 from tests.support.zmtp_fakes import until
 
@@ -113,7 +113,7 @@ async def start(
     publisher = await open_publisher(context, "127.0.0.1", 0, options)
     ledger = Ledger()
     apply = apply or ledger.apply
-    counts = ReplicaCounts()
+    counts = ReplicaStats()
     plane = Replication(
         nursery, context, publisher, apply, counts, new_router_id(), options, absent_every_s
     )

@@ -13,9 +13,9 @@ from kvd.index.registry import Registry
 from kvd.model import PartitionKey, RankKey
 from kvd.platform.descriptors import MAX_WAITING
 from kvd.selection.admission import OWNER
-from kvd.selection.candidates import Fleet
+from kvd.selection.candidates import Candidates
 from kvd.selection.options import RouterOptions
-from kvd.selection.requests import Look, QueuedRequest, SelectRequest
+from kvd.selection.requests import PromptLookup, QueuedRequest, SelectRequest
 from kvd.selection.service import Selections
 from kvd.selection.worker_record import WorkerRecord
 from kvd.slots.shared_loads import Ledgers
@@ -64,8 +64,8 @@ class Service:
         self.told: list[Event] = []
         self.selections.reservations.steps.subscribe(self.told.append)
 
-    def fleet(self, key: PartitionKey = M) -> Fleet:
-        return self.selections.fleets[key]
+    def candidates(self, key: PartitionKey = M) -> Candidates:
+        return self.selections.candidates[key]
 
     def ask(self, key: PartitionKey = M, **members: Any) -> SelectRequest:
         settings: Settings = members.pop("settings", self.options.settings)
@@ -96,7 +96,9 @@ class Service:
         """Everything that is kept twice is the same in both places."""
         selections = self.selections
         wanted: dict[RankKey, tuple[str | None, str | None]] = {}
-        pools: dict[PartitionKey, list[tuple[int, int]]] = {key: [] for key in selections.fleets}
+        pools: dict[PartitionKey, list[tuple[int, int]]] = {
+            key: [] for key in selections.candidates
+        }
         for entry in selections.workers.entries.values():
             record = entry.record
             for dp_rank in () if entry.reasons else record.ranks:
@@ -109,37 +111,39 @@ class Service:
         }
         assert heard == (wanted if self.options.uses_kv_events else {})
         assert self.listeners.running.keys() >= heard.keys()
-        live: dict[str, Fleet] = {}
+        live: dict[str, Candidates] = {}
         held = 0
-        for fleet_key, fleet in selections.fleets.items():
-            ranks = [(each.worker_id, each.dp_rank) for each in fleet.pool.candidates]
+        for fleet_key, candidates in selections.candidates.items():
+            ranks = [(each.worker_id, each.dp_rank) for each in candidates.pool.candidates]
             assert ranks == sorted(pools[fleet_key])
-            assert fleet.ledger.stats()["ranks"] == len(ranks)
+            assert candidates.ledger.stats()["ranks"] == len(ranks)
             records = [
                 entry.record for entry in selections.workers.listed(*fleet_key) if not entry.reasons
             ]
-            assert sorted(fleet.workers) == [record.worker_id for record in records]
-            assert list(map(fleet.workers.get, sorted(fleet.workers))) == records
-            self.check_pool(fleet)
-            fleet.ledger.verify()
-            mine = {name: one for name, one in selections.reservations.live.items() if one is fleet}
-            assert all(fleet.ledger.request(name) is not None for name in mine)
-            assert len(mine) == fleet.ledger.stats()["requests"]
+            assert sorted(candidates.workers) == [record.worker_id for record in records]
+            assert list(map(candidates.workers.get, sorted(candidates.workers))) == records
+            self.check_pool(candidates)
+            candidates.ledger.verify()
+            mine = {
+                name: one for name, one in selections.reservations.live.items() if one is candidates
+            }
+            assert all(candidates.ledger.request(name) is not None for name in mine)
+            assert len(mine) == candidates.ledger.stats()["requests"]
             live |= mine
-            held += len(fleet.queue)
-            assert fleet.ledger.loads.eased is not None or not len(fleet.queue)
+            held += len(candidates.queue)
+            assert candidates.ledger.loads.eased is not None or not len(candidates.queue)
         assert live.keys() == selections.reservations.live.keys()
         assert held == selections.scheduler.held
         if not held:
-            assert all(f.ledger.loads.eased is None for f in selections.fleets.values())
+            assert all(f.ledger.loads.eased is None for f in selections.candidates.values())
         for partition in self.state.partitions.values():
             partition.index.verify()
 
-    def check_pool(self, fleet: Fleet) -> None:
+    def check_pool(self, candidates: Candidates) -> None:
         """A pool's candidates are what the catalog says, and cache where the state has them."""
-        partition = self.state.partitions.get(fleet.key)
-        for each in fleet.pool.candidates:
-            record = fleet.workers[each.worker_id]
+        partition = self.state.partitions.get(candidates.key)
+        for each in candidates.pool.candidates:
+            record = candidates.workers[each.worker_id]
             assert each.max_num_batched_tokens == (record.max_num_batched_tokens or 0)
             assert each.total_kv_blocks == (record.total_kv_blocks or 0)
             if not self.options.uses_kv_events:
@@ -147,8 +151,8 @@ class Service:
                 continue
             assert partition is not None and each.worker is partition.workers[each.worker_id]
             assert partition.has_rank(each.worker_id, each.dp_rank)
-        if fleet.workers:
-            assert fleet.pool.block_size == fleet.block_size
+        if candidates.workers:
+            assert candidates.pool.block_size == candidates.block_size
 
 
 def worker(worker_id: int = 1, key: PartitionKey = M, **members: Any) -> WorkerRecord:
@@ -177,7 +181,7 @@ def packed(hashes: list[int]) -> bytes:
     return array("Q", hashes).tobytes()
 
 
-def look(blocks: list[int], tokens: int | None = None) -> Look:
+def look(blocks: list[int], tokens: int | None = None) -> PromptLookup:
     """Puts a prompt of these local hashes before a pool."""
     rolling = sequence_hashes(array("Q", blocks))
     length = len(blocks) * BLOCK_SIZE if tokens is None else tokens

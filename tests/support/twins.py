@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvd_core.base.hashing import local_hashes, sequence_hashes
-from kvd_core.index.prefix_index import IngestCounters, PrefixIndex
+from kvd_core.index.prefix_index import IngestStats, PrefixIndex
 from kvd_core.ledger.ledger import ADDED, Ledger
 from kvd_core.selector.selector import BUSY, Candidate, Explained, Pool
 from kvd_core.selector.settings import Settings
@@ -89,7 +89,7 @@ class Twin:
         self.model = model
         self.setup = setup
         self.block_size = rng.choice(setup.block_sizes)
-        self.index = PrefixIndex(self.block_size, IngestCounters())
+        self.index = PrefixIndex(self.block_size, IngestStats())
         self.ledger = Ledger()
         self.engines: list[Engine] = []
         self.names: dict[int, int] = {}  # sequence hash -> what all engines call the block

@@ -19,8 +19,8 @@ from kvd.selection.stats import PHASES, SelectionOutcome
 from kvd.selection.worker_record import Role
 from kvd.telemetry.metrics import RequestMetrics, render
 from kvd_core.base.hashing import sequence_hashes
-from kvd_core.selector.choice_counts import CHOICE_PHASES, MODES, OUTCOMES
-from kvd_core.selector.choice_counts import PHASES as CORE_PHASES
+from kvd_core.selector.choice_stats import CHOICE_PHASES, MODES, OUTCOMES
+from kvd_core.selector.choice_stats import PHASES as CORE_PHASES
 from kvd_core.selector.settings import ROUND_ROBIN, Settings
 from tests.support.exposition import parse
 from tests.support.held_selections import (
@@ -59,7 +59,7 @@ def decisions(service: Service, mode: str = "kv") -> dict[tuple[str, str], float
 
 def cache(service: Service, worker_id: int, blocks: int, tier: int = 0) -> None:
     """Lets a worker cache so many blocks of PROMPT."""
-    (row,) = (each for each in service.fleet().pool.candidates if each.worker_id == worker_id)
+    (row,) = (each for each in service.candidates().pool.candidates if each.worker_id == worker_id)
     assert row.worker is not None
     names, parent = sequence_hashes(PROMPT[:blocks]), None
     row.worker.store(0, names, PROMPT[:blocks], parent=parent, tier=tier)

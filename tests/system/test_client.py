@@ -48,7 +48,7 @@ class Either:
 
     def __init__(self, client: Client | AsyncClient) -> None:
         self.client = client
-        self.counts = client.counts
+        self.stats = client.stats
 
     async def ask(self, make: Callable[[Any], Any]) -> Any:
         """Makes a call: `ask(lambda kvd: kvd.indexer.peers())`."""
@@ -187,8 +187,8 @@ async def test_every_face_answers(making: Make, kvd: Faces, kind: str, certifica
             picture = await either.ask(lambda kvd: getattr(kvd, face).picture())  # noqa: B023
             assert {shown.name for shown in picture.faces} == set(NAMES)
             await either.ask(lambda kvd: getattr(kvd, face).diagnose())  # noqa: B023
-        assert either.counts.calls == 20
-        assert either.counts.retries == 0
+        assert either.stats.calls == 20
+        assert either.stats.retries == 0
 
 
 async def test_the_indexer_is_asked_by_tokens_and_by_hashes(making: Make, kvd: Faces) -> None:
@@ -433,10 +433,10 @@ async def test_nobody_is_there(making: Make) -> None:
     async with making(indexer=f"http://127.0.0.1:{find_free_port()}", attempts=2) as either:
         with pytest.raises(Unreachable):
             await either.ask(lambda kvd: kvd.indexer.peers())
-        assert either.counts.retries == 1
+        assert either.stats.retries == 1
         with pytest.raises(Unreachable):  # it may not come twice
             await either.ask(lambda kvd: kvd.indexer.register("m", 1, "tcp://h:1", block_size=4))
-        assert (either.counts.calls, either.counts.retries) == (2, 1)
+        assert (either.stats.calls, either.stats.retries) == (2, 1)
 
 
 async def test_an_answer_of_something_else_is_wrong(making: Make, open_kvd: Faces) -> None:
@@ -461,13 +461,13 @@ async def test_lost_answers_are_asked_for_again(making: Make, open_kvd: Faces) -
     async with through_proxy(making, open_kvd) as (either, proxy):
         proxy.drop(b"GET /loads", 2)
         assert await live(either) == [0, 0]
-        assert (either.counts.retries, proxy.dropped) == (2, 2)
+        assert (either.stats.retries, proxy.dropped) == (2, 2)
         proxy.drop(b"DELETE /reservations/r ", 1)
         await either.ask(
             lambda kvd: kvd.selection.book(1, model_name="m", token_ids=TOKENS, reservation_id="r")
         )
         await either.ask(lambda kvd: kvd.selection.free("r"))  # whose repetition finds nothing
-        assert either.counts.retries == 3
+        assert either.stats.retries == 3
         with pytest.raises(Refused):
             await either.ask(lambda kvd: kvd.selection.free("r"))
         proxy.drop(b"POST /reservations ", 1)
@@ -477,7 +477,7 @@ async def test_lost_answers_are_asked_for_again(making: Make, open_kvd: Faces) -
                     1, model_name="m", token_ids=TOKENS, reservation_id="r"
                 )
             )
-        assert either.counts.retries == 3
+        assert either.stats.retries == 3
         await either.ask(lambda kvd: kvd.selection.free("r"))
 
 
@@ -506,7 +506,7 @@ async def test_a_busy_daemon_is_asked_again(making: Make, open_kvd: Faces) -> No
                 while await overloaded(either) == before:  # noqa: ASYNC110
                     await trio.sleep(0.01)
             assert first.freed
-        assert either.counts.retries >= 1
+        assert either.stats.retries >= 1
         assert await live(either, "busy") == [0, 0]
         await either.ask(lambda kvd: kvd.selection.revert_busy_threshold("busy"))
 
@@ -544,7 +544,7 @@ async def test_a_reservation_lasts_as_long_as_its_block(making: Make, open_kvd: 
             assert not choice.freed
         assert choice.freed
         assert await live(either) == [0, 0]
-        assert either.counts.unfreed == 0
+        assert either.stats.unfreed == 0
 
 
 async def test_what_a_block_raises_comes_out_as_it_is(making: Make, open_kvd: Faces) -> None:
@@ -562,7 +562,7 @@ async def test_a_reservation_that_has_ended_already_is_freed(making: Make, open_
         async with either.reserve(model_name="m", token_ids=TOKENS) as choice:
             await either.ask(lambda kvd: kvd.selection.free(choice.reservation_id))
         assert choice.freed
-        assert either.counts.unfreed == 0
+        assert either.stats.unfreed == 0
 
 
 async def test_a_refused_booking_is_an_error(making: Make, open_kvd: Faces) -> None:
@@ -571,7 +571,7 @@ async def test_a_refused_booking_is_an_error(making: Make, open_kvd: Faces) -> N
             async with either.reserve(model_name="none", token_ids=TOKENS):
                 raise AssertionError("nobody was chosen")
         assert refused.value.status in (404, 503)
-        assert either.counts.calls == 1  # there is nothing to free
+        assert either.stats.calls == 1  # there is nothing to free
 
 
 async def test_a_booking_whose_answer_is_lost_is_found_again(making: Make, open_kvd: Faces) -> None:
@@ -579,7 +579,7 @@ async def test_a_booking_whose_answer_is_lost_is_found_again(making: Make, open_
         proxy.drop(RESERVING, 2)
         async with either.reserve(model_name="m", token_ids=TOKENS):
             assert proxy.dropped == 2
-            assert either.counts.retries == 2
+            assert either.stats.retries == 2
             assert await live(either) == [1, 0]  # booked once
         assert await live(either) == [0, 0]
 
@@ -592,7 +592,7 @@ async def test_a_booking_whose_answer_never_comes_is_freed(making: Make, open_kv
                 raise AssertionError("it was lost")
         assert proxy.dropped == 4
         assert await live(either) == [0, 0]
-        assert either.counts.unfreed == 0
+        assert either.stats.unfreed == 0
 
 
 async def test_a_booking_that_took_too_long_is_freed(making: Make, open_kvd: Faces) -> None:
@@ -611,7 +611,7 @@ async def test_a_booking_whose_answer_is_wrong_is_freed(making: Make, open_kvd: 
         with pytest.raises(WrongAnswer):
             async with either.reserve(model_name="m", token_ids=TOKENS):
                 raise AssertionError("it cannot be read")
-        assert either.counts.unfreed == 0
+        assert either.stats.unfreed == 0
         assert await live(direct) == [0, 0]
 
 
@@ -626,7 +626,7 @@ async def test_a_daemon_that_dies_under_a_reservation_is_counted(
                     proxy.die()
                     raise OfTheBody
             assert not choice.freed
-            assert either.counts.unfreed == 1
+            assert either.stats.unfreed == 1
         assert await live(direct) == [1, 0]  # until it expires
         await direct.ask(lambda kvd: kvd.selection.free(choice.reservation_id))
 
@@ -678,7 +678,7 @@ async def test_a_booking_is_freed_that_is_cancelled_before_its_answer(open_kvd: 
         proxy.hold(RESERVING)
         await cancel_when_held(client, proxy)
         assert await live(either) == [0, 0]
-        assert client.counts.unfreed == 0
+        assert client.stats.unfreed == 0
 
 
 async def cancel_when_held(client: AsyncClient, proxy: Dropping) -> None:
@@ -708,7 +708,7 @@ async def test_those_who_wait_keep_nobody_from_freeing(open_kvd: Faces) -> None:
                 nursery.start_soon(wait)
             await until_live(either, [1, waiting], "busy")
         assert await live(either, "busy") == [0, 0]
-        assert client.counts.unfreed == 0
+        assert client.stats.unfreed == 0
 
 
 async def test_many_tasks_share_a_client(open_kvd: Faces) -> None:
@@ -727,7 +727,7 @@ async def test_many_tasks_share_a_client(open_kvd: Faces) -> None:
             for number in range(60):
                 nursery.start_soon(reserve, number)
         assert await live(either) == [0, 0]
-        assert client.counts.unfreed == 0
+        assert client.stats.unfreed == 0
 
 
 def test_every_error_is_a_client_error() -> None:

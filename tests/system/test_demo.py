@@ -24,12 +24,12 @@ import zmq
 
 from examples.demo.display import (
     Addresses,
+    EventStats,
     LiveLine,
-    Totals,
     Traffic,
     introduction,
     live_text,
-    parse_totals,
+    parse_event_stats,
 )
 from examples.demo.workload import LIVE_CONVERSATIONS, MAX_TURNS, Workload
 from examples.engine.caches import (
@@ -183,7 +183,7 @@ async def test_batches_arrive_as_the_real_frames() -> None:
 
 def test_the_live_line_tells_rates_and_shares() -> None:
     traffic = Traffic(turns=7, right=6, prompt_tokens=200, cached_tokens=150)
-    text = live_text(Totals(10, 5), Totals(30, 8), 2.0, traffic)
+    text = live_text(EventStats(10, 5), EventStats(30, 8), 2.0, traffic)
     assert text == "10 events/s, 8 blocks, 75% cached, 6/7 answers exact"
 
 
@@ -214,7 +214,7 @@ kvd_events_total{type="removed"} 2
 kvd_events_ignored_total{reason="medium"} 100
 kvd_index_blocks 7
 """
-    assert parse_totals(metrics) == Totals(events=5, blocks=7)
+    assert parse_event_stats(metrics) == EventStats(events=5, blocks=7)
 
 
 class Demo(Server):

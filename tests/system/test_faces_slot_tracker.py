@@ -24,7 +24,7 @@ from kvd.slots.trackers import MAX_DP_SIZE, SlotTrackers
 from kvd.telemetry.metrics import render
 from kvd.wire.fields import Refused
 from kvd.wire.lifecycle import Outcome
-from kvd.wire.replica import ReplicaCounts
+from kvd.wire.replica import ReplicaStats
 from kvd_core.ledger.ledger import MAX_REQUEST_ID_BYTES, MAX_TOKENS
 from tests.support.bodies import CHECKS, Refusals
 from tests.support.exposition import labels, parse
@@ -586,7 +586,7 @@ def test_metrics_say_what_requests_do(client: httpx.Client) -> None:
 
 
 def test_every_series_is_there_from_the_start() -> None:
-    replicas = Replicas(None, ReplicaCounts())
+    replicas = Replicas(None, ReplicaStats())
     families = [*slot_families(SlotTrackers(300), SHOWN_RANKS), *replicas.families()]
     samples = parse(b"".join(render(families)).decode())
     for name in LEDGER_COUNTERS:

@@ -37,7 +37,7 @@ from kvd.replica_sync.replicas import Replicas
 from kvd.selection.policies import MEMBERS, Policy, RouterPolicy
 from kvd.slots.trackers import SlotTrackers
 from kvd.wire.egress import DEFAULT, AllowedNetworks, EgressPolicy
-from kvd.wire.replica import Replica, ReplicaCounts
+from kvd.wire.replica import Replica, ReplicaStats
 from tests.support import exposition
 from tests.support.ports import find_free_port
 from tests.support.processes import Server
@@ -72,7 +72,7 @@ class Faces:
         self.publishers = Publishers(self.service.state, self.service.listeners)
         self.slots = SlotTrackers(300)
         self.links = Links()
-        self.replicas = Replicas(self.links, ReplicaCounts())
+        self.replicas = Replicas(self.links, ReplicaStats())
         self.path = folder / "fleet.toml"
         self.fleet = FleetFileFollower(
             self.path,
@@ -203,7 +203,7 @@ async def test_policies_come_before_workers_change_and_go(tmp_path: Path) -> Non
     assert policies() == ["lmetric", "kvd,hold_up=0.2"]
     await faces.read(policy('"ramjet"'), own, worker(1))
     assert policies() == ["ramjet", "kvd,hold_up=0.2"]
-    fleet = faces.service.selections.fleets[M]
+    fleet = faces.service.selections.candidates[M]
     assert str(Policy.of(fleet.settings)) == "ramjet"
     # A client's is the client's, also once the file says nothing of it.
     tuning.change(("m", None), RouterPolicy.KVD.row, whole=MEMBERS)
@@ -291,7 +291,7 @@ async def test_an_address_changes_on_both_faces_that_share_it(tmp_path: Path) ->
 async def test_what_is_changed_in_place_keeps_its_bookings(tmp_path: Path) -> None:
     faces = Faces(tmp_path)
     await faces.read(worker(2, 2))
-    fleet = faces.service.fleet(M)
+    fleet = faces.service.candidates(M)
     before = fleet.ledger.rank_of(2, 0)
     await faces.read(worker(2, 2, "other"))
     assert fleet.ledger.rank_of(2, 0) == before

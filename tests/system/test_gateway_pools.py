@@ -70,7 +70,7 @@ def used(answered: Answered) -> tuple[int, int]:
     return told["prompt_tokens"], told["prompt_tokens_details"]["cached_tokens"]
 
 
-class Bookings:
+class KeptRequests:
     """What the gateway's selection service has booked, on an address of its own."""
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class Bookings:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_vllm_prefills_in_turn(kvd_process: Start, stream: bool) -> None:
-    booked = Bookings()
+    booked = KeptRequests()
     async with serving(kvd_process, *VLLM, flags=booked.flags, prefills=1) as (client, running):
         prefill, decode = (each.server for each in running)
         answered = await client.chat(PROMPT, stream=stream, min_tokens=2, logprobs=True)
@@ -212,7 +212,7 @@ async def test_other_requests_go_to_the_engines_that_answer(kvd_process: Start) 
 async def test_a_prefill_that_fails_costs_the_client_nothing(
     kvd_process: Start, fault: Fault, cause: str
 ) -> None:
-    booked = Bookings()
+    booked = KeptRequests()
     async with serving(kvd_process, *fresh(*VLLM), flags=booked.flags, prefills=1) as (
         client,
         running,
@@ -248,7 +248,7 @@ async def test_without_a_prefill_engine_prompts_are_computed_where_they_are_answ
 
 async def test_a_500_of_the_prefill_is_passed_on(kvd_process: Start) -> None:
     """What breaks one engine must not meet the next one."""
-    booked = Bookings()
+    booked = KeptRequests()
     async with serving(kvd_process, *fresh(*VLLM), flags=booked.flags, prefills=1) as (
         client,
         running,
@@ -297,7 +297,7 @@ async def test_what_cannot_be_taken_over_is_computed_by_the_same_engine(
     kvd_process: Start, breaks: bool
 ) -> None:
     """A prompt that breaks the engine which answers must not meet the next one."""
-    booked = Bookings()
+    booked = KeptRequests()
     three = fresh(*VLLM, VLLM[0])
     async with serving(kvd_process, *three, flags=booked.flags, prefills=1) as (client, running):
         running[0].server.options.faults.append(Fault.FORGETS)
@@ -321,7 +321,7 @@ async def leave(client: Client, entered: Callable[[], bool]) -> None:
 
 
 async def test_a_client_that_leaves_aborts_the_prefill(kvd_process: Start) -> None:
-    booked = Bookings()
+    booked = KeptRequests()
     slow = EngineOptions(prefill_s=0.5), EngineOptions()
     async with serving(kvd_process, *slow, flags=booked.flags, prefills=1) as (client, running):
         prefill = running[0].server
@@ -336,7 +336,7 @@ async def test_a_client_that_leaves_aborts_the_prefill(kvd_process: Start) -> No
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_sglang_works_at_once(kvd_process: Start, stream: bool) -> None:
-    booked = Bookings()
+    booked = KeptRequests()
     async with serving(kvd_process, *fresh(*SGLANG), flags=booked.flags) as (client, running):
         for number in range(6):
             answered = await client.chat(f"{number} {PROMPT}", stream=stream)
@@ -376,7 +376,7 @@ async def test_a_pair_of_sglang_is_tried_anew(
 @pytest.mark.parametrize("dies", [0, 2])
 async def test_an_engine_of_a_pair_dies_at_work(kvd_process: Start, dies: int) -> None:
     """The other one answers with an error for want of it: that is not for the client."""
-    booked = Bookings()
+    booked = KeptRequests()
     options = fresh(*SGLANG)
     for each in options[:2]:
         each.prefill_s = 0.002
@@ -467,7 +467,7 @@ async def test_a_pair_that_is_too_busy_says_so(kvd_process: Start) -> None:
 
 
 async def test_a_client_that_leaves_aborts_both_of_a_pair(kvd_process: Start) -> None:
-    booked = Bookings()
+    booked = KeptRequests()
     options = fresh(*SGLANG)
     for each in options[:2]:
         each.prefill_s = 0.5

@@ -29,7 +29,7 @@ import zmq
 
 from kvd.http.limits import HttpLimits
 from kvd.platform.descriptors import listeners_within
-from kvd_core.index.prefix_index import IngestCounters, PrefixIndex
+from kvd_core.index.prefix_index import IngestStats, PrefixIndex
 from tests.support.applying import apply_whole
 from tests.support.ports import find_free_port
 from tests.support.processes import REPOSITORY, Server, clean_environment
@@ -236,7 +236,7 @@ def _mutated(rng: random.Random, data: bytes) -> bytes:
 
 def test_batches_that_are_none() -> None:
     """Each is counted; no interface of the running process shows these counters yet."""
-    counters = IngestCounters()
+    counters = IngestStats()
     index = PrefixIndex(BLOCK_SIZE, counters)
     worker = index.add_worker(1)
     worker.register(0)

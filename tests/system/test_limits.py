@@ -146,7 +146,7 @@ def test_the_queue_follows_a_reload() -> None:
     )
     selections.reload(options, 300.0)
     held = selections.options
-    assert (held.max_held, held.max_wait_s, held.max_fleets) == (3, 4.5, 5)
+    assert (held.max_held, held.max_wait_s, held.max_partitions) == (3, 4.5, 5)
 
 
 # ---- in a daemon

@@ -31,9 +31,9 @@ from kvd.telemetry.metrics import (
     render,
     stats_families,
 )
-from kvd.wire.counts import StreamCounts
 from kvd.wire.event_stream import EventStream
 from kvd.wire.replay import ReplayEnd
+from kvd.wire.stream_stats import StreamStats
 from kvd_core.zmq.drain import BAD_FRAME_COUNT, BAD_SEQUENCE
 from tests.support.batch_sinks import NoStream
 from tests.support.exposition import parse
@@ -81,7 +81,7 @@ def test_totals_outlive_their_listeners() -> None:
         made.refuse("frames")
         return made
 
-    left = StreamCounts()
+    left = StreamStats()
     left.add(listener().counts)
     samples = parse(text_of(listener_families([listener()], left, now=0.0)))
     assert samples["kvd_listener_messages_total"] == 2
@@ -94,7 +94,7 @@ def test_totals_outlive_their_listeners() -> None:
 
 
 def test_every_reason_has_its_series_from_the_start() -> None:
-    samples = parse(text_of(listener_families([], StreamCounts(), now=0.0)))
+    samples = parse(text_of(listener_families([], StreamStats(), now=0.0)))
     for end in ReplayEnd:
         assert samples[f'kvd_replays_total{{end="{end}"}}'] == 0
     for reason in (BAD_FRAME_COUNT, BAD_SEQUENCE):
@@ -192,7 +192,7 @@ def test_thousands_of_series_come_in_pieces_with_rests_between() -> None:
     listeners = [EventStream("x", "tcp://h:1", NoStream()) for _ in range(5000)]
 
     def families() -> Iterator[Family | None]:
-        yield from listener_families(listeners, StreamCounts(), now=0.0)
+        yield from listener_families(listeners, StreamStats(), now=0.0)
         yield from state_families(state, 5000)
         for number in range(50):
             values = {str(reason): reason for reason in range(100)}

@@ -135,7 +135,7 @@ async def test_they_are_no_part_of_the_index() -> None:
 async def test_without_the_option_none_are_kept() -> None:
     service = await ready(RouterOptions())
     service.select([1, 2], reservation_id="r")
-    assert service.state.partitions[M].index.predicted() == service.fleet().predicted() == 0
+    assert service.state.partitions[M].index.predicted() == service.candidates().predicted() == 0
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -75,7 +75,7 @@ async def test_who_has_gone_is_not_chosen_and_is_back_at_once() -> None:
     assert chosen(service, [7, 8]) == {(2, 0), (3, 0)}
     stream(service, 1).joined()
     assert chosen(service, [7, 8]) == {(1, 0)}
-    assert not service.fleet().absent
+    assert not service.candidates().absent
     service.check()
 
 
@@ -169,7 +169,7 @@ async def test_a_worker_that_joins_a_lost_stream_is_out_from_the_beginning() -> 
     assert chosen(service, [1]) == {(1, 0)}
     await service.selections.workers.delete(2)
     stream(service, 2).joined()
-    assert not service.fleet().absent
+    assert not service.candidates().absent
 
 
 async def test_who_waits_is_judged_when_somebody_goes_or_comes(nursery: trio.Nursery) -> None:

@@ -37,7 +37,7 @@ class Logged:
         self.wall = WALL
         self.writer = RotatingWriter(path, **{"max_bytes": 1 << 20, "files": 3} | writing)
         selections = self.service.selections
-        self.log = DecisionLog(selections.fleets, self.writer, lambda: int(self.wall * 1e9))
+        self.log = DecisionLog(selections.candidates, self.writer, lambda: int(self.wall * 1e9))
         selections.reservations.moments.subscribe(self.log.note)
 
     def lines(self) -> list[dict[str, Any]]:
@@ -93,7 +93,7 @@ async def test_a_line_a_step(tmp_path: Path) -> None:
 
 async def test_what_is_cached_is_in_the_line(tmp_path: Path) -> None:
     logged = Logged(tmp_path / "log", await ready(worker(1), worker(2)))
-    pool = logged.service.fleet().pool
+    pool = logged.service.candidates().pool
     for row, blocks in zip(pool.candidates, (1, 2), strict=True):
         assert row.worker is not None
         row.worker.store(0, [101, 102][:blocks], [11, 12][:blocks])

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from kvd.app.index_full_log import QUIET_S, IndexFullLog
-from kvd_core.index.prefix_index import Budget, IngestCounters, PrefixIndex
+from kvd_core.index.prefix_index import Budget, IngestStats, PrefixIndex
 from tests.support.loglines import logged
 
 
 def test_a_full_index_is_said_once_until_there_was_room_for_a_while() -> None:
     budget = Budget(1)
-    worker = PrefixIndex(1, IngestCounters(), budget=budget).add_worker(1)
+    worker = PrefixIndex(1, IngestStats(), budget=budget).add_worker(1)
     log = IndexFullLog(budget)
 
     def store(name: int) -> None:

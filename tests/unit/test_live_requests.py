@@ -81,7 +81,7 @@ class Selection(Service):
         self.selections.reservations.free(name)
 
     def undo(self, name: str) -> None:
-        self.selections.reservations.undoing(self.fleet(), name, self.now)()
+        self.selections.reservations.undoing(self.candidates(), name, self.now)()
 
     async def remove(self) -> None:
         await self.selections.workers.delete(1)

@@ -6,7 +6,7 @@ import ctypes
 import os
 
 from kvd.platform.memory import WORTH_TRIMMING_BYTES, Heaps
-from kvd_core.index.prefix_index import IngestCounters, PrefixIndex
+from kvd_core.index.prefix_index import IngestStats, PrefixIndex
 
 PIECE = 1000  # bytes
 RUN = 1000  # blocks
@@ -50,7 +50,7 @@ def test_what_stays_free_in_a_heap_is_given_back_once() -> None:
 
 
 def test_an_index_that_is_emptied_gives_its_memory_back() -> None:
-    index = PrefixIndex(1, IngestCounters())
+    index = PrefixIndex(1, IngestStats())
     worker = index.add_worker(1)
     empty = resident()
     runs = [range(first, first + RUN) for first in range(0, 500 * RUN, RUN)]

@@ -37,7 +37,7 @@ from kvd.wire.lifecycle import Lifecycle
 from kvd_core.base.draws import Draws
 from kvd_core.base.hashing import sequence_hashes
 from kvd_core.ledger.ledger import MAX_REQUEST_ID_BYTES, MAX_TOKENS, Ledger
-from kvd_core.selector.choice_counts import CHOICE_PHASES
+from kvd_core.selector.choice_stats import CHOICE_PHASES
 from kvd_core.selector.selector import Pool
 from kvd_core.selector.settings import DIRECT, KV, LEAST_LOADED, RANDOM, ROUND_ROBIN, Settings
 from tests.support.budget import scaled
@@ -99,11 +99,11 @@ class Face:
                 await self.selections.workers.put(worker(worker_id, model, tenant))
         for worker_id in (MODELS.index("gone"), U64_MAX - MODELS.index("gone")):
             await self.selections.workers.delete(worker_id)
-        for fleet in self.selections.fleets.values():
-            for row in fleet.pool.candidates[1:]:
+        for candidates in self.selections.candidates.values():
+            for row in candidates.pool.candidates[1:]:
                 if row.worker is not None:
                     row.worker.store(row.dp_rank, sequence_hashes(CACHED), CACHED)
-        full = self.selections.fleets[PartitionKey("full", DEFAULT_TENANT)]
+        full = self.selections.candidates[PartitionKey("full", DEFAULT_TENANT)]
         full.ledger = Ledger(1)
         full.changed()
         self.reserve("m", "a", 16)
@@ -119,36 +119,38 @@ class Face:
         self, model: str, reservation_id: str, tokens: int, rank: tuple[int, int] | None = None
     ) -> None:
         key = PartitionKey(model, DEFAULT_TENANT)
-        rank = rank or schedulable(self.selections.fleets, key).pool.candidates[0][:2]
+        rank = rank or schedulable(self.selections.candidates, key).pool.candidates[0][:2]
         self.selections.reservations.reserve(
             key, reservation_id, rank, look, tokens, predicts=False
         )
 
     def state(self) -> Any:
         """Everything that a request may change."""
-        live = {name: fleet.key for name, fleet in self.selections.reservations.live.items()}
+        live = {
+            name: candidates.key for name, candidates in self.selections.reservations.live.items()
+        }
         return (live, self.counted()), [
             (
-                fleet.render_loads(),
-                fleet.ledger.stats(),
-                {name: fleet.ledger.request(name) for name in live},
+                candidates.render_loads(),
+                candidates.ledger.stats(),
+                {name: candidates.ledger.request(name) for name in live},
             )
-            for fleet in self.selections.fleets.values()
+            for candidates in self.selections.candidates.values()
         ]
 
     def counted(self) -> Any:
         """What /metrics would say of it."""
-        tally = self.selections.tally
-        sums = [tally.counts.choices(phase) for phase in range(CHOICE_PHASES)]
-        ends = list(tally.counts.outcomes()), list(tally.counts.held()), tally.fallbacks
-        return ends, tally.counts.lengths(), sums
+        stats = self.selections.stats
+        sums = [stats.counts.choices(phase) for phase in range(CHOICE_PHASES)]
+        ends = list(stats.counts.outcomes()), list(stats.counts.held()), stats.fallbacks
+        return ends, stats.counts.lengths(), sums
 
     def sessions(self) -> Any:
         """What sessions are bound to, and what is predicted."""
-        affinity, fleets = self.selections.affinity, self.selections.fleets
+        affinity, candidates = self.selections.affinity, self.selections.candidates
         held = [affinity and affinity.sessions.find((M, session), NOW) for session in IDS]
         bound = [each and (each.worker_id, each.dp_rank, each.leases) for each in held]
-        return bound, [fleet.predicted() for fleet in fleets.values()]
+        return bound, [candidates.predicted() for candidates in candidates.values()]
 
     def change(self, kind: str, what: Any) -> None:
         """What operators, engines and the slot tracker do between two requests."""
@@ -295,8 +297,8 @@ def test_what_is_served_at_once_is_what_the_scheduler_serves(
         assert short.state() == long.state()
         assert short.answered(LOADS, b"") == long.answered(LOADS, b"")
     assert short.selections.draws.next() == long.selections.draws.next()
-    for fleet in short.selections.fleets.values():
-        fleet.ledger.verify()
+    for candidates in short.selections.candidates.values():
+        candidates.ledger.verify()
 
 
 @pytest.mark.slow("two services live through each example")
@@ -358,8 +360,8 @@ def test_with_all_options_and_changes_too(
         assert short.sessions() == long.sessions()
         assert short.answered(LOADS, b"") == long.answered(LOADS, b"")
     assert short.selections.draws.next() == long.selections.draws.next()
-    for fleet in short.selections.fleets.values():
-        fleet.ledger.verify()
+    for candidates in short.selections.candidates.values():
+        candidates.ledger.verify()
 
 
 @pytest.mark.slow("three services live through each example")
@@ -421,7 +423,7 @@ def test_who_comes_behind_others_waits() -> None:
     held = face.selections.scheduler.select(ask, look)
     assert isinstance(held, QueuedRequest)
     busy = [name for name, key in face.state()[0][0].items() if key == place]
-    face.selections.fleets[place].ledger.prefill_complete(busy[0])
+    face.selections.candidates[place].ledger.prefill_complete(busy[0])
     assert "the limit of 1 waiting selections is reached" in str(
         face.answered(SELECT, usual(model_name='"busy"', isl_tokens="12"))
     )
@@ -470,7 +472,7 @@ def test_predictions_are_made_of_what_is_booked_at_once() -> None:
     hashes = {"block_hashes": str(path), "sequence_hashes": str(list(sequence_hashes(path)))}
     status, _ = face.answered(RESERVE, usual(**hashes, isl_tokens="16"))
     assert status == 200
-    assert face.selections.fleets[M].predicted() == 1
+    assert face.selections.candidates[M].predicted() == 1
 
 
 def test_what_is_booked_is_as_old_as_the_clock_says() -> None:

@@ -18,7 +18,7 @@ from kvd.telemetry.stretches import (
     EVENTS,
     OTHER,
     REQUESTS,
-    StretchCounts,
+    StretchStats,
     stretch_counts,
     stretches_counted,
 )
@@ -38,7 +38,7 @@ def counts() -> dict[str, int]:
     return {each.cause: sum(each.buckets) for each in stretch_counts()}
 
 
-def of(cause: str) -> StretchCounts:
+def of(cause: str) -> StretchStats:
     return next(each for each in stretch_counts() if each.cause == cause)
 
 

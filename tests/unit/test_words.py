@@ -13,11 +13,23 @@ DEFINITION = re.compile(
     re.MULTILINE,
 )
 CLASS = re.compile(r"^(?:cdef )?class ([A-Za-z]\w*)", re.MULTILINE)
+# Of C++, and what a .pxd declares: types and functions, not their calls.
+DECLARATION = re.compile(
+    r"^[ \t]*(?:cdef[ ]+)?(?:cppclass|class|struct|union|enum(?:[ ]class)?)[ ]+(\w+)"
+    r"|^[ \t]*(?!return|else|throw|delete)(?:[\w:<>,&*]+[ ]+)+[&*]?(\w+)[(]",
+    re.MULTILINE,
+)
 SOURCES = [
     path
     for folder in ("kvd", "kvd_core")
     for path in sorted((REPOSITORY / folder).rglob("*.py*"))
     if path.suffix in {".py", ".pyx", ".pyi"}
+]
+DECLARATIONS = [
+    path
+    for folder in ("kvd", "kvd_core")
+    for suffix in ("hpp", "pxd")
+    for path in sorted((REPOSITORY / folder).rglob(f"*.{suffix}"))
 ]
 
 
@@ -36,10 +48,17 @@ def words(name: str) -> set[str]:
     return {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)}
 
 
+def definitions(text: str, suffix: str) -> list[str]:
+    """Returns the names of the classes and functions of a file."""
+    if suffix in {".hpp", ".pxd"}:
+        return [kind or function for kind, function in DECLARATION.findall(text)]
+    return DEFINITION.findall(text)
+
+
 def test_definitions_have_no_overloaded_words() -> None:
     overloaded = forbidden()
-    for path in SOURCES:
-        names = DEFINITION.findall(path.read_text())
+    for path in SOURCES + DECLARATIONS:
+        names = definitions(path.read_text(), path.suffix)
         assert not {name for name in names if words(name) & overloaded}, path
 
 
@@ -57,7 +76,7 @@ def test_a_name_is_of_one_class() -> None:
     assert {name: places for name, places in found.items() if len(places) > 1} == {}
 
 
-def test_lines_of_cpp_are_as_wide_as_those_of_python() -> None:
+def test_lines_of_other_languages_are_as_wide_as_those_of_python() -> None:
     """clang-format leaves comments as they are, since it would break pictures."""
     width = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["ruff"][
         "line-length"
@@ -65,7 +84,7 @@ def test_lines_of_cpp_are_as_wide_as_those_of_python() -> None:
     found = [
         f"{path.relative_to(REPOSITORY)}:{number}"
         for folder in ("kvd", "kvd_core", "bench", "tests")
-        for suffix in ("hpp", "cpp")
+        for suffix in ("hpp", "cpp", "js", "css")
         for path in sorted((REPOSITORY / folder).rglob(f"*.{suffix}"))
         if not path.with_suffix(".pyx").exists()  # what Cython makes
         for number, line in enumerate(path.read_text().splitlines(), 1)
@@ -78,6 +97,12 @@ def test_what_is_a_definition() -> None:
     text = (
         "class Desk:\n    async def follow_it(self):\n    cdef int _turn(self, int64_t budget):\n"
     )
-    assert DEFINITION.findall(text) == ["Desk", "follow_it", "_turn"]
+    assert definitions(text, ".py") == ["Desk", "follow_it", "_turn"]
+    text = "struct Tally {\n  Rank& find(int id) const {\n    return lane(id);\n"
+    assert definitions(text, ".hpp") == ["Tally", "find"]
+    assert definitions("    cppclass CTally:\n        void lend(int)\n", ".pxd") == [
+        "CTally",
+        "lend",
+    ]
     assert words("_followHTTPDesk") == {"follow", "http", "desk"}
     assert {"desk", "tend"} <= forbidden()

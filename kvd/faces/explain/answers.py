@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvd.faces.explain.questions import BookedRequest, ExplainRequest, HashedPrompt
-from kvd.faces.explain.traces import Event, Place, Traces
+from kvd.faces.explain.traces import Event, TracedRank, Traces
 from kvd.selection.options import RouterMode
 from kvd.selection.policies import Policy
 from kvd.selection.weighing import Basis, Weighed, WeighedRank
@@ -147,7 +147,7 @@ class Narrator:
 
     # ---- what is cached, and why no more
 
-    def _cached(self, place: Place, row: Explained | None) -> dict[str, Any]:
+    def _cached(self, place: TracedRank, row: Explained | None) -> dict[str, Any]:
         traced = self._traces.rows.get(place)
         told = 0 if traced is None else traced.all.depth
         blocks = told if row is None else row.device_blocks + row.host_blocks + row.disk_blocks
@@ -166,7 +166,9 @@ class Narrator:
             "ended": self._ended(place, row, blocks, told),
         }
 
-    def _ended(self, place: Place, row: Explained | None, blocks: int, told: int) -> dict[str, Any]:
+    def _ended(
+        self, place: TracedRank, row: Explained | None, blocks: int, told: int
+    ) -> dict[str, Any]:
         """Returns why a rank caches no more than so many blocks, of which events told so many."""
         traced = self._traces.rows.get(place)
         why = {"at_block": blocks, "tier": None, "age_s": None, "elsewhere_blocks": None}

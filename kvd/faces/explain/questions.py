@@ -16,7 +16,7 @@ from kvd.faces.selection.prompts import ARRAYS
 from kvd.http.messages import Request
 from kvd.index.partitions import Partition, State
 from kvd.model import PartitionKey
-from kvd.selection.requests import Look, SelectRequest
+from kvd.selection.requests import PromptLookup, SelectRequest
 from kvd.selection.service import Selections
 from kvd_core.index.trace import given, hashed, recalled, terms
 from kvd_core.ledger.ledger import LiveRequest
@@ -67,7 +67,7 @@ class ExplainRequest:
     """The body of a request for an explanation."""
 
     ask: SelectRequest
-    look: Look
+    look: PromptLookup
     prompt: Callable[
         [int, Partition | None], HashedPrompt
     ]  # in blocks of a size, as an index has it
@@ -133,8 +133,8 @@ def of_request(request_id: str, state: State, selections: Selections) -> Explain
     the prompt.
     """
     key, live = selections.reservations.find(request_id)
-    fleet = selections.fleets[key]
-    sequence = fleet.ledger.hashes(request_id)
+    candidates = selections.candidates[key]
+    sequence = candidates.ledger.hashes(request_id)
     if not sequence:
         raise BadRequest(f"reservation {request_id} has no blocks booked: explain its prompt")
 
@@ -147,5 +147,5 @@ def of_request(request_id: str, state: State, selections: Selections) -> Explain
         plain = prompt(pool.block_size, state.partitions.get(key)).plain
         pool.look(plain, sequence, len(sequence) // HASH.size * pool.block_size)
 
-    ask = SelectRequest(key, fleet.settings)
+    ask = SelectRequest(key, candidates.settings)
     return ExplainRequest(ask, look, prompt, None, (0, 0), BookedRequest(request_id, live))

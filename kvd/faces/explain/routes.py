@@ -11,7 +11,7 @@ from kvd.faces.common import bodies
 from kvd.faces.common.schemas import EXPLAIN_PATH
 from kvd.faces.explain.answers import Narrator, chronicled, heading
 from kvd.faces.explain.questions import ExplainRequest, of_request, read
-from kvd.faces.explain.traces import NOTHING, Place, find_traces
+from kvd.faces.explain.traces import NOTHING, TracedRank, find_traces
 from kvd.http.limits import LONG_BODY_LIMIT
 from kvd.http.messages import Request, Response
 from kvd.http.routes import ConcurrencyLimit, Route, Scope
@@ -72,21 +72,21 @@ class Explainer:
 
     def _weigh(self, question: ExplainRequest) -> list[Weighed]:
         """Returns how ranks would be chosen, for each phase; none where there are no workers."""
-        fleet = self.selections.fleets.get(question.key)
-        if fleet is None or not fleet.workers:
+        candidates = self.selections.candidates.get(question.key)
+        if candidates is None or not candidates.workers:
             return []
         return self.selections.scheduler.weigh(question.ask, question.look)
 
     def _block_size(self, question: ExplainRequest, partition: Partition | None) -> int:
-        fleet = self.selections.fleets.get(question.key)
-        size = None if fleet is None else fleet.block_size
+        candidates = self.selections.candidates.get(question.key)
+        size = None if candidates is None else candidates.block_size
         if size is None:
             assert partition is not None
             return partition.block_size
         return size
 
 
-def _ranks(weighed: list[Weighed]) -> list[Place]:
+def _ranks(weighed: list[Weighed]) -> list[TracedRank]:
     return [(each.row.worker_id, each.row.dp_rank) for each in weighed[0].ranks] if weighed else []
 
 

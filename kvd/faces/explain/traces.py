@@ -19,7 +19,7 @@ MAX_STEPS = 4096  # changes of the prompt's blocks that are kept, before they ar
 MAX_TENANTS = 16  # other tenants of the model that are looked at
 GATHERED_S = 1.0  # changes of neighbouring blocks within this are shown as one
 
-Place = tuple[int | str, int]  # worker id, dp rank
+TracedRank = tuple[int | str, int]  # worker id, dp rank
 
 
 class Elsewhere(NamedTuple):
@@ -47,10 +47,10 @@ class Event:
 class Traces:
     """The traces of a prompt's blocks on some ranks."""
 
-    rows: dict[Place, Traced]
+    rows: dict[TracedRank, Traced]
     events: list[Event]  # the oldest first
     left_out: int  # older changes
-    elsewhere: dict[Place, Elsewhere]
+    elsewhere: dict[TracedRank, Elsewhere]
 
 
 NOTHING = Traces({}, [], 0, {})
@@ -61,7 +61,7 @@ async def find_traces(
     partition: Partition,
     question: ExplainRequest,
     prompt: HashedPrompt,
-    ranks: Iterable[Place],
+    ranks: Iterable[TracedRank],
 ) -> Traces:
     """Follows a prompt on these ranks, in slices; ranks that the index has not are left out."""
     trace = Trace(partition.index, prompt.plain, prompt.salted, MAX_STEPS)
@@ -71,7 +71,7 @@ async def find_traces(
             trace.add(worker, dp_rank)
     while trace.go_on(SLICE_CHANGES):
         await trio.lowlevel.checkpoint()
-    elsewhere: dict[Place, Elsewhere] = {}
+    elsewhere: dict[TracedRank, Elsewhere] = {}
     for each in _elsewhere(state, partition, question, prompt):
         for place, found in each.items():
             if found.blocks > elsewhere.get(place, found._replace(blocks=0)).blocks:
@@ -83,7 +83,7 @@ async def find_traces(
 
 def _elsewhere(
     state: State, partition: Partition, question: ExplainRequest, prompt: HashedPrompt
-) -> Iterator[dict[Place, Elsewhere]]:
+) -> Iterator[dict[TracedRank, Elsewhere]]:
     """Yields where the same tokens are cached under another salt, adapter or tenant."""
     if question.rehashed is not None:
         size, blocks = partition.block_size, prompt.blocks
@@ -106,7 +106,7 @@ def _elsewhere(
         yield {place: Elsewhere("other_tenant", depth) for place, depth in held.items()}
 
 
-def _held(partition: Partition, hashes: bytes) -> dict[Place, int]:
+def _held(partition: Partition, hashes: bytes) -> dict[TracedRank, int]:
     """Returns how many blocks of a prompt each rank caches."""
     found, _ = partition.index.match(array("Q", hashes))
     return {place: depths[-1] for place, depths in found.items()}

@@ -12,7 +12,7 @@ from kvd_core.index.prefix_index cimport PrefixIndex
 from kvd.errors import NotFound
 from kvd.faces.indexer.workers import streams_of
 from kvd.model import PartitionKey
-from kvd_core.index.prefix_index import IngestCounters
+from kvd_core.index.prefix_index import IngestStats
 
 # Positions of the fields.
 cdef enum:
@@ -103,7 +103,7 @@ cdef class TieredQueryHandler(QueryHandler):
             model_name, tenant_id = key
             failure = NotFound(f"no indexer for model={model_name} routing_group={tenant_id}")
             raise failure.about(key)
-        return PrefixIndex(block_size, IngestCounters())
+        return PrefixIndex(block_size, IngestStats())
 
 
 cdef bytes with_streams(bytes answer, partition, registry):

@@ -231,7 +231,7 @@ def families(state: State, registry: Registry, dumps: ConcurrencyLimit) -> Itera
     help = "Number of stream positions of unregistered ranks forgotten at the limit"
     yield counter("kvd_places_forgotten_total", help, registry.forgotten_places)
     help = "Number of ranks refused for lack of file descriptors"
-    yield counter("kvd_ranks_refused_total", help, registry.refused_ranks)
+    yield counter("kvd_ranks_refused_total", help, registry.refused)
     yield gauge("kvd_dumps_open", "Number of dumps in progress", dumps.inside)
     yield counter("kvd_dumps_refused_total", "Number of dumps refused at the limit", dumps.refused)
     yield from state_families(state, registry.instances())

@@ -34,9 +34,9 @@ def booking_families(selections: Selections) -> Iterator[Family | None]:
         help = "Number of sessions forgotten at the limit"
         yield counter("kvd_selection_sessions_dropped_total", help, sessions.dropped)
     predicted = 0
-    for number, key in enumerate(list(selections.fleets), 1):
-        fleet = selections.fleets.get(key)
-        predicted += 0 if fleet is None else fleet.predicted()
+    for number, key in enumerate(list(selections.candidates), 1):
+        candidates = selections.candidates.get(key)
+        predicted += 0 if candidates is None else candidates.predicted()
         if number % BREATH == 0:
             yield None
     help = "Number of blocks predicted to be cached"

@@ -23,16 +23,16 @@ from kvd.telemetry.metrics import (
     gauge,
     histogram_samples,
 )
-from kvd_core.selector.choice_counts import (
+from kvd_core.selector.choice_stats import (
     CHOICE_PHASES,
     LENGTH_BOUNDS,
     RATE_BOUNDS,
     REGRET_BOUNDS,
-    ChoiceCounts,
+    ChoiceStats,
 )
 
 if TYPE_CHECKING:
-    from kvd_core.selector.choice_counts import ChoiceSums
+    from kvd_core.selector.choice_stats import ChoiceSums
 
 MODE_NAMES = {mode.core: str(mode) for mode in RouterMode}
 PHASE_NAMES = tuple("whole" if phase is None else str(phase) for phase in PHASES)
@@ -82,24 +82,24 @@ def choice_families(
     selections: Selections, requests: RequestMetrics, most_ranks: int
 ) -> Iterator[Family | None]:
     """Shows loads rank by rank up to `most_ranks` schedulable ranks; `requests` are the face's."""
-    counts, tally = selections.counts, selections.tally
+    counts, stats = selections.counts, selections.stats
     yield from _ends(counts)
     help = "Number of two-phase requests served by one worker for lack of a prefill worker"
-    yield counter("kvd_selection_fallbacks_total", help, tally.fallbacks)
+    yield counter("kvd_selection_fallbacks_total", help, stats.fallbacks)
     help = "Number of prompts hashed again because the block size changed in the queue"
-    yield counter("kvd_selection_rehashed_total", help, tally.rehashed)
+    yield counter("kvd_selection_rehashed_total", help, stats.rehashed)
     help = "Number of selections queued until a rank is free"
     yield gauge("kvd_selection_waiting", help, selections.scheduler.held)
     help = "Seconds that selections waited in the queue"
     bounds = [f"{bound:.4f}" for bound in BUCKETS]
-    waits = list(histogram_samples(bounds, tally.waits.buckets, tally.waits.sum))
+    waits = list(histogram_samples(bounds, stats.waits.buckets, stats.waits.sum))
     yield Family("kvd_selection_wait_seconds", "histogram", help, waits)
     yield from _choices([counts.choices(phase) for phase in range(CHOICE_PHASES)])
     yield from _as_on_the_router(counts, requests)
     yield from _ranks(selections, most_ranks)
 
 
-def _ends(counts: ChoiceCounts) -> Iterator[Family]:
+def _ends(counts: ChoiceStats) -> Iterator[Family]:
     ended: list[tuple[str, Labels, float]] = [
         ("", (*_kind(mode, phase), ("outcome", SelectionOutcome(outcome).name.lower())), number)
         for mode, phase, outcome, number in counts.outcomes()
@@ -139,7 +139,7 @@ def _choices(sums: list[ChoiceSums]) -> Iterator[Family]:
     yield Family("kvd_selection_regret_blocks", "histogram", help, samples)
 
 
-def _as_on_the_router(counts: ChoiceCounts, requests: RequestMetrics) -> Iterator[Family]:
+def _as_on_the_router(counts: ChoiceStats, requests: RequestMetrics) -> Iterator[Family]:
     lengths, tokens = counts.lengths()
     prefix = "dynamo_component_router"
     yield counter(f"{prefix}_requests_total", "Number of selections served", sum(lengths))
@@ -170,17 +170,21 @@ def _as_on_the_router(counts: ChoiceCounts, requests: RequestMetrics) -> Iterato
 
 
 def _ranks(selections: Selections, most_ranks: int) -> Iterator[Family | None]:
-    fleets = sorted(selections.fleets.items())
-    number = sum(len(record.ranks) for _, fleet in fleets for record in fleet.workers.values())
-    absent = sum(not each.reachable for _, fleet in fleets for each in fleet.absent.values())
+    candidates = sorted(selections.candidates.items())
+    number = sum(
+        len(record.ranks) for _, candidates in candidates for record in candidates.workers.values()
+    )
+    absent = sum(
+        not each.reachable for _, candidates in candidates for each in candidates.absent.values()
+    )
     yield gauge("kvd_selection_ranks", "Number of ranks that can be chosen", number - absent)
     help = "Number of ranks that cannot be chosen because their event connection is lost"
     yield gauge("kvd_selection_absent_ranks", help, absent)
     if number <= most_ranks:
         ranks = [
-            (key, fleet.ledger, worker_id, dp_rank)
-            for key, fleet in fleets
-            for worker_id, record in sorted(fleet.workers.items())
+            (key, candidates.ledger, worker_id, dp_rank)
+            for key, candidates in candidates
+            for worker_id, record in sorted(candidates.workers.items())
             for dp_rank in record.ranks
         ]
         names = ("prefill_tokens", "decode_blocks", "rank_requests")

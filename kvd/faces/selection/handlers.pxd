@@ -33,7 +33,7 @@ cdef class PromptReader(BodyReader):
 cdef class PromptHandler(HotHandler):
     cdef PromptReader body
     cdef object selections   # kvd.selection.service.Selections
-    cdef dict fleets         # its fleets by (model, tenant)
+    cdef dict candidates     # by (model, tenant)
 
     # The model and tenant that the body names, as a tuple.
     cdef tuple place(self)
@@ -56,14 +56,14 @@ cdef class SelectHandler(PromptHandler):
     cdef bint looked_at      # the fleet's pool has looked at its prompt
     cdef object receipt      # of what the scheduler has booked with the answer
     cdef object queued       # the selection that waits
-    cdef object booked_in    # the fleet where it was booked at once; None: it was not
+    cdef object booked_in    # the Candidates among which it was booked at once; None: it was not
 
     cdef bytes answered(self, const char* body, size_t size, request)
     cdef bint is_usual(self) noexcept
     cdef tuple usual_members(self)
     cdef object asked(self, place, usual, members)
     cdef object read_booking(self, ask, request)
-    cdef bytes served(self, fleet)
+    cdef bytes served(self, candidates)
     cdef bytes scheduled(self, ask, retry, request)
 
 cdef class ReservationHandler(HotHandler):

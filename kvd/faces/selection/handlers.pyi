@@ -2,7 +2,7 @@ from typing import ClassVar
 
 from kvd.faces.common.reader import BodyReader
 from kvd.http.hot import HotHandler
-from kvd.selection.requests import Look
+from kvd.selection.requests import PromptLookup
 from kvd.selection.service import Selections
 from kvd_core.selector.selector import Pool
 
@@ -18,7 +18,7 @@ class PromptReader(BodyReader):
     def read_prompt(self, selections: Selections) -> None: ...
     def read_booked(self, selections: Selections) -> None: ...
     def put_before(self, pool: Pool) -> None: ...
-    def put_again(self, body: bytes) -> Look | None: ...
+    def put_again(self, body: bytes) -> PromptLookup | None: ...
 
 class PromptHandler(HotHandler):
     FIELDS: ClassVar[tuple[str, ...]]

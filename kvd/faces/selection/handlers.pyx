@@ -186,7 +186,7 @@ cdef class PromptHandler(HotHandler):
         """Takes the daemon's selections."""
         self.body = PromptReader(prompts.ARRAYS, self.FIELDS)
         self.selections = selections
-        self.fleets = selections.fleets
+        self.candidates = selections.candidates
 
     cdef tuple place(self):
         absent = self.body.core.value(kModel).kind == Kind.absent
@@ -194,10 +194,10 @@ cdef class PromptHandler(HotHandler):
         return model, self.body.tenant(kTenant)
 
     cdef Pool looked(self, place):
-        fleet = self.fleets.get(place)
-        if fleet is None or not fleet.workers:
-            schedulable(self.fleets, PartitionKey(*place))
-        cdef Pool pool = fleet.pool
+        candidates = self.candidates.get(place)
+        if candidates is None or not candidates.workers:
+            schedulable(self.candidates, PartitionKey(*place))
+        cdef Pool pool = candidates.pool
         self.body.put_before(pool)
         return pool
 
@@ -210,7 +210,7 @@ cdef class PotentialLoadsHandler(PromptHandler):
         self.body.read_prompt(self.selections)
         place = self.place()
         cdef Pool pool = self.looked(place)
-        settings = self.fleets[place].settings
+        settings = self.candidates[place].settings
         if not self.body.is_unset(kOverride):
             members = self.body.known()
             settings = choosing.settings_of(self.selections, PartitionKey(*place), members)
@@ -272,9 +272,9 @@ cdef class SelectHandler(PromptHandler):
             retry = self.read_booking(ask, request)
         self.body.read_prompt(self.selections)
         if ask is None and retry is None:
-            fleet = self.fleets.get(place)
-            if self.immediate.suits(fleet, self.reservation_id, self.session_id):
-                answer = self.served(fleet)
+            candidates = self.candidates.get(place)
+            if self.immediate.suits(candidates, self.reservation_id, self.session_id):
+                answer = self.served(candidates)
                 if answer is not None:
                     return answer
         if request is None:
@@ -342,21 +342,23 @@ cdef class SelectHandler(PromptHandler):
                 return False
         return self.body.is_unset(kOverride)
 
-    cdef bytes served(self, fleet):
+    cdef bytes served(self, candidates):
         """Chooses and books; None, and nothing has changed, if that cannot be done here."""
-        cdef Pool pool = fleet.pool
+        cdef Pool pool = candidates.pool
         self.body.put_before(pool)
         self.looked_at = True
-        cdef int64_t candidate = self.immediate.serve(fleet, self.reservation_id, self.expected)
+        cdef int64_t candidate = self.immediate.serve(
+            candidates, self.reservation_id, self.expected
+        )
         if candidate < 0:
             return None
         if self.books:
-            self.booked_in = fleet
-        members = fleet.pieces[candidate]
+            self.booked_in = candidates
+        members = candidates.pieces[candidate]
         if members is None:
-            members = fleet.piece(candidate)
+            members = candidates.piece(candidate)
         begin = opening(self.selection_id, self.reservation_id, None)
-        return pool.render_answer(begin, members, candidate, fleet.settings)
+        return pool.render_answer(begin, members, candidate, candidates.settings)
 
 
 cdef class ReservationHandler(HotHandler):

@@ -11,7 +11,7 @@ from kvd.errors import Invalid
 from kvd.faces.common import bodies
 from kvd.http.messages import Request, Response
 from kvd.model import PartitionKey
-from kvd.selection.candidates import Fleet
+from kvd.selection.candidates import Candidates
 from kvd.selection.options import RouterMode
 from kvd.selection.phases import Phase
 from kvd.selection.policies import SHOWN, Policy
@@ -77,7 +77,9 @@ def retry_of(request: Request, reservation_id: str | None) -> Retry | None:
     return Retry((reservation_id, key), content.digest())
 
 
-def booked(status: int, answer: bytes, receipt: Receipt[Fleet], selections: Selections) -> Response:
+def booked(
+    status: int, answer: bytes, receipt: Receipt[Candidates], selections: Selections
+) -> Response:
     """Returns the response that tells of a booking, which ends if it does not reach its client."""
     return Response(status, answer, undo=partial(selections.reservations.take_back, receipt))
 

@@ -13,7 +13,7 @@ def speed_families(selections: Selections, most_ranks: int) -> Iterator[Family]:
     """Yields them; rank by rank only where there are at most `most_ranks`."""
     help = "Number of choices with a limit on the time to the first token, by outcome"
     name = "kvd_selection_slo_choices_total"
-    yield by_label(name, "counter", help, "outcome", selections.tally.slo)
+    yield by_label(name, "counter", help, "outcome", selections.stats.slo)
     help = "Number of observed requests forgotten at the limit"
     yield counter("kvd_selection_observed_forgotten_total", help, selections.speeds.forgotten)
     help = "Number of reports left out of the accounts of ranks at their limit"
@@ -24,8 +24,8 @@ def speed_families(selections: Selections, most_ranks: int) -> Iterator[Family]:
     speeds = selections.speeds
     ranks = [
         (key, record.worker_id, dp_rank)
-        for key, fleet in selections.fleets.items()
-        for record in fleet.workers.values()
+        for key, candidates in selections.candidates.items()
+        for record in candidates.workers.values()
         for dp_rank in record.ranks
     ]
     if len(ranks) > most_ranks:

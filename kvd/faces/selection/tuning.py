@@ -14,7 +14,7 @@ from kvd.http.messages import Request, Response
 from kvd.selection.options import THRESHOLDS, RouterMode
 from kvd.selection.policies import MEMBERS, Policy, RouterPolicy, weights_of
 from kvd.selection.service import Selections
-from kvd.selection.tuning import Place
+from kvd.selection.tuning import TuningKey
 from kvd_core.json.scan import BodyScanner
 from kvd_core.selector.selector import MAX_ISL_TOKENS
 
@@ -24,7 +24,7 @@ OFF = "off"  # of a threshold
 class PlacedPolicy(NamedTuple):
     """A policy, and the model, or the model's tenant, that it is of."""
 
-    place: Place
+    place: TuningKey
     policy: Policy
 
 
@@ -122,17 +122,17 @@ def delete_policy(request: Request, *, selections: Selections) -> Response:
     return bodies.json_response(_policy(selections, place))
 
 
-def _busy(selections: Selections, place: Place) -> dict[str, Any]:
+def _busy(selections: Selections, place: TuningKey) -> dict[str, Any]:
     settings = selections.tuning.settings(*place)
     return _shown(place) | {name: settings.members[name] for name in THRESHOLDS}
 
 
-def _mode(selections: Selections, place: Place) -> dict[str, Any]:
+def _mode(selections: Selections, place: TuningKey) -> dict[str, Any]:
     settings = selections.tuning.settings(*place)
     return _shown(place) | {"router_mode": RouterMode.of(settings)}
 
 
-def _policy(selections: Selections, place: Place) -> dict[str, Any]:
+def _policy(selections: Selections, place: TuningKey) -> dict[str, Any]:
     settings = selections.tuning.settings(*place)
     return _shown(place) | {
         "router_policy": str(Policy.of(settings)),
@@ -140,7 +140,7 @@ def _policy(selections: Selections, place: Place) -> dict[str, Any]:
     }
 
 
-def _shown(place: Place) -> dict[str, Any]:
+def _shown(place: TuningKey) -> dict[str, Any]:
     model, tenant = place
     return {"model": model} if tenant is None else {"model": model, "tenant_id": tenant}
 
@@ -159,14 +159,14 @@ def _threshold(members: bodies.Members, name: str) -> float | None:
     return value
 
 
-def _place(members: bodies.Members) -> Place:
+def _place(members: bodies.Members) -> TuningKey:
     model = bodies.alias(members, *MODEL)
     if model is None:
         raise Invalid("missing member `model`")
     return model, bodies.alias(members, *bodies.TENANT)
 
 
-def _named(request: Request) -> Place:
+def _named(request: Request) -> TuningKey:
     model, tenant = bodies.filters(request)
     if model is None:
         raise BadRequest("the parameter `model_name` is missing")

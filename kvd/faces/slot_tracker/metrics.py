@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from kvd.faces.common.rank_metrics import Rank, rank_families
-from kvd.slots.trackers import SlotTrackers, totals
+from kvd.slots.trackers import SlotTrackers, ledger_stats
 from kvd.telemetry.metrics import BREATH, Family, by_label, counter, gauge
 
 # Counters of the ledgers, by what each says.
@@ -28,7 +28,7 @@ def slot_families(slots: SlotTrackers, most_ranks: int) -> Iterator[Family | Non
     for number, key in enumerate(list(slots.trackers), 1):
         tracker = slots.trackers.get(key)
         if tracker is not None:
-            sums.update(totals(tracker.ledger))
+            sums.update(ledger_stats(tracker.ledger))
             stats = tracker.ledger.stats()
             live += stats["requests"]
             ranks += stats["ranks"]

@@ -127,7 +127,7 @@ class History:
         live = moment.live
         if moment.step is not Step.ADD or live is None or moment.mirrored:
             return
-        made = outcome(moment, live, self._selections.fleets[moment.key])
+        made = outcome(moment, live, self._selections.candidates[moment.key])
         self.decisions.append((moment.at, made))
         key = RankKey(moment.key, live.worker_id, live.dp_rank)
         cached, prompt = self._chosen.get(key, (0, 0))

@@ -96,7 +96,7 @@ class Picture:
         ingested = rooms.state.ingest.as_dict()
         owners: list[LedgerOwner] = [
             *rooms.slots.trackers.values(),
-            *rooms.selections.fleets.values(),
+            *rooms.selections.candidates.values(),
         ]
         return Sums(
             requests=sum(face.requests.total(OWN_PATHS) for face in rooms.faces),

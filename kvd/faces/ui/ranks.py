@@ -65,7 +65,7 @@ class RankRows:
         instance_id = key.instance_id
         if not isinstance(instance_id, int):
             return None
-        owners = self.selections.fleets, self.slots.trackers
+        owners = self.selections.candidates, self.slots.trackers
         for owner in (each.get(key.partition) for each in owners):
             rank = None if owner is None else owner.ledger.rank_of(instance_id, key.dp_rank)
             if owner is not None and rank is not None:
@@ -91,7 +91,7 @@ class Rows:
         listener = self.ranks.registry.find_listener(key)
         if listener is not None:
             row |= self.stream(listener)
-        row |= self._standing(key)
+        row |= self._rank_state(key)
         if (load := self.ranks.load(key)) is not None:
             row["load"] = load._asdict()
         if (held := self._blocks(key)) is not None:
@@ -109,7 +109,7 @@ class Rows:
             shown["why"] = why
         return shown
 
-    def _standing(self, key: RankKey) -> dict[str, Any]:
+    def _rank_state(self, key: RankKey) -> dict[str, Any]:
         """Returns whether the selection service can choose the rank, if it has it."""
         workers, instance_id = self.ranks.selections.workers, key.instance_id
         entry = workers.entries.get(instance_id) if isinstance(instance_id, int) else None

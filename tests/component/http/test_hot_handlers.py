@@ -110,7 +110,7 @@ async def test_what_is_booked_is_undone_where_the_answer_cannot_be_told_of(
         raise RuntimeError("a bug in what counts answers")
 
     async with serving(routes=slot_routes(slots, lambda: 0.0)) as running:
-        running.front._service.observe = broken
+        running.front._listener.observe = broken
         async with running.client() as client:
             with suppress(trio.EndOfChannel, trio.BrokenResourceError):  # it just ends
                 await post(client, form, "/add", json.dumps(ADD).encode())
@@ -172,4 +172,4 @@ async def test_a_selection_whose_client_has_sent_more_and_left_gives_up_its_plac
             for _ in range(20):  # the front looks at it
                 await trio.lowlevel.checkpoint()
         await eventually(lambda: service.selections.scheduler.held == 0)
-        assert not len(service.fleet().queue)
+        assert not len(service.candidates().queue)

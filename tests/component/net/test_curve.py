@@ -20,7 +20,7 @@ from kvd.net.replication import Replication
 from kvd.net.turns import Turns
 from kvd.replica_sync.replicas import Replicas
 from kvd.wire.curve import check_server_key, parse_keys, parse_secret
-from kvd.wire.replica import ReplicaCounts
+from kvd.wire.replica import ReplicaStats
 from tests.support.listening import HASTY, HASTY_REPLAYS, Listening
 from tests.support.replicating import HASTY_REPLICA, Ledger, add, new_router_id
 from tests.support.zmtp_fakes import Publisher, until
@@ -163,7 +163,7 @@ async def start_process(
         authenticator, curve = ZapAuthenticator(context, keys), pair.server()
         nursery.start_soon(authenticator.run)
     publisher = await open_publisher(context, "127.0.0.1", 0, HASTY_REPLICA, curve)
-    ledger, counts = Ledger(), ReplicaCounts()
+    ledger, counts = Ledger(), ReplicaStats()
     dialer = Dialer(keys=pair)
     plane = Replication(
         nursery,

@@ -16,7 +16,7 @@ from kvd.net.fetch import FetchError, FetchLimits, fetch
 from kvd.net.listener import run_listener
 from kvd.net.replay import Replayer
 from kvd.net.turns import Turns
-from kvd.wire.egress import parse_places
+from kvd.wire.egress import parse_networks
 from tests.support.listening import HASTY, HASTY_REPLAYS, Listening
 from tests.support.resolving import Names
 from tests.support.zmtp_fakes import Publisher, until
@@ -244,12 +244,12 @@ async def test_a_narrower_list_ends_connections(
     local = loopback(f"ipc://{tmp_path}/kv.sock")
     listenings = [listen(each.endpoint) for each in (kept, lost, local)]
     await until(lambda: all(each.listener.connected for each in listenings))
-    dialer.outgoing.allow(parse_places(["127.0.0.2"]))
+    dialer.outgoing.allow(parse_networks(["127.0.0.2"]))
     await dialer.recheck()
     await until(lambda: [each.listener.connected for each in listenings] == [True, False, False])
     for each, what in zip(listenings[1:], ("127.0.0.3", "ipc"), strict=True):
         assert f"{what} is not in outgoing_allow" in (each.listener.link.last_error or "")
-    dialer.outgoing.allow(parse_places(["private"]))
+    dialer.outgoing.allow(parse_networks(["private"]))
     await until(lambda: listenings[1].listener.connected)
 
 

@@ -29,7 +29,7 @@ from kvd.net.recovery import (
     recover,
 )
 from kvd.wire.dump import BINARY_DUMP, wants_binary
-from kvd_core.index.prefix_index import IngestCounters, PrefixIndex
+from kvd_core.index.prefix_index import IngestStats, PrefixIndex
 from tests.support.dumps import binary_of, dump_json, event, read
 from tests.support.recovering import PARTITION, PATIENT, Replica
 from tests.support.zmtp_fakes import NOT_MY_FAULT_S
@@ -175,7 +175,7 @@ FIRST, SECOND = 0x1111111111111111, 0x2222222222222222
 
 def own_parent() -> bytes:
     """Returns a binary dump in which a block comes behind itself."""
-    index = PrefixIndex(16, IngestCounters())
+    index = PrefixIndex(16, IngestStats())
     index.add_worker(7).store(0, [FIRST, SECOND], [1, 2])
     good = binary_of(index)
     bad = good.replace(SECOND.to_bytes(8, "little"), FIRST.to_bytes(8, "little"))
@@ -254,7 +254,7 @@ async def test_an_empty_peer_does_not_end_the_search() -> None:
 
 
 async def test_chunked_and_binary_answers_are_read() -> None:
-    index = PrefixIndex(16, IngestCounters())
+    index = PrefixIndex(16, IngestStats())
     index.add_worker(7).store(0, [1, 2], [1, 2])
     chunked = b"".join(b"1\r\n%c\r\n" % byte for byte in GOOD) + b"0\r\n\r\n"
     for serve in (

@@ -21,7 +21,7 @@ from kvd.replica_sync.replicas import Replicas
 from kvd.telemetry.metrics import render
 from kvd.wire.fields import Refused
 from kvd.wire.lifecycle import TOPIC, Lifecycle, Outcome, Step
-from kvd.wire.replica import ReplicaCounts
+from kvd.wire.replica import ReplicaStats
 from tests.support.ports import find_free_port
 from tests.support.processes import Server
 from tests.support.replicating import PARTITION, Process, add, event, frames, start
@@ -88,7 +88,7 @@ async def test_a_long_address_is_not_kept(process: Process) -> None:
 
 
 async def test_without_a_port_of_its_own_a_process_has_no_replicas() -> None:
-    replicas = Replicas(None, ReplicaCounts())
+    replicas = Replicas(None, ReplicaStats())
     for what in ("register", "deregister"):
         for endpoint in ("tcp://a:1", "foo"):
             with pytest.raises(Conflict, match="replica sync is disabled"):

@@ -23,7 +23,7 @@ from kvd.replica_sync.replicas import MAX_REPLICAS, Replicas
 from kvd.wire.fields import Refused
 from kvd.wire.hosts import everywhere
 from kvd.wire.lifecycle import BOUNDS, TOPIC, Lifecycle, Outcome, Step, encode
-from kvd.wire.replica import ReplicaCounts
+from kvd.wire.replica import ReplicaStats
 from tests.support.descriptors import open_descriptors
 from tests.support.narrow import narrow_stream
 from tests.support.replicating import HASTY_REPLICA, Ledger, Process, add, event, frames, start
@@ -527,7 +527,7 @@ async def test_the_list_is_sorted_and_bounded(process: Process) -> None:
 
 
 async def test_without_a_port_there_are_no_replicas() -> None:
-    replicas = Replicas(None, ReplicaCounts())
+    replicas = Replicas(None, ReplicaStats())
     for endpoint in ("tcp://a:1", "foo"):
         with pytest.raises(Conflict):
             replicas.register(endpoint)

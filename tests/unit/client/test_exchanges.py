@@ -11,7 +11,7 @@ from kvd.client.exchanges import (
     FIRST_PAUSE_S,
     MAX_ATTEMPTS,
     MAX_RETRY_AFTER_S,
-    Counts,
+    ClientStats,
     Exchange,
     Reply,
     Request,
@@ -24,7 +24,7 @@ BROKEN = ConnectionResetError("it ended")
 
 def exchange(attempts: int = MAX_ATTEMPTS, ends: bool = False, kind: Any = int) -> Exchange[Any]:
     return Exchange(
-        "POST /x", REQUEST, body_reader(kind), (200, 201), attempts, ends, False, Counts()
+        "POST /x", REQUEST, body_reader(kind), (200, 201), attempts, ends, False, ClientStats()
     )
 
 
@@ -52,13 +52,13 @@ def test_pauses_grow_up_to_the_last_attempt() -> None:
 
 
 def test_retries_are_counted() -> None:
-    counts = Counts()
-    made = Exchange("GET /x", REQUEST, body_reader(int), (200,), 2, False, False, counts)
+    stats = ClientStats()
+    made = Exchange("GET /x", REQUEST, body_reader(int), (200,), 2, False, False, stats)
     made.begin()
-    assert counts == Counts(calls=1)
+    assert stats == ClientStats(calls=1)
     made.lost(BROKEN, was_sent=False)
     made.begin()
-    assert counts == Counts(calls=1, retries=1)
+    assert stats == ClientStats(calls=1, retries=1)
 
 
 def test_what_may_not_come_twice_has_one_attempt() -> None:

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from kvd_core.index.branches import Branch, branches, holdings
-from kvd_core.index.prefix_index import IngestCounters, PrefixIndex, Worker
+from kvd_core.index.prefix_index import IngestStats, PrefixIndex, Worker
 from tests.support.budget import scaled
 
 Place = tuple[int, int]  # node, first hash
@@ -41,7 +41,7 @@ def walked(index: PrefixIndex) -> list[Branch]:
 
 
 def make_index() -> tuple[PrefixIndex, dict[tuple[int, int], Worker]]:
-    index = PrefixIndex(16, IngestCounters())
+    index = PrefixIndex(16, IngestStats())
     ranks = {}
     for worker_id in (7, 8, 9):
         worker = index.add_worker(worker_id)
@@ -118,7 +118,7 @@ def test_a_chain_that_has_gone_is_not_found() -> None:
 
 
 def test_of_a_chain_with_very_many_holders_some_are_listed() -> None:
-    index = PrefixIndex(16, IngestCounters())
+    index = PrefixIndex(16, IngestStats())
     worker = index.add_worker(1)
     for dp_rank in range(2500):
         worker.store(dp_rank, [5], [5])

@@ -15,7 +15,7 @@ from kvd_core.index.prefix_index import (
     NEW_RANK,
     NO_ROOM,
     Budget,
-    IngestCounters,
+    IngestStats,
     PrefixIndex,
     Worker,
 )
@@ -25,7 +25,7 @@ RUN = 20  # blocks of a prompt
 
 
 def make(budget: Budget) -> tuple[PrefixIndex, Worker]:
-    index = PrefixIndex(1, IngestCounters(), budget=budget)
+    index = PrefixIndex(1, IngestStats(), budget=budget)
     return index, index.add_worker(1)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from kvd_core.base.hashing import sequence_hashes
 from kvd_core.index.chronicle import BYTES_A_CHANGE, Chronicle
-from kvd_core.index.prefix_index import IngestCounters, PrefixIndex, Worker
+from kvd_core.index.prefix_index import IngestStats, PrefixIndex, Worker
 from kvd_core.index.trace import Trace, Traced, recalled
 from tests.models.prefix_model import GHOST, ModelRank, Path
 from tests.support.budget import scaled
@@ -82,7 +82,7 @@ class Twin:
     def __init__(self, seed: int, capacity: int = 10_000) -> None:
         self.chance = Random(seed)
         self.chronicle = Chronicle(capacity)
-        self.index = PrefixIndex(16, IngestCounters(), chronicle=self.chronicle)
+        self.index = PrefixIndex(16, IngestStats(), chronicle=self.chronicle)
         self.workers: dict[int, Worker] = {}
         self.ranks = {place: Remembered() for place in RANKS}
         self.now = 0.0
@@ -194,7 +194,7 @@ def check_all(model: Remembered, prompt: Path, row: Traced) -> None:
 
 def cold_index(capacity: int = 100) -> tuple[PrefixIndex, Worker, Chronicle]:
     chronicle = Chronicle(capacity)
-    index = PrefixIndex(16, IngestCounters(), chronicle=chronicle)
+    index = PrefixIndex(16, IngestStats(), chronicle=chronicle)
     worker = index.add_worker(1)
     worker.register(0)
     return index, worker, chronicle
@@ -325,7 +325,7 @@ def test_the_newest_steps_are_kept() -> None:
 
 
 def test_without_a_chronicle_nothing_is_known() -> None:
-    index = PrefixIndex(16, IngestCounters())
+    index = PrefixIndex(16, IngestStats())
     worker = index.add_worker(1)
     worker.register(0)
     assert ended(index, worker, [1]) == (0, "unknown", None)

@@ -11,7 +11,7 @@ import pytest
 from kvd_core.base.hashing import local_hashes
 from kvd_core.conductor.conductor import Conductor, Source, namespace
 from kvd_core.conductor.kept_holdings import HoldingsRestore
-from kvd_core.index.prefix_index import IngestCounters, PrefixIndex
+from kvd_core.index.prefix_index import IngestStats, PrefixIndex
 from tests.models.conductor_model import ConductorModel, Holder, sequence_hashes
 from tests.support.budget import scaled
 from tests.support.dumps import binary_of, holdings_of, read
@@ -47,7 +47,7 @@ class Life:
         """Begins with so many `others`: blocks of the index that no prompt here has."""
         self.random = random.Random(seed)
         self.hash_seed = hash_seed
-        self.index = PrefixIndex(BLOCK_SIZE, IngestCounters())
+        self.index = PrefixIndex(BLOCK_SIZE, IngestStats())
         self.worker = self.index.add_worker(int(WORKER))
         self.worker.register(0)
         self.conductor = Conductor(self.index, hash_seed)
@@ -64,7 +64,7 @@ class Life:
 
     def begin_late(self, others: int) -> None:
         """Goes on with a conductor that finds blocks without sequence hashes."""
-        self.index = PrefixIndex(BLOCK_SIZE, IngestCounters())
+        self.index = PrefixIndex(BLOCK_SIZE, IngestStats())
         self.worker = self.index.add_worker(int(WORKER))
         self.worker.register(0)
         for _ in range(8):
@@ -221,7 +221,7 @@ class Life:
         (holdings,) = read(
             holdings_of(self.conductor, sources, enough), binary=True, sequences=True
         )
-        self.index = PrefixIndex(BLOCK_SIZE, IngestCounters())
+        self.index = PrefixIndex(BLOCK_SIZE, IngestStats())
         self.worker = self.index.add_worker(int(WORKER))
         self.worker.register(0)
         step = workers.restore()

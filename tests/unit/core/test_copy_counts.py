@@ -9,7 +9,7 @@ import msgpack
 import pytest
 
 from kvd_core.base.hashing import local_hashes
-from kvd_core.index.prefix_index import FLAWED, IngestCounters, PrefixIndex
+from kvd_core.index.prefix_index import FLAWED, IngestStats, PrefixIndex
 
 BLOCK = 4
 CHAIN = [1, 2, 3]  # names, and the token that each block repeats
@@ -19,7 +19,7 @@ class Held:
     """A rank of one worker, told of by a stream."""
 
     def __init__(self) -> None:
-        self.index = PrefixIndex(BLOCK, IngestCounters())
+        self.index = PrefixIndex(BLOCK, IngestStats())
         self.worker = self.index.add_worker(1)
         self.worker.register(0)
         self.stream = self.worker.stream(0)

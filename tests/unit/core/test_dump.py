@@ -9,7 +9,7 @@ from typing import Any
 import msgpack
 import pytest
 
-from kvd_core.index.prefix_index import FLAWED, NO_ROOM, IngestCounters, PrefixIndex, Stream, Worker
+from kvd_core.index.prefix_index import FLAWED, NO_ROOM, IngestStats, PrefixIndex, Stream, Worker
 from kvd_core.json.scan import BodyScanner
 from tests.support.budget import scaled
 from tests.support.dumps import (
@@ -31,7 +31,7 @@ LONG = 5000  # blocks: several chains of the tree
 
 
 def make(*worker_ids: int | str) -> tuple[PrefixIndex, list[Worker]]:
-    index = PrefixIndex(16, IngestCounters())
+    index = PrefixIndex(16, IngestStats())
     return index, [index.add_worker(worker_id) for worker_id in worker_ids]
 
 
@@ -145,7 +145,7 @@ def test_what_was_dumped_comes_back(seed: int, binary: bool) -> None:
 
 def told(*events: dict[str, Any]) -> PrefixIndex:
     """An index that a stream has told these events of blocks of one token."""
-    index = PrefixIndex(1, IngestCounters())
+    index = PrefixIndex(1, IngestStats())
     worker = index.add_worker(1)
     worker.register(0)
     tell(worker.stream(0), *events)
@@ -179,7 +179,7 @@ def score(index: PrefixIndex, last: int, salt: str | None = None) -> int:
 def copied(index: PrefixIndex) -> tuple[PrefixIndex, Stream]:
     """What comes of its binary dump, and a stream that goes on there."""
     (entry,) = read(binary_of(index, enough=50), True, step=7)
-    copy = PrefixIndex(1, IngestCounters())
+    copy = PrefixIndex(1, IngestStats())
     worker = copy.add_worker(1)
     step = entry.restore()
     while step.apply(copy, [worker], 1):
@@ -191,7 +191,7 @@ def copied(index: PrefixIndex) -> tuple[PrefixIndex, Stream]:
 
 def test_a_restored_index_takes_the_memory_of_the_one_it_is_of() -> None:
     """Room for names is made at once: it is that for those that come."""
-    index = PrefixIndex(16, IngestCounters())
+    index = PrefixIndex(16, IngestStats())
     numbers = range(1, 1001)
     for worker_id in (1, 2):
         worker = index.add_worker(worker_id)
@@ -445,7 +445,7 @@ def test_a_worker_of_too_many_ranks_is_refused() -> None:
 
 def test_an_event_that_is_in_the_dump_already_is_no_second_copy() -> None:
     (entry,) = read(dump_json(event([(1, 1), (2, 2)])), False)
-    index = PrefixIndex(16, IngestCounters())
+    index = PrefixIndex(16, IngestStats())
     worker = index.add_worker(1)
     assert not entry.restore().apply(index, [worker], 100)
     worker.store(0, [2], [2], parent=1)  # was on its way while the dump was written
@@ -460,7 +460,7 @@ def test_an_event_that_is_in_the_dump_already_is_no_second_copy() -> None:
 
 def test_an_event_that_is_in_the_dump_in_part_has_no_second_copies_either() -> None:
     (entry,) = read(dump_json(event([(1, 1), (2, 2)])), False)
-    index = PrefixIndex(16, IngestCounters())
+    index = PrefixIndex(16, IngestStats())
     worker = index.add_worker(1)
     assert not entry.restore().apply(index, [worker], 100)
     worker.store(0, [1, 2, 3], [1, 2, 3])
@@ -475,7 +475,7 @@ def test_an_event_that_is_in_the_dump_in_part_has_no_second_copies_either() -> N
 
 def test_blocks_of_a_removed_worker_are_passed_over() -> None:
     (entry,) = read(dump_json(event([(1, 1)]), event([(1, 1)], worker=2)), False)
-    index = PrefixIndex(16, IngestCounters())
+    index = PrefixIndex(16, IngestStats())
     workers = [index.add_worker(1), index.add_worker(2)]
     workers[0].remove()
     step = entry.restore()

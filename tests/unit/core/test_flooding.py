@@ -16,7 +16,7 @@ import msgpack
 import pytest
 
 from kvd_core.conductor.conductor import Conductor
-from kvd_core.index.prefix_index import UNFINISHED, IngestCounters, PrefixIndex
+from kvd_core.index.prefix_index import UNFINISHED, IngestStats, PrefixIndex
 from kvd_core.ledger.ledger import ADDED, Ledger
 
 KEYS = 5000
@@ -52,7 +52,7 @@ def stored(names: list[int], parent: int | None = None, medium: str = "GPU") -> 
 
 
 def told(*events: list[object]) -> PrefixIndex:
-    index = PrefixIndex(1, IngestCounters())
+    index = PrefixIndex(1, IngestStats())
     worker = index.add_worker(1)
     worker.register(0)
     stream = worker.stream(0)
@@ -84,7 +84,7 @@ def test_names_without_content() -> None:
 
 
 def test_children_of_a_block_and_their_sequence_hashes() -> None:
-    index = PrefixIndex(1, IngestCounters())
+    index = PrefixIndex(1, IngestStats())
     worker = index.add_worker(1)
     for number, local in enumerate(crafted()):
         worker.store(0, [number + 1], [local])
@@ -99,7 +99,7 @@ def test_children_of_a_block_and_their_sequence_hashes() -> None:
 def test_sets_of_ranks() -> None:
     """With known hashes of ranks, whose xor is that of a set, sets are crafted by elimination."""
     ranks = 80
-    index = PrefixIndex(1, IngestCounters())
+    index = PrefixIndex(1, IngestStats())
     worker = index.add_worker(1)
     kernel = dependent([known_mix(rank + 1) for rank in range(ranks)])
     rng = random.Random(1)
@@ -150,7 +150,7 @@ def test_prompts_of_live_requests() -> None:
 
 @pytest.mark.parametrize("keys", [crafted, multiples])
 def test_blocks_told_to_a_conductor_by_hash_alone(keys: Callable[[], list[int]]) -> None:
-    index = PrefixIndex(1, IngestCounters())
+    index = PrefixIndex(1, IngestStats())
     conductor = Conductor(index)
     source = conductor.add_source("a", "", "", 0, True)
     assert source.store_named(0, None, "CPU", keys(), 0) == "placed"

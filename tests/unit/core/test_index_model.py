@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvd_core.index.prefix_index import IngestCounters, PrefixIndex
+from kvd_core.index.prefix_index import IngestStats, PrefixIndex
 from tests.support.budget import scaled
 from tests.support.index_pairs import Pair
 
@@ -44,7 +44,7 @@ def test_index_equals_model_on_long_chains(seed: int) -> None:
 
 
 def test_memory_returns_to_its_start() -> None:
-    index = PrefixIndex(16, IngestCounters())
+    index = PrefixIndex(16, IngestStats())
     empty = index.stats()["bytes"]
     rng = random.Random(7)
     worker = index.add_worker(1)
@@ -63,11 +63,11 @@ def test_memory_returns_to_its_start() -> None:
         assert index.stats()["blocks"] == 0
         assert index.stats()["bytes"] <= empty + 4096
     worker.remove()
-    assert_empty(index, PrefixIndex(16, IngestCounters()).stats())
+    assert_empty(index, PrefixIndex(16, IngestStats()).stats())
 
 
 def test_deletes_of_unknown_blocks_leave_nothing_behind() -> None:
-    index = PrefixIndex(16, IngestCounters())
+    index = PrefixIndex(16, IngestStats())
     worker = index.add_worker(1)
     worker.store(0, [1, 2], [10, 20])
     for start in range(10, 1_000_000, 100_000):
@@ -77,7 +77,7 @@ def test_deletes_of_unknown_blocks_leave_nothing_behind() -> None:
 
 
 def test_thousands_of_ranks_share_a_prefix() -> None:
-    index = PrefixIndex(16, IngestCounters())
+    index = PrefixIndex(16, IngestStats())
     local = list(range(100, 400))
     workers = [index.add_worker(i) for i in range(2000)]
     for i, worker in enumerate(workers):
@@ -93,11 +93,11 @@ def test_thousands_of_ranks_share_a_prefix() -> None:
     assert index.stats()["chains"] == 2001
     for worker in workers:
         worker.remove()
-    assert_empty(index, PrefixIndex(16, IngestCounters()).stats())
+    assert_empty(index, PrefixIndex(16, IngestStats()).stats())
 
 
 def test_churn_at_a_branch_leaves_no_fragments() -> None:
-    index = PrefixIndex(16, IngestCounters())
+    index = PrefixIndex(16, IngestStats())
     worker = index.add_worker(1)
     worker.store(0, list(range(1, 501)), list(range(1, 501)))
     for i in range(500, 0, -1):
@@ -109,7 +109,7 @@ def test_churn_at_a_branch_leaves_no_fragments() -> None:
 
 
 def test_parked_blocks_are_bounded_and_the_oldest_go_first() -> None:
-    index = PrefixIndex(16, IngestCounters())
+    index = PrefixIndex(16, IngestStats())
     worker = index.add_worker(1)
     for name in range(1, 70_001):
         worker.store(0, [name], [1], parent=1_000_000 + name)
@@ -123,7 +123,7 @@ def test_parked_blocks_are_bounded_and_the_oldest_go_first() -> None:
 
 
 def test_dropped_names_of_an_offloading_rank_are_remembered_for_a_while() -> None:
-    index = PrefixIndex(16, IngestCounters())
+    index = PrefixIndex(16, IngestStats())
     worker = index.add_worker(1)
     worker.store(0, list(range(1, 6001)), list(range(1, 6001)))
     worker.store_named(0, [1], tier=1)
@@ -133,14 +133,14 @@ def test_dropped_names_of_an_offloading_rank_are_remembered_for_a_while() -> Non
     index.verify()
     assert index.stats()["blocks"] <= 4096 + 3
     worker.clear(0)
-    assert_empty(index, PrefixIndex(16, IngestCounters()).stats())
+    assert_empty(index, PrefixIndex(16, IngestStats()).stats())
 
 
 @pytest.mark.parametrize(
     "names, parent", [([1, 1], None), ([1, 2, 1], None), ([3], 3), ([4, 3], 3)]
 )
 def test_a_store_that_refers_to_itself_is_refused(names: list[int], parent: int | None) -> None:
-    index = PrefixIndex(16, IngestCounters())
+    index = PrefixIndex(16, IngestStats())
     worker = index.add_worker(1)
     worker.store(0, [3], [30])
     worker.store(0, names, list(range(len(names))), parent)

@@ -8,7 +8,7 @@ from typing import Any
 import msgpack
 import pytest
 
-from kvd_core.index.prefix_index import MAX_BLOCKS, IngestCounters, PrefixIndex, Worker
+from kvd_core.index.prefix_index import MAX_BLOCKS, IngestStats, PrefixIndex, Worker
 from kvd_core.json.scan import BodyScanner
 
 BLOCK = 4
@@ -16,7 +16,7 @@ QUERY = BodyScanner({"token_ids": "u32"}, ())
 
 
 def make() -> tuple[PrefixIndex, Worker]:
-    index = PrefixIndex(BLOCK, IngestCounters())
+    index = PrefixIndex(BLOCK, IngestStats())
     worker = index.add_worker(1)
     worker.register(0)
     return index, worker
@@ -47,7 +47,7 @@ def scores(index: PrefixIndex, tokens: list[int], salt: str | None = None) -> di
 
 @pytest.mark.parametrize("slice_steps", [3, 50, 400])
 def test_a_rank_leaves_chains_that_others_share(slice_steps: int) -> None:
-    index = PrefixIndex(BLOCK, IngestCounters())
+    index = PrefixIndex(BLOCK, IngestStats())
     leaving, staying = index.add_worker(1), index.add_worker(2)
     chains = [[chain * 1000 + i for i in range(100)] for chain in range(4)]
     for number, chain in enumerate(chains):
@@ -120,7 +120,7 @@ def test_clear_keeps_what_the_stream_has_told() -> None:
 
 
 def test_a_full_index_refuses_and_counts() -> None:
-    counters = IngestCounters()
+    counters = IngestStats()
     index = PrefixIndex(BLOCK, counters, max_blocks=4)
     worker = index.add_worker(1)
     stream = worker.stream(0)
@@ -137,7 +137,7 @@ def test_a_full_index_refuses_and_counts() -> None:
 
 
 def test_a_full_index_remembers_no_names() -> None:
-    index = PrefixIndex(BLOCK, IngestCounters(), max_blocks=3)
+    index = PrefixIndex(BLOCK, IngestStats(), max_blocks=3)
     worker = index.add_worker(1)
     worker.store(0, [1, 2, 3], [1, 2, 3])
     worker.store_named(0, [], 1)  # it offloads
@@ -145,7 +145,7 @@ def test_a_full_index_remembers_no_names() -> None:
     index.verify()
     assert index.stats()["records"] == 3
     with pytest.raises(ValueError):
-        PrefixIndex(BLOCK, IngestCounters(), max_blocks=MAX_BLOCKS + 1)
+        PrefixIndex(BLOCK, IngestStats(), max_blocks=MAX_BLOCKS + 1)
 
 
 def test_a_rank_without_creditable_blocks_has_no_zero_row() -> None:

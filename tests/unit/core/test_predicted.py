@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvd_core.base.hashing import sequence_hashes
-from kvd_core.index.prefix_index import IngestCounters, PrefixIndex, Worker
+from kvd_core.index.prefix_index import IngestStats, PrefixIndex, Worker
 from kvd_core.ledger.ledger import Ledger
 from kvd_core.selector.selector import Candidate, Pool
 from kvd_core.selector.settings import Settings
@@ -35,7 +35,7 @@ class Fleet:
         bound: float = math.inf,
     ) -> None:
         self.now = 0.0
-        self.index = PrefixIndex(4, IngestCounters())
+        self.index = PrefixIndex(4, IngestStats())
         self.index.predict(TTL_S, max_entries, ratio)
         self.workers: list[Worker] = []
         self.ledger = ledger = Ledger()
@@ -243,7 +243,7 @@ def test_a_prompt_that_repeats_a_block() -> None:
 
 
 def test_without_predictions_nothing_is_kept() -> None:
-    index = PrefixIndex(4, IngestCounters())
+    index = PrefixIndex(4, IngestStats())
     worker = index.add_worker(1)
     worker.register(0)
     ledger = Ledger()

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgpack
 
-from kvd_core.index.prefix_index import IngestCounters, PrefixIndex, PromptStats
+from kvd_core.index.prefix_index import IngestStats, PrefixIndex, PromptStats
 from kvd_core.json.scan import BodyScanner
 from kvd_core.ledger.ledger import Ledger
 from kvd_core.selector.selector import Candidate, Pool
@@ -22,7 +22,7 @@ class Index:
     """An index with one rank, that prompts are stored in and asked for."""
 
     def __init__(self) -> None:
-        self.index = PrefixIndex(SIZE, IngestCounters())
+        self.index = PrefixIndex(SIZE, IngestStats())
         self._stream = self.index.add_worker(1).stream(0)
         self._names = iter(range(1, 1000))
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from kvd.selection import weighing
 from kvd.selection.policies import RouterPolicy
 from kvd_core.base.hashing import eagle_hashes, local_hashes, sequence_hashes
-from kvd_core.index.prefix_index import IngestCounters, PrefixIndex, Worker
+from kvd_core.index.prefix_index import IngestStats, PrefixIndex, Worker
 from kvd_core.json.scan import BodyScanner
 from kvd_core.ledger.ledger import ADDED, EXISTS, Ledger
 from kvd_core.selector.selector import (
@@ -82,7 +82,7 @@ class Fleet:
     def __init__(self, plans: dict[tuple[int, int], RankPlan], block_size: int = 16) -> None:
         self.plans = plans
         self.block_size = block_size
-        self.index = PrefixIndex(block_size, IngestCounters())
+        self.index = PrefixIndex(block_size, IngestStats())
         self.ledger = Ledger()
         self.workers: dict[int, Worker] = {}
         candidates = [self._candidate(place, plan) for place, plan in plans.items()]
@@ -705,7 +705,7 @@ def test_weighted_costs_stay_finite() -> None:
 
 def test_token_ids_are_hashed_as_queries_are() -> None:
     tokens = list(range(1000, 1070))
-    index, ledger = PrefixIndex(16, IngestCounters()), Ledger()
+    index, ledger = PrefixIndex(16, IngestStats()), Ledger()
     candidates = []
     for worker_id, lora in ((1, None), (2, "adapter")):
         worker = index.add_worker(worker_id)
@@ -744,7 +744,7 @@ def test_token_ids_are_hashed_as_queries_are() -> None:
 def test_salted_prompts_count_as_in_queries() -> None:
     """Salted blocks on ranks whose stream tells salts, unsalted blocks on the others."""
     tokens = list(range(48))
-    index, ledger = PrefixIndex(16, IngestCounters()), Ledger()
+    index, ledger = PrefixIndex(16, IngestStats()), Ledger()
     candidates = []
     for worker_id, salts in ((1, [None]), (2, [None, "s"])):
         worker = index.add_worker(worker_id)

@@ -6,7 +6,7 @@ import pytest
 
 from kvd_core.base.hashing import local_hashes
 from kvd_core.conductor.conductor import DEFAULT_SEED, Conductor, namespace
-from kvd_core.index.prefix_index import IngestCounters, PrefixIndex
+from kvd_core.index.prefix_index import IngestStats, PrefixIndex
 from tests.models.conductor_model import sequence_hashes
 
 TOP = 2**32 - 1
@@ -58,7 +58,7 @@ def test_the_standard_s_vectors(
     tokens: list[int], size: int, seed: int, hashes: list[int], scope: tuple[str, str]
 ) -> None:
     assert sequence_hashes(list(tokens), size, seed) == hashes
-    conductor = Conductor(PrefixIndex(size, IngestCounters()), seed)
+    conductor = Conductor(PrefixIndex(size, IngestStats()), seed)
     source = conductor.add_source("a", *scope, 0, False)
     names = list(range(1000, 1000 + len(hashes)))
     source.store(0, 0, "GPU", names, tokens, None, namespace(*scope))
@@ -70,7 +70,7 @@ def test_the_standard_s_vectors(
 
 
 def test_blocks_that_are_there_get_theirs_when_they_are_asked_for() -> None:
-    index = PrefixIndex(4, IngestCounters())
+    index = PrefixIndex(4, IngestStats())
     worker = index.add_worker(7)
     worker.register(0)
     tokens = list(range(2000 * 4))
@@ -97,7 +97,7 @@ def test_blocks_that_are_there_get_theirs_when_they_are_asked_for() -> None:
 def test_a_worker_s_salted_blocks_are_known_once_they_are_stored_again() -> None:
     import msgpack
 
-    index = PrefixIndex(4, IngestCounters())
+    index = PrefixIndex(4, IngestStats())
     stream = index.add_worker(7).stream(0)
     event = ["BlockStored", [1, 2], None, list(range(8)), 4, None, "GPU", None, [["s"], None]]
     payload = msgpack.packb([0.0, [event]])
@@ -113,7 +113,7 @@ def test_a_worker_s_salted_blocks_are_known_once_they_are_stored_again() -> None
 
 
 def test_what_waits_is_bounded_and_forgotten_with_its_holder() -> None:
-    conductor = Conductor(PrefixIndex(4, IngestCounters()))
+    conductor = Conductor(PrefixIndex(4, IngestStats()))
     source = conductor.add_source("a", "", "", 0, True)
     source.store_named(0, None, "CPU", range(1, 100_001), 0)
     assert conductor.stats()["loose"] == 100_000
@@ -127,7 +127,7 @@ def test_what_waits_is_bounded_and_forgotten_with_its_holder() -> None:
 
 
 def test_holders_are_bounded_and_those_that_hold_nothing_make_room() -> None:
-    conductor = Conductor(PrefixIndex(4, IngestCounters()))
+    conductor = Conductor(PrefixIndex(4, IngestStats()))
     source = conductor.add_source("a", "", "", 0, True)
     for backend in range(4096):
         source.store_named(backend, None, "CPU", [backend], 0)
@@ -143,7 +143,7 @@ def test_holders_are_bounded_and_those_that_hold_nothing_make_room() -> None:
 
 
 def test_a_block_below_one_of_another_namespace_has_none() -> None:
-    conductor = Conductor(PrefixIndex(4, IngestCounters()))
+    conductor = Conductor(PrefixIndex(4, IngestStats()))
     source = conductor.add_source("a", "", "", 0, False)
     tokens = list(range(8))
     hashes = sequence_hashes(tokens, 4, DEFAULT_SEED)
@@ -158,7 +158,7 @@ def test_a_block_below_one_of_another_namespace_has_none() -> None:
 
 
 def test_a_name_stands_in_whatever_namespace_it_was_told() -> None:
-    conductor = Conductor(PrefixIndex(4, IngestCounters()))
+    conductor = Conductor(PrefixIndex(4, IngestStats()))
     source = conductor.add_source("a", "", "", 0, False)
     source.store(0, 0, "GPU", [1], range(4), None, namespace("", "s"), by_engine=True)
     source.store_named(0, 0, "CPU", [1], 0)
@@ -167,7 +167,7 @@ def test_a_name_stands_in_whatever_namespace_it_was_told() -> None:
 
 
 def test_what_waited_for_a_source_goes_with_it() -> None:
-    index = PrefixIndex(4, IngestCounters())
+    index = PrefixIndex(4, IngestStats())
     conductor = Conductor(index)
     kept = conductor.add_source("a", "", "", 0, True)
     kept.store_named(0, None, "CPU", [1, 2, 3], 0)
@@ -181,7 +181,7 @@ def test_what_waited_for_a_source_goes_with_it() -> None:
 
 def test_many_blocks_wait_for_one() -> None:
     """A prompt's beginning that was never heard: thousands of requests may follow."""
-    conductor = Conductor(PrefixIndex(4, IngestCounters()))
+    conductor = Conductor(PrefixIndex(4, IngestStats()))
     source = conductor.add_source("a", "", "", 0, False)
 
     for i in range(1000, 5000):

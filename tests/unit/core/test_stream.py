@@ -14,7 +14,7 @@ from kvd_core.index.prefix_index import (
     CLEARED,
     FLAWED,
     NEW_RANK,
-    IngestCounters,
+    IngestStats,
     PrefixIndex,
 )
 from kvd_core.json.scan import BodyScanner
@@ -44,7 +44,7 @@ class Worker:
     """A worker with two registered ranks, each with its stream."""
 
     def __init__(self) -> None:
-        self.index = PrefixIndex(BLOCK, IngestCounters())
+        self.index = PrefixIndex(BLOCK, IngestStats())
         self.worker = self.index.add_worker(1)
         for dp_rank in (0, 1):
             self.worker.register(dp_rank)

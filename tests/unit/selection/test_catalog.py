@@ -129,7 +129,9 @@ def shown(service: Service) -> Any:
     """All that a change of the catalog may change."""
     selections = service.selections
     listeners = {key: id(each) for key, each in service.listeners.running.items()}
-    loads = {key: fleet.ledger.project(b"", 0) for key, fleet in selections.fleets.items()}
+    loads = {
+        key: candidates.ledger.project(b"", 0) for key, candidates in selections.candidates.items()
+    }
     return (
         dict(selections.workers.entries),
         listeners,
@@ -229,7 +231,7 @@ async def test_an_incomplete_worker_becomes_schedulable() -> None:
     ids=str,
 )
 async def test_what_an_upsert_keeps(change: dict[str, Any], kept: str, restarted: int) -> None:
-    """Bookings of ranks that stay; listeners whose addresses stay."""
+    """KeptRequests of ranks that stay; listeners whose addresses stay."""
     ranks = {rank: f"tcp://10.0.0.1:{5000 + rank}" for rank in range(3)}
     old = replace(TWO, kv_events_endpoints=ranks)
     service = await ready(old)
@@ -289,7 +291,7 @@ async def test_what_is_deleted_is_gone() -> None:
     service.check()
     await service.selections.workers.delete(2)
     assert not service.listeners.running and not service.state.partitions
-    assert service.selections.fleets.keys() == {M}  # stays listed, without loads
+    assert service.selections.candidates.keys() == {M}  # stays listed, without loads
     service.check()
 
 
@@ -559,7 +561,7 @@ async def test_a_block_size_is_free_when_its_last_worker_leaves(by: str) -> None
         await workers.put_all(N, [worker(1, N)])
     reasons = {number: workers.entries[number].reasons for number in (2, 3, 4)}
     assert reasons == {2: [], 3: [], 4: ["block_size 16 differs from 8 of its model"]}
-    assert service.fleet().block_size == 8
+    assert service.candidates().block_size == 8
     service.check()
 
 
@@ -601,7 +603,7 @@ async def test_many_are_judged_again_in_slices() -> None:
             await workers.put(worker(number, block_size=8, kv_events_endpoints=address))
         ).blocked
     await workers.delete(1)
-    assert len(service.fleet().workers) == RECONSIDERED
+    assert len(service.candidates().workers) == RECONSIDERED
     assert sum(1 for _ in service.selections.run_due(service.now)) == 1
-    assert len(service.fleet().workers) == count
+    assert len(service.candidates().workers) == count
     service.check()

@@ -62,7 +62,7 @@ async def test_a_limit_is_kept_where_it_can_be() -> None:
         assert (answer["worker_id"], answer["slo_met"]) == (1, True)
     answer = service.select(list(range(250)), slo_ttft_s=0.01)
     assert answer["slo_met"] is False
-    assert service.selections.tally.slo == {"met": 5, "missed": 1, "unknown": 0}
+    assert service.selections.stats.slo == {"met": 5, "missed": 1, "unknown": 0}
 
 
 async def test_what_is_not_known_is_said() -> None:
@@ -70,7 +70,7 @@ async def test_what_is_not_known_is_said() -> None:
     answer = service.select(list(range(10)), slo_ttft_s=0.5, explain=True)
     assert (answer["expected_ttft_s"], answer["slo_met"]) == (None, None)
     assert {row["expected_ttft_s"] for row in answer["candidates"]} == {None}
-    assert service.selections.tally.slo["unknown"] == 1
+    assert service.selections.stats.slo["unknown"] == 1
 
 
 async def test_a_given_speed_wins() -> None:

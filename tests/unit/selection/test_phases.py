@@ -33,10 +33,10 @@ TOKENS = len(PROMPT) * BLOCK_SIZE
 
 def loads(service: Service) -> dict[int, tuple[int, int, int]]:
     """Returns tokens being prefilled, blocks in use and requests by worker."""
-    fleet = service.fleet()
+    candidates = service.candidates()
     found = {}
-    for each in fleet.pool.candidates:
-        load = fleet.ledger.load(each.ledger_rank)
+    for each in candidates.pool.candidates:
+        load = candidates.ledger.load(each.ledger_rank)
         found[each.worker_id] = (load[0], load[1], load[2])
     return found
 
@@ -292,15 +292,19 @@ async def test_roles_can_change() -> None:
     await service.selections.workers.put(batched(2, role=Role.DECODE))
     assert service.select(PROMPT, phase=Phase.BOTH)["prefill"] is None
     assert not isinstance(service.select(PROMPT), QueuedRequest)
-    assert service.fleet().whole is None
+    assert service.candidates().whole is None
 
 
 def test_a_fleet_without_prefill_workers_has_no_mask() -> None:
     async def run() -> Any:
-        return (await ready(worker(1), worker(2, role=Role.BOTH))).fleet()
+        return (await ready(worker(1), worker(2, role=Role.BOTH))).candidates()
 
-    fleet = trio.run(run)
-    assert fleet.pool and fleet.whole is None and fleet.eligible(None, Phase.PREFILL) == b"\0\1"
+    candidates = trio.run(run)
+    assert (
+        candidates.pool
+        and candidates.whole is None
+        and candidates.eligible(None, Phase.PREFILL) == b"\0\1"
+    )
 
 
 @pytest.mark.parametrize("seed", range(6))

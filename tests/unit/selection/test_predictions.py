@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvd_core.base.hashing import sequence_hashes
 from kvd_core.index.predictions import Predictions
-from kvd_core.index.prefix_index import IngestCounters, PrefixIndex
+from kvd_core.index.prefix_index import IngestStats, PrefixIndex
 from kvd_core.ledger.ledger import Ledger
 from kvd_core.selector.selector import Candidate, Pool
 from kvd_core.selector.settings import Settings
@@ -140,7 +140,7 @@ def test_a_rank_that_is_not_heard_caches_nothing_until_it_is() -> None:
 
 def test_workers_with_and_without_events_stand_side_by_side() -> None:
     """What one tells and what the other is thought to cache; nothing is predicted of the first."""
-    index, ledger = PrefixIndex(4, IngestCounters()), Ledger()
+    index, ledger = PrefixIndex(4, IngestStats()), Ledger()
     predictions = Predictions(TTL_S, MAX_BLOCKS, RATIO)
     told, silent = index.add_worker(1), None
     told.register(0)

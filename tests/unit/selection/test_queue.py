@@ -68,7 +68,7 @@ def test_many_that_leave_take_no_room() -> None:
     first = queue.push(None, -1, Urgency(), 0.0)
     for number in range(1000):
         assert queue.remove(queue.push(None, number, Urgency(), 1.0))
-    assert len(queue._lanes[None].heap) <= 2
+    assert len(queue._queues[None].heap) <= 2
     assert queue.remove(first) and not queue.remove(first)
     assert len(queue) == 0 and not queue.waits(None)
 
@@ -254,7 +254,7 @@ def test_all_that_are_awake_are_looked_at_in_order_once(monkeypatch: pytest.Monk
     def before(one: Waiting[int], other: Waiting[int]) -> bool:
         nonlocal compared
         compared += 1
-        return one.place < other.place
+        return one.sort_key < other.sort_key
 
     monkeypatch.setattr(Waiting, "__lt__", before)
     queue.wake()

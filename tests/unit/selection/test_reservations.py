@@ -178,7 +178,7 @@ async def test_the_same_request_has_the_same_answer_and_no_further_effect() -> N
     for _ in range(3):
         assert service.select([1, 2], **asked) == first
     assert steps(service, "r") == [Step.ADD]
-    assert service.fleet().ledger.stats()["requests"] == 1
+    assert service.candidates().ledger.stats()["requests"] == 1
     assert service.selections.reservations.retries.repeated == 3
     service.check()
 
@@ -197,7 +197,7 @@ async def test_another_request_is_a_conflict(other: Retry | None) -> None:
     service.select([1], reservation_id="r", retry=retry())
     with pytest.raises(Conflict):
         service.select([1], reservation_id="r", retry=other)
-    assert service.fleet().ledger.stats()["requests"] == 1
+    assert service.candidates().ledger.stats()["requests"] == 1
 
 
 async def test_a_key_is_that_of_its_reservation() -> None:
@@ -294,9 +294,9 @@ async def test_metrics_say_so(nursery: trio.Nursery) -> None:
 
 
 def decode_blocks(service: Service) -> int:
-    rank = service.fleet().ledger.rank_of(1, 0)
+    rank = service.candidates().ledger.rank_of(1, 0)
     assert rank is not None
-    return service.fleet().ledger.load(rank).decode_blocks
+    return service.candidates().ledger.load(rank).decode_blocks
 
 
 @pytest.mark.parametrize("tracks", [True, False])

@@ -141,10 +141,10 @@ async def test_direct_does_not_wait_behind_others(nursery: trio.Nursery) -> None
 async def test_the_mode_of_a_model_and_of_a_tenant() -> None:
     other = M._replace(tenant_id="other")
     service = await ready(worker(1), worker(2), worker(3, other), worker(4, N))
-    tuning, fleets = service.selections.tuning, service.selections.fleets
+    tuning, candidates = service.selections.tuning, service.selections.candidates
 
     def modes() -> list[str]:
-        return [RouterMode.of(fleets[key].settings) for key in (M, other, N)]
+        return [RouterMode.of(candidates[key].settings) for key in (M, other, N)]
 
     tuning.change((M.model_name, None), {"mode": RouterMode.RANDOM.core})
     assert modes() == ["random", "random", "kv"]
@@ -153,7 +153,7 @@ async def test_the_mode_of_a_model_and_of_a_tenant() -> None:
     assert tuning.said(("mode",)) == [(M.model_name, None), M]
     late = M._replace(tenant_id="late")
     await service.selections.workers.put(worker(5, late))
-    assert RouterMode.of(fleets[late].settings) == "random"
+    assert RouterMode.of(candidates[late].settings) == "random"
     tuning.forget((M.model_name, None), ("mode",))
     assert modes() == ["round-robin", "kv", "kv"]
     tuning.forget(M, ("mode",))
@@ -234,19 +234,19 @@ async def test_the_phase_that_decodes_goes_by_blocks_in_use() -> None:
 
 async def test_a_policy_replaces_all_that_the_one_before_has_said() -> None:
     service = await ready(worker(1))
-    tuning, fleet = service.selections.tuning, service.selections.fleets[M]
+    tuning, candidates = service.selections.tuning, service.selections.candidates[M]
     for text, weight in (("dynamo,overlap_weight=2", 2.0), ("kvd", 1.0)):
         tuning.change(M, Policy.parse(text).row, whole=MEMBERS)
-        assert str(Policy.of(fleet.settings)) == text
-        assert fleet.settings.members["overlap_weight"] == weight
+        assert str(Policy.of(candidates.settings)) == text
+        assert candidates.settings.members["overlap_weight"] == weight
 
 
 async def test_the_policy_of_a_model_and_of_a_tenant() -> None:
     service = await ready(worker(1), worker(2, N))
-    tuning, fleets = service.selections.tuning, service.selections.fleets
+    tuning, candidates = service.selections.tuning, service.selections.candidates
 
     def policies() -> list[str]:
-        return [str(Policy.of(fleets[key].settings)) for key in (M, N)]
+        return [str(Policy.of(candidates[key].settings)) for key in (M, N)]
 
     tuning.change((M.model_name, None), RouterPolicy.KVD.row)
     assert policies() == ["kvd", "dynamo"]
@@ -268,16 +268,16 @@ async def test_busy_workers_get_nothing_and_then_nobody_does() -> None:
     service.reserve("a", (1, 0), list(range(60)))
     name = "active_decode_blocks_threshold"
     service.selections.tuning.change(M, {name: 0.5})
-    settings = service.fleet().settings
+    settings = service.candidates().settings
     assert set(chosen(service, 20, settings=settings)) == {2}
     service.reserve("b", (2, 0), list(range(1000, 1051)))
     with pytest.raises(Unavailable, match="overloaded") as refused:
         service.select([1], settings=settings)
     assert refused.value.retry_after_s
     service.selections.tuning.change(M, {name: 0.55})
-    assert set(chosen(service, 20, settings=service.fleet().settings)) == {2}
+    assert set(chosen(service, 20, settings=service.candidates().settings)) == {2}
     service.selections.tuning.forget(M, (name,))
-    assert service.fleet().settings.members[name] is None
+    assert service.candidates().settings.members[name] is None
 
 
 async def test_thresholds_add_up_and_their_models_win_over_the_defaults() -> None:
@@ -288,9 +288,9 @@ async def test_thresholds_add_up_and_their_models_win_over_the_defaults() -> Non
     assert tuning.places((tokens, share)) == [(M.model_name, None), (N.model_name, None)]
     tuning.change((M.model_name, None), {share: 0.5})
     tuning.change(M, {tokens: None})
-    members = service.fleet().settings.members
+    members = service.candidates().settings.members
     assert (members[tokens], members[share]) == (None, 0.5)
-    assert service.fleet(N).settings.members[tokens] == 1000
+    assert service.candidates(N).settings.members[tokens] == 1000
     wanted = [(M.model_name, None), M, (N.model_name, None)]
     assert tuning.places((tokens, share)) == wanted
 

@@ -177,17 +177,17 @@ class Life:
         for session in SESSIONS:
             binding = affinity.sessions.find((M, session), self.service.now)
             assert binding is None or binding.leases == leases[id(binding)]
-        for held in self.selections.fleets[M].queue:
+        for held in self.selections.candidates[M].queue:
             self.check_waits(held)
 
     def check_waits(self, held: QueuedRequest) -> None:
         """Nobody could serve it now, or somebody has been taken from it since it came."""
-        ask, fleet = held.ask, self.selections.fleets[M]
+        ask, candidates = held.ask, self.selections.candidates[M]
         phase = Phase.PREFILL if ask.phase is Phase.BOTH else ask.phase
-        eligible = fleet.eligible(ask.constraints_in(phase), phase)
+        eligible = candidates.eligible(ask.constraints_in(phase), phase)
         if ask.phase is Phase.BOTH and not any(eligible or b"\1"):
-            phase, eligible = None, fleet.eligible(ask.constraints, None)
-        refusal = fleet.pool.refusal(in_phase(ask.settings, phase), eligible)
+            phase, eligible = None, candidates.eligible(ask.constraints, None)
+        refusal = candidates.pool.refusal(in_phase(ask.settings, phase), eligible)
         assert refusal in (BUSY, OVERLOADED), ask
 
     async def attempt(self, what: Callable[[], Any]) -> None:
@@ -212,9 +212,9 @@ class Life:
         self.service.now += EXPIRY_S
         self.service.expire()
         self.check()
-        for fleet in json.loads(self.selections.render_loads(None, None)):
-            assert fleet["pending_count"] == 0
-            for row in fleet["loads"]:
+        for candidates in json.loads(self.selections.render_loads(None, None)):
+            assert candidates["pending_count"] == 0
+            for row in candidates["loads"]:
                 assert not any(row[name] for name in row if name not in ("worker_id", "dp_rank"))
         assert self.selections.affinity is not None and not self.selections.affinity.leases
         assert len(self.selections.affinity.sessions) == len(reservations.retries) == 0

@@ -16,7 +16,7 @@ import trio.testing
 
 from kvd.errors import BadRequest, Conflict, NotFound, Unavailable
 from kvd.model import PartitionKey
-from kvd.selection.candidates import Fleet
+from kvd.selection.candidates import Candidates
 from kvd.selection.options import RouterOptions
 from kvd.selection.queue import QueuePolicy
 from kvd.selection.requests import Constraints, QueuedRequest
@@ -98,9 +98,9 @@ class Life:
         blocks = self.blocks()
         members = {"key": key, "reservation_id": name, "constraints": constraints}
         expected = self.expected(key, blocks, constraints)
-        waits = key in self.service.selections.fleets and self.service.fleet(key).queue.waits(
-            constraints
-        )
+        waits = key in self.service.selections.candidates and self.service.candidates(
+            key
+        ).queue.waits(constraints)
         try:
             answer = self.service.select(blocks, **members)
         except Unavailable:
@@ -271,22 +271,22 @@ class Life:
         self.service.check()
         assert self.service.selections.scheduler.held == len(self.callers)
         for key, ledger in self.ledgers.items():
-            fleet = self.service.selections.fleets.get(key)
-            if fleet is None:
+            candidates = self.service.selections.candidates.get(key)
+            if candidates is None:
                 assert not ledger.ranks
                 continue
             names = {
                 name
                 for name, of in self.service.selections.reservations.live.items()
-                if of is fleet
+                if of is candidates
             }
             assert names == set(ledger.requests)
-            assert {(each.worker_id, each.dp_rank) for each in fleet.pool.candidates} == set(
+            assert {(each.worker_id, each.dp_rank) for each in candidates.pool.candidates} == set(
                 ledger.ranks
             )
             for rank in ledger.ranks:
-                number = fleet.ledger.rank_of(*rank)
-                assert number is not None and fleet.ledger.load(number) == ledger.load(rank)
+                number = candidates.ledger.rank_of(*rank)
+                assert number is not None and candidates.ledger.load(number) == ledger.load(rank)
 
 
 @pytest.mark.parametrize("seed", range(scaled(6)))
@@ -307,7 +307,7 @@ async def test_any_life_of_reservations_goes_as_in_the_model(seed: int) -> None:
         assert not life.callers and life.served > 0
     for name in list(service.selections.reservations.live):
         service.selections.reservations.free(name)
-    assert all(row.ledger.stats()["blocks"] == 0 for row in service.selections.fleets.values())
+    assert all(row.ledger.stats()["blocks"] == 0 for row in service.selections.candidates.values())
 
 
 # ---- what is held
@@ -359,7 +359,7 @@ async def test_what_lets_a_held_selection_go(by: str, nursery: trio.Nursery) -> 
 
 async def test_what_another_face_ends_lets_them_go(nursery: trio.Nursery) -> None:
     service = await ready(batched(1))
-    other = Ledger(loads=service.fleet().ledger.loads)
+    other = Ledger(loads=service.candidates().ledger.loads)
     other.add("a", other.add_rank(1, 0), b"", BATCH + 1, service.now)
     assert other.loads.eased is None  # nobody waits
     callers = [calls(nursery, service, [1]) for _ in range(2)]
@@ -376,13 +376,13 @@ async def test_what_another_face_ends_lets_them_go(nursery: trio.Nursery) -> Non
 async def test_prompts_that_came_hashed_end_with_the_block_size(nursery: trio.Nursery) -> None:
     service = await ready(batched(1))
     service.reserve("a", (1, 0), [901], BATCH + 1)
-    before = service.fleet().ledger.loads
+    before = service.candidates().ledger.loads
     caller = calls(nursery, service, [1])
     await service.selections.workers.put_all(M, [batched(1, block_size=2 * BLOCK_SIZE)])
     await settled()
     assert caller.answer is None
     assert str(caller.error) == "the block size of the workers changed while the request waited"
-    assert before is not service.fleet().ledger.loads and before.eased is None
+    assert before is not service.candidates().ledger.loads and before.eased is None
     service.check()
 
 
@@ -411,7 +411,7 @@ async def test_tokens_are_hashed_by_the_block_size_there_is_when_they_are_served
     service.selections.reservations.prefill_complete("b")
     await settled()
     assert callers["c"].answer["potential_decode_blocks"] == answer["potential_decode_blocks"]
-    assert service.selections.tally.rehashed == 2
+    assert service.selections.stats.rehashed == 2
     service.check()
 
 
@@ -471,9 +471,9 @@ async def test_only_those_who_wait_for_a_changed_rank_are_asked(
     asked: list[Any] = []
     serve = Scheduler._serve
 
-    def noted(self: Scheduler, fleet: Fleet, held: QueuedRequest) -> int:
+    def noted(self: Scheduler, candidates: Candidates, held: QueuedRequest) -> int:
         asked.append(held.ask.constraints)
-        return serve(self, fleet, held)
+        return serve(self, candidates, held)
 
     monkeypatch.setattr(Scheduler, "_serve", noted)
     only_1 = calls(nursery, service, [1], constraints=ONLY[1])
@@ -607,7 +607,7 @@ async def test_a_caller_that_goes_away_leaves_no_trace() -> None:
             service.selections.reservations.free("a")
         assert ("r" in service.selections.reservations.live) is not cancelled
         assert len(service.told) - told == (1 if cancelled else 2)
-        assert service.selections.scheduler.held == len(service.fleet().queue) == 0
+        assert service.selections.scheduler.held == len(service.candidates().queue) == 0
         service.check()
 
 
@@ -643,8 +643,8 @@ async def test_two_thousand_wait(nursery: trio.Nursery) -> None:
     await settled()
     answered = [caller for caller in callers if caller.answer]
     assert len(answered) == 1800 and all(caller.error is None for caller in callers)
-    assert not service.fleet().queue._lanes and not service.selections.reservations.live
-    assert service.fleet().ledger.stats()["blocks"] == 0
+    assert not service.candidates().queue._queues and not service.selections.reservations.live
+    assert service.candidates().ledger.stats()["blocks"] == 0
     service.check()
 
 
@@ -705,7 +705,7 @@ async def test_predictions_are_those_of_ranks_that_are_there(seed: int) -> None:
         kind = rng.random()
         prompt = [rng.choice((1, 2)) for _ in range(rng.randrange(8))]
         if kind < 0.6:
-            if service.fleet().workers:
+            if service.candidates().workers:
                 chosen = service.select(prompt, reservation_id=str(number))
                 rank = chosen["worker_id"], chosen["dp_rank"]
                 for depth in range(1, len(prompt) + 1):
@@ -720,15 +720,15 @@ async def test_predictions_are_those_of_ranks_that_are_there(seed: int) -> None:
         else:
             await service.selections.workers.put(worker(2))
         service.check()
-        fleet = service.fleet()
-        assert fleet.predicted() <= 30
-        there = {(each.worker_id, each.dp_rank) for each in fleet.pool.candidates}
+        candidates = service.candidates()
+        assert candidates.predicted() <= 30
+        there = {(each.worker_id, each.dp_rank) for each in candidates.pool.candidates}
         booked = {
             key: until
             for key, until in booked.items()
             if key[:2] in there and until > service.now - (0 if 0.6 <= kind < 0.9 else 20)
         }
-        look(prompt)(fleet.pool)
-        for each in fleet.pool.explain(options.settings):
+        look(prompt)(candidates.pool)
+        for each in candidates.pool.explain(options.settings):
             depth = each.device_blocks
             assert not depth or (each.worker_id, each.dp_rank, tuple(prompt[:depth])) in booked

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from kvd.wire.applied_batches import CLEARED_UNKNOWN, MAX_HOLES_SHOWN, UNKNOWN
-from kvd.wire.counts import StreamCounts
+from kvd.wire.stream_stats import StreamStats
 from kvd.wire.cursor import Verdict
 from kvd.wire.engine_identity import IdentityCheck
 from kvd.wire.event_stream import EventStream
@@ -486,7 +486,7 @@ def test_refused_messages_are_counted_by_reason() -> None:
 
 
 def test_counts_add_up() -> None:
-    total = StreamCounts(messages=1, bad_frames={"a": 1})
+    total = StreamStats(messages=1, bad_frames={"a": 1})
     listener, _ = make()
     feed(listener, (0, b"abc"))
     listener.refuse("a")

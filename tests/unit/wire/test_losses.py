@@ -13,7 +13,7 @@ from kvd.wire.envelope import StreamIdentity
 from kvd.wire.event_stream import EventStream
 from kvd.wire.losses import HEARD_AFTER, Losses
 from kvd.wire.standard_events import StandardEventStream
-from kvd_core.index.prefix_index import ALL_TIERS, IngestCounters, PrefixIndex
+from kvd_core.index.prefix_index import ALL_TIERS, IngestStats, PrefixIndex
 
 GPU, CPU, STORAGE, EXTERNAL = 1, 2, 4, 8
 BLOCK = 4
@@ -82,7 +82,7 @@ class Port:
 
     def __init__(self, expected: int = 0, stream: BatchSink | None = None) -> None:
         if stream is None:
-            worker = PrefixIndex(BLOCK, IngestCounters()).add_worker(1)
+            worker = PrefixIndex(BLOCK, IngestStats()).add_worker(1)
             worker.register(0)
             stream = worker.stream(0)
         self.listener = EventStream("1:0", "tcp://127.0.0.1:1", stream, None, expected)

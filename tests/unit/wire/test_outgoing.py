@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd.errors import BadRequest
-from kvd.wire.egress import EgressPolicy, parse_places
+from kvd.wire.egress import EgressPolicy, parse_networks
 from kvd.wire.hosts import literal, normal
 
 PRIVATE = [
@@ -156,7 +156,7 @@ def test_others_may_not(host: str) -> None:
 def test_odd_spellings_are_nobodys_address(host: str) -> None:
     for allowed in (["private"], ["0.0.0.0/0", "::/0", "fe80::/10"]):
         with pytest.raises(BadRequest, match=r"not an (address of|IPv6)|zone ids"):
-            EgressPolicy(parse_places(allowed)).check_endpoint(endpoint(host))
+            EgressPolicy(parse_networks(allowed)).check_endpoint(endpoint(host))
 
 
 @pytest.mark.parametrize("host", NO_NAMES)
@@ -167,7 +167,7 @@ def test_what_no_name_consists_of(host: str) -> None:
 
 @pytest.mark.parametrize("host", ["a", "localhost", "w-0.ns.svc.cluster.local.", "a_b"])
 def test_names_pass_until_they_are_resolved(host: str) -> None:
-    EgressPolicy(parse_places([])).check_endpoint(endpoint(host))
+    EgressPolicy(parse_networks([])).check_endpoint(endpoint(host))
 
 
 def test_brackets_are_for_ipv6() -> None:
@@ -177,24 +177,24 @@ def test_brackets_are_for_ipv6() -> None:
 
 @pytest.mark.parametrize("host", [*NEVER, *HIDDEN])
 def test_everything_does_not_mean_what_nobody_means(host: str) -> None:
-    outgoing = EgressPolicy(parse_places(["0.0.0.0/0", "::/0"]))
+    outgoing = EgressPolicy(parse_networks(["0.0.0.0/0", "::/0"]))
     assert not passes(outgoing, endpoint(host))
     assert all(passes(outgoing, endpoint(each)) for each in (*PRIVATE, *PUBLIC))
 
 
 @pytest.mark.parametrize("host", NEVER)
 def test_who_is_named_exactly_is_meant(host: str) -> None:
-    assert passes(EgressPolicy(parse_places([host])), endpoint(host))
+    assert passes(EgressPolicy(parse_networks([host])), endpoint(host))
 
 
 @pytest.mark.parametrize("host", HIDDEN)
 def test_a_named_metadata_address_is_meant_in_its_other_forms_too(host: str) -> None:
     everything = ["::/0", "169.254.169.254", "8.8.8.8"]
-    assert passes(EgressPolicy(parse_places(everything)), endpoint(host))
+    assert passes(EgressPolicy(parse_networks(everything)), endpoint(host))
 
 
 def test_a_network_inside_a_special_one_means_no_address_that_is_special_beyond() -> None:
-    outgoing = EgressPolicy(parse_places(["169.254.0.0/16"]))
+    outgoing = EgressPolicy(parse_networks(["169.254.0.0/16"]))
     assert passes(outgoing, endpoint("169.254.7.1"))
     assert not passes(outgoing, endpoint("169.254.169.254"))
 
@@ -203,18 +203,18 @@ def test_a_network_inside_a_special_one_means_no_address_that_is_special_beyond(
     "host", ["2002:7f00:1::", "64:ff9b::7f00:1", "64:ff9b::10.0.0.1", "::a00:1"]
 )
 def test_a_private_address_inside_of_another_one_is_named_by_itself(host: str) -> None:
-    assert not passes(EgressPolicy(parse_places(["::/0"])), endpoint(host))
-    assert passes(EgressPolicy(parse_places(["::/0", "private"])), endpoint(host))
-    assert passes(EgressPolicy(parse_places(["::/0"])), endpoint("64:ff9b::808:808"))
+    assert not passes(EgressPolicy(parse_networks(["::/0"])), endpoint(host))
+    assert passes(EgressPolicy(parse_networks(["::/0", "private"])), endpoint(host))
+    assert passes(EgressPolicy(parse_networks(["::/0"])), endpoint("64:ff9b::808:808"))
 
 
 def test_what_is_said_replaces_the_default() -> None:
-    outgoing = EgressPolicy(parse_places(["203.0.113.0/24"]))
+    outgoing = EgressPolicy(parse_networks(["203.0.113.0/24"]))
     assert passes(outgoing, endpoint("203.0.113.9"))
     assert not any(passes(outgoing, endpoint(each)) for each in PRIVATE)
     assert not passes(outgoing, "ipc:///run/engine.sock")
     assert not passes(outgoing, "inproc://x")
-    outgoing.allow(parse_places(["private", "ipc"]))
+    outgoing.allow(parse_networks(["private", "ipc"]))
     assert all(passes(outgoing, endpoint(each)) for each in PRIVATE)
     assert passes(outgoing, "ipc:///run/engine.sock")
 
@@ -222,11 +222,11 @@ def test_what_is_said_replaces_the_default() -> None:
 @pytest.mark.parametrize("text", ["10.0.0.1/8", "10.0.0.0/33", "localhost", "0x7f.1", "Private"])
 def test_places_are_networks_in_the_usual_form(text: str) -> None:
     with pytest.raises(ValueError, match="is neither a network"):
-        parse_places([text])
+        parse_networks([text])
 
 
 def test_places_in_their_usual_form() -> None:
-    assert str(parse_places(["10.0.0.1", "FD00::/8", "ipc", "10.0.0.1/32"])) == (
+    assert str(parse_networks(["10.0.0.1", "FD00::/8", "ipc", "10.0.0.1/32"])) == (
         "10.0.0.1/32,fd00::/8,ipc"
     )
 

@@ -16,7 +16,7 @@ from kvd.wire.event_stream import EventStream
 from kvd.wire.kv_events import MAX_CONTAINERS, MAX_EVENT_BYTES, MAX_JSON_BYTES
 from kvd.wire.standard_events import StandardEventStream
 from kvd_core.conductor.conductor import Conductor
-from kvd_core.index.prefix_index import FLAWED, UNFINISHED, IngestCounters, PrefixIndex, Stream
+from kvd_core.index.prefix_index import FLAWED, UNFINISHED, IngestStats, PrefixIndex, Stream
 from tests.models.conductor_model import sequence_hashes
 from tests.support.applying import apply_whole
 from tests.support.budget import scaled
@@ -31,7 +31,7 @@ class Publishers:
     """Two engines and a store of two instances, and a worker, in one index."""
 
     def __init__(self, slice_steps: int) -> None:
-        self.index = PrefixIndex(SIZE, IngestCounters())
+        self.index = PrefixIndex(SIZE, IngestStats())
         self.conductor = Conductor(self.index)
         self.streams: list[StandardEventStream | Stream] = []
         for instance, store in (("a", False), ("a", True), ("b", False)):
@@ -126,7 +126,7 @@ def test_slices_change_nothing(seed: int) -> None:
 
 
 def one(store: bool = False) -> tuple[PrefixIndex, Conductor, StandardEventStream]:
-    index = PrefixIndex(SIZE, IngestCounters())
+    index = PrefixIndex(SIZE, IngestStats())
     conductor = Conductor(index)
     source = conductor.add_source("a", "", "", 0, store)
     return (
@@ -180,7 +180,7 @@ def test_a_long_batch_takes_several_slices(batch: bytes, least: int) -> None:
 
 
 def test_a_long_event_of_a_worker_is_several_with_the_same_result() -> None:
-    index = PrefixIndex(SIZE, IngestCounters())
+    index = PrefixIndex(SIZE, IngestStats())
     stream = index.add_worker(1).stream(0)
     assert stream.apply(engine_stored(list(LONG), PROMPT)) == UNFINISHED
     while stream.go_on() == UNFINISHED:
@@ -269,7 +269,7 @@ def test_the_rest_of_a_batch_goes_with_what_it_was_for(batch: bytes, ending: str
 
 
 def test_a_rank_that_is_removed_or_cleared_meanwhile_is_found_again() -> None:
-    index = PrefixIndex(SIZE, IngestCounters())
+    index = PrefixIndex(SIZE, IngestStats())
     worker = index.add_worker(1)
     streams = [worker.stream(0), worker.stream(1)]
     for rank in (0, 1):
@@ -357,7 +357,7 @@ def test_a_bug_in_a_slice_ends_the_batch() -> None:
         def go_on(self) -> int:
             raise ZeroDivisionError
 
-    index = PrefixIndex(SIZE, IngestCounters())
+    index = PrefixIndex(SIZE, IngestStats())
     source = Conductor(index).add_source("a", "", "", 0, False)
     stream = Broken(source, StreamIdentity("m", "default", SIZE, "", "", 0, False))
     listener = listening(stream)

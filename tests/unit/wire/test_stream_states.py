@@ -6,7 +6,6 @@ import random
 
 import pytest
 
-from kvd.wire.counts import StreamCounts
 from kvd.wire.cursor import Verdict
 from kvd.wire.engine_identity import (
     CHECK_AFTER,
@@ -19,6 +18,7 @@ from kvd.wire.engine_identity import (
 from kvd.wire.event_stream import EventStream
 from kvd.wire.replay import ReplayEnd
 from kvd.wire.stream_link import LINK_AFTER, STATUS, LinkEvent, LinkState, StreamLink
+from kvd.wire.stream_stats import StreamStats
 from kvd_core.index.prefix_index import CLEARED, FLAWED, NEW_RANK
 from tests.models import stream_model
 from tests.support.batch_sinks import Applied
@@ -59,7 +59,7 @@ def tell(link: StreamLink, event: LinkEvent) -> None:
 @pytest.mark.parametrize("event", LinkEvent)
 @pytest.mark.parametrize("state", LinkState)
 def test_every_event_of_a_link_has_a_row_or_raises(state: LinkState, event: LinkEvent) -> None:
-    link = StreamLink(StreamCounts())
+    link = StreamLink(StreamStats())
     link.state = state
     if (state, event) in LINK_BUGS:
         with pytest.raises(KeyError):
@@ -78,7 +78,7 @@ def test_every_state_of_a_link_is_reached_and_has_a_status() -> None:
 @pytest.mark.parametrize("receiving", [False, True])
 @pytest.mark.parametrize("state", LinkState)
 def test_status_follows_from_the_state(state: LinkState, receiving: bool) -> None:
-    link = StreamLink(StreamCounts())
+    link = StreamLink(StreamStats())
     link.state, link.is_receiving = state, receiving
     at_work = "active" if receiving else "pending"
     shown = {LinkState.JOINED: at_work, LinkState.BROKEN: at_work}

@@ -24,7 +24,8 @@ export async function read(path, options = {}) {
   const answer = await send(path, options);
   if (answer.ok) return await answer.json();
   const said = await answer.json().catch(() => ({}));
-  const why = typeof said.error === "string" ? said.error : (said.error?.message ?? answer.statusText);
+  const why = typeof said.error === "string" ? said.error
+      : (said.error?.message ?? answer.statusText);
   if (answer.status === 401 || answer.status === 403) throw new Refused(why);
   throw Object.assign(new Error(`${answer.status} ${why}`), { status: answer.status });
 }

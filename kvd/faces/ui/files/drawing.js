@@ -98,7 +98,8 @@ export class Stack {
       this.parts[at].setAttribute("width", width.toFixed(1));
       x += width;
     });
-    const said = TIERS.filter((tier) => blocks[tier]).map((tier) => `${tier} ${number(blocks[tier])}`);
+    const said = TIERS.filter((tier) => blocks[tier])
+        .map((tier) => `${tier} ${number(blocks[tier])}`);
     say(this.title, said.join(", ") || "nothing held");
   }
 }

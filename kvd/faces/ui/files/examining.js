@@ -25,7 +25,8 @@ export class Doctor {
       const asked = $("doctor-probe").checked ? "diagnose?probe=1" : "diagnose";
       const { findings } = await read(asked, { signal: AbortSignal.timeout(TIMEOUT_MS) });
       const count = findings.length;
-      say($("doctor-said"), count ? `${count} ${count === 1 ? "finding" : "findings"}` : "Nothing is wrong.");
+      say($("doctor-said"),
+          count ? `${count} ${count === 1 ? "finding" : "findings"}` : "Nothing is wrong.");
       $("findings").replaceChildren(...findings.map(sheet));
     } catch (error) {
       say($("doctor-said"), error.message);
@@ -38,5 +39,6 @@ export class Doctor {
 function sheet({ name, severity, subject, evidence, remedy }) {
   const kind = make("span", severity === "error" ? "bad" : "fair", severity);
   const heading = make("h2", "", name, " ", make("small", "", kind, ` ${subject}`));
-  return make("article", `sheet finding ${severity}`, heading, make("p", "", evidence), make("pre", "", remedy));
+  return make("article", `sheet finding ${severity}`,
+      heading, make("p", "", evidence), make("pre", "", remedy));
 }

@@ -34,14 +34,16 @@ function whyOf({ ended }) {
 }
 
 function costOf({ terms, preference }) {
-  const shown = terms.filter(({ cost }) => cost).map(({ name, cost }) => `${name} ${number(cost, 2)}`);
+  const shown = terms.filter(({ cost }) => cost)
+      .map(({ name, cost }) => `${name} ${number(cost, 2)}`);
   return (preference === 1 ? "" : `${number(preference, 3)} × `) + shown.join(" + ");
 }
 
 function table(titles, rows) {
   const head = make("tr", "", ...titles.map((title) => make("th", "", title)));
   const body = rows.map((row) => make("tr", "", ...row.map((cell) => make("td", "", cell))));
-  return make("div", "wide", make("table", "", make("thead", "", head), make("tbody", "", ...body)));
+  return make("div", "wide",
+      make("table", "", make("thead", "", head), make("tbody", "", ...body)));
 }
 
 function choiceOf(choice, blocks) {
@@ -50,12 +52,19 @@ function choiceOf(choice, blocks) {
   if (choice.phase) said.push(choice.phase);
   if (by) said.push(`by ${by.replace("_", " ")}, policy ${choice.router_policy}`);
   if (refusal) said.push(refusal.replaceAll("_", " "));
-  if (chosen) said.push(`chosen ${nameOf(chosen)}${chosen.chance < 1 ? ` by a chance of ${number(100 * chosen.chance)}%` : ""}`);
-  if (second) said.push(`runner-up ${nameOf(second)}${second.behind === null ? "" : `, ${number(second.behind, 2)} behind`}`);
+  if (chosen) {
+    const chance = chosen.chance < 1 ? ` by a chance of ${number(100 * chosen.chance)}%` : "";
+    said.push(`chosen ${nameOf(chosen)}${chance}`);
+  }
+  if (second) {
+    const behind = second.behind === null ? "" : `, ${number(second.behind, 2)} behind`;
+    said.push(`runner-up ${nameOf(second)}${behind}`);
+  }
   const titles = ["worker", "chance", "cost", "terms", "cached", "why no more"];
   const rows = candidates.slice(0, MOST).map((each) => [
     nameOf(each),
-    each.shut_out?.replaceAll("_", " ") ?? (each.chance === undefined ? "–" : `${number(100 * each.chance)}%`),
+    each.shut_out?.replaceAll("_", " ") ??
+        (each.chance === undefined ? "–" : `${number(100 * each.chance)}%`),
     number(each.cost, 2),
     each.terms ? costOf(each) : "",
     `${number(each.blocks)} of ${number(blocks)}`,
@@ -86,7 +95,8 @@ export async function explain(choice) {
   const { request, cached_tokens: cached, prefill_tokens: left, queued_tokens: queued } = choice;
   $("explained-title").textContent = request;
   const chosen = make("p", "", `Sent to ${nameOf(choice)}, which cached ${number(cached)} of ` +
-    `${number(cached + left)} tokens and had ${number(queued)} queued: cost ${number(choice.cost, 2)}, ` +
+    `${number(cached + left)} tokens and had ${number(queued)} queued: ` +
+    `cost ${number(choice.cost, 2)}, ` +
     `among ${number(choice.candidates)} candidates.`);
   const now = make("div", "", make("p", "soft", "asking"));
   $("explained").replaceChildren(chosen, now);
@@ -96,7 +106,8 @@ export async function explain(choice) {
     const hint = "As if it came once more, now: its own booking counts in the load.";
     now.replaceChildren(make("p", "hint", hint), ...explanation(found));
   } catch (error) {
-    const ended = "The request has ended, and with it what its prompt was: kvd explain takes the prompt.";
+    const ended =
+        "The request has ended, and with it what its prompt was: kvd explain takes the prompt.";
     now.replaceChildren(make("p", "soft", error.status === 404 ? ended : error.message));
   }
 }

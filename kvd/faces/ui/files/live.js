@@ -61,7 +61,8 @@ class RankRow {
       "div", "rank",
       make("div", "who", this.name, " ", make("span", "soft", placeOf(rank))),
       this.health, this.requests, make("div", "", this.load.element), this.cached,
-      make("div", "", this.hits.element), make("div", "tiers", this.stack.element, this.held), this.why,
+      make("div", "", this.hits.element),
+      make("div", "tiers", this.stack.element, this.held), this.why,
     );
   }
 
@@ -73,7 +74,9 @@ class RankRow {
     const load = rank.load;
     say(this.requests, load ? number(load.requests) : "–");
     this.requests.title = load
-      ? `${number(load.prefill_tokens)} tokens to prefill, ${number(load.decode_blocks)} blocks in use` : "";
+      ? `${number(load.prefill_tokens)} tokens to prefill, ` +
+        `${number(load.decode_blocks)} blocks in use`
+      : "";
     this.load.show(rank.requests, mostRequests);
     say(this.cached, share(lastOf(rank.cached_share)));
     this.hits.show(rank.cached_share, 1);
@@ -110,7 +113,8 @@ export class Live {
 
   showStreams({ streams, models }) {
     const said = Object.entries(streams.counts).filter(([, count]) => count);
-    const rows = said.map(([name, count]) => make("span", HEALTH[name], `${number(count)} ${name}`));
+    const rows = said.map(([name, count]) =>
+        make("span", HEALTH[name], `${number(count)} ${name}`));
     if (!rows.length) rows.push(make("span", "soft", "no event streams"));
     for (const model of models) {
       const asked = `${number(model.blocks)} blocks, ${number(model.questions)} questions`;
@@ -120,16 +124,20 @@ export class Live {
     }
     $("streams").replaceChildren(...rows);
     const doubtful = streams.doubtful.map((each) =>
-      make("li", "", make("strong", HEALTH[each.stream], each.stream), ` ${each.of} ${nameOf(each)} of `,
-        placeOf(each), make("span", "soft", `: ${[each.status, each.why].filter(Boolean).join("; ")}`)));
+      make("li", "", make("strong", HEALTH[each.stream], each.stream),
+        ` ${each.of} ${nameOf(each)} of `,
+        placeOf(each), make("span", "soft",
+          `: ${[each.status, each.why].filter(Boolean).join("; ")}`)));
     const all = said.reduce((sum, [name, count]) => sum + (name === "exact" ? 0 : count), 0);
-    if (all > doubtful.length) doubtful.push(make("li", "", `and ${number(all - doubtful.length)} more`));
+    if (all > doubtful.length) doubtful.push(
+        make("li", "", `and ${number(all - doubtful.length)} more`));
     $("doubtful").replaceChildren(...doubtful);
     $("doubtful-box").hidden = !doubtful.length;
   }
 
   showRanks({ ranks, more_ranks: more }) {
-    const sizes = ranks.map(({ blocks }) => TIERS.reduce((all, tier) => all + (blocks?.[tier] ?? 0), 0));
+    const sizes = ranks.map(({ blocks }) =>
+        TIERS.reduce((all, tier) => all + (blocks?.[tier] ?? 0), 0));
     const most = Math.max(1, ...sizes);
     const mostRequests = Math.max(1, ...ranks.flatMap(({ requests }) => requests ?? []));
     const left = new Set(this.ranks.keys());
@@ -146,7 +154,8 @@ export class Live {
       this.ranks.get(key).element.remove();
       this.ranks.delete(key);
     }
-    say($("rank-count"), more ? `the first ${number(ranks.length)} ranks` : `${number(ranks.length)} ranks`);
+    say($("rank-count"),
+        more ? `the first ${number(ranks.length)} ranks` : `${number(ranks.length)} ranks`);
     $("rank-filter-line").hidden = ranks.length < 2;
     this.head.hidden = !ranks.length;
     this.filter();
@@ -158,16 +167,19 @@ export class Live {
   }
 
   showDecisions(decisions) {
-    const head = make("div", "choice head", ...["ago", "request", "worker", "cached of prompt", "cost"]
+    const head = make("div", "choice head",
+        ...["ago", "request", "worker", "cached of prompt", "cost"]
       .map((text) => make("div", "", text)));
     const rows = decisions.map((each) => {
       const prompt = each.cached_tokens + each.prefill_tokens;
       const bar = new Stack();
       bar.show({ device: each.cached_tokens }, prompt);
       const said = `${number(each.cached_tokens)} of ${number(prompt)} tokens`;
-      const cost = make("div", "", number(each.cost, 2), make("span", "soft", ` among ${each.candidates}`));
+      const cost = make("div", "", number(each.cost, 2),
+          make("span", "soft", ` among ${each.candidates}`));
       cost.dataset.name = "cost";
-      cost.title = `${each.candidates} candidates; ${number(each.queued_tokens)} tokens were queued there`;
+      cost.title =
+          `${each.candidates} candidates; ${number(each.queued_tokens)} tokens were queued there`;
       return make("div", "choice", make("div", "soft", `${number(each.age_s)} s`),
         make("div", "", requestOf(each)),
         make("div", "", make("strong", "", nameOf(each)), " ", make("span", "soft", placeOf(each))),

@@ -56,7 +56,8 @@ function failed(error) {
 
 function askToken(why) {
   if ($("token-dialog").open) return;
-  const hint = "One of scope read shows everything here. It stays in this tab and is forgotten with it.";
+  const hint =
+      "One of scope read shows everything here. It stays in this tab and is forgotten with it.";
   say($("token-why"), why ? `${why}. ${hint}` : hint);
   $("token").value = "";
   $("token-dialog").showModal();

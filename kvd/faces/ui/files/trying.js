@@ -37,7 +37,8 @@ export class Trying {
     if (this.operations) return;
     const document = await read("openapi.json");
     this.operations = Object.entries(document.paths).flatMap(([path, methods]) =>
-      Object.entries(methods).map(([method, said]) => ({ path, method: method.toUpperCase(), said })))
+      Object.entries(methods).map(([method, said]) =>
+          ({ path, method: method.toUpperCase(), said })))
       .filter(({ path }) => !path.startsWith("/ui"));
     $("try-route").replaceChildren(...this.operations.map(({ path, method }, at) => {
       const option = make("option", "", `${method} ${path}`);
@@ -62,7 +63,8 @@ export class Trying {
     const content = said.requestBody?.content?.["application/json"];
     $("try-body-line").hidden = !content;
     $("try-body").value = content ? written(this.example(content.schema)) : "";
-    say($("try-note"), method === "GET" || scopes[0] === "read" ? "" : "This may change what kvd knows.");
+    say($("try-note"),
+        method === "GET" || scopes[0] === "read" ? "" : "This may change what kvd knows.");
     $("try-answer").hidden = true;
   }
 
@@ -83,7 +85,8 @@ export class Trying {
       if (/token|ids/.test(name)) return Array.from({ length: TOKENS }, (_, at) => at + 1);
       return [this.example(schema.items ?? {}, "")];
     }
-    if (schema.type === "integer" || schema.type === "number") return Math.max(1, schema.minimum ?? 1);
+    if (schema.type === "integer" || schema.type === "number")
+        return Math.max(1, schema.minimum ?? 1);
     if (schema.type === "boolean") return false;
     return schema.type === "string" ? "text" : {};
   }
@@ -110,8 +113,11 @@ export class Trying {
       const answer = await send(where.slice(1) + query, options);
       const text = await answer.text();
       const took = number(performance.now() - begun);
-      this.answer(`${answer.status} ${answer.statusText}, ${took} ms, ${number(text.length)} characters`, text);
-      if (path === "/explain" && answer.ok) $("try-tables").replaceChildren(...explanation(JSON.parse(text)));
+      this.answer(
+          `${answer.status} ${answer.statusText}, ${took} ms, ${number(text.length)} characters`,
+          text);
+      if (path === "/explain" && answer.ok)
+          $("try-tables").replaceChildren(...explanation(JSON.parse(text)));
     } catch (error) {
       this.answer("No answer", error.message);
     }

@@ -1,5 +1,5 @@
 # distutils: language = c++
-"""Sums over the choices of a selection service, see `selector/choice_counts.hpp`."""
+"""Sums over the choices of a selection service, see `selector/choice_stats.hpp`."""
 
 from cython.operator cimport dereference as deref
 
@@ -17,7 +17,7 @@ LENGTH_BOUNDS = (0, *(1 << k for k in range(21)))
 RATE_BOUNDS = tuple(k / 10 for k in range(11))
 
 
-cdef class ChoiceCounts:
+cdef class ChoiceStats:
     """The counts of all pools of a service. Phases and outcomes are numbers that callers name."""
 
     def serve(self, Settings settings not None, int phase, Pool pool not None):

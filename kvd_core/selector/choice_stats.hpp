@@ -72,7 +72,7 @@ struct ChoiceSums {
   Tenths rates;       // of the prompt, cached by who was chosen
 };
 
-struct ChoiceCounts {
+struct ChoiceStats {
   uint64_t outcomes[kModes][kPhases][kOutcomes] = {};
   uint64_t held[kModes][kPhases] = {};
   uint64_t served_tokens = 0;
@@ -89,10 +89,10 @@ struct ChoiceCounts {
   // tier; `best` is what Pool::most_cached says.
   void choose(Pool& pool, size_t at, uint64_t cached_tokens, uint32_t best, size_t phase) {
     ChoiceSums& sums = choices[phase];
-    const CandidateState& standing = pool.standing(at);
+    const CandidateState& state = pool.state(at);
     const uint64_t isl = pool.prompt().isl_tokens;
     const uint64_t saved = std::min(cached_tokens, isl);
-    const uint64_t mine = overlap_of(standing), most = std::max<uint64_t>(best, mine);
+    const uint64_t mine = overlap_of(state), most = std::max<uint64_t>(best, mine);
     ++sums.choices;
     sums.prompt_tokens += isl;
     sums.cached_tokens += saved;

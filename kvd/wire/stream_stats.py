@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 
 
 @dataclass(slots=True, eq=False)
-class StreamCounts:
+class StreamStats:
     """The counters of one stream, or of several added up."""
 
     messages: int = 0  # well-formed ones, stale ones included
@@ -31,8 +31,8 @@ class StreamCounts:
     unreachable: int = 0  # times that there was no connection for long
     silent: int = 0  # times that no message has come over a new connection for long
 
-    def add(self, other: StreamCounts) -> None:
-        for each in fields(StreamCounts):
+    def add(self, other: StreamStats) -> None:
+        for each in fields(StreamStats):
             mine, others = getattr(self, each.name), getattr(other, each.name)
             if isinstance(mine, int):
                 setattr(self, each.name, mine + others)

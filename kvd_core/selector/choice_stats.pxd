@@ -8,7 +8,7 @@ from libc.stdint cimport uint32_t, uint64_t
 from kvd_core.selector.pool cimport CPool
 
 
-cdef extern from "selector/choice_counts.hpp" namespace "kvd::selector" nogil:
+cdef extern from "selector/choice_stats.hpp" namespace "kvd::selector" nogil:
     size_t kModes
     size_t kPhases
     size_t kChoicePhases
@@ -36,7 +36,7 @@ cdef extern from "selector/choice_counts.hpp" namespace "kvd::selector" nogil:
         CRegret regret             # blocks
         CTenths rates
 
-    cppclass CChoiceCounts "kvd::selector::ChoiceCounts":
+    cppclass CChoiceStats "kvd::selector::ChoiceStats":
         uint64_t outcomes[5][4][16]
         uint64_t held[5][4]
         uint64_t served_tokens
@@ -47,5 +47,5 @@ cdef extern from "selector/choice_counts.hpp" namespace "kvd::selector" nogil:
         void choose(CPool&, size_t, uint64_t, uint32_t, size_t phase)
 
 
-cdef class ChoiceCounts:
-    cdef CChoiceCounts c
+cdef class ChoiceStats:
+    cdef CChoiceStats c
