@@ -98,6 +98,8 @@ class Gateway:
             self.choices,
             dialer,
             config.upstream_key,
+            config.upstream_tls,
+            config.relay.connect_s,
             proves=config.gateway_canary,
         )
         self.tokens = Tokens(

@@ -23,6 +23,7 @@ from kvd.config.settings import SETTINGS, WITHOUT_EFFECT
 from kvd.config.workers import StaticWorker, catalog_of, parse_workers
 from kvd.errors import BadRequest
 from kvd.gateway.exchanges import RelayLimits
+from kvd.gateway.tunnels import UpstreamTls
 from kvd.http.auth import AccessPolicy, Token
 from kvd.http.limits import HttpLimits
 from kvd.http.options import TlsFiles, UnixRights
@@ -67,6 +68,7 @@ SECRETS = (
     "curve_secret_key_file",
     "peers_token_file",
     "upstream_key_file",
+    "upstream_tls_keyfile",
     "gateway_kvd_token_file",
     "state_password_file",
 )
@@ -133,6 +135,7 @@ class Config:
     prefills: tuple[str, ...] | None  # URLs of those that compute prompts for these
     gateway_canary: bool  # engines with KV events prove that these are of their tokens
     upstream_key: bytes = field(repr=False)  # shown to all of them; empty: none
+    upstream_tls: UpstreamTls  # for those with https: URLs
     gateway_remote_prefill_tokens: int
     gateway_processes: int
     gateway_kvd: tuple[str, ...] | None  # where the gateway's kvds are; None: in this process
@@ -346,6 +349,7 @@ def build(values: Mapping[str, Any], environ: Mapping[str, str]) -> Config:
         "peers_token": read_token("peers_token_file", values["peers_token_file"]),
         "gateway_kvd_token": read_token("gateway_kvd_token_file", values["gateway_kvd_token_file"]),
         "upstream_key": read_token("upstream_key_file", values["upstream_key_file"]),
+        "upstream_tls": _upstream_tls(values),
         "relay": _options(RelayLimits, values),
         "http": _options(HttpLimits, values),
         "engine_link": link,
@@ -388,6 +392,20 @@ def _tls(values: Mapping[str, Any], binds: list[Bind]) -> TlsFiles | None:
             with reading(path, name), path.open("rb") as file:
                 digests[name] = file_digest(file, "sha256").digest()
     return TlsFiles(certfile, keyfile, client_ca, digests)
+
+
+def _upstream_tls(values: Mapping[str, Any]) -> UpstreamTls:
+    tls = _options(UpstreamTls, values)
+    if (tls.certfile is None) != (tls.keyfile is None):
+        raise StartError("an engine is shown both --upstream-tls-certfile and -keyfile, or none")
+    if tls.insecure and tls.ca is not None:
+        raise StartError("--upstream-tls-insecure asks for no authority, --upstream-tls-ca does")
+    if tls.ca is not None or tls.certfile is not None:
+        try:
+            tls.context()
+        except ValueError as error:
+            raise StartError(str(error)) from None
+    return tls
 
 
 def _policy(values: Mapping[str, Any], environ: Mapping[str, str]) -> AccessPolicy:

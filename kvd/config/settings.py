@@ -17,6 +17,7 @@ from kvd.gateway.exchanges import RelayLimits
 from kvd.gateway.pools import DEFAULT_REMOTE_TOKENS
 from kvd.gateway.remote import DEFAULT_DEADLINE_S
 from kvd.gateway.tokens import DEFAULT_TOKENIZE_S
+from kvd.gateway.tunnels import UpstreamTls
 from kvd.http.limits import DEFAULT_BODY_LIMIT, HttpLimits
 from kvd.model import DEFAULT_TENANT, MAX_PARTITIONS
 from kvd.net.backlog import MAX_QUEUED_BYTES, MAX_QUEUED_MESSAGES
@@ -635,6 +636,35 @@ GATEWAY_SETTINGS = section(
         default=True,
     ),
     upstream_key_file=file("file with the API key of the engines, for the gateway's own requests"),
+    upstream_tls_ca=file(
+        "PEM certificates of the authorities that engines with https: URLs are believed by; "
+        "without it, those of the system",
+        of=UpstreamTls,
+        field="ca",
+    ),
+    upstream_tls_certfile=file(
+        "PEM certificate chain that is shown to engines with https: URLs that ask for one",
+        of=UpstreamTls,
+        field="certfile",
+    ),
+    upstream_tls_keyfile=file(
+        "PEM private key of upstream_tls_certfile", of=UpstreamTls, field="keyfile"
+    ),
+    upstream_tls_server_name=Setting(
+        parsers.parse_name,
+        "NAME",
+        "name in the certificates of engines with https: URLs",
+        when_unset="the host of the URL",
+        of=UpstreamTls,
+        field="server_name",
+    ),
+    upstream_tls_insecure=switch(
+        "whether any certificate of an engine will do; whoever is between kvd and the engine can "
+        "then read and change everything",
+        False,
+        of=UpstreamTls,
+        field="insecure",
+    ),
     gateway_processes=Setting(
         parsers.within(1, MAX_PROCESSES),
         "N",

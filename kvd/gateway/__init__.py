@@ -1,6 +1,7 @@
 """The gateway: clients' requests on their way to the engine that has most of the prompt cached.
 
     upstreams   the engines behind the gateway: who they are, whether they are well
+    tunnels     TLS to engines, for the relay a plain socket
     dns_names   names whose addresses are engines
     probing     what an engine says of itself: models, block size, ranks, where its events are
     canary      does what an engine publishes match what it computes?

@@ -19,6 +19,8 @@ from kvd_core.relay.relay import NO_CLIENT, SOME, Answer, Ending, ExchangeOutcom
 
 # Time of a row of events before other tasks run.
 TURN_NS = 500_000
+# Time for a connection to an engine.
+CONNECT_S = 2.0
 # Pause between two looks for exchanges that take too long.
 SWEEP_S = 0.25
 
@@ -39,7 +41,7 @@ WHY = {
 class RelayLimits:
     """Time limits of an exchange, in seconds."""
 
-    connect_s: float = 2.0
+    connect_s: float = CONNECT_S
     silence_s: float = 600.0  # without a byte of the engine's: a long prefill is silent
     client_s: float = 60.0  # without a byte taken by the client
     idle_s: float = 3.0  # engines close kept connections after 5 s

@@ -13,6 +13,7 @@ sent nothing new, and what it is answering goes on.
 from __future__ import annotations
 
 import math
+import ssl
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -27,9 +28,10 @@ from kvd.errors import Conflict, KvdError, NotFound, Unavailable
 from kvd.gateway.canary import Canary
 from kvd.gateway.choices import Choices
 from kvd.gateway.dns_names import FollowedName, Wanted
-from kvd.gateway.exchanges import ExchangeFailed, Exchanges
+from kvd.gateway.exchanges import CONNECT_S, ExchangeFailed, Exchanges
 from kvd.gateway.heads import credentials, own_head, request_head
 from kvd.gateway.probing import EngineKind, Facts, NotAnEngine, Probe
+from kvd.gateway.tunnels import Tunnel, UpstreamTls
 from kvd.http.relayed import RelayedRequest
 from kvd.model import DEFAULT_TENANT
 from kvd.net.dialing import Dialer, Unreachable
@@ -47,6 +49,7 @@ HEALTH_BYTES = 64 * 1024  # of an answer to a health check
 # Engines and names that lead to engines, some 2 KB each; beyond them nobody is followed.
 MAX_UPSTREAMS = 4096
 
+DEFAULT_TLS = UpstreamTls()
 SETTINGS = "settings"  # who wants the engines that the settings name
 DISAGREE = (
     "tokens and events do not agree: what it computed for a prompt of its own tokens was not in "
@@ -75,6 +78,7 @@ class Upstream:
     prefills: bool = False  # the operator says that it computes prompts for others
     host_judged: bool = False  # whether others reach the host that it names for that
     engine: int | None = None  # its number in the relay, once its address is known
+    tunnel: Tunnel | None = None  # the way there, once the address of one with TLS is known
     address: str | None = None
     standing: UpstreamState = UpstreamState.UNKNOWN
     facts: Facts | None = None
@@ -126,10 +130,15 @@ class Upstream:
     def note_gone(self, why: str) -> None:
         """Takes it out until a health check succeeds, which comes at once."""
         if self.standing is UpstreamState.SERVING:
+            why = self.fault_of(why)
             log.warning("upstream_out", url=self.url, reason=why)
             self.standing, self.problem = UpstreamState.OUT, why
             self.changed()
             self.failed.set()
+
+    def fault_of(self, why: str) -> str:
+        """Returns what is wrong with it: with TLS the relay hears only that a connection ended."""
+        return why if self.tunnel is None else self.tunnel.problem or why
 
 
 class Served(NamedTuple):
@@ -156,10 +165,12 @@ class Upstreams:
         choices: Choices,
         dialer: Dialer,
         key: bytes = b"",
+        tls: UpstreamTls = DEFAULT_TLS,
+        connect_s: float = CONNECT_S,
         *,
         proves: bool = True,
     ) -> None:
-        """The `wanted` ones are those of the settings.
+        """The `wanted` ones are those of the settings; `tls` is for those with https: URLs.
 
         Each one that publishes events is asked to prove that its tokens agree with them, unless
         `proves` is False.
@@ -172,6 +183,9 @@ class Upstreams:
         self._choices = choices
         self._dialer = dialer
         self._key = key
+        self._tls = tls
+        self._tls_context: ssl.SSLContext | None = None  # made for the first that needs it
+        self._connect_s = connect_s
         self._canary = Canary(exchanges, choices) if proves else None
         self._changing = trio.Lock()
         self.names: dict[str, Served] = {}  # by the names that clients may use
@@ -307,6 +321,8 @@ class Upstreams:
                 await self._choices.deregister(upstream.worker_id)
         if upstream.engine is not None:
             self._exchanges.relay.remove_engine(upstream.engine)
+        if upstream.tunnel is not None:
+            upstream.tunnel.leave()
 
     async def _keep_known(self, upstream: Upstream) -> NoReturn:
         retry_s = RETRY_S
@@ -374,11 +390,28 @@ class Upstreams:
     async def _resolve(self, upstream: Upstream) -> None:
         address, *_ = await self._dialer.addresses(upstream.target.host)
         relay = self._exchanges.relay
+        place = address, upstream.target.port
+        if upstream.target.tls:
+            tunnel = upstream.tunnel or self._tunnel(upstream)
+            tunnel.address = address
+            place = tunnel.name, 0
         if upstream.engine is None:
-            upstream.engine = relay.add_engine(address, upstream.target.port)
+            upstream.engine = relay.add_engine(*place)
         elif address != upstream.address:
-            relay.move_engine(upstream.engine, address, upstream.target.port)
+            relay.move_engine(upstream.engine, *place)
         upstream.address = address
+
+    def _tunnel(self, upstream: Upstream) -> Tunnel:
+        """Opens the way to an engine with TLS; raises Unreachable."""
+        name = self._tls.server_name or upstream.target.host
+        try:
+            context = self._tls_context = self._tls_context or self._tls.context()
+            tunnel = Tunnel(upstream.target, context, name, self._connect_s)
+        except (OSError, ValueError) as error:
+            raise Unreachable(str(error)) from None
+        upstream.tunnel = tunnel
+        self._put_task.send_nowait(tunnel.run)  # it outlives who is left: answers go on
+        return tunnel
 
     async def _check(self, upstream: Upstream) -> None:
         upstream.problem = await self._fault(upstream)
@@ -407,7 +440,7 @@ class Upstreams:
                 answer = await self._exchanges.ask(upstream.engine, head, b"", HEALTH_BYTES)
                 status = answer.status
         except ExchangeFailed as error:
-            return str(error)
+            return upstream.fault_of(str(error))
         if not status:
             return f"{path} has not answered within {HEALTH_TIMEOUT_S:g} s"
         if status in (200, 204, 404):  # 404: an engine without that path answers at least

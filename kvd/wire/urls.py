@@ -66,9 +66,9 @@ def parse_upstream(url: str) -> Target:
     """Reads the URL of an engine behind the gateway; raises ValueError as `parse_url` does."""
     target = parse_url(url)
     if target.path != "/":
-        raise ValueError("the URL of an engine must have no path: expected http://HOST:PORT")
-    if target.tls:
-        raise ValueError("the URL of an engine must begin with http:")
+        raise ValueError(
+            "the URL of an engine must have no path: expected http://HOST:PORT, or https://"
+        )
     return target
 
 

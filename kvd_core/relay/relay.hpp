@@ -50,6 +50,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
@@ -191,7 +192,8 @@ class Relay {
   const std::vector<Notice>& notices() const { return notices_; }
   void clear_notices() { notices_.clear(); }
 
-  // Takes the address of an engine: an IP address and a port, or the path of a Unix socket and 0.
+  // Takes the address of an engine: an IP address and a port, or a Unix socket and 0, by its path
+  // or as @NAME, which is an abstract one.
   // Throws std::invalid_argument for any other text.
   EngineId add_engine(const char* host, uint16_t port) {
     EngineId id = 0;
@@ -386,10 +388,13 @@ class Relay {
       return sizeof *v6;
     }
     auto* path = reinterpret_cast<sockaddr_un*>(&address);
-    if (*host != '/' || std::strlen(host) >= sizeof path->sun_path) return 0;
+    const size_t length = std::strlen(host);
+    if ((*host != '/' && *host != '@') || length >= sizeof path->sun_path) return 0;
     path->sun_family = AF_UNIX;
     std::strcpy(path->sun_path, host);
-    return sizeof *path;
+    if (*host == '/') return sizeof *path;
+    path->sun_path[0] = '\0';  // each byte of an abstract name counts
+    return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + length);
   }
 
   static bool is_between_events(const Tail& sent) {

@@ -77,7 +77,9 @@ cdef class Relay:
         self.core.limits.idle_ns = <int64_t>(idle_s * 1e9)
 
     def add_engine(self, str host not None, uint16_t port):
-        """Takes an IP address and port, or a Unix socket's path and 0; returns the engine's number.
+        """Takes an IP address and port, or a Unix socket's path or @NAME and 0.
+
+        Returns the engine's number.
 
         Raises ValueError for any other host.
         """

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import ssl
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import httpx
 import trio
@@ -21,6 +23,36 @@ from tests.support.zmtp_fakes import NOT_MY_FAULT_S
 CHAT = "/v1/chat/completions"
 
 
+class TlsConnection:
+    """A connection of an engine behind TLS, with what the engine uses of a plain one."""
+
+    def __init__(self, plain: trio.SocketStream, context: ssl.SSLContext) -> None:
+        self._plain = plain
+        self.socket = plain.socket
+        self._tls = trio.SSLStream(plain, context, server_side=True, https_compatible=True)
+        self.receive_some = self._tls.receive_some
+        self.send_all = self._tls.send_all
+
+    async def __aenter__(self) -> TlsConnection:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._tls.aclose()
+
+    async def send_eof(self) -> None:
+        """Ends its side of the connection below."""
+        await self._plain.send_eof()
+
+
+def tls_of(folder: Path, client_ca: Path | None = None) -> ssl.SSLContext:
+    """Returns what an engine with the certificate in a folder needs; does it ask for another?"""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=client_ca)
+    context.load_cert_chain(folder / "cert.pem", folder / "key.pem")
+    if client_ca is not None:
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
 @dataclass
 class Running:
     """An engine on a port of its own, which can end and come back."""
@@ -29,10 +61,12 @@ class Running:
     nursery: trio.Nursery
     port: int
     scope: trio.CancelScope | None = None
+    tls: ssl.SSLContext | None = None
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        scheme = "http" if self.tls is None else "https"
+        return f"{scheme}://127.0.0.1:{self.port}"
 
     async def start(self) -> None:
         self.scope = await self.nursery.start(self._run)
@@ -46,18 +80,26 @@ class Running:
         with trio.CancelScope() as scope:
             async with trio.open_nursery() as nursery:
                 listeners = await trio.open_tcp_listeners(self.port, host="127.0.0.1")
-                nursery.start_soon(trio.serve_listeners, self.server.serve, listeners)
+                nursery.start_soon(trio.serve_listeners, self._serve, listeners)
                 task_status.started(scope)
+
+    async def _serve(self, stream: trio.SocketStream) -> None:
+        if self.tls is not None:
+            stream = cast("trio.SocketStream", TlsConnection(stream, self.tls))
+        await self.server.serve(stream)
 
 
 @asynccontextmanager
-async def engines(*options: EngineOptions) -> AsyncIterator[list[Running]]:
-    """Yields running engines."""
+async def engines(
+    *options: EngineOptions, tls: ssl.SSLContext | None = None
+) -> AsyncIterator[list[Running]]:
+    """Yields running engines, behind TLS if that is given."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         async with trio.open_nursery() as nursery:
             started = [
-                Running(EngineServer(each, context), nursery, find_free_port()) for each in options
+                Running(EngineServer(each, context), nursery, find_free_port(), tls=tls)
+                for each in options
             ]
             for each in started:
                 await each.start()
@@ -147,12 +189,13 @@ async def serving(
     flags: Sequence[str] = (),
     prefills: int = 0,
     unusable: int = 0,
+    tls: ssl.SSLContext | None = None,
 ) -> AsyncIterator[tuple[Client, list[Running]]]:
     """Yields a client of a gateway that serves all of these engines, and the engines.
 
     The first `prefills` of them are named as such; so many are `unusable`.
     """
-    async with engines(*options) as running:
+    async with engines(*options, tls=tls) as running:
         urls = [each.url for each in running]
         named = [part for url in urls[:prefills] for part in ("--prefill", url)]
         async with gateway_of(

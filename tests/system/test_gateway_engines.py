@@ -62,7 +62,7 @@ async def test_an_engine_that_leaves_ends_what_it_answers(kvd_process: Start) ->
     "body",
     [
         {"url": "http://127.0.0.1:1/v1"},
-        {"url": "https://127.0.0.1:1"},
+        {"url": "https://127.0.0.1:1/v1"},
         {"url": "dns:localhost:1"},
         {"url": "http://127.0.0.1:1", "role": "decode"},
         {"url": 7},

@@ -6,10 +6,12 @@ while they are killed, stopped or made anew is in test_gateway_faults.
 
 from __future__ import annotations
 
+import ssl
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -22,6 +24,7 @@ from tests.support.gateways import (
     gateway_of,
     outcome,
     serving,
+    tls_of,
     wait_serving,
 )
 from tests.support.processes import Server
@@ -86,9 +89,23 @@ async def ask(client: Client, number: int, *, stream: bool) -> str:
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 async def test_requests_that_meet_a_fault(kvd_process: Start, row: Row) -> None:
+    await meet(kvd_process, row)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+async def test_requests_that_meet_a_fault_behind_tls(
+    kvd_process: Start, certificate: Path, row: Row
+) -> None:
+    flags = ("--upstream-tls-ca", str(certificate / "cert.pem"))
+    await meet(kvd_process, row, flags, tls_of(certificate))
+
+
+async def meet(
+    start: Start, row: Row, flags: Sequence[str] = (), tls: ssl.SSLContext | None = None
+) -> None:
     faults: deque[Fault] = deque()
     both = EngineOptions(faults=faults), EngineOptions(faults=faults)
-    async with serving(kvd_process, *both) as (client, running):
+    async with serving(start, *both, flags=flags, tls=tls) as (client, running):
         met: Counter[str] = Counter()
         for number in range(REQUESTS):
             faults.append(row.fault)

@@ -1,0 +1,165 @@
+"""TLS to engines: the relay's connections to one engine, each passed on encrypted.
+
+    relay ── abstract Unix socket of this process ── a task per connection ── TLS ──> engine
+
+The relay moves bytes between plain sockets, and all its rules hold here as well: a connection that
+ends without a byte may be tried elsewhere, one that is not read stops the engine, one that the
+relay closes aborts the request. So a tunnel says nothing of its own: where there is no engine, or
+one that cannot be believed, the connection ends, and `problem` says why.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import ssl
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import trio
+
+from kvd.wire.urls import Target
+
+RECEIVE_BYTES = 64 * 1024  # in one piece, as in the relay
+BACKLOG = 1024  # connections that wait to be taken: as many as the relay keeps to one engine
+CREDENTIALS = struct.Struct("3i")  # of a peer: process, user, group
+
+
+@dataclass(frozen=True, slots=True)
+class UpstreamTls:
+    """The settings by which engines are believed, and by which they believe the gateway."""
+
+    ca: Path | None = None  # None: the system's authorities
+    certfile: Path | None = None  # shown to engines that ask for one
+    keyfile: Path | None = None
+    server_name: str | None = None  # None: the host of the URL
+    insecure: bool = False  # any certificate will do
+
+    def context(self) -> ssl.SSLContext:
+        """Reads the files; raises ValueError, which names them, if they are of no use."""
+        try:
+            context = ssl.create_default_context(cafile=self.ca)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"cannot use {self.ca}: {error}") from None
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.set_alpn_protocols(["http/1.1"])
+        if self.insecure:
+            context.check_hostname = False
+            context.verify_mode = ssl.CERT_NONE
+        if self.certfile is not None:
+            try:
+                context.load_cert_chain(self.certfile, self.keyfile, _ask_nobody)
+            except (OSError, ValueError) as error:
+                text = f"cannot use {self.certfile} with {self.keyfile}: {error}"
+                raise ValueError(text) from None
+        return context
+
+
+class Tunnel:
+    """The way to one engine behind TLS."""
+
+    def __init__(
+        self, target: Target, context: ssl.SSLContext, server_name: str, connect_s: float
+    ) -> None:
+        """A connection with its handshake may take `connect_s`. Raises OSError without a socket."""
+        self.address = target.host  # of the engine, to be set before anything connects
+        self.problem: str | None = None  # why the last connection has failed
+        self._port = target.port
+        self._context = context
+        self._server_name = server_name
+        self._connect_s = connect_s
+        self._listening = trio.CancelScope()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.bind("")  # Linux finds an abstract name that nobody has
+        self._socket.listen(BACKLOG)
+
+    @property
+    def name(self) -> str:
+        """The address at which the relay connects."""
+        name: bytes = self._socket.getsockname()
+        return "@" + name[1:].decode()
+
+    async def run(self) -> None:
+        """Passes bytes on until `leave` is called and the last connection has ended."""
+        listener = trio.SocketListener(trio.socket.from_stdlib_socket(self._socket))
+        async with trio.open_nursery() as connections, listener:
+            with self._listening:
+                await trio.serve_listeners(self._serve, [listener], handler_nursery=connections)
+
+    def leave(self) -> None:
+        """Takes no new connection."""
+        self._listening.cancel()
+
+    async def _serve(self, near: trio.SocketStream) -> None:
+        async with near:
+            if not _is_ours(near):
+                return
+            try:
+                far = await self._connected()
+            except (OSError, trio.BrokenResourceError, trio.TooSlowError) as error:
+                self.problem = _reason(error)
+                return
+            self.problem = None
+            try:
+                async with trio.open_nursery() as both:
+                    both.start_soon(_pass_on, near, far, both.cancel_scope)
+                    both.start_soon(_pass_on, far, near, both.cancel_scope)
+            finally:
+                await trio.aclose_forcefully(far)
+
+    async def _connected(self) -> trio.SSLStream[trio.SocketStream]:
+        family = socket.AF_INET6 if ":" in self.address else socket.AF_INET
+        plain = trio.socket.socket(family, socket.SOCK_STREAM)
+        try:
+            with trio.fail_after(self._connect_s):
+                await plain.connect((self.address, self._port))
+                stream = trio.SocketStream(plain)  # without Nagle
+                # Engines end connections without saying so in TLS; answers have a length or chunks.
+                far = trio.SSLStream(
+                    stream, self._context, server_hostname=self._server_name, https_compatible=True
+                )
+                await far.do_handshake()
+                return far
+        except BaseException:
+            plain.close()
+            raise
+
+
+async def _pass_on(
+    source: trio.abc.ReceiveStream, sink: trio.abc.SendStream, both: trio.CancelScope
+) -> None:
+    """Passes bytes on until either side ends, which ends the other direction as well."""
+    try:
+        while data := await source.receive_some(RECEIVE_BYTES):
+            await sink.send_all(data)
+    except trio.BrokenResourceError:
+        pass  # the relay counts how the exchange has ended
+    both.cancel()
+
+
+def _is_ours(near: trio.SocketStream) -> bool:
+    """Returns whether this process has connected: others would speak with its certificate."""
+    said = near.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+    assert isinstance(said, bytes)
+    return bool(CREDENTIALS.unpack(said)[0] == os.getpid())
+
+
+def _reason(error: Exception) -> str:
+    """Returns what is wrong with an engine, for operators."""
+    cause = error.__cause__ if isinstance(error, trio.BrokenResourceError) else error
+    if isinstance(cause, ssl.SSLCertVerificationError):
+        return f"TLS: its certificate is not valid: {cause.verify_message}"
+    if isinstance(cause, trio.TooSlowError):
+        return "TLS: no connection was made in time"
+    if isinstance(cause, ssl.SSLError):
+        return f"TLS: {cause.reason or cause}"
+    if isinstance(cause, OSError):
+        return f"unreachable: {cause.strerror or cause}"
+    return "TLS: the connection was closed during the handshake"
+
+
+def _ask_nobody() -> NoReturn:
+    """Stands for the passphrase, for which OpenSSL would ask on the terminal."""
+    raise ValueError("the key has a passphrase")

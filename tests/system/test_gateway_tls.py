@@ -1,0 +1,170 @@
+"""Engines behind TLS: whom the gateway believes, what it shows them, and that answers are the same.
+
+The faults of the matrix (test_gateway_fault_matrix) are met behind TLS as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import trio
+
+from examples.engine.options import EngineOptions
+from tests.support.asking import make_client_certificates
+from tests.support.gateways import Client, engines, gateway_of, serving, tls_of, wait_serving
+from tests.support.processes import Server
+from tests.support.zmtp_fakes import NOT_MY_FAULT_S, until
+
+Start = Callable[..., Server]
+LONG = " ".join(f"w{number}" for number in range(100))
+
+
+@pytest.fixture(scope="module")
+def clients(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the certificate of a client, and the authority that has signed it."""
+    folder = tmp_path_factory.mktemp("clients")
+    make_client_certificates(folder, "gateway", "stranger")
+    return folder
+
+
+def trusting(certificate: Path) -> tuple[str, ...]:
+    return "--upstream-tls-ca", str(certificate / "cert.pem")
+
+
+def showing(clients: Path, name: str) -> tuple[str, ...]:
+    pem, key = f"{clients}/{name}.pem", f"{clients}/{name}.key"
+    return "--upstream-tls-certfile", pem, "--upstream-tls-keyfile", key
+
+
+async def problem_of(client: Client, url: str) -> str:
+    """Returns why an engine is not used, once that is known."""
+    with trio.fail_after(NOT_MY_FAULT_S):
+        while True:
+            shown = (await client.get("/status")).json["upstreams"]
+            [row] = [each for each in shown if each["url"] == url]
+            if row["problem"] is not None:
+                return str(row["problem"])
+            await trio.sleep(0.02)
+
+
+async def test_answers_are_those_of_an_engine_without_tls(
+    kvd_process: Start, certificate: Path
+) -> None:
+    """Tokens, events, usage and decisions; a follow-up turn goes where its prompt is cached."""
+    both, tls = (EngineOptions(), EngineOptions()), tls_of(certificate)
+    flags = trusting(certificate)
+    async with serving(kvd_process, *both, flags=flags, tls=tls) as (client, running):
+        first = await client.chat(LONG, stream=True)
+        assert (first.status, first.clean, first.events[-1]) == (200, True, "[DONE]")
+        assert first.headers["x-kvd-tokens"] == "tokenize"
+        for _ in range(3):
+            again = await client.chat(LONG, "more")
+            assert again.headers["x-kvd-endpoint"] == first.headers["x-kvd-endpoint"]
+            assert again.headers["x-kvd-tokens"] == "memory"
+        assert sorted(each.server.requests for each in running) == [0, 4]
+        metrics = await client.metrics()
+        assert metrics['kvd_gateway_relayed_requests_total{outcome="complete"}'] == 4
+        embedded = await client.post("/v1/embeddings", {"model": "demo", "input": "x"})
+        assert embedded.status == 200
+
+
+async def test_a_client_that_leaves_ends_the_request_at_the_engine(
+    kvd_process: Start, certificate: Path
+) -> None:
+    flags, slow = trusting(certificate), EngineOptions(step_s=0.01)
+    async with serving(kvd_process, slow, flags=flags, tls=tls_of(certificate)) as (client, (one,)):
+        body = b'{"model":"demo","max_tokens":100000,"stream":true,"prompt":[1]}'
+        stream = await trio.open_tcp_stream("127.0.0.1", client.http.base_url.port)
+        async with stream:
+            head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n"
+            await stream.send_all(head % len(body) + body)
+            assert (await stream.receive_some()).startswith(b"HTTP/1.1 200 ")
+        await until(lambda: one.server.aborted == 1)
+
+
+async def test_an_engine_that_leaves_ends_what_it_answers(
+    kvd_process: Start, certificate: Path
+) -> None:
+    slow, tls = EngineOptions(step_s=0.01), tls_of(certificate)
+    async with (
+        engines(slow, tls=tls) as (one,),
+        gateway_of(kvd_process, [], trusting(certificate)) as client,
+    ):
+        added = await client.post("/upstreams", {"url": one.url})
+        await wait_serving(client, 1)
+        body = {"model": "demo", "prompt": [1], "max_tokens": 100, "stream": True}
+        said = b""
+        async with client.http.stream("POST", "/v1/completions", json=body) as response:
+            async for piece in response.aiter_raw():
+                if not said:
+                    path = f"/upstreams/{added.json['worker_id']}"
+                    assert (await client.http.delete(path)).status_code == 200
+                said += piece
+        assert said.endswith(b"data: [DONE]\n\n")
+
+
+async def test_an_engine_that_comes_back_serves_again(
+    kvd_process: Start, certificate: Path
+) -> None:
+    """Nobody hears of it: the next engine answers what the first one does not."""
+    both, tls = (EngineOptions(), EngineOptions()), tls_of(certificate)
+    flags = trusting(certificate)
+    async with serving(kvd_process, *both, flags=flags, tls=tls) as (client, running):
+        for one in running:
+            one.end()
+            assert [(await client.chat(LONG)).status for _ in range(4)] == [200] * 4
+            await one.start()
+            await wait_serving(client, 2)
+
+
+async def test_only_a_valid_certificate_is_believed(
+    kvd_process: Start, certificate: Path, clients: Path
+) -> None:
+    async with engines(EngineOptions(), tls=tls_of(certificate)) as (one,):
+        for flags, why in (
+            ((), "TLS: its certificate is not valid: self-signed certificate"),
+            (("--upstream-tls-ca", str(clients / "ca.pem")), "TLS: its certificate is not valid"),
+            (
+                (*trusting(certificate), "--upstream-tls-server-name", "another.example"),
+                "TLS: its certificate is not valid: Hostname mismatch",
+            ),
+        ):
+            async with gateway_of(kvd_process, [one.url], flags, count=0) as client:
+                assert (await problem_of(client, one.url)).startswith(why)
+        assert one.server.requests == 0
+        async with gateway_of(
+            kvd_process, [one.url], ("--upstream-tls-insecure", "true")
+        ) as client:
+            assert (await client.chat(LONG)).status == 200
+
+
+async def test_a_server_without_tls_is_no_engine(kvd_process: Start) -> None:
+    async def refuse(stream: trio.SocketStream) -> None:
+        async with stream:
+            await stream.receive_some()
+            await stream.send_all(b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\n\r\n")
+
+    async with trio.open_nursery() as nursery:
+        [listener] = await nursery.start(partial(trio.serve_tcp, refuse, 0, host="127.0.0.1"))
+        url = f"https://127.0.0.1:{listener.socket.getsockname()[1]}"
+        async with gateway_of(kvd_process, [url], count=0) as client:
+            assert (await problem_of(client, url)).startswith("TLS: ")
+        nursery.cancel_scope.cancel()
+
+
+async def test_an_engine_is_shown_the_gateways_certificate(
+    kvd_process: Start, certificate: Path, clients: Path
+) -> None:
+    trust = trusting(certificate)
+    async with engines(EngineOptions(), tls=tls_of(certificate, clients / "ca.pem")) as (one,):
+        async with gateway_of(
+            kvd_process, [one.url], (*trust, *showing(clients, "gateway"))
+        ) as client:
+            assert (await client.chat(LONG)).status == 200
+        for flags in (trust, (*trust, *showing(clients, "stranger"))):
+            async with gateway_of(kvd_process, [one.url], flags, count=0) as client:
+                assert await problem_of(client, one.url)
+        assert one.server.requests == 1
