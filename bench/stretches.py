@@ -22,9 +22,15 @@ class Stretch:
     cause: str
     ms: float
     exact: bool  # else it is shorter than that, and there was a longer one before
+    cpu_ms: float = 0.0  # of an exact one, in which the thread ran
 
     def __str__(self) -> str:
-        return f"{self.cause.replace('_', ' ')} {'' if self.exact else '< '}{self.ms:.2f}"
+        cause = self.cause.replace("_", " ")
+        return (
+            f"{cause} {self.ms:.2f} (CPU {self.cpu_ms:.2f})"
+            if self.exact
+            else (f"{cause} < {self.ms:.2f}")
+        )
 
 
 @dataclass
@@ -35,6 +41,7 @@ class Reading:
     buckets: dict[str, dict[float, float]] = field(default_factory=lambda: defaultdict(dict))
     longest_s: dict[str, float] = field(default_factory=dict)
     age_s: dict[str, float] = field(default_factory=dict)
+    cpu_s: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, server: Server) -> Reading:
@@ -50,6 +57,8 @@ class Reading:
                 reading.longest_s[cause] = float(value)
             elif name == "longest_stretch_age_seconds":
                 reading.age_s[cause] = float(value)
+            elif name == "longest_stretch_cpu_seconds":
+                reading.cpu_s[cause] = float(value)
         return reading
 
     def over(self, before: Reading, seconds: float) -> int:
@@ -67,7 +76,8 @@ class Reading:
         found = []
         for cause, buckets in self.buckets.items():
             if cause in self.age_s and self.age_s[cause] < self.at - before.at:
-                found.append(Stretch(cause, self.longest_s[cause] * 1e3, exact=True))
+                ms, cpu_ms = self.longest_s[cause] * 1e3, self.cpu_s[cause] * 1e3
+                found.append(Stretch(cause, ms, exact=True, cpu_ms=cpu_ms))
                 continue
             earlier = before.buckets[cause]
             total = buckets[inf] - earlier.get(inf, 0)

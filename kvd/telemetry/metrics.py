@@ -233,3 +233,6 @@ def stretch_families() -> Iterator[Family]:
     help = "Time since the end of that longest time in seconds, by main cause"
     ages = {each.cause: each.longest_age_s for each in counts if each.longest_s}
     yield by_label("kvd_loop_longest_stretch_age_seconds", "gauge", help, "cause", ages)
+    help = "CPU time of the loop's thread in that longest time in seconds, by main cause"
+    ran = {each.cause: each.longest_cpu_s for each in counts if each.longest_s}
+    yield by_label("kvd_loop_longest_stretch_cpu_seconds", "gauge", help, "cause", ran)

@@ -35,5 +35,6 @@ class StretchStats(NamedTuple):
     seconds: float
     longest_s: float
     longest_age_s: float
+    longest_cpu_s: float
 
 def stretch_counts() -> list[StretchStats]: ...

@@ -11,6 +11,8 @@ Whoever begins work of some length names its cause; there is one loop in a proce
 2. Each nanosecond of it is of one cause, the last one that was entered and not left, else of OTHER.
 3. A stretch counts once, whole, under the cause that most of it is of.
 4. Between `enter` and `leave` nothing is awaited, and nothing polls.
+5. A stretch is wall time. Of the longest it is also known how much the thread has run, up to
+   kLookNs too much: the rest is what the kernel gave to others.
 
 The longest stretch of a cause is remembered for a minute at least and two at most, so that whoever
 looks once a minute misses none.
@@ -21,7 +23,8 @@ from typing import NamedTuple
 
 from cpython.pythread cimport PyThread_get_thread_ident
 from libc.string cimport memset
-from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
+from posix.time cimport CLOCK_MONOTONIC, CLOCK_THREAD_CPUTIME_ID, clock_gettime, timespec
+from posix.types cimport clockid_t
 
 import trio
 
@@ -36,11 +39,14 @@ cdef enum:
     kDeepest = 16  # causes within causes; deeper ones count as the last of these
 
 cdef int64_t kWindowNs = 60 * <int64_t>1000000000  # in which the longest stretches are sought
+# Between two looks at the thread's CPU clock before a stretch; one is a call of the kernel.
+cdef int64_t kLookNs = 100 * <int64_t>1000
 
 
 cdef struct Longest:
     int64_t ns
-    int64_t at  # its end; 0: none
+    int64_t at      # its end; 0: none
+    int64_t cpu_ns  # of it, in which the thread ran
 
 cdef struct Account:
     int64_t buckets[kBounds + 1]
@@ -59,11 +65,16 @@ cdef int64_t _start = 0, _since = 0        # its begin; the last change of the c
 cdef int64_t _spent[kCauses]
 cdef int _entered[kDeepest]
 cdef int _depth = 0                        # of these; the first is OTHER
+cdef int64_t _cpu = 0, _looked_at = 0      # the last look at the CPU clock, and when that was
 
 
 cdef int64_t now_ns() noexcept nogil:
+    return _read(CLOCK_MONOTONIC)
+
+
+cdef inline int64_t _read(clockid_t clock) noexcept nogil:
     cdef timespec now
-    clock_gettime(CLOCK_MONOTONIC, &now)
+    clock_gettime(clock, &now)
     return now.tv_sec * <int64_t>1000000000 + now.tv_nsec
 
 
@@ -72,10 +83,12 @@ cdef inline void _charge(int64_t now) noexcept nogil:
 
 
 cdef int64_t begin_stretch() noexcept nogil:
-    global _begun, _start, _since, _depth
+    global _begun, _start, _since, _depth, _cpu, _looked_at
     _begun = True
     _start = _since = now_ns()
     _depth = 0
+    if _start - _looked_at >= kLookNs:
+        _cpu, _looked_at = _read(CLOCK_THREAD_CPUTIME_ID), _start
     memset(_spent, 0, sizeof(_spent))
     return _start
 
@@ -126,6 +139,7 @@ cdef void _count(Account& account, int64_t ns, int64_t now) noexcept nogil:
     if ns >= account.longest[0].ns:
         account.longest[0].ns = ns
         account.longest[0].at = now
+        account.longest[0].cpu_ns = min(ns, _read(CLOCK_THREAD_CPUTIME_ID) - _cpu)
 
 
 cdef void _turn_window(int64_t now) noexcept nogil:
@@ -256,6 +270,7 @@ class StretchStats(NamedTuple):
     seconds: float  # all of them together
     longest_s: float  # of the last minute or two; 0: none
     longest_age_s: float  # how long ago that ended
+    longest_cpu_s: float  # of it, in which the thread ran
 
 
 def stretch_counts():
@@ -274,7 +289,12 @@ def stretch_counts():
             age_s = (now - longest.at) * 1e-9 if longest.at else 0.0
             found.append(
                 StretchStats(
-                    CAUSES[i].name, buckets, account.ns * 1e-9, longest.ns * 1e-9, age_s
+                    CAUSES[i].name,
+                    buckets,
+                    account.ns * 1e-9,
+                    longest.ns * 1e-9,
+                    age_s,
+                    longest.cpu_ns * 1e-9,
                 )
             )
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import select
 from collections.abc import AsyncIterator, Callable
 from time import perf_counter
 
@@ -123,8 +124,19 @@ async def test_the_longest_is_remembered(counted: None) -> None:
     found = of("dump")
     assert WORK_S < found.longest_s <= found.seconds
     assert found.longest_age_s >= 0
+    assert 0 < found.longest_cpu_s <= found.longest_s
     bounds = [*BOUNDS, float("inf")]
     assert found.longest_s <= bounds[max(i for i, n in enumerate(found.buckets) if n)]
+
+
+async def test_what_did_not_run_is_no_cpu_time_of_the_longest(counted: None) -> None:
+    def stands_still() -> None:
+        with DUMP:
+            select.select([], [], [], 20 * WORK_S)
+
+    await counts_as("dump", stands_still)
+    found = of("dump")
+    assert found.longest_cpu_s < found.longest_s
 
 
 async def test_each_step_of_a_coroutine(counted: None) -> None:
@@ -197,6 +209,7 @@ async def test_what_metrics_say(counted: None) -> None:
     assert samples[f'{name}_bucket{{cause="dump",le="+Inf"}}'] == sum(of("dump").buckets)
     assert samples['kvd_loop_longest_stretch_seconds{cause="dump"}'] > WORK_S
     assert samples['kvd_loop_longest_stretch_age_seconds{cause="dump"}'] >= 0
+    assert samples['kvd_loop_longest_stretch_cpu_seconds{cause="dump"}'] > 0
 
 
 def test_names_are_one_each() -> None:
