@@ -1,7 +1,7 @@
 """The one place where a failure becomes a response: always `{"error": text}`, in JSON as a rule.
 
-Clients of some faces are promised a code besides, `"reason"`, whoever refuses: the handler, which
-says it itself, or the server, which has one for each status then.
+Clients of some faces are promised a code besides, `"reason"`, wherever a request is refused: in
+the handler, which says it itself, or in the server, which has one for each status then.
 
 Some faces take bodies of other forms than JSON, and fail in the form of the body, if the server has
 come so far as to look for a route.

@@ -6,7 +6,7 @@ two apart: after DISCONNECTED, CONNECT_RETRIED follows within a millisecond or n
 libzmq 4.3.5 on twelve kinds of misbehaving publishers). Without it the link is of no more use.
 
 libzmq tells the monitor of a connection before it hands over that connection's first message. So
-whoever holds a message and then calls `hear` knows of every connection it may have come over.
+a caller that holds a message and then calls `hear` knows of every connection it may have come over.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ class Link:
     async def watch(self) -> str:
         """Tells who is linked what libzmq does; returns why the socket is of no more use.
 
-        That is when libzmq will do nothing more, or somebody has given the link up.
+        That is when libzmq will do nothing more, or the link has been given up.
         """
         while not self._given_up:
             self.hear()

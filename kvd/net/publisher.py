@@ -96,8 +96,8 @@ class PubSocket:
     async def run(self) -> NoReturn:
         """Lets subscribers come and go while nothing is sent; closes the socket when cancelled.
 
-        libzmq does such work inside of calls only: without any, whoever connects and leaves again
-        and again would fill memory with what is to be done about that.
+        libzmq does such work inside of calls only: without any, a peer that connects and leaves
+        again and again would fill memory with what is to be done about that.
         """
         try:
             while True:

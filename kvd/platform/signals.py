@@ -54,7 +54,7 @@ class Signals:
         """Returns the next one; of those that came since the last call, each comes once."""
         while True:
             await trio.lowlevel.wait_readable(self._fd)
-            if (number := self.read()) is not None:  # else somebody else has had it
+            if (number := self.read()) is not None:  # else another reader has had it
                 return number
 
     def read(self) -> signal.Signals | None:

@@ -40,7 +40,7 @@ class Deduplicator:
             del self._ended[name]
 
     def apply(self, event: Lifecycle, apply: Callable[[Lifecycle], Outcome]) -> Outcome:
-        """Has a face apply an event without anybody being told of it."""
+        """Has a face apply an event with the journal paused."""
         name = event.partition, event.request_id
         if event.step is Step.ADD and self._ended.pop(name, -ENDED_S) > self._clock() - ENDED_S:
             return Outcome.ENDED

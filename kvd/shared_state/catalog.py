@@ -5,7 +5,7 @@
 
 `agreed` is what was the same here and there after the last look. What differs from it here was
 changed here and is written; what differs there was changed by another process and is done here. A
-removal stays in the catalog for GONE_S, so that whoever was away for less hears of it.
+removal stays in the catalog for GONE_S, so that a process that was away for less hears of it.
 
 What calls have said of models (thresholds, modes, policies) is in the table SAID, a row a setting.
 What the settings or the fleet file of this process say goes before the catalog. Replicas and peers

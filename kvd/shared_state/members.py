@@ -4,7 +4,7 @@
     members       = the writers of which a lease or a view may still be there
 
 `numbers` are those up to which a process has all steps of each writer, its own included as far as
-the server has them: whoever has heard less, and has read the stream, has missed something. That
+the server has them: a process that has heard less, and has read the stream, has missed steps. That
 may be of a process that is gone, whose last steps only some have heard.
 """
 

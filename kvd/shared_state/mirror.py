@@ -492,7 +492,7 @@ class Mirror:
     def _make_way(self, name: Name, at: float) -> float:
         """Takes out what was restored here: the fleet says anew what became of it.
 
-        It stays the same booking for whoever has it, so it keeps its time, which is returned.
+        It stays the same booking for its client, so it keeps its time, which is returned.
         """
         if name not in self._restored:
             return at

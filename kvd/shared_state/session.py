@@ -323,7 +323,7 @@ class Session:
         self._entry_bytes += (size - self._entry_bytes) / 256
         try:
             if (settled := last_of(fields, self._mirror.writer)) is not None:
-                settled = min(settled, self._mirror.own)  # else somebody has made that up
+                settled = min(settled, self._mirror.own)  # else the entry is invented
                 self._mirror.settled = max(self._mirror.settled, settled)
                 return
             entry = read_entry(fields)

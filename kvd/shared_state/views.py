@@ -6,7 +6,7 @@
         └──> others: head, pieces ──> Merge, then the stream from where the view had read it
 
 A view is written piece by piece while requests come and go; each piece says how far the writer was
-when it was made, so whoever merges it knows which steps are in it already.
+when it was made, so a process that merges it knows which steps are in it already.
 """
 
 from __future__ import annotations
