@@ -3,12 +3,12 @@ from __future__ import annotations
 import pytest
 
 from kvd.wire.applied_batches import CLEARED_UNKNOWN, MAX_HOLES_SHOWN, UNKNOWN
-from kvd.wire.stream_stats import StreamStats
 from kvd.wire.cursor import Verdict
 from kvd.wire.engine_identity import IdentityCheck
 from kvd.wire.event_stream import EventStream
 from kvd.wire.replay import ReplayEnd, read_answer, request
 from kvd.wire.stream_link import STALE_AFTER_S, ListenerStatus
+from kvd.wire.stream_stats import StreamStats
 from tests.support.batch_sinks import Applied
 
 END_SEQ = (2**64 - 1).to_bytes(8)
