@@ -30,14 +30,14 @@ CANNOT_REPEAT = (Exception, pytest.fail.Exception, pytest.skip.Exception)
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup() -> Iterator[None]:
-    with forbidding(PROCESSES | SOCKETS):
+    with forbidding((*PROCESSES, *SOCKETS)):
         yield
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     begun = thread_time()
-    with forbidding(PROCESSES | SOCKETS):
+    with forbidding((*PROCESSES, *SOCKETS)):
         yield
     if is_held(item) and thread_time() - begun > LIMIT_S:
         best_s, limit_s = best_of(item.runtest), LIMIT_S * slowness()

@@ -7,7 +7,7 @@ from array import array
 from typing import Any, cast
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvd.errors import KvdError
@@ -18,6 +18,7 @@ from kvd.slots.live_requests import Moment
 from kvd.slots.trackers import SlotTrackers, Tracker
 from kvd.wire.lifecycle import Lifecycle
 from kvd_core.ledger.ledger import MAX_REQUEST_ID_BYTES, MAX_TOKENS, Ledger
+from tests.support.budget import scaled
 from tests.support.json_bodies import bodies, written
 
 Answer = tuple[int, bytes]
@@ -108,6 +109,7 @@ def with_members(**members: str) -> bytes:
     return written(USUAL | members)
 
 
+@settings(max_examples=scaled(25))
 @given(LIVES)
 @example([("/add", with_members())] * 2)
 @example([("/add", with_members(request_id='"a"')), ("/free", with_members(request_id='"a"'))])
