@@ -155,8 +155,6 @@ struct Exchange {
   size_t unsent_at = 0;
   Tail tail;  // of the payload that was forwarded
   uint64_t receives = 0;
-  int64_t begun_ns = 0;
-  int64_t first_ns = 0;    // when READY was noticed
   int64_t touched_ns = 0;  // the last progress
   std::string filler;      // sent to the client when nothing else was for `filler_ns`; 0: never
   int64_t filler_ns = 0;
@@ -451,7 +449,7 @@ class Relay {
     x.body_size = body_size;
     x.hold = hold;
     now_ = now_ns();
-    x.begun_ns = x.touched_ns = now_;
+    x.touched_ns = now_;
     ++stats.begun;
     if (client_fd != kNoSocket) watch_client(id, EPOLLRDHUP);
     x.engine_fd = take_idle(engine);
@@ -626,7 +624,6 @@ class Relay {
   void make_ready(ExchangeId id) {
     Exchange& x = at(id);
     x.phase = Phase::kReady;
-    x.first_ns = now_;
     if (x.completes) release_engine(x);
     notices_.push_back({id, true});
   }

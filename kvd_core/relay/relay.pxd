@@ -58,8 +58,6 @@ cdef extern from "relay/relay.hpp" namespace "kvd::relay" nogil:
         CTail tail
         CAnswerHead head
         uint64_t receives
-        int64_t begun_ns
-        int64_t first_ns
 
     cppclass CRelay "kvd::relay::Relay":
         CRelay() except +
@@ -72,7 +70,6 @@ cdef extern from "relay/relay.hpp" namespace "kvd::relay" nogil:
         uint32_t add_engine(const char* host, uint16_t port) except +ValueError
         void move_engine(uint32_t id, const char* host, uint16_t port) except +ValueError
         void remove_engine(uint32_t id)
-        void forget_idle(uint32_t id)
         size_t idle(uint32_t id)
         uint64_t begin(uint32_t engine, int client_fd, const char* head, size_t head_size,
                        const char* body, size_t body_size, size_t hold) except +

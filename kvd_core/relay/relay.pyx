@@ -27,8 +27,8 @@ NO_CLIENT = -1
 Answer = namedtuple("Answer", ("status", "head", "held", "whole", "events"))
 
 # How an exchange went: `forwarded` bytes of payload in `receives` pieces, of which `tail` is the
-# end; nanoseconds from its begin to the answer's, 0 if none began.
-Ending = namedtuple("Ending", ("outcome", "forwarded", "receives", "tail", "waited_ns"))
+# end.
+Ending = namedtuple("Ending", ("outcome", "forwarded", "receives", "tail"))
 
 
 class ExchangeOutcome(IntEnum):
@@ -93,10 +93,6 @@ cdef class Relay:
         """Forgets an engine, with which nothing is begun any more; what is under way goes on."""
         self.core.remove_engine(engine)
 
-    def forget_idle(self, uint32_t engine):
-        """Closes the connections that are kept to an engine."""
-        self.core.forget_idle(engine)
-
     def idle(self, uint32_t engine):
         """Returns how many connections are kept to an engine."""
         return self.core.idle(engine)
@@ -150,8 +146,7 @@ cdef class Relay:
     def ending(self, uint64_t exchange):
         """Returns how an exchange went, as an Ending."""
         cdef const Exchange* x = self.known(exchange)
-        waited = x.first_ns - x.begun_ns if x.first_ns else 0
-        return Ending(OUTCOMES[<int>x.outcome], x.tail.size(), x.receives, x.tail.text(), waited)
+        return Ending(OUTCOMES[<int>x.outcome], x.tail.size(), x.receives, x.tail.text())
 
     def drop(self, uint64_t exchange):
         """Forgets an exchange; an engine that has not answered in full hears of it as an abort."""
