@@ -1,4 +1,4 @@
-"""How soon replicas know of each other's bookings, and agree again after a failure."""
+"""Measures how soon replicas know of each other's bookings, and agree again after a failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a limit of blocks costs in memory: fills an index to its budget, ten times over.
+"""Measures the memory that a limit of blocks allows: fills an index to its budget, ten times over.
 
     python bench/ceiling.py [--blocks 1000000]
 

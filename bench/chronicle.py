@@ -1,4 +1,4 @@
-"""What the chronicle costs stores and evictions, in the core alone.
+"""Measures the cost of the chronicle to stores and evictions, in the core alone.
 
     python bench/chronicle.py [--rounds N]
 

@@ -1,4 +1,4 @@
-"""What the conductor's part of an index costs beside the indexer's, in one process.
+"""Compares the costs of the conductor's part of an index and the indexer's, in one process.
 
     python bench/conductor.py
 

@@ -1,4 +1,4 @@
-"""What the decision log costs: CPU of a reservation's life with it and without.
+"""Measures the CPU of a reservation's life with the decision log and without it.
 
     python bench/decision_log.py
 

@@ -1,4 +1,4 @@
-"""What it costs a gateway to ask a kvd over a Unix socket instead of choosing itself.
+"""Compares a gateway that asks a kvd over a Unix socket with one that chooses itself.
 
     python bench/gateway_kvd.py
 

@@ -1,4 +1,4 @@
-"""What a block costs in the index, by how many ranks and tiers hold it.
+"""Measures the memory of a block in the index, by the ranks and tiers that hold it.
 
     python bench/index_memory.py
 

@@ -1,4 +1,4 @@
-"""What the ledger's calls take, without HTTP: python bench/ledger.py [--rounds N]
+"""Times the ledger's calls, without HTTP: python bench/ledger.py [--rounds N]
 
 Prints Markdown. Each figure is the median over the rounds of CPU microseconds a call, seen from
 Python. Prompts have 512 blocks, of which the first 64 are the same for all; every rank has 4 live

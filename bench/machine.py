@@ -1,4 +1,4 @@
-"""What the figures depend on besides the servers: the machine, its other work, the versions."""
+"""Describes the conditions of a run besides the servers: machine, its other work, versions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the live page costs: time until it is drawn, and CPU of the daemon while somebody looks.
+"""Measures the live page: time until it is drawn, and CPU of the daemon while a browser looks.
 
     python bench/page.py [--workers 64] [--rounds 5]
     python bench/page.py --workers 16 --pictures docs/pictures    # draws those of the documentation

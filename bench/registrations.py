@@ -1,4 +1,4 @@
-"""What a registered rank costs in memory, by RSS.
+"""Measures the memory of a registered rank, by RSS.
 
     python bench/registrations.py [--workers 64 512]
 

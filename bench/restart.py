@@ -1,4 +1,4 @@
-"""How soon a kvd that was stopped or killed is back, and what it costs to be able to.
+"""Measures how soon a stopped or killed kvd is back, and the cost of keeping its state.
 
     python bench/restart.py [--blocks 1000000] [--peer-python /path/to/venv/bin/python]
 

@@ -1,4 +1,4 @@
-"""What all suites share: the plan, the figures of an HTTP load, and rounds of paired runs."""
+"""Holds the parts that all suites share: plan, figures of an HTTP load, rounds of paired runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What choosing a rank takes, without HTTP: python bench/selector.py [--rounds N]
+"""Times the choice of a rank, without HTTP: python bench/selector.py [--rounds N]
 
 Prints Markdown. Each figure is the lowest over short rounds of CPU microseconds a call, seen from
 Python: what else runs on the machine only adds. Prompts have 2,048 tokens in 128 blocks, of which

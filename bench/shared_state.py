@@ -1,4 +1,4 @@
-"""What it costs to keep or share state, and how soon replicas that share it agree.
+"""Measures the cost of kept and shared state, and how soon replicas that share it agree.
 
     python bench/shared_state.py [--server redis-server] [--peer-python /path/to/venv/bin/python]
 

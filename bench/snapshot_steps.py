@@ -1,4 +1,4 @@
-"""How long the loop is held while a snapshot of the index is written, and while one is restored.
+"""Measures how long a snapshot of the index holds the loop, as it is written and as it is restored.
 
     python bench/snapshot_steps.py [--blocks 1000000]
 

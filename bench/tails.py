@@ -1,4 +1,4 @@
-"""What a query waits for while something else runs, and how long kvd's loop is held, by what.
+"""Measures latencies of queries beside other work, and how long kvd's loop is held, by which cause.
 
     python bench/tails.py [CASE ...] [--seconds 5] [--peer-python PEER/bin/python]
 

@@ -1,5 +1,5 @@
 #!/usr/bin/python3
-"""What packaging/test does inside the booted machine: installs kvd and uses it, step by step.
+"""Installs kvd inside the machine that packaging/test booted, and uses it step by step.
 
 usage: probe.py FOLDER; it holds first.deb, second.deb, cert.pem and key.pem, gets `log` and, at the
 end, `result`.

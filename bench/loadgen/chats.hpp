@@ -41,7 +41,7 @@ inline std::string chat_body(const Options& options, long frames, const std::str
          messages + "]}";
 }
 
-// Gives the next body, or nothing to whoever asks too early or too late.
+// Gives the next body, or nothing to a client that asks too early or too late.
 class Questions {
  public:
   virtual ~Questions() = default;
@@ -51,7 +51,7 @@ class Questions {
 };
 
 // First one turn of each conversation, then a next turn of any of them for ever: all but their last
-// two messages are known to whoever has seen the first one.
+// two messages are known to a server that has seen the first one.
 class FollowUps : public Questions {
  public:
   explicit FollowUps(const Options& options)

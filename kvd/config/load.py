@@ -83,7 +83,7 @@ SERVICE_FILE = Path("/etc/kvd/kvd.toml")  # that of systemd/kvd.service
 class StartError(Exception):
     """kvd cannot start; the text is the one line that the operator reads."""
 
-    exit_code: ClassVar[int] = os.EX_CONFIG  # it will not, unless somebody mends what it was told
+    exit_code: ClassVar[int] = os.EX_CONFIG  # starting again is of use once they are mended
 
 
 class AddressError(StartError):

@@ -659,7 +659,7 @@ GATEWAY_SETTINGS = section(
         field="server_name",
     ),
     upstream_tls_insecure=switch(
-        "whether any certificate of an engine will do; whoever is between kvd and the engine can "
+        "whether any certificate of an engine will do; anyone between kvd and the engine can "
         "then read and change everything",
         False,
         of=UpstreamTls,

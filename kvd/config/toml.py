@@ -1,4 +1,4 @@
-"""Reads TOML, so that whatever is wrong with it is a ValueError."""
+"""Reads TOML, so that every mistake in it raises ValueError."""
 
 from __future__ import annotations
 

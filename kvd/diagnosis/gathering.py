@@ -1,7 +1,7 @@
 """Gathers evidence from the rooms of the daemon.
 
 Streams that show no sign of anything are passed over, and long walks rest between slices, so that
-whoever looks costs those who route nothing to speak of.
+a look costs the routing nothing to speak of.
 """
 
 from __future__ import annotations

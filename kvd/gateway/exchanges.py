@@ -119,7 +119,7 @@ class Exchanges:
         await trio.lowlevel.wait_task_rescheduled(forget)
 
     def drop(self, exchange: int) -> None:
-        """Forgets an exchange, with whoever waits for its notice without a task."""
+        """Forgets an exchange, and the waiter for its notice that has no task."""
         self._waiting.pop(exchange, None)
         self.relay.drop(exchange)
 

@@ -508,7 +508,7 @@ def event_error(held: bytes) -> int | None:
         if line.startswith(b"data:"):
             try:
                 told = json.loads(line[5:])
-            except (ValueError, RecursionError):  # whatever it is, it is no error
+            except (ValueError, RecursionError):  # not JSON, so not an error either
                 return None
             error = told.get("error") if isinstance(told, dict) else None
             code = error.get("code") if isinstance(error, dict) else None

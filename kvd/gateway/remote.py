@@ -503,7 +503,7 @@ def _rows(answer: Answer) -> list[dict[str, Any]]:
         if all(isinstance(row["worker_id"], int) for row in rows):
             return rows
     except (KeyError, TypeError, ValueError):
-        pass  # whatever it is, it is no catalog
+        pass  # not a catalog of workers
     raise Failed("its GET /workers does not answer as that of a kvd does")
 
 

@@ -209,7 +209,7 @@ class Upstreams:
     async def all_met(self) -> None:
         """Waits until every name has been looked up and every engine asked once what it is.
 
-        Whatever came of it.
+        It returns also where a question failed.
         """
         for name in list(self.followed.values()):
             await name.met.wait()

@@ -12,7 +12,7 @@ A connection between two requests is *parked* here: one epoll set watches all of
 of the connection sleeps. A request that came in one piece, is plain (http/plain_head.hpp), of a hot
 route and granted (http/permits.hpp) is answered on the spot: by the route's HotHandler from the
 bytes where they lie, else by one call of `serve`, which also words what a handler has raised.
-Whatever else happens on the connection is its task's business, which is woken for it. So this
+Everything else on the connection is the business of its task, which is woken for it. So this
 module knows nothing of the words of errors, refusals, deadlines or unusual HTTP.
 
 1. A parked connection has no bytes that were received and not consumed, nor any left to receive.
@@ -180,7 +180,7 @@ cdef class FastPath:
         asked. What has to wait is left to the task.
         A connection that is not parked any more is told so by `wake(connection, outcome)`. Of a
         request whose answer is relayed `relay(connection, PlainRequest)` is told, which returns
-        what its task is to be woken with, or None: then somebody parks the connection again.
+        what its task is to be woken with, or None: then the relay's end parks the connection again.
         """
         self._routes = routes
         self._patterns = patterns

@@ -2,7 +2,7 @@
 
 llhttp decides what is well-formed HTTP/1.x; this module adds what a server without a proxy in
 front must refuse on top (RFC 9112 §3.2, §6.3, §11.2): framing that two parsers could read
-differently, and hosts that are none, on which whoever reads them later may stumble.
+differently, and hosts that are none, on which a later reader may stumble.
 """
 
 from __future__ import annotations

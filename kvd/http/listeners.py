@@ -181,7 +181,7 @@ def _remove_stale(path: str) -> None:
         try:
             probe.connect(path)
         except BlockingIOError:
-            return  # somebody listens, and is busy
+            return  # a process listens, and is busy
         except ConnectionRefusedError:
             Path(path).unlink()
 

@@ -2,7 +2,7 @@
 
     read here ─> handler ─> lent: the socket is written elsewhere ─> back here, or the end
 
-Whoever borrows the socket frames the answer by the head that is made here, so that the connection
+The borrower of the socket frames the answer by the head that is made here, so that the connection
 can go on with the next request afterwards. With TLS it borrows one end of a socket pair, whose
 bytes are encrypted on their way.
 """

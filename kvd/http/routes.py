@@ -59,7 +59,7 @@ class Route:
     a body is read as JSON whatever type it is announced as. A token needs the `scope`: READ unless
     it is said, which every route has to that is not a GET. The placeholder of a `deep` route, at
     its end, stands for any number of segments. A route with `relays` has its answers written by
-    somebody else (http/relayed.py); it is hot, and its `handler` is never called.
+    the relay (http/relayed.py); it is hot, and its `handler` is never called.
     """
 
     method: str

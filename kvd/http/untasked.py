@@ -3,9 +3,9 @@
     step ──> told(signal) ── signal.tell() ──> step ──> ... ──> the result
        └───> in_task() ──> `rest`, awaited in a task, runs what is left
 
-To wake a task costs a pass of trio. So the coroutine of a relayed request is stepped by whoever has
-the news. It says `await in_task()` before anything that wants a task: deadlines, nurseries, waits
-for sockets. What forgets to say so fails at once, because trio finds no task there.
+To wake a task costs a pass of trio. So the coroutine of a relayed request is stepped by the bearer
+of the news. It says `await in_task()` before anything that wants a task: deadlines, nurseries,
+waits for sockets. What forgets to say so fails at once, because trio finds no task there.
 """
 
 from __future__ import annotations

@@ -162,7 +162,7 @@ class Registry(ListenedRegistrations):
             self._stale_after_s,
             on_link=lambda: self.links.tell(key),
         )
-        if stream.restored():  # else somebody has removed its blocks meanwhile
+        if stream.restored():  # else its blocks were removed meanwhile
             self._take_over(key, listener)
         self._ranks[key] = Registration(key, listener, {owner})
         self._start(key, listener)

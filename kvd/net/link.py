@@ -250,7 +250,7 @@ class Link:
         """Returns when the connection of the closed socket has ended, or does not within GONE_S.
 
         libzmq sends the last words and hangs up in threads of its own, milliseconds later on a
-        busy machine. Whoever is told that a listener has ended may build on it at once.
+        busy machine. A caller that is told of a listener's end may build on it at once.
         """
         connection = self._connection
         with trio.CancelScope(shield=True, deadline=trio.current_time() + GONE_S):

@@ -7,8 +7,8 @@
     stop    index, journal
 
 A file that cannot be believed is put aside with a line of the log, and what it held begins anew;
-the others count none the less. Whoever was restored and is registered by nobody for GRACE_S is
-dropped.
+the others count none the less. An instance that was restored and is registered by nobody for
+GRACE_S is dropped.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from kvd.telemetry.metrics import Family, by_label, counter, gauge
 from kvd.telemetry.stretches import SNAPSHOT
 from kvd_core.ledger.journal import Journal
 
-# Time in which whoever was restored is to be registered again; a gateway asks its engines first.
+# Time in which a restored instance is to be registered again; a gateway asks its engines first.
 GRACE_S = 60.0
 
 # Age up to which a snapshot goes before a peer's dump. vLLM keeps the last 10,000 batches for

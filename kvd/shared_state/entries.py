@@ -79,7 +79,7 @@ _UNFIT = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 @contextmanager
 def understanding(what: str) -> Iterator[None]:
-    """Has whatever reading raises be Unreadable: any client can write to the server."""
+    """Turns each error of reading into Unreadable: any client can write to the server."""
     try:
         yield
     except Unreadable:

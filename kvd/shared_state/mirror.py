@@ -8,8 +8,8 @@
     requests   face, model, tenant, id ──> Known: its dot, and from where on its steps count
     behind     writer ──> number of a step of it that is in the stream, or was: a gap before it
 
-A request's dot is its writer and the number of the step that booked it. Whoever has heard of that
-step, by `numbers`, and does not have the request, knows that it has ended. So two views merge
+A request's dot is its writer and the number of the step that booked it. A replica that has heard of
+that step, by `numbers`, and does not have the request, knows that it has ended. So two views merge
 without a memory of what ended (an observed-remove set with a version vector): of what only one of
 them has, the other one's numbers say whether it is new or gone.
 

@@ -5,7 +5,7 @@
              └─────────────── a stretch ──────────────┘
 
 What comes meanwhile waits for the end of the stretch, so the longest ones are what clients feel.
-Whoever begins work of some length names its cause; there is one loop in a process, and one account.
+Code that begins long work names its cause; there is one loop in a process, and one account.
 
 1. A stretch begins when the loop's poll returns and ends when it polls again: no sleep is in it.
 2. Each nanosecond of it is of one cause, the last one that was entered and not left, else of OTHER.
@@ -14,8 +14,8 @@ Whoever begins work of some length names its cause; there is one loop in a proce
 5. A stretch is wall time. Of the longest it is also known how much the thread has run, up to
    kLookNs too much: the rest is what the kernel gave to others.
 
-The longest stretch of a cause is remembered for a minute at least and two at most, so that whoever
-looks once a minute misses none.
+The longest stretch of a cause is remembered for a minute at least and two at most, so that a
+reader that looks once a minute misses none.
 """
 import gc
 from contextlib import contextmanager

@@ -7,7 +7,7 @@
 
 These are the frames of Dynamo 1.6.1, seen on a live one, but for `tenant_id` (see `fields`). They
 are sent when a booking binds a session or follows its binding, and when such a booking ends.
-Sequence and writer are those of whoever has bound it, also where another one passes it on: the
+Sequence and writer are those of the replica that bound it, also where another passes it on: the
 larger pair wins, an equal one says that the session goes on. `dp_rank` may be nil: any rank of the
 worker.
 """

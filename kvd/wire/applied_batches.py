@@ -4,7 +4,7 @@
                                                      └─────> unfinished ── go_on ──> done
                                                                    └──<───────┘
 
-A long batch is applied in slices. Whatever has begun to apply one leaves it `unfinished`, and the
+A long batch is applied in slices. The call that began to apply one leaves it `unfinished`, and the
 task calls `go_on` as long as it is, with others in between, before anything else of the stream. If
 the task ends before that, the rest waits for the next one, or goes with the registration.
 

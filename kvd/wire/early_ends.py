@@ -1,8 +1,8 @@
 """Ends of requests that come before their beginnings.
 
 A request may be booked through one replica and ended through another. Each tells of its own steps
-in order, but nothing orders those of two: whoever has stalled, or hears one of them later than the
-other, may read the end first.
+in order, but nothing orders those of two: a replica that has stalled, or hears one of them later
+than the other, may read the end first.
 
     B reads      C: free r1        A: add r1
     here         noted    ──────>  not booked (ENDED)
@@ -12,7 +12,8 @@ other, may read the end first.
 1. Only what replicas tell is noted, and only their ADDs are judged by it: what clients book here is
    booked.
 2. A note meets an ADD of the same request, worker and rank, once.
-3. It meets none by whoever told of the end: their steps come in order, so that ADD is a later one.
+3. It meets none by the replica that told of the end: its steps come in order, so that ADD is
+   a later one.
 4. A note is as old as EARLY_STEPS_S at most; beyond MAX_EARLY_STEPS the oldest goes.
 
 An id that another replica uses again on the same rank, within that age of an end that met nothing

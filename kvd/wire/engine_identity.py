@@ -1,11 +1,11 @@
 """Tells whether the engine that speaks is the one that was heard before.
 
 A connection that broke may have been made again to another process. Its replay server is asked for
-the last accepted batch: whoever has said that is the same engine, and who has said another of that
-number is another. Batches that came before may wait in the queue still, so it is asked for its own
-batch of the held number, too. How far that has come is the `IdentityCheck`, and what the last one
-has left is the `Identity`: SAME, or UNKNOWN where the engine has not shown what it is. An UNKNOWN
-engine speaks on, and with its next gap it is checked again.
+the last accepted batch: an answer with that batch comes from the same engine, one with another
+batch of that number from another engine. Batches that came before may wait in the queue still, so
+it is asked for its own batch of the held number, too. How far that has come is the `IdentityCheck`,
+and what the last one has left is the `Identity`: SAME, or UNKNOWN where the engine has not shown
+what it is. An UNKNOWN engine speaks on, and with its next gap it is checked again.
 
                  may be   a replay shall bring
     check        other    the last   the held   identity   means
@@ -29,7 +29,7 @@ engine speaks on, and with its next gap it is checked again.
 Not in the picture: what is dropped, or ended over another connection, is DUE again. Before the
 first batch there is no last one, so a held one leads to CONFIRMING. An engine that is doubted while
 a batch is held is PROVING_DOUBTED or CONFIRMING_DOUBTED, and afterwards DUE. So is one
-that is asked once more after its connection was lost (`CatchUp.begin`): somebody else may answer.
+that is asked once more after its connection was lost (`CatchUp.begin`): another engine may answer.
 
 `CHECK_AFTER` has all of it; what has no row there is a bug, and raises KeyError.
 """

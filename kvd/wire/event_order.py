@@ -114,7 +114,7 @@ class EventOrder:
             self._let_go(place)
             return []
         if not behind and event.event_id - place.first >= place.last - event.event_id:
-            return []  # nearer to the end of what has been heard: somebody repeats it
+            return []  # nearer to the end of what has been heard: a repetition
         self._behind += event.keep()
         behind.append(event)
         place.fresh = place.fresh or not repeated

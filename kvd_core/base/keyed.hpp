@@ -10,9 +10,10 @@
 // all bits of k1 and of the keys, and is unknown before the second product spreads it again. So a
 // difference between keys that makes hashes collide in one process does nothing in the next.
 //
-// What it does not give: it is no cryptographic function. Whoever sees hashes, or could time single
-// probes, might learn of the numbers; neither hashes nor the order of a table leave the process.
-// Within one table equal keys have equal hashes for its life: the numbers are never drawn anew.
+// What it does not give: it is no cryptographic function. An observer of hashes, or of the time of
+// single probes, might learn of the numbers; neither hashes nor the order of a table leave the
+// process. Within one table equal keys have equal hashes for its life: the numbers are never drawn
+// anew.
 //
 // Costs: two multiplications, about 3 ns; texts a multiplication for each 8 bytes; a system call
 // for each hash that is made, some 0.3 us.

@@ -6,7 +6,7 @@
 //
 //   {"default":{"a":{"longest_matched":16,"GPU":12,"CPU":8,"DISK":0,"DP":{"0":12}}}}
 //
-// A rank reaches as far as it, or somebody of the instance without a rank, holds every block on
+// A rank reaches as far as it, or a holder of the instance without a rank, holds every block on
 // some medium. Within that, blocks are counted for each medium, and those of its own. An instance
 // shows the most of its ranks, each figure by itself. All figures are tokens.
 //

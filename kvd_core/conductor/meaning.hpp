@@ -130,7 +130,7 @@ inline BlockId Conductor::elsewhere(const Instance& instance, uint64_t hash, uin
 }
 
 // The sequence hash of a parent that no name leads to, 0 unknown: the hash itself where the event
-// follows the standard, or where somebody holds a block of that hash; else a parked block's.
+// follows the standard, or where a block of that hash is held; else a parked block's.
 inline uint64_t Conductor::standard_parent(const Source& source, RankId id, const StoredBlocks& e,
                                            uint64_t space) const {
   if (sequences().next(e.parent, plain_[0]) == e.hashes[0]) return e.parent;

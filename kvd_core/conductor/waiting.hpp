@@ -6,7 +6,7 @@
 //            key of hash 77    CHILD   rank 5, name 78      78 is the block behind 77
 //            key of hash 78    ALIAS   rank 5, name 78      what 78 is called
 //
-// When a block is placed, by whomever, the keys of its sequence hash and of its announced hash are
+// When any event places a block, the keys of its sequence hash and of its announced hash are
 // looked up here, and what waited for them goes into the tree:
 //
 //   placed, announce ── await ─> work_     keys that something waits for
@@ -159,8 +159,8 @@ inline void Conductor::await(uint64_t key) {
   }
 }
 
-// A hash means something now; an engine's own also to whoever of its instance, or for every
-// instance, has told of it by the hash alone, which waits in the namespace of that registration.
+// A hash means something now; an engine's own also to a publisher of its instance, or of every
+// instance, that told of it by the hash alone, which waits in the namespace of that registration.
 inline void Conductor::announce(const Source& source, uint64_t space, uint64_t hash,
                                 bool by_engine) {
   if (loose_.empty()) return;

@@ -219,8 +219,8 @@ class Stage {
                           goes_on ? last_sequence_ : 0});
   }
 
-  // No cache holds that: whoever says so is not to be believed in the rest. A name that comes again
-  // further on may be an engine's that names blocks by their own content alone.
+  // No cache holds that: a dump that says so is not to be believed in the rest. A name that comes
+  // again further on may be an engine's that names blocks by their own content alone.
   [[noreturn]] static void refuse_parent() { refuse("a block is its own parent"); }
 
   uint32_t worker_number(StagedEntry& entry, const std::string& id) {

@@ -5,7 +5,7 @@
 //   [event, event]      event
 //
 // Nothing is read of an event but its framing: what it is made of is known to be all there, and of
-// how many maps and arrays. So whoever reads it takes no memory for lengths that are only claimed.
+// how many maps and arrays. So its reader takes no memory for lengths that are only claimed.
 //
 // Invariant: the ranges are of whole values, one behind the other.
 // Cost: 5 ns a value (an element of an array, a member of a map).

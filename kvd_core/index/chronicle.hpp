@@ -12,7 +12,7 @@
 // A rank is named by its owner: a number that no other rank of the process has had, and that
 // outlives clears. Ranks of publishers have none, and nothing is noted of them.
 //
-// Times are ticks, of the last `set_time`: whoever keeps the chronicle says what time it is.
+// Times are ticks, of the last `set_time`: the chronicle's owner says what time it is.
 //
 // Invariants
 //   1. changes are numbered from 0 on in the order they were noted; those from `first()` up to

@@ -1,5 +1,5 @@
-// Blocks by sequence hash: an index over the tree's blocks, kept from the first time on that
-// somebody asks by it.
+// Blocks by sequence hash: an index over the tree's blocks, kept from the first question by
+// such a hash on.
 //
 //   key      namespace ? sequence hash ^ keyed hash of the namespace : sequence hash
 //   keys     [ 0x91c0.. | 0x7ad2.. | 0 | .. ]     by block id, 0: not known; in pages of 256

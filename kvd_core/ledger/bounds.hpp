@@ -1,4 +1,4 @@
-// What a ledger holds at most, for whoever counts on it.
+// The bounds of a ledger, for code that counts on them.
 #pragma once
 
 #include <cstddef>

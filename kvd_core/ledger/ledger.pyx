@@ -103,8 +103,9 @@ cdef bytes cut(PyObject* answer, Py_ssize_t size):
 cdef class Loads:
     """The load of ranks, shared by ledgers, which know of nothing else of each other.
 
-    `eased` is None, or what is to be called when there is less of it: nobody here calls it, but
-    whoever completes, frees, expires or removes does, for somebody waits for a rank to be idle.
+    `eased` is None, or what is to be called when there is less of it: the ledger does
+    not call it, the caller that completes, frees, expires or removes does, for a selection that
+    waits for an idle rank.
     """
 
     def __cinit__(self):

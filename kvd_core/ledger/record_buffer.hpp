@@ -2,12 +2,11 @@
 //
 //   [ u32 n | kind | n - 1 bytes ] [ u32 n | kind | .. ] ..          little-endian
 //
-// Whoever changes a ledger must not wait and cannot fail, so a record that finds no room within the
-// limit is dropped and counted: the journal has a hole from there on, and whoever writes it begins
-// anew.
+// A change of a ledger must not wait and cannot fail, so a record that finds no room within the
+// limit is dropped and counted: the journal has a hole from there on, and its writer begins anew.
 //
 // While it is paused nothing is recorded, and nothing counts as dropped: what happens then is of no
-// interest to whoever reads.
+// interest to the reader.
 //
 // Costs: extend O(1), amortised; memory twice what waits.
 #pragma once

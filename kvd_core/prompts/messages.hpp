@@ -3,7 +3,7 @@
 //   [ {"role":"user","content":"a, \"b\" ]"} , {"role":"assistant", ...} ]
 //     └──────────── element 0 ─────────────┘   └──────── element 1 ────┘
 //
-// The array is known to be well-formed: whoever gives it has scanned the body that it is of. So
+// The array is known to be well-formed: the caller has scanned the body that it is of. So
 // only strings and the depth of brackets matter; blanks around elements belong to none.
 //
 // Cost: about 1 ns a byte outside of strings, 0.1 ns inside of long ones (memchr).

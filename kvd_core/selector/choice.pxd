@@ -22,8 +22,8 @@ The rules, with what they follow:
   waited would otherwise be sent to one that still is busy;
 - turns go by when a rank was last chosen, so those are fair whatever masks there are between them,
   and they outlive a pool (`Pool.take_turns`); who is new comes first; each line has its own;
-- of equal weighted costs, whoever has least of the prompt to compute is chosen, of those whoever
-  has the fewest requests, of those whoever has not been chosen by that cost for longest; of
+- of equal weighted costs, the rank with least of the prompt to compute is chosen, of those the one
+  with the fewest requests, of those the one that has not been chosen by that cost for longest; of
   Dynamo's, any;
 - a session stays where it is bound while the rank is within `session_bound` (`keeps_sessions`);
 - an idle rank that has long not been chosen takes what would go to a rank beyond that bound: a
@@ -135,7 +135,7 @@ cdef inline uint64_t least_prefill(const Choice* choice, const Scale* scale) noe
 
 
 cdef inline uint64_t least_uncached(const Choice* choice, const Scale* scale) noexcept nogil:
-    # Tokens to compute of whoever of those that are open has fewest, if it is of account.
+    # The fewest tokens to compute on an open candidate, if that is of account.
     cdef uint64_t least = scale.isl
     cdef size_t k
     if saturates(scale):
@@ -315,7 +315,7 @@ cdef inline bint goes_before(
 
 
 cdef inline uint32_t lowest_in_order(const Choice* choice, const Scale* scale) noexcept nogil:
-    # Of the open candidates with the lowest weight, whoever goes before the others.
+    # Of the open candidates with the lowest weight, the one that goes before the others.
     cdef const double* weights = choice.weights
     cdef size_t best = 0, k
     for k in range(1, choice.n_open):
@@ -327,8 +327,8 @@ cdef inline uint32_t lowest_in_order(const Choice* choice, const Scale* scale) n
 
 
 cdef inline uint32_t lowest_or_left_out(const Choice* choice, const Scale* scale) noexcept nogil:
-    # The lowest in order; beyond the bound of sessions whoever is idle and has been left out for
-    # longest, if that is long.
+    # The lowest in order; beyond the bound of sessions the idle one that has been left out
+    # for longest, if that is long.
     cdef uint32_t chosen = lowest_in_order(choice, scale), each
     cdef int line = kLines + scale.settings.line
     cdef uint64_t due = choice.n_open * kLeftOut
@@ -347,7 +347,7 @@ cdef inline uint32_t lowest_or_left_out(const Choice* choice, const Scale* scale
 
 
 cdef inline void return_turn(Choice* choice) noexcept nogil:
-    # The last choice has not come to pass: whoever has lost their turn has it again.
+    # The last choice has not come to pass: the rank that it was has its turn again.
     if choice.last.taken:
         choice.turns[choice.last.at] = choice.last.before
 

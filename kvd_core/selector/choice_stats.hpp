@@ -65,7 +65,7 @@ struct ChoiceSums {
   uint64_t cached_tokens = 0;     // of these, weighed by tier
   uint64_t effective_tokens = 0;  // to prefill
   uint64_t chosen_blocks = 0;     // cached by who was chosen
-  uint64_t best_blocks = 0;       // by whoever of those who could be chosen caches most
+  uint64_t best_blocks = 0;       // by the rank that caches most, of those that could be chosen
   uint64_t chosen_tokens = 0;     // the same in tokens
   uint64_t best_tokens = 0;
   Powers<16> regret;  // blocks: best - chosen

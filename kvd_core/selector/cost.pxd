@@ -32,8 +32,8 @@ whole blocks that is cached to its end has one block to compute.
 
 The weighted one, in tokens, is a sum of terms by the weights of the settings:
 
-    n          tokens of the prompt to compute, at most `saturation` more than for whoever of those
-               that may be chosen computes fewest
+    n          tokens of the prompt to compute, at most `saturation` more than on the rank that
+               computes fewest of those that may be chosen
     P, D, A    of the rank: tokens being prefilled; requests that have nothing left to prefill, and
                those with the others
     uncached   uncached x n

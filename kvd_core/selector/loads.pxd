@@ -29,7 +29,7 @@ cdef inline void find_live(CPool* pool, Book* book) noexcept nogil:
 
 
 cdef inline void find_loads(CPool* pool, Book* book) noexcept nogil:
-    # The loads of this moment; whoever has left the ledger or is unreachable is not present.
+    # The loads of this moment; a rank that has left the ledger or is unreachable is not present.
     cdef const CCandidate* candidates = pool.candidates()
     cdef CCandidateState* states = pool.states()
     cdef Rank* ranks = book.loads.ranks.data()

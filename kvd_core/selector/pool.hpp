@@ -97,7 +97,7 @@ class Pool {
   // A candidate cannot be chosen, or can again.
   void set_reachable(size_t at, bool reachable) { candidates_[at].reachable = reachable; }
 
-  // All of them, for whoever finds out what the ledger has.
+  // All of them, for the code that looks up their loads.
   const Candidate* candidates() const { return candidates_.data(); }
   CandidateState* states() { return states_.data(); }
 
@@ -139,7 +139,7 @@ class Pool {
     return true;
   }
 
-  // Blocks of the prompt cached by whoever of `n` candidates, at `places`, caches most. 0.2 ns each
+  // The most blocks of the prompt that one of `n` candidates, at `places`, caches. 0.2 ns each
   // where these are all.
   uint32_t most_cached(const uint32_t* places, size_t n) const {
     int32_t most = 0;

@@ -414,7 +414,7 @@ cdef class Pool:
         return left if some else None
 
     def best(self, Settings settings not None, bytes eligible):
-        """Blocks of the prompt cached by whoever of those who can be chosen caches most.
+        """Returns the most blocks of the prompt that a candidate which can be chosen caches.
 
         For the loads of this moment. O(candidates).
         """

@@ -35,7 +35,7 @@ UNDECIDABLE = {
     "vllm-0.14.1-ident": AgreementStats(agree=6, under=4, over=1),
     # Only the last block of every four is named, and the chunk's size is not: too little host.
     "vllm-0.33.0-offload-bare-chunk4": AgreementStats(agree=53, under=17),
-    # Its blocks hold pairs of tokens: whoever asks by tokens does not mean them (see below).
+    # Its blocks hold pairs of tokens: a question by tokens does not mean them (see below).
     "sglang-0.5.23-eagle-bigram": AgreementStats(under=1),
 }
 

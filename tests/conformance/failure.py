@@ -1,4 +1,4 @@
-"""How a scenario fails, and how long it may wait before it does."""
+"""Names the failures of a scenario, and waits for conditions within a limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a scenario's placeholders stand for in one run."""
+"""Replaces the placeholders of a scenario by the values of one run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each step of a scenario does."""
+"""Runs the steps of a scenario, each kind by its own function."""
 
 from __future__ import annotations
 

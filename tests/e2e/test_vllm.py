@@ -1,4 +1,4 @@
-"""What kvd expects to be cached is what vLLM reports, in every answer."""
+"""kvd expects exactly those tokens to be cached that vLLM reports, in every answer."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def terms(
 ) -> tuple[float, float, float, float, float]:
     """Returns raw prefill blocks, credit, prefill cost, decode cost and what both are together.
 
-    `least` are the prefill tokens of whoever of those that may be chosen has fewest.
+    `least` is the smallest number of prefill tokens among the ranks that may be chosen.
     """
     requests = s.active_request_weight * float(rank.requests)
     device_credit = s.device_credit if s.overlap_weight else 0.0
@@ -147,7 +147,7 @@ def weighted_terms(
 ) -> tuple[float, float, float, float, float, float, float, float, float]:
     """Returns the tokens to compute that count, the seven terms, and what these are together.
 
-    `least` are the tokens to compute of whoever of those that may be chosen has fewest.
+    `least` is the smallest number of tokens to compute among the ranks that may be chosen.
     """
     n = float(effective_tokens(rank, s, prompt))
     if s.saturation is not None:
@@ -209,12 +209,12 @@ class ModelPool:
         return open_ if s.mode in (KV, DIRECT) or not idle else idle
 
     def least_prefill(self, s: ModelSettings, eligible: bytes | None) -> int:
-        """Returns the prefill tokens of whoever has fewest, of those that may be chosen."""
+        """Returns the smallest number of prefill tokens among the ranks that may be chosen."""
         tokens = (self.ranks[i].prefill_tokens for i in self.open(s, eligible))
         return min(tokens, default=2**64)
 
     def least_uncached(self, s: ModelSettings, eligible: bytes | None) -> int:
-        """Returns the tokens to compute of whoever has fewest, of those that may be chosen."""
+        """Returns the smallest number of tokens to compute among the ranks that may be chosen."""
         tokens = (effective_tokens(self.ranks[i], s, self.prompt) for i in self.open(s, eligible))
         return min(tokens, default=self.prompt.isl_tokens)
 

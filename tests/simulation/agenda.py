@@ -1,4 +1,4 @@
-"""What is to happen later in a simulated network, in the order of its moments."""
+"""Keeps the coming events of a simulated network, in the order of their moments."""
 
 from __future__ import annotations
 

@@ -197,7 +197,7 @@ class Connection:
 
 
 class SimulatedSocket:
-    """What all kinds have: a queue, and somebody who waits for it."""
+    """What all kinds have: a queue, and a task that waits for it."""
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire

@@ -1,4 +1,4 @@
-"""How replay servers answer: each kind gives the messages and the moments they come at."""
+"""Replay servers of every kind: each gives its messages and the moments they come at."""
 
 from __future__ import annotations
 

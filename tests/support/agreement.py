@@ -1,4 +1,4 @@
-"""What must hold between registry, state and listener tasks whenever no call is under way."""
+"""Checks that registry, state and listener tasks agree whenever no call is under way."""
 
 from __future__ import annotations
 

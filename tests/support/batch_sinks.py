@@ -1,4 +1,4 @@
-"""Where a listener's batches go in tests (`kvd.wire.applied_batches.BatchSink`)."""
+"""Receives a listener's batches in tests (`kvd.wire.applied_batches.BatchSink`)."""
 
 from __future__ import annotations
 

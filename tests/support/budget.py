@@ -1,4 +1,4 @@
-"""How much the random tests do; `make soak` sets KVD_TEST_BUDGET=30, for thirty times as much."""
+"""Scales the random tests: `make soak` sets KVD_TEST_BUDGET=30, for thirty times as much."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Are things drawn as often as they should be?"""
+"""Checks that random draws come up as often as they should."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Engine:
         self._buffered = buffered
         self._lock = Lock()
         self._ending = Event()
-        self.subscribed = Event()  # once somebody has been heard to subscribe
+        self.subscribed = Event()  # once a subscription has been heard
         self.replays = 0  # requests for one
         self.restart()
         self._thread = Thread(target=self._serve, daemon=True)

@@ -1,4 +1,4 @@
-"""What a test has logged."""
+"""Collects the log lines of a test."""
 
 from __future__ import annotations
 

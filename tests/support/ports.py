@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import socket
 
-# The kernel gives ports above these to whoever connects or binds to port 0.
+# The kernel gives ports above these to processes that connect or bind to port 0.
 FIRST, END = 10_000, 32_000
 BLOCK = 200  # ports for one process; more than one test module has servers
 
@@ -34,7 +34,7 @@ def _take_block() -> tuple[socket.socket, range]:
 def _bound(made: socket.socket, port: int) -> bool:
     try:
         made.bind(("127.0.0.1", port))
-    except OSError:  # somebody has it
+    except OSError:  # it is in use
         return False
     return True
 

@@ -89,7 +89,7 @@ class Server:
 def reads(pid: int, number: signal.Signals) -> bool:
     """Returns whether a process has a descriptor for a signal, as kvd has once that is blocked.
 
-    That it is blocked would say nothing: whoever makes a thread has all blocked for a moment.
+    That it is blocked would say nothing: to make a thread has all blocked for a moment.
     """
     for descriptor in Path(f"/proc/{pid}/fdinfo").iterdir():
         with suppress(FileNotFoundError):  # closed meanwhile

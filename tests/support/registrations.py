@@ -1,4 +1,4 @@
-"""What a catalog of the shared state reads, where a test needs none of it."""
+"""Stands in for a registry without registrations, as a catalog of the shared state reads it."""
 
 from __future__ import annotations
 

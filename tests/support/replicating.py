@@ -44,7 +44,7 @@ class Ledger:
         self.outcomes: Counter[Outcome] = Counter()
 
     def apply(self, event: Lifecycle) -> Outcome:
-        self.seen.append(dataclasses.replace(event, router_id=0))  # whoever has told of it
+        self.seen.append(dataclasses.replace(event, router_id=0))  # the same from any replica
         outcome = self._apply(event)
         self.outcomes[outcome] += 1
         return outcome

@@ -1,4 +1,4 @@
-"""What /metrics says of selections: every one ends in one way, every choice beside the best."""
+"""/metrics counts each selection under one outcome, and compares each choice with the best one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the conductor refuses, and how: always a text and a code, whoever refuses it."""
+"""The conductor's refusals: always a text and a code, whichever layer refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens to a publisher's stream, over real sockets: lost, late, begun anew, taken away.
+"""A publisher's stream over real sockets: lost, late, begun anew, taken away.
 
 The rules are the indexer's (tests/component/net, tests/unit/wire), here as a router sees them: in
 rows, and in `/services`.

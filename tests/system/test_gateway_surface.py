@@ -1,4 +1,4 @@
-"""What clients of every kind find at `kvd gateway`: errors, keys, pages, conversations, files."""
+"""The surface of `kvd gateway` for every client: errors, keys, pages, conversations, files."""
 
 from __future__ import annotations
 

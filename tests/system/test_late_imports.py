@@ -1,4 +1,4 @@
-"""What a daemon loads once it is needed, and not at its start."""
+"""A daemon loads some modules only when they are needed, not at its start."""
 
 from __future__ import annotations
 

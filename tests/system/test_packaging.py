@@ -1,4 +1,4 @@
-"""What packages of kvd are built from; `.ci/wheel.py` builds a wheel and looks at what it holds."""
+"""The locks of packages fit the project, extensions are hardened; `.ci/wheel.py` tries a wheel."""
 
 from __future__ import annotations
 

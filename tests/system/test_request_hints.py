@@ -1,4 +1,4 @@
-"""What Dynamo's clients say of their requests beside the documented members, over HTTP."""
+"""Hints that Dynamo's clients add to their requests have their effect over HTTP."""
 
 from __future__ import annotations
 

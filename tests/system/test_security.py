@@ -1,4 +1,4 @@
-"""Who may ask a running kvd what: every face on TCP, TLS and a Unix socket, with real requests."""
+"""Every face lets in only permitted requests: on TCP, TLS and a Unix socket."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an operator sees of a set-up that is wrong: /workers, `kvd status`, the log, /metrics."""
+"""Operators see a wrong set-up in /workers, `kvd status`, the log and /metrics."""
 
 from __future__ import annotations
 

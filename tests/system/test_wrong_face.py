@@ -1,4 +1,4 @@
-"""Who asks the wrong face is told which is the right one, and where that is."""
+"""A request to the wrong face is answered with the name and address of the right one."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""The process's descriptors are shared out among listeners, connections and waiting selections."""
+
 from __future__ import annotations
 
 import pytest

@@ -1,4 +1,4 @@
-"""What a fleet file may say, and how it is told what is wrong."""
+"""The fleet file is read, and each mistake in it is named."""
 
 from __future__ import annotations
 

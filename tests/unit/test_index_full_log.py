@@ -1,4 +1,4 @@
-"""What the log says of a full index: once when it begins, once when it is over."""
+"""The log reports a full index once when it begins and once when it is over."""
 
 from __future__ import annotations
 

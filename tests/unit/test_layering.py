@@ -300,7 +300,7 @@ def test_the_client_and_the_daemon_need_nothing_of_each_other() -> None:
 
 
 def test_who_knows_the_wall_clock() -> None:
-    """Deadlines, expiry and backoff must not follow a clock that somebody sets.
+    """Deadlines, expiry and backoff must not follow a clock that can be set.
 
     Log lines show it. Versions of session bindings begin with it, and lines of the decision log;
     the daemon passes it on for them. After another boot it alone tells how long a restart took.

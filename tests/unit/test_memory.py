@@ -1,4 +1,4 @@
-"""What has been freed does not stay with the process."""
+"""Freed memory goes back to the system."""
 
 from __future__ import annotations
 

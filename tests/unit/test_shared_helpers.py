@@ -1,4 +1,4 @@
-"""What tests share stands in tests/support: nothing is imported from a module of tests."""
+"""Helpers of tests stand in tests/support: nothing is imported from a module of tests."""
 
 from __future__ import annotations
 

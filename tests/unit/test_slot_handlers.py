@@ -123,7 +123,7 @@ def with_members(**members: str) -> bytes:
 def test_steps_that_replicas_are_told_of_are_the_same_steps(
     requests: list[tuple[str, bytes]],
 ) -> None:
-    """The handlers take a step themselves unless somebody is to be told of it."""
+    """The handlers take a step themselves unless a replica is to be told of it."""
     alone, observed, beside = Face(), Face(), Face()
     beside.slots.steps.subscribe(beside.told.append)
     for face in (observed, beside):

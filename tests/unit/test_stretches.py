@@ -1,4 +1,4 @@
-"""How long the loop is busy, and with what: each stretch is counted once, under its main cause."""
+"""Each busy stretch of the loop is measured and counted once, under its main cause."""
 
 from __future__ import annotations
 

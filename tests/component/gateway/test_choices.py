@@ -1,4 +1,4 @@
-"""What the selection service is asked on behalf of a client, by what that has said."""
+"""The gateway asks the selection service by what the client's request says."""
 
 from __future__ import annotations
 

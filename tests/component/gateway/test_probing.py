@@ -1,4 +1,4 @@
-"""What an engine says of itself that cannot be so: a reason for the operator, and nothing worse."""
+"""Impossible answers of an engine give the operator a reason, and cause nothing worse."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a client can do wrong costs it its connection, and nobody else anything."""
+"""A hostile client loses its own connection and harms nobody else."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ NO_HOSTS = (
 
 @pytest.mark.parametrize("path", ["/health", "/app/health", "/nowhere"])
 async def test_a_host_that_is_none_is_refused_at_the_head(path: str) -> None:
-    """Whoever reads it later may stumble over it: here nobody does."""
+    """A later reader may stumble over it: here none does."""
     async with serving() as running:
         for host in NO_HOSTS:
             async with running.client() as client:

@@ -1,4 +1,4 @@
-"""What a well-behaved client gets, on hot routes and through the application alike."""
+"""Well-behaved clients get equal answers from hot routes and through the application."""
 
 from __future__ import annotations
 

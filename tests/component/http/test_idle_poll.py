@@ -1,4 +1,4 @@
-"""What the lanes serve between two passes of trio."""
+"""The lanes serve their sockets between two passes of trio."""
 
 from __future__ import annotations
 

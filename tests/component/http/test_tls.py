@@ -1,4 +1,4 @@
-"""What TLS adds to the front: handshakes, their terms, and how a stream ends.
+"""Tests the front's TLS: handshakes, their terms, and how a stream ends.
 
 That it serves as the front does is tested with that: see `layers`.
 """

@@ -1,4 +1,4 @@
-"""What a handler has done is undone where its client cannot be told of it."""
+"""A handler's work is undone where its client cannot be told of it."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""Fixtures of these tests: a ZMQ context, publishers and listeners, closed at the end."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""What waits in kvd while nothing can be applied: within bounds, and as whose it came."""
+"""Messages wait within bounds while nothing can be applied, and keep their sender's name."""
 
 from __future__ import annotations
 

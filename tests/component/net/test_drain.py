@@ -1,3 +1,5 @@
+"""Draining a ZMQ socket: frames of any shape, within bounds of messages and time."""
+
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,3 +1,5 @@
+"""A listener over real sockets: batches in order, gaps, endpoints, descriptors."""
+
 from __future__ import annotations
 
 import errno

@@ -1,3 +1,5 @@
+"""A listener among faults: broken frames, silent peers, missing descriptors."""
+
 from __future__ import annotations
 
 import dataclasses

@@ -1,3 +1,5 @@
+"""Replays over real sockets: asked for, asked for again, ended within their limits."""
+
 from __future__ import annotations
 
 import dataclasses

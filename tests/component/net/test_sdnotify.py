@@ -1,3 +1,5 @@
+"""Messages to the service manager arrive, and hold nothing up where none listens."""
+
 from __future__ import annotations
 
 import contextlib

@@ -1,3 +1,5 @@
+"""ZMQ sockets under trio: waiting, cancelling, closing."""
+
 from __future__ import annotations
 
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""What a trace tells of a prompt agrees with a model that remembers everything."""
+"""A prompt's trace agrees with a model that remembers everything."""
 
 from __future__ import annotations
 

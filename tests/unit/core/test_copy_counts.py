@@ -1,4 +1,4 @@
-"""What engines say of copies: `origin` of a store, `remaining_copy_counts` of a removal."""
+"""Engines' counts of copies: `origin` of a store, `remaining_copy_counts` of a removal."""
 
 from __future__ import annotations
 

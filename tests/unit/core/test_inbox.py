@@ -1,4 +1,4 @@
-"""Where messages wait, against a plain model of it."""
+"""The inbox keeps messages as a plain model of it does."""
 
 from __future__ import annotations
 

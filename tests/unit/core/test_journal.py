@@ -1,4 +1,4 @@
-"""What a ledger records of its requests, and that it can be booked again from that alone."""
+"""A ledger's records of its requests suffice to book them again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks are thought to cache beside what events tell: by example and against a model."""
+"""Predicted blocks beside those of events: by example and against a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What questions and events say of their prompts: counted, and by which tokens they begin."""
+"""Prompts of questions and events are counted, with the tokens by which they begin."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who publishes a batch: where the 16 bytes may stand, and what stands there and says nothing."""
+"""The publisher's id of a batch: where its 16 bytes may stand, and which values name nobody."""
 
 from __future__ import annotations
 

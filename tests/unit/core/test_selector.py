@@ -245,7 +245,7 @@ def test_credit_changes_the_choice_and_not_the_tokens() -> None:
 
 
 def test_observed_decay_of_the_device_credit() -> None:
-    """The credit falls with what a rank prefills beyond whoever of the eligible prefills least."""
+    """The credit falls with what a rank prefills beyond the eligible rank that prefills least."""
     plans = {
         (worker_id, 0): RankPlan(tiers, [(0, 1, tokens, False)])
         for worker_id, tiers, tokens in (
@@ -1072,7 +1072,7 @@ def check_sums(pool: Pool, s: Settings, mask: bytes | None, factors: bytes | Non
 
 
 def check_foretold(chances: list[Chance] | int, chosen: int, random_: int) -> None:
-    """Whoever is chosen had the chance that was foretold."""
+    """The chosen rank had the chance that was foretold."""
     if isinstance(chances, int):
         assert chosen == chances
         return

@@ -1,4 +1,4 @@
-"""What a stream says about its batches, and how it begins anew."""
+"""A stream describes its batches, and begins anew after a restart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the first bytes of an answer show."""
+"""The first bytes of an answer show which kind of server is there."""
 
 from __future__ import annotations
 

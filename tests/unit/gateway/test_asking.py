@@ -1,4 +1,4 @@
-"""What is read of a request: the session, the length of its output, its urgency, its salt."""
+"""A request is read for its session, the length of its output, its urgency and its salt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a stream's client is told that its answer broke off."""
+"""A stream's client is told that its answer broke off."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What two engines are sent for one request, and which engines can be two for it."""
+"""One request becomes two for a prefill engine and a decode engine that fit each other."""
 
 from __future__ import annotations
 

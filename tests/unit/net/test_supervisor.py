@@ -1,3 +1,5 @@
+"""A supervisor runs one child task for each key, and waits for its end."""
+
 from __future__ import annotations
 
 import pytest

@@ -1,7 +1,7 @@
 """Directories that earlier formats have left: a later kvd reads them.
 
-Whoever raises the format adds what a kvd of the new one writes, as `data/states/FORMAT` with what
-`kvd state export` says of it, and leaves those that are there.
+A change that raises the format adds what a kvd of the new one writes, as `data/states/FORMAT` with
+what `kvd state export` says of it, and leaves those that are there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What output blocks weigh towards the expected end of a request."""
+"""Output blocks weigh less and less towards the expected end of a request."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""A cursor judges the number of each batch: next, missing, old, or of another engine."""
+
 from __future__ import annotations
 
 import random

@@ -1,3 +1,5 @@
+"""ZMQ endpoints are checked: which are refused, in which words, and which pass."""
+
 from __future__ import annotations
 
 import pytest

@@ -1,3 +1,5 @@
+"""The state of a listener's stream, without sockets: batches, gaps, replays, restarts."""
+
 from __future__ import annotations
 
 import pytest

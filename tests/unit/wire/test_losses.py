@@ -1,4 +1,4 @@
-"""What a stream lacks: of which ranks, on which tiers, until when."""
+"""A stream names its losses: of which ranks, on which tiers, until when."""
 
 from __future__ import annotations
 

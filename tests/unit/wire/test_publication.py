@@ -1,4 +1,4 @@
-"""What events of a publisher do to the index, event by event."""
+"""A publisher's events change the index, event by event."""
 
 from __future__ import annotations
 
