@@ -17,9 +17,8 @@ from kvd.diagnosis.findings import KINDS
 HEAD = """\
 # kvd doctor
 
-To find out why prompts do not hit, run `kvd doctor`. It follows the way from the engines over
-their events and the index to questions and choices, and names what is wrong, with evidence and a
-remedy:
+To find out why prompts do not hit, run `kvd doctor`. It checks engines, events, the index,
+questions and choices, and names what is wrong, with evidence and a remedy:
 
 ```
 $ kvd doctor
@@ -62,11 +61,8 @@ and to replay endpoints: once each, 2 s for an answer, 10 s in all, 1,024 addres
      -d '{"model_name":"demo2","token_ids":[1,2,3]}'
    ```
 
-   The first finding is gone; the new one is `model_name_mismatch`, with the registered name
-   `demo`. It disappears after five to ten minutes.
-
-Walked through on two cores that other work kept busy, 2026-11-27: once built, the demo answers
-2.2 s after `make run`; `kvd doctor` took 6.6, 6.2 and 4.8 s, each of the calls 0.1 s.
+   The only finding is now `model_name_mismatch`, with the registered name `demo`, for five to ten
+   minutes.
 
 ## What it finds
 
