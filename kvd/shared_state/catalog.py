@@ -6,6 +6,8 @@
 `agreed` is what was the same here and there after the last look. What differs from it here was
 changed here and is written; what differs there was changed by another process and is done here. A
 removal stays in the catalog for GONE_S, so that a process that was away for less hears of it.
+What a server that was emptied has lost stays agreed and is written again, but never over what
+another process has said since: a worker that is removed meanwhile would come back.
 
 What calls have said of models (thresholds, modes, policies) is in the table SAID, a row a setting.
 What the settings or the fleet file of this process say goes before the catalog. Replicas and peers
@@ -98,6 +100,7 @@ class Catalog:
         self._failed: set[Field] = set()  # rows of others that cannot be registered here
         self._restored: set[Field] = set()  # what a state directory has brought, until agreed
         self._unread: set[Field] = set()  # what the catalog has in a form that is not read here
+        self._lost: set[Field] = set()  # agreed, and to be written again
         self._changes: int | None = None  # of the registrations, when they were looked at
         self._seen: bytes | None = None  # the name of the catalog's last change then
 
@@ -175,11 +178,9 @@ class Catalog:
                 self._agreed[field] = row
             if number % SLICE == 0:
                 await trio.lowlevel.checkpoint()
-        lost = self._agreed.keys() - there.keys() - self._unread  # the server was emptied
-        if lost:
-            for field in lost:
-                del self._agreed[field]
-            self._changes = None  # what is here is to be written again
+        self._lost = self._agreed.keys() - there.keys() - self._unread  # the server was emptied
+        if self._lost:
+            self._changes = None
 
     async def _do(self, field: Field, mine: CatalogRow | None, row: CatalogRow) -> None:
         self._agreed[field] = row
@@ -239,18 +240,27 @@ class Catalog:
                 changed[field] = CatalogRow(row.table, "", "", now)
             elif not row.members and row.gone_at < now - GONE_S:
                 del self._agreed[field]
+                self._lost.discard(field)
                 await client.hdel(keys.catalog, [field])
         written = {field: changed[field] for field in list(changed)[:MAX_ROWS]}
         names = list(written)
+        for field in self._lost - written.keys():
+            row = self._agreed[field]
+            if not await write(client.hsetnx(keys.catalog, field, row.packed())):
+                return False
+            self.counts.written += 1
         for at in range(0, len(names), WRITTEN_AT_ONCE):
             some = names[at : at + WRITTEN_AT_ONCE]
             rows: dict[str | bytes, bytes] = {name: written[name].packed() for name in some}
             if not await write(client.hset(keys.catalog, rows)):
                 return False
             self.counts.written += len(rows)
-        if names and not await write(client.set(keys.catalog_changes, token_hex(8))):
+        if (names or self._lost) and not await write(
+            client.set(keys.catalog_changes, token_hex(8))
+        ):
             return False
         self._agreed |= written
+        self._lost.clear()
         return True
 
 

@@ -506,8 +506,22 @@ def test_registrations_are_said_once(fleet: Fleet) -> None:
     assert one.post("selection", "/workers", changed).status_code == 201
     three.start()
     wait(lambda: fleet.workers(three) == (WORKERS - 2, 1))
-    rows = {row["worker_id"]: row for row in three.get("selection", "/workers")}
-    assert rows[1]["total_kv_blocks"] == 7
+
+    def blocks_of_one() -> int:
+        rows = {row["worker_id"]: row for row in three.get("selection", "/workers")}
+        return int(rows[1]["total_kv_blocks"])
+
+    wait(lambda: blocks_of_one() == 7)  # it was said after the worker that is gone
+
+
+def test_a_removal_right_after_the_server_was_emptied_stays(
+    fleet: Fleet, server: StateServer
+) -> None:
+    """No replica writes a worker again over its removal."""
+    _, two, _ = fleet.kvds
+    assert server.ask(b"FLUSHALL") == b"+OK\r\n"
+    assert two.client.delete(two.url("selection", "/workers/2")).status_code == 200
+    wait(lambda: all(fleet.workers(kvd) == (WORKERS - 1, 1) for kvd in fleet.kvds))
 
 
 def test_what_is_said_of_a_model_holds_on_all(fleet: Fleet, server: StateServer) -> None:
