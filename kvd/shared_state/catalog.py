@@ -31,7 +31,7 @@ from kvd.fleet_file.parse import TABLES
 from kvd.persistence.registrations import SLICE, Registrations, wanted_of
 from kvd.shared_state.entries import FORM, Unreadable, moment_of, understanding, unpacked
 from kvd.shared_state.keys import Keys
-from kvd.shared_state.server import Client, time_of
+from kvd.shared_state.server import Client, time_of, write_missing
 from kvd.telemetry.logs import get_logger
 
 GONE_S = 86_400.0  # that a removal is kept for those who were away
@@ -180,7 +180,7 @@ class Catalog:
                 await trio.lowlevel.checkpoint()
         self._lost = self._agreed.keys() - there.keys() - self._unread  # the server was emptied
         if self._lost:
-            self._changes = None
+            self._changes = None  # `_write` is to look at what is here again
 
     async def _do(self, field: Field, mine: CatalogRow | None, row: CatalogRow) -> None:
         self._agreed[field] = row
@@ -243,12 +243,14 @@ class Catalog:
                 self._lost.discard(field)
                 await client.hdel(keys.catalog, [field])
         written = {field: changed[field] for field in list(changed)[:MAX_ROWS]}
-        names = list(written)
-        for field in self._lost - written.keys():
-            row = self._agreed[field]
-            if not await write(client.hsetnx(keys.catalog, field, row.packed())):
+        lost = list(self._lost - written.keys())
+        for at in range(0, len(lost), WRITTEN_AT_ONCE):
+            some = lost[at : at + WRITTEN_AT_ONCE]
+            missing = {name: self._agreed[name].packed() for name in some}
+            if not await write(write_missing(client, keys.catalog, missing)):
                 return False
-            self.counts.written += 1
+            self.counts.written += len(missing)
+        names = list(written)
         for at in range(0, len(names), WRITTEN_AT_ONCE):
             some = names[at : at + WRITTEN_AT_ONCE]
             rows: dict[str | bytes, bytes] = {name: written[name].packed() for name in some}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -29,6 +29,7 @@ ServerError = (OSError, RedisError)
 
 CONNECT_S = 2.0  # that a server may take to accept a connection
 ANSWER = 0.3  # leases that it may take to answer; longer than it is asked to wait for news
+WRITE_MISSING = "for i = 1, #ARGV, 2 do redis.call('HSETNX', KEYS[1], ARGV[i], ARGV[i + 1]) end"
 
 
 @asynccontextmanager
@@ -75,3 +76,11 @@ async def time_of(client: Client, keys: Keys) -> float:
     answer: Any = await client.eval("return redis.call('TIME')", [keys.ops], [])
     seconds, micros = answer
     return int(seconds) + int(micros) / 1e6
+
+
+async def write_missing(client: Client, key: str, rows: Mapping[str, bytes]) -> None:
+    """Sets the fields that a hash does not have, and leaves the others as they are.
+
+    A script, because no command does that for several fields. Raises what the client raises.
+    """
+    await client.eval(WRITE_MISSING, [key], [part for row in rows.items() for part in row])
