@@ -38,9 +38,8 @@ LEFT_PAIR_S = 60.0
 # longest ago goes first.
 MAX_LEFT_PAIRS = 16_384
 
-KeptPosition = tuple[
-    str, StreamPosition
-]  # the endpoint of a stream, and how far another process was with it
+# The endpoint of a stream, and how far another process was with it.
+KeptPosition = tuple[str, StreamPosition]
 
 INDEXER = "indexer"  # the face that registers unless another one says so
 

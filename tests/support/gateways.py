@@ -44,6 +44,11 @@ class TlsConnection:
         await self._plain.send_eof()
 
 
+def trusting(certificate: Path) -> tuple[str, ...]:
+    """Returns the flags of a gateway that believes engines with the certificate in a folder."""
+    return "--upstream-tls-ca", str(certificate / "cert.pem")
+
+
 def tls_of(folder: Path, client_ca: Path | None = None) -> ssl.SSLContext:
     """Returns what an engine with the certificate in a folder needs; does it ask for another?"""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=client_ca)

@@ -13,7 +13,15 @@ import trio
 
 from examples.engine.options import EngineOptions, Fault
 from tests.support.exposition import parse
-from tests.support.gateways import Client, serving, wait_heard, wait_metric, wait_serving
+from tests.support.gateways import (
+    Client,
+    serving,
+    tls_of,
+    trusting,
+    wait_heard,
+    wait_metric,
+    wait_serving,
+)
 from tests.support.ports import find_free_port
 from tests.support.processes import Server, clean_environment
 from tests.support.zmtp_fakes import until
@@ -155,8 +163,13 @@ async def test_an_answer_byte_by_byte_is_the_same(kvd_process: Start) -> None:
         assert plain.headers["x-request-id"] == "same"
 
 
-async def test_a_client_that_leaves_aborts_its_request(kvd_process: Start) -> None:
-    async with serving(kvd_process, EngineOptions(step_s=0.05)) as (client, running):
+@pytest.mark.parametrize("behind_tls", [False, True])
+async def test_a_client_that_leaves_aborts_its_request(
+    kvd_process: Start, certificate: Path, behind_tls: bool
+) -> None:
+    slow, tls = EngineOptions(step_s=0.05), tls_of(certificate) if behind_tls else None
+    flags = trusting(certificate)
+    async with serving(kvd_process, slow, flags=flags, tls=tls) as (client, running):
         body = b'{"model":"demo","max_tokens":1000,"stream":true,"prompt":"a b c"}'
         stream = await trio.open_tcp_stream("127.0.0.1", client.http.base_url.port)
         async with stream:

@@ -9,7 +9,16 @@ import pytest
 import trio
 
 from examples.engine.options import EngineOptions
-from tests.support.gateways import Client, Running, engines, gateway_of, serving, wait_serving
+from tests.support.gateways import (
+    Client,
+    Running,
+    engines,
+    gateway_of,
+    serving,
+    tls_of,
+    trusting,
+    wait_serving,
+)
 from tests.support.processes import Server
 
 Start = Callable[..., Server]
@@ -39,10 +48,14 @@ async def test_engines_come_and_go_by_calls(kvd_process: Start) -> None:
         assert other.server.requests + one.server.requests == 1
 
 
-async def test_an_engine_that_leaves_ends_what_it_answers(kvd_process: Start) -> None:
+@pytest.mark.parametrize("behind_tls", [False, True])
+async def test_an_engine_that_leaves_ends_what_it_answers(
+    kvd_process: Start, certificate: Path, behind_tls: bool
+) -> None:
+    slow, tls = EngineOptions(step_s=0.01), tls_of(certificate) if behind_tls else None
     async with (
-        engines(EngineOptions(step_s=0.01)) as (one,),
-        gateway_of(kvd_process, []) as client,
+        engines(slow, tls=tls) as (one,),
+        gateway_of(kvd_process, [], trusting(certificate)) as client,
     ):
         added = await client.post("/upstreams", {"url": one.url})
         await wait_serving(client, 1)

@@ -1,6 +1,7 @@
 """Engines behind TLS: whom the gateway believes, what it shows them, and that answers are the same.
 
-The faults of the matrix (test_gateway_fault_matrix) are met behind TLS as well.
+The faults of the matrix (test_gateway_fault_matrix) are met behind TLS as well, and so are clients
+and engines that leave (test_gateway, test_gateway_engines).
 """
 
 from __future__ import annotations
@@ -14,9 +15,17 @@ import trio
 
 from examples.engine.options import EngineOptions
 from tests.support.asking import make_client_certificates
-from tests.support.gateways import Client, engines, gateway_of, serving, tls_of, wait_serving
+from tests.support.gateways import (
+    Client,
+    engines,
+    gateway_of,
+    serving,
+    tls_of,
+    trusting,
+    wait_serving,
+)
 from tests.support.processes import Server
-from tests.support.zmtp_fakes import NOT_MY_FAULT_S, until
+from tests.support.zmtp_fakes import NOT_MY_FAULT_S
 
 Start = Callable[..., Server]
 LONG = " ".join(f"w{number}" for number in range(100))
@@ -28,10 +37,6 @@ def clients(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("clients")
     make_client_certificates(folder, "gateway", "stranger")
     return folder
-
-
-def trusting(certificate: Path) -> tuple[str, ...]:
-    return "--upstream-tls-ca", str(certificate / "cert.pem")
 
 
 def showing(clients: Path, name: str) -> tuple[str, ...]:
@@ -69,41 +74,6 @@ async def test_answers_are_those_of_an_engine_without_tls(
         assert metrics['kvd_gateway_relayed_requests_total{outcome="complete"}'] == 4
         embedded = await client.post("/v1/embeddings", {"model": "demo", "input": "x"})
         assert embedded.status == 200
-
-
-async def test_a_client_that_leaves_ends_the_request_at_the_engine(
-    kvd_process: Start, certificate: Path
-) -> None:
-    flags, slow = trusting(certificate), EngineOptions(step_s=0.01)
-    async with serving(kvd_process, slow, flags=flags, tls=tls_of(certificate)) as (client, (one,)):
-        body = b'{"model":"demo","max_tokens":100000,"stream":true,"prompt":[1]}'
-        stream = await trio.open_tcp_stream("127.0.0.1", client.http.base_url.port)
-        async with stream:
-            head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n"
-            await stream.send_all(head % len(body) + body)
-            assert (await stream.receive_some()).startswith(b"HTTP/1.1 200 ")
-        await until(lambda: one.server.aborted == 1)
-
-
-async def test_an_engine_that_leaves_ends_what_it_answers(
-    kvd_process: Start, certificate: Path
-) -> None:
-    slow, tls = EngineOptions(step_s=0.01), tls_of(certificate)
-    async with (
-        engines(slow, tls=tls) as (one,),
-        gateway_of(kvd_process, [], trusting(certificate)) as client,
-    ):
-        added = await client.post("/upstreams", {"url": one.url})
-        await wait_serving(client, 1)
-        body = {"model": "demo", "prompt": [1], "max_tokens": 100, "stream": True}
-        said = b""
-        async with client.http.stream("POST", "/v1/completions", json=body) as response:
-            async for piece in response.aiter_raw():
-                if not said:
-                    path = f"/upstreams/{added.json['worker_id']}"
-                    assert (await client.http.delete(path)).status_code == 200
-                said += piece
-        assert said.endswith(b"data: [DONE]\n\n")
 
 
 async def test_an_engine_that_comes_back_serves_again(
