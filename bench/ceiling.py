@@ -17,17 +17,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from machine import resident
+
 from kvd.platform.memory import keep_freed_memory
 from kvd_core.conductor.conductor import Conductor
 from kvd_core.index.prefix_index import Budget, IngestStats, PrefixIndex
 
 PROMPT = 512  # blocks, where nothing else is said
 TIMES = 10
-
-
-def resident() -> int:
-    pages = Path("/proc/self/statm").read_text().split()[1]
-    return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 def fill(

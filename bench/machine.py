@@ -39,6 +39,12 @@ def _own_cpu() -> float:
     return sum(usage.ru_utime + usage.ru_stime for usage in both)
 
 
+def resident() -> int:
+    """Bytes of this process that are resident."""
+    pages = Path("/proc/self/statm").read_text().split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
 def describe() -> str:
     """CPU model, cores, kernel."""
     models = [

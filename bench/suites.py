@@ -70,15 +70,19 @@ MEMORY_SHAPES: dict[str, dict[str, Option]] = {
     "1 worker": {"workers": 1},
     "8 workers": {"workers": 8},
     "8 workers, replicated": {"workers": 8, "replicated": 1},
+    "64 workers": {"workers": 64},
 }
 # What is left of the socket queues that a burst has filled is the server's own affair, and it has
 # some seconds to clear up.
 BURST_REST = 10
-BURST_RSS = 1.0
 BURST_SHAPES: dict[str, dict[str, Option]] = {
     "1 worker": {"workers": 1},
     "8 workers": {"workers": 8},
+    "64 workers": {"workers": 64},
 }
+# Limits on the ratio of the whole RSS, by shape.
+MEMORY_RSS = {"64 workers": 0.6}
+BURST_RSS = {"1 worker": 1.0, "8 workers": 1.0, "64 workers": 0.6}
 # Blocks on their way while memory is measured: a blast would measure socket queues instead.
 MEMORY_WINDOW = 20_000
 
@@ -193,7 +197,10 @@ class IndexerSuites(Runs):
     def _memory(self) -> list[Case]:
         cases = []
         for name, shape in MEMORY_SHAPES.items():
-            case = Case(MEMORY, name, {"rss_bytes_per_pair": MEMORY_PER_PAIR})
+            limits = {"rss_bytes_per_pair": MEMORY_PER_PAIR}
+            if name in MEMORY_RSS:
+                limits["rss_after_mib"] = MEMORY_RSS[name]
+            case = Case(MEMORY, name, limits)
             self._fresh_rounds(case, "ingest", {**self._fill(), **shape, "window": MEMORY_WINDOW})
             cases.append(case)
         return cases
@@ -201,9 +208,8 @@ class IndexerSuites(Runs):
     def _burst(self) -> list[Case]:
         cases = []
         for name, shape in BURST_SHAPES.items():
-            case = Case(
-                BURST, f"{self._plan.pairs:,} messages, {name}", {"rss_after_mib": BURST_RSS}
-            )
+            limits = {"rss_after_mib": BURST_RSS[name]}
+            case = Case(BURST, f"{self._plan.pairs:,} messages, {name}", limits)
             blast = {"event_blocks": 1, "batch_events": 1, "rest": BURST_REST}
             self._fresh_rounds(case, "ingest", {**self._fill(), **shape, **blast})
             cases.append(case)

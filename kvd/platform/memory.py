@@ -48,14 +48,14 @@ def keep_freed_memory() -> None:
     clears every page anew: that was 40 % of the CPU time of a query of 800 KB. Does nothing where
     the C library is another one.
     """
-    libc = _glibc()
+    libc = glibc()
     if libc is not None:
         libc.mallopt(_M_MMAP_THRESHOLD, LARGEST_REUSED_BYTES)
         libc.mallopt(_M_TRIM_THRESHOLD, KEPT_FREE_BYTES)
 
 
-def _glibc() -> ctypes.CDLL | None:
-    """The C library if it is glibc 2.33 or later."""
+def glibc() -> ctypes.CDLL | None:
+    """Returns the C library if it is glibc 2.33 or later."""
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "mallinfo2"):
         return None
@@ -67,7 +67,7 @@ class Heaps:
     """Free memory in the C library's heaps of this process; with glibc, it is given back."""
 
     def __init__(self) -> None:
-        self._libc = _glibc()
+        self._libc = glibc()
         self._free = 0  # bytes, when last looked
         self._floor = 0  # bytes that were free after the last trim and have been ever since
         self._trims = 0
