@@ -27,7 +27,13 @@ class Happened(NamedTuple):
 
 def terms(lora_name: str | None, cache_salt: str | None) -> tuple[int, int]: ...
 def hashed(
-    scanner: BodyScanner, array: int, block_size: int, seed: int, *, eagle: bool = False
+    scanner: BodyScanner,
+    array: int,
+    block_size: int,
+    adapter: int,
+    salt: int,
+    *,
+    eagle: bool = False,
 ) -> bytes: ...
 def given(scanner: BodyScanner, array: int) -> bytes: ...
 def recalled(index: PrefixIndex, sequence_hashes: bytes) -> bytes: ...

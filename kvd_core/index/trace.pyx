@@ -110,21 +110,23 @@ def terms(str lora_name, str cache_salt):
     return term_of(lora_name, False), term_of(cache_salt, True)
 
 
-def hashed(BodyScanner scanner not None, int array, uint32_t block_size, uint64_t seed, *,
-           bint eagle=False):
+def hashed(BodyScanner scanner not None, int array, uint32_t block_size, uint64_t adapter,
+           uint64_t salt, *, bint eagle=False):
     """The local hashes of a scanned body's token ids, as bytes of native 64-bit integers.
 
-    `seed` is the sum of `terms`. `eagle` hashes pairs of tokens, as EAGLE engines do.
+    `adapter` and `salt` are those of `terms`, 0 without it. `eagle` hashes pairs of tokens, as
+    EAGLE engines do.
     """
+    cdef uint64_t seed = kBaseSeed + adapter + salt  # the sum wraps around
     cdef size_t n = 0, blocks
     cdef const uint32_t* tokens = scanner.u32(array, &n)
     blocks = (n - 1 if eagle and n != 0 else n) // block_size
     found = PyBytes_FromStringAndSize(NULL, blocks * sizeof(uint64_t))
     cdef uint64_t* out = <uint64_t*>PyBytes_AS_STRING(found)
     if eagle:
-        eagle_hashes(tokens, blocks, block_size, kBaseSeed + seed, out)
+        eagle_hashes(tokens, blocks, block_size, seed, out)
     else:
-        local_hashes(tokens, blocks, block_size, kBaseSeed + seed, out)
+        local_hashes(tokens, blocks, block_size, seed, out)
     return found
 
 

@@ -169,6 +169,20 @@ def test_the_same_tokens_under_another_salt_or_adapter(patient: Patient) -> None
     ]
 
 
+def test_an_adapter_and_a_salt_together(patient: Patient) -> None:
+    """The sum of what both add to the seed of hashes is beyond 64 bits in half of all cases."""
+    (one,) = ranks(patient, 1)
+    for number in range(8):
+        tokens = prompt(20 + number, 2)
+        one.serve(tokens, lora_name="tuned", extra_keys=[[f"salt-{number}"], None])
+        both = {"lora_name": "tuned", "cache_salt": f"salt-{number}"}
+        found = wait_blocks(patient, tokens, "1", 2, **both)
+        assert candidates(found)["1"]["ended"]["why"] == "end_of_prompt"
+        row = candidates(explained(patient, token_ids=tokens, lora_name="tuned"))["1"]
+        assert (row["blocks"], row["ended"]["why"]) == (0, "other_salt")
+        assert row["ended"]["elsewhere_blocks"] == 2
+
+
 def test_a_live_request_is_explained_by_its_id(patient: Patient) -> None:
     one, _ = ranks(patient, 1, 2)
     tokens = prompt(6, 5)

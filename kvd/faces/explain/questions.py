@@ -71,9 +71,9 @@ class ExplainRequest:
     prompt: Callable[
         [int, Partition | None], HashedPrompt
     ]  # in blocks of a size, as an index has it
-    # By what adapter and salt add to the seed of local hashes: those of its first so many blocks.
-    # None: it came hashed.
-    rehashed: Callable[[int, int, int], bytes] | None
+    # By block size, and what adapter and salt add to the seed of local hashes: those of its first
+    # so many blocks. None: it came hashed.
+    rehashed: Callable[[int, tuple[int, int], int], bytes] | None
     own_terms: tuple[int, int]  # what its adapter and salt add
     booked: BookedRequest | None = None
 
@@ -114,15 +114,17 @@ def _prompt(
         plain = given(reader, BLOCK_HASHES)
         return HashedPrompt(plain, None, len(plain) // HASH.size)
     adapter, salt = own
-    plain = hashed(reader, TOKEN_IDS, size, adapter, eagle=reader.eagle)
+    plain = hashed(reader, TOKEN_IDS, size, adapter, 0, eagle=reader.eagle)
     salted = None
     if salt:
-        salted = hashed(reader, TOKEN_IDS, size, adapter + salt, eagle=reader.eagle)
+        salted = hashed(reader, TOKEN_IDS, size, adapter, salt, eagle=reader.eagle)
     return HashedPrompt(plain, salted, len(plain) // HASH.size)
 
 
-def _rehashed(reader: PromptReader, block_size: int, seed: int, blocks: int) -> bytes:
-    found = hashed(reader, TOKEN_IDS, block_size, seed, eagle=reader.eagle)
+def _rehashed(
+    reader: PromptReader, block_size: int, terms: tuple[int, int], blocks: int
+) -> bytes:
+    found = hashed(reader, TOKEN_IDS, block_size, *terms, eagle=reader.eagle)
     return found[: blocks * HASH.size]
 
 

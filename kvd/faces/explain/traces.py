@@ -89,12 +89,12 @@ def _elsewhere(
         size, blocks = partition.block_size, prompt.blocks
         adapter, salt = question.own_terms
         for terms in {(0, 0), *seeds(partition.index)} - {(adapter, salt)}:
-            first = question.rehashed(size, sum(terms), 1)
+            first = question.rehashed(size, terms, 1)
             if not _held(partition, first):
                 yield {}
                 continue
             why = "other_salt" if terms[0] == adapter else "other_adapter"
-            held = _held(partition, question.rehashed(size, sum(terms), blocks))
+            held = _held(partition, question.rehashed(size, terms, blocks))
             yield {place: Elsewhere(why, depth) for place, depth in held.items()}
     others = [
         each
