@@ -65,7 +65,8 @@ class Driver:
         used = members["usage"]
         cached = used["prompt_tokens_details"]["cached_tokens"]
         self.traffic.turns += 1
-        self.traffic.right += int(answer.headers["x-kvd-matched-tokens"]) == cached
+        # No number is expected where the engines did not tokenize the prompt in time.
+        self.traffic.right += answer.headers.get("x-kvd-matched-tokens") == str(cached)
         self.traffic.prompt_tokens += used["prompt_tokens"]
         self.traffic.cached_tokens += cached
         await trio.sleep(TURN_PAUSE_S)

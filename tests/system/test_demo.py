@@ -309,6 +309,16 @@ def test_a_sigterm_ends_both(start: Start) -> None:
     assert "Traceback" not in demo.stderr
 
 
+def test_answers_that_tell_no_expectation_are_inexact(start: Start) -> None:
+    """As of prompts that an engine on a busy machine has not tokenized in time."""
+    demo = start("--gateway-decision-headers=false")
+    demo.wait_live()
+    turns, exact = _live_figures(demo.stdout)
+    assert turns >= 1 and exact == 0
+    assert demo.stop(signal.SIGTERM) == 0
+    assert "Traceback" not in demo.stderr
+
+
 def test_no_daemon_is_left_behind(start: Start) -> None:
     demo = start()
     demo.wait_live()
