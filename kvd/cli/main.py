@@ -76,8 +76,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _told(text: str, code: int) -> int:
     """Writes what a command has to say to standard output, and returns its exit code.
 
-    The reader of the output may leave, as `head` does: then nothing more is written.
+    The reader of the output may leave, as `head` does: then nothing more is written. Characters
+    that its encoding has not, as of a name, are escaped.
     """
+    encoding = sys.stdout.encoding or "utf-8"
+    text = text.encode(encoding, "backslashreplace").decode(encoding)
     try:
         sys.stdout.write(text)
         sys.stdout.flush()

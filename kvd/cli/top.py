@@ -3,11 +3,13 @@
     thread   GET /picture, of the first face that answers ──> the last picture, or what went wrong
     here     keys, the size of the terminal, the last picture ──> a screen that fits
 
-The terminal is as before when it ends, by q, Ctrl-C, SIGTERM or a lost connection (SIGHUP).
+The terminal is as before when it ends, by q, Ctrl-C or SIGTERM; it also ends with its terminal.
 """
 
 from __future__ import annotations
 
+import codecs
+import errno
 import json
 import os
 import select
@@ -19,6 +21,7 @@ import tty
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import TextIOWrapper
 from threading import Event, Thread
 from types import FrameType
 from typing import Any
@@ -39,6 +42,7 @@ LEFT, NO_TERMINAL = 0, 1  # exit codes
 KEYS_S = 0.2  # longest wait for a key before the size of the terminal, and signals, are looked at
 ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 BARS = "▁▂▃▄▅▆▇█"
+ASCII_BARS = "_.:-=+*#"  # where the terminal's encoding has not those
 MOST_BARS = 30  # samples of a curve: a minute
 SHOWN_DECISIONS = 5  # recent choices shown where there is room
 SHOWN_DOUBTFUL = 5  # streams listed that cannot be believed
@@ -124,11 +128,28 @@ def run(binds: Mapping[str, Bind], client: FaceClient, interval_s: float) -> int
     if not (console.is_terminal and sys.stdin.isatty()) or console.is_dumb_terminal:
         sys.stderr.write("kvd: kvd top needs a terminal to draw on; `kvd status` writes lines\n")
         return NO_TERMINAL
+    assert isinstance(sys.stdout, TextIOWrapper)
+    codecs.register_error(_replaced.__name__, _replaced)
+    sys.stdout.reconfigure(errors=_replaced.__name__)
     asker = Asker(binds, client, interval_s)
     told = Event()
-    with _keys(told) as keys, asker.running(), _screen(console) as live:
-        _show(console, live, asker, keys, told)
+    try:
+        with _keys(told) as keys, asker.running(), _screen(console) as live:
+            _show(console, live, asker, keys, told)
+    except (OSError, termios.error) as error:
+        if error.args[0] != errno.EIO:
+            raise
+        # The terminal has gone. What is still to be written would fail again at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return LEFT
+
+
+def _replaced(error: UnicodeError) -> tuple[str, int]:
+    """Replaces characters that the terminal has not by others of one column."""
+    assert isinstance(error, UnicodeEncodeError)
+    lacking = error.object[error.start : error.end]
+    shown = ("?" if each not in BARS else ASCII_BARS[BARS.index(each)] for each in lacking)
+    return "".join(shown), error.end
 
 
 def _screen(console: Console) -> Live:

@@ -73,6 +73,17 @@ def test_a_finding_is_said_by_every_face_and_command(
     assert main(["doctor", *binds]) == 0
 
 
+def test_names_are_escaped_that_the_terminal_has_not(
+    patient: Patient, binds: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patient.register(f"tcp://127.0.0.1:{find_free_port()}", model_name="模型")
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, "latin-1"))
+    assert main(["doctor", *binds]) == 1
+    assert b"engine_unreachable: worker 1 rank 0 of \\u6a21\\u578b/default\n" in written.getvalue()
+    patient.empty()
+
+
 def test_any_face_will_do(patient: Patient, binds: list[str], capsys: Capture) -> None:
     away = f"--indexer-bind=127.0.0.1:{find_free_port()}"
     assert main(["doctor", *binds, away]) == 0

@@ -32,14 +32,19 @@ class Terminal:
     """A command in a terminal of so many columns and lines, and what it writes."""
 
     def __init__(
-        self, *command: str, width: int = 100, height: int = 40, kind: str = "xterm-256color"
+        self,
+        *command: str,
+        width: int = 100,
+        height: int = 40,
+        kind: str = "xterm-256color",
+        encoding: str = "utf-8",
     ) -> None:
         self._outer, inner = os.openpty()
         self.inner = inner
         self.before = termios.tcgetattr(inner)
         self.written = ""
         self._size(width, height)
-        environ = clean_environment(TERM=kind, PYTHONUTF8="1")
+        environ = clean_environment(TERM=kind, PYTHONUTF8="1", PYTHONIOENCODING=encoding)
         for name in ("COLUMNS", "LINES"):  # a test runner's, which would go before the terminal's
             environ.pop(name, None)
         self.process = subprocess.Popen(
@@ -83,11 +88,17 @@ class Terminal:
         self.read()
         return code
 
+    def hang_up(self) -> None:
+        """Goes away, as a window that is closed."""
+        os.close(self._outer)
+        self._outer = -1
+
     def close(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
-        os.close(self._outer)
+        if self._outer >= 0:
+            os.close(self._outer)
         os.close(self.inner)
 
 
@@ -99,10 +110,13 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pictured]:
 
 
 @contextmanager
-def top(fleet: Pictured, *flags: str, width: int = 100, height: int = 40) -> Iterator[Terminal]:
+def top(
+    fleet: Pictured, *flags: str, width: int = 100, height: int = 40, encoding: str = "utf-8"
+) -> Iterator[Terminal]:
     off = [f"--{face}-bind=off" for face in ("slot-tracker", "selection", "conductor")]
     bind = f"--indexer-bind=127.0.0.1:{fleet.port}"
-    opened = Terminal("top", bind, *off, "--interval=0.1", *flags, width=width, height=height)
+    command = "top", bind, *off, "--interval=0.1", *flags
+    opened = Terminal(*command, width=width, height=height, encoding=encoding)
     try:
         yield opened
     finally:
@@ -135,6 +149,21 @@ def test_it_leaves_the_terminal_as_it_was(fleet: Pictured, end: bytes | signal.S
         assert SHOWN_AGAIN in terminal.written
         assert termios.tcgetattr(terminal.inner) == terminal.before
         assert "Traceback" not in terminal.written
+
+
+def test_it_ends_with_its_terminal(fleet: Pictured) -> None:
+    with top(fleet) as terminal:
+        terminal.until(lambda text: "q quits" in text)
+        terminal.hang_up()
+        assert terminal.process.wait(PATIENCE_S) == 0
+
+
+def test_it_draws_in_a_terminal_of_another_encoding(fleet: Pictured) -> None:
+    with top(fleet, encoding="ascii") as terminal:
+        terminal.until(lambda text: f"1:0 {MODEL}" in text and "#" in text)
+        terminal.press(b"q")
+        assert terminal.ended() == 0
+        assert terminal.written.isascii()
 
 
 @pytest.mark.parametrize(("width", "height"), [(44, 18), (80, 24), (160, 60), (20, 6)])
