@@ -128,6 +128,8 @@ def text(found: Json) -> str:
         for line in _choice(choice):
             console.print(Text(line))
         console.print(_candidates(choice, found["blocks"]))
+        if choice["more_candidates"]:
+            console.print(Text(f"and {choice['more_candidates']:,} more"))
     console.print()
     console.print(Text(_reach(found["chronicle"])))
     if found["timeline"]:

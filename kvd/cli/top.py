@@ -194,6 +194,8 @@ def screen(
     foot = Text("q quits, arrows and space scroll", "dim")
     if last is None:
         return Group(_cut(state), foot)
+    if last["more_ranks"]:
+        foot.append(f"; the first {len(last['ranks']):,} ranks")
     parts: list[RenderableType] = [_cut(state), *_rates(last["history"], width)]
     parts += _streams(last)
     decisions = last["decisions"][:SHOWN_DECISIONS] if height >= 24 else []

@@ -14,6 +14,7 @@ import pytest
 
 from examples.engine.caches import BLOCK_SIZE
 from kvd.cli.main import main
+from kvd.faces.explain.answers import MAX_CANDIDATES
 from tests.conformance.failure import show, wait_until
 from tests.support.documented import documented
 from tests.support.patients import FACES, WITHIN_S, Patient, Rank, prompt, running_patient
@@ -281,6 +282,17 @@ def test_the_command_shows_tables(
     assert "blocks 0 to 3" in shown
     assert main(["explain", str(file), "--model-name=m", "--json", *binds]) == 0
     assert json.loads(capsys.readouterr().out)["choices"][0]["chosen"]["worker_id"] == "1"
+
+
+def test_the_command_says_how_many_candidates_it_leaves_out(
+    patient: Patient, binds: list[str], capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for worker_id in range(1, MAX_CANDIDATES + 4):
+        patient.worker(worker_id, None)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("1 2 3"))
+    assert main(["explain", "-", "--model-name=m", *binds]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[-3] == "and 3 more" and shown[-4].startswith(f"{MAX_CANDIDATES}:0 ")
 
 
 def test_the_command_reads_prompts_in_three_forms(

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from kvd.faces.ui.history import MAX_RANKS
+from tests.support.engines import BLOCK_SIZE
 from tests.support.pictured import MODEL, Pictured, pictured
 from tests.support.ports import find_free_port
 from tests.support.processes import clean_environment
@@ -187,6 +189,26 @@ def test_keys_scroll_the_workers(fleet: Pictured) -> None:
         assert f"{WORKERS}:0 {MODEL}" not in terminal.written
         terminal.press(b" ")
         terminal.until(lambda text: f"{WORKERS}:0 {MODEL}" in text)
+
+
+def test_it_says_that_it_shows_the_first_of_very_many(fleet: Pictured) -> None:
+    ids = range(1000, 1000 + MAX_RANKS - WORKERS + 1)
+    rows = [
+        {
+            "worker_id": number,
+            "model_name": "wide",
+            "endpoint": f"http://worker-{number}:8000",
+            "block_size": BLOCK_SIZE,
+            "without_kv_events": True,
+        }
+        for number in ids
+    ]
+    for row in rows:
+        fleet.client.post("/workers", json=row).raise_for_status()
+    with top(fleet) as terminal:
+        terminal.until(lambda text: f"scroll; the first {MAX_RANKS} ranks" in text)
+    for number in ids:
+        fleet.client.delete(f"/workers/{number}").raise_for_status()
 
 
 def test_it_waits_for_a_daemon_that_does_not_answer() -> None:

@@ -121,9 +121,7 @@ def _prompt(
     return HashedPrompt(plain, salted, len(plain) // HASH.size)
 
 
-def _rehashed(
-    reader: PromptReader, block_size: int, terms: tuple[int, int], blocks: int
-) -> bytes:
+def _rehashed(reader: PromptReader, block_size: int, terms: tuple[int, int], blocks: int) -> bytes:
     found = hashed(reader, TOKEN_IDS, block_size, *terms, eagle=reader.eagle)
     return found[: blocks * HASH.size]
 
