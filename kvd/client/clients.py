@@ -13,7 +13,8 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager, closing, contextmanager
 from functools import cached_property
-from typing import Any, Generic, Self, TypeVar, Unpack
+from threading import BoundedSemaphore
+from typing import Any, Generic, NamedTuple, Self, TypeVar, Unpack
 
 import httpx
 import trio
@@ -148,7 +149,17 @@ class _Faces(ABC, Generic[How]):
         return Gateway(self._asker("gateway"))
 
 
+# Calls wait for a connection in front of httpx's pools: each call that waits within one has it look
+# at all connections whenever another call begins or ends, which takes seconds for some hundreds.
+
 # ---- blocking
+
+
+class BlockingPool(NamedTuple):
+    """Connections of one kind, and room for as many calls."""
+
+    http: httpx.Client
+    room: BoundedSemaphore
 
 
 class BlockingAsker:
@@ -163,15 +174,18 @@ class BlockingAsker:
         self._url = address.url
         options, shown = terms.transport_options(address), terms.client_options()
         self._http, self._waiting = (
-            httpx.Client(
-                transport=httpx.HTTPTransport(**options, limits=limits(connections)), **shown
+            BlockingPool(
+                httpx.Client(
+                    transport=httpx.HTTPTransport(**options, limits=limits(connections)), **shown
+                ),
+                BoundedSemaphore(connections),
             )
             for connections in (MAX_CONNECTIONS, MAX_WAITING_CONNECTIONS)
         )
 
     def close(self) -> None:
-        self._http.close()
-        self._waiting.close()
+        self._http.http.close()
+        self._waiting.http.close()
 
     def ask(self, exchange: Exchange[T], timeout_s: float | None = None) -> T:
         """Returns the answer; `timeout_s` is the client's unless given."""
@@ -193,10 +207,19 @@ class BlockingAsker:
             time.sleep(pause_s)
 
     def _send(self, exchange: Exchange[Any], deadline: float) -> Reply:
+        """Makes one attempt, once there is room for it."""
+        http, room = self._waiting if exchange.waits else self._http
+        if not room.acquire(timeout=_left_s(deadline)):
+            raise httpx.PoolTimeout("all connections are in use")
+        try:
+            return self._send_on(http, exchange, deadline)
+        finally:
+            room.release()
+
+    def _send_on(self, http: httpx.Client, exchange: Exchange[Any], deadline: float) -> Reply:
         """Makes one attempt; every piece of its answer has what is left of the time."""
-        left_s = max(0.0, deadline - time.monotonic())
+        left_s = _left_s(deadline)
         timeout = httpx.Timeout(left_s, connect=min(left_s, CONNECT_S))
-        http = self._waiting if exchange.waits else self._http
         request = made(http, self._url, exchange, timeout)
         with closing(http.send(request, stream=True)) as response:
             body, limit = bytearray(), self._terms.max_answer_bytes
@@ -207,6 +230,10 @@ class BlockingAsker:
                 if time.monotonic() >= deadline:
                     raise httpx.ReadTimeout("the answer took longer than the timeout")
             return reply_of(response, body)
+
+
+def _left_s(deadline: float) -> float:
+    return max(0.0, deadline - time.monotonic())
 
 
 class Client(_Faces[Blocking]):
@@ -269,6 +296,13 @@ class Client(_Faces[Blocking]):
 # ---- on trio
 
 
+class TrioPool(NamedTuple):
+    """Connections of one kind, and room for as many calls."""
+
+    http: httpx.AsyncClient
+    room: trio.CapacityLimiter
+
+
 class TrioAsker:
     """Asks one address while other tasks run; tasks may share it."""
 
@@ -281,15 +315,19 @@ class TrioAsker:
         self._url = address.url
         options, shown = terms.transport_options(address), terms.client_options()
         self._http, self._waiting = (
-            httpx.AsyncClient(
-                transport=httpx.AsyncHTTPTransport(**options, limits=limits(connections)), **shown
+            TrioPool(
+                httpx.AsyncClient(
+                    transport=httpx.AsyncHTTPTransport(**options, limits=limits(connections)),
+                    **shown,
+                ),
+                trio.CapacityLimiter(connections),
             )
             for connections in (MAX_CONNECTIONS, MAX_WAITING_CONNECTIONS)
         )
 
     async def aclose(self) -> None:
-        await self._http.aclose()
-        await self._waiting.aclose()
+        await self._http.http.aclose()
+        await self._waiting.http.aclose()
 
     async def ask(self, exchange: Exchange[T], timeout_s: float | None = None) -> T:
         """Returns the answer; `timeout_s` is the client's unless given."""
@@ -308,9 +346,13 @@ class TrioAsker:
         raise exchange.late(limit_s)
 
     async def _send(self, exchange: Exchange[Any]) -> Reply:
-        """Makes one attempt."""
+        """Makes one attempt, once there is room for it."""
+        http, room = self._waiting if exchange.waits else self._http
+        async with room:
+            return await self._send_on(http, exchange)
+
+    async def _send_on(self, http: httpx.AsyncClient, exchange: Exchange[Any]) -> Reply:
         timeout = httpx.Timeout(None, connect=CONNECT_S)
-        http = self._waiting if exchange.waits else self._http
         request = made(http, self._url, exchange, timeout)
         async with aclosing(await http.send(request, stream=True)) as response:
             body, limit = bytearray(), self._terms.max_answer_bytes

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import trio
+import trio.testing
 
 from examples.engine.options import EngineOptions
 from kvd.client import (
@@ -22,6 +23,7 @@ from kvd.client import (
     Unauthorised,
     Unreachable,
     WrongAnswer,
+    clients,
     local_hashes,
     sequence_hashes,
 )
@@ -709,6 +711,52 @@ async def test_those_who_wait_keep_nobody_from_freeing(open_kvd: Faces) -> None:
             await until_live(either, [1, waiting], "busy")
         assert await live(either, "busy") == [0, 0]
         assert client.stats.unfreed == 0
+
+
+async def test_calls_wait_for_a_connection_before_they_begin(
+    open_kvd: Faces, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What has not been sent needs no freeing; within httpx, waiting ones would slow all others."""
+    monkeypatch.setattr(clients, "MAX_WAITING_CONNECTIONS", 1)
+
+    async def reserve() -> None:
+        async with client.reserve(model_name="m", token_ids=TOKENS):
+            raise AssertionError("it was held back")
+
+    async with (
+        dropping(port_of(open_kvd, "selection")) as proxy,
+        on_trio(open_kvd, selection=proxy.url) as (_, client),
+    ):
+        proxy.hold(RESERVING)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(reserve)
+            await proxy.held.wait()
+            async with trio.open_nursery() as waiting:
+                waiting.start_soon(reserve)
+                await trio.testing.wait_all_tasks_blocked()
+                waiting.cancel_scope.cancel()
+            assert client.stats.calls == 2  # the bookings
+            nursery.cancel_scope.cancel()
+        assert client.stats.calls == 3 and client.stats.unfreed == 0
+
+
+async def test_no_more_calls_than_connections_block_at_once(
+    open_kvd: Faces, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clients, "MAX_CONNECTIONS", 1)
+    async with dropping(port_of(open_kvd, "selection")) as proxy:
+        proxy.hold(b"GET /loads")
+        with Client(selection=proxy.url, timeout_s=0.5) as client:
+
+            def ask() -> None:
+                with pytest.raises(Unreachable, match="no answer within"):
+                    client.selection.loads()
+
+            async with trio.open_nursery() as nursery:
+                for _ in range(3):
+                    nursery.start_soon(trio.to_thread.run_sync, ask)
+            proxy.holds = False
+            await trio.to_thread.run_sync(client.selection.loads)
 
 
 async def test_many_tasks_share_a_client(open_kvd: Faces) -> None:
