@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from kvd.diagnosis.engines import host_of
 from kvd.diagnosis.evidence import StreamEvidence
-from kvd.diagnosis.findings import Finding, found
+from kvd.diagnosis.findings import Finding, counted, found
 from kvd.wire.replay import ReplayEnd
 
 # Reasons of ignored events that have a finding of their own.
@@ -37,14 +37,16 @@ def _check_use(stream: StreamEvidence) -> Iterator[Finding]:
     if sized := ignored.get("block_size", 0) + stream.foreign.get("block_size", 0):
         other = _OTHER_SIZE.search(stream.loss)
         hint = f'"block_size": {other[1]}' if other else "as its --block-size says"
+        told = counted(sized, "event")
         blocks = f"blocks of {other[1]}" if other else "blocks of other sizes"
-        evidence = f"{sized} events with {blocks} tokens, {stream.block_size} are registered"
+        evidence = f"{told} with {blocks} tokens, {stream.block_size} are registered"
         yield found("block_size_mismatch", subject, evidence, hint=hint, size=stream.block_size)
     if bare := ignored.get("tokens", 0):
-        yield found("tokens_missing", subject, f"{bare} events have fewer tokens than hashes need")
+        evidence = f"{counted(bare, 'event')} with fewer tokens than hashes need"
+        yield found("tokens_missing", subject, evidence)
     for member, name in (("model_name", "model_name_mismatch"), ("tenant_id", "tenant_mismatch")):
         if count := stream.foreign.get(member, 0):
-            evidence = f"{count} events are of another {member} than it is registered with"
+            evidence = f"{counted(count, 'event')} of another {member} than it is registered with"
             said = stream.key.model_name if member == "model_name" else stream.key.tenant_id
             yield found(name, subject, evidence, known=f"the events', or {said}")
     for member, name in (
@@ -52,7 +54,7 @@ def _check_use(stream: StreamEvidence) -> Iterator[Finding]:
         ("lora_name", "adapter_one_sided"),
     ):
         if count := stream.foreign.get(member, 0):
-            evidence = f"{count} events have another {member} than it is registered with"
+            evidence = f"{counted(count, 'event')} with another {member} than it is registered with"
             yield found(name, subject, evidence)
     others = {why: count for why, count in ignored.items() if why not in NAMED}
     if others and stream.loss.startswith("all events were"):

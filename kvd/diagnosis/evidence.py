@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kvd.model import InstanceId, PartitionKey
+from kvd.model import InstanceId, PartitionKey, RankKey
 
 Growth = int  # of a counter within the last minutes
 
@@ -109,6 +109,15 @@ class ModelEvidence:
     asked: Side
     told: Side
     ranks: Mapping[InstanceId, frozenset[int]]  # registered ones, where some are missing between
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointEvidence:
+    """An address that several ranks of one model and tenant are registered with."""
+
+    endpoint: str
+    key: PartitionKey
+    ranks: tuple[RankKey, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +218,7 @@ class Evidence:
     models: tuple[ModelEvidence, ...] = ()
     registered: frozenset[PartitionKey] = frozenset()
     unknown: Mapping[PartitionKey, Growth] = field(default_factory=dict)
+    endpoints: tuple[EndpointEvidence, ...] = ()
     workers: tuple[WorkerEvidence, ...] = ()
     shares: tuple[ShareEvidence, ...] = ()
     faces: tuple[FaceEvidence, ...] = ()

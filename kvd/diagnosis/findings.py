@@ -148,6 +148,12 @@ KINDS: Mapping[str, FindingKind] = {
         "data-parallel ranks are not registered, so what they cache is not known",
         "register each rank with its own endpoint (vLLM adds the dp rank to the port): {ranks}",
     ),
+    "endpoint_shared": FindingKind(
+        Severity.WARNING,
+        "several workers or ranks are registered with one address, so that each of them seems to "
+        "cache what one does",
+        "register each worker and rank with its own endpoint (vLLM adds the dp rank to the port)",
+    ),
     "worker_unschedulable": FindingKind(
         Severity.ERROR,
         "a worker of the selection service cannot be chosen",

@@ -15,6 +15,7 @@ import trio
 
 from kvd.diagnosis.evidence import (
     CapacityEvidence,
+    EndpointEvidence,
     Evidence,
     ExpiredEvidence,
     FaceEvidence,
@@ -39,7 +40,7 @@ from kvd.http.auth import Authorizer
 from kvd.index.partitions import Partition, State
 from kvd.index.publishers import Publishers
 from kvd.index.registry import Registry
-from kvd.model import InstanceId, PartitionKey
+from kvd.model import InstanceId, PartitionKey, RankKey
 from kvd.replica_sync.replicas import Replicas
 from kvd.selection.candidates import Candidates
 from kvd.selection.service import Selections
@@ -128,6 +129,7 @@ class Gathering:
             ),
             registered=frozenset(self._registered()),
             unknown=_of(grown, "unknown"),
+            endpoints=await self._shared_endpoints(),
             workers=await self._workers(),
             shares=tuple(self._shares(grown)),
             faces=tuple(
@@ -240,6 +242,17 @@ class Gathering:
             key for key, candidates in rooms.selections.candidates.items() if candidates.workers
         )
         yield from rooms.slots.trackers
+
+    async def _shared_endpoints(self) -> tuple[EndpointEvidence, ...]:
+        found: dict[tuple[str, PartitionKey], list[RankKey]] = {}
+        for number, registration in enumerate(list(self._rooms.registry.registrations()), 1):
+            key = registration.key
+            found.setdefault((registration.listener.endpoint, key.partition), []).append(key)
+            if number % SLICE == 0:
+                await trio.lowlevel.checkpoint()
+        return tuple(
+            EndpointEvidence(*of, tuple(ranks)) for of, ranks in found.items() if len(ranks) > 1
+        )
 
     async def _workers(self) -> tuple[WorkerEvidence, ...]:
         found = []

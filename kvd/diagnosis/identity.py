@@ -18,6 +18,10 @@ def check_identity(evidence: Evidence) -> Iterator[Finding]:
             yield _unknown(key, asked, evidence.registered)
     for model in evidence.models:
         yield from _check_ranks(model)
+    for shared in evidence.endpoints:
+        ranks = [f"worker {each.instance_id} rank {each.dp_rank}" for each in shared.ranks]
+        subject = f"{shared.endpoint} of {place(shared.key)}"
+        yield found("endpoint_shared", subject, f"{_some(ranks)} are registered with it")
     for worker in evidence.workers:
         yield _unschedulable(worker)
 
@@ -29,11 +33,10 @@ def _unknown(key: PartitionKey, asked: int, registered: Collection[PartitionKey]
         known = _some(tenants)
         evidence = f"{requests} for tenant {key.tenant_id}; the model has tenants: {known}"
         return found("tenant_mismatch", subject, evidence, known=f"{known}, or {key.tenant_id}")
-    known = _some(sorted({each.model_name for each in registered})) or "none"
-    evidence = (
-        f"{counted(asked, 'request')} for a model that nobody registered; registered: {known}"
-    )
-    return found("model_name_mismatch", subject, evidence, known=f"{known}, or {key.model_name}")
+    known = _some(sorted({each.model_name for each in registered}))
+    evidence = f"{requests} for a model that nobody registered; registered: {known or 'none'}"
+    either = f"{known}, or {key.model_name}" if known else key.model_name
+    return found("model_name_mismatch", subject, evidence, known=either)
 
 
 def _check_ranks(model: ModelEvidence) -> Iterator[Finding]:

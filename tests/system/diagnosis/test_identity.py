@@ -52,6 +52,16 @@ def test_a_rank_between_others_is_not_registered(patient: Patient) -> None:
     assert found["remedy"].endswith("dp_rank 2")
 
 
+def test_two_workers_have_one_address(patient: Patient) -> None:
+    engine = patient.rank()
+    patient.register(engine.endpoint("pub"), instance_id=2)
+    patient.register(engine.endpoint("pub"), instance_id=1, model_name="of another model")
+    found = patient.finds("endpoint_shared")
+    assert found["subject"] == f"{engine.endpoint('pub')} of m/default"
+    assert found["evidence"] == "worker 1 rank 0, worker 2 rank 0 are registered with it"
+    assert [each["name"] for each in patient.findings()].count("endpoint_shared") == 1
+
+
 def test_a_worker_of_two_ranks_has_one_address(patient: Patient) -> None:
     endpoints = {"0": patient.engine().endpoint("pub")}
     patient.worker(

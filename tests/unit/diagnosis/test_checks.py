@@ -211,6 +211,12 @@ def test_the_gateway() -> None:
 # ---- identity
 
 
+def test_a_model_is_to_be_registered_where_none_is() -> None:
+    (finding,) = diagnose(Evidence(unknown={M: 2}))
+    assert finding.evidence == "2 requests for a model that nobody registered; registered: none"
+    assert finding.remedy == "use one name on both sides: m"
+
+
 def test_who_was_registered_since_is_not_unknown() -> None:
     other = PartitionKey("n", "default")
     evidence = Evidence(registered=frozenset({M}), unknown={M: 3, other: 1})
