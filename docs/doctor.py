@@ -50,7 +50,7 @@ and to replay endpoints: once each, 2 s for an answer, 10 s in all, 1,024 addres
    ```
 
    The answer is `{"status":"ok"}`: ZeroMQ connects in the background, and kvd keeps trying.
-3. `.venv/bin/kvd doctor` takes three seconds, prints the finding above for
+3. `.venv/bin/kvd doctor` prints the finding above within three seconds, for
    `worker 7 rank 0 of demo/default`, and exits with 1.
 4. Take the worker out, and ask for a model that nobody serves:
 

@@ -99,7 +99,7 @@ class Authorizer:
             self.refused_host = _host_of(headers)
         status, text = _REFUSALS[reason]
         if reason == "scope":
-            text = f"{text} {scope.name.lower()}" if scope.name else text
+            text = f"{text}: {scope.name.lower()}" if scope.name else text
         return Refusal(status, text, _CHALLENGE if status == 401 else [])
 
 

@@ -180,6 +180,16 @@ def test_a_question_can_be_posted(open_window: OpenWindow, fleet: Pictured) -> N
     window.until("#try-status", "200 OK")
 
 
+def test_examples_name_a_model_that_is_there(open_window: OpenWindow, fleet: Pictured) -> None:
+    window = open_window(fleet)
+    window.until("#rank-count", f"{WORKERS} ranks")
+    window.page.goto(f"{fleet.url}/ui#try")
+    for route, answered in (("POST /query", "scores"), ("POST /explain", "choices")):
+        window.page.select_option("#try-route", label=route)
+        window.page.click("#try-form button[type=submit]")
+        window.until("#try-text", answered)
+
+
 def test_an_explanation_that_is_tried_is_shown_as_tables(
     open_window: OpenWindow, fleet: Pictured
 ) -> None:

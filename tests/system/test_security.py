@@ -109,9 +109,8 @@ def test_a_route_takes_a_token_of_its_scope(faces: Faces, face: str, route: Rout
             assert reply.status not in (401, 403, 421), reply.body
         else:
             assert reply.status == 403
-            assert (
-                reply.error == f"the token lacks the scope of this route {route.scope.name.lower()}"
-            )
+            lacking = route.scope.name.lower()
+            assert reply.error == f"the token lacks the scope of this route: {lacking}"
             assert "www-authenticate" not in reply.headers
     reply = faces.ask(address, path_of(route), bearer(READ + "0"), **asked)
     assert (reply.status, reply.error) == (401, "unknown token")

@@ -30,6 +30,11 @@ export function number(value, digits = 0) {
   return value.toLocaleString("en", { maximumFractionDigits: digits });
 }
 
+// Returns a number of things.
+export function counted(value, noun) {
+  return `${number(value)} ${noun}${value === 1 ? "" : "s"}`;
+}
+
 export function share(value) {
   return value === null || value === undefined ? "–" : `${Math.round(value * 100)}%`;
 }

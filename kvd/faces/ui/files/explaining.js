@@ -1,7 +1,7 @@
 // Why a request goes where it goes: what POST /explain answers, as tables.
 
 import { read } from "./asking.js";
-import { $, make, number } from "./drawing.js";
+import { $, counted, make, number } from "./drawing.js";
 
 const MOST = 24; // candidates and events shown
 const REASONS = {
@@ -27,7 +27,7 @@ function whyOf({ ended }) {
   const { why, tier, age_s: age, at_block: block, elsewhere_blocks: elsewhere } = ended;
   if (why === "end_of_prompt") return REASONS[why];
   const told = [`block ${number(block)}: ${REASONS[why]}`];
-  if (elsewhere !== null) told.push(`${number(elsewhere)} blocks`);
+  if (elsewhere !== null) told.push(counted(elsewhere, "block"));
   if (tier) told.push(`on ${tier}`);
   if (age !== null) told.push(ago(age));
   return told.join(", ");

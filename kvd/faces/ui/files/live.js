@@ -1,6 +1,6 @@
 // What goes on now: rates, streams, ranks, choices.
 
-import { $, Curve, Stack, TIERS, lastOf, make, number, say, share } from "./drawing.js";
+import { $, Curve, Stack, TIERS, counted, lastOf, make, number, say, share } from "./drawing.js";
 import { explain } from "./explaining.js";
 
 const POINTS = 60; // samples that kvd keeps
@@ -83,7 +83,7 @@ class RankRow {
     const blocks = rank.blocks ?? {};
     this.stack.show(blocks, rank.total_blocks ?? most);
     const held = TIERS.reduce((all, tier) => all + (blocks[tier] ?? 0), 0);
-    say(this.held, `${number(held)} blocks`);
+    say(this.held, counted(held, "block"));
     const why = [rank.why, ...(rank.reasons ?? [])].filter(Boolean).join("; ");
     say(this.why, why);
     this.why.hidden = !why;
@@ -117,7 +117,8 @@ export class Live {
         make("span", HEALTH[name], `${number(count)} ${name}`));
     if (!rows.length) rows.push(make("span", "soft", "no event streams"));
     for (const model of models) {
-      const asked = `${number(model.blocks)} blocks, ${number(model.questions)} questions`;
+      const asked =
+          `${counted(model.blocks, "block")}, ${counted(model.questions, "question")}`;
       const row = make("span", "", `${placeOf(model)}: ${asked}`);
       if (model.never_matches) row.append(make("strong", "bad", ", none ever matched"));
       rows.push(row);
@@ -155,7 +156,7 @@ export class Live {
       this.ranks.delete(key);
     }
     say($("rank-count"),
-        more ? `the first ${number(ranks.length)} ranks` : `${number(ranks.length)} ranks`);
+        more ? `the first ${number(ranks.length)} ranks` : counted(ranks.length, "rank"));
     $("rank-filter-line").hidden = ranks.length < 2;
     this.head.hidden = !ranks.length;
     this.filter();
@@ -185,7 +186,7 @@ export class Live {
         make("div", "", make("strong", "", nameOf(each)), " ", make("span", "soft", placeOf(each))),
         make("div", "tokens", bar.element, make("span", "soft", said)), cost);
     });
-    const none = make("p", "soft", "No choice since somebody looks.");
+    const none = make("p", "soft", "No choice since somebody began to look.");
     $("decisions").replaceChildren(...(rows.length ? [head, ...rows] : [none]));
   }
 

@@ -1,7 +1,7 @@
 // The prefix tree, walked branch by branch: a level is read when its branch is opened.
 
 import { read } from "./asking.js";
-import { $, TIERS, draw, make, number, tierKey } from "./drawing.js";
+import { $, TIERS, counted, draw, make, number, tierKey } from "./drawing.js";
 
 const WIDEST = 24; // rem, of the longest bar
 const FULL = 1024; // blocks of the longest chain that kvd keeps in one piece
@@ -76,9 +76,10 @@ export class Tree {
   }
 
   branch(branch, size) {
-    const said = `${number(branch.blocks * size)} tokens`;
+    const said = counted(branch.blocks * size, "token");
     const name = make("span", "name", make("strong", "", said),
-      make("span", "soft", ` ${number(branch.blocks)} blocks, ${branch.name.slice(-16, -8)}…`));
+      make("span", "soft",
+        ` ${counted(branch.blocks, "block")}, ${branch.name.slice(-16, -8)}…`));
     const run = make("span", "run", name, this.bar(branch), this.holders(branch));
     const item = make("li", "branch");
     item.dataset.branch = branch.name;

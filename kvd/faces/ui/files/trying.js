@@ -78,7 +78,8 @@ export class Trying {
     if (schema.type === "object") {
       const { properties = {}, required = [] } = schema;
       const wanted = Object.keys(properties).filter((each) =>
-        required.includes(each) || each === "token_ids" || each === "messages");
+        required.includes(each) || each in this.known ||
+        each === "token_ids" || each === "messages");
       return Object.fromEntries(wanted.map((each) => [each, this.example(properties[each], each)]));
     }
     if (schema.type === "array") {
