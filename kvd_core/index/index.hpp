@@ -211,7 +211,10 @@ class Index {
       }
     }
     ranks_[id].windows.push_back({layer, blocks});
+    windowed_ = true;
   }
+
+  bool windowed() const { return windowed_; }  // some rank may have windows
 
   // Notes that an engine has told of so many blocks of a lower tier at once: as long as they are
   // always as many, they are its chunk.
@@ -457,6 +460,7 @@ class Index {
   Placements* placements_ = nullptr;
   bool linked_ = false;  // some rank is seen as another
   bool chunked_ = false;
+  bool windowed_ = false;
   std::unordered_map<RankId, std::vector<RankId>> aliases_;  // of those seen as kMany
   size_t max_parked_ = kMaxParked;
   ParkedQueue order_;

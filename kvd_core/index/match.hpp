@@ -217,6 +217,7 @@ class Match {
   }
 
   void apply_windows(const Index& index, Only only) {
+    if (!index.windowed()) return;
     for (size_t i = 0; i < touched_.size(); ++i) {
       const RankId id = touched_[i];
       const Rank& rank = index.rank(id);

@@ -203,42 +203,45 @@ struct RareState {
   size_t exceptions() const { return copies.size() + shared.size(); }
 };
 
-// What a rank's stream has told, beside its blocks.
+// What a rank's stream has told, beside its blocks. What a match reads of each rank that it meets
+// lies together behind a cache line's beginning, with `Rank::live`: with hundreds of ranks a match
+// takes as long as it touches cache lines.
 struct RankTraits {
   std::vector<CacheGroup> groups;
-  std::vector<Window> windows;
   int32_t main_group = -1;      // the full-attention group whose blocks are the prefix
   bool numbers_groups = false;  // its stream numbers cache groups
   bool plain = false;           // its stream has told of blocks without numbering groups
+  bool listed = false;          // registered, so it is shown without a match too
+  bool offloads = false;        // its stream names lower-tier blocks by hash alone
   uint32_t dp_rank = 0;
   uint32_t heard_from = kNone;  // the dp rank whose stream has spoken for it
-  bool listed = false;          // registered, so it is shown without a match too
-  bool salted = false;          // its stream says which blocks carry a cache salt
-  bool offloads = false;        // its stream names lower-tier blocks by hash alone
-  // Blocks that its engine puts on lower tiers, and loads from there, as one; 0 unknown, 1 each
-  // alone.
-  uint32_t chunk = 0;
-  bool settling = false;  // took blocks from a dump; its stream may tell of them once more
-  bool restored = false;  // took blocks from a dump, and no batch has spoken for it since
+  uint32_t owner = kNone;       // in the chronicle (index/chronicle.hpp)
+  uint64_t noted = 0;           // changes of it there, overwritten ones included
+  bool settling = false;        // took blocks from a dump; its stream may tell of them once more
+  bool restored = false;        // took blocks from a dump, and no batch has spoken for it since
+  bool alias_only = false;  // a worker's, for a conductor's to be seen as only (index/worker.hpp)
+
+  alignas(64) std::vector<Window> windows;
   // A conductor's rank counts for workers as the rank that it stands for, kMany, kAll, or not at
   // all.
   RankId alias_of = kNone;
+  // Blocks that its engine puts on lower tiers, and loads from there, as one; 0 unknown, 1 each
+  // alone.
+  uint32_t chunk = 0;
+  bool salted = false;  // its stream says which blocks carry a cache salt
   bool hidden = false;
-  bool published = false;   // a conductor's, which knows itself what its parked blocks wait for
-  bool alias_only = false;  // a worker's, for a conductor's to be seen as only (index/worker.hpp)
-  uint32_t owner = kNone;   // in the chronicle (index/chronicle.hpp)
-  uint64_t noted = 0;       // changes of it there, overwritten ones included
+  bool published = false;  // a conductor's, which knows itself what its parked blocks wait for
 };
 
 struct Rank : RankTraits {
   // The tiers of the main group, the ghosts, for each tier all its other groups, other media.
   static constexpr size_t kCounters = kFirstGroupLayer + kTierLayers + 1;
 
+  bool live = false;      // false: retired, invisible, waiting for its sweep
+  uint32_t sweep_at = 0;  // where the sweep of a retired rank goes on
   Names names;
   std::unique_ptr<RareState> rare;
   uint64_t held[kCounters] = {};
-  uint32_t sweep_at = 0;  // where the sweep of a retired rank goes on
-  bool live = false;      // false: retired, invisible, waiting for its sweep
 
   RareState& rare_state() {
     if (rare == nullptr) rare = std::make_unique<RareState>();
