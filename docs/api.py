@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -96,13 +96,21 @@ def members_of(content: Schema) -> Iterator[str]:
         if media != "application/json":
             yield f"{media}"
             continue
-        for each in schema.get("anyOf", schema.get("oneOf", [schema])):
+        unions = [schema] if "properties" in schema else schema.get("anyOf", schema.get("oneOf"))
+        for each in unions or [schema]:
             if each.get("properties"):
                 needed = set(each.get("required", ()))
                 rows = each["properties"].items()
-                yield ", ".join(described(name, of, needed=name in needed) for name, of in rows)
+                listed = ", ".join(described(name, of, needed=name in needed) for name, of in rows)
+                yield one_of(each.get("anyOf", ())) + listed
             else:
                 yield kind(each)
+
+
+def one_of(alternatives: Iterable[Schema]) -> str:
+    """Says of which members a body needs one, before its list of members."""
+    needed = [f"**`{name}`**" for each in alternatives for name in each["required"]]
+    return f"{' or '.join(needed)}; " if needed else ""
 
 
 def answers_of(responses: Schema) -> Iterator[str]:

@@ -181,10 +181,16 @@ def test_a_question_can_be_posted(open_window: OpenWindow, fleet: Pictured) -> N
 
 
 def test_examples_name_a_model_that_is_there(open_window: OpenWindow, fleet: Pictured) -> None:
+    url = str(fleet.client.base_url).rstrip("/")  # the selection service, which has all of these
     window = open_window(fleet)
+    window.page.goto(f"{url}/ui")
     window.until("#rank-count", f"{WORKERS} ranks")
-    window.page.goto(f"{fleet.url}/ui#try")
-    for route, answered in (("POST /query", "scores"), ("POST /explain", "choices")):
+    window.page.goto(f"{url}/ui#try")
+    for route, answered in (
+        ("POST /select", "worker_id"),
+        ("POST /explain", "choices"),
+        ("POST /busy_threshold", "active_decode_blocks_threshold"),
+    ):
         window.page.select_option("#try-route", label=route)
         window.page.click("#try-form button[type=submit]")
         window.until("#try-text", answered)

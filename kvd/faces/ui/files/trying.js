@@ -25,10 +25,10 @@ export class Trying {
     });
   }
 
-  show({ models }) {
-    const [first] = models;
+  show({ models, ranks }) {
+    const [first] = [...models, ...ranks];  // the slot tracker's ranks may have no index
     if (first) {
-      const { model_name, tenant_id, block_size } = first;
+      const { model_name, tenant_id, block_size = 16 } = first;
       this.known = { model_name, tenant_id, block_size, model: model_name };
     }
   }
@@ -73,12 +73,13 @@ export class Trying {
     if (schema.example !== undefined) return schema.example;
     if (schema.const !== undefined) return schema.const;
     if (schema.enum) return schema.enum[0];
-    if (schema.anyOf) return this.example(schema.anyOf[0], name);
+    if (schema.anyOf && !schema.properties) return this.example(schema.anyOf[0], name);
     if (this.known[name] !== undefined) return this.known[name];
     if (schema.type === "object") {
-      const { properties = {}, required = [] } = schema;
+      const { properties = {}, required = [], anyOf: [first] = [] } = schema;
+      const needed = [...required, ...(first?.required ?? [])];
       const wanted = Object.keys(properties).filter((each) =>
-        required.includes(each) || each in this.known ||
+        needed.includes(each) || each in this.known ||
         each === "token_ids" || each === "messages");
       return Object.fromEntries(wanted.map((each) => [each, this.example(properties[each], each)]));
     }
