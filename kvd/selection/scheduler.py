@@ -343,7 +343,8 @@ class Scheduler:
             )
             for at, row in enumerate(pool.explain(settings, eligible, factors))
         ]
-        return Weighed(phase, attempt.basis, settings, chances, rows)
+        policy = Policy.of(ask.settings)
+        return Weighed(phase, attempt.basis, policy, settings, chances, rows)
 
     def _within_slo(
         self, candidates: Candidates, limit_s: float, settings: Settings, ranks: Ranks

@@ -6,6 +6,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from kvd.selection.phases import Phase
+from kvd.selection.policies import Policy
 from kvd.wire.event_stream import StreamHealth
 from kvd_core.selector.selector import Chance, Explained
 from kvd_core.selector.settings import LEAST_LOADED, RANDOM, ROUND_ROBIN, Settings
@@ -55,6 +56,7 @@ class Weighed(NamedTuple):
 
     phase: Phase | None
     basis: Basis
+    policy: Policy  # the request's; decoding is by blocks in use, whatever it is
     settings: Settings
     chances: list[Chance] | int  # of the ranks by their positions; an int: why none is chosen
     ranks: list[WeighedRank]  # in the order of the pool

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from examples.engine.caches import BLOCK_SIZE
 from kvd.cli.main import main
 from kvd.faces.explain.answers import MAX_CANDIDATES
 from tests.conformance.failure import show, wait_until
+from tests.support.budget import scaled
 from tests.support.documented import documented
 from tests.support.patients import FACES, WITHIN_S, Patient, Rank, prompt, running_patient
 from tests.support.ports import find_free_port
@@ -110,6 +112,71 @@ def test_a_choice_is_explained_as_it_is_made(patient: Patient) -> None:
     ]
     for face in FACES:
         assert explained(patient, face, token_ids=tokens)["choices"] == found["choices"]
+
+
+def test_each_phase_is_explained(patient: Patient) -> None:
+    """Under any policy decoding goes where the fewest blocks are in use."""
+    for worker_id, role in enumerate(("prefill", "decode", "decode"), 1):
+        patient.worker(worker_id, None, role=role)
+    asked, tokens = {"model_name": "m", "token_ids": prompt(11, 3)}, prompt(12, 3)
+    booked = patient.post("selection", "/select_and_reserve", asked)
+    prefill, decode = explained(patient, token_ids=tokens, phase="both")["choices"]
+    assert (prefill["phase"], prefill["unit"]) == ("prefill", "tokens")
+    assert prefill["chosen"]["worker_id"] == "1"
+    assert (decode["phase"], decode["unit"]) == ("decode", "blocks")
+    assert decode["chosen"]["worker_id"] in {"2", "3"} - {str(booked["worker_id"])}
+    for each in (prefill, decode):
+        assert (each["by"], each["router_policy"]) == ("cost", "kvd")
+        for row in each["candidates"]:
+            assert sum(term["cost"] for term in row["terms"]) == row["cost"]
+    (alone,) = explained(patient, token_ids=tokens, phase="decode")["choices"]
+    assert alone == decode
+
+
+def a_question(chance: Random) -> Json:
+    """Returns a prompt like those of others, and whatever else a choice may depend on."""
+    found: Json = {"token_ids": prompt(13, 3)[: chance.randrange(3 * BLOCK_SIZE)]}
+    found["token_ids"] += [chance.randrange(3) for _ in range(chance.randrange(40))]
+    drawn = {
+        "cache_salt": ["a", "b"],
+        "lora_name": ["tuned"],
+        "is_eagle": [True],
+        "phase": ["prefill", "decode", "both"],
+        "router_policy": ["dynamo", "kvd", "kvd,queued=0.3", "lmetric", "ramjet"],
+        "allowed_worker_ids": [[1, 2], [2, 3, 9]],
+        "pinned_worker": [{"worker_id": 2, "dp_rank": 0}],
+        "slo_ttft_ms": [100.0],
+        "router_config_override": [{"router_mode": "least-loaded"}, {"overlap_score_credit": 0.5}],
+    }
+    chosen = {name: chance.choice(ways) for name, ways in drawn.items() if chance.random() < 0.25}
+    return {"model_name": "m", **found, **chosen}
+
+
+def test_whatever_is_asked_is_explained_as_it_is_chosen(patient: Patient) -> None:
+    chance = Random(1)
+    for worker_id, role in enumerate(("both", "prefill", "decode"), 1):
+        patient.worker(worker_id, None, role=role)
+    (engine,) = ranks(patient, 4)
+    engine.serve(prompt(13, 3))
+    wait_blocks(patient, prompt(13, 3), "4", 3)
+    for number in range(scaled(60)):
+        asked = a_question(chance)
+        answer = patient.clients["selection"].post("/explain", json=asked)
+        select = patient.clients["selection"].post("/select", json=asked)  # it may take a turn
+        assert answer.status_code == 200, (asked, answer.text)
+        choices = answer.json()["choices"]
+        for each in choices:
+            for row in each["candidates"]:
+                assert sum(term["cost"] for term in row["terms"]) * row["preference"] == row["cost"]
+        rows = {row["worker_id"]: row for row in choices[-1]["candidates"]}  # of who decodes
+        if select.status_code == 200:
+            chance_of = rows[str(select.json()["worker_id"])]["chance"]
+            assert chance_of > 0, asked
+            assert sum(row["chance"] or 0 for row in rows.values()) == pytest.approx(1)
+        else:
+            assert choices[-1]["chosen"] is None, (asked, select.text)
+        booking = {**asked, "reservation_id": f"random-{number}"}
+        patient.clients["selection"].post("/select_and_reserve", json=booking)
 
 
 def test_nothing_is_booked_drawn_or_counted(patient: Patient) -> None:

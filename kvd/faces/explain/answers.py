@@ -8,7 +8,6 @@ from typing import Any
 from kvd.faces.explain.questions import BookedRequest, ExplainRequest, HashedPrompt
 from kvd.faces.explain.traces import Event, TracedRank, Traces
 from kvd.selection.options import RouterMode
-from kvd.selection.policies import Policy
 from kvd.selection.weighing import Basis, Weighed, WeighedRank
 from kvd_core.index.chronicle import Chronicle
 from kvd_core.index.prefix_index import TIERS
@@ -72,7 +71,7 @@ class Narrator:
             "phase": weighed.phase,
             "by": weighed.basis,
             "router_mode": RouterMode.of(weighed.settings),
-            "router_policy": str(Policy.of(weighed.settings)),
+            "router_policy": str(weighed.policy),
             "temperature": members["temperature"],
             "unit": UNITS.get(weighed.basis, unit),
             "refusal": refusal,
