@@ -98,7 +98,9 @@ class FaceClient:
         finally:
             connection.close()
         if body is not None and answer.status in WRONG:
-            raise FaceRefused(json.loads(text)["error"])
+            error = json.loads(text)["error"]
+            # The gateway's has OpenAI's form.
+            raise FaceRefused(error["message"] if isinstance(error, dict) else error)
         if answer.status != 200:
             raise OSError(f"{path}: {answer.status} {answer.reason}{HINTS.get(answer.status, '')}")
         return text

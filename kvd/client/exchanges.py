@@ -172,4 +172,6 @@ def _text(body: bytes) -> str:
         said = json.loads(body)["error"]
     except (ValueError, LookupError, TypeError):  # not kvd's: a proxy's page, or nothing
         said = body.decode(errors="replace").strip()[:MAX_TEXT]
+    if isinstance(said, dict) and "message" in said:  # the gateway's, in OpenAI's form
+        said = said["message"]
     return said if isinstance(said, str) else json.dumps(said)[:MAX_TEXT]

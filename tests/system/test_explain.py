@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from random import Random
@@ -19,8 +19,10 @@ from kvd.faces.explain.answers import MAX_CANDIDATES
 from tests.conformance.failure import show, wait_until
 from tests.support.budget import scaled
 from tests.support.documented import documented
+from tests.support.gateways import gateway_of
 from tests.support.patients import FACES, WITHIN_S, Patient, Rank, prompt, running_patient
 from tests.support.ports import find_free_port
+from tests.support.processes import Server
 
 Capture = pytest.CaptureFixture[str]
 Json = dict[str, Any]
@@ -405,3 +407,15 @@ def test_the_command_says_what_is_wrong(
     wrong.write_text("1 2 3")
     assert main(["explain", str(wrong), *nowhere]) == 2
     assert "kvd does not answer: indexer" in capsys.readouterr().err
+
+
+async def test_a_gateway_says_what_is_wrong(
+    kvd_process: Callable[..., Server], capsys: Capture
+) -> None:
+    """Its errors have the form of OpenAI's."""
+    away = f"http://127.0.0.1:{find_free_port()}"
+    async with gateway_of(kvd_process, [away], count=0) as client:
+        off = [f"--{face}-bind=off" for face in FACES]
+        bind = f"--gateway-bind={client.http.base_url.netloc.decode()}"
+        assert main(["explain", "--request=r-1", *off, bind]) == 1
+        assert capsys.readouterr().err == "kvd: reservation r-1 not found\n"

@@ -116,7 +116,8 @@ def test_tokens_have_an_error_of_their_own() -> None:
     ("body", "text"),
     [
         (b'{"error":"all workers are busy"}', "all workers are busy"),
-        (b'{"error":{"message":"m"}}', '{"message": "m"}'),
+        (b'{"error":{"message":"m","code":"c"}}', "m"),
+        (b'{"error":{"code":"c"}}', '{"code": "c"}'),
         (b"<html>" + b"x" * 5000, "<html>" + "x" * 994),
         (b"[1]", "[1]"),
         (b"\xff", "\ufffd"),
