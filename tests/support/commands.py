@@ -1,4 +1,4 @@
-"""Runs commands of kvd that end by themselves, one after the other in one process of their own."""
+"""Runs commands of kvd that end by themselves."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from tempfile import TemporaryFile
+from typing import IO
 
+from tests.support.forking import start_process
 from tests.support.processes import REPOSITORY, STOP_DEADLINE_S, clean_environment
 
 # The end of what one command says on standard error; kvd writes no such byte there.
@@ -25,14 +28,31 @@ print(json.dumps(codes))
 
 @dataclass(frozen=True)
 class Ended:
-    """A command that has ended: its exit code, and what it has said on standard error."""
+    """A command that has ended: its exit code, and what it has said."""
 
     code: int
+    stdout: str
     stderr: str
 
 
-def run_each(commands: Sequence[Sequence[str]], under: Sequence[str] = ()) -> list[Ended]:
-    """Runs each command, all of them by the command `under` if there is one."""
+def run_command(*arguments: str, stdout: IO[bytes] | None = None, **environ: str) -> Ended:
+    """Runs one command in a process of its own; what it writes goes to `stdout` if there is one."""
+    with TemporaryFile() as output, TemporaryFile() as errors:
+        command = [sys.executable, "-m", "kvd", *arguments]
+        process = start_process(command, clean_environment(**environ), stdout or output, errors)
+        try:
+            code = process.wait(STOP_DEADLINE_S)
+        finally:
+            process.kill()
+        said = []
+        for file in (output, errors):
+            file.seek(0)
+            said.append(file.read().decode())
+    return Ended(code, *said)
+
+
+def run_each(commands: Sequence[Sequence[str]], under: Sequence[str]) -> list[Ended]:
+    """Runs commands one after the other in one process, which the command `under` starts."""
     command = [*under, sys.executable, "-c", CHILD, json.dumps(commands)]
     ended = subprocess.run(
         command,
@@ -45,4 +65,6 @@ def run_each(commands: Sequence[Sequence[str]], under: Sequence[str] = ()) -> li
     )
     assert ended.returncode == 0, ended.stderr
     said = ended.stderr.split(END)[:-1]
-    return [Ended(*each) for each in zip(json.loads(ended.stdout), said, strict=True)]
+    return [
+        Ended(code, "", text) for code, text in zip(json.loads(ended.stdout), said, strict=True)
+    ]

@@ -1,8 +1,8 @@
-"""Starts processes of kvd, and simulated engines, without half a second of imports each.
+"""Starts processes of kvd, simulated engines and the demo, without half a second of imports each.
 
-A process that has imported both and done nothing else, the forker, forks for each of them. What
-follows is what `python -m kvd` does, or `python -m examples.engine`: `main` with these arguments,
-in this environment, in a process of its own. Once that has returned, the process ends: to take the
+A process that has imported them and done nothing else, the forker, forks for each of them. What
+follows is what `python -m kvd` does, or another of `FORKED`: `main` with these arguments, in this
+environment, in a process of its own. Once that has returned, the process ends: to take the
 interpreter down piece by piece would write to every page that the two share, and so copy it, which
 took as much CPU time as all of the start. Tests of the start itself, or of kvd under another
 command, run the command.
@@ -11,6 +11,7 @@ command, run the command.
 from __future__ import annotations
 
 import atexit
+import fcntl
 import functools
 import gc
 import json
@@ -21,13 +22,17 @@ import signal
 import socket
 import subprocess
 import sys
+import termios
 from pathlib import Path
 from threading import Lock
 from typing import IO, Any
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MESSAGE_BYTES = 1 << 17  # of an environment with room to spare; a socket takes more at once
-FORKED = ("kvd", "examples.engine")
+FORKED = ("kvd", "examples.engine", "examples.demo")
+STANDARD = 3  # descriptors
+MOST_DESCRIPTORS = 16  # standard ones and passed sockets
+ASIDE = 100  # a number that no descriptor of a new process has
 
 
 class Forker:
@@ -93,13 +98,41 @@ class Forked:
 
 
 def start_process(
-    command: list[str], environ: dict[str, str], stdout: IO[bytes], stderr: IO[bytes]
+    command: list[str],
+    environ: dict[str, str],
+    stdout: IO[bytes],
+    stderr: IO[bytes],
+    session: bool = False,
 ) -> Forked | subprocess.Popen[bytes]:
-    """Starts a command, by forking if it is one of FORKED and nothing more."""
-    if command[:2] != [sys.executable, "-m"] or command[2] not in FORKED:
-        return subprocess.Popen(command, cwd=REPOSITORY, env=environ, stdout=stdout, stderr=stderr)
-    forker, descriptors = the_forker(), (stdout.fileno(), stderr.fileno())
-    pid = forker.ask("start", command[2:], environ, descriptors=descriptors)
+    """Starts a command without input, by forking if it is one of FORKED and nothing more."""
+    if command[:2] == [sys.executable, "-m"] and command[2] in FORKED:
+        with open(os.devnull, "rb") as stdin:
+            standard = (stdin.fileno(), stdout.fileno(), stderr.fileno())
+            return fork(command[2:], environ, standard, session=session)
+    return subprocess.Popen(
+        command,
+        cwd=REPOSITORY,
+        env=environ,
+        stdout=stdout,
+        stderr=stderr,
+        start_new_session=session,
+    )
+
+
+def fork(
+    command: list[str],
+    environ: dict[str, str],
+    standard: tuple[int, int, int],
+    *passed: int,
+    session: bool = False,
+) -> Forked:
+    """Forks a process with these standard descriptors, and leads a session with it if asked to.
+
+    Sockets are `passed` as a service manager does (sd_listen_fds(3)). A terminal that is the
+    standard input becomes that of the session.
+    """
+    forker = the_forker()
+    pid = forker.ask("start", command, environ, session, descriptors=(*standard, *passed))
     assert pid is not None
     return Forked(forker, pid)
 
@@ -116,14 +149,14 @@ def serve() -> list[str] | None:
     """Answers questions; returns module and arguments in each child, None in the forker's end."""
     control = socket.socket(fileno=os.dup(0))
     while True:
-        message, descriptors, _, _ = socket.recv_fds(control, MESSAGE_BYTES, 2)
+        message, descriptors, _, _ = socket.recv_fds(control, MESSAGE_BYTES, MOST_DESCRIPTORS)
         if not message:
             return None
         question, *details = json.loads(message)
         answer = look_after(*details) if question == "poll" else os.fork()
         if answer == 0 and question == "start":
             control.close()
-            return become(*details, *descriptors)
+            return become(descriptors, *details)
         for descriptor in descriptors:
             os.close(descriptor)
         control.send(json.dumps(answer).encode())
@@ -135,14 +168,30 @@ def look_after(pid: int) -> int | None:
     return os.waitstatus_to_exitcode(status) if ended else None
 
 
-def become(command: list[str], environ: dict[str, str], stdout: int, stderr: int) -> list[str]:
+def become(
+    descriptors: list[int], command: list[str], environ: dict[str, str], session: bool
+) -> list[str]:
     """Takes over arguments, environment and descriptors, and returns module and arguments."""
-    stdin = os.open(os.devnull, os.O_RDONLY)
-    for descriptor, standard in ((stdin, 0), (stdout, 1), (stderr, 2)):
-        os.dup2(descriptor, standard)
-        os.close(descriptor)
     os.environ.clear()
     os.environ.update(environ)
+    passed = len(descriptors) - STANDARD
+    if passed:
+        os.environ |= {"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": str(passed)}
+    # Out of the way first: one may have the number that another one is to have.
+    aside = [fcntl.fcntl(each, fcntl.F_DUPFD, ASIDE) for each in descriptors]
+    for descriptor in descriptors:
+        os.close(descriptor)
+    for number, descriptor in enumerate(aside):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    if session:
+        os.setsid()
+        if os.isatty(0):
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    # As the interpreter opens them at its start, where it looks at what they are.
+    encoding = environ.get("PYTHONIOENCODING", "utf-8")
+    sys.stdout = open(1, "w", encoding=encoding, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", 1, encoding, "backslashreplace", closefd=False)  # noqa: SIM115
     sys.argv = command
     return command
 
@@ -154,6 +203,7 @@ if __name__ == "__main__":
     import kvd.app.processes
     import kvd.http.app
     import kvd.shared_state.service  # noqa: F401
+    from examples.demo.__main__ import main as run_demo
     from examples.engine.__main__ import main as run_engine
     from kvd.cli.main import main as run_kvd
 
@@ -164,7 +214,8 @@ if __name__ == "__main__":
     if told is None:
         sys.exit(0)
     module, *arguments = told
-    code = {"kvd": run_kvd, "examples.engine": run_engine}[module](arguments)
+    mains = dict(zip(FORKED, (run_kvd, run_engine, run_demo), strict=True))
+    code = mains[module](arguments)
     gc.collect()  # what the daemon has left in circles is freed, too
     sys.stdout.flush()
     sys.stderr.flush()

@@ -33,13 +33,20 @@ SERVICE_VARIABLES = (
 class Server:
     """A server process under test, its standard output and error in files."""
 
-    def __init__(self, command: list[str], folder: Path, port: int, environ: dict[str, str]):
+    def __init__(
+        self,
+        command: list[str],
+        folder: Path,
+        port: int,
+        environ: dict[str, str],
+        session: bool = False,
+    ) -> None:
         self.port = port
         self.base_url = f"http://127.0.0.1:{port}"
         self._output = folder / f"{port}.stdout"
         self._errors = folder / f"{port}.stderr"
         with self._output.open("wb") as output, self._errors.open("wb") as errors:
-            self.process = start_process(command, environ, output, errors)
+            self.process = start_process(command, environ, output, errors, session)
 
     @property
     def stdout(self) -> str:

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,8 +17,9 @@ import pytest
 
 from kvd.telemetry.stderr import MAX_WAITING_BYTES
 from tests.support import exposition
+from tests.support.forking import start_process
 from tests.support.ports import find_free_port
-from tests.support.processes import REPOSITORY, Server, clean_environment
+from tests.support.processes import Server, clean_environment
 from tests.support.running import running
 
 QUERY = {"model_name": "m", "token_ids": [1, 2, 3, 4]}
@@ -112,14 +112,8 @@ def stuck() -> Iterator[tuple[int, int]]:
     port = find_free_port()
     reading, writing = os.pipe()
     command = [sys.executable, "-m", "kvd", "indexer", "--port", str(port)]
-    process = subprocess.Popen(
-        command,
-        cwd=REPOSITORY,
-        env=clean_environment(KVD_ACCESS_LOG="true"),
-        stdout=subprocess.DEVNULL,
-        stderr=writing,
-    )
-    os.close(writing)
+    with os.fdopen(writing, "wb") as pipe:
+        process = start_process(command, clean_environment(KVD_ACCESS_LOG="true"), pipe, pipe)
     try:
         first = b""
         while b"event=serving" not in first:

@@ -1,4 +1,4 @@
-"""Sockets and messages of a service manager, played by the test around an exec of kvd."""
+"""Sockets and messages of a service manager, played by the test."""
 
 from __future__ import annotations
 
@@ -23,19 +23,18 @@ import pytest
 from kvd.cli import face_client
 from kvd.cli.main import main
 from kvd.platform import activation
+from tests.support.forking import Forked, fork
 from tests.support.ports import find_free_port
 from tests.support.processes import POLL_S, START_DEADLINE_S, clean_environment
 
 # Moves descriptors to where systemd passes them and becomes kvd: the process must name itself.
 EXEC = """
 import fcntl, json, os, sys
-descriptors, names, command = json.loads(sys.argv[1])
+descriptors, command = json.loads(sys.argv[1])
 high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 100) for fd in descriptors]
 for at, fd in enumerate(high, start=3):
     os.dup2(fd, at)
 os.environ |= {"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": str(len(high))}
-if names is not None:
-    os.environ["LISTEN_FDNAMES"] = names
 os.execv(command[0], command)
 """
 
@@ -63,17 +62,34 @@ class Manager:
         self._messages.bind(os.fspath(folder / "notify"))
         self._messages.settimeout(START_DEADLINE_S)
 
-    def start(self, *arguments: str, **environ: str) -> subprocess.Popen[bytes]:
+    def start(self, *arguments: str, **environ: str) -> Forked:
+        descriptors = [sock.fileno() for sock in self._sockets]
+        with open(os.devnull, "r+b") as null, (self._folder / "stderr").open("ab") as errors:
+            return fork(
+                ["kvd", *arguments],
+                self._environ(environ),
+                (null.fileno(), null.fileno(), errors.fileno()),
+                *descriptors,
+            )
+
+    def execute(self, *arguments: str, **environ: str) -> subprocess.Popen[bytes]:
+        """Starts the command itself, as the real one does."""
         descriptors = [sock.fileno() for sock in self._sockets]
         command = [sys.executable, "-m", "kvd", *arguments]
-        environ["NOTIFY_SOCKET"] = os.fspath(self._folder / "notify")
         with (self._folder / "stderr").open("ab") as errors:
             return subprocess.Popen(
-                [sys.executable, "-c", EXEC, json.dumps([descriptors, self._names, command])],
+                [sys.executable, "-c", EXEC, json.dumps([descriptors, command])],
                 pass_fds=descriptors,
-                env=clean_environment(PYTHONPATH=os.getcwd(), **environ),
+                env=self._environ(environ),
                 stderr=errors,
             )
+
+    def _environ(self, further: dict[str, str]) -> dict[str, str]:
+        """Returns all but what only the new process knows, which is its id."""
+        further["NOTIFY_SOCKET"] = os.fspath(self._folder / "notify")
+        if self._names is not None:
+            further["LISTEN_FDNAMES"] = self._names
+        return clean_environment(**further)
 
     @property
     def stderr(self) -> str:
@@ -93,7 +109,7 @@ class Manager:
 @contextmanager
 def managed(
     folder: Path, sockets: list[socket.socket], names: str | None, *arguments: str, **environ: str
-) -> Iterator[tuple[Manager, subprocess.Popen[bytes]]]:
+) -> Iterator[tuple[Manager, Forked]]:
     """Runs a kvd that is ready; it must end with exit code 0 on SIGTERM."""
     manager = Manager(folder, sockets, names)
     process = manager.start(*arguments, **environ)
@@ -169,7 +185,7 @@ def test_a_restart_refuses_nobody(tmp_path: Path) -> None:
 
         arguments = ("indexer",)
         manager = Manager(tmp_path, [sock], "indexer")
-        process = manager.start(*arguments)
+        process: Forked | subprocess.Popen[bytes] = manager.execute(*arguments)
         clients = [Thread(target=ask) for _ in range(4)]
         try:
             manager.heard(b"READY=1")
@@ -206,7 +222,7 @@ def test_a_socket_of_no_face_is_refused(tmp_path: Path) -> None:
     with ExitStack() as stack:
         sock = listening(stack)
         binds = [f"--{face}-bind=127.0.0.1:0" for face in ("indexer", "slot-tracker", "selection")]
-        said = refused(tmp_path, [sock], "indexr", *binds)
+        said = refused(tmp_path, [sock], "indexr", *binds, "--conductor-bind=off")
         assert f"belong to no face: indexr (127.0.0.1:{port_of(sock)});" in said
 
 

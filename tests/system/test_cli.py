@@ -6,8 +6,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,9 +25,9 @@ from kvd.config.load import DEFAULTS, FACE_BINDS, load
 from kvd.config.parsers import OFF, parse_face_binds
 from kvd.config.settings import COMMON, GROUPS, SELECT_SERVICE_SETTINGS, SETTINGS
 from kvd.platform.descriptors import LEAST
-from tests.support.commands import Ended, run_each
+from tests.support.commands import Ended, run_command, run_each
 from tests.support.ports import find_free_port
-from tests.support.processes import REPOSITORY, Server, clean_environment
+from tests.support.processes import Server
 from tests.support.running import running, running_both
 
 ENDPOINT = "tcp://127.0.0.1:5557"
@@ -124,7 +122,7 @@ def test_too_few_descriptors_are_one_line(limit: int) -> None:
     few = ["prlimit", f"--nofile={limit}:{limit}"]
     faces = [[face] for face in ("serve", "indexer", "slot-tracker", "select-service", "conductor")]
     said = f"kvd: {limit} descriptors are too few, kvd needs {LEAST} (ulimit -n)\n"
-    assert run_each(faces, under=few) == [Ended(os.EX_CONFIG, said)] * len(faces)
+    assert run_each(faces, under=few) == [Ended(os.EX_CONFIG, "", said)] * len(faces)
 
 
 def test_a_bad_value_says_what_would_be_good(capsys: pytest.CaptureFixture[str]) -> None:
@@ -300,7 +298,7 @@ def test_a_port_in_use_is_a_start_error() -> None:
             f"--conductor-bind 127.0.0.1:{port}",
             f"slot-tracker --port 0 --replica-sync-port {port}",
         ]
-        for ended in run_each([command.split() for command in commands]):
+        for ended in (run_command(*command.split()) for command in commands):
             assert ended.code == 1  # it may be free in a moment
             assert f"127.0.0.1:{port}" in ended.stderr
             assert ended.stderr.count("\n") == 1, ended.stderr
@@ -315,7 +313,8 @@ def test_a_port_in_use_for_tls_is_one_line_too(certificate: Path) -> None:
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         bind = f"127.0.0.1:{taken.getsockname()[1]}"
-        in_use, bad = run_each([start(bind, cert), start("127.0.0.1:0", key)])
+        in_use = run_command(*start(bind, cert))
+        bad = run_command(*start("127.0.0.1:0", key))
     assert in_use.code == 1 and f"cannot listen on {bind}" in in_use.stderr
     assert bad.code == os.EX_CONFIG and "cannot use" in bad.stderr  # no certificate in it
     for ended in (in_use, bad):
@@ -381,21 +380,11 @@ def test_an_interrupt_ends_it_well_as_a_sigterm_does(kvd_process: Callable[..., 
 
 
 def test_who_reads_what_a_command_says_may_leave() -> None:
-    command = [sys.executable, "-m", "kvd", "config", "docs"]
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "wb") as nobody, open("/dev/full", "wb") as full:
         for stdout, said in ((nobody, ""), (full, "kvd: cannot write: No space left on device\n")):
-            done = subprocess.run(
-                command,
-                cwd=REPOSITORY,
-                env=clean_environment(),
-                stdout=stdout,
-                stderr=subprocess.PIPE,
-                text=True,
-                check=False,
-            )
-            assert (done.returncode, done.stderr) == (1, said)
+            assert run_command("config", "docs", stdout=stdout) == Ended(1, "", said)
 
 
 def test_both_faces_are_one_process(tmp_path: Path) -> None:

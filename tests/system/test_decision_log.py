@@ -11,7 +11,7 @@ import pytest
 
 from kvd.cli.main import main
 from tests.support import exposition
-from tests.support.commands import run_each
+from tests.support.commands import run_command
 from tests.support.ports import find_free_port
 from tests.support.processes import Server
 
@@ -83,6 +83,6 @@ def test_a_log_that_cannot_be_written_is_said_at_the_start(tmp_path: Path) -> No
     binds = [f"--{face}-bind=off" for face in ("indexer", "slot-tracker", "conductor")]
     binds.append(f"--selection-bind=127.0.0.1:{find_free_port()}")
     path = tmp_path / "none" / "log"
-    (ended,) = run_each([["serve", *binds, "--decision-log", str(path)]])
+    ended = run_command("serve", *binds, "--decision-log", str(path))
     assert ended.code == 78
     assert f"decision_log: cannot write {path}: No such file or directory" in ended.stderr

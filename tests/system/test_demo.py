@@ -218,15 +218,15 @@ kvd_index_blocks 7
 
 
 class Demo(Server):
-    """The program in a process group of its own, as a shell with a terminal starts it."""
+    """The program in a session of its own, whose Ctrl-C reaches nobody else."""
 
     def __init__(self, folder: Path, port: int, *flags: str) -> None:
         others = ("SLOT_TRACKER", "SELECTION", "CONDUCTOR")
         environ = clean_environment(**{f"KVD_{name}_BIND": "off" for name in others})
         places = {"--indexer-bind": port, "--gateway-bind": find_free_port()}
         binds = [(flag, f"127.0.0.1:{at}") for flag, at in places.items() if flag not in flags]
-        command = ["setsid", sys.executable, "-m", "examples.demo", *chain(*binds), *flags]
-        super().__init__(command, folder, port, environ)
+        command = [sys.executable, "-m", "examples.demo", *chain(*binds), *flags]
+        super().__init__(command, folder, port, environ, session=True)
 
     def wait_live(self) -> None:
         self.wait_until(lambda: "answers exact" in self.stdout, "showing its live line")

@@ -7,8 +7,6 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -19,9 +17,10 @@ import pytest
 import trio
 
 from examples.engine.options import EngineOptions
+from tests.support.commands import run_command
 from tests.support.exposition import parse
 from tests.support.gateways import CHAT, Client, Running, engines, wait_serving
-from tests.support.processes import Server, clean_environment
+from tests.support.processes import Server
 from tests.support.zmtp_fakes import NOT_MY_FAULT_S, until
 
 Start = Callable[..., Server]
@@ -204,11 +203,8 @@ def test_an_address_in_use_ends_all_with_one_line(face: str) -> None:
         bind = f"127.0.0.1:{taken.getsockname()[1]}"
         binds = {"--gateway-bind": "127.0.0.1:0"} | {face: bind}
         flags = [part for each in binds.items() for part in each]
-        command = [sys.executable, "-m", "kvd", "gateway", "--processes", "2", *flags]
-        ended = subprocess.run(
-            command, env=clean_environment(), capture_output=True, text=True, check=False
-        )
-    assert ended.returncode == 1
+        ended = run_command("gateway", "--processes", "2", *flags)
+    assert ended.code == 1
     [line] = [line for line in ended.stderr.splitlines() if not line.startswith("ts=")]
     assert bind in line and "in use" in line
 

@@ -8,8 +8,6 @@ import random
 import re
 import signal
 import ssl
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -31,8 +29,9 @@ from tests.support.asking import (
     serving_faces,
 )
 from tests.support.budget import scaled
+from tests.support.commands import run_command
 from tests.support.ports import find_free_port
-from tests.support.processes import Server, clean_environment
+from tests.support.processes import Server
 from tests.support.reloading import daemon
 from tests.support.running import running, running_kvd
 
@@ -309,9 +308,8 @@ def test_a_reload_leaves_no_address_open(tmp_path: Path) -> None:
 
 def test_replicas_beyond_this_machine_hear_nothing_unasked(tmp_path: Path) -> None:
     flags = ["--replica-sync-port", str(find_free_port()), "--replica-sync-host", "0.0.0.0"]
-    command = [sys.executable, "-m", "kvd", "slot-tracker", "--port", "0", *flags]
-    ended = subprocess.run(command, capture_output=True, text=True, env=clean_environment())
-    assert ended.returncode == os.EX_CONFIG
+    ended = run_command("slot-tracker", "--port", "0", *flags)
+    assert ended.code == os.EX_CONFIG
     assert "any client could subscribe to the requests" in ended.stderr
     assert ended.stderr.count("\n") == 1
     with running_kvd(tmp_path, *flags, "--allow-unauthenticated", face="slot-tracker"):

@@ -8,18 +8,17 @@ import re
 import select
 import signal
 import struct
-import subprocess
-import sys
 import termios
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
 from kvd.faces.ui.history import MAX_RANKS
+from tests.support.commands import Ended, run_command
 from tests.support.engines import BLOCK_SIZE
+from tests.support.forking import fork
 from tests.support.pictured import MODEL, Pictured, pictured
 from tests.support.ports import find_free_port
 from tests.support.processes import clean_environment
@@ -49,15 +48,7 @@ class Terminal:
         environ = clean_environment(TERM=kind, PYTHONUTF8="1", PYTHONIOENCODING=encoding)
         for name in ("COLUMNS", "LINES"):  # a test runner's, which would go before the terminal's
             environ.pop(name, None)
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "kvd", *command],
-            stdin=inner,
-            stdout=inner,
-            stderr=inner,
-            env=environ,
-            start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-        )
+        self.process = fork(["kvd", *command], environ, (inner, inner, inner), session=True)
 
     def _size(self, width: int, height: int) -> None:
         fcntl.ioctl(self._outer, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
@@ -231,14 +222,6 @@ def test_it_needs_a_terminal_to_draw_on() -> None:
         terminal.close()
 
 
-def test_it_needs_a_terminal(tmp_path: Path) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-m", "kvd", "top"],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        env=clean_environment(),
-        cwd=tmp_path,
-    )
-    assert ended.returncode == 1
-    assert ended.stderr == "kvd: kvd top needs a terminal to draw on; `kvd status` writes lines\n"
+def test_it_needs_a_terminal() -> None:
+    said = "kvd: kvd top needs a terminal to draw on; `kvd status` writes lines\n"
+    assert run_command("top") == Ended(1, "", said)

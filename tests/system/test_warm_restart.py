@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import resource
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -22,6 +21,7 @@ from kvd.persistence.frames import Content, unpacked
 from kvd.persistence.reading import bookings_of, frames_of
 from kvd.persistence.registrations import ROWS
 from tests.support.budget import scaled
+from tests.support.commands import run_command
 from tests.support.engines import BLOCK_SIZE
 from tests.support.kvds import (
     PATIENCE_S,
@@ -374,9 +374,8 @@ def test_a_full_disk_costs_nothing_but_what_it_does_not_take(tmp_path: Path) -> 
         assert book(kvd, "lost").status_code == 201
         wait(lambda: kvd.metric("kvd_state_recording") == 0)  # the log is a file, too
         assert book(kvd, "served").status_code == 201
-        status = [sys.executable, "-m", "kvd", "status", "--interval=0"]
-        status += [f"--{face}-bind=127.0.0.1:{port}" for face, port in kvd.ports.items()]
-        said = subprocess.run(status, capture_output=True, text=True, env=clean_environment())
+        binds = [f"--{face}-bind=127.0.0.1:{port}" for face, port in kvd.ports.items()]
+        said = run_command("status", "--interval=0", *binds)
         assert "bookings NOT recorded" in said.stdout
         assert _live(kvd.state) == ["before"]
         _limit_files(pid, resource.RLIM_INFINITY)
