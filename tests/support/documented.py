@@ -67,6 +67,8 @@ class Documented:
         if not content:
             return None if not given and not body else f"{given}: no content is documented"
         known = given if given in content else str(given).partition(";")[0]
+        if known not in content and known.partition("/")[0] + "/*" in content:
+            known = known.partition("/")[0] + "/*"
         if known not in content:
             return f"content type {given} is not documented"
         schema = content[known]["schema"]
