@@ -263,7 +263,7 @@ class _Daemon:
         self._shared = self._share(config, told, ledgers, deduplicator, registrations)
         self._diagnoses = diagnoses_bound()
         self._explanations = explanations_bound()
-        rooms = _rooms(self._parts, ports)
+        rooms = _rooms(self._parts, ports, self._keeper, decisions)
         self._doctor = Doctor(rooms, ports.dialer, trio.current_time(), self._shared.shown)
         self._picture = Picture(_pictured(self._parts, ports))
         self._reloader = Reloader(
@@ -572,7 +572,12 @@ def _components(
     )
 
 
-def _rooms(parts: Components, ports: Ports) -> Rooms:
+def _rooms(
+    parts: Components, ports: Ports, keeper: Keeper | NoKeeper, decisions: RotatingWriter | None
+) -> Rooms:
+    failures = {"state directory": lambda: keeper.failures}
+    if decisions is not None:
+        failures["decision log"] = lambda: decisions.failed
     return Rooms(
         parts.state,
         parts.registry,
@@ -583,6 +588,7 @@ def _rooms(parts: Components, ports: Ports) -> Rooms:
         parts.gateway.upstreams,
         parts.gateway.choices,
         {face.name: face.authorizer for face in ports.apis.served},
+        failures,
     )
 
 

@@ -1,11 +1,11 @@
-"""Is there room for what engines cache?"""
+"""Is there room for what engines cache, and can files be written?"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from kvd.diagnosis.evidence import CapacityEvidence
-from kvd.diagnosis.findings import Finding, found, minutes
+from kvd.diagnosis.findings import Finding, counted, found, minutes
 
 
 def check_capacity(capacity: CapacityEvidence, watched_s: float) -> Iterator[Finding]:
@@ -22,3 +22,10 @@ def check_capacity(capacity: CapacityEvidence, watched_s: float) -> Iterator[Fin
         yield found("index_full", "index", evidence, "blocks", blocks=2 * capacity.max_blocks)
     else:
         yield found("index_full", "index", evidence, "hashes")
+
+
+def check_files(unwritten: Mapping[str, int], watched_s: float) -> Iterator[Finding]:
+    """Yields what could not be written lately."""
+    for name, failed in unwritten.items():
+        evidence = f"{counted(failed, 'write')} failed in {minutes(watched_s)}"
+        yield found("files_not_written", name, evidence)

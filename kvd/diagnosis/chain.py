@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from kvd.diagnosis.capacity import check_capacity
+from kvd.diagnosis.capacity import check_capacity, check_files
 from kvd.diagnosis.choices import check_choices
 from kvd.diagnosis.engines import check_engine
 from kvd.diagnosis.events import check_events
@@ -50,6 +50,7 @@ def walk(evidence: Evidence) -> Iterator[Finding | None]:
     yield from check_capacity(evidence.capacity, evidence.watched_s)
     yield from check_questions(evidence)
     yield from check_choices(evidence)
+    yield from check_files(evidence.unwritten, evidence.watched_s)
 
 
 def _bounded(findings: Iterable[Finding]) -> Iterator[Finding]:

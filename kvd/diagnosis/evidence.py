@@ -228,4 +228,5 @@ class Evidence:
     replicas: tuple[ReplicaEvidence, ...] = ()
     traffic: ReplicaTraffic = ReplicaTraffic()
     shared: SharedEvidence | None = None
+    unwritten: Mapping[str, Growth] = field(default_factory=dict)  # failed writes, by their place
     clock_lead_s: float = 0.0  # the most that a replica's clock was ahead lately

@@ -231,6 +231,13 @@ KINDS: Mapping[str, FindingKind] = {
         "a replica's clock is ahead of ours, so its session bindings win over newer ones",
         "timedatectl set-ntp true  # on the hosts of all replicas",
     ),
+    "files_not_written": FindingKind(
+        Severity.WARNING,
+        "the state directory or the decision log cannot be written, so a restart forgets more, or "
+        "choices are not recorded",
+        "make room, or let the user of kvd write there: event=state_failed or decision_log_failed "
+        "of the log has the path and the reason",
+    ),
 }
 
 

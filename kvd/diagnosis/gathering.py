@@ -76,6 +76,7 @@ class Rooms:
     upstreams: Upstreams
     choices: Choices  # of the gateway
     authorizers: Mapping[str, Authorizer]  # by face, of those that are served
+    failures: Mapping[str, Callable[[], int]]  # to write files, by what these keep
 
 
 class Gathering:
@@ -157,6 +158,7 @@ class Gathering:
             ),
             traffic=ReplicaTraffic(grown["replicas", "overflows"], grown["replicas", "missed"]),
             shared=_shared(shared()),
+            unwritten=_of(grown, "unwritten"),
             clock_lead_s=self._clock_lead_s(now),
         )
 
@@ -192,6 +194,8 @@ class Gathering:
             totals["outcome", SelectionOutcome(outcome)] += number
         for name, each in rooms.authorizers.items():
             totals["host", name] = each.refused["host"]
+        for name, count in rooms.failures.items():
+            totals["unwritten", name] = count()
         for asked, number in rooms.state.served.unknown.items():
             totals["unknown", PartitionKey(*asked)] = number
         for worker, number in self._bookings.items():

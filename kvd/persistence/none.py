@@ -15,6 +15,8 @@ from kvd.telemetry.metrics import Family
 class NoKeeper:
     """Has kept nothing, and keeps nothing."""
 
+    failures = 0
+
     def __init__(self) -> None:
         self.told = SharedUntil(None)
 

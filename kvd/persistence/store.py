@@ -354,13 +354,18 @@ class Keeper:
             if self._restored_index.is_set():
                 await self._write_index()
 
+    @property
+    def failures(self) -> int:
+        """How often a file could not be written."""
+        return self.stats.failures + self._writer.stats.failures
+
     def families(self) -> Iterator[Family]:
         """Yields what metrics say."""
         stats, journal = self.stats, self._writer.stats
         help = "Number of files of the state directory written whole, by content"
         yield by_label("kvd_state_files_total", "counter", help, "content", stats.written)
         help = "Number of files of the state directory that could not be written"
-        yield counter("kvd_state_failures_total", help, stats.failures + journal.failures)
+        yield counter("kvd_state_failures_total", help, self.failures)
         help = "Age of the last snapshot of the index in seconds; absent before the first"
         if stats.index_at is not None:
             yield gauge("kvd_state_index_age_seconds", help, self._clock() - stats.index_at)

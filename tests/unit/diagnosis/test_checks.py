@@ -324,3 +324,9 @@ def test_a_finding_is_what_json_shows() -> None:
     finding = found("clock_skew", "replicas", "1 s")
     assert Finding(**finding._asdict()) == finding
     assert list(finding._asdict()) == ["name", "severity", "subject", "evidence", "remedy"]
+
+
+def test_files_that_cannot_be_written() -> None:
+    (finding,) = diagnose(Evidence(watched_s=60.0, unwritten={"decision log": 1}))
+    assert (finding.name, finding.subject) == ("files_not_written", "decision log")
+    assert finding.evidence.startswith("1 write failed in ")
