@@ -196,7 +196,8 @@ def screen(
         return Group(_cut(state), foot)
     if last["more_ranks"]:
         foot.append(f"; the first {len(last['ranks']):,} ranks")
-    parts: list[RenderableType] = [_cut(state), *_rates(last["history"], width)]
+    rates = _rates(last["history"], width)[: max(1, height // 4)]  # leave room for workers
+    parts: list[RenderableType] = [_cut(state), *rates]
     parts += _streams(last)
     decisions = last["decisions"][:SHOWN_DECISIONS] if height >= 24 else []
     room = height - len(parts) - 2 - (len(decisions) + 2 if decisions else 0)

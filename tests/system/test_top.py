@@ -182,6 +182,11 @@ def test_keys_scroll_the_workers(fleet: Pictured) -> None:
         terminal.until(lambda text: f"{WORKERS}:0 {MODEL}" in text)
 
 
+def test_a_small_terminal_has_room_for_workers(fleet: Pictured) -> None:
+    with top(fleet, width=40, height=10) as terminal:
+        terminal.until(lambda text: "\n1:0 " in text)
+
+
 def test_it_says_that_it_shows_the_first_of_very_many(fleet: Pictured) -> None:
     ids = range(1000, 1000 + MAX_RANKS - WORKERS + 1)
     rows = [
