@@ -442,12 +442,20 @@ cdef int _undo(HotHandler handler) except -1:
     return 0
 
 
+cdef int _turn(list pollables, int64_t budget_ns) except -1:
+    """Has each pollable serve what has come; returns NOTHING, or what the busiest has said."""
+    cdef int done = kNothing
+    for pollable in pollables:
+        done = max(done, <int>pollable.serve_ready(budget_ns))
+    return done
+
+
 def serve_between(list pollables not None, int others, runnable not None, BusyWait awake not None,
                   double seconds, double linger_s, int64_t budget_ns):
     """Serves pollables for as long as they alone have something to do.
 
     That ends when `others`, a descriptor that is readable when theirs are, is readable for
-    another reason or still is after a turn; when something stands in `runnable`; and after
+    another reason or still is after two turns; when something stands in `runnable`; and after
     `linger_s` without a request, or `seconds` in all. Between two requests it sleeps, or stays
     `awake`. Returns whether there was anything to do, and whether `others` is readable.
     """
@@ -466,14 +474,18 @@ def serve_between(list pollables not None, int others, runnable not None, BusyWa
         if ready <= 0:
             break
         begin_stretch()
-        done = kNothing
-        for pollable in pollables:
-            done = max(done, <int>pollable.serve_ready(budget_ns))
+        done = _turn(pollables, budget_ns)
+        ready = poll(&watched, 1, 0)
+        if done != kNothing and ready > 0 and not len(runnable):
+            # Mostly for what the first turn has asked for: a pass of trio would come in between.
+            served = True
+            done = _turn(pollables, budget_ns)
+            ready = poll(&watched, 1, 0)
         left = min(end - end_stretch(), linger)
         if done == kNothing:
             return served, True
         served = True
-        if poll(&watched, 1, 0) > 0:
+        if ready > 0:
             return True, True
         if len(runnable):
             break

@@ -17,7 +17,7 @@ import trio
 
 from kvd.http import idle_poll
 from kvd.http.busy_wait import BusyWait
-from kvd.http.fast_path import FastPath
+from kvd.http.fast_path import ALL, NOTHING, FastPath, serve_between
 from kvd.http.idle_poll import EPOLL, RUNNABLE, WAKE, busy_wait_families, polled_when_idle
 from kvd.http.messages import Request, Response
 from kvd.http.permits import PermitRules
@@ -133,6 +133,48 @@ async def test_a_task_that_a_request_has_made_runnable_runs_at_once() -> None:
 
         nursery.start_soon(wait)
         assert await trio.to_thread.run_sync(client, running)
+
+
+class Answering:
+    """Hears itself: each of the first messages is answered by another one, which comes at once."""
+
+    def __init__(self, answers: int) -> None:
+        self.heard = 0
+        self._answers = answers
+        self._one, self._other = socket.socketpair()
+        self._one.setblocking(False)
+        self._other.setblocking(False)
+        self._others = select.epoll()
+        self._others.register(self._other, select.EPOLLIN)
+
+    def serve_ready(self, budget_ns: int, /) -> int:
+        try:
+            self._other.recv(1)
+        except BlockingIOError:
+            return NOTHING
+        self.heard += 1
+        if self.heard <= self._answers:
+            self._one.send(b"x")
+        return ALL
+
+    def stay(self) -> tuple[bool, bool]:
+        """Has it hear its first message; returns what `serve_between` does."""
+        with self._one, self._other, self._others:
+            self._one.send(b"x")
+            others = self._others.fileno()
+            return serve_between([self], others, [], BusyWait(), 10.0, 0.01, 10**6)
+
+
+def test_what_a_turn_has_asked_for_is_served_before_trio_wakes() -> None:
+    answering = Answering(answers=1)
+    assert answering.stay() == (True, False)
+    assert answering.heard == 2
+
+
+def test_others_wait_for_two_turns_at_most() -> None:
+    answering = Answering(answers=10)
+    assert answering.stay() == (True, True)
+    assert answering.heard == 2
 
 
 # ---- awake for the next request
