@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +39,8 @@ def read(path: Path) -> dict[str, Any]:
 def _value(key: str, said: object) -> Any:  # typed by the table's own parse function
     setting = BY_NAME.get(key)
     if setting is None:
+        from difflib import get_close_matches  # here, as it takes 0.14 MB that few need
+
         like = get_close_matches(key, BY_NAME, n=1)
         raise ValueError(f"{key}: no such setting" + (f"; did you mean {like[0]}?" if like else ""))
     try:

@@ -22,7 +22,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -197,5 +196,7 @@ def _place(table: str, number: int) -> str:
 
 
 def _no_such(what: str, name: str, known: object) -> str:
+    from difflib import get_close_matches  # here, as it takes 0.14 MB that few need
+
     like = get_close_matches(name, list(known), n=1)  # type: ignore[call-overload]
     return f"{name}: no such {what}" + (f"; {like[0]}?" if like else "")

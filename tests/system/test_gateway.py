@@ -48,6 +48,7 @@ async def test_what_is_expected_to_be_cached_is_cached(kvd_process: Start) -> No
             await wait_heard(client, running)
         assert len(places) == 1
         metrics = await client.metrics()
+        assert metrics["kvd_http_requests_app_total"] == 0  # scrapes do not load Quart
         matched = metrics["kvd_gateway_matched_tokens_total"]
         assert 0 < matched < metrics["kvd_gateway_prompt_tokens_total"]
         for name in ("reported_matched_tokens", "reported_cached_tokens"):

@@ -302,14 +302,16 @@ def test_the_client_and_the_daemon_need_nothing_of_each_other() -> None:
 def test_who_knows_the_wall_clock() -> None:
     """Deadlines, expiry and backoff must not follow a clock that can be set.
 
-    Log lines show it. Versions of session bindings begin with it, and lines of the decision log;
-    the daemon passes it on for them. After another boot it alone tells how long a restart took.
+    Log lines and answers show it. Versions of session bindings begin with it, and lines of the
+    decision log; the daemon passes it on for them. After another boot it alone tells how long a
+    restart took.
     """
     wall = re.compile(
         r"\btime\.time(_ns)?\b|\bfrom time import .*\btime\b|\bdatetime\b|gmtime|localtime"
     )
     using = {module for module, path in MODULES.items() if wall.search(path.read_text())}
-    assert using == {"kvd.telemetry.logs", "kvd.app.daemon", "kvd.persistence.clocks"}
+    shown = {"kvd.telemetry.logs", "kvd.http.front"}
+    assert using == {*shown, "kvd.app.daemon", "kvd.persistence.clocks"}
     daemon = MODULES["kvd.app.daemon"].read_text()
     assert wall.findall(daemon) == ["_ns"] * 2  # to Selections and to the decision log
     assert "time.time_ns,\n" in daemon and "writer, time.time_ns, " in daemon

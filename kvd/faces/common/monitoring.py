@@ -22,9 +22,10 @@ def health_route(body: bytes = b"") -> Route:
     return Route("GET", "/health", partial(health, body), hot=True, scope=Scope.OPEN)
 
 
-def metrics(sources: Sequence[Source], request: Request) -> Response:
-    """Streams what is counted, in Prometheus' text format."""
-    return Response(200, sliced(render(_families(sources)), SCRAPE), CONTENT_TYPE)
+async def metrics(sources: Sequence[Source], request: Request) -> Response:
+    """Answers what is counted, in Prometheus' text format; others run while it is written."""
+    text = [piece async for piece in sliced(render(_families(sources)), SCRAPE)]
+    return Response(200, b"".join(text), CONTENT_TYPE)
 
 
 def _families(sources: Sequence[Source]) -> Iterator[Family | None]:
@@ -33,5 +34,8 @@ def _families(sources: Sequence[Source]) -> Iterator[Family | None]:
 
 
 def metrics_route(sources: Sequence[Source]) -> Route:
-    """Returns the route that shows what `sources` say at the moment they are asked."""
-    return Route("GET", METRICS_PATH, partial(metrics, sources))
+    """Returns the route that shows what `sources` say at the moment they are asked.
+
+    It needs no Quart either: the text is bounded.
+    """
+    return Route("GET", METRICS_PATH, partial(metrics, sources), hot=True)

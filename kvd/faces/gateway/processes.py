@@ -19,7 +19,7 @@ from kvd.telemetry.metrics import CONTENT_TYPE, METRICS_PATH, Source, by_label, 
 
 def metrics_route(siblings: Siblings, sources: Sequence[Source]) -> Route:
     """Returns the route that shows what all processes count, or one that the query names."""
-    return Route("GET", METRICS_PATH, partial(merged_metrics, siblings, sources))
+    return Route("GET", METRICS_PATH, partial(merged_metrics, siblings, sources), hot=True)
 
 
 async def merged_metrics(
@@ -31,7 +31,7 @@ async def merged_metrics(
     if asked is None:
         return Response(200, await _joined(siblings, sources, request), CONTENT_TYPE)
     if asked == place.name:
-        return metrics(sources, request)
+        return await metrics(sources, request)
     if asked not in place.sockets:
         raise NotFound(f"there is no such process, only {', '.join(place.sockets)}")
     text = await siblings.metrics(asked)
@@ -41,9 +41,8 @@ async def merged_metrics(
 
 
 async def _joined(siblings: Siblings, sources: Sequence[Source], request: Request) -> bytes:
-    pieces = metrics(sources, request).body
-    assert not isinstance(pieces, bytes)
-    own = b"".join([piece async for piece in pieces])
+    own = (await metrics(sources, request)).body
+    assert isinstance(own, bytes)
     texts = await siblings.every_metrics(own)
     merged = Merged()
     for name, text in texts.items():
