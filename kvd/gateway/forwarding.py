@@ -276,7 +276,7 @@ class Forwarder:
         """Takes note of a prefill that has failed; passes on what all engines would answer."""
         if isinstance(said, Ending):
             self._note_not_begun(attempt, prefill.upstream, said)
-            cause = said.outcome.name.lower()
+            cause = prefill.upstream.outcome_of(said).name.lower()
         elif (refusal := _refuses(said)) is not None:
             cause = refusal
         elif fault(said) is not None:
@@ -377,7 +377,7 @@ class Forwarder:
 
     def _note_not_begun(self, attempt: Attempt, upstream: Upstream, ending: Ending) -> None:
         """Takes note of an engine that has not answered; raises what keeps others from a try."""
-        outcome = ending.outcome
+        outcome = upstream.outcome_of(ending)
         if outcome is ExchangeOutcome.CLIENT_GONE:
             raise ConnectionResetError("the client left before its answer")
         if outcome not in NOT_BEGUN:

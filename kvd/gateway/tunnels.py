@@ -5,11 +5,13 @@
 The relay moves bytes between plain sockets, and all its rules hold here as well: a connection that
 ends without a byte may be tried elsewhere, one that is not read stops the engine, one that the
 relay closes aborts the request. So a tunnel says nothing of its own: where there is no engine, or
-one that cannot be believed, the connection ends, and `problem` says why.
+one that cannot be believed, the connection ends; `problem` says why, and `unanswered` what the
+relay calls a plain connection that fails so.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import ssl
@@ -21,10 +23,15 @@ from typing import NoReturn
 import trio
 
 from kvd.wire.urls import Target
+from kvd_core.relay.relay import ExchangeOutcome
 
 RECEIVE_BYTES = 64 * 1024  # in one piece, as in the relay
 BACKLOG = 1024  # connections that wait to be taken: as many as the relay keeps to one engine
 CREDENTIALS = struct.Struct("3i")  # of a peer: process, user, group
+# Of a connection that lacks something here, which says nothing about the engine.
+LACKS_ROOM = frozenset(
+    (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM)
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +73,8 @@ class Tunnel:
         """A connection with its handshake may take `connect_s`. Raises OSError without a socket."""
         self.address = target.host  # of the engine, to be set before anything connects
         self.problem: str | None = None  # why the last connection has failed
+        # What the end of a connection without a byte means: the relay takes each for the same.
+        self.unanswered = ExchangeOutcome.NO_ANSWER
         self._port = target.port
         self._context = context
         self._server_name = server_name
@@ -99,9 +108,9 @@ class Tunnel:
             try:
                 far = await self._connected()
             except (OSError, trio.BrokenResourceError, trio.TooSlowError) as error:
-                self.problem = _reason(error)
+                self.problem, self.unanswered = _reason(error), outcome_of(error)
                 return
-            self.problem = None
+            self.problem, self.unanswered = None, ExchangeOutcome.NO_ANSWER
             try:
                 async with trio.open_nursery() as both:
                     both.start_soon(_pass_on, near, far, both.cancel_scope)
@@ -158,6 +167,16 @@ def _reason(error: Exception) -> str:
     if isinstance(cause, OSError):
         return f"unreachable: {cause.strerror or cause}"
     return "TLS: the connection was closed during the handshake"
+
+
+def outcome_of(error: Exception) -> ExchangeOutcome:
+    """Returns what the relay calls the end of a plain connection that fails in the same way."""
+    if isinstance(error, trio.TooSlowError):
+        return ExchangeOutcome.CONNECT_TIME
+    if not isinstance(error, OSError) or isinstance(error, ssl.SSLError):
+        return ExchangeOutcome.NO_ANSWER
+    lacks_room = error.errno in LACKS_ROOM
+    return ExchangeOutcome.NO_ROOM if lacks_room else ExchangeOutcome.UNREACHABLE
 
 
 def _ask_nobody() -> NoReturn:

@@ -38,6 +38,7 @@ from kvd.net.dialing import Dialer, Unreachable
 from kvd.selection.worker_record import Role, WorkerRecord
 from kvd.telemetry.logs import get_logger
 from kvd.wire.urls import Target, parse_upstream
+from kvd_core.relay.relay import Ending, ExchangeOutcome
 
 HEALTH_S = 5.0  # pause between two health checks of an engine
 # Pause before the second try to reach an engine that is out; each next one is twice as long.
@@ -139,6 +140,12 @@ class Upstream:
     def fault_of(self, why: str) -> str:
         """Returns what is wrong with it: with TLS the relay hears only that a connection ended."""
         return why if self.tunnel is None else self.tunnel.problem or why
+
+    def outcome_of(self, ending: Ending) -> ExchangeOutcome:
+        """Returns how an exchange with it went, in the same way."""
+        if self.tunnel is None or ending.outcome is not ExchangeOutcome.NO_ANSWER:
+            return ending.outcome
+        return self.tunnel.unanswered
 
 
 class Served(NamedTuple):

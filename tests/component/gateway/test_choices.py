@@ -3,35 +3,22 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from random import Random
 from typing import Any
 
 import pytest
-import trio
 
 from examples.engine.options import EngineOptions
-from kvd.faces.gateway.routes import gateway_routes
-from kvd.gateway.chains import Chains
-from kvd.gateway.choices import LocalChoices, Placement, Question
+from kvd.gateway.choices import Placement, Question
 from kvd.gateway.dns_names import Wanted
-from kvd.gateway.exchanges import Exchanges, RelayLimits
-from kvd.gateway.forwarding import Forwarder
-from kvd.gateway.stats import Ended, GatewayStats
-from kvd.gateway.tokens import Tokens
-from kvd.gateway.upstreams import Upstreams, UpstreamState
-from kvd.index.partitions import State
-from kvd.index.registry import Registry
-from kvd.net.dialing import Dialer
-from kvd.selection.options import RouterOptions
-from kvd.selection.service import Selections
+from kvd.gateway.stats import Ended
 from kvd_core.selector.selector import Pool
 from tests.support.gateways import engines
-from tests.support.serving import Client, Running, serving
-from tests.support.zmtp_fakes import NOT_MY_FAULT_S, until
+from tests.support.inner_gateways import InnerGateway, inner_gateway
+from tests.support.serving import Client
+from tests.support.zmtp_fakes import until
 
 CHAT = "/v1/chat/completions"
 
@@ -39,12 +26,9 @@ CHAT = "/v1/chat/completions"
 class Asking:
     """A client of a gateway, and what its selection service was asked, the last first."""
 
-    choices: LocalChoices
-    selections: Selections
-    stats: GatewayStats
-
-    def __init__(self, running: Running, client: Client, asked: list[Question]) -> None:
-        self.running = running
+    def __init__(self, inner: InnerGateway, client: Client, asked: list[Question]) -> None:
+        self.running = inner.running
+        self.choices, self.selections, self.stats = inner.choices, inner.selections, inner.stats
         self._client = client
         self._asked = asked
 
@@ -60,37 +44,21 @@ class Asking:
 @asynccontextmanager
 async def asking(**options: Any) -> AsyncIterator[Asking]:
     """Yields a client of a gateway with one engine, of which all that it caches is predicted."""
-    nobody: Any = None  # no engine here publishes anything
     asked: list[Question] = []
-    state = State()
-    clocks = trio.current_time, time.time_ns
-    router = RouterOptions(session_affinity_ttl_s=60)
-    registry = Registry(state, nobody)
-    selections = Selections(state, registry, router, 1.0, Random(0), *clocks)
-    choices = LocalChoices(selections, registry)
-    choose = choices.choose
+    async with (
+        engines(EngineOptions(events=False, **options)) as (engine,),
+        inner_gateway(Wanted(engine.url)) as inner,
+        inner.running.client() as client,
+    ):
+        choose = inner.choices.choose
 
-    async def noted(question: Question) -> Placement:
-        asked.append(question)
-        return await choose(question)
+        async def noted(question: Question) -> Placement:
+            asked.append(question)
+            return await choose(question)
 
-    choices.choose = noted  # type: ignore[method-assign]
-    exchanges, stats = Exchanges(RelayLimits()), GatewayStats()
-    tokens = Tokens(exchanges, stats, 1 << 20, NOT_MY_FAULT_S)
-    async with engines(EngineOptions(events=False, **options)) as (engine,):
-        upstreams = Upstreams([Wanted(engine.url)], exchanges, choices, Dialer())
-        chains = Chains(stats, trio.current_time)
-        forwarder = Forwarder(upstreams, choices, exchanges, stats, tokens, chains, 0)
-        async with trio.open_nursery() as nursery:
-            for part in (exchanges, upstreams, tokens):
-                nursery.start_soon(part.run)
-            await until(lambda: all(one.standing is UpstreamState.SERVING for one in upstreams))
-            routes = gateway_routes(upstreams, choices, forwarder, 1 << 20)
-            async with serving(routes=routes) as running, running.client() as client:
-                gateway = Asking(running, client, asked)
-                gateway.choices, gateway.selections, gateway.stats = choices, selections, stats
-                yield gateway
-            nursery.cancel_scope.cancel()
+        inner.choices.choose = noted  # type: ignore[method-assign]
+        await inner.until_serving(engine.url)
+        yield Asking(inner, client, asked)
 
 
 async def test_the_length_of_the_output() -> None:
