@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from tests.support.asking import make_certificate
 from tests.support.budget import scaled
 from tests.support.ports import find_free_port
 from tests.support.processes import REPOSITORY, Server, clean_environment
@@ -113,10 +113,7 @@ def peer_process(tmp_path: Path) -> Iterator[Callable[..., Server]]:
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with cert.pem and key.pem for 127.0.0.1."""
     path = tmp_path_factory.mktemp("certificate")
-    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 1"
-    names = ["-subj", "/CN=kvd", "-addext", "subjectAltName=IP:127.0.0.1"]
-    files = ["-keyout", "key.pem", "-out", "cert.pem"]
-    subprocess.run([*command.split(), *names, *files], cwd=path, check=True, capture_output=True)
+    make_certificate(path)
     return path
 
 

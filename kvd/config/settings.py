@@ -612,8 +612,8 @@ GATEWAY_SETTINGS = section(
     upstreams=Setting(
         parsers.parse_upstreams,
         "URL,...",
-        "engines behind the gateway, as http://HOST:PORT; dns:NAME:PORT stands for every address "
-        "of a name",
+        "engines behind the gateway, as http://HOST:PORT; dns:NAME:PORT and dns:https://NAME:PORT "
+        "stand for every address of a name",
         common=True,
     ),
     prefills=Setting(

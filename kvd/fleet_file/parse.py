@@ -10,7 +10,7 @@
     [[selection]]                   # of POST /workers
     [[policy]]                      # of POST /policy
     [[conductor]]                   # of POST /register there
-    [[upstream]]                    # of POST /upstreams, and names as dns:NAME:PORT
+    [[upstream]]                    # of POST /upstreams, and names (dns:NAME:PORT)
     [[replica]]                     # of POST /replica_sync/register_peer
 
 Entries are read by what reads the bodies of these calls. Here is no clock and nothing that waits;

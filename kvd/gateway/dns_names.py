@@ -1,14 +1,15 @@
 """Names whose addresses are engines, such as a headless service's: `dns:vllm:8000`.
 
-looked up ──> addresses ──> each is an upstream at http://ADDRESS:PORT, wanted by the name
-   ^              └── gone from the answer: not wanted by the name any more
+looked up ──> addresses ──> each is an upstream at http://ADDRESS:PORT, wanted by the name; of
+   ^              │         `dns:https://vllm:8000` with TLS, and a certificate of the name
+   │              └── gone from the answer: not wanted by the name any more
    └── every `look_again_s`; a lookup that fails changes nothing
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, Protocol
+from typing import NoReturn, Protocol
 
 import trio
 
@@ -19,6 +20,8 @@ from kvd.wire.endpoints import tcp_endpoint
 from kvd.wire.urls import DnsName, parse_dns
 
 MAX_ADDRESSES = 1024  # of a name that are followed, the lowest ones
+# Time that those which came have to say what they are before those that have gone are left.
+MEET_S = 10.0
 
 log = get_logger(__name__)
 
@@ -27,8 +30,9 @@ log = get_logger(__name__)
 class Wanted:
     """An engine, or a name that leads to some, as an operator says it."""
 
-    url: str  # http://HOST:PORT, or dns:NAME:PORT
+    url: str  # http://HOST:PORT or https:, or a name as `parse_dns` reads it
     prefills: bool = False  # it computes prompts for others
+    server_name: str | None = None  # in the certificate of one behind TLS; None: the URL's host
 
     @property
     def name(self) -> DnsName | None:
@@ -36,10 +40,18 @@ class Wanted:
         return parse_dns(self.url)
 
 
+class Followed(Protocol):
+    """What stands for an engine that is wanted."""
+
+    @property
+    def met(self) -> trio.Event:
+        """Is set once it has been asked what it is, with any outcome."""
+
+
 class Wanting(Protocol):
     """Keeps connections to single engines."""
 
-    def want(self, wanted: Wanted, owner: str) -> Any: ...
+    def want(self, wanted: Wanted, owner: str) -> Followed: ...
     def unwant(self, wanted: Wanted, owner: str) -> None: ...
 
 
@@ -71,24 +83,35 @@ class FollowedName:
                 # Engines bind to IPv4 unless told otherwise; an engine counts once.
                 chosen = [each for each in found if ":" not in each] or found
                 chosen = sorted(set(chosen))[:MAX_ADDRESSES]
-                urls = {tcp_endpoint(each, name.port).replace("tcp:", "http:") for each in chosen}
-                self._note(self._change(urls, upstreams))
+                scheme = "https:" if name.tls else "http:"
+                urls = {tcp_endpoint(each, name.port).replace("tcp:", scheme) for each in chosen}
+                await self._change(urls, name, upstreams)
             self.met.set()
             await trio.sleep(dialer.look_again_s)
 
-    def _change(self, urls: set[str], upstreams: Wanting) -> str | None:
-        """Has these be the engines; returns why one of them cannot be."""
+    async def _change(self, urls: set[str], name: DnsName, upstreams: Wanting) -> None:
+        """Has these be the engines.
+
+        Who has gone serves until those that came have been met: they may be all there are.
+        """
         problem = None
-        for url in sorted(self.urls - urls):
-            upstreams.unwant(Wanted(url, self.wanted.prefills), self.wanted.url)
-            self.urls.discard(url)
+        came: list[Followed] = []
         for url in sorted(urls - self.urls):
             try:
-                upstreams.want(Wanted(url, self.wanted.prefills), self.wanted.url)
+                wanted = Wanted(url, self.wanted.prefills, name.host if name.tls else None)
+                came.append(upstreams.want(wanted, self.wanted.url))
                 self.urls.add(url)
             except KvdError as error:
                 problem = str(error)
-        return problem
+        self._note(problem)
+        gone = sorted(self.urls - urls)
+        if gone:
+            with trio.move_on_after(MEET_S):
+                for one in came:
+                    await one.met.wait()
+        for url in gone:
+            upstreams.unwant(Wanted(url, self.wanted.prefills), self.wanted.url)
+            self.urls.discard(url)
 
     def _note(self, problem: str | None) -> None:
         if problem is not None and problem != self.problem:

@@ -464,6 +464,8 @@ def _unanswered(attempt: Attempt, text: str) -> GatewayError:
     """Returns what a client is told whose request no engine has answered."""
     if attempt.lacks_room:  # the engines may be well
         return GatewayError(Reason.OVERLOADED, "the gateway has no file descriptor or port left")
+    if not attempt.tried:  # those that there were have just left
+        return GatewayError(Reason.NO_UPSTREAM, "no engine can be used now")
     return GatewayError(Reason.UPSTREAM_FAILED, text)
 
 

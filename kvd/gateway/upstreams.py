@@ -77,6 +77,7 @@ class Upstream:
     worker_id: int
     key: bytes = b""  # its API key, shown with requests of the gateway's own
     prefills: bool = False  # the operator says that it computes prompts for others
+    server_name: str | None = None  # in its certificate; None: the host of the URL
     host_judged: bool = False  # whether others reach the host that it names for that
     engine: int | None = None  # its number in the relay, once its address is known
     tunnel: Tunnel | None = None  # the way there, once the address of one with TLS is known
@@ -410,7 +411,7 @@ class Upstreams:
 
     def _tunnel(self, upstream: Upstream) -> Tunnel:
         """Opens the way to an engine with TLS; raises Unreachable."""
-        name = self._tls.server_name or upstream.target.host
+        name = self._tls.server_name or upstream.server_name or upstream.target.host
         try:
             context = self._tls_context = self._tls_context or self._tls.context()
             tunnel = Tunnel(upstream.target, context, name, self._connect_s)
@@ -505,7 +506,8 @@ def worker_id_of(target: Target) -> int:
 def _upstream(wanted: Wanted, key: bytes, changed: Callable[[], None]) -> Upstream:
     target = parse_upstream(wanted.url)
     worker_id = worker_id_of(target)
-    return Upstream(wanted.url, target, worker_id, key, wanted.prefills, changed=changed)
+    said = wanted.prefills, wanted.server_name
+    return Upstream(wanted.url, target, worker_id, key, *said, changed=changed)
 
 
 def record_of(upstream: Upstream, facts: Facts) -> WorkerRecord:

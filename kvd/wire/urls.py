@@ -12,6 +12,7 @@ from kvd.wire.hosts import literal
 PORTS = {"http": 80, "https": 443}
 UNIX_PREFIX = "unix:"
 DNS_PREFIX = "dns:"
+DNS_FORM = "dns:NAME:PORT or dns:https://NAME:PORT"
 # Longest path of a Unix socket: Linux has 108 bytes with the zero at its end.
 MAX_UNIX_PATH_BYTES = 107
 FORM = "http://HOST[:PORT][/PATH], or https://"
@@ -77,20 +78,25 @@ class DnsName(NamedTuple):
 
     host: str
     port: int
+    tls: bool  # their certificates are of the name
 
 
 def parse_dns(url: str) -> DnsName | None:
-    """Reads dns:NAME:PORT; None for what does not begin so, ValueError for what is wrong in it."""
+    """Reads dns:NAME:PORT or dns:https://NAME:PORT; None for what does not begin so.
+
+    Raises ValueError for what is wrong in it.
+    """
     if not url.startswith(DNS_PREFIX):
         return None
+    named = url.removeprefix(DNS_PREFIX)
     try:
-        target = parse_url("http://" + url.removeprefix(DNS_PREFIX))
+        target = parse_url(named if named.startswith("https://") else "http://" + named)
     except ValueError:
-        raise ValueError("the name is not valid: expected dns:NAME:PORT") from None
-    named = target.path == "/" and not url.endswith("/") and literal(target.host) is None
-    if not named or f":{target.port}" != url[-len(str(target.port)) - 1 :]:
-        raise ValueError("expected dns:NAME:PORT, with a name and a port")
-    return DnsName(target.host, target.port)
+        raise ValueError(f"the name is not valid: expected {DNS_FORM}") from None
+    is_name = target.path == "/" and not url.endswith("/") and literal(target.host) is None
+    if not is_name or f":{target.port}" != url[-len(str(target.port)) - 1 :]:
+        raise ValueError(f"expected {DNS_FORM}, with a name and a port")
+    return DnsName(target.host, target.port, target.tls)
 
 
 def parse_kvd(url: str) -> Target:

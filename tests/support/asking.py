@@ -149,6 +149,14 @@ def serving_faces(
     assert code == 0, server.stderr
 
 
+def make_certificate(folder: Path, valid_for: str = "IP:127.0.0.1", subject: str = "kvd") -> None:
+    """Writes cert.pem, which is its own authority, and key.pem."""
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 1"
+    names = ["-subj", f"/CN={subject}", "-addext", f"subjectAltName={valid_for}"]
+    files = ["-keyout", "key.pem", "-out", "cert.pem"]
+    subprocess.run([*command.split(), *names, *files], cwd=folder, check=True, capture_output=True)
+
+
 def make_client_certificates(folder: Path, *names: str) -> None:
     """Writes ca.pem, and NAME.pem with NAME.key for each name; `stranger` is another CA's."""
 

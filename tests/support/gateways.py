@@ -67,11 +67,12 @@ class Running:
     port: int
     scope: trio.CancelScope | None = None
     tls: ssl.SSLContext | None = None
+    host: str = "127.0.0.1"
 
     @property
     def url(self) -> str:
         scheme = "http" if self.tls is None else "https"
-        return f"{scheme}://127.0.0.1:{self.port}"
+        return f"{scheme}://{self.host}:{self.port}"
 
     async def start(self) -> None:
         self.scope = await self.nursery.start(self._run)
@@ -84,7 +85,7 @@ class Running:
     async def _run(self, task_status: trio.TaskStatus[trio.CancelScope]) -> None:
         with trio.CancelScope() as scope:
             async with trio.open_nursery() as nursery:
-                listeners = await trio.open_tcp_listeners(self.port, host="127.0.0.1")
+                listeners = await trio.open_tcp_listeners(self.port, host=self.host)
                 nursery.start_soon(trio.serve_listeners, self._serve, listeners)
                 task_status.started(scope)
 
@@ -96,9 +97,12 @@ class Running:
 
 @asynccontextmanager
 async def engines(
-    *options: EngineOptions, tls: ssl.SSLContext | None = None
+    *options: EngineOptions, tls: ssl.SSLContext | None = None, side_by_side: bool = False
 ) -> AsyncIterator[list[Running]]:
-    """Yields running engines, behind TLS if that is given."""
+    """Yields running engines, behind TLS if that is given.
+
+    Each has a port of its own, or, if they are `side_by_side`, an address.
+    """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         async with trio.open_nursery() as nursery:
@@ -106,6 +110,9 @@ async def engines(
                 Running(EngineServer(each, context), nursery, find_free_port(), tls=tls)
                 for each in options
             ]
+            if side_by_side:
+                for number, one in enumerate(started, 1):
+                    one.host, one.port = f"127.0.0.{number}", started[0].port
             for each in started:
                 await each.start()
             yield started

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import socket
 import ssl
-import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
@@ -13,7 +12,14 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.support.asking import FACES, Faces, bearer, make_client_certificates, serving_faces
+from tests.support.asking import (
+    FACES,
+    Faces,
+    bearer,
+    make_certificate,
+    make_client_certificates,
+    serving_faces,
+)
 from tests.support.ports import find_free_port
 from tests.support.running import running
 
@@ -35,14 +41,6 @@ def folder(tmp_path: Path, certificate: Path) -> Path:
 def served(folder: Path) -> Iterator[Faces]:
     with serving_faces(folder, folder, f'tokens_file = "{folder}/tokens"', client_ca=True) as faces:
         yield faces
-
-
-def make_certificate(folder: Path) -> None:
-    """Writes another cert.pem and key.pem."""
-    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 1"
-    names = ["-subj", "/CN=another", "-addext", "subjectAltName=IP:127.0.0.1"]
-    files = ["-keyout", "key.pem", "-out", "cert.pem"]
-    subprocess.run([*command.split(), *names, *files], cwd=folder, check=True, capture_output=True)
 
 
 def reload(faces: Faces, line: str) -> None:
@@ -91,7 +89,7 @@ NONE = [b""] * len(FACES)
 def test_certificates_change_while_it_runs(served: Faces, folder: Path) -> None:
     with connected(served, "client") as kept:
         assert statuses(kept) == ALL
-        make_certificate(folder)
+        make_certificate(folder, subject="another")
         with pytest.raises(ssl.SSLError), connected(served, "client"):
             pass  # who trusts the new one meets the old one
         reload(served, 'event=reloaded changed="tls_certfile tls_keyfile"')
@@ -106,7 +104,7 @@ def test_with_flags_alone_files_are_read_again(folder: Path) -> None:
     flags += [f"--{face}-bind=off" for face in FACES[1:]]
     flags.append(f"--indexer-bind=127.0.0.1:{port},tls:127.0.0.1:{secured}")
     with running(folder, port, "serve", *flags) as server:
-        make_certificate(folder)
+        make_certificate(folder, subject="another")
         server.process.send_signal(signal.SIGHUP)
         server.wait_said("event=reloaded")
         context = ssl.create_default_context(cafile=folder / "cert.pem")

@@ -7,7 +7,7 @@ import trio
 from trio.testing import MockClock
 
 from kvd.errors import Unavailable
-from kvd.gateway.dns_names import MAX_ADDRESSES, FollowedName, Wanted
+from kvd.gateway.dns_names import MAX_ADDRESSES, MEET_S, FollowedName, Wanted
 from kvd.net.dialing import Dialer, Unreachable
 
 
@@ -31,22 +31,38 @@ class Answers(Dialer):
 class Engines:
     """Who follows single engines: here, a list of what was asked of it."""
 
-    def __init__(self, refuses: str = "") -> None:
+    def __init__(self, refuses: str = "", silent: str = "") -> None:
+        """Refuses one engine; another one does not answer what it is."""
         self.changes: list[str] = []
-        self._refuses = refuses
+        self.wanted: list[Wanted] = []
+        self.met = trio.Event()
+        self.met.set()
+        self._refuses, self._silent = refuses, silent
 
-    def want(self, wanted: Wanted, owner: str) -> None:
+    def want(self, wanted: Wanted, owner: str) -> Engines:
         if wanted.url == self._refuses:
             raise Unavailable("there is no room")
         self.changes.append(f"+{wanted.url}")
+        self.wanted.append(wanted)
+        return Engines() if wanted.url != self._silent else Silent()
 
     def unwant(self, wanted: Wanted, owner: str) -> None:
         self.changes.append(f"-{wanted.url}")
 
 
-async def seen(dialer: Answers, engines: Engines, lookups: int) -> FollowedName:
+class Silent(Engines):
+    """An engine that has not said what it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.met = trio.Event()
+
+
+async def seen(
+    dialer: Answers, engines: Engines, lookups: int, url: str = "dns:vllm:8000"
+) -> FollowedName:
     """Follows a name for so many lookups."""
-    name = FollowedName(Wanted("dns:vllm:8000"))
+    name = FollowedName(Wanted(url))
     async with trio.open_nursery() as nursery:
         nursery.start_soon(name.run, engines, dialer)
         while dialer.asked < lookups:  # noqa: ASYNC110 - under a clock that jumps
@@ -63,8 +79,8 @@ async def test_engines_are_those_of_the_last_answer(autojump_clock: MockClock) -
     assert engines.changes == [
         "+http://10.0.0.1:8000",
         "+http://10.0.0.2:8000",
-        "-http://10.0.0.1:8000",
         "+http://10.0.0.3:8000",
+        "-http://10.0.0.1:8000",
         "-http://10.0.0.3:8000",
     ]
     assert name.urls == {"http://10.0.0.2:8000"}
@@ -75,6 +91,20 @@ async def test_a_lookup_that_fails_changes_nothing(autojump_clock: MockClock) ->
     name = await seen(Answers(["10.0.0.1"], Unreachable("no such name")), engines, 3)
     assert engines.changes == ["+http://10.0.0.1:8000"]
     assert name.problem == "no such name"
+
+
+async def test_who_has_gone_serves_until_who_came_is_met(autojump_clock: MockClock) -> None:
+    engines = Engines(silent="http://10.0.0.2:8000")
+    start = trio.current_time()
+    await seen(Answers(["10.0.0.1"], ["10.0.0.2"]), engines, 3)
+    assert engines.changes[1:] == ["+http://10.0.0.2:8000", "-http://10.0.0.1:8000"]
+    assert trio.current_time() - start > MEET_S
+
+
+async def test_certificates_are_of_the_name(autojump_clock: MockClock) -> None:
+    engines = Engines()
+    await seen(Answers(["10.0.0.1"]), engines, 1, "dns:https://vllm:8443")
+    assert engines.wanted == [Wanted("https://10.0.0.1:8443", server_name="vllm")]
 
 
 async def test_ipv4_is_preferred_and_an_address_counts_once(autojump_clock: MockClock) -> None:
@@ -110,6 +140,10 @@ async def test_one_that_is_refused_is_tried_again(autojump_clock: MockClock) -> 
         "dns:10.0.0.1:80",
         "dns:a b:80",
         "dns:a:80/",
+        "dns:http://a:80",
+        "dns:https://a",
+        "dns:https://10.0.0.1:443",
+        "dns:https://a:443/v1",
     ],
 )
 def test_what_is_no_name(url: str) -> None:

@@ -1,0 +1,219 @@
+"""Requests while the addresses of a name change: how many fail, exactly.
+
+Engines have an address each, at one port, and a resolver says which of them are behind the name.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from itertools import count
+from pathlib import Path
+
+import httpx
+import trio
+
+from examples.engine.options import EngineOptions
+from kvd.gateway.dns_names import Wanted
+from kvd.gateway.tunnels import UpstreamTls
+from kvd.net.dialing import Dialer
+from tests.support.asking import make_certificate
+from tests.support.gateways import Client, Running, engines, outcome, tls_of
+from tests.support.inner_gateways import InnerGateway, inner_gateway
+from tests.support.resolving import Names
+from tests.support.zmtp_fakes import until
+
+NAME = "vllm.test"
+LOADS = 6  # clients that ask one request after the other
+LOOKUP_S, LOOK_AGAIN_S = 0.05, 0.02
+NOBODY_ANSWERS = 3600.0  # seconds
+
+
+class Fleet:
+    """Engines behind a name, a gateway that follows it, and a client."""
+
+    def __init__(
+        self, names: Names, running: list[Running], inner: InnerGateway, client: Client
+    ) -> None:
+        self.running = running
+        self.inner = inner
+        self.client = client
+        self.met: Counter[str] = Counter()  # outcomes
+        self._names = names
+        self._numbers = count()
+        self._asks = True
+
+    def point(self, *engines: Running) -> None:
+        """Has the name mean these."""
+        self._names.known[NAME] = [one.host for one in engines]
+
+    async def mean(self, *engines: Running) -> None:
+        """Does so, and waits until they serve, and no others."""
+        self.point(*engines)
+        await self.inner.until_serving(*(one.url for one in engines))
+
+    async def fail(self, seconds: float | None = None) -> None:
+        """Has the name mean nothing, or nobody answer for so long, for some lookups."""
+        if seconds is None:
+            del self._names.known[NAME]
+        else:
+            self._names.known[NAME] = seconds
+        before = self._names.asked
+        await until(lambda: self._names.asked > before + 3)
+
+    async def ask(self, *, stream: bool = False) -> str:
+        """Asks what nobody has asked yet; returns what came of it."""
+        first = next(self._numbers) * 100
+        body = {"model": "demo", "prompt": [*range(first, first + 64)], "max_tokens": 4}
+        answered = await self.client.post("/v1/completions", {**body, "stream": stream})
+        return outcome(answered, stream=stream)
+
+    async def load(self, streams: bool) -> None:
+        """Asks until `stop`."""
+        while self._asks:
+            self.met[await self.ask(stream=streams)] += 1
+
+    def stop(self) -> None:
+        self._asks = False
+
+    async def go_on(self) -> None:
+        """Waits until each client has been answered after this moment."""
+        before = self.met.total()
+        await until(lambda: self.met.total() > before + 2 * LOADS)
+
+    @asynccontextmanager
+    async def streams(self, number: int) -> AsyncIterator[Counter[str]]:
+        """Has so many streams begin, and counts at the end what became of them."""
+        begun: list[None] = []
+        ends: Counter[str] = Counter()
+
+        async def stream() -> None:
+            body = {"model": "demo", "prompt": [1], "max_tokens": 200, "stream": True}
+            said = b""
+            async with self.client.http.stream("POST", "/v1/completions", json=body) as response:
+                try:
+                    async for piece in response.aiter_raw():
+                        if not said:
+                            begun.append(None)
+                        said += piece
+                    ends["whole" if said.endswith(b"data: [DONE]\n\n") else "quietly short"] += 1
+                except httpx.RemoteProtocolError:
+                    ends["cut"] += 1
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(number):
+                nursery.start_soon(stream)
+            await until(lambda: len(begun) == number)
+            yield ends
+
+
+@asynccontextmanager
+async def fleet(*options: EngineOptions, certificate: Path | None = None) -> AsyncIterator[Fleet]:
+    """Yields engines of which the first one is behind the name, with certificates of it if any."""
+    names = Names()
+    tls = None if certificate is None else tls_of(certificate)
+    trust = None if certificate is None else UpstreamTls(ca=certificate / "cert.pem")
+    scheme = "" if certificate is None else "https://"
+    trio.socket.set_custom_hostname_resolver(names)
+    dialer = Dialer(lookup_s=LOOKUP_S, look_again_s=LOOK_AGAIN_S)
+    async with engines(*options, tls=tls, side_by_side=True) as running:
+        names.known[NAME] = [running[0].host]
+        wanted = Wanted(f"dns:{scheme}{NAME}:{running[0].port}")
+        async with inner_gateway(wanted, dialer=dialer, tls=trust) as inner:
+            host, port = inner.running.address
+            async with httpx.AsyncClient(
+                base_url=f"http://{host}:{port}", trust_env=False, verify=False, timeout=60
+            ) as http:
+                await inner.until_serving(running[0].url)
+                yield Fleet(names, running, inner, Client(http))
+
+
+def quiet(**options: float) -> EngineOptions:
+    return EngineOptions(events=False, **options)  # type: ignore[arg-type]
+
+
+async def test_no_request_fails_while_addresses_come_and_go() -> None:
+    """Streams and answers; an engine that left ends what it has begun."""
+    async with fleet(*(quiet(step_s=0.002) for _ in range(3))) as here:
+        first, second, third = here.running
+        async with trio.open_nursery() as nursery:
+            for number in range(LOADS):
+                nursery.start_soon(here.load, bool(number % 2))
+            await here.go_on()
+            await here.mean(first, second)
+            await until(lambda: second.server.requests)
+            await here.mean(second)
+            await here.go_on()
+            await here.fail()  # NXDOMAIN
+            await here.go_on()
+            await here.fail(NOBODY_ANSWERS)
+            await here.go_on()
+            assert here.inner.serving() == {second.url}
+            await here.mean(third)  # all of them at once
+            await here.go_on()
+            await here.mean(first, second, third)
+            await here.go_on()
+            here.stop()
+        assert here.met == {"whole": here.met.total()}
+        assert here.inner.stats.retries.total() == 0
+
+
+async def test_no_answer_fails_whose_engine_dies_as_its_address_goes() -> None:
+    """An answer is held until it is whole, so another engine gives it."""
+    async with fleet(*(quiet(step_s=0.002) for _ in range(3))) as here:
+        await here.mean(*here.running)
+        async with trio.open_nursery() as nursery:
+            for _ in range(LOADS):
+                nursery.start_soon(here.load, False)
+            await here.go_on()
+            for one in here.running:
+                others = [other for other in here.running if other is not one]
+                one.end()
+                await here.mean(*others)
+                await here.go_on()
+                await one.start()
+                await here.mean(*here.running)
+            here.stop()
+        assert here.met == {"whole": here.met.total()}
+
+
+async def test_streams_of_an_address_that_has_gone_end_whole() -> None:
+    async with fleet(quiet(step_s=0.005), quiet()) as here:
+        async with here.streams(4) as ends:
+            await here.mean(here.running[1])
+            assert [await here.ask() for _ in range(4)] == ["whole"] * 4
+        assert ends == {"whole": 4}
+        assert [one.server.requests for one in here.running] == [4, 4]
+
+
+async def test_streams_of_an_engine_that_dies_are_cut_and_nothing_else() -> None:
+    async with fleet(quiet(step_s=0.01), quiet()) as here:
+        async with here.streams(4) as ends:
+            here.running[0].end()
+            await here.mean(here.running[1])
+            assert [await here.ask() for _ in range(4)] == ["whole"] * 4
+        assert ends == {"cut": 4}
+
+
+async def test_a_name_without_engines_is_followed_on() -> None:
+    """All are gone, and their name with them; then another one comes."""
+    async with fleet(quiet(), quiet()) as here:
+        first, second = here.running
+        first.end()
+        await here.fail()
+        assert {await here.ask() for _ in range(4)} <= {"502", "503"}
+        assert await here.ask() == "503"
+        await here.mean(second)
+        assert [await here.ask() for _ in range(4)] == ["whole"] * 4
+
+
+async def test_addresses_of_a_name_behind_tls(tmp_path: Path) -> None:
+    """Their certificates are of the name, and none of an address would do."""
+    make_certificate(tmp_path, f"DNS:{NAME}")
+    async with fleet(quiet(), quiet(), certificate=tmp_path) as here:
+        _, second = here.running
+        assert [await here.ask(stream=bool(number % 2)) for number in range(4)] == ["whole"] * 4
+        await here.mean(second)
+        assert await here.ask() == "whole"
+        assert [one.server.requests for one in here.running] == [4, 1]
