@@ -170,13 +170,13 @@ cdef extern from "index/match.hpp" namespace "kvd" nogil:
 
 cdef extern from "index/answer.hpp" namespace "kvd" nogil:
     cppclass CAnswer "kvd::Answer":
-        CAnswer(const CIndex&, const CMatch&, string&)
-        void render(const vector[const CWorker*]&) except +
+        CAnswer(const CIndex&, const CMatch&)
+        string_view render(const vector[const CWorker*]&, string&) except +
 
 cdef extern from "index/tiered_answer.hpp" namespace "kvd" nogil:
     cppclass CTieredAnswer "kvd::TieredAnswer":
-        CTieredAnswer(const CIndex&, const CMatch&, string&)
-        void render(const vector[const CWorker*]&) except +
+        CTieredAnswer(const CIndex&, const CMatch&)
+        string_view render(const vector[const CWorker*]&, string&) except +
 
 cdef extern from "dump/dump.hpp" namespace "kvd" nogil:
     cppclass CDump "kvd::Dump":

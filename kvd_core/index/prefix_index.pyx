@@ -237,14 +237,13 @@ cdef class PrefixIndex:
     cpdef bytes query_tiers(self, BodyScanner scanner, int array):
         """Answers as `query_hashes`, every rank and tier by itself (`index/tiered_answer.hpp`)."""
         self.note_question(self.match_hashes(scanner, array))
-        cdef CTieredAnswer* renderer = new CTieredAnswer(
-            deref(self.c), self.match_scratch, self.text
-        )
+        cdef CTieredAnswer* renderer = new CTieredAnswer(deref(self.c), self.match_scratch)
+        cdef string_view text
         try:
-            renderer.render(self.order)
+            text = renderer.render(self.order, self.text)
         finally:
             del renderer
-        return PyBytes_FromStringAndSize(self.text.data(), self.text.size())
+        return PyBytes_FromStringAndSize(text.data(), text.size())
 
     cdef size_t match_hashes(self, BodyScanner scanner, int array) except? -1:
         """Looks a list of local hashes up; returns how many they are."""
@@ -267,12 +266,13 @@ cdef class PrefixIndex:
 
     cdef bytes answer(self, size_t blocks):
         self.note_question(blocks)
-        cdef CAnswer* renderer = new CAnswer(deref(self.c), self.match_scratch, self.text)
+        cdef CAnswer* renderer = new CAnswer(deref(self.c), self.match_scratch)
+        cdef string_view text
         try:
-            renderer.render(self.order)
+            text = renderer.render(self.order, self.text)
         finally:
             del renderer
-        return PyBytes_FromStringAndSize(self.text.data(), self.text.size())
+        return PyBytes_FromStringAndSize(text.data(), text.size())
 
     def match(self, locals):
         """Depths in blocks of every rank that matches a list of local hashes.

@@ -12,7 +12,7 @@
 #pragma once
 
 #include <algorithm>
-#include <charconv>
+#include <cassert>
 #include <cstdint>
 #include <string>
 #include <string_view>
@@ -21,34 +21,37 @@
 #include "dump/format.hpp"
 #include "index/match.hpp"
 #include "index/worker.hpp"
+#include "json/text.hpp"
 
 namespace kvd {
 
 class TieredAnswer {
  public:
-  TieredAnswer(const Index& index, const Match& match, std::string& out)
-      : index_(index), match_(match), out_(out) {}
+  TieredAnswer(const Index& index, const Match& match) : index_(index), match_(match) {}
 
-  void render(const std::vector<const Worker*>& workers) {
+  // Returns the text, in `memory`, which is made larger where it has to be.
+  std::string_view render(const std::vector<const Worker*>& workers, std::string& memory) {
     for (const Worker* worker : workers) collect(*worker);
     std::sort(rows_.begin(), rows_.end(), [](const Row& a, const Row& b) { return a.before(b); });
-    out_.assign("{\"block_size\":");
-    number(index_.block_size());
-    out_.append(",\"tiered\":{\"device\":{\"scores\":");
-    hits(0);
-    out_.append(",\"frequencies\":[]},\"lower_tier\":[");
+    if (const size_t room = room_for_rows(); memory.size() < room) memory.resize(room);
+    char* const begin = memory.data();
+    char* to = put(put(begin, "{\"block_size\":"), uint64_t{index_.block_size()});
+    to = put_hits(put(to, ",\"tiered\":{\"device\":{\"scores\":"), 0);
+    to = put(to, ",\"frequencies\":[]},\"lower_tier\":[");
     bool first = true;
     for (size_t tier = 1; tier < kTierLayers; ++tier) {
       if (std::none_of(rows_.begin(), rows_.end(),
                        [&](const Row& row) { return row.blocks[tier] != 0; })) {
         continue;
       }
-      out_.append(first ? "[\"" : ",[\"").append(kTierNames[tier]).append("\",{\"hits\":");
-      hits(tier);
-      out_.append("}]");
+      to = put(put(to, first ? "[\"" : ",[\""), kTierNames[tier]);
+      to = put(put_hits(put(to, "\",{\"hits\":"), tier), "}]");
       first = false;
     }
-    out_.append("]}}");
+    to = put(to, "]}}");
+    const size_t size = static_cast<size_t>(to - begin);
+    assert(size <= memory.size());
+    return {begin, size};
   }
 
  private:
@@ -76,30 +79,30 @@ class TieredAnswer {
     }
   }
 
-  void hits(size_t tier) {
-    out_.push_back('[');
+  // Bytes that no answer exceeds.
+  size_t room_for_rows() const {
+    constexpr size_t kAround = 128 + kTierLayers * 48;  // what stands there without rows
+    constexpr size_t kRow = 32 + 2 * kMaxDigits;        // names, brackets, numbers
+    size_t room = kAround;
+    for (const Row& row : rows_) room += kTierLayers * (kRow + row.worker.size());
+    return room;
+  }
+
+  char* put_hits(char* to, size_t tier) const {
+    *to++ = '[';
     bool first = true;
     for (const Row& row : rows_) {
       if (row.blocks[tier] == 0) continue;
-      out_.append(first ? "[{\"worker_id\":" : ",[{\"worker_id\":").append(row.worker);
-      out_.append(",\"dp_rank\":");
-      number(row.dp_rank);
-      out_.append("},");
-      number(row.blocks[tier]);
-      out_.push_back(']');
+      to = put(put(to, first ? "[{\"worker_id\":" : ",[{\"worker_id\":"), row.worker);
+      to = put(put(to, ",\"dp_rank\":"), uint64_t{row.dp_rank});
+      to = put(put(put(to, "},"), uint64_t{row.blocks[tier]}), "]");
       first = false;
     }
-    out_.push_back(']');
-  }
-
-  void number(uint64_t value) {
-    char digits[20];
-    out_.append(digits, std::to_chars(digits, digits + sizeof digits, value).ptr);
+    return put(to, "]");
   }
 
   const Index& index_;
   const Match& match_;
-  std::string& out_;
   std::vector<Row> rows_;
 };
 

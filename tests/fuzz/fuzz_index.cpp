@@ -92,8 +92,8 @@ class Life {
     if (count != 0) std::memcpy(locals.data(), data, count * sizeof(uint64_t));
     match_.reset(index_);
     match_.add(index_, locals.data(), count, kvd::Match::Only::kAll);
-    std::string text;
-    kvd::Answer(index_, match_, text).render({&workers_[0], &workers_[1]});
+    std::string memory;
+    const auto text = kvd::Answer(index_, match_).render({&workers_[0], &workers_[1]}, memory);
     require(text.front() == '{' && text.back() == '}');
   }
 
