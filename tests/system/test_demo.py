@@ -228,6 +228,9 @@ class Demo(Server):
         command = [sys.executable, "-m", "examples.demo", *chain(*binds), *flags]
         super().__init__(command, folder, port, environ, session=True)
 
+    def wait_up(self) -> None:
+        self.wait_until(lambda: "kvd is up" in self.stdout, "saying that the daemon is up")
+
     def wait_live(self) -> None:
         self.wait_until(lambda: "answers exact" in self.stdout, "showing its live line")
 
@@ -301,7 +304,7 @@ def test_the_demo_answers_what_it_prints_and_ends_on_ctrl_c(start: Start) -> Non
 
 def test_a_sigterm_ends_both(start: Start) -> None:
     demo = start()
-    demo.wait_live()
+    demo.wait_up()
     daemon = demo.daemon()
     assert demo.stop(signal.SIGTERM) == 0
     assert has_ended(daemon)
@@ -321,7 +324,7 @@ def test_answers_that_tell_no_expectation_are_inexact(start: Start) -> None:
 
 def test_no_daemon_is_left_behind(start: Start) -> None:
     demo = start()
-    demo.wait_live()
+    demo.wait_up()
     daemon = demo.daemon()
     assert demo.stop(signal.SIGKILL) == -signal.SIGKILL
     assert has_ended(daemon)
@@ -332,7 +335,7 @@ def test_no_daemon_is_left_behind(start: Start) -> None:
 )
 def test_a_daemon_that_ends_ends_the_demo(start: Start, number: signal.Signals, code: int) -> None:
     demo = start()
-    demo.wait_live()
+    demo.wait_up()
     daemon = demo.daemon()
     signal.pidfd_send_signal(daemon, number)
     assert has_ended(daemon)
@@ -343,7 +346,7 @@ def test_a_daemon_that_ends_ends_the_demo(start: Start, number: signal.Signals, 
 def test_an_address_in_use_is_said_and_ends_the_demo(start: Start) -> None:
     """Another daemon there is not taken for the demo's own."""
     first = start()
-    first.wait_live()
+    first.wait_up()
     second = start("--indexer-bind", f"127.0.0.1:{first.port}")
     assert second.process.wait(START_DEADLINE_S) == 1
     assert "in use" in second.stderr

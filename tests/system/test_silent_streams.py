@@ -24,7 +24,7 @@ from tests.support.processes import Server
 from tests.support.running import running
 
 WITHIN_S = 20.0  # for what takes a second or two
-STALE_S = 3.0
+STALE_S = 2.0
 CONNECT_S = 0.5
 
 TOKENS = list(range(8))
