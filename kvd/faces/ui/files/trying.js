@@ -16,7 +16,8 @@ function written(value) {
 
 export class Trying {
   constructor() {
-    this.operations = null; // none read yet
+    this.opening = null; // while and after the document is read
+    this.operations = [];
     this.known = {}; // members of a body that a picture shows
     $("try-route").addEventListener("change", () => this.choose());
     $("try-form").addEventListener("submit", (event) => {
@@ -33,8 +34,17 @@ export class Trying {
     }
   }
 
-  async open() {
-    if (this.operations) return;
+  // Reads the document once, however often this is called meanwhile: read twice, it would take back
+  // the choice of a route between. What could not be read is read at the next call.
+  open() {
+    this.opening ??= this.load().catch((error) => {
+      this.opening = null;
+      throw error;
+    });
+    return this.opening;
+  }
+
+  async load() {
     const document = await read("openapi.json");
     this.operations = Object.entries(document.paths).flatMap(([path, methods]) =>
       Object.entries(methods).map(([method, said]) =>
