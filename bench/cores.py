@@ -1,0 +1,125 @@
+"""Models how many questions/s several cores answer, in three ways, from measured terms.
+
+    python bench/cores.py [--blocks-per-s 100000]
+
+    threads    one process; JSON is scanned and tokens are hashed in threads beside the loop
+    processes  one a core, on one port; each has an index of its own and hears all engines
+    shards     half of the processes are fronts that scan, hash and merge; each of the others has
+               the engines of its part, and answers all fronts
+
+Scanning, hashing, matching and rendering are measured here; what a question costs beside that, and
+what passing it on does, are constants below. Prints thousands of questions/s, without waits for
+one another: the most that there could be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from kvd_core.base.hashing import local_hashes
+from kvd_core.index.prefix_index import IngestStats, PrefixIndex
+from kvd_core.json.scan import BodyScanner
+
+BLOCK_SIZE, RANKS, SHARED = 16, 8, 256  # SHARED: leading blocks that all ranks cache
+CORES = (1, 2, 4, 8, 16)
+ROUNDS = 15
+# CPU us of a question by tokens: `kvbench http --conns 16`, the machine of the decision below.
+WHOLE_US = {512: 8.3, 8_192: 34.3, 131_072: 418.0}
+# Of a block that is told of in an event of 64 (docs/performance.md, Events).
+BLOCK_US = 0.456
+# By prototypes of docs/decisions/2026-11-27-replicas-before-threads-and-shards.md.
+HAND_OVER_US = 1.9  # a question to another thread and back
+ASK_SHARD_US = 2.8  # a front, for each shard
+SHARD_US = 5.0  # a shard, beside matching and rendering
+
+
+class Terms(NamedTuple):
+    """CPU us of a question."""
+
+    prepare: float  # scanning and hashing
+    match: float  # and rendering
+    other: float  # HTTP and the kernel
+
+
+def lowest_us(call: Callable[[], object]) -> float:
+    def once() -> float:
+        begun = time.process_time_ns()
+        for _ in range(50):
+            call()
+        return (time.process_time_ns() - begun) / 50_000
+
+    return min(once() for _ in range(ROUNDS))
+
+
+def terms(tokens: int) -> Terms:
+    """Measures a question whose first half one rank caches."""
+    numbers = random.Random(1)
+    prompt = [numbers.randrange(100, 120_100) for _ in range(tokens)]
+    hashes = local_hashes(prompt, BLOCK_SIZE)
+    index = PrefixIndex(BLOCK_SIZE, IngestStats())
+    for rank in range(RANKS):
+        worker = index.add_worker(rank)
+        worker.register(0)
+        held = hashes[: len(hashes) // 2 if rank == 0 else min(SHARED, len(hashes) // 2)]
+        worker.store(0, held, held)
+    by_tokens = BodyScanner({"token_ids": "u32"})
+    by_hash = BodyScanner({"block_hashes": "hash64"})
+    by_hash.scan(json.dumps({"block_hashes": hashes}).encode())
+    body = json.dumps({"model_name": "m", "token_ids": prompt}, separators=(",", ":")).encode()
+    scan = lowest_us(lambda: by_tokens.scan(body))
+    query = lowest_us(lambda: index.query_tokens(by_tokens, 0))
+    match = lowest_us(lambda: index.query_hashes(by_hash, 0))
+    prepare = scan + query - match
+    return Terms(prepare, match, WHOLE_US[tokens] - prepare - match)
+
+
+def threads(cost: Terms, cores: int, ingest: float) -> float:
+    """Returns questions/us; `ingest` is the share of a core that one process spends on events."""
+    if cores == 1:
+        return processes(cost, 1, ingest)
+    loop = cost.other + cost.match + HAND_OVER_US
+    together = (cores - ingest) / (loop + cost.prepare)
+    return max(0.0, min((1 - ingest) / loop, together))
+
+
+def processes(cost: Terms, cores: int, ingest: float) -> float:
+    return max(0.0, cores * (1 - ingest) / sum(cost))
+
+
+def shards(cost: Terms, cores: int, ingest: float) -> float:
+    fronts = max(1, cores // 2)
+    parts = cores - fronts
+    if not parts:
+        return processes(cost, 1, ingest)
+    front = cost.other + cost.prepare + parts * ASK_SHARD_US
+    return max(0.0, min(fronts / front, (1 - ingest / parts) / (SHARD_US + cost.match)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--blocks-per-s", type=int, nargs="+", default=[100_000, 1_000_000])
+    rates = parser.parse_args().blocks_per_s
+    print("| tokens | blocks/s | way | " + " | ".join(map(str, CORES)) + " cores |")
+    print("|---|---|---|" + "---|" * len(CORES))
+    for tokens in WHOLE_US:
+        cost = terms(tokens)
+        for rate in rates:
+            for way in (threads, processes, shards):
+                figures = [1000 * way(cost, cores, rate * BLOCK_US / 1e6) for cores in CORES]
+                cells = " | ".join(f"{figure:,.1f}" for figure in figures)
+                print(f"| {tokens:,} | {rate:,} | {way.__name__} | {cells} |")
+        said = ", ".join(f"{name} {us:.1f}" for name, us in cost._asdict().items())
+        print(f"  {tokens:,} tokens, us: {said}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
