@@ -73,7 +73,7 @@ class Exchanges:
                 while True:
                     await trio.lowlevel.wait_readable(self.relay.fileno())
                     between.warm = True
-                    while self.serve_ready(TURN_NS) == SOME:
+                    while between.serve_row() == SOME:
                         await trio.lowlevel.checkpoint()
 
     def serve_ready(self, budget_ns: int, /) -> int:

@@ -105,6 +105,7 @@ cdef enum:
 NOTHING, ALL, SOME = kNothing, kAll, kSome
 
 cdef enum:
+    kTurnNs = 40 * 1000  # of a pollable in a row: some four requests
     kEvents = 64  # taken from the set at once
     kStreak = 8  # requests of one connection in a row before others have their turn
     kBuffer = 256 * 1024  # bytes of one receive: 12,000 hashes or 40,000 token ids have room
@@ -442,11 +443,25 @@ cdef int _undo(HotHandler handler) except -1:
     return 0
 
 
-cdef int _turn(list pollables, int64_t budget_ns) except -1:
-    """Has each pollable serve what has come; returns NOTHING, or what the busiest has said."""
+def serve_row(list pollables not None, int64_t budget_ns):
+    """Serves pollables in turns until nothing is left or `budget_ns` nanoseconds have passed.
+
+    Returns NOTHING if nothing had come, ALL, or SOME if more may be waiting.
+    """
+    cdef int64_t end = now_ns() + budget_ns
+    cdef int done = kNothing
+    while _serve_round(pollables) != kNothing:
+        done = kAll
+        if now_ns() >= end:
+            return kSome
+    return done
+
+
+cdef int _serve_round(list pollables) except -1:
+    """Gives each a turn: what one has to do for one client after another keeps no other waiting."""
     cdef int done = kNothing
     for pollable in pollables:
-        done = max(done, <int>pollable.serve_ready(budget_ns))
+        done = max(done, <int>pollable.serve_ready(kTurnNs))
     return done
 
 
@@ -455,7 +470,7 @@ def serve_between(list pollables not None, int others, runnable not None, BusyWa
     """Serves pollables for as long as they alone have something to do.
 
     That ends when `others`, a descriptor that is readable when theirs are, is readable for
-    another reason or still is after two turns; when something stands in `runnable`; and after
+    another reason or still is after a row of turns; when something stands in `runnable`; and after
     `linger_s` without a request, or `seconds` in all. Between two requests it sleeps, or stays
     `awake`. Returns whether there was anything to do, and whether `others` is readable.
     """
@@ -463,8 +478,9 @@ def serve_between(list pollables not None, int others, runnable not None, BusyWa
     cdef int64_t end = now_ns() + <int64_t>(seconds * 1e9)
     cdef int64_t linger = <int64_t>(linger_s * 1e9)
     cdef int64_t left = min(end - now_ns(), linger)
+    cdef int64_t row_end
     cdef int timeout_ms, ready, done
-    cdef bint served = False
+    cdef bint served = False, more
     watched.fd = others
     watched.events = POLLIN
     while left > 0:
@@ -473,19 +489,20 @@ def serve_between(list pollables not None, int others, runnable not None, BusyWa
             ready = awake.wait(others, timeout_ms)
         if ready <= 0:
             break
-        begin_stretch()
-        done = _turn(pollables, budget_ns)
-        ready = poll(&watched, 1, 0)
-        if done != kNothing and ready > 0 and not len(runnable):
-            # Mostly for what the first turn has asked for: a pass of trio would come in between.
-            served = True
-            done = _turn(pollables, budget_ns)
-            ready = poll(&watched, 1, 0)
+        row_end = begin_stretch() + budget_ns
+        more = False
+        done = _serve_round(pollables)
+        while done != kNothing:
+            more = poll(&watched, 1, 0) > 0  # cheaper than a round in vain
+            if not more or now_ns() >= row_end or len(runnable):
+                break
+            if _serve_round(pollables) == kNothing:
+                break
         left = min(end - end_stretch(), linger)
         if done == kNothing:
             return served, True
         served = True
-        if ready > 0:
+        if more:
             return True, True
         if len(runnable):
             break

@@ -98,7 +98,7 @@ class Front(Server[Connection]):
             while True:
                 await trio.lowlevel.wait_readable(fast_path.fileno())
                 between.warm = True
-                while fast_path.serve_ready(TURN_NS) == SOME:
+                while between.serve_row() == SOME:
                     await trio.lowlevel.checkpoint()
 
     async def _sweep(self) -> None:

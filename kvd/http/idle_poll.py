@@ -9,11 +9,12 @@
 A pass of trio costs a sleeping process some 30 µs of CPU beside the system calls, with the caches
 cold; what a request needs is 15. So while requests come one by one and no task can run, the process
 sleeps here, on the same set of descriptors, and serves its pollables: whatever has an epoll
-set of its own, as the fast paths of HTTP and the relay of a gateway do.
+set of its own, as the fast paths of HTTP, the relay of a gateway and the links to engines have.
+They have turns: a client that asks again at once keeps no event waiting.
 
 1. Nothing is late: any other descriptor, a deadline, or a task that a request has made runnable
    ends the stay, and trio looks at everything anew.
-2. A process without requests never stays: trio sleeps as usual.
+2. A process for which nothing comes never stays: trio sleeps as usual.
 3. Nothing depends on it: with a trio that has renamed what is used here, requests wake trio.
 """
 
@@ -27,7 +28,7 @@ from typing import NoReturn, Protocol
 import trio
 
 from kvd.http.busy_wait import BusyWait
-from kvd.http.fast_path import serve_between
+from kvd.http.fast_path import serve_between, serve_row
 from kvd.telemetry.logs import get_logger
 from kvd.telemetry.metrics import Family, by_label
 
@@ -68,7 +69,11 @@ class IdlePoller(trio.abc.Instrument):
         self._budget_ns = budget_ns
         self.awake = BusyWait()
         self.pollables: list[Pollable] = []
-        self.warm = False  # a request has been served since the last stay without any
+        self.warm = False  # something has been served since the last stay without anything
+
+    def serve_row(self) -> int:
+        """Serves all pollables within a pass of trio; returns NOTHING, ALL or SOME."""
+        return serve_row(self.pollables, self._budget_ns)
 
     def before_io_wait(self, timeout: float) -> None:
         """Stays, `timeout` seconds at most; trio calls this when no task can run."""
