@@ -36,7 +36,7 @@ otherwise.
 # Numbers that formats, protocols and exit codes prescribe, and marks: they bound nothing.
 PRESCRIBED = re.compile(
     r"EXIT_\w+|[UI]\d+_(MAX|MIN)|RANK_MAX|U64_DIGITS|MAX_PORT|MAX_GROUP|END_SEQ|FIRST|FIRST_OF_STORES"
-    r"|(ZAP_REQUEST|MONITOR)_FRAMES|(SEQ|PUBLISHER|MECHANISM|GREETING)_BYTES|VERSION_END|STDERR|CRITICAL|PIPE_BUF|RUN_\w+"
+    r"|(ZAP_REQUEST|MONITOR)_FRAMES|(SEQ|PUBLISHER|MECHANISM|GREETING|SUN_PATH)_BYTES|VERSION_END|STDERR|CRITICAL|PIPE_BUF|RUN_\w+"
     r"|NEW_BEGINNING|KEEPALIVE_\w+|CHUNKED|ANYONE"
 )
 # Compiled code names many numbers; these names say that they bound something.

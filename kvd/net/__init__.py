@@ -2,8 +2,10 @@
 
 listener, listeners          one engine's events for as long as its rank is registered; the
                              tasks of all
-sessions, link, backlog      one subscription over socket after socket; a SUB socket; its
+sessions, link, backlog      one subscription over link after link; what a link has to offer;
                              messages that wait
+zmtp_link, zmq_link          links that kvd speaks itself, and that libzmq does
+arrivals, streams            the descriptors of the former; sockets to addresses
 replay, turns                batches that are missing, asked for from the engine's replay
                              server
 dialing, probing             names to addresses that may be connected to; why an engine cannot

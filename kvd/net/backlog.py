@@ -1,19 +1,18 @@
 """Messages of an engine that its listener has not taken yet, with the connections they came over.
 
-    SUB socket ── take_in ──> Inbox (kvd_core.zmq.drain)  ── hand_over ──> EventStream.take
-    its monitor ── hear ────> places among its messages ─────────────> EventStream.pass_over
+    Link.fill ── take_in ──> Inbox (kvd_core.zmq.drain)  ── hand_over ──> EventStream.take
+    Link.hear ─────────────> places among its messages ─────────────> EventStream.pass_over
 
-libzmq's own queue has no bound: with one, and heartbeats, it ends the process (`kvd.net.zsocket`).
-So the socket is emptied in every turn, also while nothing can be applied, into an inbox that has
-bounds: of the stream, and of all streams together. What is beyond them is dropped, except for the
-newest, and shows as a gap.
+What an engine publishes while kvd does not read is dropped there, with nobody to say so. So the
+link is emptied in every turn, also while nothing can be applied, into an inbox that has bounds: of
+the stream, and of all streams together. What is beyond them is dropped, except for the newest, and
+shows as a gap.
 
 A connection that is lost or made changes what a batch means: it may be another engine's. Batches
 that have come before wait longer than the news does. So a change has its place among the messages,
-and the stream hears of it when it gets there (`EventStream.subscribe`). libzmq tells the
-monitor of a connection before it hands over that connection's first message. So what was taken in
-before a connection was heard of is not that one's; what is taken in and then followed by the news
-may be.
+and the stream hears of it when it gets there (`EventStream.subscribe`). A link tells of a
+connection before it hands over that connection's first message. So what was taken in before a
+connection was heard of is not that one's; what is taken in and then followed by the news may be.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from kvd.net.turns import MAX_TAKEN_IN, MAX_TURN_MESSAGES
 from kvd.wire.event_stream import Change
-from kvd_core.zmq.drain import Inbox, fill
+from kvd_core.zmq.drain import Inbox
 
 if TYPE_CHECKING:
     from kvd.net.link import Link, LinkOptions
@@ -52,14 +51,13 @@ class Backlog:
         listener.subscribe(self._place)
 
     def take_in(self, link: Link, budget_ns: int) -> bool:
-        """Takes what libzmq holds, for about so long; returns whether there may be more."""
+        """Takes what has come, for about so long; returns whether there may be more."""
         inbox, listener = self._inbox, self._listener
         was_lost = self._lost
         self._taking_in = True
         inbox.begin()
         dropped = inbox.dropped
-        socket = link.sub.socket.underlying
-        more = fill(inbox, socket, listener.refuse, MAX_TAKEN_IN, budget_ns)
+        more = link.fill(inbox, listener.refuse, MAX_TAKEN_IN, budget_ns)
         link.hear()
         self._taking_in = False
         listener.counts.dropped += inbox.dropped - dropped

@@ -4,7 +4,7 @@
                          └──── a name: looked up, within LOOKUP_S ── checked ── a number
 
 Only the checked number is connected to, so that a name cannot mean one address when it is checked
-and another one afterwards. libzmq would connect to that number for ever, so a name whose connection
+and another one afterwards. A link would connect to that number for ever, so a name whose connection
 stays lost is looked up again (`moved`): the pod behind it may be somewhere else by then.
 """
 

@@ -3,6 +3,7 @@
 One task per listener, socket after socket (`kvd.net.sessions`). While one is of use:
 
     receive          its messages        in turns: neither a burst nor a worker starves others
+      _serve         while at rest       one by one, as they come, without waking up
       _finish        a long one          slice by slice, each a turn like any other
       _resolve_held  the one held back   what is missing before it is replayed
       _keep          later ones          taken off the socket meanwhile, into the backlog
@@ -12,6 +13,7 @@ One task at a time empties the socket, and does so always (`kvd.net.backlog`).
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 import trio
@@ -73,6 +75,7 @@ class _Reader:
 
     __slots__ = (
         "_backlog",
+        "_bug",
         "_flaw_said",
         "_listener",
         "_log",
@@ -92,6 +95,7 @@ class _Reader:
         turns: Turns,
         log: StreamLog,
     ) -> None:
+        self._bug: Exception | None = None  # met outside of the task
         self._listener = listener
         self._backlog = backlog
         self._ready = ready
@@ -110,8 +114,8 @@ class _Reader:
         await self._meanwhile(link, self._ready.wait)
         self._listener.receiving()
         await self._meanwhile(link, self._finish)  # what the last session has left
+        more = await self._take_some(link)
         while True:
-            more = await self._take_some(link)
             if self._listener.unfinished is not None:
                 await self._meanwhile(link, self._finish)
             if self._listener.catch_up.held is not None:
@@ -122,11 +126,28 @@ class _Reader:
             elif self._listener.catch_up.asks:
                 await self._ask(link)
             else:
-                self._backlog.idle = True
-                try:
-                    await link.wait()
-                finally:
-                    self._backlog.idle = False
+                await self._rest(link)
+                if more := self._has_work:  # that comes before further messages
+                    continue
+            more = await self._take_some(link)
+
+    async def _rest(self, link: Link) -> None:
+        """Waits for nothing but messages, and has them served."""
+        self._backlog.idle = True
+        try:
+            await link.wait(partial(self._serve, link))
+        finally:
+            self._backlog.idle = False
+        if self._bug is not None:
+            bug, self._bug = self._bug, None
+            raise bug
+
+    @property
+    def _has_work(self) -> bool:
+        """Returns whether there is what must be awaited."""
+        listener = self._listener
+        catch_up = listener.catch_up
+        return listener.unfinished is not None or catch_up.held is not None or catch_up.asks
 
     async def receive_rest(self, link: Link) -> None:
         """Takes in what had arrived before the socket became useless.
@@ -153,7 +174,7 @@ class _Reader:
             if await self._take_in(link):
                 await trio.lowlevel.checkpoint()
             else:
-                await link.sub.wait_readable()
+                await link.wait()
 
     async def _take_in(self, link: Link) -> bool:
         """Empties the socket for one turn; returns whether there may be more."""
@@ -173,9 +194,25 @@ class _Reader:
             self._log.warning("messages_dropped", dropped=listener.counts.dropped)
         return more
 
+    def _serve(self, link: Link) -> bool:
+        """Takes messages in a turn without the task; returns whether nothing is left to it."""
+        budget_ns = self._turns.begin_now()
+        if not budget_ns:
+            return False
+        try:
+            with EVENTS:
+                more = self._take(link, budget_ns)
+        except Exception as error:  # a bug: the task raises it
+            self._bug = error
+            return False
+        return not (more or self._has_work)
+
     async def _take_some(self, link: Link) -> bool:
         """Takes messages for one turn; returns whether there may be more."""
-        budget_ns = await self._turns.begin() // 2
+        return self._take(link, await self._turns.begin())
+
+    def _take(self, link: Link, budget_ns: int) -> bool:
+        budget_ns //= 2
         coming = self._fill(link, budget_ns)
         waiting = self._backlog.hand_over(budget_ns)
         self._turns.end()

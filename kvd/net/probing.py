@@ -1,4 +1,4 @@
-"""Finds out why an engine cannot be reached: libzmq tries again without a word about what it met.
+"""Finds out why an engine cannot be reached: links try again without a word about what they met.
 
 not connected for AFTER_S ──> one plain connection to the same address, closed at once
                                 └─ errno, or nothing in time ──> EventStream.not_reached
@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import errno
 import os
-import socket
 from typing import TYPE_CHECKING
 
 import trio
 
 from kvd.net.dialing import Unreachable
-from kvd.wire.endpoints import host_and_port
+from kvd.net.streams import has_streams, stream_socket
 from kvd.wire.stream_link import ListenerStatus
 
 if TYPE_CHECKING:
@@ -26,7 +25,6 @@ AFTER_S = 1.0
 AGAIN_S = 10.0  # pause between two probes of one engine
 # Probes under way; a host that does not answer takes the whole time of one.
 PROBES_AT_ONCE = 64
-IPC = "ipc://"
 
 
 class Prober:
@@ -86,14 +84,7 @@ class Prober:
 
 
 async def _connect(endpoint: str) -> None:
-    place = host_and_port(endpoint)
-    if place is None:
-        if not endpoint.startswith(IPC):
-            return  # inproc: nobody else is there
-        path = endpoint.removeprefix(IPC)
-        with trio.socket.socket(socket.AF_UNIX) as sock:
-            await sock.connect("\0" + path[1:] if path.startswith("@") else path)
-        return
-    family = socket.AF_INET6 if ":" in place[0] else socket.AF_INET
-    with trio.socket.socket(family) as sock:
-        await sock.connect(place)
+    if has_streams(endpoint):
+        sock, place = stream_socket(endpoint)
+        with sock:
+            await sock.connect(place)

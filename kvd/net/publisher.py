@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, NoReturn
 import trio
 import zmq
 
-from kvd.net.link import NO_CURVE, LinkOptions, socket_options
+from kvd.net.link import LinkOptions
+from kvd.net.zmq_link import NO_CURVE, socket_options
 from kvd.net.zsocket import ZSocket
 from kvd.platform.descriptors import bound_tcp
 

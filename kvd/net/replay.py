@@ -15,8 +15,9 @@ import trio
 import zmq
 
 from kvd.net.dialing import Dialer, Unreachable
-from kvd.net.link import LinkOptions, asking_options
+from kvd.net.link import LinkOptions
 from kvd.net.turns import Turns
+from kvd.net.zmq_link import asking_options
 from kvd.net.zsocket import ZSocket
 from kvd.wire.replay import ReplayEnd, read_answer, request
 

@@ -1,7 +1,7 @@
 """Tells other replicas what becomes of requests here, and hears from them.
 
     publish ──> Publisher, one PUB socket ──> every replica that subscribes
-    Replica, each a task: SUB socket ──> decode ──> apply
+    Replica, each a task: link ──> decode ──> apply
 
 What comes faster than it can be applied waits in an inbox with bounds; beyond them it is dropped.
 
@@ -10,8 +10,8 @@ meanwhile. Requests end, so what was missed ends with them: a request that is mi
 unheard, and one whose end was missed expires. Nor is there an order between two replicas: an end
 that is read before its beginning is noted until that comes (`kvd.wire.early_ends`).
 
-Neither end bounds the number of frames a message may have before its last one has come: libzmq
-keeps them all. Replicas are whom an operator names, on a network of their own.
+The publisher has no bound for the frames of what others send it before the last one has come:
+libzmq keeps them all. Replicas are whom an operator names, on a network of their own.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from kvd.wire.affinity import Bound
 from kvd.wire.fields import Refused
 from kvd.wire.lifecycle import BOUNDS, TOPIC, Lifecycle, Outcome, decode, encode
 from kvd.wire.replica import Replica, ReplicaStats
-from kvd_core.zmq.drain import Inbox, InboxSpace, fill_frames
+from kvd_core.zmq.drain import Inbox, InboxSpace
 
 if TYPE_CHECKING:
     from kvd.net.link import Link
@@ -173,7 +173,7 @@ class _Reader:
             if await self._drain(link):
                 await trio.lowlevel.checkpoint()
             elif not self._inbox.cut:
-                await link.sub.wait_readable()
+                await link.wait()
         return f"a message has more than {MAX_FRAMES} frames: {self._replica.endpoint}"
 
     async def receive_rest(self, link: Link) -> None:
@@ -184,8 +184,6 @@ class _Reader:
     async def _drain(self, link: Link) -> bool:
         """Takes waiting messages for one turn; returns whether there may be more."""
         budget_ns = await self._turns.begin()
-        if not self._replica.connected:
-            link.hear()
         deadline_ns = perf_counter_ns() + budget_ns
         coming = self._take_in(link, budget_ns // 2)
         waiting = self._take_some(deadline_ns)
@@ -195,8 +193,8 @@ class _Reader:
     def _take_in(self, link: Link, budget_ns: int) -> bool:
         """Empties the socket, for about so long; returns whether there may be more."""
         inbox, dropped = self._inbox, self._inbox.dropped
-        socket = link.sub.socket.underlying
-        more = fill_frames(inbox, socket, MAX_FRAMES, MAX_TAKEN_IN, budget_ns)
+        more = link.fill_frames(inbox, MAX_FRAMES, MAX_TAKEN_IN, budget_ns)
+        link.hear()
         self._counts.missed += inbox.dropped - dropped
         return more
 

@@ -1,11 +1,11 @@
-"""Keeps one subscription for ever, over socket after socket.
+"""Keeps one subscription for ever, over link after link.
 
 Two nested stretches of time, inside whatever task calls `LinkSessions.run`:
 
-    run            the subscription    socket after socket, with a growing pause between two
-      _session     one SUB socket      until libzmq has given it up, or the reader has;
-                                       what had arrived still counts
-        watch      its connections     libzmq makes them, again and again, and tells its monitor
+    run            the subscription    link after link, with a growing pause between two
+      _session     one link            until the other end breaks the protocol, or the reader gives
+                                       it up; what had arrived still counts
+        watch      its connections     made again and again
         receive    its messages        the reader's part
         moved      its name, if any    looked up again while the connection stays lost
 """
@@ -21,10 +21,13 @@ import trio
 import zmq
 
 from kvd.net.dialing import Unreachable, is_named
-from kvd.net.link import Link, Linked, LinkOptions
+from kvd.net.streams import has_streams
+from kvd.net.zmq_link import ZmqLink
+from kvd.net.zmtp_link import ZmtpLink
 
 if TYPE_CHECKING:
     from kvd.net.dialing import Dialer
+    from kvd.net.link import Link, Linked, LinkOptions
     from kvd.net.streamlog import StreamLog
     from kvd.net.zsocket import Context
 
@@ -40,7 +43,7 @@ class LinkReader(Protocol):
 
 
 class LinkSessions:
-    """The sockets of one subscription, one at a time."""
+    """The links of one subscription, one at a time."""
 
     __slots__ = (
         "_attempts",
@@ -88,7 +91,7 @@ class LinkSessions:
             pause_s = min(2 * pause_s, longest)
 
     async def _survive_session(self) -> str:
-        """Returns why the session ended; a bug costs the message it happened on and the socket."""
+        """Returns why the session ended; a bug costs the message it happened on and the link."""
         why = "internal error"
         try:
             why = await self._session()
@@ -98,7 +101,7 @@ class LinkSessions:
         return why
 
     async def _session(self) -> str:
-        """Reads over one socket for as long as that is of use; returns why it is not any more."""
+        """Reads over one link for as long as that is of use; returns why it is not any more."""
         linked = self._linked
         async with contextlib.AsyncExitStack() as stack:
             try:
@@ -107,7 +110,7 @@ class LinkSessions:
                 link = self._link(stack, address)
             except Unreachable as error:
                 return f"failed to connect ZMQ SUB socket to {linked.endpoint}: {error}"
-            except zmq.ZMQError as error:
+            except (OSError, zmq.ZMQError) as error:
                 why = zmq.strerror(error.errno or 0)
                 return f"failed to connect ZMQ SUB socket to {linked.endpoint}: {why}"
             stack.enter_context(self._dialer.using(link, address))
@@ -121,16 +124,11 @@ class LinkSessions:
             return why
 
     def _link(self, stack: contextlib.AsyncExitStack, address: str) -> Link:
-        return Link(
-            stack,
-            self._context,
-            self._linked,
-            address,
-            self._log,
-            self._options,
-            self._topics,
-            self._dialer.curve(self._linked.server_key),
-        )
+        linked, options, topics = self._linked, self._options, self._topics
+        curve = self._dialer.curve(linked.server_key)
+        if curve or not has_streams(address):
+            return ZmqLink(stack, self._context, linked, address, self._log, options, topics, curve)
+        return ZmtpLink(stack, linked, address, self._log, options, topics)
 
     async def _moved(self, address: str) -> str:
         linked = self._linked

@@ -13,8 +13,8 @@ ROUND_NS = 2_000_000
 # Messages of one listener in a turn: small ones take 0.1 ms, the turn itself 8 µs.
 MAX_TURN_MESSAGES = 64
 
-# Messages taken off a socket in a turn, 0.5 ms of small ones. These are so many more than are
-# applied in it that what comes in faster waits where it is counted, not in libzmq.
+# Messages taken off a link in a turn, 0.5 ms of small ones. These are so many more than are
+# applied in it that what comes in faster waits where it is counted.
 MAX_TAKEN_IN = 1024
 
 
@@ -44,6 +44,12 @@ class Turns:
             async with self._queue:
                 await trio.lowlevel.checkpoint()
                 self._left_ns = self.round_ns
+        return self.begin_now()
+
+    def begin_now(self) -> int:
+        """Returns as `begin`, or 0 where that would wait: then there is no turn."""
+        if self._left_ns <= 0:
+            return 0
         self._started_ns = self.clock_ns()
         return self._left_ns
 

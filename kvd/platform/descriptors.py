@@ -13,16 +13,17 @@ import resource
 import socket
 from typing import Any
 
-# Descriptors of a listener: its SUB socket and the pair at its monitor, the engine's connection,
-# and one that libzmq has while it makes another (4 seen in /proc/PID/fd).
+# Descriptors of a listener with CURVE: its SUB socket and the pair at its monitor, the engine's
+# connection, and one that libzmq has while it makes another (4 seen in /proc/PID/fd); without, it
+# has one.
 LISTENER_DESCRIPTORS = 4
 
 # Descriptors kept for all else: 1,024 connections for each of three ports; three for each of 64
 # replays; four for each replica; and those that are always open.
 OTHER_DESCRIPTORS = 3_584
 
-# Listeners of the process: each has three of the 65,535 sockets that libzmq has; the rest is for
-# replays.
+# Listeners of the process: with CURVE each has three of the 65,535 sockets that libzmq has; the
+# rest is for replays.
 MAX_LISTENERS = 21_000
 
 # Descriptors without which kvd does not start: those that are always open, sockets of the faces

@@ -20,9 +20,9 @@ from kvd.http.auth import is_loopback
 from kvd.http.listeners import split_host_port
 from kvd.net.curve import KeyPair, ZapAuthenticator
 from kvd.net.dialing import Dialer
-from kvd.net.link import NO_CURVE
 from kvd.net.publisher import PubSocket, open_publisher
 from kvd.net.replication import Replication
+from kvd.net.zmq_link import NO_CURVE
 from kvd.replica_sync.deduplication import Deduplicator
 from kvd.replica_sync.replicas import Replicas, apply_once
 from kvd.selection.service import Selections

@@ -4,7 +4,7 @@
     --------   -------------------------------------------   ---------   ---------
     PENDING    the engine has not answered on this socket    pending     no
     JOINED     it answers                                    active *    yes
-    BROKEN     it did; libzmq tries to connect again         active *    no
+    BROKEN     it did; the link tries to connect again       active *    no
     FAILED     the socket is of no more use                  failed      no
     PAUSED     nobody listens, by request                    paused      no
 
@@ -65,7 +65,7 @@ class LinkEvent(Enum):
 
     CONNECTING = "connecting"  # there is a new socket
     JOINED = "joined"  # the engine answers
-    LOST = "lost"  # the connection broke, or broke off early; libzmq tries again
+    LOST = "lost"  # the connection broke, or broke off early; the link tries again
     FAILED = "failed"  # the socket is of no more use
     PAUSED = "paused"  # nobody listens any more, by request
 
@@ -76,7 +76,7 @@ LINK_AFTER: dict[tuple[LinkState, LinkEvent], LinkState] = {
     (LinkState.PENDING, LinkEvent.LOST): LinkState.PENDING,
     (LinkState.PENDING, LinkEvent.FAILED): LinkState.FAILED,
     (LinkState.PENDING, LinkEvent.PAUSED): LinkState.PAUSED,
-    # libzmq tells of each loss before the next connection; without it, that is still a new one.
+    # A link tells of each loss before the next connection; without it, that is still a new one.
     (LinkState.JOINED, LinkEvent.JOINED): LinkState.JOINED,
     (LinkState.JOINED, LinkEvent.LOST): LinkState.BROKEN,
     (LinkState.JOINED, LinkEvent.FAILED): LinkState.FAILED,

@@ -82,25 +82,70 @@ struct Libzmq {
 
 enum class Got {
   empty,            // no message is waiting
+  later,            // there may be one, but it was enough for one turn
   event,            // seq, publisher, payload and size are those of a well-formed message
   bad_frame_count,  // a message of another number of frames than 3
   bad_sequence,     // a message whose second frame is neither 8 nor 24 bytes long
   failed,           // libzmq refused; errno says why
 };
 
-class MessageReader {
+// Where messages come from, one after another; nothing waits.
+class MessageSource {
+ public:
+  virtual ~MessageSource() = default;
+
+  // Takes the next message.
+  virtual Got next() = 0;
+
+  // Takes the next message, whatever its shape, as `packed`: each frame behind its length. Of one
+  // with more than `most` frames (at least 1) the first beyond that is the last; the others are
+  // lost, and the source is of no more use: Got::bad_frame_count.
+  virtual Got next_of_any_shape(int most, std::string& packed) = 0;
+
+  // Of the event that was taken last, valid until the next call.
+  virtual const char* payload() = 0;
+  virtual size_t size() = 0;
+
+  uint64_t seq() {
+    const uint8_t* bytes = second();
+    uint64_t value = 0;
+    for (size_t i = 0; i < SEQ_BYTES; ++i) value = value << 8 | bytes[i];
+    return value;
+  }
+  // The 16 bytes behind the number, or null.
+  const uint8_t* publisher() {
+    return second_size() == NAMED_SEQ_BYTES ? second() + SEQ_BYTES : nullptr;
+  }
+
+ protected:
+  virtual const uint8_t* second() = 0;  // frame
+  virtual size_t second_size() = 0;
+
+  static Got shape_of(int frames, size_t second_size) {
+    if (frames != EVENT_FRAMES) return Got::bad_frame_count;
+    if (second_size != SEQ_BYTES && second_size != NAMED_SEQ_BYTES) return Got::bad_sequence;
+    return Got::event;
+  }
+
+  static void pack(std::string& packed, const void* data, size_t bytes) {
+    const uint32_t size = static_cast<uint32_t>(bytes);
+    packed.append(reinterpret_cast<const char*>(&size), sizeof size);
+    packed.append(static_cast<const char*>(data), size);
+  }
+};
+
+class MessageReader final : public MessageSource {
  public:
   MessageReader(const Libzmq& zmq, void* socket) : zmq_(zmq), socket_(socket) {
     for (ZmqMessage& frame : frames_) zmq_.msg_init(&frame);
   }
-  ~MessageReader() {
+  ~MessageReader() override {
     for (ZmqMessage& frame : frames_) zmq_.msg_close(&frame);
   }
   MessageReader(const MessageReader&) = delete;
   MessageReader& operator=(const MessageReader&) = delete;
 
-  // Takes the next message off the socket.
-  Got next() {
+  Got next() override {
     int count = 0;
     do {
       ZmqMessage& frame = frames_[count < EVENT_FRAMES ? count : EVENT_FRAMES];
@@ -109,42 +154,29 @@ class MessageReader {
       if (count <= EVENT_FRAMES) ++count;
       more_ = zmq_.msg_more(&frame);
     } while (more_);
-    if (count != EVENT_FRAMES) return Got::bad_frame_count;
-    const size_t size = zmq_.msg_size(&frames_[1]);
-    if (size != SEQ_BYTES && size != NAMED_SEQ_BYTES) return Got::bad_sequence;
-    return Got::event;
+    return shape_of(count, second_size());
   }
 
-  // Takes the next message, whatever its shape, as `packed`: each frame behind its length. Of one
-  // with more than `most` frames (at least 1) the first beyond that is the last; the others stay,
-  // and the socket is of no more use: Got::bad_frame_count.
-  Got next_of_any_shape(int most, std::string& packed) {
+  Got next_of_any_shape(int most, std::string& packed) override {
     packed.clear();
     int count = 0;
     do {
       ZmqMessage& frame = frames_[0];
       if (receive(frame) < 0) return count == 0 && errno == EAGAIN ? Got::empty : Got::failed;
-      const uint32_t size = static_cast<uint32_t>(zmq_.msg_size(&frame));
-      packed.append(reinterpret_cast<const char*>(&size), sizeof size);
-      packed.append(static_cast<const char*>(zmq_.msg_data(&frame)), size);
+      pack(packed, zmq_.msg_data(&frame), zmq_.msg_size(&frame));
       if (++count > most) return Got::bad_frame_count;
     } while (zmq_.msg_more(&frames_[0]));
     return Got::event;
   }
 
-  uint64_t seq() {
-    const auto* bytes = static_cast<const unsigned char*>(zmq_.msg_data(&frames_[1]));
-    uint64_t value = 0;
-    for (size_t i = 0; i < SEQ_BYTES; ++i) value = value << 8 | bytes[i];
-    return value;
+  const char* payload() override { return static_cast<const char*>(zmq_.msg_data(&frames_[2])); }
+  size_t size() override { return zmq_.msg_size(&frames_[2]); }
+
+ protected:
+  const uint8_t* second() override {
+    return static_cast<const uint8_t*>(zmq_.msg_data(&frames_[1]));
   }
-  // The 16 bytes behind the number, or null.
-  const uint8_t* publisher() {
-    if (zmq_.msg_size(&frames_[1]) != NAMED_SEQ_BYTES) return nullptr;
-    return static_cast<const uint8_t*>(zmq_.msg_data(&frames_[1])) + SEQ_BYTES;
-  }
-  const char* payload() { return static_cast<const char*>(zmq_.msg_data(&frames_[2])); }
-  size_t size() { return zmq_.msg_size(&frames_[2]); }
+  size_t second_size() override { return zmq_.msg_size(&frames_[1]); }
 
  private:
   int receive(ZmqMessage& frame) {

@@ -12,19 +12,22 @@ cdef extern from "zmq/drain.hpp" namespace "kvd" nogil:
 
     cdef enum class Got:
         empty            # no message is waiting
+        later            # there may be one, but it was enough for one turn
         event            # seq, publisher, payload and size describe a well-formed message
         bad_frame_count  # another number of frames than 3, or too many
         bad_sequence     # the second frame is neither 8 nor 24 bytes long
         failed           # libzmq refused; errno says why
 
-    cdef cppclass MessageReader:
-        MessageReader(const Libzmq&, void* socket)
-        Got next()
+    cdef cppclass MessageSource:
+        Got next() except +
         Got next_of_any_shape(int most, string& packed) except +
         uint64_t seq()
         const uint8_t* publisher()  # 16 bytes, or null
         const char* payload()  # valid until the following next()
         size_t size()          # bytes of the payload
+
+    cdef cppclass MessageReader(MessageSource):
+        MessageReader(const Libzmq&, void* socket)
 
     cdef cppclass Deadline:
         Deadline(int64_t budget_ns)
@@ -66,3 +69,21 @@ cdef extern from "zmq/inbox.hpp" namespace "kvd" nogil:
         const char* data()  # valid until the following pop, push or clear
         void pop()
         void clear()
+
+
+cdef class InboxSpace:
+    cdef CInboxSpace* space
+
+
+cdef class Inbox:
+    cdef InboxSpace space  # kept for as long as there is an inbox in it
+    cdef CInbox* inbox
+    cdef public bint cut  # a message had too many frames, so its socket is of no more use
+
+
+cdef bint take_events(
+    MessageSource* source, Inbox inbox, refuse, int max_messages, int64_t budget_ns
+) except -1
+cdef bint take_frames(
+    MessageSource* source, Inbox inbox, int most, int max_messages, int64_t budget_ns
+) except -1

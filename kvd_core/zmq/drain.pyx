@@ -35,8 +35,6 @@ _load()
 cdef class InboxSpace:
     """The bounds of all inboxes together, in messages and in bytes; 0 is no bound."""
 
-    cdef CInboxSpace* space
-
     def __cinit__(self, uint64_t max_messages=0, uint64_t max_bytes=0):
         cdef InboxBounds bounds
         bounds.messages, bounds.bytes = max_messages, max_bytes
@@ -62,10 +60,6 @@ cdef class Inbox:
     `pushed` and `popped` count what has ever come in and gone out: a place in the order of arrival.
     `dropped` counts what found no room.
     """
-
-    cdef InboxSpace space  # kept for as long as there is an inbox in it
-    cdef CInbox* inbox
-    cdef public bint cut  # a message had too many frames, so its socket is of no more use
 
     def __cinit__(self, InboxSpace space not None, uint64_t max_messages=0, uint64_t max_bytes=0):
         cdef InboxBounds bounds
@@ -203,26 +197,9 @@ def fill(Inbox inbox not None, size_t socket, refuse, int max_messages, int64_t 
     where libzmq refuses.
     """
     cdef MessageReader* reader = _reader(socket)
-    cdef Deadline* deadline = new Deadline(budget_ns)
-    cdef Got got
     try:
-        for _ in range(max_messages):
-            got = reader.next()
-            if got == Got.empty:
-                return False
-            if got == Got.event:
-                _keep(
-                    inbox.inbox, reader.seq(), reader.publisher(), reader.payload(), reader.size()
-                )
-            elif got == Got.failed:
-                _raise()
-            else:
-                refuse(BAD_FRAME_COUNT if got == Got.bad_frame_count else BAD_SEQUENCE)
-            if deadline.passed():
-                return True
-        return True
+        return take_events(reader, inbox, refuse, max_messages, budget_ns)
     finally:
-        del deadline
         del reader
 
 
@@ -233,6 +210,42 @@ def fill_frames(Inbox inbox not None, size_t socket, int most, int max_messages,
     inbox is `cut`: the rest of that message stays, for ever.
     """
     cdef MessageReader* reader = _reader(socket)
+    try:
+        return take_frames(reader, inbox, most, max_messages, budget_ns)
+    finally:
+        del reader
+
+
+cdef bint take_events(
+    MessageSource* source, Inbox inbox, refuse, int max_messages, int64_t budget_ns
+) except -1:
+    cdef Deadline* deadline = new Deadline(budget_ns)
+    cdef Got got
+    try:
+        for _ in range(max_messages):
+            got = source.next()
+            if got == Got.empty:
+                return False
+            if got == Got.later:
+                return True
+            if got == Got.event:
+                _keep(
+                    inbox.inbox, source.seq(), source.publisher(), source.payload(), source.size()
+                )
+            elif got == Got.failed:
+                _raise()
+            else:
+                refuse(BAD_FRAME_COUNT if got == Got.bad_frame_count else BAD_SEQUENCE)
+            if deadline.passed():
+                return True
+        return True
+    finally:
+        del deadline
+
+
+cdef bint take_frames(
+    MessageSource* source, Inbox inbox, int most, int max_messages, int64_t budget_ns
+) except -1:
     cdef Deadline* deadline = new Deadline(budget_ns)
     cdef string packed
     cdef Got got
@@ -240,9 +253,11 @@ def fill_frames(Inbox inbox not None, size_t socket, int most, int max_messages,
         for _ in range(max_messages):
             if inbox.cut:
                 return False
-            got = reader.next_of_any_shape(most, packed)
+            got = source.next_of_any_shape(most, packed)
             if got == Got.empty:
                 return False
+            if got == Got.later:
+                return True
             if got == Got.failed:
                 _raise()
             inbox.cut = got == Got.bad_frame_count
@@ -252,7 +267,6 @@ def fill_frames(Inbox inbox not None, size_t socket, int most, int max_messages,
         return True
     finally:
         del deadline
-        del reader
 
 
 cdef MessageReader* _reader(size_t socket) except NULL:

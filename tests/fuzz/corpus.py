@@ -34,6 +34,23 @@ MESSAGES = (
     b' [ {"role":"user","content":"a, \\"b\\" ]"} , {"role":"assistant","content":[1,[2]]} ] ',
     b'["\\\\",1,null,{"a":{"b":[]}}]',
 )
+# What publishers say, as fuzz_zmtp.cpp takes it.
+GREETING = b"\xff" + bytes(8) + b"\x7f\3\1NULL" + bytes(48)
+SPEECHES = (
+    b"\x07\0"
+    + GREETING
+    + b"\4\x19\5READY\x0bSocket-Type\0\0\0\3PUB\1\1a\1\x08"
+    + bytes(8)
+    + b"\0\1x",
+    b"\x03\1\1\2kv\4\x0a\4PING\0\1abc\3"
+    + bytes(7)
+    + b"\x08"
+    + bytes(8)
+    + b"\2"
+    + bytes(7)
+    + b"\5hello",
+    b"\0\0" + GREETING + b"\4\x0a\5ERROR\x03400",
+)
 # Where msgpack has another form of a number or a text.
 EDGES = (
     json.dumps([2**bits + by for bits in (7, 8, 16, 32, 64) for by in (-1, 0)]).encode(),
@@ -95,3 +112,4 @@ if __name__ == "__main__":
     write(root / "conductor", noise(2000))
     write(root / "framing", iter(ANSWERS))
     write(root / "messages", iter(MESSAGES))
+    write(root / "zmtp", iter(SPEECHES))

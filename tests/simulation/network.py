@@ -1,4 +1,7 @@
-"""The way from engines to replicas: connections and sockets that behave as libzmq's do.
+"""The way from engines to replicas: connections, and what links have at their ends.
+
+    ZmqLink     Connection        and sockets that behave as libzmq's do
+    ZmtpLink    PlainConnection   and in the place of a descriptor a SimulatedSubscriber
 
 A publisher gives a message to the connections it has at that moment. On the way it may be lost,
 delayed, repeated; never do messages of one connection overtake each other unless a proxy repeats
@@ -9,8 +12,10 @@ message can be received.
 
 from __future__ import annotations
 
+import errno
 import random
 import sys
+import zlib
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -20,8 +25,10 @@ from typing import Any
 import trio
 import zmq
 
-from kvd.net.link import MONITOR_EVENT
+from kvd.net.dialing import Dialer
+from kvd.net.zmq_link import MONITOR_EVENT
 from kvd_core.zmq.drain import Inbox
+from kvd_core.zmq.subscriber import LOST
 from tests.simulation.agenda import Agenda
 from tests.simulation.engine import Engine
 from tests.simulation.replays import answer
@@ -196,6 +203,54 @@ class Connection:
             call()
 
 
+class PlainConnection(Connection):
+    """One link's way to one publisher: made when it asks for it, and given up by its heartbeats."""
+
+    _sub: Any
+
+    def __init__(self, network: Network, way: Way, port: Port) -> None:
+        self._network = network
+        self._way = way
+        self.port = port
+        self.life = 0
+        self._arrived = 0.0
+        self._stalled = None
+        self._vanished = False
+        self.up = False
+
+    async def make(self) -> None:
+        await trio.sleep(0.0005)
+        if self._way.cut:
+            await trio.sleep_forever()
+        if not self.port.up:
+            raise ConnectionRefusedError(errno.ECONNREFUSED, "refused")
+
+    def join(self, sub: SimulatedSubscriber) -> None:
+        self._sub = sub
+        self.up = True
+        self._stalled = None
+        self.port.connections.append(self)
+
+    def break_off(self, fault: bool = False) -> None:
+        if self.up:
+            self.drop()
+            self._sub.end("protocol error" if fault else LOST)
+
+    def stall(self) -> None:
+        if self.up and self._stalled is None:
+            self._stalled = []
+
+    def echo(self, call: Callable[[], None]) -> None:
+        """Has the other side answer."""
+        self._later(0.001, partial(self._pass, call))
+
+    def _pass(self, call: Callable[[], None]) -> None:
+        if self._stalled is not None:
+            self._stalled.append(call)
+        elif not self.is_frozen:
+            call()
+
+
 class SimulatedSocket:
     """What all kinds have: a queue, and a task that waits for it."""
 
@@ -305,6 +360,7 @@ class Wire:
         self.asked_frozen: dict[str, bool] = {}  # whether the last replay was, or lost the
         # stream's connection before it was answered; by the replay's endpoint
         self._cut_replays = cut_replays
+        self._plain: dict[str, PlainConnection] = {}
 
     def connect(self, endpoint: str, sub: SubSocket) -> Connection:
         way = self.network.way(self.replica, endpoint)
@@ -312,9 +368,19 @@ class Wire:
         self.connections.append(connection)
         return connection
 
+    def plain(self, endpoint: str) -> PlainConnection:
+        """Returns the connection of a link that kvd speaks itself."""
+        way = self.network.way(self.replica, endpoint)
+        port = self.network.ports[endpoint]
+        found = self._plain.get(endpoint)
+        if found is None or found.port is not port:
+            found = self._plain[endpoint] = PlainConnection(self.network, way, port)
+        return found
+
     def to(self, endpoint: str) -> list[Connection]:
         port = self.network.ports[endpoint]
-        return [connection for connection in self.connections if connection.port is port]
+        connections = [*self.connections, *self._plain.values()]
+        return [connection for connection in connections if connection.port is port]
 
     def is_frozen(self, endpoint: str) -> bool:
         return any(connection.is_frozen for connection in self.to(endpoint))
@@ -325,6 +391,126 @@ class Wire:
 
     def is_cut(self, endpoint: str) -> bool:
         return self._cut_replays and self.network.way(self.replica, endpoint).cut
+
+
+class Address(str):
+    """An address as one replica dials it."""
+
+    __slots__ = ("wire",)
+    wire: Wire
+
+
+class SimulatedDialer(Dialer):
+    def __init__(self, wire: Wire) -> None:
+        super().__init__()
+        self._wire = wire
+
+    async def endpoint(self, named: str, turn: int = 0) -> str:
+        address = Address(await super().endpoint(named, turn))
+        address.wire = self._wire
+        return address
+
+
+class SimulatedStream:
+    """In the place of a socket of `kvd.net.streams.stream_socket`."""
+
+    def __init__(self, address: Address) -> None:
+        self._connection = address.wire.plain(address)
+
+    def __enter__(self) -> SimulatedStream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    async def connect(self, place: str) -> None:
+        await self._connection.make()
+
+    def detach(self) -> PlainConnection:
+        return self._connection
+
+
+def stream_socket(address: Address) -> tuple[SimulatedStream, str]:
+    return SimulatedStream(address), address
+
+
+class SimulatedSubscriber:
+    """In the place of `kvd_core.zmq.subscriber.Subscriber`."""
+
+    answers_pings = True
+    has_unsent = False
+
+    def __init__(self, connection: PlainConnection, limit: int, topics: tuple[bytes, ...]) -> None:
+        self.connection = connection
+        self.queue: deque[Frames] = deque()
+        self.fault: str | None = None
+        self.joined = self.closed = False
+        self.reads = 0
+        self._ended: str | None = None
+        self._filled = trio.Event()
+        connection.join(self)
+
+    @property
+    def fd(self) -> SimulatedSubscriber:
+        return self
+
+    @property
+    def has_unread(self) -> bool:
+        return bool(self.queue)
+
+    def shake(self) -> None:
+        self.joined = True
+
+    def ping(self) -> None:
+        self.connection.echo(self._hear_pong)
+
+    def _hear_pong(self) -> None:
+        self.reads += 1
+
+    def put(self, frames: Frames) -> None:
+        self.queue.append(frames)
+        self._filled.set()
+
+    def end(self, why: str) -> None:
+        self._ended = why
+        self._filled.set()
+
+    def fill(
+        self, inbox: Inbox, refuse: Callable[[str], None], max_messages: int, budget_ns: int
+    ) -> bool:
+        self.reads += bool(self.queue)
+        more = fill(inbox, self, refuse, max_messages, budget_ns)
+        if not more:
+            self.fault = self._ended
+        return more
+
+    def unsubscribe(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self.closed = True
+        if self.connection._sub is self:
+            self.connection.drop()
+
+    async def readable(self) -> None:
+        await trio.lowlevel.checkpoint()
+        while not self.queue and self._ended is None:
+            self._filled = trio.Event()
+            await self._filled.wait()
+
+
+class SimulatedArrivals:
+    """In the place of `kvd.net.arrivals.Arrivals`."""
+
+    async def wait(self, subscriber: SimulatedSubscriber, serve: Callable[[], bool]) -> None:
+        await subscriber.readable()
+        while serve():
+            await subscriber.readable()
+
+
+def is_plain(address: str) -> bool:
+    """Half of the links are kvd's own, the others libzmq's."""
+    return zlib.crc32(address.encode()) % 2 == 0
 
 
 class SimulatedZSocket:
@@ -346,7 +532,7 @@ class SimulatedZSocket:
 
 def fill(
     inbox: Inbox,
-    socket: SubSocket,
+    socket: SubSocket | SimulatedSubscriber,
     refuse: Callable[[str], None],
     max_messages: int,
     budget_ns: int,

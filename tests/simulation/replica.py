@@ -17,10 +17,12 @@ import trio
 import kvd.faces.common.slices
 import kvd.index.dumps
 import kvd.index.restore
-import kvd.net.link
 import kvd.net.listener
 import kvd.net.recovery
 import kvd.net.replay
+import kvd.net.sessions
+import kvd.net.zmq_link
+import kvd.net.zmtp_link
 import kvd.wire.losses
 from kvd.faces.indexer import routes as indexer
 from kvd.http.messages import Request
@@ -36,7 +38,18 @@ from kvd.net.turns import Turns
 from kvd.wire.event_stream import EventStream, StreamHealth
 from kvd_core.index.prefix_index import ALL_TIERS, CLEARED, Stream
 from tests.simulation.engine import BLOCK, Engine
-from tests.simulation.network import Network, SimulatedZSocket, Wire, fill, fill_frames
+from tests.simulation.network import (
+    Network,
+    SimulatedArrivals,
+    SimulatedDialer,
+    SimulatedSubscriber,
+    SimulatedZSocket,
+    Wire,
+    fill,
+    fill_frames,
+    is_plain,
+    stream_socket,
+)
 
 Told = dict[RankKey, tuple[int, int, int]]  # process and number of the last batch; restarts
 
@@ -227,7 +240,12 @@ class Replica:
             async with trio.open_nursery() as listening:
                 context: Any = self.wire
                 self.tasks = ListenerTasks(
-                    listening, context, self.ready, LinkOptions(), turns=virtual_turns()
+                    listening,
+                    context,
+                    self.ready,
+                    LinkOptions(),
+                    turns=virtual_turns(),
+                    dialer=SimulatedDialer(self.wire),
                 )
                 self.registry = Registry(self.state, self.tasks)
                 self.publishers = Publishers(self.state, self.tasks)
@@ -340,11 +358,16 @@ class PeerAccess:
 def simulated(peers: PeerAccess) -> Iterator[None]:
     """Puts the simulation in the place of sockets, and makes slices so small that many are cut."""
     places: list[tuple[Any, str, object]] = [
-        (kvd.net.link, "ZSocket", SimulatedZSocket),
+        (kvd.net.sessions, "has_streams", is_plain),
+        (kvd.net.zmtp_link, "stream_socket", stream_socket),
+        (kvd.net.zmtp_link, "tune", lambda sock: None),
+        (kvd.net.zmtp_link, "Subscriber", SimulatedSubscriber),
+        (kvd.net.zmtp_link, "arrivals", SimulatedArrivals),
+        (kvd.net.zmq_link, "ZSocket", SimulatedZSocket),
         (kvd.net.replay, "ZSocket", SimulatedZSocket),
         (kvd.net.backlog, "MAX_TURN_MESSAGES", 4),
-        (kvd.net.backlog, "fill", fill),
-        (kvd.net.link, "fill_frames", fill_frames),
+        (kvd.net.zmq_link, "fill", fill),
+        (kvd.net.zmq_link, "fill_frames", fill_frames),
         (kvd.net.recovery, "fetch", peers.fetch),
         (kvd.index.dumps, "SLICE_BYTES", 256),
         (kvd.faces.common.slices, "SLICE_BYTES", 256),

@@ -27,7 +27,7 @@ from kvd.wire.stream_link import ListenerStatus
 from kvd_core.base.hashing import local_hashes
 from tests.simulation.engine import BLOCK, tokens_of
 from tests.simulation.fleet import Fleet, check_replica
-from tests.simulation.network import Wire
+from tests.simulation.network import SimulatedDialer, Wire, is_plain
 from tests.simulation.oracle import Oracle
 from tests.simulation.replica import Replica, virtual_turns
 from tests.support.cancelling import every_checkpoint
@@ -158,48 +158,52 @@ async def test_pause(autojump_clock: Clock) -> None:
 # ---- a listener
 
 
-async def test_a_listener(autojump_clock: Clock) -> None:
+@pytest.mark.parametrize("key", [KEYS[0], KEYS[1]], ids=["libzmq", "plain"])
+async def test_a_listener(key: RankKey, autojump_clock: Clock) -> None:
     """Through connections, a gap that is replayed, a lost connection, a protocol error."""
 
     async def live(fleet: Fleet, run: Callable[[], Awaitable[None]]) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(run)
             await trio.sleep(0.1)
-            port = fleet.ports[ONE]
-            fleet.speak(ONE)
-            fleet.speak(ONE, heard=False)
-            fleet.speak(ONE, 2)
+            port = fleet.ports[key]
+            fleet.speak(key)
+            fleet.speak(key, heard=False)
+            fleet.speak(key, 2)
             await trio.sleep(1)
             for fault in (False, True):
                 for connection in list(port.connections):
                     connection.break_off(fault)
-                fleet.speak(ONE, 2)
+                fleet.speak(key, 2)
                 await trio.sleep(3)
-                fleet.speak(ONE)
+                fleet.speak(key)
                 await trio.sleep(1)
             nursery.cancel_scope.cancel()
 
     for cancelling in every_checkpoint(at_least=40):
-        fleet = Fleet([ONE])
-        engine = fleet.engines[ONE]
+        fleet = Fleet([key])
+        engine = fleet.engines[key]
+        assert is_plain(engine.endpoint) is (key is KEYS[1])
         async with fleet.living():
-            replica = await fleet.start("replica", ONE)
+            replica = await fleet.start("replica", key)
             await replica.pause(engine)
             listener = replica.registration(engine).listener
             wire = Wire(fleet.network, "replica", cut_replays=False)
             ready = trio.Event()
             ready.set()
-            turns = virtual_turns()
+            turns, dialer = virtual_turns(), SimulatedDialer(wire)
             replayer = Replayer(wire, LinkOptions(), ReplayOptions(), turns=turns)
-            run = partial(run_listener, listener, wire, ready, LinkOptions(), replayer, turns)
+            run = partial(
+                run_listener, listener, wire, ready, LinkOptions(), replayer, turns, dialer
+            )
             await cancelling.run(partial(live, fleet, run))
             assert (wire.connections, wire.monitors) == ([], {})
-            assert not fleet.ports[ONE].connections
+            assert not fleet.ports[key].connections
             listener.paused(trio.current_time())  # as the registry says after a stop
-            replica.state.partitions[ONE.partition].index.verify()
-            replica.registry.resume(ONE.instance_id, ONE.dp_rank)
+            replica.state.partitions[key.partition].index.verify()
+            replica.registry.resume(key.instance_id, key.dp_rank)
             await trio.sleep(0.1)
-            fleet.speak(ONE)
+            fleet.speak(key)
             await trio.sleep(20)
             assert listener.health(trio.current_time()) is StreamHealth.EXACT
             Oracle(0).check_all(replica)

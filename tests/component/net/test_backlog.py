@@ -12,12 +12,12 @@ import trio
 import zmq
 
 import kvd
-from kvd.net.link import asking_options, socket_options
 from kvd.net.listener import run_listener
 from kvd.net.publisher import open_publisher
 from kvd.net.replay import Replayer
 from kvd.net.replication import REPLICA_LINK
 from kvd.net.turns import Turns
+from kvd.net.zmq_link import asking_options, socket_options
 from kvd.net.zsocket import ZSocket
 from kvd_core.zmq.drain import InboxSpace
 from tests.support.listening import HASTY, HASTY_REPLAYS, Listening

@@ -13,6 +13,7 @@ import trio
 import zmq
 
 import kvd.net.recovery
+from kvd.net.arrivals import arrivals
 from kvd.net.dialing import Dialer
 from kvd.net.listener import run_listener
 from kvd.net.recovery import RecoveryLimits, RecoveryStats, recover
@@ -34,6 +35,7 @@ async def test_a_listener_whose_gap_is_replayed(
     server = ReplayServer(context, three_frames, buffer=range(9))
     nursery.start_soon(server.run)
     replayer = Replayer(context, HASTY, HASTY_REPLAYS)
+    arrivals()  # its descriptor stays
     before = open_descriptors()
     for cancelling in every_checkpoint(at_least=8):
         worker = publish()

@@ -305,6 +305,7 @@ class TestCancelled:
 
     async def test_in_the_midst_of_messages(self, publish: Publish, listen: Listen) -> None:
         worker = publish()
+        await self.fail_once(listen)
         before = open_descriptors()
         listening = listen(worker.endpoint, gate=False)
         await worker.subscribed()
@@ -337,12 +338,15 @@ class TestCancelled:
         reached: Callable[[Listening], bool],
         gate: bool = True,
     ) -> None:
-        too_long = "ipc://" + "x" * 200
-        first = listen(too_long)  # its socket fails; the context's own descriptors are open then
-        await until(first.is_("failed"))
-        await first.stop()
+        await self.fail_once(listen)
         before = open_descriptors()
         listening = listen(endpoint, gate=gate)
         await until(lambda: reached(listening))
         await listening.stop()
         await until(lambda: open_descriptors() <= before)
+
+    async def fail_once(self, listen: Listen) -> None:
+        """Has opened what is open for as long as there is a process."""
+        first = listen("ipc://" + "x" * 200)  # too long
+        await until(first.is_("failed"))
+        await first.stop()

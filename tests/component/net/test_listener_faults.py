@@ -81,7 +81,7 @@ PROTOCOL_ERRORS = {
         "protocol error in the handshake",
     ),
     "no ready": (sending(GREETING, b"\4\6\5HELLO"), "protocol error in the handshake"),
-    "wrong type": (sending(GREETING, ready(b"REP")), "protocol error"),
+    "wrong type": (sending(GREETING, ready(b"REP")), "protocol error in the handshake"),
     "endless frame": (endless_frame, "protocol error"),
 }
 

@@ -1,0 +1,99 @@
+"""One epoll set for all links that kvd speaks itself, served between two passes of trio, too.
+
+    wait ── the descriptor ──> epoll set ── something has come ──> serve ── False ──> wait returns
+                                   ^                                 │
+                                   └────────────── True ─────────────┘
+
+What comes for a listener at rest is taken where it is noticed, and no task wakes up for it. While
+requests are served without trio (`kvd.http.idle_poll`), so are messages: a client that asks again
+and again finds what was published in between as soon as it has come.
+"""
+
+from __future__ import annotations
+
+import select
+from collections.abc import Callable
+from time import perf_counter_ns
+from typing import NoReturn
+
+import trio
+
+from kvd.http.fast_path import ALL, NOTHING, SOME
+from kvd.http.idle_poll import polled_when_idle
+
+# Time of a row of turns before other tasks run.
+ROW_NS = 500_000
+AT_ONCE = 64  # descriptors asked for at once; those beyond have their turn in the next row
+
+Serve = Callable[[], bool]
+
+
+class Arrivals:
+    """Tells links of one run of trio when something has come."""
+
+    __slots__ = ("_epoll", "_waiting")
+
+    def __init__(self) -> None:
+        self._epoll = select.epoll()
+        self._waiting: dict[int, tuple[trio.lowlevel.Task, Serve]] = {}
+
+    async def run(self) -> NoReturn:
+        with self._epoll, polled_when_idle(self, ROW_NS) as between:
+            while True:
+                await trio.lowlevel.wait_readable(self._epoll.fileno())
+                between.warm = True
+                while between.serve_row() == SOME:
+                    await trio.lowlevel.checkpoint()
+
+    async def wait(self, fd: int, serve: Serve) -> None:
+        """Calls `serve` whenever the descriptor is readable, and returns when it returns False.
+
+        It may cancel this wait and close the descriptor, but not raise.
+        """
+        assert fd not in self._waiting
+        self._waiting[fd] = trio.lowlevel.current_task(), serve
+        self._epoll.register(fd, select.EPOLLIN)
+
+        def forget(_: object) -> trio.lowlevel.Abort:
+            self._forget(fd)
+            return trio.lowlevel.Abort.SUCCEEDED
+
+        await trio.lowlevel.wait_task_rescheduled(forget)
+
+    def serve_ready(self, budget_ns: int, /) -> int:
+        """Serves what has come for some time at most; returns NOTHING, ALL or SOME."""
+        end_ns = perf_counter_ns() + budget_ns
+        ready = self._epoll.poll(0, AT_ONCE)
+        for fd, _ in ready:
+            self._serve(fd)
+            if perf_counter_ns() > end_ns:
+                return SOME
+        if not ready:
+            return NOTHING
+        return SOME if len(ready) == AT_ONCE else ALL
+
+    def _serve(self, fd: int) -> None:
+        waiting = self._waiting.get(fd)
+        if waiting is None:  # the end of one before has ended this one
+            return
+        task, serve = waiting
+        if not serve() and self._waiting.get(fd) is waiting:
+            self._forget(fd)
+            trio.lowlevel.reschedule(task)
+
+    def _forget(self, fd: int) -> None:
+        del self._waiting[fd]
+        self._epoll.unregister(fd)
+
+
+_current: trio.lowlevel.RunVar[Arrivals | None] = trio.lowlevel.RunVar("arrivals", None)
+
+
+def arrivals() -> Arrivals:
+    """Returns the one of this run of trio."""
+    here = _current.get()
+    if here is None:
+        here = Arrivals()
+        _current.set(here)
+        trio.lowlevel.spawn_system_task(here.run)
+    return here
