@@ -195,11 +195,10 @@ async def test_an_engine_that_ends_is_left_and_taken_again(kvd_process: Start) -
 async def test_nobody_left(kvd_process: Start) -> None:
     async with serving(kvd_process, EngineOptions()) as (client, running):
         running[0].end()
-        answered = await client.chat(PROMPT)
-        assert answered.status == 502
-        assert answered.json["error"]["code"] == "upstream_failed"
-        answered = await client.chat(PROMPT)
-        assert answered.status == 503
+        # The first one asks for its tokens, and so finds that the engine has gone.
+        for _ in range(2):
+            answered = await client.chat(PROMPT)
+            assert answered.status == 503
         assert answered.json["error"]["code"] == "no_upstream"
         assert answered.headers["retry-after"] == "1"
         messages = {"model": "demo", "max_tokens": 4, "messages": []}

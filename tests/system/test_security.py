@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -228,7 +229,9 @@ def test_a_connection_ends_with_the_first_refusal(faces: Faces) -> None:
     good = f"GET /metrics HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {READ}\r\n\r\n"
     bad = "GET /metrics HTTP/1.1\r\nhost: localhost\r\n\r\n"
     for address in faces.each():
-        said = faces.exchange(address, (good + bad + good).encode())
+        with closing(faces.connect(address)) as sock:  # who hangs up early has no use for metrics
+            sock.sendall((good + bad + good).encode())
+            said = b"".join(iter(partial(sock.recv, 65536), b""))
         statuses = re.findall(rb"^HTTP/1.1 (\d+)", said, re.MULTILINE)
         assert statuses == [b"200", b"401"], address
 
