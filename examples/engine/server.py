@@ -90,7 +90,8 @@ class EngineServer:
         self.taken_over = 0  # requests whose prompt another engine has computed
         self.leases = Leases()  # vllm
         self.rooms = Rooms()  # sglang
-        self.address = ("", 0)  # where it serves, once somebody has connected
+        # Where other engines reach it; unless it is set, where somebody has first connected.
+        self.address = ("", 0)
         self.dead = False  # it answers nothing more but that it is
         # Bodies and headers of the last of those, the last first.
         self.received: deque[bytes] = deque(maxlen=KEPT)
@@ -100,7 +101,8 @@ class EngineServer:
 
     async def serve(self, stream: trio.SocketStream) -> None:
         """Serves one connection until either side ends it."""
-        self.address = stream.socket.getsockname()[:2]
+        if not self.address[1]:
+            self.address = stream.socket.getsockname()[:2]
         async with stream:
             try:
                 # A new connection may wait for its first request for as long as it likes.

@@ -87,6 +87,11 @@ class Running:
             async with trio.open_nursery() as nursery:
                 listeners = await trio.open_tcp_listeners(self.port, host=self.host)
                 nursery.start_soon(trio.serve_listeners, self._serve, listeners)
+                if self.tls is not None:
+                    # Other engines take prompts over without TLS, on a port that only they know.
+                    beside = await trio.open_tcp_listeners(0, host=self.host)
+                    nursery.start_soon(trio.serve_listeners, self.server.serve, beside)
+                    self.server.address = beside[0].socket.getsockname()
                 task_status.started(scope)
 
     async def _serve(self, stream: trio.SocketStream) -> None:

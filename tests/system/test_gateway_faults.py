@@ -26,6 +26,8 @@ from tests.support.gateways import (
     gateway_of,
     outcome,
     serving,
+    tls_of,
+    trusting,
     wait_metric,
     wait_serving,
 )
@@ -232,13 +234,15 @@ async def test_what_cannot_be_a_request_is_refused(
         assert (await client.chat(PROMPT)).status == 200
 
 
+@pytest.mark.parametrize("behind_tls", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_stream_of_a_client_that_reads_slowly_is_whole(
-    kvd_process: Start, stream: bool
+    kvd_process: Start, certificate: Path, stream: bool, behind_tls: bool
 ) -> None:
     """Much more than the buffers hold: the engine waits."""
-    tokens = 20_000
-    async with serving(kvd_process, EngineOptions()) as (client, running):
+    tokens, tls = 20_000, tls_of(certificate) if behind_tls else None
+    flags = trusting(certificate)
+    async with serving(kvd_process, EngineOptions(), flags=flags, tls=tls) as (client, running):
         body = {"model": "demo", "prompt": [1, 2, 3], "max_tokens": tokens, "stream": stream}
         received = bytearray()
         async with client.http.stream("POST", "/v1/completions", json=body) as response:

@@ -21,6 +21,8 @@ from tests.support.gateways import (
     Running,
     gateway_of,
     serving,
+    tls_of,
+    trusting,
     wait_heard,
     wait_serving,
 )
@@ -40,6 +42,10 @@ SGLANG = (
     EngineOptions(kind="sglang", mode="decode"),
     EngineOptions(kind="sglang", mode="decode"),
 )
+
+
+# By the status of a request whose prefill has failed: SGLang's decode engines compute no prompts.
+FALLEN_BACK = {200: {"fallback": 1}, 502: {}}
 
 
 def fresh(*options: EngineOptions) -> list[EngineOptions]:
@@ -136,6 +142,28 @@ async def test_prompts_of_each_api_are_handed_over(
         assert b"word2" in answered.body
         assert counts(running) == [(1, 1, 0), (1, 0, 1)]
         assert running[1].server.computed == 1
+
+
+@pytest.mark.parametrize("options", [VLLM, SGLANG], ids=["vllm", "sglang"])
+async def test_pools_behind_tls(
+    kvd_process: Start, certificate: Path, options: tuple[EngineOptions, ...]
+) -> None:
+    """Both engines of a request; what a prefill engine that has gone costs is told by its cause."""
+    flags = (*ANY, *trusting(certificate))
+    one_of_each = fresh(options[0], options[-1])
+    prefills = int(options is VLLM)
+    async with serving(
+        kvd_process, *one_of_each, flags=flags, prefills=prefills, tls=tls_of(certificate)
+    ) as (client, running):
+        for stream in (False, True):
+            answered = await client.chat(PROMPT, stream=stream)
+            assert (answered.status, answered.clean) == (200, True)
+            assert answered.headers["x-kvd-prefill"] == running[0].url
+        assert counts(running) == [(2, 2, 0), (2, 0, 2)]
+        running[0].end()
+        answered = await client.chat(PROMPT)
+        assert answered.status == (200 if options is VLLM else 502)
+        assert await ways(client) == {"remote": 2, "unreachable": 1, **FALLEN_BACK[answered.status]}
 
 
 async def test_what_the_prefill_engine_caches_is_expected_and_reported(kvd_process: Start) -> None:

@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import socket
+import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -19,7 +20,15 @@ import trio
 from examples.engine.options import EngineOptions
 from tests.support.commands import run_command
 from tests.support.exposition import parse
-from tests.support.gateways import CHAT, Client, Running, engines, wait_serving
+from tests.support.gateways import (
+    CHAT,
+    Client,
+    Running,
+    engines,
+    tls_of,
+    trusting,
+    wait_serving,
+)
 from tests.support.processes import Server
 from tests.support.zmtp_fakes import NOT_MY_FAULT_S, until
 
@@ -67,9 +76,11 @@ class Fleet:
 
 
 @asynccontextmanager
-async def fleet(start: Start, *flags: str, count: int = 2) -> AsyncIterator[Fleet]:
+async def fleet(
+    start: Start, *flags: str, count: int = 2, tls: ssl.SSLContext | None = None
+) -> AsyncIterator[Fleet]:
     """Yields gateways in front of two engines; these flags say what else they are told."""
-    async with engines(*(EngineOptions() for _ in range(count))) as running:
+    async with engines(*(EngineOptions() for _ in range(count)), tls=tls) as running:
         named = [part for each in running for part in ("--upstream", each.url)]
         patient = ["--gateway-tokenize-s", str(NOT_MY_FAULT_S)]
         all_flags = [*named, *patient, *flags]
@@ -99,6 +110,24 @@ async def test_all_processes_answer_as_one(kvd_process: Start) -> None:
             alone['kvd_gateway_relayed_requests_total{outcome="complete"}']
             == metrics[served.format(1)]
         )
+
+
+async def test_each_process_reaches_engines_behind_tls(
+    kvd_process: Start, certificate: Path
+) -> None:
+    """So does one that was started again."""
+    flags = "--processes", "2", *trusting(certificate)
+    async with fleet(kvd_process, *flags, tls=tls_of(certificate)) as gateways:
+        for restarts in (0, 1):
+            with trio.fail_after(NOT_MY_FAULT_S):
+                served: set[str] = set()
+                while len(served) < 2:
+                    async with gateways.client() as client:
+                        served.add((await client.get("/status")).json()["process"])
+                        assert (await client.post(CHAT, json=BODY)).status_code == 200
+            if not restarts:
+                os.kill(gateways.pid("gateway-0"), signal.SIGKILL)
+                await until(lambda: ("gateway-0", "1") in gateways.started())
 
 
 @asynccontextmanager

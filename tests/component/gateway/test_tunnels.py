@@ -1,7 +1,8 @@
-"""Connections to engines behind TLS that are not made: what the relay and a client hear of them."""
+"""The way to an engine behind TLS: connections that are not made, clients that do not read."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -18,18 +19,21 @@ from kvd.gateway.tunnels import UpstreamTls
 from tests.support.gateways import Running, engines, tls_of
 from tests.support.inner_gateways import InnerGateway, inner_gateway
 from tests.support.serving import Reply
+from tests.support.zmtp_fakes import NOT_MY_FAULT_S, until
 
-BRIEFLY = RelayLimits(connect_s=0.05)
+HANDSHAKE_S = 0.5
 CHAT = "/v1/completions"
 
 
 @asynccontextmanager
-async def served(certificate: Path) -> AsyncIterator[tuple[InnerGateway, Running]]:
+async def served(
+    certificate: Path, connect_s: float = NOT_MY_FAULT_S
+) -> AsyncIterator[tuple[InnerGateway, Running]]:
     """Yields a gateway of one engine behind TLS, which serves, and that engine."""
     trust = UpstreamTls(ca=certificate / "cert.pem")
     async with (
         engines(EngineOptions(events=False), tls=tls_of(certificate)) as (one,),
-        inner_gateway(Wanted(one.url), tls=trust, limits=BRIEFLY) as inner,
+        inner_gateway(Wanted(one.url), tls=trust, limits=RelayLimits(connect_s)) as inner,
     ):
         await inner.until_serving(one.url)
         yield inner, one
@@ -66,7 +70,8 @@ async def test_a_connection_that_fails_has_its_own_cause(
     cause: str,
     text: str,
 ) -> None:
-    async with served(certificate) as (inner, one), trio.open_nursery() as nursery:
+    connect_s = HANDSHAKE_S if serve is says_nothing else NOT_MY_FAULT_S
+    async with served(certificate, connect_s) as (inner, one), trio.open_nursery() as nursery:
         one.end()
         if serve is not None:
             await nursery.start(
@@ -77,4 +82,44 @@ async def test_a_connection_that_fails_has_its_own_cause(
         assert text in json.loads(reply.body)["error"]["message"]
         assert inner.stats.retries == {cause: 1}
         assert inner.serving() == set()
+        nursery.cancel_scope.cancel()
+
+
+STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+PIECE = b"data: %b\n\n" % (b"x" * 65528)
+PIECES = 300  # much more than all buffers on the way hold
+
+
+async def test_a_client_that_does_not_read_stops_an_engine_behind_tls(certificate: Path) -> None:
+    sent = 0
+
+    async def flood(stream: trio.SSLStream[trio.SocketStream]) -> None:
+        # A question of the gateway's own may be given up; what the client gets is looked at.
+        with contextlib.suppress(trio.BrokenResourceError):
+            await pour(stream)
+
+    async def pour(stream: trio.SSLStream[trio.SocketStream]) -> None:
+        nonlocal sent
+        async with stream:
+            if not (await stream.receive_some()).startswith(b"POST"):
+                return
+            await stream.send_all(STREAM)
+            for _ in range(PIECES):
+                await stream.send_all(b"%x\r\n%b\r\n" % (len(PIECE), PIECE))
+                sent += 1
+            await stream.send_all(b"0\r\n\r\n")
+
+    async with served(certificate) as (inner, one), trio.open_nursery() as nursery:
+        one.end()
+        context = tls_of(certificate)
+        where = {"host": one.host, "https_compatible": True}
+        await nursery.start(partial(trio.serve_ssl_over_tcp, flood, one.port, context, **where))
+        async with inner.running.narrow_client() as client:
+            body = b'{"model":"demo","prompt":[1,2],"stream":true}'
+            head = b"POST %b HTTP/1.1\r\nhost: kvd\r\ncontent-length: %d\r\n\r\n"
+            await client.send(head % (CHAT.encode(), len(body)) + body)
+            await until(lambda: inner.exchanges.relay.stats()["pauses"])
+            assert sent < PIECES
+            reply = await client.read_reply()
+        assert (reply.status, reply.body) == (200, PIECE * PIECES)
         nursery.cancel_scope.cancel()
