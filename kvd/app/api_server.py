@@ -15,7 +15,7 @@ from kvd.faces.common.openapi import with_document
 from kvd.faces.common.schemas import Description
 from kvd.http.access import AccessLog
 from kvd.http.auth import Authorizer, is_local
-from kvd.http.certificates import TlsCredentials, load_terms
+from kvd.http.certificates import TlsCredentials, load_credentials
 from kvd.http.cold import ColdApp
 from kvd.http.context import ServerContext
 from kvd.http.errors import PLAIN, Failures
@@ -66,7 +66,7 @@ class ApiServer:
         self._context = ServerContext(
             Authorizer(config.policy), self.requests.observe, failures, AccessLog(name), for_pages
         )
-        self._terms: TlsCredentials | None = None  # of TLS, if there is any
+        self._credentials: TlsCredentials | None = None  # of TLS, if there is any
         self._servers: list[Front] = []
         self._sockets: list[socket.socket] = []
         self._tls_sockets: list[socket.socket] = []
@@ -89,7 +89,7 @@ class ApiServer:
         self._tls_sockets = await _open(opened, secured, rights, passed, f"{self.name}-tls")
         if self._tls_sockets:
             assert config.tls is not None  # there is a bind that wants it
-            self._terms = read_files(config.tls)
+            self._credentials = read_files(config.tls)
         self._context.authorizer.add_hostnames(
             bind.host for bind in binds.each if isinstance(bind, TcpBind)
         )
@@ -129,13 +129,13 @@ class ApiServer:
         for server in self._servers:
             server.set_limits(limits)
 
-    def set_credentials(self, terms: TlsCredentials) -> None:
+    def set_credentials(self, credentials: TlsCredentials) -> None:
         """Has other certificates hold for handshakes from now on."""
-        if self._terms is not None:
-            self._terms = terms
+        if self._credentials is not None:
+            self._credentials = credentials
         for server in self._servers:
             if isinstance(server, TlsServer):
-                server.set_credentials(terms)
+                server.set_credentials(credentials)
 
     def log_requests(self, on: bool) -> None:
         """Has each request be a line of the log, or none, half a second from now at the latest."""
@@ -160,8 +160,8 @@ class ApiServer:
                 front = Front(routes, app, self._limits, self._context)
                 self.stats = front.stats
                 await self._start(nursery, front, self._sockets, stop, "kvd_http", "without TLS")
-            if self._terms is not None:
-                server = TlsServer(routes, app, self._terms, self._limits, self._context)
+            if self._credentials is not None:
+                server = TlsServer(routes, app, self._credentials, self._limits, self._context)
                 await self._start(nursery, server, self._tls_sockets, stop, "kvd_https", "with TLS")
             task_status.started()
 
@@ -225,6 +225,6 @@ async def _open(
 def read_files(tls: TlsFiles) -> TlsCredentials:
     """Returns what the files say; raises StartError if nobody could be served with them."""
     try:
-        return load_terms(tls)
+        return load_credentials(tls)
     except ValueError as error:
         raise StartError(str(error)) from None

@@ -33,7 +33,7 @@ from kvd.client.connecting import (
     NOT_SENT,
     TIMEOUT_S,
     Address,
-    ConnectionTerms,
+    ConnectionSettings,
     Where,
     check_attempts,
     limits,
@@ -93,7 +93,7 @@ class _Faces(ABC, Generic[How]):
             "gateway": Address.parse(gateway),
         }
         shown = read_token(token, token_file)
-        self._terms = ConnectionTerms(
+        self._settings = ConnectionSettings(
             shown, ca_file, cert_file, key_file, timeout_s, max_answer_bytes
         )
         self._attempts = check_attempts(attempts)
@@ -166,13 +166,13 @@ class BlockingAsker:
     """Asks one address and blocks meanwhile; threads may share it."""
 
     def __init__(
-        self, address: Address, terms: ConnectionTerms, attempts: int, stats: ClientStats
+        self, address: Address, settings: ConnectionSettings, attempts: int, stats: ClientStats
     ) -> None:
         self.attempts = attempts
         self.stats = stats
-        self._terms = terms
+        self._settings = settings
         self._url = address.url
-        options, shown = terms.transport_options(address), terms.client_options()
+        options, shown = settings.transport_options(address), settings.client_options()
         self._http, self._waiting = (
             BlockingPool(
                 httpx.Client(
@@ -189,7 +189,7 @@ class BlockingAsker:
 
     def ask(self, exchange: Exchange[T], timeout_s: float | None = None) -> T:
         """Returns the answer; `timeout_s` is the client's unless given."""
-        limit_s = self._terms.timeout_s if timeout_s is None else timeout_s
+        limit_s = self._settings.timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit_s
         while True:
             try:
@@ -222,7 +222,7 @@ class BlockingAsker:
         timeout = httpx.Timeout(left_s, connect=min(left_s, CONNECT_S))
         request = made(http, self._url, exchange, timeout)
         with closing(http.send(request, stream=True)) as response:
-            body, limit = bytearray(), self._terms.max_answer_bytes
+            body, limit = bytearray(), self._settings.max_answer_bytes
             for piece in response.iter_raw():
                 body += piece
                 if len(body) > limit:
@@ -255,7 +255,7 @@ class Client(_Faces[Blocking]):
 
     def _asker(self, face: str) -> BlockingAsker:
         address = self._addresses[face]
-        asker = BlockingAsker(address, self._terms, self._attempts, self.stats)
+        asker = BlockingAsker(address, self._settings, self._attempts, self.stats)
         self._askers.append(asker)
         return asker
 
@@ -307,13 +307,13 @@ class TrioAsker:
     """Asks one address while other tasks run; tasks may share it."""
 
     def __init__(
-        self, address: Address, terms: ConnectionTerms, attempts: int, stats: ClientStats
+        self, address: Address, settings: ConnectionSettings, attempts: int, stats: ClientStats
     ) -> None:
         self.attempts = attempts
         self.stats = stats
-        self._terms = terms
+        self._settings = settings
         self._url = address.url
-        options, shown = terms.transport_options(address), terms.client_options()
+        options, shown = settings.transport_options(address), settings.client_options()
         self._http, self._waiting = (
             TrioPool(
                 httpx.AsyncClient(
@@ -331,7 +331,7 @@ class TrioAsker:
 
     async def ask(self, exchange: Exchange[T], timeout_s: float | None = None) -> T:
         """Returns the answer; `timeout_s` is the client's unless given."""
-        limit_s = self._terms.timeout_s if timeout_s is None else timeout_s
+        limit_s = self._settings.timeout_s if timeout_s is None else timeout_s
         with trio.move_on_after(limit_s):
             while True:
                 try:
@@ -355,7 +355,7 @@ class TrioAsker:
         timeout = httpx.Timeout(None, connect=CONNECT_S)
         request = made(http, self._url, exchange, timeout)
         async with aclosing(await http.send(request, stream=True)) as response:
-            body, limit = bytearray(), self._terms.max_answer_bytes
+            body, limit = bytearray(), self._settings.max_answer_bytes
             with trio.CancelScope() as scope:
                 async for piece in response.aiter_raw():
                     body += piece
@@ -385,7 +385,7 @@ class AsyncClient(_Faces[Trio]):
 
     def _asker(self, face: str) -> TrioAsker:
         address = self._addresses[face]
-        asker = TrioAsker(address, self._terms, self._attempts, self.stats)
+        asker = TrioAsker(address, self._settings, self._attempts, self.stats)
         self._askers.append(asker)
         return asker
 

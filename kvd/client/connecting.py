@@ -66,7 +66,7 @@ class Address(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class ConnectionTerms:
+class ConnectionSettings:
     """A client's credentials, the authorities that it trusts, and its timeouts."""
 
     token: str | None

@@ -102,7 +102,7 @@ class Gathering:
         replicas = self._rooms.replicas
         found = [each.endpoint for each in replicas.all() if not each.connected]
         for listener in self._listeners():
-            is_refused = bool(listener.counts.refused) and not listener.counts.messages
+            is_refused = bool(listener.stats.refused) and not listener.stats.messages
             if listener.status is ListenerStatus.PAUSED:
                 continue
             if not listener.connected or is_refused:
@@ -181,16 +181,16 @@ class Gathering:
     def _event_counts(self) -> dict[Counted, int]:
         """Returns the counters whose growth says something."""
         rooms = self._rooms
-        counts = rooms.replicas.counts
+        stats = rooms.replicas.stats
         totals: dict[Counted, int] = {
             ("capacity", "refused"): rooms.state.budget.refused,
             ("expired", "slots"): rooms.slots.expired,
             ("expired", "selections"): rooms.selections.reservations.expired,
-            ("replicas", "overflows"): counts.overflows,
-            ("replicas", "missed"): counts.missed,
+            ("replicas", "overflows"): stats.overflows,
+            ("replicas", "missed"): stats.missed,
         }
         totals |= {("outcome", outcome): 0 for outcome in SelectionOutcome}
-        for _, _, outcome, number in rooms.selections.counts.outcomes():
+        for _, _, outcome, number in rooms.selections.choice_stats.outcomes():
             totals["outcome", SelectionOutcome(outcome)] += number
         for name, each in rooms.authorizers.items():
             totals["host", name] = each.refused["host"]
@@ -325,7 +325,7 @@ def _stream(
     probes: Probes,
     foreign: Mapping[str, int],
 ) -> StreamEvidence:
-    now, counts, link = trio.current_time(), listener.counts, listener.link
+    now, stats, link = trio.current_time(), listener.stats, listener.link
     at, flaw = listener.restarted_at, listener.batches.last_flaw
     return StreamEvidence(
         subject=subject,
@@ -339,17 +339,17 @@ def _stream(
         last_error=link.last_error or "",
         quiet=link.quiet or "",
         quiet_s=now - link.quiet_since,
-        messages=counts.messages,
-        bad_frames=dict(counts.bad_frames),
-        batches_flawed=counts.flawed,
+        messages=stats.messages,
+        bad_frames=dict(stats.bad_frames),
+        batches_flawed=stats.flawed,
         flaw="" if flaw is None else flaw[1],
-        joins=counts.joins,
-        restarts=counts.restarts,
+        joins=stats.joins,
+        restarts=stats.restarts,
         restarted_s=None if at is None else now - at,
-        gaps=counts.gaps,
-        lost=counts.lost,
-        dropped=counts.dropped,
-        replays=dict(counts.replays),
+        gaps=stats.gaps,
+        lost=stats.lost,
+        dropped=stats.dropped,
+        replays=dict(stats.replays),
         loss=listener.loss,
         ignored=dict(listener.ignored),
         foreign=dict(foreign),

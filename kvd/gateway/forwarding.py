@@ -304,7 +304,7 @@ class Forwarder:
         only one that is asked once more, to compute the prompt itself.
         """
         head = chosen.upstream.head(request, attempt.request_id, len(body), chosen.dp_rank)
-        async with request.lent() as client_fd:
+        async with request.borrow() as client_fd:
             with beside or NOBODY, self._begin(chosen, head, body, client_fd) as exchange:
                 del head, body  # what is long is kept by `attempt`, while it may be sent again
                 answer = await (beside.begins(exchange) if beside else exchange.begins())

@@ -275,7 +275,7 @@ async def compute(
     upstream = place.upstream
     assert upstream.engine is not None
     head = upstream.head(request, request_id, len(body), place.dp_rank)
-    async with request.lent() as client_fd:
+    async with request.borrow() as client_fd:
         with exchanges.begin(upstream.engine, head, body, HANDED_BYTES, client_fd) as exchange:
             return await exchange.begins() or exchange.ending()
 

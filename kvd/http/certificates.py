@@ -28,7 +28,7 @@ class TlsCredentials:
         return before.authorities is not None and before.authorities <= self.authorities
 
 
-def load_terms(files: TlsFiles) -> TlsCredentials:
+def load_credentials(files: TlsFiles) -> TlsCredentials:
     """Reads the files; raises ValueError, which names them, if nobody could be served with them."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2

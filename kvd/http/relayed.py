@@ -123,15 +123,15 @@ class RelayedRequest:
         await self._transport.stream.wait_for_end()
         waiting.cancel()
 
-    def lent(self) -> AbstractAsyncContextManager[int]:
+    def borrow(self) -> AbstractAsyncContextManager[int]:
         """Lends the client's socket, which nobody else touches meanwhile."""
         self._transport.enter(ConnectionPhase.WORKING)
         if self._transport.stream.parks:  # its bytes are the client's
             return _Itself(self._transport.fd)
-        return self._lent_pair()
+        return self._borrow_pair()
 
     @asynccontextmanager
-    async def _lent_pair(self) -> AsyncIterator[int]:
+    async def _borrow_pair(self) -> AsyncIterator[int]:
         """Lends one end of a socket pair."""
         ours, theirs = socket.socketpair()
         with ours, theirs:

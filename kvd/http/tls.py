@@ -43,29 +43,29 @@ class TlsServer(Front):
         self,
         routes: tuple[Route, ...],
         app: AsgiApp,
-        terms: TlsCredentials,
+        credentials: TlsCredentials,
         limits: HttpLimits,
         context: ServerContext,
     ) -> None:
         super().__init__(routes, app, limits, context)
-        self.terms = terms
+        self.credentials = credentials
 
-    def set_credentials(self, terms: TlsCredentials) -> None:
-        """Has other terms hold for handshakes from now on.
+    def set_credentials(self, credentials: TlsCredentials) -> None:
+        """Has other credentials hold for handshakes from now on.
 
         If they do not take all clients that the old ones took, no connection that is there carries
         another request.
         """
-        before, self.terms = self.terms, terms
-        if not terms.admit_all_of(before):
+        before, self.credentials = self.credentials, credentials
+        if not credentials.admit_all_of(before):
             for connection in self._running:
                 connection.retire()
 
     def _connect(self, sock: socket.socket) -> Connection:
         # A client with a certificate is no browser that a page has led here.
-        open_to_pages = sock.family != socket.AF_UNIX and self.terms.authorities is None
+        open_to_pages = sock.family != socket.AF_UNIX and self.credentials.authorities is None
         checks_host = open_to_pages and is_local(sock)
-        stream = TlsStream(sock, self.terms)
+        stream = TlsStream(sock, self.credentials)
         return Connection(stream, self._shared, self._listener, checks_host)
 
     def _turn_away(self, sock: socket.socket) -> None:
@@ -92,11 +92,11 @@ class TlsStream(ByteStream):
         "_vain",
     )
 
-    def __init__(self, sock: socket.socket, terms: TlsCredentials) -> None:
+    def __init__(self, sock: socket.socket, credentials: TlsCredentials) -> None:
         super().__init__(sock)
         self._incoming = ssl.MemoryBIO()
         self._outgoing = ssl.MemoryBIO()
-        self._tls = terms.context.wrap_bio(self._incoming, self._outgoing, server_side=True)
+        self._tls = credentials.context.wrap_bio(self._incoming, self._outgoing, server_side=True)
         self._sealed = b""  # out of `_outgoing`, and not taken by the kernel yet
         self._sealing = 0  # bytes of data that are in there
         self._vain = 0  # received since there was data

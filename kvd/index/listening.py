@@ -47,7 +47,7 @@ class ListenedRegistrations:
         self._state = state
         self._listeners = listeners
         self._capacity = capacity or ListenerCapacity()
-        self.left_counts = StreamStats()  # of listeners that are no more
+        self.left_stats = StreamStats()  # of listeners that are no more
         self.refused = 0  # at the capacity
         self.changes = 0  # registrations that have come and gone
 
@@ -74,4 +74,4 @@ class ListenedRegistrations:
     def _end(self, listener: EventStream) -> None:
         """Notes that a registration has gone, whose listener has stopped."""
         self._capacity.give_back()
-        self.left_counts.add(listener.counts)
+        self.left_stats.add(listener.stats)

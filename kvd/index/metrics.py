@@ -49,7 +49,7 @@ def listener_families(
     streams: dict[str, int] = dict.fromkeys(StreamHealth, 0)
     quiet: dict[str, int] = dict.fromkeys(Quiet, 0)
     for number, listener in enumerate(listeners, 1):
-        totals.add(listener.counts)
+        totals.add(listener.stats)
         statuses[listener.status] += 1
         streams[listener.health(now)] += 1
         if listener.link.quiet is not None:

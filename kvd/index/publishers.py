@@ -234,7 +234,7 @@ class Publishers(ListenedRegistrations):
         found = self.find(key)
         if found is None or found.listener.endpoint != endpoint or not place.expected:
             return None
-        return None if found.listener.counts.messages else found
+        return None if found.listener.stats.messages else found
 
     def take_over(
         self,
@@ -264,7 +264,7 @@ class Publishers(ListenedRegistrations):
         Yields between two of them.
         """
         for key, publisher in list(self._doubtful.items()):
-            if not publisher.listener.counts.messages or self._doubtful.get(key) is not publisher:
+            if not publisher.listener.stats.messages or self._doubtful.get(key) is not publisher:
                 continue  # nothing has been heard, or it has left meanwhile
             held = publisher.source.stats()
             why = publisher.publication.unused()

@@ -60,7 +60,7 @@ class Backlog:
         more = link.fill(inbox, listener.refuse, MAX_TAKEN_IN, budget_ns)
         link.hear()
         self._taking_in = False
-        listener.counts.dropped += inbox.dropped - dropped
+        listener.stats.dropped += inbox.dropped - dropped
         if inbox.has_hole:
             self._put(inbox.pushed, Change.MISSED)
         if was_lost and self._lost and not more:

@@ -102,7 +102,7 @@ class _Reader:
         self._replayer = replayer
         self._turns = turns
         self._spare_until = 0.0  # monotonic seconds; no replays before
-        self._restarts_said = listener.counts.restarts
+        self._restarts_said = listener.stats.restarts
         self._flaw_said = listener.batches.last_flaw  # before a pause
         self._log = log
 
@@ -186,12 +186,12 @@ class _Reader:
 
     def _fill(self, link: Link, budget_ns: int) -> bool:
         listener = self._listener
-        refused, dropped = listener.counts.refused, listener.counts.dropped
+        refused, dropped = listener.stats.refused, listener.stats.dropped
         more = self._backlog.take_in(link, budget_ns)
-        if listener.counts.refused != refused:
-            self._log.warning("messages_refused", **listener.counts.bad_frames)
-        if listener.counts.dropped != dropped:
-            self._log.warning("messages_dropped", dropped=listener.counts.dropped)
+        if listener.stats.refused != refused:
+            self._log.warning("messages_refused", **listener.stats.bad_frames)
+        if listener.stats.dropped != dropped:
+            self._log.warning("messages_dropped", dropped=listener.stats.dropped)
         return more
 
     def _serve(self, link: Link) -> bool:
@@ -235,8 +235,8 @@ class _Reader:
     def _say_restart(self) -> None:
         """Logs that the engine is another one, unless it has been."""
         listener = self._listener
-        if listener.counts.restarts != self._restarts_said:
-            self._restarts_said = listener.counts.restarts
+        if listener.stats.restarts != self._restarts_said:
+            self._restarts_said = listener.stats.restarts
             listener.restarted_at = trio.current_time()
             self._log.warning("engine_restarted", last_seq=listener.batches.passed)
 
@@ -261,7 +261,7 @@ class _Reader:
         await self._finish()
         self._say_flaw()
         if lost:
-            self._log.warning("batches_lost", missing=lost, lost=listener.counts.lost, replay=end)
+            self._log.warning("batches_lost", missing=lost, lost=listener.stats.lost, replay=end)
 
     async def _ask(self, link: Link) -> None:
         """Asks an engine that has come back whether it is the same; waits while it is spared."""
@@ -290,14 +290,14 @@ class _Reader:
         if listener.replay_endpoint is None or not listener.catch_up.wanted():
             return None
         if trio.current_time() < self._spare_until:
-            listener.counts.spared_replays += 1
+            listener.stats.spared_replays += 1
             return None
-        replayed = listener.counts.replayed
+        replayed = listener.stats.replayed
         end = await self._replayer.fetch(listener)
         self._say_restart()
         if end is ReplayEnd.OTHER_ENGINE:
             end = await self._replayer.fetch(listener)
-        count = listener.counts.replayed - replayed
+        count = listener.stats.replayed - replayed
         if count:
             self._log.info("batches_replayed", count=count, ended=end)
         elif end not in (ReplayEnd.REACHED, ReplayEnd.MARKER):

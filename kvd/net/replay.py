@@ -123,13 +123,13 @@ class _Answer:
 
     async def read(self) -> ReplayEnd:
         while True:
-            replayed = self._listener.counts.replayed
+            replayed = self._listener.stats.replayed
             with trio.move_on_after(self._idle_s) as patience:
-                while self._listener.counts.replayed == replayed:
+                while self._listener.stats.replayed == replayed:
                     end = await self._read_some()
                     if end is not None:
                         return end
-            if patience.cancelled_caught and self._listener.counts.replayed == replayed:
+            if patience.cancelled_caught and self._listener.stats.replayed == replayed:
                 return ReplayEnd.SILENT
 
     async def _read_some(self) -> ReplayEnd | None:
@@ -157,7 +157,7 @@ class _Answer:
         self._room.take(frames)
         answer = read_answer(frames)
         if answer is None:
-            self._listener.counts.strays += 1
+            self._listener.stats.strays += 1
         elif answer.is_end:
             return ReplayEnd.MARKER
         elif (end := self._listener.catch_up.take(*answer)) is not None:

@@ -69,7 +69,7 @@ class Replication:
         context: Context,
         publisher: PubSocket,
         apply: Apply,
-        counts: ReplicaStats,
+        stats: ReplicaStats,
         router_id: int,
         options: LinkOptions = REPLICA_LINK,
         absent_every_s: float = ABSENT_EVERY_S,
@@ -80,7 +80,7 @@ class Replication:
         self._dialer = dialer or Dialer()
         self._space = space or InboxSpace()
         self.router_id = router_id
-        self.counts = counts
+        self.stats = stats
         self._context = context
         self._publisher = publisher
         self._apply = apply
@@ -100,13 +100,13 @@ class Replication:
         self._send(affinity.TOPIC, affinity.encode(bound))
 
     def _send(self, topic: bytes, payload: bytes) -> None:
-        counts = self.counts
+        stats = self.stats
         if len(payload) > BOUNDS.payload_bytes:
-            counts.oversized += 1
+            stats.oversized += 1
             return
-        counts.published += 1
+        stats.published += 1
         if not self._publisher.send([topic, payload]):
-            counts.overflows += 1
+            stats.overflows += 1
 
     def start(self, replica: Replica) -> None:
         """Starts to listen to a replica, reachable or not; KeyError if kvd listens already."""
@@ -140,11 +140,11 @@ class _Reader:
     __slots__ = (
         "_apply",
         "_bind",
-        "_counts",
         "_inbox",
         "_log",
         "_replica",
         "_router_id",
+        "_stats",
         "_turns",
     )
 
@@ -160,7 +160,7 @@ class _Reader:
     ) -> None:
         self._inbox = inbox
         self._router_id = plane.router_id
-        self._counts = plane.counts
+        self._stats = plane.stats
         self._replica = replica
         self._apply = apply
         self._bind = bind
@@ -195,7 +195,7 @@ class _Reader:
         inbox, dropped = self._inbox, self._inbox.dropped
         more = link.fill_frames(inbox, MAX_FRAMES, MAX_TAKEN_IN, budget_ns)
         link.hear()
-        self._counts.missed += inbox.dropped - dropped
+        self._stats.missed += inbox.dropped - dropped
         return more
 
     def _take_some(self, deadline_ns: int) -> bool:
@@ -209,8 +209,8 @@ class _Reader:
         return True
 
     def _take(self, frames: list[bytes]) -> None:
-        counts = self._counts
-        counts.received += 1
+        stats = self._stats
+        stats.received += 1
         self._replica.received += 1
         if self._bind is not None and frames[0] == affinity.TOPIC:
             self._take_binding(frames, self._bind)
@@ -220,19 +220,19 @@ class _Reader:
             self._refuse(decoded)
             return
         if decoded.router_id == self._router_id:
-            counts.own += 1
+            stats.own += 1
         else:
-            counts.count(self._apply(decoded))
+            stats.count(self._apply(decoded))
 
     def _take_binding(self, frames: list[bytes], bind: Bind) -> None:
         bound = affinity.decode(frames)
         if isinstance(bound, Refused):
             self._refuse(bound)
         elif bound.version.writer_id == self._router_id:
-            self._counts.own += 1
+            self._stats.own += 1
         else:
-            self._counts.count(bind(bound))
+            self._stats.count(bind(bound))
 
     def _refuse(self, reason: Refused) -> None:
-        self._counts.refused[reason] += 1
+        self._stats.refused[reason] += 1
         self._log.warning("replica_message_refused", reason=reason)

@@ -53,7 +53,7 @@ class ReplicaSync:
         self._dialer = dialer
         self._keys = keys
         self._space = space
-        self._counts = ReplicaStats()
+        self._stats = ReplicaStats()
         self._publisher: PubSocket | None = None
         self._authenticator: ZapAuthenticator | None = None
 
@@ -103,7 +103,7 @@ class ReplicaSync:
         """
         sync = self._config.replica_sync
         if sync is None or self._publisher is None:
-            return Replicas(None, self._counts, self._outgoing)
+            return Replicas(None, self._stats, self._outgoing)
         if self._authenticator is not None:
             nursery.start_soon(self._authenticator.run)
         faces = {Face.SLOT_TRACKER: slots.apply, Face.SELECTION: selections.reservations.apply}
@@ -119,7 +119,7 @@ class ReplicaSync:
             context,
             self._publisher,
             apply,
-            self._counts,
+            self._stats,
             selections.writer_id,
             self._config.replica_link,
             bind=None if affinity is None else affinity.apply,
@@ -130,7 +130,7 @@ class ReplicaSync:
         selections.reservations.steps.subscribe(links.publish)
         if affinity is not None:
             affinity.bindings.subscribe(links.publish_binding)
-        replicas = Replicas(links, self._counts, self._outgoing)
+        replicas = Replicas(links, self._stats, self._outgoing)
         for endpoint in sync.peers:
             replicas.register(endpoint)
         return replicas

@@ -63,12 +63,12 @@ class Replicas:
     """The registered replicas; `links` is None where replica sync is off."""
 
     def __init__(
-        self, links: Links | None, counts: ReplicaStats, outgoing: EgressPolicy | None = None
+        self, links: Links | None, stats: ReplicaStats, outgoing: EgressPolicy | None = None
     ) -> None:
         """Without a rule about addresses the default one holds."""
         self._outgoing = outgoing or EgressPolicy()
         self._links = links
-        self.counts = counts
+        self.stats = stats
         self._replicas: dict[str, Replica] = {}
         self.refused = 0  # registrations beyond MAX_REPLICAS
         self.changes = 0  # replicas that have come and gone
@@ -104,7 +104,7 @@ class Replicas:
         if len(self._replicas) >= MAX_REPLICAS:
             self.refused += 1
             raise Unavailable(f"the limit of {MAX_REPLICAS} replicas is reached")
-        replica = self._replicas[endpoint] = Replica(endpoint, self.counts, server_key)
+        replica = self._replicas[endpoint] = Replica(endpoint, self.stats, server_key)
         self.changes += 1
         links.start(replica)
         return True
@@ -136,11 +136,11 @@ class Replicas:
         help = "Number of replicas refused at the limit"
         yield counter("kvd_replica_peers_refused_total", help, self.refused)
         for name, help in COUNTERS.items():
-            yield counter(f"kvd_replica_{name}_total", help, getattr(self.counts, name))
+            yield counter(f"kvd_replica_{name}_total", help, getattr(self.stats, name))
         help = "Number of messages of replicas refused as malformed events, by reason"
-        yield by_label("kvd_replica_refused_total", "counter", help, "reason", self.counts.refused)
+        yield by_label("kvd_replica_refused_total", "counter", help, "reason", self.stats.refused)
         help = "Number of events of replicas that contradicted this process's state, by reason"
-        yield by_label("kvd_replica_dropped_total", "counter", help, "reason", self.counts.dropped)
+        yield by_label("kvd_replica_dropped_total", "counter", help, "reason", self.stats.dropped)
 
 
 # Counters of ReplicaStats, and what each says.

@@ -16,7 +16,7 @@ from kvd_core.selector.settings cimport Settings
 cdef class ImmediateSelection:
     cdef object selections, reservations, scheduler
     cdef Draws draws
-    cdef ChoiceStats counts
+    cdef ChoiceStats choice_stats
     cdef dict live                 # Candidates by reservation id
     cdef list replicas, observers  # those told of steps (kvd.slots.live_requests)
     cdef Sample sample             # of requests that observers are told of

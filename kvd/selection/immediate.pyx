@@ -36,7 +36,7 @@ cdef class ImmediateSelection:
         self.reservations = selections.reservations
         self.scheduler = selections.scheduler
         self.draws = selections.draws
-        self.counts = selections.counts
+        self.choice_stats = selections.choice_stats
         self.live = selections.reservations.live
         self.replicas = selections.reservations.steps.subscribers
         self.observers = selections.reservations.moments.subscribers
@@ -83,8 +83,8 @@ cdef class ImmediateSelection:
             pool.take_back()
             return -1
         self.draws.take(1)
-        self.counts.c.serve(settings.c.mode, kWhole, pool.c.prompt().isl_tokens)
-        self.counts.c.choose(
+        self.choice_stats.c.serve(settings.c.mode, kWhole, pool.c.prompt().isl_tokens)
+        self.choice_stats.c.choose(
             deref(pool.c), candidate, pool.cached_tokens_of(&settings.c, candidate),
             pool.most_cached(), kWhole,
         )

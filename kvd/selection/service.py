@@ -83,7 +83,7 @@ class Selections:
         self.reservations.moments.subscribe(self.speeds.observe)
         self._adjusted_at = clock()
         self.stats = SelectionStats()
-        self.counts = self.stats.counts
+        self.choice_stats = self.stats.choice_stats
         self.scheduler = Scheduler(
             self.candidates,
             options,

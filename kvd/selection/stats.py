@@ -56,7 +56,7 @@ class SelectionStats:
     """Counts the selections of a service."""
 
     def __init__(self) -> None:
-        self.counts = ChoiceStats()
+        self.choice_stats = ChoiceStats()
         self.waits = Histogram(BUCKETS)  # seconds
         self.slo = dict.fromkeys(SLO_OUTCOMES.values(), 0)  # of choices with such a limit
         self.fallbacks = 0  # requests for both phases that one worker serves
@@ -64,16 +64,16 @@ class SelectionStats:
 
     def served(self, ask: SelectRequest, pool: Pool, *choices: Choice) -> None:
         """Counts one as served by these choices, with the prompt that the pool has looked at."""
-        self.counts.serve(ask.settings, POSITIONS[ask.phase], pool)
+        self.choice_stats.serve(ask.settings, POSITIONS[ask.phase], pool)
         for each in choices:
             phase = POSITIONS[each.phase]
-            self.counts.choose(pool, each.settings, each.at, each.best, phase)
+            self.choice_stats.choose(pool, each.settings, each.at, each.best, phase)
 
     def held(self, ask: SelectRequest) -> None:
-        self.counts.hold(ask.settings, POSITIONS[ask.phase])
+        self.choice_stats.hold(ask.settings, POSITIONS[ask.phase])
 
     def ended(self, ask: SelectRequest, outcome: SelectionOutcome) -> None:
-        self.counts.end(ask.settings, POSITIONS[ask.phase], outcome)
+        self.choice_stats.end(ask.settings, POSITIONS[ask.phase], outcome)
 
     def failed(self, ask: SelectRequest, error: KvdError) -> None:
         self.ended(ask, _outcome_of(error))

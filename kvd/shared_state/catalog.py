@@ -93,7 +93,7 @@ class Catalog:
     def __init__(
         self, registrations: Registrations, targets: Mapping[str, RegistrationTarget]
     ) -> None:
-        self.counts = CatalogStats()
+        self.stats = CatalogStats()
         self._registrations = registrations
         self._targets = targets
         self._agreed: dict[Field, CatalogRow] = {}
@@ -151,7 +151,7 @@ class Catalog:
             try:
                 row = CatalogRow.read(content)
             except Unreadable:
-                self.counts.unreadable += 1
+                self.stats.unreadable += 1
                 row = None
             if row is None:
                 self._unread.add(field)
@@ -199,20 +199,20 @@ class Catalog:
                     before, wanted_of(row.table, row.members, row.mark)
                 ):
                     await target.remove(before)
-                    self.counts.removed += 1
+                    self.stats.removed += 1
                     mine = None
             if row.members and not row.is_like(mine):
                 wanted = wanted_of(row.table, row.members, row.mark)
                 if not self._registrations.is_set(row.table, wanted):
                     await target.add(wanted, over=mine is not None)
-                    self.counts.added += 1
+                    self.stats.added += 1
         except NotFound:  # a client was faster
             return
         except Misdirected:  # another process serves that model
             self._failed.add(field)
         except (KvdError, ValueError, TypeError) as error:
             self._failed.add(field)
-            self.counts.failed += 1
+            self.stats.failed += 1
             log.warning("shared_registration_failed", registration=field, reason=str(error))
 
     def _say(self, field: Field, mine: CatalogRow | None, row: CatalogRow) -> None:
@@ -249,14 +249,14 @@ class Catalog:
             missing = {name: self._agreed[name].packed() for name in some}
             if not await write(write_missing(client, keys.catalog, missing)):
                 return False
-            self.counts.written += len(missing)
+            self.stats.written += len(missing)
         names = list(written)
         for at in range(0, len(names), WRITTEN_AT_ONCE):
             some = names[at : at + WRITTEN_AT_ONCE]
             rows: dict[str | bytes, bytes] = {name: written[name].packed() for name in some}
             if not await write(client.hset(keys.catalog, rows)):
                 return False
-            self.counts.written += len(rows)
+            self.stats.written += len(rows)
         if (names or self._lost) and not await write(
             client.set(keys.catalog_changes, token_hex(8))
         ):

@@ -189,7 +189,7 @@ class Mirror:
         self.requests: dict[Name, Known] = {}
         self.waiting: dict[Name, Known] = {}
         self.behind: dict[str, int] = {}
-        self.counts = MirrorStats()
+        self.stats = MirrorStats()
         self._faces = faces
         self._affinity = affinity
         self._journal = journal
@@ -254,7 +254,7 @@ class Mirror:
                 continue
             name, face = found
             self._quietly(face.mirror_step, name.key, name.request_id, Step.FREE, self._clock())
-            self.counts.ended += 1
+            self.stats.ended += 1
 
     def _unknown(self, before: float = math.inf) -> Iterator[tuple[Name, LiveRequests[Any]] | None]:
         """Yields earlier bookings of this process that none has reported, None for a rest."""
@@ -333,7 +333,7 @@ class Mirror:
             told = ForeignStep(Dot(entry.writer, number), record, of, position)
             self._quietly(self._take, entry.ledgers, told, later)
             self.hear(entry.writer, number)
-            self.counts.steps += 1
+            self.stats.steps += 1
             if number % SLICE == 0:
                 yield
         if number != entry.last:
@@ -353,7 +353,7 @@ class Mirror:
     def missed(self, writer: str, number: int) -> None:
         """Notes that steps of a writer up to a number exist, and that some are not in here."""
         if writer not in self.behind:
-            self.counts.gaps += 1
+            self.stats.gaps += 1
         self.behind[writer] = max(self.behind.get(writer, 0), number)
 
     def _take(self, ledgers: Mapping[int, LedgerName], told: ForeignStep, later: float) -> None:
@@ -414,7 +414,7 @@ class Mirror:
         self._held += 1
         while self._held > MAX_EARLY:
             self._held -= len(self._early.pop(next(iter(self._early))))
-            self.counts.left_out += 1
+            self.stats.left_out += 1
 
     def _take_held(self, name: Name, dot: Dot, is_new: bool, counted: int) -> None:
         """Takes the steps of a request that came before its booking.
@@ -438,7 +438,7 @@ class Mirror:
         if known.dot.writer != self.writer or known.dot.number <= self.settled:
             return False
         self._end(name)
-        self.counts.replaced += 1
+        self.stats.replaced += 1
         return True
 
     def _book(
@@ -476,13 +476,13 @@ class Mirror:
                 owner = face.owner(name.key)
                 assert owner is not None
                 face.observe_begin(owner, name.request_id, mirrored=True)
-                self.counts.bookings += 1
+                self.stats.bookings += 1
                 return True
             if outcome is Outcome.DUPLICATE:  # replica sync was faster, or it was restored
                 known.face = kind
                 return False
         if len(self.waiting) >= MAX_WAITING:
-            self.counts.left_out += 1
+            self.stats.left_out += 1
             del self.requests[name]
             return True
         known.waiting = RequestWithoutRank(block_size, booking, at)
@@ -667,14 +667,14 @@ class Merge:
             for number, (name, known) in enumerate(list(mirror.requests.items()), 1):
                 if self._is_gone(name, known) and mirror.requests.get(name) is known:
                     mirror._quietly(mirror._end, name)
-                    mirror.counts.ended += 1
+                    mirror.stats.ended += 1
                 if number % SLICE == 0:
                     yield
         for writer, number in head.numbers.items():
             if writer != mirror.writer:
                 whole = min(number, self._lacking.get(writer, number + 1) - 1)
                 mirror.hear(writer, whole)
-        mirror.counts.views += 1
+        mirror.stats.views += 1
 
     def _is_gone(self, name: Name, known: Known) -> bool:
         served = self._head.served

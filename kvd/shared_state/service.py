@@ -198,7 +198,7 @@ class SharedState:
     def families(self) -> Iterator[Family]:
         """Yields what metrics say."""
         standing, mirror, outbox = self._standing, self._mirror, self._outbox
-        counts, of_mirror, of_views = standing.counts, mirror.counts, self._views.counts
+        stats, of_mirror, of_views = standing.stats, mirror.stats, self._views.stats
         help = "Whether the server of the shared state is connected"
         yield gauge("kvd_shared_state_connected", help, int(standing.is_connected))
         help = "Number of other processes that share this state"
@@ -212,19 +212,19 @@ class SharedState:
         help = "Number of connections to the server that were lost"
         yield counter("kvd_shared_state_losses_total", help, self._losses)
         for name, help, count in (
-            ("entries_written", "Number of entries written to the stream", counts.entries_written),
-            ("entries_read", "Number of entries read from the stream", counts.entries_read),
-            ("bytes_written", "Total size of the steps written in bytes", counts.bytes_written),
-            ("bytes_read", "Total size of the steps read in bytes", counts.bytes_read),
-            ("unreadable", "Number of entries and views that could not be read", counts.unreadable),
+            ("entries_written", "Number of entries written to the stream", stats.entries_written),
+            ("entries_read", "Number of entries read from the stream", stats.entries_read),
+            ("bytes_written", "Total size of the steps written in bytes", stats.bytes_written),
+            ("bytes_read", "Total size of the steps read in bytes", stats.bytes_read),
+            ("unreadable", "Number of entries and views that could not be read", stats.unreadable),
             (
                 "unknown_form",
                 "Number of entries skipped because another version wrote them",
-                counts.unknown_form,
+                stats.unknown_form,
             ),
-            ("refused", "Number of writes that the server refused", counts.refused),
-            ("lost_stream", "Number of times that the server had lost entries", counts.lost_stream),
-            ("given_up", "Number of gaps given up because their process is gone", counts.given_up),
+            ("refused", "Number of writes that the server refused", stats.refused),
+            ("lost_stream", "Number of times that the server had lost entries", stats.lost_stream),
+            ("given_up", "Number of gaps given up because their process is gone", stats.given_up),
             ("steps", "Number of steps of other processes applied", of_mirror.steps),
             ("bookings", "Number of requests of other processes booked", of_mirror.bookings),
             ("ended", "Number of requests that a view showed to have ended", of_mirror.ended),
@@ -252,7 +252,7 @@ class SharedState:
             "counter",
             help,
             "outcome",
-            {each.name: getattr(self._catalog.counts, each.name) for each in fields(CatalogStats)},
+            {each.name: getattr(self._catalog.stats, each.name) for each in fields(CatalogStats)},
         )
 
 

@@ -83,7 +83,7 @@ class KnownFleet:
 
     served: ServedModels  # which is told what the others serve
     members: dict[str, Member] = field(default_factory=dict)
-    counts: SessionStats = field(default_factory=SessionStats)
+    stats: SessionStats = field(default_factory=SessionStats)
     has_joined: bool = False  # all that others had at our start is in here
     has_settled: bool = False  # what was restored here is known to all, or has been dropped
     told_at: float | None = None  # up to when the server had been told what was restored here
@@ -132,7 +132,7 @@ class Session:
         self._note_told = note_told
         self._about = name, address, tuple(served)
         self._lease_s = lease_s
-        self._counts = standing.counts
+        self._stats = standing.stats
         self._viewed_at = -VIEW_EVERY_S
         self._viewed_numbers: dict[str, int] = {}
         self._read_since_view = 0
@@ -209,7 +209,7 @@ class Session:
             return
         async with self._at_rest:
             told_at = self._standing.told_at
-            if mirror.counts.views and told_at is not None:
+            if mirror.stats.views and told_at is not None:
                 await self._among_news(mirror.drop_unknown(told_at))
             await self._among_news(mirror.claim())
         self._standing.has_settled = True
@@ -234,7 +234,7 @@ class Session:
         """Begins anew where the server has lost what was read: it was emptied, or another one."""
         position = self._mirror.position  # more may be read while the server is asked
         if await self._end() < position:
-            self._counts.lost_stream += 1
+            self._stats.lost_stream += 1
             self._mirror.position = BEGINNING
 
     # ---- writing
@@ -269,8 +269,8 @@ class Session:
                 continue
             if outbox.entries and outbox.entries[0] is entry:
                 outbox.sent()
-            self._counts.entries_written += 1
-            self._counts.bytes_written += len(entry.records)
+            self._stats.entries_written += 1
+            self._stats.bytes_written += len(entry.records)
         if self._standing.has_settled and not outbox.has_news:
             self._note_told(trio.current_time())
 
@@ -289,7 +289,7 @@ class Session:
         except ReadOnlyError:  # it has become a copy of another one, which is to be found
             raise
         except ResponseError as error:
-            self._counts.refused += 1
+            self._stats.refused += 1
             if not refusals:
                 log.warning("shared_state_refused", reason=str(error))
             refusals[what] = str(error)
@@ -316,10 +316,10 @@ class Session:
 
     async def _take(self, position: Position, fields: Any) -> None:
         """Takes one entry, whatever is in it, and is behind it then."""
-        self._counts.entries_read += 1
+        self._stats.entries_read += 1
         self._read_since_view += 1
         size = sum(len(value) for value in fields.values())
-        self._counts.bytes_read += size
+        self._stats.bytes_read += size
         self._entry_bytes += (size - self._entry_bytes) / 256
         try:
             if (settled := last_of(fields, self._mirror.writer)) is not None:
@@ -331,7 +331,7 @@ class Session:
                 if entry.of == self._mirror.writer:
                     self._wanted.set()
             elif entry is None:
-                self._counts.unknown_form += 1
+                self._stats.unknown_form += 1
             else:
                 await self._apply(entry, position)
         except ValueError as error:  # Unreadable, or records that are none
@@ -341,7 +341,7 @@ class Session:
 
     def _note_unreadable(self, error: ValueError) -> None:
         """Counts an unreadable entry and logs the first of a session."""
-        self._counts.unreadable += 1
+        self._stats.unreadable += 1
         if not self._has_said_unreadable:
             log.warning("shared_state_unreadable", reason=str(error))
         self._has_said_unreadable = True
@@ -391,7 +391,7 @@ class Session:
         del self._mirror.behind[writer]
         self._source.pop(writer, None)
         self._behind_since.pop(writer, None)
-        self._counts.given_up += 1
+        self._stats.given_up += 1
 
     async def _merge(self, writer: str) -> bool:
         """Merges a view that has more of a writer than is here; says whether nothing lacks then.
@@ -407,7 +407,7 @@ class Session:
         if head is None or head.numbers.get(writer, 0) <= mirror.numbers.get(writer, -1):
             return False
         merge = Merge(mirror, source, head)
-        pieces = read_pieces(self._client, self._keys, source, head, self._views.counts)
+        pieces = read_pieces(self._client, self._keys, source, head, self._views.stats)
         async with aclosing(pieces):
             async for piece in pieces:
                 age_s = 0.0 if piece.server_clock is None else self._age_s(piece.server_clock)

@@ -71,7 +71,7 @@ class Views:
         at_rest: trio.Lock,
     ) -> None:
         """`at_rest` is held while an entry is applied, from its first step to its last."""
-        self.counts = ViewStats()
+        self.stats = ViewStats()
         self.number = 0  # of the last view
         self._mirror = mirror
         self._outbox = outbox
@@ -93,7 +93,7 @@ class Views:
             self._outbox.drain(trio.current_time())
             numbers = mirror.numbers | {mirror.writer: mirror.own}
             position, own = mirror.position, mirror.own
-            left_out = mirror.counts.left_out
+            left_out = mirror.stats.left_out
         number = self.number + 1
         name = keys.pieces(mirror.writer, number)
         pieces = size = 0
@@ -112,8 +112,8 @@ class Views:
         if self.number:
             await client.expire(keys.pieces(mirror.writer, self.number), OLD_PIECES_S)
         self.number = number
-        self.counts.written += 1
-        self.counts.written_bytes += size
+        self.stats.written += 1
+        self.stats.written_bytes += size
 
     async def _pieces(self) -> AsyncGenerator[Piece, None]:
         for kind, face in self._faces.items():
@@ -182,7 +182,7 @@ async def read_head(client: Client, keys: Keys, writer: str) -> ViewHead | None:
 
 
 async def read_pieces(
-    client: Client, keys: Keys, writer: str, head: ViewHead, counts: ViewStats
+    client: Client, keys: Keys, writer: str, head: ViewHead, stats: ViewStats
 ) -> AsyncGenerator[Piece, None]:
     """Yields the pieces of a view; raises Unreadable if not all of them are there."""
     if head.pieces > MAX_PIECES:
@@ -195,6 +195,6 @@ async def read_pieces(
         content = next(iter(found))
         if len(content) > MAX_ENTRY_BYTES:
             raise Unreadable(f"a piece of a view is longer than {MAX_ENTRY_BYTES} bytes")
-        counts.read_bytes += len(content)
+        stats.read_bytes += len(content)
         yield Piece.read(content)
-    counts.read += 1
+    stats.read += 1

@@ -81,13 +81,13 @@ class AppliedBatches:
     __slots__ = (
         "_apply",
         "_cleared_in_doubt",
-        "_counts",
         "_first",
         "_holes",
         "_identity",
         "_joined_at",
         "_losses",
         "_restored",
+        "_stats",
         "_stream",
         "cursor",
         "last_flaw",
@@ -100,14 +100,14 @@ class AppliedBatches:
         self,
         stream: BatchSink,
         identity: EngineIdentity,
-        counts: StreamStats,
+        stats: StreamStats,
         expected: int,
         first: int,
     ) -> None:
         self._stream = stream
         self._apply = stream.apply
         self._identity = identity
-        self._counts = counts
+        self._stats = stats
         self._first = first
         self.cursor = Cursor(expected)
         self.passed: int | None = None  # the last number of the engine before this one
@@ -205,7 +205,7 @@ class AppliedBatches:
 
     def crashed(self) -> None:
         """Notes a bug: the batch it happened on is not applied, or not wholly."""
-        self._counts.crashes += 1
+        self._stats.crashes += 1
         self.unfinished = None
         self._losses.lose("an internal error", self.cursor.expected)
 
@@ -213,7 +213,7 @@ class AppliedBatches:
         hole = self.hole_before(seq)
         if not hole:
             return
-        self._counts.lost += hole.stop - hole.start  # len() fails from 2^63 on
+        self._stats.lost += hole.stop - hole.start  # len() fails from 2^63 on
         self._holes.append(hole)
         self._restored = self._restored or self._stream.restored()
         behind = ", restored from a peer" if self._restored else ""
@@ -236,7 +236,7 @@ class AppliedBatches:
 
     def drop_restored(self) -> None:
         """Drops what a dump has told of these ranks, and no batch since."""
-        self._counts.superseded += self._stream.drop_restored()
+        self._stats.superseded += self._stream.drop_restored()
 
     def _learn(self, seq: int, shown: int) -> None:
         if shown & UNFINISHED:
@@ -252,7 +252,7 @@ class AppliedBatches:
         if shown & NO_ROOM:
             self._lose_of(rank, f"the index had no room for batch {seq}")
         if shown & FLAWED:
-            self._counts.flawed += 1
+            self._stats.flawed += 1
             self.last_flaw = seq, self._stream.flaw()
             self._lose_of(rank, f"batch {seq} could not be decoded")
 
@@ -299,7 +299,7 @@ class AppliedBatches:
 
     def engine_restarted(self) -> None:
         """Another engine speaks: nothing that the last one cached is there any more."""
-        self._counts.restarts += 1
+        self._stats.restarts += 1
         self.passed = self.cursor.last
         self._identity.advance(IdentityEvent.RESTARTED)
         self.unproved = False

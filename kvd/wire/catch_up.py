@@ -41,10 +41,10 @@ class CatchUp:
         "_asked_from",
         "_batches",
         "_brought",
-        "_counts",
         "_cursor",
         "_identity",
         "_link",
+        "_stats",
         "held",
     )
 
@@ -53,13 +53,13 @@ class CatchUp:
         batches: AppliedBatches,
         identity: EngineIdentity,
         link: StreamLink,
-        counts: StreamStats,
+        stats: StreamStats,
     ) -> None:
         self._batches = batches
         self._cursor = batches.cursor
         self._identity = identity
         self._link = link
-        self._counts = counts
+        self._stats = stats
         self.held: tuple[int, bytes] | None = None  # number and payload of the batch held back
         self._asked_at = 0  # the engine was asked, or will be, after so many lost connections
         self._asked_from = 0  # an idle one: for the batches from this number on
@@ -89,10 +89,10 @@ class CatchUp:
         is_same = bool(speaker) and identity.is_named(cursor.expected)
         verdict = cursor.judge(seq, payload, same=is_same)
         if verdict is Verdict.STALE:
-            self._counts.stale += 1
+            self._stats.stale += 1
             self.held = None
             return verdict
-        self._asked_at = self._answering_at = self._counts.losses
+        self._asked_at = self._answering_at = self._stats.losses
         if lost:
             identity.advance(IdentityEvent.DOUBTED)
         if identity.is_in_doubt:
@@ -102,7 +102,7 @@ class CatchUp:
             identity.name(speaker, cursor.expected)
             identity.speaker = speaker
         hole = self._batches.hole_before(seq)
-        self._counts.gaps += hole.stop > hole.start  # len() fails from 2^63 on
+        self._stats.gaps += hole.stop > hole.start  # len() fails from 2^63 on
         return verdict
 
     def _begin_check(self) -> None:
@@ -143,7 +143,7 @@ class CatchUp:
     def ask(self) -> None:
         """Begins to ask it, with a replay of all from the last batch on; `end` ends it."""
         self._identity.advance(IdentityEvent.ASKED)
-        self._asked_at = self._answering_at = self._counts.losses
+        self._asked_at = self._answering_at = self._stats.losses
         self._asked_from = self._cursor.expected
 
     # ---- the replay
@@ -169,8 +169,8 @@ class CatchUp:
         """
         self._answered = False
         self._brought = 0
-        self._answering_at = self._counts.losses
-        if self._asked_at != self._counts.losses:
+        self._answering_at = self._stats.losses
+        if self._asked_at != self._stats.losses:
             self._check_again()
 
     def _check_again(self) -> None:
@@ -187,7 +187,7 @@ class CatchUp:
     @property
     def _is_outdated(self) -> bool:
         """Returns whether the connection was lost since the answer being read was asked for."""
-        return self._answering_at != self._counts.losses
+        return self._answering_at != self._stats.losses
 
     def wants_more(self, end: ReplayEnd) -> bool:
         """Returns whether an answer that ended so brought something, and may be incomplete.
@@ -217,7 +217,7 @@ class CatchUp:
             return ReplayEnd.HOLE
         known = cursor.holds(seq, payload)
         if seq not in wanted or (known and seq >= cursor.expected and not publisher):
-            self._counts.strays += 1  # one that is known and yet to come was the last engine's
+            self._stats.strays += 1  # one that is known and yet to come was the last engine's
             return ReplayEnd.REACHED if seq >= wanted.stop else None
         if self.held is not None and seq == self.held[0]:
             return self._confirm(seq, payload)
@@ -227,12 +227,12 @@ class CatchUp:
                 self._batches.engine_unknown()
             if identity.is_asking and seq != cursor.expected:
                 return ReplayEnd.REACHED  # a live batch is to show that there is a gap
-            self._counts.replayed += 1
+            self._stats.replayed += 1
             self._batches.apply(seq, payload)
         elif known and (payload or is_same):
             self._batches.engine_proved()
         elif is_same or not payload:  # that says otherwise: nobody's word; this could be anybody's
-            self._counts.strays += 1
+            self._stats.strays += 1
             return None
         else:
             return self._restart(publisher)
@@ -242,7 +242,7 @@ class CatchUp:
     def _take_foreign(self, publisher: bytes) -> ReplayEnd | None:
         """Notes a replayed batch of another engine than the one that is listened to."""
         if self._identity.check is not IdentityCheck.ASKING:
-            self._counts.strays += 1
+            self._stats.strays += 1
             return None
         return self._restart(publisher)
 
@@ -270,7 +270,7 @@ class CatchUp:
             end = self._conclude(end)
         elif end in (ReplayEnd.REACHED, ReplayEnd.MARKER) and self._identity.wants_held:
             self._batches.engine_unknown()
-        self._counts.replays[end] = self._counts.replays.get(end, 0) + 1
+        self._stats.replays[end] = self._stats.replays.get(end, 0) + 1
         return end
 
     def _conclude(self, end: ReplayEnd) -> ReplayEnd:
@@ -287,7 +287,7 @@ class CatchUp:
             self._asked_from = 0  # this one is asked for all that it has
             return end
         # A connection that was made again meanwhile may lead to another one still.
-        is_same_link = self._link.connected and self._asked_at == self._counts.losses
+        is_same_link = self._link.connected and self._asked_at == self._stats.losses
         identity.advance(IdentityEvent.ENDED if is_same_link else IdentityEvent.DROPPED)
         is_same = identity.check is IdentityCheck.NONE
         # An engine that has shown nothing may have kept nothing: only its next batch tells.

@@ -106,8 +106,8 @@ class Foreign(Exception):
 class Envelopes:
     """Reads those of one publisher's events; knows its backends by their names."""
 
-    def __init__(self, terms: StreamIdentity) -> None:
-        self._terms = terms
+    def __init__(self, identity: StreamIdentity) -> None:
+        self._identity = identity
         self._backends: dict[str, int] = {"": 0}
         self._named = 0  # the highest number; none is given twice
         self._crowd = MAX_BACKENDS // 2  # so many backends are a reason to forget some
@@ -134,7 +134,7 @@ class Envelopes:
 
     def read(self, event: Event, batch_rank: int | None) -> StandardEvent:
         """Raises ValueError for a bad one, Foreign for another registration's."""
-        terms = self._terms
+        identity = self._identity
         kind = event["event_type"]
         if kind not in _TYPES:
             raise ValueError("event_type")
@@ -147,24 +147,24 @@ class Envelopes:
         cache_salt = kv_events.text(event, "additional_salt") or ""
         model_name = kv_events.text(event, "model_name")
         tenant_id = kv_events.text(event, "tenant_id")
-        if model_name not in (None, terms.model_name):
+        if model_name not in (None, identity.model_name):
             raise Foreign("model_name", event_id)
-        if tenant_id not in (None, terms.tenant_id):
+        if tenant_id not in (None, identity.tenant_id):
             raise Foreign("tenant_id", event_id)
-        if block_size not in (None, terms.block_size):
+        if block_size not in (None, identity.block_size):
             raise Foreign("block_size", event_id)
-        if terms.lora_name and lora_name not in ("", terms.lora_name):
+        if identity.lora_name and lora_name not in ("", identity.lora_name):
             raise Foreign("lora_name", event_id)
-        if terms.cache_salt and cache_salt not in ("", terms.cache_salt):
+        if identity.cache_salt and cache_salt not in ("", identity.cache_salt):
             raise Foreign("additional_salt", event_id)
-        if rank is None and not terms.store:
-            rank = terms.dp_rank if batch_rank is None else batch_rank
+        if rank is None and not identity.store:
+            rank = identity.dp_rank if batch_rank is None else batch_rank
         return StandardEvent(
             event,
             kind,
             event_id,
-            lora_name or terms.lora_name,
-            cache_salt or terms.cache_salt,
+            lora_name or identity.lora_name,
+            cache_salt or identity.cache_salt,
             self._backend(backend),
             None if medium is None else folded(medium),
             rank,

@@ -74,7 +74,6 @@ class EventStream:
         "_stream",
         "batches",
         "catch_up",
-        "counts",
         "cursor",
         "endpoint",
         "identity",
@@ -83,6 +82,7 @@ class EventStream:
         "replay_endpoint",
         "restarted_at",
         "server_key",
+        "stats",
     )
 
     def __init__(
@@ -108,12 +108,12 @@ class EventStream:
         self.restarted_at: float | None = None  # when the engine was last found to be another
         self._stream = stream
         self._on_link = on_link
-        self.counts = StreamStats()
-        self.link = StreamLink(self.counts, stale_after_s)
+        self.stats = StreamStats()
+        self.link = StreamLink(self.stats, stale_after_s)
         self.identity = EngineIdentity()
-        self.batches = AppliedBatches(stream, self.identity, self.counts, expected, first)
+        self.batches = AppliedBatches(stream, self.identity, self.stats, expected, first)
         self.cursor = self.batches.cursor
-        self.catch_up = CatchUp(self.batches, self.identity, self.link, self.counts)
+        self.catch_up = CatchUp(self.batches, self.identity, self.link, self.stats)
 
         # In the order of the batches: the connection broke, and has not been made again.
         self._is_broken = False
@@ -194,9 +194,9 @@ class EventStream:
 
         It does so, too, where it has left the batch unfinished.
         """
-        counts = self.counts
-        counts.messages += 1
-        counts.payload_bytes += len(payload)
+        stats = self.stats
+        stats.messages += 1
+        stats.payload_bytes += len(payload)
         if seq == self.cursor.expected and self.identity.check is NO_CHECK:
             return self.batches.apply(seq, payload)
         self.catch_up.hold(seq, payload)
@@ -217,8 +217,8 @@ class EventStream:
 
     def refuse(self, reason: str) -> None:
         """Counts a message of a wrong shape; the stream's place stays where it is."""
-        self.counts.refused += 1
-        self.counts.bad_frames[reason] = self.counts.bad_frames.get(reason, 0) + 1
+        self.stats.refused += 1
+        self.stats.bad_frames[reason] = self.stats.bad_frames.get(reason, 0) + 1
 
     def crashed(self) -> None:
         """Notes a bug: the batch it happened on is not applied, or not wholly."""

@@ -41,32 +41,32 @@ class ReplicaStats:
 class Replica:
     """Another process, by the address where it publishes; the task that listens tells how it is."""
 
-    __slots__ = ("_counts", "connected", "endpoint", "last_error", "received", "server_key")
+    __slots__ = ("_stats", "connected", "endpoint", "last_error", "received", "server_key")
 
-    def __init__(self, endpoint: str, counts: ReplicaStats, server_key: str | None = None) -> None:
+    def __init__(self, endpoint: str, stats: ReplicaStats, server_key: str | None = None) -> None:
         self.endpoint = endpoint
         self.server_key = server_key  # of CURVE; None speaks without it
         self.connected = False
         self.last_error: str | None = None
         self.received = 0  # messages
-        self._counts = counts
+        self._stats = stats
 
     def connecting(self) -> None:
         self.connected = False
 
     def joined(self) -> None:
-        self._counts.joins += 1
+        self._stats.joins += 1
         self.connected = True
         self.last_error = None
 
     def lost_connection(self, why: str, now: float) -> None:
-        self._counts.losses += self.connected
+        self._stats.losses += self.connected
         self.connected = False
         self.last_error = why
 
     def failed(self, why: str, now: float) -> None:
         self.lost_connection(why, now)
-        self._counts.failures += 1
+        self._stats.failures += 1
 
     def crashed(self) -> None:
-        self._counts.crashes += 1
+        self._stats.crashes += 1

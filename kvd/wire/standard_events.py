@@ -71,12 +71,12 @@ class KeptPublication(NamedTuple):
 class StandardEventStream:
     """One publisher's events, as one registration takes them (a listener's stream)."""
 
-    def __init__(self, source: Source, terms: StreamIdentity) -> None:
+    def __init__(self, source: Source, identity: StreamIdentity) -> None:
         self._source = source
-        self._terms = terms
-        self._envelopes = Envelopes(terms)
+        self._identity = identity
+        self._envelopes = Envelopes(identity)
         self.order = EventOrder()
-        self._engine = source.engine_events(terms.lora_name, terms.cache_salt)
+        self._engine = source.engine_events(identity.lora_name, identity.cache_salt)
         self._flaw = ""
         self._full = 0  # events that have found no room, those of earlier payloads
         self.slice_steps = SLICE_STEPS  # of 0.1 us, that a call may take, about
@@ -98,31 +98,31 @@ class StandardEventStream:
 
     @property
     def events(self) -> int:
-        return self._events + int(self._engine.counts()["events"])
+        return self._events + int(self._engine.stats()["events"])
 
     @property
     def orphans(self) -> int:
         """Events set aside because their parent was not known."""
-        return self._orphans + int(self._engine.counts()["parked"])
+        return self._orphans + int(self._engine.stats()["parked"])
 
     @property
     def mismatches(self) -> Counter[str]:
         """Events of others, by the dimension that says so."""
-        return +(self._mismatches + Counter(self._engine.counts()["mismatches"]))
+        return +(self._mismatches + Counter(self._engine.stats()["mismatches"]))
 
     @property
     def ignored(self) -> Counter[str]:
         """Events that were understood and had no effect, by reason."""
-        return +(self._ignored + Counter(self._engine.counts()["ignored"]))
+        return +(self._ignored + Counter(self._engine.stats()["ignored"]))
 
     @property
     def bad(self) -> Counter[str]:
         """Events and payloads that could not be read, by what is wrong."""
-        return +(self._bad + Counter(self._engine.counts()["bad"]))
+        return +(self._bad + Counter(self._engine.stats()["bad"]))
 
     def outcomes(self) -> dict[str, int]:
         """Events that were not simply applied, summed up by what became of them; 3 us."""
-        engine = self._engine.counts()
+        engine = self._engine.stats()
         return {
             "mismatch": self._mismatches.total() + sum(engine["mismatches"].values()),
             "bad": self._bad.total() + sum(engine["bad"].values()),
@@ -145,7 +145,7 @@ class StandardEventStream:
         return self.mismatches + self.ignored
 
     def _all_stored(self) -> int:
-        return self._stored + int(self._engine.counts()["stored"])
+        return self._stored + int(self._engine.stats()["stored"])
 
     # ---- a listener's stream
 
@@ -373,7 +373,7 @@ class StandardEventStream:
         if not hashes:
             self._ignored["object_key"] += 1
             return
-        medium = event.medium or (CPU if self._terms.store else GPU)
+        medium = event.medium or (CPU if self._identity.store else GPU)
         depth = event.event.get("base_block_idx")
         if depth == 0 and parent is not None:
             self.conflicts += 1
@@ -386,14 +386,14 @@ class StandardEventStream:
             # follow it.
             yield from self._store_names(event, medium, hashes[:1])
             if len(hashes) > 1:
-                tokens = tokens[self._terms.block_size :]
+                tokens = tokens[self._identity.block_size :]
                 yield from self._store_blocks(event, medium, hashes[1:], tokens, hashes[0])
         else:
             yield from self._store_blocks(event, medium, hashes, tokens, parent)
 
     def _store_names(self, event: StandardEvent, medium: str, hashes: list[int]) -> _Slices:
         # Of an object's adapter and salt its engine has told, unless the event does.
-        scope = self._terms.lora_name, self._terms.cache_salt
+        scope = self._identity.lora_name, self._identity.cache_salt
         by_engine = kv_events.names_object(event.event) and scope == event.stream[:2]
         for at in range(0, len(hashes), _NAMES_A_PART):
             part = _part(hashes, at, _NAMES_A_PART)
@@ -414,7 +414,7 @@ class StandardEventStream:
         tokens: list[int],
         parent: int | None,
     ) -> _Slices:
-        size = self._terms.block_size
+        size = self._identity.block_size
         for at in range(0, max(1, min(len(hashes), len(tokens) // size)), _BLOCKS_A_PART):
             part = _part(hashes, at, _BLOCKS_A_PART)
             outcome = self._source.store(
@@ -448,7 +448,7 @@ class StandardEventStream:
 
     def _remove(self, event: StandardEvent, hashes: list[int]) -> _Slices:
         medium = event.medium
-        if medium is None and not self._terms.store:
+        if medium is None and not self._identity.store:
             medium = GPU
         for at in range(0, len(hashes), _REMOVALS_A_PART):
             part = _part(hashes, at, _REMOVALS_A_PART)

@@ -105,9 +105,9 @@ class StreamLink:
     """The connection of one listener. Moments are seconds, monotonic."""
 
     __slots__ = (
-        "_counts",
         "_heard_at_join",
         "_quiet",
+        "_stats",
         "disconnected_since",
         "is_receiving",
         "last_error",
@@ -117,8 +117,8 @@ class StreamLink:
         "state",
     )
 
-    def __init__(self, counts: StreamStats, stale_after_s: float = STALE_AFTER_S) -> None:
-        self._counts = counts
+    def __init__(self, stats: StreamStats, stale_after_s: float = STALE_AFTER_S) -> None:
+        self._stats = stats
         self.stale_after_s = stale_after_s
         self.state = LinkState.PENDING
         self.is_receiving = False  # the gate is open, and messages are taken
@@ -151,7 +151,7 @@ class StreamLink:
 
     def joined(self) -> None:
         self._advance(LinkEvent.JOINED)
-        self._counts.joins += 1
+        self._stats.joins += 1
         self._heard_at_join = self._heard
         self.disconnected_since = self.last_error = None
 
@@ -162,7 +162,7 @@ class StreamLink:
     def failed(self, why: str, now: float) -> bool:
         """Returns whether there was a connection."""
         was_connected = self._broke(LinkEvent.FAILED, why, now)
-        self._counts.failures += 1
+        self._stats.failures += 1
         return was_connected
 
     def paused(self, now: float) -> None:
@@ -180,7 +180,7 @@ class StreamLink:
         self._advance(event)
         self.last_error = why
         if was_connected:
-            self._counts.losses += 1
+            self._stats.losses += 1
             self.disconnected_since = now
         return was_connected
 
@@ -203,8 +203,8 @@ class StreamLink:
         if quiet is self.quiet or now - self.quiet_since < self.stale_after_s:
             return None
         self.quiet = quiet
-        self._counts.unreachable += quiet is Quiet.UNREACHABLE
-        self._counts.silent += quiet is Quiet.SILENT
+        self._stats.unreachable += quiet is Quiet.UNREACHABLE
+        self._stats.silent += quiet is Quiet.SILENT
         return quiet
 
     def _quiet_now(self, is_waited_for: bool) -> Quiet | None:
@@ -217,4 +217,4 @@ class StreamLink:
     @property
     def _heard(self) -> int:
         """Messages that have come, of whatever shape."""
-        return self._counts.messages + self._counts.refused
+        return self._stats.messages + self._stats.refused

@@ -501,7 +501,7 @@ cdef class EngineEvents:
         self.c.forget()
         self.payload = None
 
-    def counts(self):
+    def stats(self):
         """Totals: events, stored, set aside, of others, without effect, and bad ones by reason."""
         cdef const CEngineStats* n = &self.c.counters
         cdef size_t i

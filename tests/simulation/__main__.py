@@ -54,12 +54,12 @@ def count(world: World, totals: collections.Counter[str]) -> None:
         totals[f"excused[{why}]"] += times
     for replica in world.replicas.values():
         totals["recovered"] += replica.recovery.attempts["recovered"]
-        counts = replica.registry.left_counts
+        stats = replica.registry.left_stats
         for registration in replica.registry.registrations():
-            counts.add(registration.listener.counts)
+            stats.add(registration.listener.stats)
         for name in ("messages", "gaps", "replayed", "lost", "restarts", "strays", "failures"):
-            totals[name] += getattr(counts, name)
-        for end, times in counts.replays.items():
+            totals[name] += getattr(stats, name)
+        for end, times in stats.replays.items():
             totals[f"replays[{end}]"] += times
 
 

@@ -85,7 +85,7 @@ class Oracle:
 
     def _check_crashes(self, replica: Replica, engine: Engine) -> None:
         found = replica.find(engine)
-        if found is not None and found.listener.counts.crashes:
+        if found is not None and found.listener.stats.crashes:
             raise Wrong(f"{replica.name}: the listener of {engine.key} has crashed")
 
     def is_exact(self, replica: Replica, engine: Engine) -> bool:

@@ -163,12 +163,12 @@ class PortLife:
             return
         seq, payload, beside = self.on_the_way.popleft()
         said_by = beside or publisher(payload)
-        known, restarts = self.listener.identity.publisher, self.listener.counts.restarts
+        known, restarts = self.listener.identity.publisher, self.listener.stats.restarts
         if said_by != self.listener.identity.speaker:
             self.listener.meet(said_by)
         other = bool(known and said_by and known != said_by)
         self.counts["other ids"] += other
-        if self.listener.counts.restarts != restarts + other:
+        if self.listener.stats.restarts != restarts + other:
             raise Wrong(f"{known.hex()} and then {said_by.hex()}: a restart, or none")
         if self.listener.take(seq, payload):
             self._settle()
@@ -268,7 +268,7 @@ class PortLife:
             self.counts["not exact"] += 1
             return
         self.counts["exact"] += 1
-        self.counts["exact behind a loss"] += self.listener.counts.lost > 0
+        self.counts["exact behind a loss"] += self.listener.stats.lost > 0
         expected = self.listener.cursor.expected
         process = self.engine.process
         if expected > len(process.batches):

@@ -181,15 +181,15 @@ class Tap:
         return "proxied" if self._engine.proxied else "nothing"
 
     def _look_at_losses(self) -> None:
-        losses = 0 if self.listener is None else self.listener.counts.losses
+        losses = 0 if self.listener is None else self.listener.stats.losses
         if losses != self._losses:
             self._losses, self._unanswered_before = losses, self._unanswered
 
     def _count_unanswered(self) -> int:
         if self.listener is None:
             return 0
-        replays = self.listener.counts.replays
-        return sum(replays.get(end, 0) for end in UNANSWERED) + self.listener.counts.spared_replays
+        replays = self.listener.stats.replays
+        return sum(replays.get(end, 0) for end in UNANSWERED) + self.listener.stats.spared_replays
 
 
 class TappedState(State):

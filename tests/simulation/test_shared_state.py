@@ -258,7 +258,7 @@ class World:
                 f"{each.name}: own {mirror.own} told {each.outbox.told} numbers {mirror.numbers} "
                 f"behind {mirror.behind} dots "
                 f"{[(name.request_id, *known.dot) for name, known in mirror.requests.items()]} "
-                f"{mirror.counts}"
+                f"{mirror.stats}"
             )
         return "\n".join(lines)
 
@@ -313,7 +313,7 @@ def test_who_is_registered_is_known_before_what_is_booked(monkeypatch: pytest.Mo
         nursery.start_soon(late.run)
         await trio.sleep(20)
         assert count(late, "r", 20) == 20
-        assert late.mirror.counts.left_out == 0
+        assert late.mirror.stats.left_out == 0
 
     run(scenario)
 
@@ -339,7 +339,7 @@ def test_what_is_booked_while_old_requests_are_looked_through_stays() -> None:
         nursery.start_soon(back.run)
         await trio.sleep(20)
         assert count(back, "old", 1000) == 0  # ended elsewhere meanwhile
-        assert back.mirror.counts.ended == 1000
+        assert back.mirror.stats.ended == 1000
         assert made > 10
         assert count(back, "new", made) == count(first, "new", made) == made
 
@@ -410,7 +410,7 @@ def test_a_view_that_the_server_refuses_leaves_nothing_open() -> None:
         gc.collect()  # a generator that is still open would say so
         server.is_full = False
         await writer.views.write(server, Keys("kvd"), 0.0)  # type: ignore[arg-type]
-        assert writer.views.counts.written == 1
+        assert writer.views.stats.written == 1
 
     run(scenario)
 
@@ -434,7 +434,7 @@ def test_a_server_that_has_everything_is_not_read_again() -> None:
             for number in range(1000):
                 replicas[number % 2].book(f"r{number}", 0, [number])
                 await trio.sleep(0.01)
-            assert [each.standing.counts.lost_stream for each in replicas] == [0, 0]
+            assert [each.standing.stats.lost_stream for each in replicas] == [0, 0]
             nursery.cancel_scope.cancel()
 
     trio.run(main, clock=MockClock(autojump_threshold=0))

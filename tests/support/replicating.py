@@ -76,8 +76,8 @@ class Process:
         self.ledger = ledger
         self.plane = plane
         self.endpoint = endpoint
-        self.counts = plane.counts
-        self.replicas = Replicas(plane, plane.counts)
+        self.stats = plane.stats
+        self.replicas = Replicas(plane, plane.stats)
 
     def do(self, event: Lifecycle) -> None:
         """Applies an event of its own and publishes what came of it."""
@@ -87,11 +87,11 @@ class Process:
     async def hears(self, speaker: Process) -> None:
         """Returns once it listens to another process, whose subscriptions take a moment."""
         self.replicas.register(speaker.endpoint)
-        received = self.counts.received
+        received = self.stats.received
 
         def heard() -> bool:
             speaker.plane.publish(event(Step.FREE, "hello"))
-            return self.counts.received > received
+            return self.stats.received > received
 
         await until(heard)
         speaker.plane.publish(event(Step.FREE, "ready"))
@@ -113,9 +113,9 @@ async def start(
     publisher = await open_publisher(context, "127.0.0.1", 0, options)
     ledger = Ledger()
     apply = apply or ledger.apply
-    counts = ReplicaStats()
+    stats = ReplicaStats()
     plane = Replication(
-        nursery, context, publisher, apply, counts, new_router_id(), options, absent_every_s
+        nursery, context, publisher, apply, stats, new_router_id(), options, absent_every_s
     )
     return Process(ledger, plane, publisher.endpoints[0])
 

@@ -17,7 +17,7 @@ import trio
 from kvd.errors import NotFound
 from kvd.http.access import AccessLog
 from kvd.http.auth import AccessPolicy, Authorizer
-from kvd.http.certificates import load_terms
+from kvd.http.certificates import load_credentials
 from kvd.http.cold import ColdApp
 from kvd.http.context import ServerContext
 from kvd.http.front import Front
@@ -294,8 +294,8 @@ async def serving(
     app = ColdApp(routes, limits, context)
     running = Running(Front(routes, app, limits, context), listeners[0].getsockname())
     if TLS.certificates is not None:
-        terms = load_terms(TlsFiles(TLS.certificates / "cert.pem", TLS.certificates / "key.pem"))
-        running.front = TlsServer(routes, app, terms, limits, context)
+        files = TlsFiles(TLS.certificates / "cert.pem", TLS.certificates / "key.pem")
+        running.front = TlsServer(routes, app, load_credentials(files), limits, context)
         running.trust = ssl.create_default_context(cafile=TLS.certificates / "cert.pem")
         running.trust.options &= ~ssl.OP_IGNORE_UNEXPECTED_EOF  # on with some builds of Python
     front = running.front

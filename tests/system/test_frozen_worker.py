@@ -22,7 +22,7 @@ async def test_a_frozen_worker_is_noticed_and_welcomed_back(nursery: trio.Nurser
         await until(lambda: listener.connected)
         worker.process.send_signal(signal.SIGSTOP)
         await until(lambda: not listener.connected)
-        assert (listener.status, listener.counts.failures) == ("active", 0)
+        assert (listener.status, listener.stats.failures) == ("active", 0)
         worker.process.send_signal(signal.SIGCONT)
         await until(lambda: listener.connected)
         await listening.stop()

@@ -82,7 +82,7 @@ def test_totals_outlive_their_listeners() -> None:
         return made
 
     left = StreamStats()
-    left.add(listener().counts)
+    left.add(listener().stats)
     samples = parse(text_of(listener_families([listener()], left, now=0.0)))
     assert samples["kvd_listener_messages_total"] == 2
     assert samples["kvd_listener_payload_bytes_total"] == 10

@@ -141,9 +141,9 @@ class Face:
     def counted(self) -> Any:
         """What /metrics would say of it."""
         stats = self.selections.stats
-        sums = [stats.counts.choices(phase) for phase in range(CHOICE_PHASES)]
-        ends = list(stats.counts.outcomes()), list(stats.counts.held()), stats.fallbacks
-        return ends, stats.counts.lengths(), sums
+        sums = [stats.choice_stats.choices(phase) for phase in range(CHOICE_PHASES)]
+        ends = list(stats.choice_stats.outcomes()), list(stats.choice_stats.held()), stats.fallbacks
+        return ends, stats.choice_stats.lengths(), sums
 
     def sessions(self) -> Any:
         """What sessions are bound to, and what is predicted."""

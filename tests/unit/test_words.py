@@ -25,6 +25,7 @@ SOURCES = [
     for path in sorted((REPOSITORY / folder).rglob("*.py*"))
     if path.suffix in {".py", ".pyx", ".pyi"}
 ]
+STATS = re.compile(r"self\.(\w+)(?:: [^=\n]+)? = (?:\w+\.)?\w+Stats\(")
 DECLARATIONS = [
     path
     for folder in ("kvd", "kvd_core")
@@ -74,6 +75,13 @@ def test_a_name_is_of_one_class() -> None:
             for name in CLASS.findall(path.read_text()):
                 found.setdefault(name, []).append(str(place))
     assert {name: places for name, places in found.items() if len(places) > 1} == {}
+
+
+def test_stats_are_called_so() -> None:
+    """`ingest` alone is called for what it is of, as the core's own."""
+    for path in SOURCES:
+        names = {name for name in STATS.findall(path.read_text()) if "stats" not in words(name)}
+        assert names <= {"ingest"}, path
 
 
 def test_lines_of_other_languages_are_as_wide_as_those_of_python() -> None:

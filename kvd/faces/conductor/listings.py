@@ -98,11 +98,11 @@ def _service(publisher: Publisher, now: float) -> dict[str, Any]:
         "status": listener.status,
         "stream": listener.health(now),
         "last_seq": listener.cursor.last,
-        "gaps": listener.counts.gaps,
+        "gaps": listener.stats.gaps,
         "events": said.events,
         "event_id_gaps": said.order.gaps,
         "stale": said.order.stale,
-        "restarts": listener.counts.restarts + said.order.beginnings,
+        "restarts": listener.stats.restarts + said.order.beginnings,
         "mismatch": dict(said.mismatches),
         "orphans": said.orphans,
         "unlocated": said.unlocated,
@@ -203,7 +203,7 @@ def families(state: State, publishers: Publishers) -> Iterator[Family | None]:
     """Yields what /metrics says of this face's listeners, and of all partitions."""
     listed = list(publishers)
     listeners = [publisher.listener for publisher in listed]
-    yield from listener_families(listeners, publishers.left_counts, trio.current_time())
+    yield from listener_families(listeners, publishers.left_stats, trio.current_time())
     yield gauge("kvd_conductor_publishers", "Number of registered publishers", len(listed))
     help = "Number of publishers refused for lack of file descriptors"
     yield counter("kvd_conductor_publishers_refused_total", help, publishers.refused)

@@ -227,7 +227,7 @@ def list_peers(peers: Peers, request: Request) -> Response:
 def families(state: State, registry: Registry, dumps: ConcurrencyLimit) -> Iterator[Family | None]:
     """Yields what /metrics says of listeners, partitions and recovery."""
     listeners = [registration.listener for registration in registry.registrations()]
-    yield from listener_families(listeners, registry.left_counts, trio.current_time())
+    yield from listener_families(listeners, registry.left_stats, trio.current_time())
     help = "Number of stream positions of unregistered ranks forgotten at the limit"
     yield counter("kvd_places_forgotten_total", help, registry.forgotten_places)
     help = "Number of ranks refused for lack of file descriptors"

@@ -82,8 +82,8 @@ def choice_families(
     selections: Selections, requests: RequestMetrics, most_ranks: int
 ) -> Iterator[Family | None]:
     """Shows loads rank by rank up to `most_ranks` schedulable ranks; `requests` are the face's."""
-    counts, stats = selections.counts, selections.stats
-    yield from _ends(counts)
+    choice_stats, stats = selections.choice_stats, selections.stats
+    yield from _ends(choice_stats)
     help = "Number of two-phase requests served by one worker for lack of a prefill worker"
     yield counter("kvd_selection_fallbacks_total", help, stats.fallbacks)
     help = "Number of prompts hashed again because the block size changed in the queue"
@@ -94,20 +94,20 @@ def choice_families(
     bounds = [f"{bound:.4f}" for bound in BUCKETS]
     waits = list(histogram_samples(bounds, stats.waits.buckets, stats.waits.sum))
     yield Family("kvd_selection_wait_seconds", "histogram", help, waits)
-    yield from _choices([counts.choices(phase) for phase in range(CHOICE_PHASES)])
-    yield from _as_on_the_router(counts, requests)
+    yield from _choices([choice_stats.choices(phase) for phase in range(CHOICE_PHASES)])
+    yield from _as_on_the_router(choice_stats, requests)
     yield from _ranks(selections, most_ranks)
 
 
-def _ends(counts: ChoiceStats) -> Iterator[Family]:
+def _ends(choice_stats: ChoiceStats) -> Iterator[Family]:
     ended: list[tuple[str, Labels, float]] = [
         ("", (*_kind(mode, phase), ("outcome", SelectionOutcome(outcome).name.lower())), number)
-        for mode, phase, outcome, number in counts.outcomes()
+        for mode, phase, outcome, number in choice_stats.outcomes()
     ]
     if ended:  # series appear once they are hit
         help = "Number of selections ended, by outcome"
         yield Family("kvd_selection_decisions_total", "counter", help, ended)
-    held = [("", _kind(mode, phase), number) for mode, phase, number in counts.held()]
+    held = [("", _kind(mode, phase), number) for mode, phase, number in choice_stats.held()]
     if held:
         help = "Number of selections that were queued"
         yield Family("kvd_selection_held_total", "counter", help, held)
@@ -139,14 +139,14 @@ def _choices(sums: list[ChoiceSums]) -> Iterator[Family]:
     yield Family("kvd_selection_regret_blocks", "histogram", help, samples)
 
 
-def _as_on_the_router(counts: ChoiceStats, requests: RequestMetrics) -> Iterator[Family]:
-    lengths, tokens = counts.lengths()
+def _as_on_the_router(choice_stats: ChoiceStats, requests: RequestMetrics) -> Iterator[Family]:
+    lengths, tokens = choice_stats.lengths()
     prefix = "dynamo_component_router"
     yield counter(f"{prefix}_requests_total", "Number of selections served", sum(lengths))
     help = "Prompt tokens of each selection served"
     samples = list(histogram_samples([str(bound) for bound in LENGTH_BOUNDS], lengths, tokens))
     yield Family(f"{prefix}_input_sequence_tokens", "histogram", help, samples)
-    sums = [counts.choices(phase) for phase in CACHING]
+    sums = [choice_stats.choices(phase) for phase in CACHING]
     rates = [sum(column) for column in zip(*(one["rates"] for one in sums), strict=True)]
     rates.append(0)  # none is above 1
     samples = list(

@@ -91,8 +91,8 @@ class Picture:
         rooms = self._rooms
         tallied = rooms.state.ended_totals
         partitions = rooms.state.sized.values()
-        counts = rooms.selections.counts
-        choices = [counts.choices(phase) for phase in CACHING]
+        stats = rooms.selections.choice_stats
+        choices = [stats.choices(phase) for phase in CACHING]
         ingested = rooms.state.ingest.as_dict()
         owners: list[LedgerOwner] = [
             *rooms.slots.trackers.values(),

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from kvd.http.certificates import TlsCredentials, load_terms
+from kvd.http.certificates import TlsCredentials, load_credentials
 from kvd.http.options import TlsFiles
 from kvd.http.tls import TlsServer
 from tests.support.asking import make_client_certificates
@@ -243,7 +243,7 @@ async def test_there_is_no_second_handshake() -> None:
 
 
 def _terms(certificate: Path, authority: Path | None) -> TlsCredentials:
-    return load_terms(TlsFiles(certificate / "cert.pem", certificate / "key.pem", authority))
+    return load_credentials(TlsFiles(certificate / "cert.pem", certificate / "key.pem", authority))
 
 
 def _renew(running: Running, terms: TlsCredentials) -> None:
@@ -319,5 +319,5 @@ def test_terms_that_nobody_could_be_served_with_name_their_file(
     ):
         wrong = files[1] if files[2] is None else files[2]
         with pytest.raises(ValueError, match=f"cannot use .*{wrong.name}"):
-            load_terms(TlsFiles(*files))
-    assert load_terms(TlsFiles(cert, key, ca)).authorities
+            load_credentials(TlsFiles(*files))
+    assert load_credentials(TlsFiles(cert, key, ca)).authorities

@@ -84,11 +84,11 @@ class Engine:
 
     async def restart(self, listening: Listening) -> None:
         """Another process takes the place of this one, and is heard."""
-        losses = listening.listener.counts.losses
+        losses = listening.listener.stats.losses
         self.worker.close()
         self.server.buffer.clear()
         self.life += 1
-        await until(lambda: listening.listener.counts.losses == losses + 1)
+        await until(lambda: listening.listener.stats.losses == losses + 1)
 
         def bound() -> bool:
             try:
@@ -120,7 +120,7 @@ async def test_before_the_gate_opens_a_full_queue_keeps_beginning_and_end(
     listening = await engine.listen(replay, NARROW)
     listener = listening.listener
     engine.send(*range(100))
-    await until(lambda: listener.counts.dropped == 95)
+    await until(lambda: listener.stats.dropped == 95)
     assert engine.space.messages == 5
     listening.ready.set()
     await until(lambda: listening.applied and listening.applied[-1] == engine.batch(99))
@@ -130,14 +130,14 @@ async def test_before_the_gate_opens_a_full_queue_keeps_beginning_and_end(
         assert (health(listening), engine.server.requests) == ("exact", [4])
     else:
         assert listening.applied == engine.batches(0, 1, 2, 3, 99)
-        assert (listener.counts.lost, listener.loss) == (95, "missing 4..98")
+        assert (listener.stats.lost, listener.loss) == (95, "missing 4..98")
 
 
 async def test_bytes_are_bounded_as_messages_are(engine: Engine) -> None:
     listening = await engine.listen(options=dataclasses.replace(HASTY, queue_bytes=320))
     engine.send(*range(100))
     # 16 bytes of text, 16 each besides.
-    await until(lambda: listening.listener.counts.dropped == 90)
+    await until(lambda: listening.listener.stats.dropped == 90)
     assert (engine.space.messages, engine.space.size_bytes) == (10, 320)
     listening.ready.set()
     await until(lambda: listening.applied == engine.batches(*range(100)))
@@ -152,8 +152,8 @@ async def test_while_a_replay_runs_the_socket_is_emptied(engine: Engine) -> None
     engine.send(*range(3, 100))
     engine.keep(1, 2)
     await until(lambda: engine.server.requests == [1])
-    counts = listening.listener.counts
-    await until(lambda: counts.dropped + engine.space.messages == 96)  # all but 3
+    stats = listening.listener.stats
+    await until(lambda: stats.dropped + engine.space.messages == 96)  # all but 3
     assert engine.space.messages <= 5
     engine.server.answer = answer
     go_on.set()
@@ -180,9 +180,9 @@ async def test_all_streams_share_a_bound(
     engine.space = other.space = InboxSpace(max_messages=10)
     loud, quiet = await engine.listen(), await other.listen()
     engine.send(*range(50))
-    await until(lambda: loud.listener.counts.dropped == 40)
+    await until(lambda: loud.listener.stats.dropped == 40)
     other.send(0, 1)
-    await until(lambda: quiet.listener.counts.dropped == 2)
+    await until(lambda: quiet.listener.stats.dropped == 2)
     assert engine.space.messages == 10
     quiet.ready.set()
     loud.ready.set()
@@ -208,9 +208,9 @@ async def test_a_stream_that_was_exact_is_not_while_its_last_batches_found_no_ro
     await until(lambda: exact.applied == other.batches(0))
     assert health(exact) == "exact"
     engine.send(*range(9))
-    await until(lambda: full.listener.counts.dropped == 6)
+    await until(lambda: full.listener.stats.dropped == 6)
     other.send(1)
-    await until(lambda: exact.listener.counts.dropped == 1)
+    await until(lambda: exact.listener.stats.dropped == 1)
     await until(lambda: health(exact) == "recovering")
     full.ready.set()
     await until(lambda: engine.space.messages == 0)
@@ -241,7 +241,7 @@ async def test_batches_from_before_a_reconnect_are_the_old_engines(engine: Engin
     assert engine.server.requests == [199, 0]
     engine.send(3)
     await until(lambda: listening.applied == [*old, None, *engine.batches(0, 1, 2, 3)])
-    assert (listening.listener.counts.restarts, health(listening)) == (1, "exact")
+    assert (listening.listener.stats.restarts, health(listening)) == (1, "exact")
 
 
 async def test_a_gap_among_the_old_engines_batches_is_not_filled_by_the_new_one(
@@ -256,7 +256,7 @@ async def test_a_gap_among_the_old_engines_batches_is_not_filled_by_the_new_one(
     listening.ready.set()
     await until(lambda: listening.applied == [*old, None, *engine.batches(*range(6))])
     assert engine.server.requests == [1, 0, 3]
-    assert (listening.listener.counts.restarts, listening.listener.loss) == (1, "")
+    assert (listening.listener.stats.restarts, listening.listener.loss) == (1, "")
 
 
 async def test_a_restart_is_seen_behind_any_number_of_waiting_batches(engine: Engine) -> None:
@@ -270,7 +270,7 @@ async def test_a_restart_is_seen_behind_any_number_of_waiting_batches(engine: En
     await until(lambda: engine.space.messages == 201)
     listening.ready.set()
     await until(lambda: listening.applied == [*old, None, *engine.batches(7)])
-    assert listening.listener.counts.restarts == 1
+    assert listening.listener.stats.restarts == 1
 
 
 async def test_each_of_several_lives_ends_where_it_did(engine: Engine) -> None:

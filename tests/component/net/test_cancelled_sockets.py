@@ -66,7 +66,7 @@ async def test_a_listener_whose_gap_is_replayed(
         worker.close()
         applied = [int(batch or b"-1") for batch in listening.applied]
         assert applied == list(range(len(applied)))  # in order, each once, none in between lost
-        assert listening.listener.counts.lost == 0
+        assert listening.listener.stats.lost == 0
         await until(lambda: open_descriptors() <= before)
     assert len(applied) == 10
 
@@ -120,7 +120,7 @@ async def test_a_listener_whose_engine_has_a_name(
                 await until(lambda: names.asked >= asked + 3 or listening.ended.is_set())
                 names.known["w"] = ["127.0.0.3"]
                 await until(
-                    lambda: listening.listener.counts.failures > 0 or listening.ended.is_set()
+                    lambda: listening.listener.stats.failures > 0 or listening.ended.is_set()
                 )
                 listening.scope.cancel()
 

@@ -163,20 +163,20 @@ async def start_process(
         authenticator, curve = ZapAuthenticator(context, keys), pair.server()
         nursery.start_soon(authenticator.run)
     publisher = await open_publisher(context, "127.0.0.1", 0, HASTY_REPLICA, curve)
-    ledger, counts = Ledger(), ReplicaStats()
+    ledger, stats = Ledger(), ReplicaStats()
     dialer = Dialer(keys=pair)
     plane = Replication(
         nursery,
         context,
         publisher,
         ledger.apply,
-        counts,
+        stats,
         new_router_id(),
         HASTY_REPLICA,
         dialer=dialer,
     )
     return (
-        Process(ledger, plane, Replicas(plane, counts), publisher.endpoints[0]),
+        Process(ledger, plane, Replicas(plane, stats), publisher.endpoints[0]),
         authenticator,
     )
 

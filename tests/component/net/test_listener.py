@@ -37,10 +37,10 @@ async def test_batches_are_applied_in_order(publish: Publish, listen: Listen) ->
     await until(lambda: len(listening.applied) == 3)
     assert listening.applied == [b"a", b"", b"c" * 100_000]
     listener = listening.listener
-    counts = listener.counts
-    assert (counts.messages, counts.payload_bytes) == (3, 100_001)
-    assert (counts.gaps, counts.stale) == (0, 0)
-    assert (listener.connected, listener.counts.joins, listener.link.last_error) == (True, 1, None)
+    stats = listener.stats
+    assert (stats.messages, stats.payload_bytes) == (3, 100_001)
+    assert (stats.gaps, stats.stale) == (0, 0)
+    assert (listener.connected, listener.stats.joins, listener.link.last_error) == (True, 1, None)
 
 
 async def test_a_worker_may_come_up_later(publish: Publish, listen: Listen) -> None:
@@ -94,10 +94,10 @@ async def test_gaps_and_stale_batches_are_counted(publish: Publish, listen: List
     for seq in (0, 1, 4, 4, 2, 5, 10):
         worker.seq = seq
         worker.send(b"%d" % seq)
-    await until(lambda: listening.listener.counts.messages == 7)
+    await until(lambda: listening.listener.stats.messages == 7)
     assert listening.applied == [b"0", b"1", b"4", b"5", b"10"]
     listener = listening.listener
-    assert (listener.counts.gaps, listener.counts.lost, listener.counts.stale) == (2, 6, 2)
+    assert (listener.stats.gaps, listener.stats.lost, listener.stats.stale) == (2, 6, 2)
 
 
 async def test_wrong_shapes_are_counted_and_leave_the_stream_alone(
@@ -112,10 +112,10 @@ async def test_wrong_shapes_are_counted_and_leave_the_stream_alone(
     worker.send_frames(b"kv", bytes(4), b"x")
     worker.send_frames(b"kv", bytes(8), b"x", b"")
     worker.send(b"b")
-    await until(lambda: listening.listener.counts.messages == 2)
+    await until(lambda: listening.listener.stats.messages == 2)
     assert listening.applied == [b"a", b"b"]
-    assert listening.listener.counts.bad_frames == {"frame_count": 3, "sequence_length": 1}
-    assert (listening.listener.counts.gaps, listening.listener.status) == (0, "active")
+    assert listening.listener.stats.bad_frames == {"frame_count": 3, "sequence_length": 1}
+    assert (listening.listener.stats.gaps, listening.listener.status) == (0, "active")
 
 
 async def test_before_the_gate_opens_messages_wait(publish: Publish, listen: Listen) -> None:
@@ -127,7 +127,7 @@ async def test_before_the_gate_opens_messages_wait(publish: Publish, listen: Lis
     assert (listening.is_("pending")(), listening.applied) == (True, [])
     listening.ready.set()
     await until(lambda: len(listening.applied) == 3000)
-    assert (listening.is_("active")(), listening.listener.counts.gaps) == (True, 0)
+    assert (listening.is_("active")(), listening.listener.stats.gaps) == (True, 0)
 
 
 async def test_listeners_do_not_mix(publish: Publish, listen: Listen) -> None:
@@ -157,7 +157,7 @@ async def test_a_worker_that_comes_and_goes_costs_no_descriptors(
     for life in range(1, 11):
         worker.close()
         await until(lambda: not listener.connected)
-        assert (listener.status, listener.counts.losses) == ("active", life)
+        assert (listener.status, listener.stats.losses) == ("active", life)
         assert listener.link.last_error == f"connection lost: {worker.endpoint}"
         assert listener.link.disconnected_since is not None
         worker = await revive(publish, worker)
@@ -166,9 +166,9 @@ async def test_a_worker_that_comes_and_goes_costs_no_descriptors(
         assert (listener.link.last_error, listener.link.disconnected_since) == (None, None)
         worker.seq = life
         worker.send(b"alive")
-        await until(lambda: len(listening.applied) == listener.counts.losses)
+        await until(lambda: len(listening.applied) == listener.stats.losses)
     await until(lambda: open_descriptors() <= descriptors)
-    assert (listener.counts.joins, listener.counts.failures) == (11, 0)
+    assert (listener.stats.joins, listener.stats.failures) == (11, 0)
 
 
 async def revive(publish: Publish, dead: Publisher) -> Publisher:
@@ -252,7 +252,7 @@ async def test_a_bug_costs_its_batch_and_the_stream_says_so(
     worker.send(b"a")
     await until(lambda: listening.applied == [b"a"])
     worker.send(b"poison")
-    await until(lambda: listening.listener.counts.crashes == 1)
+    await until(lambda: listening.listener.stats.crashes == 1)
     assert listening.listener.loss == "an internal error"
     await worker.subscribed()  # over a new socket
     worker.send(b"b")
@@ -273,12 +273,12 @@ async def test_a_bug_that_comes_again_and_again_leaves_other_listeners_alone(
     for times in range(1, 4):
         await worker.subscribed()
         worker.send(b"poison")
-        await until(lambda times=times: listening.listener.counts.failures == times)
-        assert listening.listener.counts.crashes == times
+        await until(lambda times=times: listening.listener.stats.failures == times)
+        assert listening.listener.stats.crashes == times
         assert listening.listener.link.last_error == "internal error"  # until it is connected again
         another.send(b"a")
         await until(lambda times=times: fine.applied == [b"a"] * times)
-    assert (fine.listener.counts.failures, fine.listener.counts.lost) == (0, 0)
+    assert (fine.listener.stats.failures, fine.listener.stats.lost) == (0, 0)
 
 
 class TestCancelled:
@@ -315,7 +315,7 @@ class TestCancelled:
         listening.ready.set()
         with trio.fail_after(NOT_MY_FAULT_S):
             await listening.ended.wait()
-        assert 0 < listening.listener.counts.messages <= MAX_TURN_MESSAGES
+        assert 0 < listening.listener.stats.messages <= MAX_TURN_MESSAGES
         await until(lambda: open_descriptors() <= before)
 
     async def test_while_connecting_it_does_not_stall_the_others(

@@ -49,14 +49,14 @@ async def test_an_oversized_frame_costs_the_socket_but_nothing_that_arrived(
     listener = listening.listener
     await until(listening.is_("failed"))
     assert listener.link.last_error == f"protocol error: {fake.endpoint}"
-    assert (listener.counts.failures, listener.counts.losses) == (1, 1)
+    assert (listener.stats.failures, listener.stats.losses) == (1, 1)
     assert listening.applied == [b"0", b"1", b"2"]
     await until(listening.is_("pending"))
     await until(lambda: fake.connections == 2)
     second_may_answer.set()
     await until(listening.is_("active"))
     await until(lambda: len(listening.applied) == 4)
-    assert (listener.counts.joins, listener.counts.gaps, listener.link.last_error) == (2, 0, None)
+    assert (listener.stats.joins, listener.stats.gaps, listener.link.last_error) == (2, 0, None)
 
 
 def sending(*parts: bytes) -> Callable[[trio.SocketStream], Awaitable[None]]:
@@ -106,7 +106,7 @@ async def test_a_peer_that_says_nothing_is_tried_again_on_the_same_socket(
     listening = listen(fake.endpoint)
     await until(lambda: fake.connections >= 2)
     listener = listening.listener
-    assert (listener.status, listener.counts.failures, listener.counts.losses) == ("pending", 0, 0)
+    assert (listener.status, listener.stats.failures, listener.stats.losses) == ("pending", 0, 0)
     assert listener.link.last_error == f"handshake failed: {fake.endpoint}"
     assert listener.link.disconnected_since is None
 
@@ -118,7 +118,7 @@ async def test_an_endpoint_that_cannot_be_connected_is_failed(listen: Listen) ->
     assert listener.link.last_error == (
         "failed to connect ZMQ SUB socket to tcp://*:5557: Invalid argument"
     )
-    await until(lambda: listener.counts.failures >= 3)
+    await until(lambda: listener.stats.failures >= 3)
     assert listening.is_("failed")()
 
 

@@ -82,11 +82,11 @@ async def test_others_are_served_between_slices(daemon: Daemon, batch: bytes) ->
     assert conductor is not None
     while listener.unfinished is not None:
         assert conductor.match_tokens(TOKENS)["a"]["GPU"] == BLOCK
-        assert (listener.health(0.0), listener.counts.messages) == ("recovering", 2)
+        assert (listener.health(0.0), listener.stats.messages) == ("recovering", 2)
         answered += 1
         await trio.lowlevel.checkpoint()
     assert answered > 10
-    await until(lambda: listener.counts.messages == 3)
+    await until(lambda: listener.stats.messages == 3)
     assert (daemon.stats()["parked_now"], listener.health(0.0)) == (len(LONG), "exact")
 
 
@@ -133,7 +133,7 @@ async def test_long_batches_are_replayed_in_order(daemon: Daemon) -> None:
     daemon.engine.seq = 3
     daemon.engine.send(msgpack.packb([0, [["BlockRemoved", [len(LONG)]]]]))
     await until(lambda: listener.cursor.expected == 4 and listener.unfinished is None)
-    assert (listener.counts.replayed, listener.counts.lost, listener.health(0.0)) == (2, 0, "exact")
+    assert (listener.stats.replayed, listener.stats.lost, listener.health(0.0)) == (2, 0, "exact")
     stats = daemon.stats()
     assert (stats["parked"], stats["removed_unknown"], stats["removed"]) == (0, 0, 1)
     assert stats["blocks"] == len(LONG) - 1

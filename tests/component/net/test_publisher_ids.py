@@ -103,7 +103,7 @@ def break_off(listener: EventStream) -> None:
 def test_another_id_is_another_engine_at_once(heard: int, number: int) -> None:
     listener, applied = make(*((seq, A) for seq in range(heard)))
     verdict = hear(listener, number, B)
-    assert (listener.counts.restarts, listener.identity.publisher) == (1, B)
+    assert (listener.stats.restarts, listener.identity.publisher) == (1, B)
     assert listener.batches.passed == heard - 1
     if number == 0:
         assert verdict is None
@@ -129,23 +129,23 @@ def test_the_same_id_never_restarts(number: int) -> None:
     break_off(listener)
     for seq in range(number, number + 8):
         assert hear(listener, seq, A) is Verdict.STALE
-    assert (listener.counts.restarts, listener.counts.stale, len(applied)) == (0, 8, 300)
+    assert (listener.stats.restarts, listener.stats.stale, len(applied)) == (0, 8, 300)
 
 
 def test_an_id_may_come_late_and_go_again() -> None:
     listener, _ = make((0, b""), (1, b""), (2, A), (3, b""), (4, A), (5, b""))
-    assert (listener.counts.restarts, listener.identity.publisher) == (0, A)
+    assert (listener.stats.restarts, listener.identity.publisher) == (0, A)
     # Without ids numbers decide.
     break_off(listener)
     listener.meet(b"")
     assert listener.take(0, b"anew")
     assert listener.catch_up.judge() is Verdict.RESTART
-    assert (listener.counts.restarts, listener.identity.publisher) == (1, b"")
+    assert (listener.stats.restarts, listener.identity.publisher) == (1, b"")
     listener.catch_up.apply_held()
     assert hear(listener, 1, B) is None
-    assert (listener.counts.restarts, listener.identity.publisher) == (1, B)
+    assert (listener.stats.restarts, listener.identity.publisher) == (1, B)
     assert hear(listener, 2, C) is Verdict.GAP
-    assert listener.counts.restarts == 2
+    assert listener.stats.restarts == 2
 
 
 def test_what_another_one_has_said_fills_no_gap() -> None:
@@ -153,7 +153,7 @@ def test_what_another_one_has_said_fills_no_gap() -> None:
     assert hear(listener, 5, A) is Verdict.GAP
     assert replayed(listener, range(6), B) is ReplayEnd.MARKER
     assert listener.catch_up.apply_held() == "1..4"
-    assert (listener.counts.strays, listener.counts.restarts) == (6, 0)
+    assert (listener.stats.strays, listener.stats.restarts) == (6, 0)
     assert applied == [text(0, A), text(5, A)]
     assert listener.health(0.0) == "degraded"
 
@@ -164,13 +164,13 @@ def test_an_engine_that_is_asked_says_that_it_is_another_one() -> None:
     assert listener.catch_up.asks
     listener.catch_up.ask()
     assert replayed(listener, range(3), B) is ReplayEnd.OTHER_ENGINE
-    assert (listener.counts.restarts, listener.identity.publisher, applied) == (1, B, [])
+    assert (listener.stats.restarts, listener.identity.publisher, applied) == (1, B, [])
     assert replayed(listener, range(3), B) is ReplayEnd.MARKER
     assert applied == [text(seq, B) for seq in range(3)]
     # Only its answers say so: what it publishes counts.
     assert (listener.catch_up.asks, listener.health(0.0)) == (False, "recovering")
     assert hear(listener, 3, B) is None
-    assert (listener.counts.restarts, listener.health(0.0)) == (1, "exact")
+    assert (listener.stats.restarts, listener.health(0.0)) == (1, "exact")
 
 
 def test_a_replay_server_of_another_engine_is_found_out() -> None:
@@ -193,7 +193,7 @@ def test_one_that_contradicts_itself_proves_nothing() -> None:
     assert listener.catch_up.take(1, b"other", A) is None
     assert listener.catch_up.end(ReplayEnd.MARKER) is ReplayEnd.MARKER
     listener.catch_up.apply_held()
-    assert (listener.counts.restarts, listener.loss) == (0, UNKNOWN)
+    assert (listener.stats.restarts, listener.loss) == (0, UNKNOWN)
 
 
 def test_an_empty_payload_proves_nothing_by_itself() -> None:
@@ -207,7 +207,7 @@ def test_an_empty_payload_proves_nothing_by_itself() -> None:
         listener.catch_up.take(2, text(2, publisher), publisher)
         listener.catch_up.end(ReplayEnd.REACHED)
         listener.catch_up.apply_held()
-        assert (listener.counts.restarts, listener.loss) == (0, loss)
+        assert (listener.stats.restarts, listener.loss) == (0, loss)
 
 
 def test_what_came_while_another_was_in_doubt_is_asked_for() -> None:
@@ -311,7 +311,7 @@ async def test_an_engine_that_comes_as_far_unheard_is_another_one(
     await applied(listening, *old, None, *new)
     listener = listening.listener
     assert listener.identity.publisher == B
-    assert (listener.counts.restarts, listener.counts.lost) == (1, 0)
+    assert (listener.stats.restarts, listener.stats.lost) == (1, 0)
     assert listener.health(trio.current_time()) == "exact"
 
 
@@ -323,8 +323,8 @@ async def test_a_thousand_beats_are_no_event(heard: tuple[Engine, Listening]) ->
     await until(lambda: len(listening.applied) == 1000)
     listener = listening.listener
     assert listener.health(trio.current_time()) == "exact"
-    counts = listener.counts
-    told = (counts.flawed, counts.gaps, counts.stale, counts.restarts, counts.refused)
+    stats = listener.stats
+    told = (stats.flawed, stats.gaps, stats.stale, stats.restarts, stats.refused)
     assert told == (0, 0, 0, 0, 0)
 
 
@@ -336,4 +336,4 @@ async def test_an_empty_payload_in_a_replay_is_not_its_end(
     beats += [engine.say(heard=False, payload=b"") for _ in range(2)]
     beats += [engine.say()]
     await applied(listening, *beats)
-    assert listening.listener.counts.lost == 0
+    assert listening.listener.stats.lost == 0

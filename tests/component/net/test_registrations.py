@@ -180,7 +180,7 @@ async def test_a_paused_listener_can_be_removed(daemon: Daemon) -> None:
 async def test_pausing_in_the_midst_of_a_replay(daemon: Daemon) -> None:
     daemon.server.answer = one_and_silence
     daemon.publish(0, 9)
-    await until(lambda: daemon.listener.counts.replayed)
+    await until(lambda: daemon.listener.stats.replayed)
     with trio.fail_after(NOT_MY_FAULT_S):
         await daemon.registry.pause(1, 0)
     assert (daemon.listener.catch_up.held, daemon.listener.status) == (None, "paused")
@@ -216,7 +216,7 @@ async def test_the_place_in_the_stream_outlives_the_registration(daemon: Daemon)
     assert (daemon.server.requests, daemon.blocks()) == ([2], 2)
     assert daemon.listener.health(trio.current_time()) == "degraded"
     assert daemon.listener.loss == "registered again"
-    assert daemon.registry.left_counts.messages == 2
+    assert daemon.registry.left_stats.messages == 2
 
 
 async def test_an_engine_restarted_while_not_registered_is_recognised(daemon: Daemon) -> None:

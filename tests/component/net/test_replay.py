@@ -124,9 +124,9 @@ async def test_replay(stream: Callable, serve: Serve, name: str) -> None:
     await made.applied(*applied)
     listener = made.listener
     again = [3] if name in ("a hole", "reordered") else []
-    assert (server.requests, listener.counts.replays) == ([1, *again], {end: 1})
-    assert (listener.counts.gaps, listener.counts.replayed) == (1, len(applied) - 2)
-    assert listener.counts.lost == 7 - len(applied)
+    assert (server.requests, listener.stats.replays) == ([1, *again], {end: 1})
+    assert (listener.stats.gaps, listener.stats.replayed) == (1, len(applied) - 2)
+    assert listener.stats.lost == 7 - len(applied)
     assert made.health() == ("exact" if applied == ALL else "degraded")
     made.send(7, 8)
     await made.applied(*applied, 7, 8)
@@ -154,7 +154,7 @@ async def test_what_has_not_come_is_asked_for_again_as_long_as_something_does(
     made.send(6)
     await made.applied(*ALL)
     assert server.requests == list(range(1, 6, most))
-    assert (made.listener.counts.replays, made.listener.counts.lost) == ({"reached": 1}, 0)
+    assert (made.listener.stats.replays, made.listener.stats.lost) == ({"reached": 1}, 0)
 
 
 async def test_what_is_asked_for_again_ends(stream: Callable, serve: Serve) -> None:
@@ -174,7 +174,7 @@ async def test_all_answers_of_a_replay_have_one_limit(stream: Callable, serve: S
     made = await stream(serve(one_and_silence).endpoint, sizes)
     made.send(6)
     await made.applied(0, 1, 2, 3, 6)
-    assert made.listener.counts.replays == {"too_much": 1}
+    assert made.listener.stats.replays == {"too_much": 1}
 
 
 async def test_a_dead_server_holds_nothing_up(stream: Callable) -> None:
@@ -182,7 +182,7 @@ async def test_a_dead_server_holds_nothing_up(stream: Callable) -> None:
         made = await stream(endpoint)
         made.send(6)
         await made.applied(0, 6)
-    assert made.listener.counts.replays == {"silent": 1}
+    assert made.listener.stats.replays == {"silent": 1}
     assert (made.health(), made.listener.loss) == ("degraded", "missing 1..5")
 
 
@@ -190,7 +190,7 @@ async def test_an_endpoint_that_cannot_be_connected(stream: Callable) -> None:
     made = await stream("tcp://*:5558")
     made.send(6)
     await made.applied(0, 6)
-    assert made.listener.counts.replays == {"failed": 1}
+    assert made.listener.stats.replays == {"failed": 1}
 
 
 async def test_without_a_server_gaps_are_counted(stream: Callable) -> None:
@@ -198,7 +198,7 @@ async def test_without_a_server_gaps_are_counted(stream: Callable) -> None:
     made.send(6, 7, 9)
     await made.applied(0, 6, 7, 9)
     listener = made.listener
-    assert (listener.counts.gaps, listener.counts.lost, listener.counts.replays) == (2, 6, {})
+    assert (listener.stats.gaps, listener.stats.lost, listener.stats.replays) == (2, 6, {})
     assert (made.health(), listener.loss) == ("degraded", "missing 8")
 
 
@@ -208,7 +208,7 @@ async def test_no_answer_takes_longer_than_the_limit(stream: Callable, serve: Se
     )
     made.send(6)
     await made.applied(0, 6)
-    assert made.listener.counts.replays == {"late": 1}
+    assert made.listener.stats.replays == {"late": 1}
 
 
 async def test_no_answer_is_larger_than_the_limit(stream: Callable, serve: Serve) -> None:
@@ -216,7 +216,7 @@ async def test_no_answer_is_larger_than_the_limit(stream: Callable, serve: Serve
     made = await stream(serve(without_end).endpoint, sizes)
     made.send(6)
     await made.applied(0, 1, 2, 3, 6)
-    assert made.listener.counts.replays == {"too_much": 1}
+    assert made.listener.stats.replays == {"too_much": 1}
 
 
 async def test_live_batches_wait_and_are_applied_once(stream: Callable, serve: Serve) -> None:
@@ -227,7 +227,7 @@ async def test_live_batches_wait_and_are_applied_once(stream: Callable, serve: S
     assert made.health() == "recovering"
     made.send(*range(5, 300))
     await made.applied(*range(300))
-    assert (made.listener.counts.gaps, made.listener.counts.stale, made.health()) == (1, 0, "exact")
+    assert (made.listener.stats.gaps, made.listener.stats.stale, made.health()) == (1, 0, "exact")
 
 
 async def test_every_gap_is_asked_about_once(stream: Callable, serve: Serve) -> None:
@@ -236,7 +236,7 @@ async def test_every_gap_is_asked_about_once(stream: Callable, serve: Serve) -> 
     made.send(3, 7, 8, 11)
     await made.applied(*range(12))
     assert server.requests == [1, 4, 9]
-    assert made.listener.counts.replays == {"reached": 3}
+    assert made.listener.stats.replays == {"reached": 3}
 
 
 async def test_a_first_number_above_0_is_a_gap(
@@ -250,7 +250,7 @@ async def test_a_first_number_above_0_is_a_gap(
     worker.seq = 40
     worker.send(b"40")
     await until(lambda: len(listening.applied) == 41)
-    assert (server.requests, listening.listener.counts.lost) == ([0], 0)
+    assert (server.requests, listening.listener.stats.lost) == ([0], 0)
 
 
 async def test_a_late_answer_is_never_that_to_a_later_question(
@@ -267,8 +267,8 @@ async def test_a_late_answer_is_never_that_to_a_later_question(
         server.reply(server.askers[0], frames)
     await made.applied(0, 3, 4, 5, 6)
     assert server.askers[0] != server.askers[1]
-    counts = made.listener.counts
-    assert (counts.replays, counts.strays) == ({"silent": 1, "reached": 1}, 0)
+    stats = made.listener.stats
+    assert (stats.replays, stats.strays) == ({"silent": 1, "reached": 1}, 0)
 
 
 async def test_a_silent_server_is_spared_for_a_while(stream: Callable, serve: Serve) -> None:
@@ -276,8 +276,8 @@ async def test_a_silent_server_is_spared_for_a_while(stream: Callable, serve: Se
     made = await stream(server.endpoint, dataclasses.replace(HASTY_REPLAYS, spare_s=60.0))
     made.send(3, 6, 9)
     await made.applied(0, 3, 6, 9)
-    assert (server.requests, made.listener.counts.spared_replays) == ([1], 2)
-    assert made.listener.counts.lost == 6
+    assert (server.requests, made.listener.stats.spared_replays) == ([1], 2)
+    assert made.listener.stats.lost == 6
 
 
 async def test_one_server_may_serve_several_ranks(stream: Callable, serve: Serve) -> None:
@@ -297,7 +297,7 @@ async def test_only_so_many_replays_run_at_once(stream: Callable, serve: Serve) 
         made.send(3)
     for made in streams:
         await made.applied(0, 3)
-        ended = sum(bool(made.listener.counts.replays) for made in streams)
+        ended = sum(bool(made.listener.stats.replays) for made in streams)
         assert len(server.requests) <= ended + 2
 
 
@@ -336,7 +336,7 @@ class TestCancelled:
         made = await stream(serve(endless).endpoint, ReplayOptions())
         before = open_descriptors()
         made.send(3)
-        await until(lambda: made.listener.counts.strays > 100)
+        await until(lambda: made.listener.stats.strays > 100)
         await self.stop(made, before)
 
     async def test_while_others_have_their_turn(self, stream: Callable, serve: Serve) -> None:
@@ -380,11 +380,11 @@ async def test_what_a_full_queue_drops_is_counted_or_replayed(
         await until(last_is_there)
     numbers = [int(batch) for batch in listening.applied if batch]
     assert numbers == sorted(set(numbers))
-    assert listener.counts.gaps > 0
+    assert listener.stats.gaps > 0
     if repaired:
         assert numbers == list(range(total))
     else:
-        assert listener.counts.lost == total - len(numbers) + _lost_behind(listening, total)
+        assert listener.stats.lost == total - len(numbers) + _lost_behind(listening, total)
 
 
 def _lost_behind(listening: Listening, total: int) -> int:

@@ -113,7 +113,7 @@ async def test_metrics_say_what_happens(
         publisher.send_frames(*sent)
     for sent in frames([add("c")], process.plane.router_id):
         publisher.send_frames(*sent)
-    await until(lambda: process.counts.received == 5)
+    await until(lambda: process.stats.received == 5)
     process.plane.publish(add("d"))
     assert {name: value for name, value in samples(process.replicas).items() if value} == {
         "kvd_replica_peers": 2,
@@ -174,7 +174,7 @@ async def peer(process: Process, peer_process: Callable[..., Server]) -> Peer:
         added = {"worker_id": 7, "dp_rank": 0, "sequence_hashes": [1]}
         known = made.do("/add", f"hello{number}", **added) == 409
         assert made.do("/free", f"hello{number}") == 200
-        return known and process.counts.received > 0
+        return known and process.stats.received > 0
 
     await until(hears)
     last = event(Step.FREE, f"hello{number}")
@@ -196,7 +196,7 @@ async def test_what_the_peer_says_is_understood(process: Process, peer: Peer) ->
         Lifecycle(PARTITION, 16, "r", 7, 1, Step.PREFILL_COMPLETE),
         Lifecycle(PARTITION, 16, "r", 7, 1, Step.FREE),
     ]
-    assert sum(process.counts.refused.values()) == 0
+    assert sum(process.stats.refused.values()) == 0
 
 
 @pytest.mark.peer

@@ -76,8 +76,8 @@ async def test_each_follows_the_other(
     process.do(event(Step.FREE, "b"))
     await until(lambda: process.ledger.live == other.ledger.live == {"a": (7, 0)})
     # What was heard is not said again.
-    assert process.counts.own == other.counts.own == 0
-    assert (process.counts.applied, other.counts.applied) == (2, 2)
+    assert process.stats.own == other.stats.own == 0
+    assert (process.stats.applied, other.stats.applied) == (2, 2)
 
 
 async def test_what_this_process_published_itself_is_passed_over(process: Process) -> None:
@@ -85,11 +85,11 @@ async def test_what_this_process_published_itself_is_passed_over(process: Proces
 
     def heard() -> bool:
         process.plane.publish(add("a"))
-        return process.counts.own > 0
+        return process.stats.own > 0
 
     await until(heard)
     assert process.ledger.seen == []
-    assert process.counts.received == process.counts.own
+    assert process.stats.received == process.stats.own
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -111,10 +111,10 @@ async def test_events_in_any_order_often_or_never_leave_what_they_say(
     publisher = publish()
     await listening_to(process, publisher)
     send(publisher, *sent)
-    await until(lambda: process.counts.received == len(sent))
+    await until(lambda: process.stats.received == len(sent))
     assert process.ledger.live == model.live
-    counts = process.counts
-    assert {Outcome.APPLIED: counts.applied, **counts.dropped} == {
+    stats = process.stats
+    assert {Outcome.APPLIED: stats.applied, **stats.dropped} == {
         outcome: model.outcomes[outcome] for outcome in Outcome
     }
 
@@ -127,8 +127,8 @@ async def test_replicas_that_miss_nothing_agree(
     pair = [process, await start(nursery, context)]
     await pair[0].hears(pair[1])
     await pair[1].hears(pair[0])
-    greetings = [process.counts.published for process in pair]
-    heard = [process.counts.received for process in pair]
+    greetings = [process.stats.published for process in pair]
+    heard = [process.stats.received for process in pair]
     for number in range(30):
         rng.choice(pair).do(add(f"r{number}", rng.randrange(3)))
     await until(lambda: pair[0].ledger.live == pair[1].ledger.live)
@@ -138,8 +138,8 @@ async def test_replicas_that_miss_nothing_agree(
         step = rng.choice((Step.FREE, Step.PREFILL_COMPLETE))
         rng.choice(pair).do(event(step, f"r{number}", worker))
     await until(lambda: pair[0].ledger.live == pair[1].ledger.live)
-    assert pair[0].counts.published - greetings[0] == pair[1].counts.received - heard[1]
-    assert pair[1].counts.published - greetings[1] == pair[0].counts.received - heard[0]
+    assert pair[0].stats.published - greetings[0] == pair[1].stats.received - heard[1]
+    assert pair[1].stats.published - greetings[1] == pair[0].stats.received - heard[0]
 
 
 async def test_a_late_joiner_gets_no_history(
@@ -161,7 +161,7 @@ async def test_a_hundred_replicas(process: Process, publish: Publish) -> None:
         await publisher.subscribed_to(TOPIC)
         send(publisher, *(add(f"{number}-{i}") for i in range(10)))
     await until(lambda: len(process.ledger.live) == 1000)
-    assert process.counts.joins == 100
+    assert process.stats.joins == 100
 
 
 async def test_a_burst_leaves_room_for_other_tasks(
@@ -173,7 +173,7 @@ async def test_a_burst_leaves_room_for_other_tasks(
 
     async def watch() -> None:
         while at_pass[-1] < 3000:
-            at_pass.append(process.counts.received)
+            at_pass.append(process.stats.received)
             await trio.lowlevel.checkpoint()
 
     send(publisher, *(add(f"r{number}") for number in range(3000)))
@@ -188,12 +188,12 @@ async def test_a_burst_leaves_room_for_other_tasks(
 
 async def test_without_anybody_to_hear(process: Process) -> None:
     process.plane.publish(add("a"))
-    assert (process.counts.published, process.counts.overflows) == (1, 0)
+    assert (process.stats.published, process.stats.overflows) == (1, 0)
 
 
 async def test_an_event_that_nobody_would_read_is_not_published(process: Process) -> None:
     process.plane.publish(add("a" * (BOUNDS.payload_bytes + 1)))
-    assert (process.counts.published, process.counts.oversized) == (0, 1)
+    assert (process.stats.published, process.stats.oversized) == (0, 1)
 
 
 @asynccontextmanager
@@ -218,7 +218,7 @@ async def test_a_stuck_subscriber_costs_nobody_else_anything(
     healthy = await start(nursery, context, HASTY_REPLICA)
     async with stuck_subscriber(speaker.endpoint):
         await healthy.hears(speaker)
-        while speaker.counts.overflows == 0:
+        while speaker.stats.overflows == 0:
             assert len(speaker.ledger.live) < 1000, "more than loopback's buffers hold"
             speaker.do(add(f"r{len(speaker.ledger.live)}", hashes=b"\xff" * 8 * 16_384))
             await until(lambda: healthy.ledger.live == speaker.ledger.live)
@@ -228,7 +228,7 @@ async def test_a_stuck_subscriber_costs_nobody_else_anything(
             await until(lambda: healthy.ledger.live == speaker.ledger.live)
     assert len(requests) > 8
     # Told of once, see `Publisher.send`, and again only after the kernel has taken half a queue.
-    assert 1 <= speaker.counts.overflows <= 1 + len(requests) // (patient.queue_messages // 2)
+    assert 1 <= speaker.stats.overflows <= 1 + len(requests) // (patient.queue_messages // 2)
 
 
 async def test_who_subscribes_and_leaves_again_and_again_fills_no_memory(
@@ -312,7 +312,7 @@ async def test_a_replica_may_come_later_leave_and_come_back(
             publisher.close()
             await until(lambda: not replica.connected)
     assert replica.last_error == f"connection lost: {endpoint}"
-    assert (process.counts.joins, process.counts.losses, process.counts.failures) == (2, 2, 0)
+    assert (process.stats.joins, process.stats.losses, process.stats.failures) == (2, 2, 0)
     assert replica.received == 2
 
 
@@ -339,21 +339,21 @@ async def test_garbage_is_counted_and_what_follows_is_applied(
     publisher.send_frames(b"dynamo.session-affinity.v1", b"")  # never asked for
     send(publisher, add("a"))
     await until(lambda: "a" in process.ledger.live)
-    counts = process.counts
-    assert {name: count for name, count in counts.refused.items() if count} == {reason: 1}
-    assert (counts.received, counts.applied, counts.failures) == (2, 1, 0)
+    stats = process.stats
+    assert {name: count for name, count in stats.refused.items() if count} == {reason: 1}
+    assert (stats.received, stats.applied, stats.failures) == (2, 1, 0)
 
 
 async def test_an_endless_message_costs_the_socket(process: Process, publish: Publish) -> None:
     publisher = publish()
     await listening_to(process, publisher)
     publisher.send_frames(*[TOPIC] * 100_000)
-    await until(lambda: process.counts.failures == 1)
+    await until(lambda: process.stats.failures == 1)
     (replica,) = process.replicas.all()
     await publisher.subscribed_to(TOPIC)
     send(publisher, add("a"))
     await until(lambda: "a" in process.ledger.live)
-    assert (process.counts.received, process.counts.refused[Refused.FRAMES]) == (2, 1)
+    assert (process.stats.received, process.stats.refused[Refused.FRAMES]) == (2, 1)
     assert replica.connected
 
 
@@ -441,11 +441,11 @@ async def test_a_bug_costs_the_event_and_the_connection(
     publisher = publish()
     await listening_to(process, publisher)
     send(publisher, add("bug"))
-    await until(lambda: process.counts.crashes == 1)
+    await until(lambda: process.stats.crashes == 1)
     await publisher.subscribed_to(TOPIC)
     send(publisher, add("a"))
-    await until(lambda: process.counts.applied == 1)
-    assert process.counts.failures == 1
+    await until(lambda: process.stats.applied == 1)
+    assert process.stats.failures == 1
 
 
 # ---- the list
@@ -483,11 +483,11 @@ async def test_it_can_be_registered_again_while_it_is_deregistered(
         while publisher.endpoint in process.replicas.endpoints():
             await trio.lowlevel.checkpoint()
         assert process.replicas.register(publisher.endpoint)
-    heard = process.counts.received
+    heard = process.stats.received
 
     def hears() -> bool:
         send(publisher, add("a"))
-        return process.counts.received > heard
+        return process.stats.received > heard
 
     await until(hears)
 

@@ -77,7 +77,7 @@ async def listen(
 
 
 async def lost_and_found(listening: Listening, engine: Engine) -> None:
-    await until(lambda: listening.listener.counts.losses == engine.restarts)
+    await until(lambda: listening.listener.stats.losses == engine.restarts)
     await engine.worker.subscribed()
 
 
@@ -90,12 +90,12 @@ def now_held(listening: Listening) -> list[bytes | None]:
 
 def said(listening: Listening) -> tuple[str, int]:
     listener = listening.listener
-    return str(listener.health(trio.current_time())), listener.counts.restarts
+    return str(listener.health(trio.current_time())), listener.stats.restarts
 
 
 def ended(listening: Listening) -> list[str]:
     """Returns how replays have ended."""
-    return sorted(listening.listener.counts.replays)
+    return sorted(listening.listener.stats.replays)
 
 
 @pytest.mark.parametrize("said_since", [0, 3])
@@ -130,7 +130,7 @@ async def test_a_connection_is_lost_and_the_engine_says_nothing(
     await engine.restart()
     engine.life, engine.server.buffer = 0, kept
     engine.keep(*range(58, 58 + missed))
-    await until(lambda: said(listening) == ("exact", 0) and listening.listener.counts.joins == 2)
+    await until(lambda: said(listening) == ("exact", 0) and listening.listener.stats.joins == 2)
     assert listening.applied == engine.batches(58 + missed)
     assert engine.server.requests == ([57, 57 + missed + 1] if missed == 1000 else [57])
 
@@ -168,7 +168,7 @@ async def test_what_was_brought_and_comes_live_as_well_is_no_restart(
         await three_frames(server, start, reply)
 
     engine.server.answer = speaking
-    await until(lambda: listening.listener.counts.stale == 400)
+    await until(lambda: listening.listener.stats.stale == 400)
     engine.send(405)
     await until(lambda: listening.applied == engine.batches(406))
     assert said(listening) == ("exact", 0)
@@ -190,7 +190,7 @@ async def test_it_begins_with_0(
     await until(lambda: now_held(listening) == engine.batches(1))
     engine.send(1, 2)
     await until(lambda: now_held(listening) == engine.batches(3))
-    assert (listening.listener.counts.restarts, listening.listener.counts.stale) == (1, 0)
+    assert (listening.listener.stats.restarts, listening.listener.stats.stale) == (1, 0)
     assert listening.listener.health(trio.current_time()) == "exact"
     assert engine.server.requests == ([57, 0] if replay else [])
 
@@ -208,7 +208,7 @@ async def test_it_is_heard_late(
     engine.keep(*range(7))
     engine.send(7, 8)
     await until(lambda: now_held(listening) == engine.batches(9))
-    assert (listening.listener.counts.restarts, engine.server.requests) == (1, [57, 0, 0])
+    assert (listening.listener.stats.restarts, engine.server.requests) == (1, [57, 0, 0])
     assert listening.listener.health(trio.current_time()) == "exact"
 
 
@@ -225,7 +225,7 @@ async def test_it_has_come_as_far_as_the_old_one(
     await lost_and_found(listening, engine)
     engine.send(first_heard, first_heard + 1)
     await until(lambda: now_held(listening) == engine.batches(first_heard + 2))
-    assert (listening.listener.counts.restarts, engine.server.requests) == (1, [4, 0])
+    assert (listening.listener.stats.restarts, engine.server.requests) == (1, [4, 0])
 
 
 @pytest.mark.parametrize("first_heard", [5, 6, 9])
@@ -242,7 +242,7 @@ async def test_a_lost_connection_is_no_restart(
     await lost_and_found(listening, engine)
     engine.send(first_heard, first_heard + 1)
     await until(lambda: listening.applied == engine.batches(first_heard + 2))
-    assert (listening.listener.counts.restarts, engine.server.requests) == (0, [4])
+    assert (listening.listener.stats.restarts, engine.server.requests) == (0, [4])
 
 
 async def test_behind_a_proxy_no_connection_is_lost(
@@ -255,7 +255,7 @@ async def test_behind_a_proxy_no_connection_is_lost(
     engine.life = 1
     engine.send(0, 1, 2)
     await until(lambda: now_held(listening) == engine.batches(3))
-    assert (listening.listener.counts.restarts, engine.server.requests) == (1, [0])
+    assert (listening.listener.stats.restarts, engine.server.requests) == (1, [0])
 
 
 async def test_late_duplicates_are_no_restart(
@@ -265,7 +265,7 @@ async def test_late_duplicates_are_no_restart(
     engine.send(*range(58), *range(58), 57, 0, 1, 2, 58)
     await until(lambda: len(listening.applied) == 59)
     assert listening.applied == engine.batches(59)
-    assert (listening.listener.counts.restarts, listening.listener.counts.stale) == (0, 62)
+    assert (listening.listener.stats.restarts, listening.listener.stats.stale) == (0, 62)
     assert engine.server.requests == []
 
 
@@ -308,6 +308,6 @@ async def test_restarts_one_after_the_other(
         engine.keep(*range(life))
         expected = engine.batches(2 * life + 2)
         await until(lambda expected=expected: now_held(listening) == expected)
-        assert listening.listener.counts.restarts == life
+        assert listening.listener.stats.restarts == life
         await engine.restart()
         await lost_and_found(listening, engine)

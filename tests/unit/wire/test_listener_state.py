@@ -60,16 +60,16 @@ def test_batches_are_applied_and_counted() -> None:
     batches = [(0, b"a"), (1, b"bc"), (1, b"bc"), (0, b"old"), (5, b"d"), (6, b"")]
     assert feed(listener, *batches) == ["2..4"]
     assert applied == [b"a", b"bc", b"d", b""]
-    assert (listener.counts.messages, listener.counts.payload_bytes) == (6, 9)
-    counts = listener.counts
-    assert (counts.gaps, counts.lost, counts.stale, counts.replayed) == (1, 3, 2, 0)
+    assert (listener.stats.messages, listener.stats.payload_bytes) == (6, 9)
+    stats = listener.stats
+    assert (stats.gaps, stats.lost, stats.stale, stats.replayed) == (1, 3, 2, 0)
     assert listener.cursor.last == 6
 
 
 def test_a_gap_of_any_width_is_counted() -> None:
     listener, _ = make()
     assert feed(listener, (2**64 - 1, b"")) == ["0..18446744073709551614"]
-    assert (listener.counts.gaps, listener.counts.lost) == (1, 2**64 - 1)
+    assert (listener.stats.gaps, listener.stats.lost) == (1, 2**64 - 1)
 
 
 def test_a_batch_that_is_not_next_is_held_until_settled() -> None:
@@ -83,8 +83,8 @@ def test_a_batch_that_is_not_next_is_held_until_settled() -> None:
     assert listener.catch_up.take(2, b"2") is ReplayEnd.REACHED
     assert listener.catch_up.apply_held() == ""
     assert (listener.catch_up.held, applied) == (None, [b"0", b"1", b"2", b"3"])
-    counts = listener.counts
-    assert (counts.gaps, counts.replayed, counts.lost, health(listener)) == (1, 2, 0, "exact")
+    stats = listener.stats
+    assert (stats.gaps, stats.replayed, stats.lost, health(listener)) == (1, 2, 0, "exact")
 
 
 # ---- blocks of a peer's dump, before the engine has been heard
@@ -95,7 +95,7 @@ def test_the_number_0_says_that_the_engine_is_another_than_the_dump_knew() -> No
     applied.dumped = True
     assert health(listener) == "recovering"
     assert feed(listener, (0, b"0"), (1, b"1")) == []
-    assert (applied.dumped, applied, listener.counts.superseded) == (False, [b"0", b"1"], 1)
+    assert (applied.dumped, applied, listener.stats.superseded) == (False, [b"0", b"1"], 1)
     assert (health(listener), listener.loss) == ("exact", "")
 
 
@@ -103,7 +103,7 @@ def test_a_number_0_that_goes_on_with_a_dump_is_no_beginning() -> None:
     listener, applied = make()
     applied.dumped = True
     assert feed(listener, (0, b"goes on")) == []
-    assert (applied.dumped, applied, listener.counts.superseded) == (True, [b"goes on"], 0)
+    assert (applied.dumped, applied, listener.stats.superseded) == (True, [b"goes on"], 0)
     assert (health(listener), listener.loss) == ("degraded", "restored from a peer")
     feed(listener, (2, b"2"))
     assert listener.loss == "missing 1, restored from a peer"
@@ -118,7 +118,7 @@ def test_a_history_from_0_takes_the_place_of_a_dump() -> None:
     assert (applied.dumped, applied) == (False, [b"0"])
     listener.catch_up.take(1, b"1")
     assert listener.catch_up.apply_held() == ""
-    assert (listener.counts.superseded, health(listener)) == (1, "exact")
+    assert (listener.stats.superseded, health(listener)) == (1, "exact")
 
 
 def test_a_dump_is_kept_where_the_history_does_not_begin_at_0() -> None:
@@ -128,7 +128,7 @@ def test_a_dump_is_kept_where_the_history_does_not_begin_at_0() -> None:
     listener.catch_up.judge()
     listener.catch_up.take(2, b"2")
     assert listener.catch_up.apply_held() == "0..1,3..4"
-    assert (applied.dumped, listener.counts.superseded) == (True, 0)
+    assert (applied.dumped, listener.stats.superseded) == (True, 0)
     assert (health(listener), listener.loss) == (
         "degraded",
         "missing 0..1,3..4, restored from a peer",
@@ -166,8 +166,8 @@ def test_only_what_is_wanted_is_taken_from_a_replay(name: str) -> None:
         seqs = [seq for seq in seqs if seq >= listener.catch_up.wanted().start]
     assert listener.catch_up.apply_held() == lost
     assert applied == [b"%d" % seq for seq in [0, *taken, 6]]
-    assert (listener.counts.replayed, listener.counts.lost) == (len(taken), 5 - len(taken))
-    assert listener.counts.strays == strays
+    assert (listener.stats.replayed, listener.stats.lost) == (len(taken), 5 - len(taken))
+    assert listener.stats.strays == strays
     assert listener.loss == (f"missing {lost}" if lost else "")
     assert feed(listener, (7, b"7")) == []
 
@@ -180,7 +180,7 @@ def test_a_text_names_so_many_holes_only() -> None:
     for seq in range(1, last, 2):
         answer(listener, [seq])
     assert listener.catch_up.apply_held() == "0,2,4,6,8,10,12,14,..."
-    assert listener.counts.lost == MAX_HOLES_SHOWN + 3
+    assert listener.stats.lost == MAX_HOLES_SHOWN + 3
 
 
 def test_a_restart_drops_what_was_applied() -> None:
@@ -189,7 +189,7 @@ def test_a_restart_drops_what_was_applied() -> None:
     listener.lost_connection("gone", 1.0)
     listener.joined()
     assert feed(listener, (0, b"x"), (1, b"y")) == [""]
-    assert (applied, listener.counts.restarts, listener.cursor.last) == ([b"x", b"y"], 1, 1)
+    assert (applied, listener.stats.restarts, listener.cursor.last) == ([b"x", b"y"], 1, 1)
     assert (health(listener), listener.loss) == ("exact", "")
 
 
@@ -207,7 +207,7 @@ def test_an_engine_that_has_come_as_far_is_told_by_its_replay() -> None:
     for seq, payload in enumerate((b"x", b"y", b"z")):
         end = listener.catch_up.take(seq, payload)
     assert (end, listener.catch_up.apply_held()) == (ReplayEnd.REACHED, "")
-    assert (applied, listener.counts.restarts) == ([b"x", b"y", b"z"], 1)
+    assert (applied, listener.stats.restarts) == ([b"x", b"y", b"z"], 1)
     assert listener.take(3, b"") is False
 
 
@@ -223,7 +223,7 @@ def test_the_same_engine_is_told_by_its_replay_and_asked_once() -> None:
         end = listener.catch_up.take(seq, payload)
     assert (end, listener.catch_up.apply_held()) == (ReplayEnd.REACHED, "")
     assert applied == [b"a", b"b", b"c", b"d", b"e"]
-    assert (listener.counts.replayed, listener.counts.restarts) == (2, 0)
+    assert (listener.stats.replayed, listener.stats.restarts) == (2, 0)
     assert listener.take(5, b"") is False
 
 
@@ -256,7 +256,7 @@ def test_a_gap_before_a_known_loss_is_not_filled_by_another_engine() -> None:
             pass
         listener.catch_up.apply_held()
     assert applied == [b"new %d" % seq for seq in range(5)]
-    assert listener.counts.restarts == 1
+    assert listener.stats.restarts == 1
 
 
 def test_a_gap_before_a_known_loss_is_filled_by_the_same_engine() -> None:
@@ -289,7 +289,7 @@ def test_the_next_answer_behind_a_loss_is_not_taken_for_the_same_engines() -> No
         listener.catch_up.begin()
     assert listener.catch_up.apply_held() == ""
     assert applied == [b"new %d" % seq for seq in range(5)]
-    assert listener.counts.restarts == 1
+    assert listener.stats.restarts == 1
 
 
 @pytest.mark.parametrize("said", [b"new %d", b"%d"])
@@ -326,7 +326,7 @@ def test_a_batch_that_no_replay_confirms_degrades() -> None:
     listener.catch_up.apply_held()
     assert health(listener) == "degraded"
     feed(listener, (3, b"new"))
-    assert listener.counts.restarts == 1
+    assert listener.stats.restarts == 1
     assert health(listener) == "degraded"  # 0..2 could be asked for again
 
 
@@ -418,7 +418,7 @@ def test_an_engine_that_is_not_known_is_asked_again_with_the_next_gap() -> None:
     listener.catch_up.judge()
     assert listener.catch_up.wanted() == range(3, 6)
     assert listener.catch_up.take(3, b"other") is ReplayEnd.OTHER_ENGINE
-    assert (applied, listener.counts.restarts) == ([], 1)
+    assert (applied, listener.stats.restarts) == ([], 1)
 
 
 def test_a_late_duplicate_does_not_take_the_place_of_the_first_batch() -> None:
@@ -427,7 +427,7 @@ def test_a_late_duplicate_does_not_take_the_place_of_the_first_batch() -> None:
     listener.lost_connection("gone", 1.0)
     listener.joined()
     feed(listener, (1, b"1"))
-    assert (listener.counts.stale, listener.take(2, b"2")) == (1, True)
+    assert (listener.stats.stale, listener.take(2, b"2")) == (1, True)
     listener.catch_up.judge()
     assert listener.catch_up.wanted() == range(1, 3)
 
@@ -451,7 +451,7 @@ def test_a_clear_by_another_engine_is_a_restart() -> None:
     listener.take(4, b"4")
     listener.catch_up.judge()
     assert listener.catch_up.take(3, b"other") is ReplayEnd.OTHER_ENGINE
-    assert (applied, listener.counts.restarts, listener.loss) == ([], 1, "")
+    assert (applied, listener.stats.restarts, listener.loss) == ([], 1, "")
 
 
 def test_a_connection_lost_during_a_replay_is_asked_about_next_time() -> None:
@@ -475,7 +475,7 @@ def test_batches_of_the_last_engine_are_not_replayed_into_the_next() -> None:
     for seq, payload in (0, b"old 0"), (1, b"old 1"), (2, b"new 2"):
         listener.catch_up.take(seq, payload)
     assert listener.catch_up.apply_held() == "0..1"
-    assert (applied, listener.counts.strays) == ([b"new 2", b"new 3"], 2)
+    assert (applied, listener.stats.strays) == ([b"new 2", b"new 3"], 2)
 
 
 def test_refused_messages_are_counted_by_reason() -> None:
@@ -483,8 +483,8 @@ def test_refused_messages_are_counted_by_reason() -> None:
     listener.take(0, b"")
     for reason in ("frame_count", "sequence_length", "frame_count"):
         listener.refuse(reason)
-    assert listener.counts.bad_frames == {"frame_count": 2, "sequence_length": 1}
-    assert (listener.counts.refused, listener.counts.messages, listener.cursor.last) == (3, 1, 0)
+    assert listener.stats.bad_frames == {"frame_count": 2, "sequence_length": 1}
+    assert (listener.stats.refused, listener.stats.messages, listener.cursor.last) == (3, 1, 0)
 
 
 def test_counts_add_up() -> None:
@@ -493,7 +493,7 @@ def test_counts_add_up() -> None:
     feed(listener, (0, b"abc"))
     listener.refuse("a")
     listener.refuse("b")
-    total.add(listener.counts)
+    total.add(listener.stats)
     assert (total.messages, total.payload_bytes, total.joins) == (2, 3, 1)
     assert total.bad_frames == {"a": 2, "b": 1}
 
@@ -522,7 +522,7 @@ def test_a_batch_that_is_not_understood_is_lost() -> None:
     listener, _ = make()
     feed(listener, (0, b""), (1, b"flawed"), (2, b""))
     assert (health(listener), listener.loss) == ("degraded", "batch 1 could not be decoded")
-    assert listener.counts.flawed == 1
+    assert listener.stats.flawed == 1
     feed(listener, (3, b"emptied"))  # which ends the loss, not what has been
     assert (listener.loss, listener.batches.last_flaw) == ("", (1, "truncated"))
 
@@ -542,7 +542,7 @@ def test_an_engine_started_again_before_its_first_batch_was_taken() -> None:
     listener.lost_connection("gone", 1.0)
     listener.joined()
     feed(listener, (100, b"old, queued since"), (42, b"new"))
-    assert (listener.counts.restarts, applied) == (1, [b"new"])
+    assert (listener.stats.restarts, applied) == (1, [b"new"])
 
 
 def test_a_worker_registered_again_has_lost_what_it_had() -> None:
@@ -585,17 +585,17 @@ def test_a_lost_connection_is_remembered_but_stays_active() -> None:
     listener.receiving()
     listener.lost_connection("handshake failed", 1.0)
     assert (listener.status, listener.link.last_error) == ("pending", "handshake failed")
-    assert (listener.counts.losses, listener.link.disconnected_since) == (0, None)
+    assert (listener.stats.losses, listener.link.disconnected_since) == (0, None)
     listener.joined()
     assert (listener.connected, listener.link.last_error) == (True, None)
     listener.lost_connection("connection lost", 2.0)
     listener.lost_connection("handshake failed", 3.0)
     assert listener.status is ListenerStatus.ACTIVE
-    assert (listener.connected, listener.counts.losses) == (False, 1)
+    assert (listener.connected, listener.stats.losses) == (False, 1)
     assert listener.link.disconnected_since == 2.0
     assert listener.link.last_error == "handshake failed"
     listener.joined()
-    assert listener.counts.joins == 2
+    assert listener.stats.joins == 2
     assert (listener.link.disconnected_since, listener.link.last_error) == (None, None)
 
 
@@ -603,7 +603,7 @@ def test_failed_is_over_with_the_next_socket() -> None:
     listener, _ = make()
     listener.take(3, b"")
     listener.failed("protocol error", 4.0)
-    assert (listener.status, listener.counts.failures, listener.counts.losses) == ("failed", 1, 1)
+    assert (listener.status, listener.stats.failures, listener.stats.losses) == ("failed", 1, 1)
     assert (listener.link.disconnected_since, listener.catch_up.held) == (4.0, None)
     listener.connecting()
     assert (listener.status, listener.link.last_error) == ("pending", "protocol error")
@@ -617,7 +617,7 @@ def test_paused_keeps_the_place_and_goes_stale() -> None:
     feed(listener, (0, b"a"))
     listener.take(2, b"c")
     listener.paused(5.0)
-    assert (listener.status, listener.catch_up.held, listener.counts.losses) == ("paused", None, 0)
+    assert (listener.status, listener.catch_up.held, listener.stats.losses) == ("paused", None, 0)
     assert health(listener, 6.0 + STALE_AFTER_S) == "stale"
     listener.connecting()
     listener.joined()

@@ -176,9 +176,9 @@ def test_a_batch_that_is_not_understood_is_lost_of_its_rank(flaw: str) -> None:
 @pytest.mark.parametrize("standard", [False, True])
 def test_no_clear_ends_what_a_publisher_of_a_conductor_has_lost(standard: bool) -> None:
     """It speaks for backends and ranks that are known by its events alone."""
-    terms = StreamIdentity("m", "default", BLOCK, "", "", 0, store=False)
+    identity = StreamIdentity("m", "default", BLOCK, "", "", 0, store=False)
     source = State().add_source(PartitionKey("m", "default"), BLOCK, "a", "", "", 0, store=False)
-    port = Port(stream=StandardEventStream(source, terms))
+    port = Port(stream=StandardEventStream(source, identity))
     where = {"tenant_id": "default", "backend_id": "w", "dp_rank": 0}
     cleared = {"event_type": "cleared", "event_id": 3, **where} if standard else ALL_CLEARED
     assert port.say(0, 0, stored(1)) == "exact"

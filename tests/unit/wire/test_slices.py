@@ -36,8 +36,8 @@ class Publishers:
         self.streams: list[StandardEventStream | Stream] = []
         for instance, store in (("a", False), ("a", True), ("b", False)):
             source = self.conductor.add_source(instance, "", "", 0, store)
-            terms = StreamIdentity("m", "default", SIZE, "", "", 0, store)
-            self.streams.append(StandardEventStream(source, terms))
+            identity = StreamIdentity("m", "default", SIZE, "", "", 0, store)
+            self.streams.append(StandardEventStream(source, identity))
         worker = self.index.add_worker(9)
         worker.register(0)
         self.streams.append(worker.stream(0))
@@ -329,10 +329,10 @@ def test_what_a_long_batch_shows_is_learnt_at_its_end() -> None:
     listener = listening(publication)
     batch = msgpack.packb([0, [7, {"event_type": "stored", "seq_hashes": list(LONG)}]])
     assert listener.take(0, batch) is True
-    assert listener.counts.flawed == 0
+    assert listener.stats.flawed == 0
     while listener.unfinished is not None:
         listener.batches.go_on()
-    assert (listener.counts.flawed, listener.batches.last_flaw) == (1, (0, "event_shape"))
+    assert (listener.stats.flawed, listener.batches.last_flaw) == (1, (0, "event_shape"))
 
 
 def test_a_held_batch_and_a_replayed_one_may_be_long() -> None:

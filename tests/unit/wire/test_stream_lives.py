@@ -148,7 +148,7 @@ class Life:
 
     def check(self) -> None:
         expected = self.listener.cursor.expected
-        assert self.listener.counts.lost + len(self.applied) >= expected
+        assert self.listener.stats.lost + len(self.applied) >= expected
         if self.listener.health(0.0) == "exact":
             assert self.applied == self.published[:expected]
             assert not self.applied.dumped
