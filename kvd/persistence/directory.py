@@ -62,6 +62,11 @@ class StateDirectory:
                 with suppress(OSError):  # what cannot be removed is refused at the next start
                     path.unlink()
 
+    def drop_journal(self, number: int) -> None:
+        """Removes a journal that is of no use."""
+        with suppress(OSError):  # what counts is why it is of none; the next start passes over it
+            self.journal(number).unlink()
+
     def create_journal(self, header: Header) -> tuple[int, int]:
         """Begins a journal; returns its descriptor and its bytes so far. Raises OSError."""
         self._stay()
@@ -71,8 +76,7 @@ class StateDirectory:
             put(file, opening(header))
         except BaseException:
             os.close(file)
-            with suppress(OSError):  # what counts is why it could not be begun
-                path.unlink()
+            self.drop_journal(header.number)
             raise
         return file, len(opening(header))
 

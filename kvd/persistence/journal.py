@@ -50,7 +50,7 @@ MAX_JOURNAL_BYTES = 64 * 1024 * 1024
 GROWTH = 4
 
 EXPORT_BYTES = 64 * 1024  # of what is booked that are recorded between two checkpoints: 0.1 ms
-RETRY_S = 5.0  # pause before a new journal is tried on a disk that has failed
+RETRY_S = 5.0  # pause before a disk that has failed is tried again
 
 RECORDS = ord("R")  # kind of the frames of a journal
 
@@ -112,6 +112,7 @@ class JournalWriter:
         self.stats = JournalStats()
         self.told = SharedUntil(journal)
         self.error: str | None = None  # why nothing is recorded, None: all is
+        self._has_failed = False  # the disk has refused a write to the file
         self._last = max((number for number, _ in directory.journals()), default=0)
         self._file: int | None = None
         self._number = 0  # of the file
@@ -138,7 +139,7 @@ class JournalWriter:
 
     async def sync(self) -> None:
         """Has the disk have what was written; raises OSError, also where the journal is gone."""
-        if self._file is None or self.error is not None:
+        if self._file is None or self._has_failed:
             return
         # A new journal may be begun meanwhile.
         file, size, number, is_whole = os.dup(self._file), self._size, self._number, self._is_whole
@@ -165,12 +166,12 @@ class JournalWriter:
 
     async def _write_all(self) -> NoReturn:
         while True:
-            if self.error is not None:
+            if self._has_failed:
                 await trio.sleep(RETRY_S)
             elif self._file is not None:
                 await trio.sleep(FLUSH_S)
                 await self.flush()
-            has_ended = self._file is None or self.error is not None
+            has_ended = self._file is None or self._has_failed
             if has_ended or self._size > self._bound or self._has_hole():
                 await self.begin()
 
@@ -183,10 +184,10 @@ class JournalWriter:
 
     async def begin(self) -> None:
         """Begins a journal with all that is booked now; then those before it are of no more use."""
-        is_behind_hole = self.error is not None or self._has_hole()
-        if self.error is not None:  # what has waited meanwhile has nowhere to go
+        if self._has_failed:  # what has waited meanwhile has nowhere to go
             self.stats.lost_bytes += len(self._journal.take())
         await self.flush()  # to the one before: it may be needed still
+        is_behind_hole = self._has_failed or self._has_hole()
         self._last += 1  # whatever becomes of it, the next one has another name
         number = self._last
         header = Header(Content.JOURNAL, self._instance_id, ClockReading.now(self._clock()), number)
@@ -198,9 +199,7 @@ class JournalWriter:
         self._close()
         self._number, (self._file, self._size) = number, made
         self._synced = 0
-        if self.error is not None:
-            log.info("state_journal_resumed", path=str(self._directory.path))
-            self.error = None
+        self._has_failed = False
         if is_behind_hole:
             self._journal.put(HOLE, b"")
         self._is_whole = False
@@ -210,12 +209,19 @@ class JournalWriter:
             for _ in self._export():
                 if len(self._journal) > EXPORT_BYTES:
                     await self.flush()
+                if self._has_failed:
+                    break
                 await trio.lowlevel.checkpoint()
         except MemoryError:  # more waits than may: a hole, so another one is begun
             return
         await self.flush()
-        if self.error is not None or self._has_hole():
+        if self._has_failed and is_behind_hole:  # as a part it tells nothing, and takes room
+            await trio.to_thread.run_sync(self._directory.drop_journal, number)
+        if self._has_failed or self._has_hole():
             return
+        if self.error is not None:
+            log.info("state_journal_resumed", path=str(self._directory.path))
+            self.error = None
         self._bound = max(MAX_JOURNAL_BYTES, GROWTH * self._size)
         self._is_whole = True
         self.stats.begun += 1
@@ -245,7 +251,7 @@ class JournalWriter:
 
     async def flush(self) -> None:
         """Writes what waits."""
-        if self._file is None or self.error is not None or not len(self._journal):
+        if self._file is None or self._has_failed or not len(self._journal):
             return
         records = self._journal.take()
         try:
@@ -276,6 +282,7 @@ class JournalWriter:
         if self.error is None:
             log.warning("state_journal_failed", path=str(self._directory.path), reason=reason)
         self.error = reason
+        self._has_failed = True
 
     def _close(self) -> None:
         if self._file is not None:

@@ -36,7 +36,7 @@ from kvd.persistence.clocks import ClockReading
 from kvd.persistence.directory import StateDirectory
 from kvd.persistence.frames import Content, Damaged, Header, Reading
 from kvd.persistence.holdings import Restoring
-from kvd.persistence.journal import MAX_WAITING_BYTES, JournalWriter, SharedUntil
+from kvd.persistence.journal import MAX_WAITING_BYTES, RETRY_S, JournalWriter, SharedUntil
 from kvd.persistence.reading import UnreadJournal, bookings_of, frames_of
 from kvd.persistence.registrations import Registrations, register_again
 from kvd.selection.service import Selections
@@ -144,7 +144,7 @@ class Keeper:
         self._is_begun = False  # what was kept has been restored, but for the index
         self._restored_index = trio.Event()  # or there was none
         self._gathering_s = 0.0  # that the registrations took the loop the last time
-        self._error: str | None = None  # of the last file that could not be written
+        self._unwritten: set[Content] = set()  # files of which the last write has failed
 
     # ---- the start
 
@@ -280,9 +280,13 @@ class Keeper:
         written = -1
         while True:
             changes = self._registrations.changes
-            if changes != written and await self._write_registrations():
-                written = changes
-            await trio.sleep(max(REGISTRATIONS_S, PAUSES * self._gathering_s))
+            pause = REGISTRATIONS_S
+            if changes != written:
+                if await self._write_registrations():
+                    written = changes
+                else:
+                    pause = RETRY_S
+            await trio.sleep(max(pause, PAUSES * self._gathering_s))
 
     async def _write_registrations(self) -> bool:
         began = self._clock()
@@ -331,16 +335,16 @@ class Keeper:
 
     def _wrote(self, content: Content) -> None:
         self.stats.written[content] += 1
-        if self._error is not None:
-            log.info("state_resumed", path=str(self._directory.path))
-            self._error = None
+        if content in self._unwritten:
+            log.info("state_resumed", file=content, path=str(self._directory.path))
+            self._unwritten.remove(content)
 
     def _failed(self, content: Content, error: OSError) -> None:
         self.stats.failures += 1
         reason = error.strerror or str(error)
-        if self._error is None:
+        if content not in self._unwritten:
             log.warning("state_failed", file=content, path=str(self._directory.path), reason=reason)
-        self._error = reason
+        self._unwritten.add(content)
 
     # ---- the end
 

@@ -165,8 +165,15 @@ class Process:
 def full_disk(process: Process, room: int) -> Iterator[None]:
     """No file can grow beyond what the journal has and some bytes more."""
     (_, path) = process.directory.journals()[-1]
+    with no_longer_files(path.stat().st_size + room):
+        yield
+
+
+@contextmanager
+def no_longer_files(size: int) -> Iterator[None]:
+    """No file can grow beyond some bytes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + room, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
         yield
     finally:
@@ -405,6 +412,34 @@ def test_a_file_that_a_thread_may_write_to_stays_open(tmp_path: Path) -> None:
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(file)
         process.die()
+
+    trio.run(main)
+
+
+def test_a_disk_with_little_room_keeps_what_it_had(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each attempt begins a journal and does not come to its end."""
+    caplog.set_level("INFO")
+
+    async def main() -> None:
+        process = await booked_and_written(tmp_path)
+        tracker = process.slots.trackers[SLOTS]
+        with no_longer_files(process.directory.journals()[-1][1].stat().st_size):
+            process.slots.add(tracker, "r2", 1, 0, scanned([5]), 9, process.service.now, None)
+            await process.writer.flush()
+        header = Header(Content.JOURNAL, "p0", clocks.ClockReading.now(0.0), 1)
+        for _ in range(3):
+            with no_longer_files(len(opening(header)) + 30):
+                await process.writer.begin()
+            assert process.writer.error is not None
+            assert [number for number, _ in process.directory.journals()] == [1]
+        await process.writer.begin()
+        assert process.writer.error is None
+        process.die()
+        assert await has_it(tmp_path)
+        said = [record.getMessage() for record in caplog.records]
+        assert said == ["state_journal_failed", "state_journal_resumed"]
 
     trio.run(main)
 

@@ -18,6 +18,7 @@ import trio
 from kvd.cli.main import main
 from kvd.persistence.directory import journals
 from kvd.persistence.frames import Content, unpacked
+from kvd.persistence.journal import RETRY_S
 from kvd.persistence.reading import bookings_of, frames_of
 from kvd.persistence.registrations import ROWS
 from tests.support.budget import scaled
@@ -370,7 +371,9 @@ def test_a_full_disk_costs_nothing_but_what_it_does_not_take(tmp_path: Path) -> 
         assert book(kvd, "before").status_code == 201
         wait(lambda: _live(kvd.state) == ["before"])
         wait(lambda: _kept(kvd.state / "registrations") == 1)
+        began = time.monotonic()
         _limit_files(pid, 64)  # bytes
+        assert kvd.post("slot-tracker", "/register", slots | {"worker_id": 8}).status_code == 201
         assert book(kvd, "lost").status_code == 201
         wait(lambda: kvd.metric("kvd_state_recording") == 0)  # the log is a file, too
         assert book(kvd, "served").status_code == 201
@@ -378,8 +381,12 @@ def test_a_full_disk_costs_nothing_but_what_it_does_not_take(tmp_path: Path) -> 
         said = run_command("status", "--interval=0", *binds)
         assert "bookings NOT recorded" in said.stdout
         assert _live(kvd.state) == ["before"]
+        # Of the journal, the one after it, and the registrations; then the next after a pause.
+        wait(lambda: kvd.metric("kvd_state_failures_total") >= 4)
+        assert time.monotonic() - began >= RETRY_S
         _limit_files(pid, resource.RLIM_INFINITY)
         wait(lambda: kvd.metric("kvd_state_recording") == 1)
+        wait(lambda: _kept(kvd.state / "registrations") == 2)
         wait(lambda: sorted(_live(kvd.state)) == ["before", "lost", "served"])
         kvd.kill()
         kvd.start()
