@@ -20,7 +20,7 @@ from kvd.persistence import snapshot
 from kvd.persistence.bookings import KeptRequests
 from kvd.persistence.clocks import ClockReading
 from kvd.persistence.directory import journals
-from kvd.persistence.frames import Content, Damaged, Frame, Header, Reading, unpacked
+from kvd.persistence.frames import Content, CutOff, Damaged, Frame, Header, Reading, unpacked
 from kvd.persistence.reading import UnreadJournal, bookings_of, frames_of
 from kvd.persistence.registrations import PEERS, ROWS, SAID
 
@@ -78,6 +78,11 @@ def _each(path: Path, say: Callable[[Header, Any], str]) -> Result:
             line = say(header, held)
         except FileNotFoundError:  # the daemon needs it no longer
             continue
+        except CutOff as error:
+            if content is Content.JOURNAL and file != oldest:  # those before it have all
+                line = "nothing yet"
+            else:
+                line, code = f"damaged: {error}", EXIT_DAMAGED
         except UnreadJournal as error:
             line, code = f"damaged: {_reason(error.why)}", EXIT_DAMAGED
         except (OSError, Damaged) as error:

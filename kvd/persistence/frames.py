@@ -58,6 +58,7 @@ class CutOff(Damaged):
     """A file ends too early."""
 
     def __init__(self, size: int) -> None:
+        self.size = size
         super().__init__(f"cut off at byte {size}")
 
 

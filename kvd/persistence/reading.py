@@ -57,8 +57,9 @@ async def bookings_of(paths: list[Path], now: float, *, is_later: bool = False) 
 async def _read_journal(path: Path, bookings: KeptRequests, present: ClockReading) -> None:
     try:
         reading = await trio.to_thread.run_sync(Reading, path)
-    except CutOff:
-        return  # its process was killed before it had a header
+    except CutOff as error:  # its process was killed before it had a header
+        log.warning("journal_torn", file=str(path), dropped_bytes=error.size)
+        return
     try:
         if reading.header.content is not Content.JOURNAL:
             raise Damaged(f"it holds {reading.header.content}, not a journal")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kvd.cli.main import main
 from kvd.persistence.directory import journals
 from kvd.persistence.frames import FORMAT, MAGIC
 from tests.support.engines import Engine
@@ -50,6 +51,24 @@ def test_a_later_format_is_refused_and_the_other_files_count(tmp_path: Path, nam
         wait(lambda: engine.store(prompt(500 + engine.seq)) or kvd.health() == ("exact", ""))
         holds_what_is_cached(kvd, engine)
         kvd.stop()
+
+
+def test_a_journal_without_a_header_is_said(tmp_path: Path) -> None:
+    """A process may be killed as it begins one; those before it count."""
+    with kvd_of(tmp_path) as kvd:
+        assert kvd.post("slot-tracker", "/register", SLOTS).status_code == 201
+        assert book(kvd, "r1").status_code == 201
+        kvd.stop()
+        torn = kvd.state / "journal.1000"
+        torn.write_bytes(b"")
+        assert main(["state", "verify", str(kvd.state)]) == 0
+        kvd.start()
+        assert f"event=journal_torn file={torn} " in kvd.server.stderr  # type: ignore[union-attr]
+        assert book(kvd, "r1").status_code == 200
+        kvd.stop()
+        for path in kvd.state.glob("journal.*"):
+            path.write_bytes(b"")
+        assert main(["state", "verify", str(kvd.state)]) == 1
 
 
 def test_what_was_being_written_when_it_was_killed_is_removed(tmp_path: Path) -> None:
