@@ -71,10 +71,13 @@ class Exchanges:
             nursery.start_soon(self._sweep)
             with polled_when_idle(self, TURN_NS) as between:
                 while True:
-                    await trio.lowlevel.wait_readable(self.relay.fileno())
+                    await trio.lowlevel.wait_readable(self.fileno())
                     between.warm = True
                     while between.serve_row() == SOME:
                         await trio.lowlevel.checkpoint()
+
+    def fileno(self) -> int:
+        return self.relay.fileno()
 
     def serve_ready(self, budget_ns: int, /) -> int:
         """Moves what has come, for some time at most; returns NOTHING, ALL or SOME."""

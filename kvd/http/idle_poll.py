@@ -49,6 +49,9 @@ _current: trio.lowlevel.RunVar[IdlePoller | None] = trio.lowlevel.RunVar("idle_p
 class Pollable(Protocol):
     """A thing with an epoll set of its own."""
 
+    def fileno(self) -> int:
+        """Returns a descriptor that is readable when something has come."""
+
     def serve_ready(self, budget_ns: int, /) -> int:
         """Serves what has come for some time at most; returns NOTHING, ALL or SOME."""
 

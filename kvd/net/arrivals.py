@@ -40,7 +40,7 @@ class Arrivals:
     async def run(self) -> NoReturn:
         with self._epoll, polled_when_idle(self, ROW_NS) as between:
             while True:
-                await trio.lowlevel.wait_readable(self._epoll.fileno())
+                await trio.lowlevel.wait_readable(self.fileno())
                 between.warm = True
                 while between.serve_row() == SOME:
                     await trio.lowlevel.checkpoint()
@@ -59,6 +59,9 @@ class Arrivals:
             return trio.lowlevel.Abort.SUCCEEDED
 
         await trio.lowlevel.wait_task_rescheduled(forget)
+
+    def fileno(self) -> int:
+        return self._epoll.fileno()
 
     def serve_ready(self, budget_ns: int, /) -> int:
         """Serves what has come for some time at most; returns NOTHING, ALL or SOME."""

@@ -147,6 +147,9 @@ class Answering:
         self._others = select.epoll()
         self._others.register(self._other, select.EPOLLIN)
 
+    def fileno(self) -> int:
+        return self._other.fileno()
+
     def serve_ready(self, budget_ns: int, /) -> int:
         try:
             self._other.recv(1)
