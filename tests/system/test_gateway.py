@@ -183,8 +183,8 @@ async def test_a_client_that_leaves_aborts_its_request(
 async def test_an_engine_that_ends_is_left_and_taken_again(kvd_process: Start) -> None:
     async with serving(kvd_process, EngineOptions(), EngineOptions()) as (client, running):
         running[0].end()
-        for _ in range(6):
-            answered = await client.chat(PROMPT)
+        for number in range(6):  # of prompts whose tokens are asked for, of each engine in turn
+            answered = await client.chat(f"{number} {PROMPT}")
             assert answered.status == 200
             assert answered.headers["x-kvd-endpoint"] == running[1].url
         await wait_serving(client, 1)
