@@ -369,7 +369,7 @@ class Life {
     holdings_.render(conductor_, workers, "\"\"", "", by_hashes_);
     match_.reset(index_);
     match_.add(index_, of.plain.data(), of.plain.size(), kvd::Match::Only::kAll);
-    kvd::Answer(index_, match_, answer_).render(workers);
+    kvd::Answer(index_, match_).render(workers, answer_);
   }
 
   kvd::Index index_;
