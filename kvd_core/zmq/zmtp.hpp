@@ -202,10 +202,11 @@ class ZmtpSubscriber {
       return true;
     }
     constexpr size_t kTtl = 2, kContext = 16;
-    if (name == "PING" && unsent_.empty()) {
+    if (name == "PING") {
       const size_t given = size_t(end - rest);
       if (given < kTtl || given > kTtl + kContext) return fail(kProtocol), false;
-      append_command("PONG", {reinterpret_cast<const char*>(rest) + kTtl, given - kTtl});
+      const std::string_view context(reinterpret_cast<const char*>(rest) + kTtl, given - kTtl);
+      if (unsent_.empty()) append_command("PONG", context);
     }
     return false;
   }
