@@ -133,20 +133,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("peer"):
                 item.add_marker(pytest.mark.skip(reason=f"{PEER_VARIABLE} is not set"))
-    items[:] = _dealt(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
-
-
-def _dealt(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
-    """Returns the tests with their modules dealt like cards: each worker begins with its hand.
-
-    So all of them have some of each folder. With folder behind folder the unit tests, which keep
-    the cores busy, were done first, and daemons waited for nothing else at the end.
-    """
-    modules: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        modules.setdefault(item.nodeid.partition("::")[0], []).append(item)
-    dealt = [module for hand in range(workers) for module in list(modules.values())[hand::workers]]
-    return [item for module in dealt for item in module]
 
 
 def pytest_collection_finish() -> None:
