@@ -33,7 +33,8 @@ cdef extern from "zmq/sub_socket.hpp" namespace "kvd" nogil:
         void unsubscribe() except +
 
 
-# Faults of a connection that has broken no rule: it ended, it ended or was too slow before that.
+# Faults of a connection that has broken no rule: LOST has ended; NO_HANDSHAKE has ended, or was too
+# slow, before its handshake was done.
 LOST = (<bytes>kLost).decode()
 NO_HANDSHAKE = (<bytes>kNoHandshake).decode()
 
