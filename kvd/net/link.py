@@ -12,7 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import trio
+
 if TYPE_CHECKING:
+    from kvd.net.streamlog import StreamLog
     from kvd_core.zmq.drain import Inbox
 
 
@@ -60,6 +63,14 @@ class LinkOptions:
     queue_messages: int = 1_000_000  # of one block each: five seconds of applying
     queue_bytes: int = 256 * 1024 * 1024  # these at 270 bytes
     max_message_bytes: int = 16 * 1024 * 1024  # 150,000 blocks; one of 64 MiB took the loop 3 s
+
+
+def tell_lost(linked: Linked, log: StreamLog, why: str) -> None:
+    """Tells who is linked that a connection ended or broke off early; the log, if it was made."""
+    why = f"{why}: {linked.endpoint}"
+    if linked.connected:
+        log.warning("stream_lost", error=why)
+    linked.lost_connection(why, trio.current_time())
 
 
 def nothing() -> bool:

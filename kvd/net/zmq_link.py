@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import trio
 import zmq
 
-from kvd.net.link import nothing
+from kvd.net.link import nothing, tell_lost
 from kvd.net.streams import KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_PROBES
 from kvd.net.turns import MAX_TAKEN_IN, ROUND_NS
 from kvd.net.zsocket import ZSocket
@@ -190,7 +190,7 @@ class ZmqLink:
             self._log.info("stream_joined", endpoint=linked.endpoint)
         elif event == zmq.EVENT_DISCONNECTED:
             self._wait_until(trio.current_time() + self._options.give_up_s)
-            self._lost(f"{self._fault or 'connection lost'}: {linked.endpoint}")
+            tell_lost(linked, self._log, self._fault or "connection lost")
         elif event == zmq.EVENT_CONNECT_RETRIED:
             self._wait_until(math.inf)
         elif value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH and self._linked.server_key:
@@ -221,11 +221,6 @@ class ZmqLink:
 
     def _wait_until(self, moment: float) -> None:
         self._give_up_at = self._patience.deadline = moment
-
-    def _lost(self, why: str) -> None:
-        if self._linked.connected:
-            self._log.warning("stream_lost", error=why)
-        self._linked.lost_connection(why, trio.current_time())
 
 
 def socket_options(endpoint: str, options: LinkOptions) -> dict[int, int | bytes]:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from kvd.net.arrivals import arrivals
-from kvd.net.link import nothing
+from kvd.net.link import nothing, tell_lost
 from kvd.net.streams import stream_socket, tune
 from kvd_core.zmq.subscriber import LOST, NO_HANDSHAKE, Subscriber
 
@@ -160,7 +160,7 @@ class ZmtpLink:
             with trio.move_on_after(self._options.handshake_timeout_s):
                 fault = await _handshake(subscriber)
             if fault:
-                self._lost(fault)
+                tell_lost(self._linked, self._log, fault)
             else:
                 undone.pop_all()
         return fault
@@ -204,13 +204,7 @@ class ZmtpLink:
         self._idle.cancel()
         subscriber.close()
         self._connection.cancel()
-        self._lost(why)
-
-    def _lost(self, why: str) -> None:
-        why = f"{why}: {self._linked.endpoint}"
-        if self._linked.connected:
-            self._log.warning("stream_lost", error=why)
-        self._linked.lost_connection(why, trio.current_time())
+        tell_lost(self._linked, self._log, why)
 
 
 async def _handshake(subscriber: Subscriber) -> str:
