@@ -8,6 +8,9 @@
     the file, and is still there       1. who is not in it any more, or quite another, is removed
                                        2. who has changed is changed in place
                                        3. who is new is added
+                                       4. engines behind the gateway that are not in it any more
+                                          are left once the new ones can serve: the file may
+                                          have replaced all there are
 
 What clients have registered is theirs: an entry that one of them has registered fails, and one that
 a client has removed or replaced since is not held any more. Entries that stay as they are keep
@@ -51,6 +54,11 @@ Signature = tuple[int, ...] | str  # of a file, or why it cannot be read
 
 class RegistrationTarget(Protocol):
     """Registers the entries of one table; what `add` returns stands for the registration."""
+
+    removes_last: bool  # whether what goes stays until what came can do its work
+
+    async def can_serve(self) -> None:
+        """Waits until what came can do the work of what goes, or has had the time to say so."""
 
     def in_place(self, before: Any, after: Any) -> bool:
         """Returns whether an entry can be changed without being removed first."""
@@ -203,9 +211,12 @@ class FleetFileFollower:
         before = set(self._held)
         self._forget_what_clients_took()
         changed = [name for name in self._held if self._is_other(name, wanted.get(name))]
+        last = []
         for name in changed:
             entry = wanted.get(name)
-            if entry is None or not self._in_place(name, entry):
+            if entry is None and self._targets[name[0]].removes_last:
+                last.append(name)
+            elif entry is None or not self._in_place(name, entry):
                 await self._remove(name)
         # Changes of held entries come before new entries, which may need the place of one.
         new = [name for name, entry in wanted.items() if self._is_other(name, entry)]
@@ -213,6 +224,10 @@ class FleetFileFollower:
             await self._add(name, wanted[name])
             if number % SLICE_ENTRIES == 0:
                 await trio.lowlevel.checkpoint()
+        for target in {self._targets[table] for table, _ in last}:
+            await target.can_serve()
+        for name in last:
+            await self._remove(name)
         self.reads["applied"] += 1
         after = set(self._held)
         log.info(

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import trio
+
 from kvd.errors import Conflict
 from kvd.faces.common import replica_sync
 from kvd.faces.indexer import routes as indexer
 from kvd.faces.selection.tuning import PlacedPolicy
 from kvd.faces.slot_tracker import routes as slot_tracker
-from kvd.gateway.dns_names import Wanted
+from kvd.gateway.dns_names import MEET_S, Wanted
 from kvd.gateway.upstreams import Upstreams
 from kvd.index.publishers import Described, Narrowing, Publisher, Publishers
 from kvd.index.registry import INDEXER, Registration, Registry
@@ -31,7 +33,12 @@ log = get_logger(__name__)
 
 
 class _Target:
-    """Changes nothing in place."""
+    """Changes nothing in place, and has what goes make room for what comes."""
+
+    removes_last = False
+
+    async def can_serve(self) -> None:
+        """Returns at once: what is registered serves."""
 
     def in_place(self, before: Any, after: Any) -> bool:
         return False
@@ -77,7 +84,7 @@ class SlotTrackerTarget(_Target):
         return None if tracker is None else tracker.workers.get(wanted.worker_id)
 
 
-class SelectionTarget:
+class SelectionTarget(_Target):
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
 
@@ -117,9 +124,16 @@ class PolicyTarget(_Target):
 class UpstreamTarget(_Target):
     """Engines behind the gateway, which an owner wants."""
 
+    removes_last = True
+
     def __init__(self, upstreams: Upstreams, owner: str = FILE) -> None:
         self._upstreams = upstreams
         self._owner = owner
+
+    async def can_serve(self) -> None:
+        """Waits until each engine has said once what it is, or not within MEET_S."""
+        with trio.move_on_after(MEET_S):
+            await self._upstreams.all_met()
 
     async def add(self, wanted: Wanted, *, over: bool = False) -> object:
         return self._upstreams.want(wanted, self._owner)

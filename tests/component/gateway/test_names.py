@@ -1,6 +1,7 @@
-"""Requests while the addresses of a name change: how many fail, exactly.
+"""Requests while the engines change: how many fail, exactly.
 
-Engines have an address each, at one port, and a resolver says which of them are behind the name.
+Engines have an address each, at one port, and a resolver says which of them are behind the name, or
+a fleet file lists them.
 """
 
 from __future__ import annotations
@@ -15,9 +16,13 @@ import httpx
 import trio
 
 from examples.engine.options import EngineOptions
+from kvd.fleet_file.follower import FleetFileFollower
+from kvd.fleet_file.targets import UpstreamTarget
 from kvd.gateway.dns_names import Wanted
 from kvd.gateway.tunnels import UpstreamTls
+from kvd.gateway.upstreams import SETTINGS
 from kvd.net.dialing import Dialer
+from kvd.wire.egress import EgressPolicy
 from tests.support.asking import make_certificate
 from tests.support.gateways import Client, Running, engines, outcome, tls_of
 from tests.support.inner_gateways import InnerGateway, inner_gateway
@@ -34,8 +39,14 @@ class Fleet:
     """Engines behind a name, a gateway that follows it, and a client."""
 
     def __init__(
-        self, names: Names, running: list[Running], inner: InnerGateway, client: Client
+        self,
+        names: Names,
+        wanted: Wanted,
+        running: list[Running],
+        inner: InnerGateway,
+        client: Client,
     ) -> None:
+        self.wanted = wanted
         self.running = running
         self.inner = inner
         self.client = client
@@ -126,7 +137,7 @@ async def fleet(*options: EngineOptions, certificate: Path | None = None) -> Asy
                 base_url=f"http://{host}:{port}", trust_env=False, verify=False, timeout=60
             ) as http:
                 await inner.until_serving(running[0].url)
-                yield Fleet(names, running, inner, Client(http))
+                yield Fleet(names, wanted, running, inner, Client(http))
 
 
 def quiet(**options: float) -> EngineOptions:
@@ -153,6 +164,38 @@ async def test_no_request_fails_while_addresses_come_and_go() -> None:
             await here.mean(third)  # all of them at once
             await here.go_on()
             await here.mean(first, second, third)
+            await here.go_on()
+            here.stop()
+        assert here.met == {"whole": here.met.total()}
+        assert here.inner.stats.retries.total() == 0
+
+
+async def test_no_request_fails_while_a_fleet_file_replaces_all_engines(tmp_path: Path) -> None:
+    """The old ones serve until the new ones do, of which one never says what it is."""
+    async with fleet(*(quiet(step_s=0.002) for _ in range(4))) as here:
+        by_name, first, second, third = here.running
+        path = tmp_path / "fleet.toml"
+        targets = {"upstream": UpstreamTarget(here.inner.upstreams)}
+        file = FleetFileFollower(path, EgressPolicy(), targets)
+
+        async def say(*engines: Running) -> None:
+            path.write_text("".join(f'[[upstream]]\nurl = "{one.url}"\n' for one in engines))
+            await file.read()
+
+        await say(first)
+        await here.inner.until_serving(by_name.url, first.url)
+        here.inner.upstreams.unwant(here.wanted, SETTINGS)
+        assert here.inner.serving() == {first.url}
+        async with trio.open_nursery() as nursery:
+            for number in range(LOADS):
+                nursery.start_soon(here.load, bool(number % 2))
+            await here.go_on()
+            await say(second)
+            assert here.inner.serving() == {second.url}
+            await here.go_on()
+            first.end()
+            await say(first, third)
+            assert here.inner.serving() == {third.url}
             await here.go_on()
             here.stop()
         assert here.met == {"whole": here.met.total()}
