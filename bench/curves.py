@@ -232,7 +232,7 @@ def of_ranks(ranks: int) -> Figures:
     sequences = array("Q", sequence_hashes(list(held_by_all))).tobytes()
 
     def select(number: int) -> None:
-        pool.look(locals, sequences, ASKED * BLOCK_SIZE)
+        pool.match(locals, sequences, ASKED * BLOCK_SIZE)
         pool.render_choice(pool.choose(settings, None, number), settings)
 
     store, evict = holdings.ingest_us()

@@ -95,13 +95,13 @@ def row(candidates: int, rounds: int) -> str:
     draws = [fleet.rng.getrandbits(64) for _ in range(256)]
 
     def whole(i: int) -> bytes:
-        pool.look(*packed_prompts[i % PROMPTS], TOKENS)
+        pool.match(*packed_prompts[i % PROMPTS], TOKENS)
         return pool.render_choice(pool.choose(settings, None, draws[i % 256]), settings)
 
     calls: list[Call] = [
         whole,
-        lambda i: pool.look(*packed_prompts[i % PROMPTS], TOKENS),
-        lambda i: pool.look_tokens(scanner, 0),
+        lambda i: pool.match(*packed_prompts[i % PROMPTS], TOKENS),
+        lambda i: pool.match_tokens(scanner, 0),
         lambda i: pool.choose(settings, None, draws[i % 256]),
         lambda i: pool.choose(warm, None, draws[i % 256]),
         lambda i: pool.render_choice(0, settings),

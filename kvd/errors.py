@@ -16,13 +16,13 @@ class KvdError(Exception):
 
     status: ClassVar[int] = 500
     # Model and tenant of which nothing is known, for failures that say so.
-    place: tuple[str, str] | None = None
+    partition: tuple[str, str] | None = None
     # Further members of the body, for clients of faces that promise some.
     details: Mapping[str, object] = MappingProxyType({})
 
-    def about(self, place: tuple[str, str]) -> Self:
+    def about(self, partition: tuple[str, str]) -> Self:
         """Notes the model and tenant that nothing is known of; returns the failure."""
-        self.place = place
+        self.partition = partition
         return self
 
 

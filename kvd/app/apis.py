@@ -82,14 +82,14 @@ class Gateway:
         selections: Selections,
         registry: Registry,
         dialer: Dialer,
-        place: ProcessIdentity | None,
+        identity: ProcessIdentity | None,
     ) -> None:
-        """`place` identifies this process among several; None: it is the only one."""
+        """`identity` identifies this process among several; None: it is the only one."""
         self._body_limit = config.gateway_body_bytes
         self.stats = GatewayStats()
         self.exchanges = Exchanges(config.relay)
         self.choices = _choices(config, selections, registry, self.exchanges, dialer)
-        self._siblings = None if place is None else Siblings(place, self.exchanges)
+        self._siblings = None if identity is None else Siblings(identity, self.exchanges)
         wanted = [Wanted(url) for url in config.upstreams or ()]
         wanted += [Wanted(url, prefills=True) for url in config.prefills or ()]
         self.upstreams = Upstreams(
@@ -140,7 +140,7 @@ class Gateway:
         own = self.upstreams, self.choices, self._forwarder, self._body_limit
         if self._siblings is None:
             return (*gateway_routes(*own), *upstream_routes(self.upstreams))
-        return gateway_routes(*own, self._siblings.place.name)
+        return gateway_routes(*own, self._siblings.identity.name)
 
     def metrics_route(self, sources: Sequence[Source]) -> Route:
         """Returns the route of /metrics: one of several processes shows all of them."""
@@ -164,8 +164,8 @@ def _choices(
 ) -> Choices:
     if config.gateway_kvd is None:
         return LocalChoices(selections, registry)
-    told = config.gateway_kvd_s, config.gateway_kvd_token
-    return RemoteChoices(config.gateway_kvd, exchanges, dialer, *told)
+    deadline_and_token = config.gateway_kvd_s, config.gateway_kvd_token
+    return RemoteChoices(config.gateway_kvd, exchanges, dialer, *deadline_and_token)
 
 
 @dataclass(frozen=True, slots=True)

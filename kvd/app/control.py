@@ -70,8 +70,8 @@ def reload(environ: Mapping[str, str]) -> ReloadResult:
 
     Raises StartError where there is none, or it ends meanwhile.
     """
-    place = path(environ)
-    if place is None:
+    socket_path = path(environ)
+    if socket_path is None:
         raise StartError(
             f"{FOLDER_VARIABLE} is not set: `kvd reload` works for the systemd service only; "
             "elsewhere send SIGHUP"
@@ -79,11 +79,11 @@ def reload(environ: Mapping[str, str]) -> ReloadResult:
     text = b""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         try:
-            sock.connect(place)
+            sock.connect(socket_path)
             while piece := sock.recv(RECEIVE_BYTES):
                 text += piece
         except OSError as error:
-            raise StartError(f"no kvd answers at {place}: {error.strerror}") from None
+            raise StartError(f"no kvd answers at {socket_path}: {error.strerror}") from None
     if not text:
         raise StartError("kvd ended before it reloaded")
     said = json.loads(text)

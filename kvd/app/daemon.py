@@ -44,12 +44,12 @@ from kvd.app.unmatched_log import UnmatchedLog
 from kvd.config.load import Config, StartError
 from kvd.config.reload import ConfigReader
 from kvd.diagnosis.doctor import Doctor
-from kvd.diagnosis.gathering import Rooms
+from kvd.diagnosis.gathering import DiagnosedParts
 from kvd.faces.common.diagnosis import diagnose_route, diagnoses_bound
 from kvd.faces.explain.routes import Explainer, explain_routes, explanations_bound
 from kvd.faces.gateway.engines import CALLS
 from kvd.faces.ui import ui_routes
-from kvd.faces.ui.picture import Picture, PicturedRooms
+from kvd.faces.ui.picture import Picture, PicturedParts
 from kvd.fleet_file.follower import FleetFileFollower, RegistrationTarget
 from kvd.fleet_file.none import FleetFile, NoFleetFile
 from kvd.fleet_file.targets import UpstreamTarget
@@ -126,11 +126,11 @@ def run(
     config: Config,
     reader: ConfigReader,
     passed: activation.Passed | None = None,
-    place: ProcessIdentity | None = None,
+    identity: ProcessIdentity | None = None,
 ) -> int:
     """Runs until a signal ends it and returns the exit code; raises StartError.
 
-    One of several processes is given its sockets and its `place` among them.
+    One of several processes is given its sockets and its `identity` among them.
     """
     faulthandler.enable()  # the watchdog kills with SIGABRT: the journal says where the loop was
     keep_freed_memory()
@@ -150,7 +150,7 @@ def run(
         closing(Signals(signal.SIGTERM, signal.SIGINT)) as ends,
         closing(Signals(*hangup)) as reloads,
     ):
-        return trio.run(serve, config, reader, bounds, passed, ends, reloads, place)
+        return trio.run(serve, config, reader, bounds, passed, ends, reloads, identity)
 
 
 async def serve(
@@ -160,7 +160,7 @@ async def serve(
     passed: activation.Passed,
     ends: Signals,
     reloads: Signals,
-    place: ProcessIdentity | None = None,
+    identity: ProcessIdentity | None = None,
 ) -> int:
     """Serves until a signal comes by `ends` and returns the exit code; raises StartError."""
     stop = Stop()
@@ -168,7 +168,7 @@ async def serve(
     async with trio.open_nursery() as root:
         root.start_soon(stop.watch, ends)
         try:
-            await _open_and_serve(config, reader, bounds, passed, reloads, stop, place)
+            await _open_and_serve(config, reader, bounds, passed, reloads, stop, identity)
         except StartError as error:  # by itself, not in a group
             fault = error
         root.cancel_scope.cancel()
@@ -185,7 +185,7 @@ async def _open_and_serve(
     passed: activation.Passed,
     reloads: Signals,
     stop: Stop,
-    place: ProcessIdentity | None,
+    identity: ProcessIdentity | None,
 ) -> None:
     context = make_context()
     with ExitStack() as opened:
@@ -201,7 +201,16 @@ async def _open_and_serve(
         async with trio.open_nursery() as background:
             async with trio.open_nursery() as listening:
                 daemon = _Daemon(
-                    config, reader, bounds, ports, context, listening, stop, decisions, place, store
+                    config,
+                    reader,
+                    bounds,
+                    ports,
+                    context,
+                    listening,
+                    stop,
+                    decisions,
+                    identity,
+                    store,
                 )
                 daemon.run_in(background, reloads)
                 await daemon.serve(listening, background)
@@ -226,7 +235,7 @@ class _Daemon:
         listening: trio.Nursery,
         stop: Stop,
         decisions: RotatingWriter | None,
-        place: ProcessIdentity | None,
+        identity: ProcessIdentity | None,
         store: StateStore | None,
     ) -> None:
         self._stop = stop
@@ -246,25 +255,27 @@ class _Daemon:
             space=ports.space,
         )
         journal = None if store is None else store.journal
-        told = None if config.state_server is None else Journal(MAX_WAITING_BYTES)
-        deduplicator = None if told is None else Deduplicator(told, trio.current_time)
-        if told is not None:
-            told.pause()  # what is restored was told of before
-        journals = [each for each in (journal, told) if each is not None]
+        shared_journal = None if config.state_server is None else Journal(MAX_WAITING_BYTES)
+        deduplicator = (
+            None if shared_journal is None else Deduplicator(shared_journal, trio.current_time)
+        )
+        if shared_journal is not None:
+            shared_journal.pause()  # what is restored was told of before
+        journals = [each for each in (journal, shared_journal) if each is not None]
         ledgers = Ledgers(config.max_requests, config.max_request_blocks, journals)
         accounts = ledgers, journal, deduplicator
         self._parts = _components(
-            config, bounds, ports, self._listeners, context, listening, place, *accounts
+            config, bounds, ports, self._listeners, context, listening, identity, *accounts
         )
         self._targets = ports.apis.targets(self._parts)
         self._fleet = _fleet_file(config, ports, self._targets)
         registrations = _registrations(self._parts, config, self._fleet)
         self._keeper = _keeper(store, self._parts, ledgers, registrations)
-        self._shared = self._share(config, told, ledgers, deduplicator, registrations)
+        self._shared = self._share(config, shared_journal, ledgers, deduplicator, registrations)
         self._diagnoses = diagnoses_bound()
         self._explanations = explanations_bound()
-        rooms = _rooms(self._parts, ports, self._keeper, decisions)
-        self._doctor = Doctor(rooms, ports.dialer, trio.current_time(), self._shared.shown)
+        diagnosed = _diagnosed(self._parts, ports, self._keeper, decisions)
+        self._doctor = Doctor(diagnosed, ports.dialer, trio.current_time(), self._shared.shown)
         self._picture = Picture(_pictured(self._parts, ports))
         self._reloader = Reloader(
             config, reader, stop, ports, self._parts, self._listeners, self._fleet
@@ -282,20 +293,20 @@ class _Daemon:
             self._keeper.families,
             self._shared.families,
         ]
-        if place is not None:
-            self._sources.append(place.families)
+        if identity is not None:
+            self._sources.append(identity.families)
         if decisions is not None:
             self._sources.append(_log_decisions(decisions, self._parts.selections, config).families)
 
     def _share(
         self,
         config: Config,
-        told: Journal | None,
+        shared_journal: Journal | None,
         ledgers: Ledgers,
         deduplicator: Deduplicator | None,
         registrations: Registrations,
     ) -> SharedState | NoSharedState:
-        if config.state_server is None or told is None or deduplicator is None:
+        if config.state_server is None or shared_journal is None or deduplicator is None:
             return NoSharedState()
         # 18 MB of memory, for those who share state.
         from kvd.shared_state.catalog import Catalog
@@ -303,14 +314,14 @@ class _Daemon:
 
         return SharedState(
             config.state_server,
-            told,
+            shared_journal,
             ledgers,
             deduplicator,
             self._parts.slots,
             self._parts.selections,
             self._ports.served,
             Catalog(registrations, self._targets_of_clients()),
-            self._keeper.told,
+            self._keeper.shared_until,
         )
 
     @property
@@ -402,7 +413,7 @@ class _Daemon:
             await trio.sleep(EXPIRY_PAUSE_S)
             now = trio.current_time()
             index_full.check(now)
-            self._doctor.look_again(now)
+            self._doctor.note_counters(now)
             for work in (
                 unmatched.check(),
                 parts.slots.expire(now),
@@ -530,7 +541,7 @@ def _components(
     listeners: ListenerTasks,
     context: Context,
     listening: trio.Nursery,
-    place: ProcessIdentity | None,
+    identity: ProcessIdentity | None,
     ledgers: Ledgers,
     journal: Journal | None,
     deduplicator: Deduplicator | None,
@@ -568,17 +579,17 @@ def _components(
         slots,
         selections,
         ports.sync.start(listening, context, slots, selections, deduplicator),
-        Gateway(config, selections, registry, ports.dialer, place),
+        Gateway(config, selections, registry, ports.dialer, identity),
     )
 
 
-def _rooms(
+def _diagnosed(
     parts: Components, ports: Ports, keeper: Keeper | NoKeeper, decisions: RotatingWriter | None
-) -> Rooms:
+) -> DiagnosedParts:
     failures = {"state directory": lambda: keeper.failures}
     if decisions is not None:
         failures["decision log"] = lambda: decisions.failed
-    return Rooms(
+    return DiagnosedParts(
         parts.state,
         parts.registry,
         parts.publishers,
@@ -592,9 +603,9 @@ def _rooms(
     )
 
 
-def _pictured(parts: Components, ports: Ports) -> PicturedRooms:
-    rooms = parts.state, parts.registry, parts.publishers, parts.slots, parts.selections
-    return PicturedRooms(*rooms, ports.apis.served)
+def _pictured(parts: Components, ports: Ports) -> PicturedParts:
+    own = parts.state, parts.registry, parts.publishers, parts.slots, parts.selections
+    return PicturedParts(*own, ports.apis.served)
 
 
 def _open_store(config: Config, opened: ExitStack) -> StateStore | None:

@@ -72,7 +72,7 @@ class Child:
     heard_at: float = 0.0
     pause_s: float = 0.0
     is_ready: bool = False
-    is_told: bool = False  # that it hangs
+    is_aborted: bool = False  # that it hangs
 
     def signal(self, number: signal.Signals) -> None:
         """Signals the process, if there is one."""
@@ -218,14 +218,14 @@ class _Supervisor:
                     sock.close()
         os.environ.pop(FOLDER_VARIABLE, None)  # `kvd reload` would ask one of many
         os.environ["NOTIFY_SOCKET"] = self._notices_path(child.name)
-        place = ProcessIdentity(child.name, self._paths, child.restarts, self._token.secret)
-        return daemon.run(child.config, self._reader, Passed(child.listening), place)
+        identity = ProcessIdentity(child.name, self._paths, child.restarts, self._token.secret)
+        return daemon.run(child.config, self._reader, Passed(child.listening), identity)
 
     # ---- in the parent
 
     def _note_started(self, child: Child, pid: int) -> None:
         child.pid, child.due_at = pid, None
-        child.is_ready = child.is_told = False
+        child.is_ready = child.is_aborted = False
         child.started_at = child.heard_at = time.monotonic()
         log.info("process_started", process=child.name, pid=pid, restarts=child.restarts)
         if child.name == KVD and not child.restarts:
@@ -254,7 +254,7 @@ class _Supervisor:
     def _take(self, number: signal.Signals) -> None:
         if number is signal.SIGCHLD:
             for child in self._children:
-                self._look_after(child)
+                self._reap(child)
         elif number is signal.SIGHUP:
             for child in self._children:
                 child.signal(number)
@@ -266,7 +266,7 @@ class _Supervisor:
             log.info("stopping", signal=number.name)
             self._stop()
 
-    def _look_after(self, child: Child) -> None:
+    def _reap(self, child: Child) -> None:
         """Takes note of a process if it has ended."""
         if child.pid is None:
             return
@@ -327,8 +327,8 @@ class _Supervisor:
         for child in self._children:
             if child.pid is not None and now - child.heard_at > limit_s:
                 log.error("process_hangs", process=child.name, seconds=limit_s)
-                child.signal(signal.SIGKILL if child.is_told else signal.SIGABRT)
-                child.heard_at, child.is_told = now, True
+                child.signal(signal.SIGKILL if child.is_aborted else signal.SIGABRT)
+                child.heard_at, child.is_aborted = now, True
 
 
 def _of_kvd(config: Config, path: str) -> Config:

@@ -138,7 +138,7 @@ class Reloader:
         ports, parts = self._ports, self._parts
         ports.outgoing.allow(config.outgoing_allow)
         ports.dialer.lookup_s = config.outgoing_lookup_s
-        ports.dialer.look_again_s = config.outgoing_lookup_every_s
+        ports.dialer.lookup_every_s = config.outgoing_lookup_every_s
         ports.sync.apply_config(config)
         for face in ports.apis.served:
             face.set_limits(config.http)

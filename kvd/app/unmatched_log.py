@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from kvd.index.partitions import State
 from kvd.telemetry.logs import get_logger
 
-LOOK_SLICE = 256  # partitions looked at between two checkpoints: 0.1 ms
+CHECK_SLICE = 256  # partitions looked at between two checkpoints: 0.1 ms
 
 log = get_logger(__name__)
 
@@ -31,5 +31,5 @@ class UnmatchedLog:
                     questions=partition.index.questions,
                     block_size=partition.block_size,
                 )
-            if number % LOOK_SLICE == 0:
+            if number % CHECK_SLICE == 0:
                 yield

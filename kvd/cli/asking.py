@@ -200,7 +200,7 @@ def show_status(given: Mapping[str, object]) -> CommandResult:
     # A rate over no time is that of a moment.
     interval_s = max(float(str(given["interval"])), status.SHORTEST_S)
     shown = status.figures(
-        status.look(face_client.faces_of(values), interval_s, client), interval_s
+        status.check(face_client.faces_of(values), interval_s, client), interval_s
     )
     # Names are their clients': some could look like lines of ours, or write anywhere on a terminal.
     text = "\n".join(map(logs.plain, status.text(shown)))
@@ -276,8 +276,8 @@ def _asking(given: Mapping[str, object]) -> tuple[dict[str, Any], FaceClient] | 
     """
     from kvd.cli import face_client
 
-    told = given[config.CONFIG] or os.environ.get(config.CONFIG_VARIABLE)
-    if not told and os.access(config.SERVICE_FILE, os.R_OK):
+    config_file = given[config.CONFIG] or os.environ.get(config.CONFIG_VARIABLE)
+    if not config_file and os.access(config.SERVICE_FILE, os.R_OK):
         given = {**given, config.CONFIG: config.SERVICE_FILE}
     try:
         held = config.resolve(given, os.environ)

@@ -143,7 +143,7 @@ def _heading(found: Json) -> str:
     said += plain(f"{found['model_name']}, tenant {found['tenant_id']}")
     if (booked := found["request"]) is not None:
         said += (
-            f"; request {plain(booked['request_id'])}, booked on {_place(booked)} "
+            f"; request {plain(booked['request_id'])}, booked on {_rank(booked)} "
             f"{booked['age_s']:,.1f} s ago: as if it came once more"
         )
     return said
@@ -162,13 +162,13 @@ def _choice(choice: Json) -> Iterator[str]:
         yield f"{phase}{way}{unit}"
     if chosen is not None:
         chance = "" if chosen["chance"] == 1 else f" by a chance of {chosen['chance']:.1%}"
-        yield f"chosen: {_place(chosen)}{chance}{_behind(chosen, second)}"
+        yield f"chosen: {_rank(chosen)}{chance}{_behind(chosen, second)}"
 
 
 def _behind(chosen: Json, second: Json | None) -> str:
     if second is None:
         return ""
-    said = f"; runner-up: {_place(second)}"
+    said = f"; runner-up: {_rank(second)}"
     if second["behind"] is not None:
         said += f", {_figure(second['behind'])} behind"
     return said
@@ -181,7 +181,7 @@ def _candidates(choice: Json, blocks: int) -> Table:
     for title in titles:
         table.add_column(title, justify="right" if title in ("chance", "cost") else "left")
     for each in choice["candidates"]:
-        cells = [_place(each)]
+        cells = [_rank(each)]
         if weighs:
             cells += [_chance(each), _figure(each["cost"]), " + ".join(_terms(each))]
         table.add_row(*cells, _cached(each, blocks), _why(each))
@@ -243,12 +243,12 @@ def _timeline(events: Iterable[Json]) -> Table:
         blocks = (
             "all" if each["from"] == each["to"] else f"blocks {each['from']:,} to {each['to']:,}"
         )
-        cells = _age(each["age_s"]), _place(each), each["kind"], ", ".join(each["tiers"]), blocks
+        cells = _age(each["age_s"]), _rank(each), each["kind"], ", ".join(each["tiers"]), blocks
         table.add_row(*cells)
     return table
 
 
-def _place(each: Json) -> str:
+def _rank(each: Json) -> str:
     return plain(f"{each['worker_id']}:{each['dp_rank']}")
 
 

@@ -45,15 +45,15 @@ EXIT_INTERRUPTED = 130  # what a shell reports for SIGINT
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; argparse itself exits 2 on a usage error."""
-    told = sys.argv[1:] if argv is None else argv
+    arguments = sys.argv[1:] if argv is None else argv
     # The options of the other commands would take most of the time that the parser does.
-    known = told[0] if told and told[0] in COMMANDS else None
-    kind = FullParser if "--help-all" in told else Parser
-    args = build_parser(kind, known).parse_args(told)
+    known = arguments[0] if arguments and arguments[0] in COMMANDS else None
+    kind = FullParser if "--help-all" in arguments else Parser
+    args = build_parser(kind, known).parse_args(arguments)
     try:
         given = {config.CONFIG: args.config, **args.given(args.parser, args)}
         if args.command is not None:
-            return _told(*args.command(given))
+            return _write(*args.command(given))
         loaded = load_config(given)
         logs.setup(loaded.log_level, loaded.log_format)
         unused = (*config.without_effect(os.environ), *config.outweighed(loaded))
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
 
 
-def _told(text: str, code: int) -> int:
+def _write(text: str, code: int) -> int:
     """Writes what a command has to say to standard output, and returns its exit code.
 
     The reader of the output may leave, as `head` does: then nothing more is written. Characters

@@ -120,7 +120,7 @@ def _shown(header: Header, held: Any) -> str:
             f"{entry.model_name}:{entry.tenant_id} ({entry.blocks} blocks)"
             for entry in (*held.entries, *held.holdings.entries)
         )
-        streams = len(held.places) + len(held.holdings.publishers)
+        streams = len(held.positions) + len(held.holdings.publishers)
         return f"{held.blocks} blocks, {streams} streams; {by}; {models or 'no model'}"
     if isinstance(held, KeptRequests):
         faces = Counter(face.value for (face, _, _), _ in held.live)
@@ -188,15 +188,15 @@ def _sessions(bookings: KeptRequests) -> Iterator[dict[str, Any]]:
 
 
 def _streams(found: snapshot.Snapshot) -> Iterator[dict[str, Any]]:
-    for key, (endpoint, place) in found.places.items():
+    for key, (endpoint, position) in found.positions.items():
         yield {
             **key.partition._asdict(),
             "instance_id": key.instance_id,
             "dp_rank": key.dp_rank,
             "endpoint": endpoint,
-            "next_seq": place.expected,
-            "publisher": place.publisher.hex(),
-            "loss": place.losses.why,
+            "next_seq": position.expected,
+            "publisher": position.publisher.hex(),
+            "loss": position.losses.why,
         }
 
 
@@ -205,9 +205,9 @@ def _publishers(found: snapshot.Snapshot) -> Iterator[dict[str, Any]]:
         yield {
             **each.key._asdict(),
             "endpoint": each.endpoint,
-            "next_seq": each.place.expected,
-            "publisher": each.place.publisher.hex(),
-            "loss": each.place.losses.why,
+            "next_seq": each.position.expected,
+            "publisher": each.position.publisher.hex(),
+            "loss": each.position.losses.why,
             "last_event_id": each.publication.highest,
         }
 

@@ -88,45 +88,45 @@ class FaceStatus:
         )
 
 
-def look(binds: Mapping[str, Bind], interval_s: float, client: FaceClient) -> list[FaceStatus]:
+def check(binds: Mapping[str, Bind], interval_s: float, client: FaceClient) -> list[FaceStatus]:
     """Asks every face twice, `interval_s` apart."""
     faces = [FaceStatus(name, bind) for name, bind in binds.items()]
     begun = time.monotonic()
     for face in faces:
-        _try(_look_first, face, client)
+        _try(_read_before, face, client)
     time.sleep(max(0.0, begun + interval_s - time.monotonic()))
     for face in faces:
-        _try(_look_again, face, client)
+        _try(_read_after, face, client)
     if answering := next((face for face in faces if face.error is None), None):
-        _try(_look_for_findings, answering, client)  # those of the process, on every face
+        _try(_read_findings, answering, client)  # those of the process, on every face
     return faces
 
 
-Look = Callable[[FaceStatus, FaceClient], None]
+Check = Callable[[FaceStatus, FaceClient], None]
 
 
-def _try(look: Look, face: FaceStatus, client: FaceClient) -> None:
+def _try(check: Check, face: FaceStatus, client: FaceClient) -> None:
     """Looks at a face that has answered so far."""
     if face.error is None:
         try:
-            look(face, client)
+            check(face, client)
         except (OSError, HTTPException, ValueError) as error:
             face.error = str(error) or type(error).__name__
 
 
-def _look_first(face: FaceStatus, client: FaceClient) -> None:
+def _read_before(face: FaceStatus, client: FaceClient) -> None:
     face.before = read_samples(client.ask(face.bind, "/metrics"))
     if not any(name == KNOWN_BY[face.name] for name, _ in face.before):
         raise ValueError(f"the server at this address is not a kvd {face.name}")
 
 
-def _look_again(face: FaceStatus, client: FaceClient) -> None:
+def _read_after(face: FaceStatus, client: FaceClient) -> None:
     face.after = read_samples(client.ask(face.bind, "/metrics"))
     for name, path in LISTS[face.name].items():
         face.lists[name] = json.loads(client.ask(face.bind, path))
 
 
-def _look_for_findings(face: FaceStatus, client: FaceClient) -> None:
+def _read_findings(face: FaceStatus, client: FaceClient) -> None:
     face.findings = json.loads(client.ask(face.bind, DIAGNOSE_PATH))["findings"]
 
 

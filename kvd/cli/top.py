@@ -99,15 +99,15 @@ class Asker:
 
 
 @contextmanager
-def _keys(told: Event) -> Iterator[int]:
+def _keys(ended: Event) -> Iterator[int]:
     """Has the terminal hand on each key at once; yields the descriptor to read them from.
 
-    `told` is set once a signal asks for the end. A handler that raised might do so where exceptions
-    are dropped, as in a destructor.
+    `ended` is set once a signal asks for the end. A handler that raised might do so where
+    exceptions are dropped, as in a destructor.
     """
 
     def end(number: int, frame: FrameType | None) -> None:
-        told.set()
+        ended.set()
 
     stdin = sys.stdin.fileno()
     before = termios.tcgetattr(stdin)
@@ -132,10 +132,10 @@ def run(binds: Mapping[str, Bind], client: FaceClient, interval_s: float) -> int
     codecs.register_error(_replaced.__name__, _replaced)
     sys.stdout.reconfigure(errors=_replaced.__name__)
     asker = Asker(binds, client, interval_s)
-    told = Event()
+    ended = Event()
     try:
-        with _keys(told) as keys, asker.running(), _screen(console) as live:
-            _show(console, live, asker, keys, told)
+        with _keys(ended) as keys, asker.running(), _screen(console) as live:
+            _show(console, live, asker, keys, ended)
     except (OSError, termios.error) as error:
         if error.args[0] != errno.EIO:
             raise
@@ -156,12 +156,12 @@ def _screen(console: Console) -> Live:
     return Live(console=console, screen=True, auto_refresh=False, vertical_overflow="crop")
 
 
-def _show(console: Console, live: Live, asker: Asker, keys: int, told: Event) -> None:
+def _show(console: Console, live: Live, asker: Asker, keys: int, ended: Event) -> None:
     """Draws what has changed until q is pressed, or a signal has told it to end."""
     drawn: object = None
     last: Json | None = None
     scrolled = 0
-    while not told.is_set():
+    while not ended.is_set():
         answer, size = asker.last, console.size
         last = answer.picture or last
         if drawn != (state := (id(answer), size, scrolled)):
@@ -246,7 +246,7 @@ def _streams(picture: Json) -> list[Text]:
     lines = [line if any(counts.values()) else Text("streams    none", "dim")]
     for each in picture["streams"]["doubtful"][:SHOWN_DOUBTFUL]:
         why = "; ".join(each[name] for name in ("status", "why") if name in each)
-        lines.append(Text(f"  {each['of']} {plain(_place(each))}: ", ""))
+        lines.append(Text(f"  {each['of']} {plain(_rank(each))}: ", ""))
         lines[-1].append(each["stream"], STYLES[StreamHealth(each["stream"])])
         lines[-1].append(f", {plain(why)}")
     for model in picture["models"]:
@@ -277,7 +277,7 @@ def _ranks(picture: Json, width: int, room: int, scrolled: int) -> Table:
         blocks = each.get("blocks", {})
         requests, shares = each.get("requests", ()), each.get("cached_share", ())
         cells: list[str | Text] = [
-            Text(plain(_place(each))),
+            Text(plain(_rank(each))),
             _rank_state(each),
             _number(each["load"]["requests"] if "load" in each else None),
             *([Text(curve(requests, bars, most), "cyan")] if bars else []),
@@ -312,7 +312,7 @@ def _decisions(decisions: Sequence[Json], width: int) -> Table:
         cells: list[str | Text] = [
             f"{each['age_s']:.0f} s",
             Text(plain(each["request"])),
-            Text(plain(_place(each))),
+            Text(plain(_rank(each))),
             f"{each['cached_tokens']:,} of {prompt:,}",
         ]
         table.add_row(*cells, *([f"{each['cost']:,.2f}"] if width >= 80 else []))
@@ -329,7 +329,7 @@ def curve(values: Sequence[float | None], width: int, most: float) -> str:
     return "".join(bars).rjust(width)
 
 
-def _place(each: Json) -> str:
+def _rank(each: Json) -> str:
     tenant = "" if each["tenant_id"] == "default" else f"/{each['tenant_id']}"
     return f"{each['worker_id']}:{each['dp_rank']} {each['model_name']}{tenant}"
 

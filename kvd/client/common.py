@@ -143,6 +143,6 @@ class WithReplicas(Face[How]):
         return Call()
 
 
-def place(model_name: str | None, tenant_id: str | None) -> dict[str, str | None]:
+def partition_members(model_name: str | None, tenant_id: str | None) -> dict[str, str | None]:
     """Returns the parameters that narrow a list."""
     return {"model_name": model_name, "tenant_id": tenant_id}

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvd.client.calls import Call, How, asked
-from kvd.client.common import EveryFace, Listener, place
+from kvd.client.common import EveryFace, Listener, partition_members
 
 InstanceId = int | str  # a number, or the name by which the conductor knows the instance
 
@@ -267,7 +267,7 @@ class Indexer(EveryFace[How]):
         self, *, model_name: str | None = None, tenant_id: str | None = None
     ) -> Call[tuple[Instance, ...]]:
         """Lists registered engines."""
-        return Call(query=place(model_name, tenant_id))
+        return Call(query=partition_members(model_name, tenant_id))
 
     @asked("GET /dump", repeatable=True)
     def dump(self) -> Call[Mapping[str, DumpedPartition]]:
@@ -318,4 +318,8 @@ def listener(
     instance_id: int, dp_rank: int, model_name: str | None, tenant_id: str | None
 ) -> dict[str, int | str | None]:
     """Returns the body that names the stream of a rank."""
-    return {"instance_id": instance_id, "dp_rank": dp_rank, **place(model_name, tenant_id)}
+    return {
+        "instance_id": instance_id,
+        "dp_rank": dp_rank,
+        **partition_members(model_name, tenant_id),
+    }

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
 from kvd.client.calls import Call, How, asked
-from kvd.client.common import EveryFace, PotentialLoad, WithReplicas, place
+from kvd.client.common import EveryFace, PotentialLoad, WithReplicas, partition_members
 from kvd.client.decisions import (
     BusyThreshold,
     BusyThresholds,
@@ -57,7 +57,7 @@ class SelectionService(EveryFace[How], WithReplicas[How]):
         self, *, model_name: str | None = None, tenant_id: str | None = None
     ) -> Call[tuple[WorkerRecord, ...]]:
         """Lists workers."""
-        return Call(query=place(model_name, tenant_id))
+        return Call(query=partition_members(model_name, tenant_id))
 
     @asked("POST /workers", repeatable=True)
     def put_worker(
@@ -75,7 +75,7 @@ class SelectionService(EveryFace[How], WithReplicas[How]):
         tenant_id: str | None = None,
     ) -> Call[tuple[WorkerRecord, ...]]:
         """Sets all workers of a model and tenant: a `worker_id` and `put_worker`'s members each."""
-        return Call({"workers": workers, **place(model_name, tenant_id)})
+        return Call({"workers": workers, **partition_members(model_name, tenant_id)})
 
     @asked("PATCH /workers/{worker_id}", repeatable=True)
     def change_worker(self, worker_id: int, **described: Unpack[Description]) -> Call[WorkerRecord]:
@@ -120,7 +120,7 @@ class SelectionService(EveryFace[How], WithReplicas[How]):
         self, *, model_name: str | None = None, tenant_id: str | None = None
     ) -> Call[tuple[Loads, ...]]:
         """Returns the load of each rank and the queued selections."""
-        return Call(query=place(model_name, tenant_id))
+        return Call(query=partition_members(model_name, tenant_id))
 
     # ---- reservations
 
@@ -207,7 +207,7 @@ class SelectionService(EveryFace[How], WithReplicas[How]):
         """Sets the thresholds of a model that are given; `"off"` disables one."""
         return Call(
             {
-                **place(model_name, tenant_id),
+                **partition_members(model_name, tenant_id),
                 "active_decode_blocks_threshold": active_decode_blocks_threshold,
                 "active_prefill_tokens_threshold": active_prefill_tokens_threshold,
                 "active_prefill_tokens_threshold_frac": active_prefill_tokens_threshold_frac,
@@ -219,7 +219,7 @@ class SelectionService(EveryFace[How], WithReplicas[How]):
         self, model_name: str, *, tenant_id: str | None = None
     ) -> Call[BusyThreshold]:
         """Takes a model's thresholds back."""
-        return Call(query=place(model_name, tenant_id))
+        return Call(query=partition_members(model_name, tenant_id))
 
     @asked("GET /router_mode", repeatable=True)
     def router_modes(self) -> Call[RouterModes]:
@@ -231,14 +231,14 @@ class SelectionService(EveryFace[How], WithReplicas[How]):
         self, model_name: str, router_mode: str | None = None, *, tenant_id: str | None = None
     ) -> Call[ModeShown]:
         """Sets a model's router mode; without a mode it shows the one that holds."""
-        return Call({"router_mode": router_mode, **place(model_name, tenant_id)})
+        return Call({"router_mode": router_mode, **partition_members(model_name, tenant_id)})
 
     @asked("DELETE /router_mode", repeatable=True)
     def revert_router_mode(
         self, model_name: str, *, tenant_id: str | None = None
     ) -> Call[ModeShown]:
         """Takes a model's router mode back."""
-        return Call(query=place(model_name, tenant_id))
+        return Call(query=partition_members(model_name, tenant_id))
 
     @asked("GET /policy", repeatable=True)
     def router_policies(self) -> Call[RouterPolicies]:
@@ -257,14 +257,14 @@ class SelectionService(EveryFace[How], WithReplicas[How]):
 
         Without a policy it shows the one that holds.
         """
-        return Call({"router_policy": router_policy, **place(model_name, tenant_id)})
+        return Call({"router_policy": router_policy, **partition_members(model_name, tenant_id)})
 
     @asked("DELETE /policy", repeatable=True)
     def revert_router_policy(
         self, model_name: str, *, tenant_id: str | None = None
     ) -> Call[PolicyShown]:
         """Takes a model's router policy back."""
-        return Call(query=place(model_name, tenant_id))
+        return Call(query=partition_members(model_name, tenant_id))
 
     @asked("GET /dump", repeatable=True)
     def dump(self) -> Call[Mapping[str, DumpedPartition]]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvd.client.calls import Call, How, asked
-from kvd.client.common import EveryFace, PotentialLoad, WithReplicas, place
+from kvd.client.common import EveryFace, PotentialLoad, WithReplicas, partition_members
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class SlotTracker(EveryFace[How], WithReplicas[How]):
         self, *, model_name: str | None = None, tenant_id: str | None = None
     ) -> Call[tuple[TrackedWorker, ...]]:
         """Lists workers."""
-        return Call(query=place(model_name, tenant_id))
+        return Call(query=partition_members(model_name, tenant_id))
 
     @asked("POST /add")
     def add(
@@ -142,7 +142,7 @@ class SlotTracker(EveryFace[How], WithReplicas[How]):
         self, *, model_name: str | None = None, tenant_id: str | None = None
     ) -> Call[tuple[Load, ...]]:
         """Returns the load of each rank."""
-        return Call(query=place(model_name, tenant_id))
+        return Call(query=partition_members(model_name, tenant_id))
 
     @asked("POST /potential_loads", repeatable=True)
     def potential_loads(
@@ -168,7 +168,7 @@ class SlotTracker(EveryFace[How], WithReplicas[How]):
         self, model_name: str, request_id: str, *, tenant_id: str | None = None
     ) -> Call[TrackedRequest]:
         """Shows a live request."""
-        return Call(segment=request_id, query=place(model_name, tenant_id))
+        return Call(segment=request_id, query=partition_members(model_name, tenant_id))
 
 
 def step(model_name: str, request_id: str, tenant_id: str | None) -> dict[str, str | None]:

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, TypeVar, cast
 
 from kvd.config import file as configfile
 from kvd.config import tokens
-from kvd.config.parsers import ENV_PREFIX, OFF, Bind, Binds, Setting, owner_of, place_of
+from kvd.config.parsers import ENV_PREFIX, OFF, Bind, Binds, Setting, owner_of, served_key
 from kvd.config.settings import SETTINGS, WITHOUT_EFFECT
 from kvd.config.workers import StaticWorker, catalog_of, parse_workers
 from kvd.errors import BadRequest
@@ -361,7 +361,7 @@ def build(values: Mapping[str, Any], environ: Mapping[str, str]) -> Config:
         "replays": _options(ReplayOptions, values),
         "recovery": _options(RecoveryLimits, values),
         "curve": _curve(values),
-        "serve": tuple(map(place_of, values["serve"] or ())),
+        "serve": tuple(map(served_key, values["serve"] or ())),
         "owners": dict(map(owner_of, values["owners"] or ())),
         "state_server": _state_server(values),
         "test_endpoints": environ.get(TEST_ENDPOINTS, "").lower() in YES,
@@ -372,8 +372,8 @@ def build(values: Mapping[str, Any], environ: Mapping[str, str]) -> Config:
 
 def _options(of: Callable[..., Made], values: Mapping[str, Any], **others: Any) -> Made:
     """Returns options of a class, from the settings that are its members and from `others`."""
-    told = {each.field: _unless_off(values[each.name]) for each in SETTINGS if each.of is of}
-    return of(**told | others)
+    own = {each.field: _unless_off(values[each.name]) for each in SETTINGS if each.of is of}
+    return of(**own | others)
 
 
 def _unless_off(value: Any) -> Any:

@@ -338,7 +338,7 @@ def parse_served(text: str) -> tuple[str, ...]:
     """Reads models, and single tenants of models, between commas."""
     entries = tuple(dict.fromkeys(parse_list(text)))
     for entry in entries:
-        place_of(entry)
+        served_key(entry)
     return entries
 
 
@@ -354,18 +354,18 @@ def owner_of(entry: str) -> tuple[ServedKey, str]:
     """Returns what MODEL[@TENANT]=URL says; raises ValueError."""
     named, _, url = entry.partition("=")
     parse_url(url)
-    return place_of(named), url
+    return served_key(named), url
 
 
-def place_of(text: str) -> ServedKey:
+def served_key(text: str) -> ServedKey:
     """Reads MODEL or MODEL@TENANT; a model whose name has an `@` needs its tenant, too."""
     model_name, at, tenant_id = text.rpartition("@")
-    place = (model_name, tenant_id) if at else (text, None)
-    if not all(place[: 1 + bool(at)]):
+    key = (model_name, tenant_id) if at else (text, None)
+    if not all(key[: 1 + bool(at)]):
         raise ValueError(f"{text!r}: expected MODEL or MODEL@TENANT")
-    for name in filter(None, place):
+    for name in filter(None, key):
         parse_name(name)
-    return place
+    return key
 
 
 def parse_upstreams(text: str) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from kvd.gateway.tunnels import UpstreamTls
 from kvd.http.limits import DEFAULT_BODY_LIMIT, HttpLimits
 from kvd.model import DEFAULT_TENANT, MAX_PARTITIONS
 from kvd.net.backlog import MAX_QUEUED_BYTES, MAX_QUEUED_MESSAGES
-from kvd.net.dialing import LOOK_AGAIN_S, LOOKUP_S
+from kvd.net.dialing import LOOKUP_EVERY_S, LOOKUP_S
 from kvd.net.link import LinkOptions
 from kvd.net.recovery import RecoveryLimits
 from kvd.net.replay import ReplayOptions
@@ -445,7 +445,7 @@ OUTGOING_SETTINGS = section(
     ),
     outgoing_lookup_s=seconds("time allowed for one host name lookup", LOOKUP_S, live=True),
     outgoing_lookup_every_s=seconds(
-        "pause between lookups of a host name whose connection is lost", LOOK_AGAIN_S, live=True
+        "pause between lookups of a host name whose connection is lost", LOOKUP_EVERY_S, live=True
     ),
 )
 

@@ -1,12 +1,12 @@
 """Finds out why prompts do not match: checks the chain from the engines to the choice.
 
-    rooms of the daemon ──── gathering ──> Evidence ── chain ──> Findings ──> GET /diagnose
+    parts of the daemon ──── gathering ──> Evidence ── chain ──> Findings ──> GET /diagnose
     engines, from outside ── probes ─────────┘           │
                      engines, upstreams, events, identity, capacity, questions, choices
 
     doctor      `Doctor`: one diagnosis, from evidence to findings
     evidence    what is known at one moment, as plain values
-    gathering   evidence from the rooms of the daemon
+    gathering   evidence from the parts of the daemon
     chain       the checks of all links, in their order
     engines     does the engine answer, does it speak ZeroMQ, does it publish KV events?
     upstreams   do engines behind the gateway serve?

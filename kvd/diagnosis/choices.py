@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvd.diagnosis.evidence import Evidence, SelectionEvidence, ShareEvidence
-from kvd.diagnosis.findings import Finding, counted, found, minutes, place
+from kvd.diagnosis.findings import Finding, counted, found, minutes, partition_name
 
 # Bookings before their shares say anything.
 ENOUGH_BOOKINGS = 100
@@ -43,7 +43,7 @@ def _check_share(share: ShareEvidence, watched_s: float) -> Iterator[Finding]:
             f"{share.bookings[most]} of {total} observed bookings on busy ranks in "
             f"{minutes(watched_s)}; {share.workers} workers can be chosen"
         )
-        yield found("load_one_sided", f"worker {most} of {place(share.key)}", evidence)
+        yield found("load_one_sided", f"worker {most} of {partition_name(share.key)}", evidence)
 
 
 def _check_selections(selections: SelectionEvidence, watched_s: float) -> Iterator[Finding]:
@@ -69,8 +69,8 @@ def _check_replicas(evidence: Evidence) -> Iterator[Finding]:
             subject = f"replica {replica.endpoint}"
             text = f"no connection for {minutes(replica.away_s)}"
             why = fault or replica.last_error
-            told = f"{text}: {why}" if why else text
-            yield found("replica_behind", subject, told, "replica")
+            text_with_reason = f"{text}: {why}" if why else text
+            yield found("replica_behind", subject, text_with_reason, "replica")
     traffic, span = evidence.traffic, minutes(evidence.watched_s)
     if traffic.overflows or traffic.missed:
         text = f"{traffic.overflows} times a queue was full, {traffic.missed} messages were missed"

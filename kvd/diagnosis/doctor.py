@@ -10,7 +10,7 @@ import trio
 from kvd.diagnosis.chain import in_order, walk
 from kvd.diagnosis.evidence import ProbeResult
 from kvd.diagnosis.findings import Finding
-from kvd.diagnosis.gathering import Gathering, Rooms, Shown
+from kvd.diagnosis.gathering import DiagnosedParts, Gathering, Shown
 from kvd.diagnosis.probes import EngineProber
 from kvd.telemetry.metrics import Family, counter
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 class Doctor:
     """Finds out what is wrong, from what the daemon knows and what engines show from outside."""
 
-    def __init__(self, rooms: Rooms, dialer: Dialer, now: float, shared: Shown) -> None:
+    def __init__(self, parts: DiagnosedParts, dialer: Dialer, now: float, shared: Shown) -> None:
         """Moments are monotonic seconds; `shared` shows the shared state."""
-        self._gathering = Gathering(rooms, now)
+        self._gathering = Gathering(parts, now)
         self._prober = EngineProber(dialer)
         self._shared = shared
 
-    def look_again(self, now: float) -> None:
+    def note_counters(self, now: float) -> None:
         """Takes counters now and then; to be called every few seconds."""
-        self._gathering.look_again(now)
+        self._gathering.note_counters(now)
 
     def families(self) -> Iterator[Family]:
         """Yields what metrics say of its bounds."""

@@ -89,8 +89,8 @@ def _seen(stream: StreamEvidence, probe: ProbeResult) -> Finding | None:
 
 
 def _unreachable(stream: StreamEvidence, evidence: str) -> Finding:
-    place = host_and_port(stream.endpoint)
-    bind = stream.endpoint if place is None else f"tcp://*:{place[1]}"
+    host_port = host_and_port(stream.endpoint)
+    bind = stream.endpoint if host_port is None else f"tcp://*:{host_port[1]}"
     fields = {"endpoint": stream.endpoint, "bind": bind}
     return found("engine_unreachable", stream.subject, evidence, **fields)
 
@@ -102,8 +102,8 @@ def _not_zmq(stream: StreamEvidence, evidence: str) -> Finding:
 
 def host_of(endpoint: str) -> str:
     """Returns the host of an address, for a line to paste."""
-    place = host_and_port(endpoint)
-    return "HOST" if place is None else place[0]
+    host_port = host_and_port(endpoint)
+    return "HOST" if host_port is None else host_port[0]
 
 
 def _shown(said: bytes) -> str:

@@ -37,9 +37,9 @@ def _check_use(stream: StreamEvidence) -> Iterator[Finding]:
     if sized := ignored.get("block_size", 0) + stream.foreign.get("block_size", 0):
         other = _OTHER_SIZE.search(stream.loss)
         hint = f'"block_size": {other[1]}' if other else "as its --block-size says"
-        told = counted(sized, "event")
+        sized_events = counted(sized, "event")
         blocks = f"blocks of {other[1]}" if other else "blocks of other sizes"
-        evidence = f"{told} with {blocks} tokens, {stream.block_size} are registered"
+        evidence = f"{sized_events} with {blocks} tokens, {stream.block_size} are registered"
         yield found("block_size_mismatch", subject, evidence, hint=hint, size=stream.block_size)
     if bare := ignored.get("tokens", 0):
         evidence = f"{counted(bare, 'event')} with fewer tokens than hashes need"

@@ -107,7 +107,7 @@ class ModelEvidence:
     matched: int
     is_unmatched: bool  # asked often enough to say so
     asked: Side
-    told: Side
+    announced: Side
     ranks: Mapping[InstanceId, frozenset[int]]  # registered ones, where some are missing between
 
 

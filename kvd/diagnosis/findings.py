@@ -249,7 +249,7 @@ def found(name: str, subject: str, evidence: str, case: str = "", **fields: obje
     return Finding(name, kind.severity, subject, evidence, remedy)
 
 
-def place(key: PartitionKey) -> str:
+def partition_name(key: PartitionKey) -> str:
     """Returns what findings call a model and tenant."""
     return f"{key.model_name}/{key.tenant_id}"
 

@@ -1,4 +1,4 @@
-"""Gathers evidence from the rooms of the daemon.
+"""Gathers evidence from the parts of the daemon.
 
 Streams that show no sign of anything are passed over, and long walks rest between slices, so that
 a look costs the routing nothing to speak of.
@@ -32,7 +32,7 @@ from kvd.diagnosis.evidence import (
     UpstreamEvidence,
     WorkerEvidence,
 )
-from kvd.diagnosis.findings import place
+from kvd.diagnosis.findings import partition_name
 from kvd.diagnosis.growth import Growth
 from kvd.gateway.choices import Choices
 from kvd.gateway.upstreams import DISAGREE, Upstream, Upstreams
@@ -64,7 +64,7 @@ Shown = Callable[[], dict[str, Any] | None]  # what the shared state says of its
 
 
 @dataclass(frozen=True, slots=True)
-class Rooms:
+class DiagnosedParts:
     """The parts of the daemon that evidence is taken from."""
 
     state: State
@@ -82,24 +82,24 @@ class Rooms:
 class Gathering:
     """Takes evidence from the daemon, and counts the bookings of its busy ranks."""
 
-    def __init__(self, rooms: Rooms, now: float) -> None:
-        self._rooms = rooms
+    def __init__(self, parts: DiagnosedParts, now: float) -> None:
+        self._parts = parts
         self._growth: Growth[Counted] = Growth(now)
         self.uncounted = 0  # bookings, beyond MAX_SHARES workers
         self._away: dict[str, float] = {}  # replicas, and when they were first seen unconnected
         self._bookings: Counter[tuple[PartitionKey, int]] = Counter()
-        rooms.selections.reservations.moments.subscribe(self._note)
+        parts.selections.reservations.moments.subscribe(self._note)
 
-    def look_again(self, now: float) -> None:
+    def note_counters(self, now: float) -> None:
         """Takes the counters now and then; to be called every few seconds."""
-        away = [each.endpoint for each in self._rooms.replicas.all() if not each.connected]
+        away = [each.endpoint for each in self._parts.replicas.all() if not each.connected]
         self._away = {endpoint: self._away.get(endpoint, now) for endpoint in away}
         if self._growth.is_due(now):
             self._growth.take(self._event_counts(), now)
 
     def endpoints(self) -> list[str]:
         """Returns the addresses that a look may say something about."""
-        replicas = self._rooms.replicas
+        replicas = self._parts.replicas
         found = [each.endpoint for each in replicas.all() if not each.connected]
         for listener in self._listeners():
             is_refused = bool(listener.stats.refused) and not listener.stats.messages
@@ -113,20 +113,20 @@ class Gathering:
 
     async def gather(self, probes: Probes, shared: Shown) -> Evidence:
         """Returns the evidence of this moment."""
-        rooms, now = self._rooms, trio.current_time()
+        parts, now = self._parts, trio.current_time()
         grown = self._growth.grown(self._event_counts())
-        replicas = rooms.replicas
+        replicas = parts.replicas
         return Evidence(
             watched_s=self._growth.since_s(now),
             streams=await self._streams(probes),
             models=await self._models(),
             upstreams=tuple(
                 UpstreamEvidence(each.url, each.problem or "", _doubt(each))
-                for each in rooms.upstreams
+                for each in parts.upstreams
             ),
             kvds=tuple(
                 KvdEvidence(str(each["url"]), str(each["problem"] or ""))
-                for each in rooms.choices.shown() or ()
+                for each in parts.choices.shown() or ()
             ),
             registered=frozenset(self._registered()),
             unknown=_of(grown, "unknown"),
@@ -135,16 +135,16 @@ class Gathering:
             shares=tuple(self._shares(grown)),
             faces=tuple(
                 FaceEvidence(name, grown["host", name], each.refused_host)
-                for name, each in rooms.authorizers.items()
+                for name, each in parts.authorizers.items()
             ),
             capacity=self._capacity(grown),
             selections=self._selections(grown),
             expired=(
-                ExpiredEvidence("slot-tracker", grown["expired", "slots"], rooms.slots.expiry_s),
+                ExpiredEvidence("slot-tracker", grown["expired", "slots"], parts.slots.expiry_s),
                 ExpiredEvidence(
                     "selection",
                     grown["expired", "selections"],
-                    rooms.selections.reservations.expiry_s,
+                    parts.selections.reservations.expiry_s,
                 ),
             ),
             replicas=tuple(
@@ -166,7 +166,7 @@ class Gathering:
 
     def _note(self, moment: Moment) -> None:
         """Counts a booking that the sample has and a busy rank got; replicas count their own."""
-        live, candidates = moment.live, self._rooms.selections.candidates.get(moment.key)
+        live, candidates = moment.live, self._parts.selections.candidates.get(moment.key)
         if moment.step is not Step.ADD or moment.mirrored or live is None or candidates is None:
             return
         rank = candidates.ledger.rank_of(live.worker_id, live.dp_rank)
@@ -180,23 +180,23 @@ class Gathering:
 
     def _event_counts(self) -> dict[Counted, int]:
         """Returns the counters whose growth says something."""
-        rooms = self._rooms
-        stats = rooms.replicas.stats
+        parts = self._parts
+        stats = parts.replicas.stats
         totals: dict[Counted, int] = {
-            ("capacity", "refused"): rooms.state.budget.refused,
-            ("expired", "slots"): rooms.slots.expired,
-            ("expired", "selections"): rooms.selections.reservations.expired,
+            ("capacity", "refused"): parts.state.budget.refused,
+            ("expired", "slots"): parts.slots.expired,
+            ("expired", "selections"): parts.selections.reservations.expired,
             ("replicas", "overflows"): stats.overflows,
             ("replicas", "missed"): stats.missed,
         }
         totals |= {("outcome", outcome): 0 for outcome in SelectionOutcome}
-        for _, _, outcome, number in rooms.selections.choice_stats.outcomes():
+        for _, _, outcome, number in parts.selections.choice_stats.outcomes():
             totals["outcome", SelectionOutcome(outcome)] += number
-        for name, each in rooms.authorizers.items():
+        for name, each in parts.authorizers.items():
             totals["host", name] = each.refused["host"]
-        for name, count in rooms.failures.items():
+        for name, count in parts.failures.items():
             totals["unwritten", name] = count()
-        for asked, number in rooms.state.served.unknown.items():
+        for asked, number in parts.state.served.unknown.items():
             totals["unknown", PartitionKey(*asked)] = number
         for worker, number in self._bookings.items():
             totals["booking", worker] = number
@@ -205,26 +205,29 @@ class Gathering:
     # ---- the chain
 
     def _listeners(self) -> Iterable[EventStream]:
-        yield from [each.listener for each in self._rooms.registry.registrations()]
-        yield from [each.listener for each in self._rooms.publishers]
+        yield from [each.listener for each in self._parts.registry.registrations()]
+        yield from [each.listener for each in self._parts.publishers]
 
     async def _streams(self, probes: Probes) -> tuple[StreamEvidence, ...]:
-        rooms, found = self._rooms, []
-        for number, registration in enumerate(list(rooms.registry.registrations()), 1):
+        parts, found = self._parts, []
+        for number, registration in enumerate(list(parts.registry.registrations()), 1):
             key, listener = registration.key, registration.listener
-            partition = rooms.state.partitions.get(key.partition)
+            partition = parts.state.partitions.get(key.partition)
             if partition is not None and _shows(listener, probes):
-                subject = f"worker {key.instance_id} rank {key.dp_rank} of {place(key.partition)}"
+                of = partition_name(key.partition)
+                subject = f"worker {key.instance_id} rank {key.dp_rank} of {of}"
                 size = partition.block_size
                 found.append(_stream(subject, key.partition, size, listener, probes, {}))
             if number % SLICE == 0:
                 await trio.lowlevel.checkpoint()
-        for number, each in enumerate(list(rooms.publishers), 1):
+        for number, each in enumerate(list(parts.publishers), 1):
             foreign = each.publication.mismatches
             if foreign or _shows(each.listener, probes):
                 said = each.described
                 named = PartitionKey(said.model_name, said.tenant_id)
-                subject = f"publisher {said.instance_id} rank {said.dp_rank} of {place(named)}"
+                subject = (
+                    f"publisher {said.instance_id} rank {said.dp_rank} of {partition_name(named)}"
+                )
                 size = said.block_size
                 found.append(_stream(subject, named, size, each.listener, probes, foreign))
             if number % SLICE == 0:
@@ -233,23 +236,23 @@ class Gathering:
 
     async def _models(self) -> tuple[ModelEvidence, ...]:
         found = []
-        for number, partition in enumerate(list(self._rooms.state.partitions.values()), 1):
+        for number, partition in enumerate(list(self._parts.state.partitions.values()), 1):
             found.append(_model(partition))
             if number % SLICE == 0:
                 await trio.lowlevel.checkpoint()
         return tuple(found)
 
     def _registered(self) -> Iterable[PartitionKey]:
-        rooms = self._rooms
-        yield from rooms.state.partitions
+        parts = self._parts
+        yield from parts.state.partitions
         yield from (
-            key for key, candidates in rooms.selections.candidates.items() if candidates.workers
+            key for key, candidates in parts.selections.candidates.items() if candidates.workers
         )
-        yield from rooms.slots.trackers
+        yield from parts.slots.trackers
 
     async def _shared_endpoints(self) -> tuple[EndpointEvidence, ...]:
         found: dict[tuple[str, PartitionKey], list[RankKey]] = {}
-        for number, registration in enumerate(list(self._rooms.registry.registrations()), 1):
+        for number, registration in enumerate(list(self._parts.registry.registrations()), 1):
             key = registration.key
             found.setdefault((registration.listener.endpoint, key.partition), []).append(key)
             if number % SLICE == 0:
@@ -260,7 +263,7 @@ class Gathering:
 
     async def _workers(self) -> tuple[WorkerEvidence, ...]:
         found = []
-        for number, entry in enumerate(list(self._rooms.selections.workers.entries.values()), 1):
+        for number, entry in enumerate(list(self._parts.selections.workers.entries.values()), 1):
             if entry.reasons:
                 record = entry.record
                 found.append(WorkerEvidence(record.worker_id, record.key, tuple(entry.reasons)))
@@ -273,19 +276,19 @@ class Gathering:
         for (key, worker_id), bookings in _of(grown, "booking").items():
             by_fleet.setdefault(key, {})[worker_id] = bookings
         for key, shares in by_fleet.items():
-            candidates = self._rooms.selections.candidates.get(key)
+            candidates = self._parts.selections.candidates.get(key)
             if candidates is not None:
                 yield ShareEvidence(key, shares, len(_present(candidates)))
 
     def _capacity(self, grown: Mapping[Counted, int]) -> CapacityEvidence:
-        budget = self._rooms.state.budget
+        budget = self._parts.state.budget
         held = budget.blocks, budget.pairs
         return CapacityEvidence(
             budget.max_blocks, *held, budget.refused, grown["capacity", "refused"]
         )
 
     def _selections(self, grown: Mapping[Counted, int]) -> SelectionEvidence:
-        selections = self._rooms.selections
+        selections = self._parts.selections
         return SelectionEvidence(
             grown["outcome", SelectionOutcome.OVERLOADED],
             grown["outcome", SelectionOutcome.QUEUE_FULL],
@@ -296,7 +299,7 @@ class Gathering:
         )
 
     def _clock_lead_s(self, now: float) -> float:
-        affinity = self._rooms.selections.affinity
+        affinity = self._parts.selections.affinity
         if affinity is None or now - affinity.led_at > self._growth.since_s(now):
             return 0.0
         return affinity.lead_s
@@ -375,7 +378,7 @@ def _model(partition: Partition) -> ModelEvidence:
         index.matched,
         partition.is_unmatched,
         _side(index.asked()),
-        _side(index.told()),
+        _side(index.announced()),
         _with_holes(partition.ranks),
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from kvd.diagnosis.evidence import Evidence, ModelEvidence, WorkerEvidence
-from kvd.diagnosis.findings import Finding, counted, found, place
+from kvd.diagnosis.findings import Finding, counted, found, partition_name
 from kvd.model import PartitionKey
 
 MOST_NAMED = 4  # registered names, or ranks, that a finding lists
@@ -20,7 +20,7 @@ def check_identity(evidence: Evidence) -> Iterator[Finding]:
         yield from _check_ranks(model)
     for shared in evidence.endpoints:
         ranks = [f"worker {each.instance_id} rank {each.dp_rank}" for each in shared.ranks]
-        subject = f"{shared.endpoint} of {place(shared.key)}"
+        subject = f"{shared.endpoint} of {partition_name(shared.key)}"
         yield found("endpoint_shared", subject, f"{_some(ranks)} are registered with it")
     for worker in evidence.workers:
         yield _unschedulable(worker)
@@ -28,7 +28,7 @@ def check_identity(evidence: Evidence) -> Iterator[Finding]:
 
 def _unknown(key: PartitionKey, asked: int, registered: Collection[PartitionKey]) -> Finding:
     tenants = sorted(each.tenant_id for each in registered if each.model_name == key.model_name)
-    subject, requests = f"model {place(key)}", counted(asked, "request")
+    subject, requests = f"model {partition_name(key)}", counted(asked, "request")
     if tenants:
         known = _some(tenants)
         evidence = f"{requests} for tenant {key.tenant_id}; the model has tenants: {known}"
@@ -44,12 +44,12 @@ def _check_ranks(model: ModelEvidence) -> Iterator[Finding]:
     for instance_id, ranks in model.ranks.items():
         missing = sorted(set(range(min(ranks), max(ranks))) - ranks)
         evidence = f"ranks {_some(sorted(ranks))} are registered, {_some(missing)} are not"
-        subject = f"worker {instance_id} of {place(model.key)}"
+        subject = f"worker {instance_id} of {partition_name(model.key)}"
         yield found("rank_missing", subject, evidence, ranks=f"dp_rank {_some(missing)}")
 
 
 def _unschedulable(worker: WorkerEvidence) -> Finding:
-    subject = f"worker {worker.worker_id} of {place(worker.key)}"
+    subject = f"worker {worker.worker_id} of {partition_name(worker.key)}"
     evidence = "; ".join(worker.reasons)
     for reason in worker.reasons:
         if reason.startswith("block_size ") and " differs from " in reason:

@@ -92,10 +92,10 @@ async def probe_once(endpoint: str, dialer: Dialer) -> ProbeResult:
 
 
 async def _connect(address: str) -> trio.SocketStream:
-    place = host_and_port(address)
-    if place is not None:
-        family = socket.AF_INET6 if ":" in place[0] else socket.AF_INET
-        target: str | tuple[str, int] = place
+    host_port = host_and_port(address)
+    if host_port is not None:
+        family = socket.AF_INET6 if ":" in host_port[0] else socket.AF_INET
+        target: str | tuple[str, int] = host_port
     else:
         family, path = socket.AF_UNIX, address.removeprefix(IPC)
         target = "\0" + path[1:] if path.startswith("@") else path

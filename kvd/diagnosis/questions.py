@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from kvd.diagnosis.evidence import Evidence, FaceEvidence, ModelEvidence
-from kvd.diagnosis.findings import Finding, found, minutes, place
+from kvd.diagnosis.findings import Finding, found, minutes, partition_name
 
 # Prompts of a side before it counts that none of them has a salt, or an adapter: the first few of a
 # fleet are often probes, which have neither.
@@ -28,9 +28,9 @@ def check_questions(evidence: Evidence) -> Iterator[Finding]:
 
 def check_model(model: ModelEvidence) -> Iterator[Finding]:
     """Yields what separates the questions about a model from its events."""
-    if model.parked and not model.blocks and not model.told.prompts:
+    if model.parked and not model.blocks and not model.announced.prompts:
         evidence = f"{model.parked} blocks are known by hash alone, and none by its tokens"
-        yield found("tokens_missing", f"model {place(model.key)}", evidence)
+        yield found("tokens_missing", f"model {partition_name(model.key)}", evidence)
     sides = [*_check_salts(model), *_check_adapters(model)]
     yield from sides
     if model.is_unmatched and not sides:
@@ -38,42 +38,44 @@ def check_model(model: ModelEvidence) -> Iterator[Finding]:
 
 
 def _check_salts(model: ModelEvidence) -> Iterator[Finding]:
-    asked, told = model.asked, model.told
+    asked, announced = model.asked, model.announced
     # Engines that do not tell of salts are matched without.
-    tells = told.salted > 0 or told.telling == told.prompts
+    tells = announced.salted > 0 or announced.telling == announced.prompts
     if tells:
-        yield from _one_sided(model, "salt_one_sided", "a cache salt", asked.salted, told.salted)
+        yield from _one_sided(
+            model, "salt_one_sided", "a cache salt", asked.salted, announced.salted
+        )
 
 
 def _check_adapters(model: ModelEvidence) -> Iterator[Finding]:
-    asked, told = model.asked.adapted, model.told.adapted
-    yield from _one_sided(model, "adapter_one_sided", "an adapter", asked, told)
+    asked, announced = model.asked.adapted, model.announced.adapted
+    yield from _one_sided(model, "adapter_one_sided", "an adapter", asked, announced)
 
 
 def _one_sided(
-    model: ModelEvidence, name: str, what: str, asked: int, told: int
+    model: ModelEvidence, name: str, what: str, asked: int, announced: int
 ) -> Iterator[Finding]:
-    """Yields that of all prompts only those `asked`, or only those `told`, have something."""
-    questions, stored = model.asked.prompts, model.told.prompts
-    if min(questions, stored) < ENOUGH or max(asked, told) < ENOUGH or min(asked, told):
+    """Yields that of all prompts only those `asked`, or only those `announced`, have something."""
+    questions, stored = model.asked.prompts, model.announced.prompts
+    if min(questions, stored) < ENOUGH or max(asked, announced) < ENOUGH or min(asked, announced):
         return
-    if told:
+    if announced:
         evidence = (
-            f"{told} of {stored} prompts in events have {what}, none of {questions} questions"
+            f"{announced} of {stored} prompts in events have {what}, none of {questions} questions"
         )
     else:
         evidence = (
             f"{asked} of {questions} questions have {what}, none of {stored} prompts in events"
         )
-    yield found(name, f"model {place(model.key)}", evidence)
+    yield found(name, f"model {partition_name(model.key)}", evidence)
 
 
 def _unmatched(model: ModelEvidence) -> Finding:
-    subject = f"model {place(model.key)}"
+    subject = f"model {partition_name(model.key)}"
     evidence = f"0 of {model.questions} questions matched any of {model.blocks} blocks"
-    asked, told = model.asked.first_tokens, model.told.first_tokens
-    if asked and told and not asked & told:
-        evidence += f"; questions begin with token {_some(asked)}, events with {_some(told)}"
+    asked, announced = model.asked.first_tokens, model.announced.first_tokens
+    if asked and announced and not asked & announced:
+        evidence += f"; questions begin with token {_some(asked)}, events with {_some(announced)}"
         return found("tokens_disagree", subject, evidence)
     if model.asked.prompts:
         return found("no_match_ever", subject, evidence, "tokens")

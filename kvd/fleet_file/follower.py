@@ -1,6 +1,6 @@
 """Keeps the fleet as its file says, while the daemon runs.
 
-    every LOOK_EVERY_S:  stat ── as it was: nothing
+    every CHECK_EVERY_S:  stat ── as it was: nothing
                                  └ changed, and at rest ── read ── refused: the old fleet stays
     a reload: prepare, take ─────────────────────────────────┤
                                                              │
@@ -40,7 +40,7 @@ from kvd.wire.egress import AllowedNetworks, EgressPolicy
 
 # Pause between two looks at the fleet file. A change counts when two looks find it the same: an
 # editor may still be writing it.
-LOOK_EVERY_S = 1.0
+CHECK_EVERY_S = 1.0
 
 SETTING = "fleet_file"
 
@@ -60,7 +60,7 @@ class RegistrationTarget(Protocol):
     async def can_serve(self) -> None:
         """Waits until what came can do the work of what goes, or has had the time to say so."""
 
-    def in_place(self, before: Any, after: Any) -> bool:
+    def can_change(self, before: Any, after: Any) -> bool:
         """Returns whether an entry can be changed without being removed first."""
 
     async def add(self, wanted: Any, *, over: bool = False) -> object:
@@ -104,12 +104,12 @@ class FleetFileFollower:
         path: Path,
         outgoing: EgressPolicy,
         targets: dict[str, RegistrationTarget],
-        look_every_s: float = LOOK_EVERY_S,
+        check_every_s: float = CHECK_EVERY_S,
     ) -> None:
         self._path = path
         self._outgoing = outgoing
         self._targets = targets
-        self._look_every_s = look_every_s
+        self._check_every_s = check_every_s
         self._held: dict[tuple[str, Hashable], Registered] = {}
         self._failed: dict[tuple[str, Hashable], str] = {}  # and why
         self._elsewhere = 0  # entries of faces that are off, and of models served elsewhere
@@ -124,7 +124,7 @@ class FleetFileFollower:
         """Follows the file until cancelled."""
         seen = self._applied
         while True:
-            with trio.move_on_after(self._look_every_s):
+            with trio.move_on_after(self._check_every_s):
                 await self._asked.wait()
             self._asked = trio.Event()
             if self._taken is not None:
@@ -216,7 +216,7 @@ class FleetFileFollower:
             entry = wanted.get(name)
             if entry is None and self._targets[name[0]].removes_last:
                 last.append(name)
-            elif entry is None or not self._in_place(name, entry):
+            elif entry is None or not self._can_change(name, entry):
                 await self._remove(name)
         # Changes of held entries come before new entries, which may need the place of one.
         new = [name for name, entry in wanted.items() if self._is_other(name, entry)]
@@ -244,8 +244,8 @@ class FleetFileFollower:
         held = self._held.get(name)
         return held is None or entry is None or held.wanted != entry.wanted
 
-    def _in_place(self, name: tuple[str, Hashable], entry: FleetFileEntry) -> bool:
-        return self._targets[name[0]].in_place(self._held[name].wanted, entry.wanted)
+    def _can_change(self, name: tuple[str, Hashable], entry: FleetFileEntry) -> bool:
+        return self._targets[name[0]].can_change(self._held[name].wanted, entry.wanted)
 
     def _forget_what_clients_took(self) -> None:
         for name, held in list(self._held.items()):

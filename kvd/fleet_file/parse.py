@@ -52,7 +52,7 @@ class FleetFileEntry:
     wanted: Any  # what the face registers: a Rank, a Worker, a WorkerRecord, ...
 
     def __str__(self) -> str:
-        return _place(self.table, self.number)
+        return _entry_name(self.table, self.number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ TABLES = {
     "policy": Table(
         tuning.POLICY_MEMBERS,
         tuning.read_policy,
-        lambda wanted: wanted.place,
+        lambda wanted: wanted.key,
         lambda wanted, outgoing: None,
     ),
     "conductor": Table(
@@ -168,7 +168,7 @@ def entries(written: list[FleetFileRow], outgoing: EgressPolicy) -> Iterator[Fle
         try:
             entry = _entry(row, outgoing)
         except (KvdError, ValueError, TypeError) as error:
-            raise ValueError(f"{_place(row.table, row.number)}: {error}") from None
+            raise ValueError(f"{_entry_name(row.table, row.number)}: {error}") from None
         other = seen.setdefault((entry.table, entry.key), entry)
         if other is not entry:
             raise ValueError(f"{entry} is the same as entry {other.number}")
@@ -191,7 +191,7 @@ def _entry(row: FleetFileRow, outgoing: EgressPolicy) -> FleetFileEntry:
     return FleetFileEntry(row.table, row.number, table.key(wanted), wanted)
 
 
-def _place(table: str, number: int) -> str:
+def _entry_name(table: str, number: int) -> str:
     return f"{table}, entry {number}"
 
 

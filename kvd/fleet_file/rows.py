@@ -22,7 +22,7 @@ Members = dict[str, Any]
 
 def of_rank(rank: indexer.RegisteredRank) -> Members:
     return {
-        **_place(rank.key.partition),
+        **_partition_members(rank.key.partition),
         "instance_id": rank.key.instance_id,
         "dp_rank": rank.key.dp_rank,
         "block_size": rank.block_size,
@@ -36,7 +36,7 @@ def of_rank(rank: indexer.RegisteredRank) -> Members:
 
 def of_slots(worker: slot_tracker.RegisteredWorker) -> Members:
     return {
-        **_place(worker.key),
+        **_partition_members(worker.key),
         "worker_id": worker.worker_id,
         "block_size": worker.block_size,
         "dp_start": worker.dp_start,
@@ -86,7 +86,7 @@ OF_TABLE: Mapping[str, Callable[[Any], Members]] = {
 }
 
 
-def _place(key: PartitionKey) -> Members:
+def _partition_members(key: PartitionKey) -> Members:
     return {"model_name": key.model_name, "tenant_id": key.tenant_id}
 
 

@@ -13,7 +13,7 @@ import trio
 from kvd.errors import Conflict
 from kvd.faces.common import replica_sync
 from kvd.faces.indexer import routes as indexer
-from kvd.faces.selection.tuning import PlacedPolicy
+from kvd.faces.selection.tuning import TuningPolicy
 from kvd.faces.slot_tracker import routes as slot_tracker
 from kvd.gateway.dns_names import MEET_S, Wanted
 from kvd.gateway.upstreams import Upstreams
@@ -40,7 +40,7 @@ class _Target:
     async def can_serve(self) -> None:
         """Returns at once: what is registered serves."""
 
-    def in_place(self, before: Any, after: Any) -> bool:
+    def can_change(self, before: Any, after: Any) -> bool:
         return False
 
 
@@ -88,7 +88,7 @@ class SelectionTarget(_Target):
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
 
-    def in_place(self, before: WorkerRecord, after: WorkerRecord) -> bool:
+    def can_change(self, before: WorkerRecord, after: WorkerRecord) -> bool:
         return (before.key, before.block_size) == (after.key, after.block_size)
 
     async def add(self, wanted: WorkerRecord, *, over: bool = False) -> WorkerRecord:
@@ -111,14 +111,14 @@ class PolicyTarget(_Target):
     def __init__(self, tuning: Tuning) -> None:
         self._tuning = tuning
 
-    async def add(self, wanted: PlacedPolicy, *, over: bool = False) -> object:
-        return self._tuning.set_ahead(wanted.place, wanted.policy.row)
+    async def add(self, wanted: TuningPolicy, *, over: bool = False) -> object:
+        return self._tuning.set_ahead(wanted.key, wanted.policy.row)
 
-    def holds(self, wanted: PlacedPolicy, known: object) -> bool:
-        return self._tuning.holds(wanted.place, wanted.policy.row)
+    def holds(self, wanted: TuningPolicy, known: object) -> bool:
+        return self._tuning.holds(wanted.key, wanted.policy.row)
 
-    async def remove(self, wanted: PlacedPolicy) -> None:
-        self._tuning.take_back(wanted.place, wanted.policy.row)
+    async def remove(self, wanted: TuningPolicy) -> None:
+        self._tuning.take_back(wanted.key, wanted.policy.row)
 
 
 class UpstreamTarget(_Target):

@@ -30,7 +30,7 @@ from kvd_core.selector.selector import Pool, Prompt
 ANSWERED = {api: ClientRequest(api, None, False, {}) for api in Api}
 
 
-class Chosen(NamedTuple):
+class ChosenEngine(NamedTuple):
     """The engine that serves a request, and the cached tokens expected there."""
 
     upstream: Upstream
@@ -105,7 +105,7 @@ class EngineChooser:
         self._crews: dict[tuple[Served, bool], tuple[Sequence[Upstream], Crew]] = {}
         self._counter = count(1)
 
-    async def choose(self, attempt: Attempt) -> Chosen | None:
+    async def choose(self, attempt: Attempt) -> ChosenEngine | None:
         """Chooses and books; None if nobody is left.
 
         Raises GatewayError, or OSError once the choice is not wanted any more.
@@ -123,12 +123,12 @@ class EngineChooser:
             phase = Phase.BOTH if way is Way.REMOTE else None
             allowed = crew.alone_ids if engines is crew.alone else worker_ids(engines)
             question = self._question(attempt, engines, allowed, phase)
-            placed = await self._choices.choose(question)
+            placement = await self._choices.choose(question)
         except GatewayError:
             raise
         except KvdError as error:
             raise GatewayError(Reason.NO_UPSTREAM, str(error)) from None
-        chosen = self._chosen(attempt, placed, question.reservation_id, way, crew)
+        chosen = self._chosen(attempt, placement, question.reservation_id, way, crew)
         if chosen is None:
             self._choices.free(question.reservation_id)
             raise GatewayError(Reason.NO_UPSTREAM, "the chosen engine has just been removed")
@@ -175,7 +175,7 @@ class EngineChooser:
             attempt.served.model,
             attempt.served.adapter,
             facts.block_size,
-            partial(self._look, attempt, engines),
+            partial(self._match, attempt, engines),
             f"{self._prefix}-{next(self._counter)}",
             allowed,
             attempt.session,
@@ -185,16 +185,16 @@ class EngineChooser:
             attempt.while_wanted,
         )
 
-    def _look(self, attempt: Attempt, engines: Sequence[Upstream], pool: Pool) -> None:
+    def _match(self, attempt: Attempt, engines: Sequence[Upstream], pool: Pool) -> None:
         """Puts the prompt before a pool, and has it remembered, the first time."""
         if attempt.prompt is not None and attempt.prompt[1] == pool.block_size:
-            return pool.look_again(attempt.prompt[0])
+            return pool.match_again(attempt.prompt[0])
         tokens, asked, served = attempt.tokens, attempt.asked, attempt.served
         if tokens is None:
             size = 0 if asked.api is Api.FORM else len(attempt.body)  # a file is no prompt
-            pool.look(b"", b"", max(1, size // BYTES_PER_TOKEN))
+            pool.match(b"", b"", max(1, size // BYTES_PER_TOKEN))
         else:
-            tokens.look(pool, served.adapter, asked.salt)
+            tokens.match(pool, served.adapter, asked.salt)
             if not attempt.tried:
                 attempt.later = self._tokens.note(
                     asked, served, attempt.body, tokens, pool, engines
@@ -204,33 +204,33 @@ class EngineChooser:
     def _chosen(
         self,
         attempt: Attempt,
-        placed: Placement,
+        placement: Placement,
         reservation_id: str,
         way: Way | None,
         crew: Crew,
-    ) -> Chosen | None:
+    ) -> ChosenEngine | None:
         """Returns who is placed; None if that has gone or cannot serve it alone."""
         tokens = attempt.tokens
-        computes = placed.prefill or placed
+        computes = placement.prefill or placement
         # Engines may have come and gone while the request was queued.
-        upstream = self._upstreams.each.get(placed.worker_id)
+        upstream = self._upstreams.each.get(placement.worker_id)
         computing = self._upstreams.each.get(computes.worker_id)
         if upstream is None or computing is None:
             return None
-        if way is Way.REMOTE and placed.prefill is None:
+        if way is Way.REMOTE and placement.prefill is None:
             if upstream not in crew.alone:
                 return None
             way = Way.FALLBACK
-        decision = _decision(attempt, computing, placed)
+        decision = _decision(attempt, computing, placement)
         self._stats.decisions[decision] += 1
-        return Chosen(
+        return ChosenEngine(
             upstream,
-            placed.dp_rank,
+            placement.dp_rank,
             reservation_id,
             decision,
             0 if tokens is None else tokens.count - computes.prefill_tokens,
             way,
-            None if placed.prefill is None else EngineRank(computing, computes.dp_rank),
+            None if placement.prefill is None else EngineRank(computing, computes.dp_rank),
         )
 
 
@@ -244,11 +244,11 @@ def _priority_jump(asked: ClientRequest, kind: EngineKind) -> float:
     return float(max(0, -asked.priority if kind is EngineKind.VLLM else asked.priority))
 
 
-def _decision(attempt: Attempt, upstream: Upstream, placed: Placement) -> Decision:
+def _decision(attempt: Attempt, upstream: Upstream, placement: Placement) -> Decision:
     assert upstream.facts is not None
-    if placed.by_load:
+    if placement.by_load:
         return Decision.FALLBACK
-    if placed.by_session or attempt.bound is not None:
+    if placement.by_session or attempt.bound is not None:
         return Decision.SESSION
     if attempt.tokens is None:
         return Decision.LOAD

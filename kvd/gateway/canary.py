@@ -29,7 +29,7 @@ BLOCKS = 3  # of the prompt
 TRIES = 2  # before an engine's events are not believed
 ANSWER_S = 10.0  # for one answer: an engine that has just started may compile first
 SEEN_S = 5.0  # for its events to be heard
-LOOK_S = 0.02  # pause between two looks
+POLL_S = 0.02  # pause between two looks
 MAX_TOKENS = 4096  # of the prompt: engines with larger blocks prove nothing
 ANSWER_BYTES = 256 * 1024  # of an engine's answer to one of its questions
 
@@ -84,29 +84,29 @@ class Canary:
         """Waits until its events can be heard; False if that takes too long, or is not known."""
         with trio.move_on_after(SEEN_S):
             while (hears := self._choices.hears(record)) is False:  # noqa: ASYNC110 - once at its start
-                await trio.sleep(LOOK_S)
+                await trio.sleep(POLL_S)
             return hears is True
         return False
 
     async def _seen(self, record: WorkerRecord, block_size: int, body: bytes) -> bool:
         """Waits until all but the last token are known to be cached there."""
 
-        def look(pool: Pool) -> None:
+        def lookup(pool: Pool) -> None:
             SCANNER.scan(body)
-            pool.look_tokens(SCANNER, 0)
+            pool.match_tokens(SCANNER, 0)
 
         question = Question(
             record.model_name,
             None,
             block_size,
-            look,
+            lookup,
             reservation_id="",  # nothing is booked
             allowed=frozenset({record.worker_id}),
             session=None,
         )
         with trio.move_on_after(SEEN_S):
             while self._choices.least_prefill_tokens(question) > 1:  # noqa: ASYNC110 - as above
-                await trio.sleep(LOOK_S)
+                await trio.sleep(POLL_S)
             return True
         return False
 

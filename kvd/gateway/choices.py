@@ -45,7 +45,7 @@ class Question(NamedTuple):
     model: str
     adapter: str | None
     block_size: int  # tokens, of the engines that serve the model
-    look: PromptLookup  # puts the prompt before a pool
+    lookup: PromptLookup  # puts the prompt before a pool
     reservation_id: str
     allowed: frozenset[int]  # workers that could serve it and have not been tried yet
     session: str | None  # decides where nothing better is known
@@ -164,7 +164,7 @@ class LocalChoices:
             and usual
             and self._at_once.suits(candidates, question.reservation_id, session)
         ):
-            question.look(candidates.pool)
+            question.lookup(candidates.pool)
             expected = question.expected_output_tokens
             booked = self._at_once.select(candidates, question.reservation_id, expected)
             if booked is not None:
@@ -181,20 +181,20 @@ class LocalChoices:
             session_id=session,
         )
         bound = None if selections.affinity is None else selections.affinity.target(ask)
-        reply = selections.scheduler.select(ask, question.look)
+        reply = selections.scheduler.select(ask, question.lookup)
         if isinstance(reply, QueuedRequest):
             await in_task()
             waiting = selections.scheduler.wait(reply)
-            placed = placement(await question.while_wanted(waiting))
+            chosen = placement(await question.while_wanted(waiting))
         else:
-            placed = placement(reply.answer)
-        return placed._replace(by_session=bound is not None and bound[0] == placed.worker_id)
+            chosen = placement(reply.answer)
+        return chosen._replace(by_session=bound is not None and bound[0] == chosen.worker_id)
 
     def least_prefill_tokens(self, question: Question) -> int:
         candidates = self._selections.candidates.get(question.key)
         if candidates is None or not candidates.workers:  # it is being made anew
             return 0
-        question.look(candidates.pool)
+        question.lookup(candidates.pool)
         mask = candidates.pool.mask(question.allowed)
         return candidates.pool.least_prefill_tokens(self._selections.settings(question.key), mask)
 
@@ -231,8 +231,8 @@ def placement(answer: bytes) -> Placement:
     """Reads the answer to a selection; raises KeyError, TypeError or ValueError for any other."""
     said = json.loads(answer)
     prefill = said.get("prefill")
-    return _placed(said)._replace(prefill=None if prefill is None else _placed(prefill))
+    return _placement_of(said)._replace(prefill=None if prefill is None else _placement_of(prefill))
 
 
-def _placed(said: Mapping[str, Any]) -> Placement:
+def _placement_of(said: Mapping[str, Any]) -> Placement:
     return Placement(said["worker_id"], said["dp_rank"], said["effective_prefill_tokens"])

@@ -3,7 +3,7 @@
 looked up ──> addresses ──> each is an upstream at http://ADDRESS:PORT, wanted by the name; of
    ^              │         `dns:https://vllm:8000` with TLS, and a certificate of the name
    │              └── gone from the answer: not wanted by the name any more
-   └── every `look_again_s`; a lookup that fails changes nothing
+   └── every `lookup_every_s`; a lookup that fails changes nothing
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class FollowedName:
                 urls = {tcp_endpoint(each, name.port).replace("tcp:", scheme) for each in chosen}
                 await self._change(urls, name, upstreams)
             self.met.set()
-            await trio.sleep(dialer.look_again_s)
+            await trio.sleep(dialer.lookup_every_s)
 
     async def _change(self, urls: set[str], name: DnsName, upstreams: Wanting) -> None:
         """Has these be the engines.

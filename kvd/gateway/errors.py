@@ -105,9 +105,9 @@ def openai_error(error: GatewayError) -> dict[str, object]:
 
 
 def _openai_members(error: GatewayError) -> dict[str, object]:
-    told = error.reason.value
-    members = {"message": str(error), "type": told.openai_type, "param": error.param}
-    return {**members, "code": told.code}
+    reason = error.reason.value
+    members = {"message": str(error), "type": reason.openai_type, "param": error.param}
+    return {**members, "code": reason.code}
 
 
 def anthropic_error(error: GatewayError, request_id: str) -> dict[str, object]:
@@ -131,13 +131,13 @@ def response(
     """Returns the answer to a request that is refused, with the status of its reason or another."""
     anthropic = form is ErrorForm.ANTHROPIC
     members = anthropic_error(error, request_id.decode()) if anthropic else openai_error(error)
-    told = error.reason.value
-    headers = [(b"x-kvd-error", told.code.encode()), *id_headers(form, request_id)]
-    if told.retry_after_s is not None:
-        headers.append((b"retry-after", b"%d" % told.retry_after_s))
+    reason = error.reason.value
+    headers = [(b"x-kvd-error", reason.code.encode()), *id_headers(form, request_id)]
+    if reason.retry_after_s is not None:
+        headers.append((b"retry-after", b"%d" % reason.retry_after_s))
     if error.reason is Reason.UPSTREAM_TIMEOUT:  # the work has probably been done once
         headers.append((b"x-should-retry", b"false"))
-    return Response(status or told.status, json.dumps(members).encode(), headers=headers)
+    return Response(status or reason.status, json.dumps(members).encode(), headers=headers)
 
 
 def ended(tail: bytes, *, whole: bool) -> bytes | None:

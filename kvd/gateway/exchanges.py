@@ -13,7 +13,7 @@ from types import TracebackType
 import trio
 
 from kvd.http.idle_poll import polled_when_idle
-from kvd.http.untasked import Signal, has_task, told
+from kvd.http.untasked import Signal, has_task, signalled
 from kvd.telemetry.stretches import RELAY
 from kvd_core.relay.relay import NO_CLIENT, SOME, Answer, Ending, ExchangeOutcome, Relay
 
@@ -110,7 +110,7 @@ class Exchanges:
         if has_task():
             return self._noticed_in_task(exchange)
         signal = self._waiting[exchange] = Signal()
-        return told(signal)
+        return signalled(signal)
 
     async def _noticed_in_task(self, exchange: int) -> None:
         self._waiting[exchange] = trio.lowlevel.current_task()

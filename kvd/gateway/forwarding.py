@@ -21,7 +21,7 @@ from typing import NamedTuple
 from uuid import uuid4
 
 from kvd.gateway import errors
-from kvd.gateway.attempts import Attempt, Chosen, EngineChooser
+from kvd.gateway.attempts import Attempt, ChosenEngine, EngineChooser
 from kvd.gateway.chains import Chains
 from kvd.gateway.choices import Choices
 from kvd.gateway.errors import GatewayError, Reason, id_headers
@@ -200,7 +200,7 @@ class Forwarder:
         where = request.body, path, request.unless_left
         attempt = Attempt(asked, served, None, None, request_id, *where)
         rank = upstream.facts.ranks.start
-        chosen = Chosen(upstream, rank, NOT_BOOKED, Decision.SESSION, 0, None, None)
+        chosen = ChosenEngine(upstream, rank, NOT_BOOKED, Decision.SESSION, 0, None, None)
         done = await self._send(request, attempt, chosen, request.body)
         if done is not None:
             return done
@@ -238,7 +238,7 @@ class Forwarder:
         return served
 
     async def _send_both(
-        self, request: RelayedRequest, attempt: Attempt, chosen: Chosen, prefill: EngineRank
+        self, request: RelayedRequest, attempt: Attempt, chosen: ChosenEngine, prefill: EngineRank
     ) -> bool | None:
         """Sends the request to both engines that were chosen; None if others may be tried."""
         await in_task()
@@ -252,7 +252,7 @@ class Forwarder:
         return done
 
     async def _send_in_turn(
-        self, request: RelayedRequest, attempt: Attempt, chosen: Chosen, prefill: EngineRank
+        self, request: RelayedRequest, attempt: Attempt, chosen: ChosenEngine, prefill: EngineRank
     ) -> bool | None:
         """Sends the request to the engine that takes over, once the other one has computed it."""
         assert attempt.prefill_body is not None
@@ -292,7 +292,7 @@ class Forwarder:
         self,
         request: RelayedRequest,
         attempt: Attempt,
-        chosen: Chosen,
+        chosen: ChosenEngine,
         body: bytes,
         beside: Beside | None = None,
         *,
@@ -326,7 +326,7 @@ class Forwarder:
             return None
         return await self._end(request, attempt, chosen, sent, ending)
 
-    def _begin(self, chosen: Chosen, head: bytes, body: bytes, client_fd: int) -> Exchange:
+    def _begin(self, chosen: ChosenEngine, head: bytes, body: bytes, client_fd: int) -> Exchange:
         engine = chosen.upstream.engine
         assert engine is not None
         return self._exchanges.begin(engine, head, body, HOLD_BYTES, client_fd)
@@ -350,7 +350,7 @@ class Forwarder:
         self,
         request: RelayedRequest,
         attempt: Attempt,
-        chosen: Chosen,
+        chosen: ChosenEngine,
         exchange: Exchange,
         answer: Answer,
     ) -> Sent:
@@ -393,7 +393,7 @@ class Forwarder:
         self,
         request: RelayedRequest,
         attempt: Attempt,
-        chosen: Chosen,
+        chosen: ChosenEngine,
         sent: Sent,
         ending: Ending,
     ) -> bool:
@@ -415,11 +415,11 @@ class Forwarder:
         if sent.events and (end := errors.ended(ending.tail, whole=whole)) is not None:
             broken = GatewayError(Reason.UPSTREAM_FAILED, "the engine broke off its answer")
             form = attempt.asked.api.errors
-            told = errors.event(broken, form, attempt.request_id, ending.tail)
-            await request.send_piece(end + told, chunked=sent.chunked)
+            data = errors.event(broken, form, attempt.request_id, ending.tail)
+            await request.send_piece(end + data, chunked=sent.chunked)
         return False  # without the end of the answer, so that the client sees it cut
 
-    def _note_cached(self, attempt: Attempt, chosen: Chosen, tail: bytes) -> None:
+    def _note_cached(self, attempt: Attempt, chosen: ChosenEngine, tail: bytes) -> None:
         """Counts what was expected to be cached, beside what the engine says if it does."""
         if attempt.prompt_tokens is None:
             return
@@ -430,7 +430,7 @@ class Forwarder:
         if cached is not None:
             self._note_reported(attempt, chosen, cached)
 
-    def _note_reported(self, attempt: Attempt, chosen: Chosen, cached: int) -> None:
+    def _note_reported(self, attempt: Attempt, chosen: ChosenEngine, cached: int) -> None:
         """Counts what the engine that computed a prompt says of its cached tokens."""
         if attempt.prompt_tokens is None:
             return
@@ -476,8 +476,8 @@ def _refuses(answer: Answer) -> str | None:
     return str(status) if whole and status in NOT_DONE else None
 
 
-def _is_vllm(place: EngineRank) -> bool:
-    return place.upstream.facts is not None and place.upstream.facts.kind is EngineKind.VLLM
+def _is_vllm(rank: EngineRank) -> bool:
+    return rank.upstream.facts is not None and rank.upstream.facts.kind is EngineKind.VLLM
 
 
 def fault(answer: Answer) -> int | None:
@@ -509,19 +509,19 @@ def event_error(held: bytes) -> int | None:
     for line in held.splitlines():
         if line.startswith(b"data:"):
             try:
-                told = json.loads(line[5:])
+                data = json.loads(line[5:])
             except (ValueError, RecursionError):  # not JSON, so not an error either
                 return None
-            error = told.get("error") if isinstance(told, dict) else None
+            error = data.get("error") if isinstance(data, dict) else None
             code = error.get("code") if isinstance(error, dict) else None
             return code if isinstance(code, int) else None
     return None
 
 
-def _decision_lines(attempt: Attempt, chosen: Chosen) -> bytes:
+def _decision_lines(attempt: Attempt, chosen: ChosenEngine) -> bytes:
     """Returns the lines of the headers by which a client is told who serves it and why."""
-    place = chosen.upstream.url.encode(), chosen.decision.encode()
-    lines = b"x-kvd-endpoint: %b\r\nx-kvd-decision: %b\r\n" % place
+    who = chosen.upstream.url.encode(), chosen.decision.encode()
+    lines = b"x-kvd-endpoint: %b\r\nx-kvd-decision: %b\r\n" % who
     rung = Rung.NONE
     if (tokens := attempt.tokens) is not None:
         rung = tokens.rung

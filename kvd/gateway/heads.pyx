@@ -154,7 +154,7 @@ def read_head(bytes head not None):
     """Reads the head of an engine's answer, which the relay has found well-formed."""
     cdef const char* at = PyBytes_AS_STRING(head)
     cdef const char* end = at + PyBytes_GET_SIZE(head) - 2  # behind the last line's CRLF
-    cdef Field field
+    cdef HeaderField field
     cdef unordered_set[string] named
     cdef string lines
     status = (at[9] - c"0") * 100 + (at[10] - c"0") * 10 + at[11] - c"0"
@@ -179,12 +179,12 @@ def read_head(bytes head not None):
     return EngineHead(status, <bytes>lines, length)
 
 
-cdef struct Field:
+cdef struct HeaderField:
     string name   # in lower case
     string value  # without blanks around it
 
 
-cdef const char* read_field(const char* at, const char* end, Field& field):
+cdef const char* read_field(const char* at, const char* end, HeaderField& field):
     """Reads the line of a field; returns where the next one begins."""
     cdef const char* stop = <const char*>memchr(at, c"\r", end - at)
     cdef const char* colon = <const char*>memchr(at, c":", stop - at)

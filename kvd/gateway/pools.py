@@ -207,36 +207,36 @@ def taking_over(asked: ClientRequest, body: bytes, params: bytes) -> bytes:
     return _with(asked, body, b'"%b":%b' % (PARAMS.encode(), params))
 
 
-def meeting(asked: ClientRequest, body: bytes, place: EngineRank) -> bytes:
+def meeting(asked: ClientRequest, body: bytes, engine_rank: EngineRank) -> bytes:
     """Returns a request for both engines of SGLang, which says where they meet.
 
     Raises GatewayError where its prompts cannot be counted.
     """
-    facts = place.upstream.facts
+    facts = engine_rank.upstream.facts
     assert facts is not None
-    host, port = place.upstream.target.host, facts.bootstrap_port
+    host, port = engine_rank.upstream.target.host, facts.bootstrap_port
     count = _prompts(asked)
     members: dict[str, object]
     if count is None:
-        members = {"host": host, "port": port, "room": _room(place)}
+        members = {"host": host, "port": port, "room": _room(engine_rank)}
     else:
         members = {
             "host": [host] * count,
             "port": [port] * count,
-            "room": [_room(place) for _ in range(count)],
+            "room": [_room(engine_rank) for _ in range(count)],
         }
     named = {f"bootstrap_{name}": value for name, value in members.items()}
     return _with(asked, body, json.dumps(named, separators=(",", ":"))[1:-1].encode())
 
 
-def _room(place: EngineRank) -> int:
+def _room(engine_rank: EngineRank) -> int:
     """Returns a bootstrap room that is no other request's.
 
     Modulo the number of ranks, it is the rank that prefills.
     """
-    ranks = place.upstream.facts.ranks if place.upstream.facts is not None else range(1)
+    ranks = engine_rank.upstream.facts.ranks if engine_rank.upstream.facts is not None else range(1)
     turn = RANDOM.getrandbits(ROOM_BITS) // len(ranks)
-    return turn * len(ranks) + place.dp_rank - ranks.start
+    return turn * len(ranks) + engine_rank.dp_rank - ranks.start
 
 
 def _prompts(asked: ClientRequest) -> int | None:
@@ -266,15 +266,19 @@ def _with(asked: ClientRequest, body: bytes, more: bytes) -> bytes:
 
 
 async def compute(
-    exchanges: Exchanges, request: RelayedRequest, place: EngineRank, request_id: bytes, body: bytes
+    exchanges: Exchanges,
+    request: RelayedRequest,
+    engine_rank: EngineRank,
+    request_id: bytes,
+    body: bytes,
 ) -> Answer | Ending:
     """Has a prefill engine of vLLM compute a prompt; returns what it says, or why it does not.
 
     A client that leaves meanwhile ends it.
     """
-    upstream = place.upstream
+    upstream = engine_rank.upstream
     assert upstream.engine is not None
-    head = upstream.head(request, request_id, len(body), place.dp_rank)
+    head = upstream.head(request, request_id, len(body), engine_rank.dp_rank)
     async with request.borrow() as client_fd:
         with exchanges.begin(upstream.engine, head, body, HANDED_BYTES, client_fd) as exchange:
             return await exchange.begins() or exchange.ending()
@@ -290,15 +294,16 @@ class Beside:
         self,
         exchanges: Exchanges,
         request: RelayedRequest,
-        place: EngineRank,
+        engine_rank: EngineRank,
         request_id: bytes,
         body: bytes,
         fault: Callable[[Answer], int | None],
     ) -> None:
         """`fault` tells the status with which an engine has failed, None if it has not."""
-        engine = place.upstream.engine
+        engine = engine_rank.upstream.engine
         assert engine is not None
-        head = place.upstream.head(request, request_id, len(body), None)  # its room says its rank
+        # Its room says its rank.
+        head = engine_rank.upstream.head(request, request_id, len(body), None)
         self._begin = partial(exchanges.begin, engine, head, body, HANDED_BYTES)
         self._fault = fault
         self._said: Answer | Ending | None = None  # None: it is at work
@@ -326,7 +331,7 @@ class Beside:
         """
         answer, begun = None, False
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._look, nursery.cancel_scope)
+            nursery.start_soon(self._await_answer, nursery.cancel_scope)
             answer = await other.begins()
             begun = True
             nursery.cancel_scope.cancel()
@@ -353,9 +358,9 @@ class Beside:
 
     async def _wait(self, seconds: float) -> None:
         with trio.move_on_after(seconds) as scope:
-            await self._look(scope)
+            await self._await_answer(scope)
 
-    async def _look(self, scope: trio.CancelScope) -> None:
+    async def _await_answer(self, scope: trio.CancelScope) -> None:
         """Waits for all of its answer, and ends the scope if that is a failure."""
         if self._said is None:
             self._said = await self._exchange.begins() or self._exchange.ending()

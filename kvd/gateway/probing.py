@@ -151,15 +151,15 @@ class Probe:
         block_size = page * (_positive(info.get("dcp_size")) or 1)
         events: dict[int, str] = {}
         replays: dict[int, str] = {}
-        told = info.get("kv_events")
-        if isinstance(told, dict) and (base := _positive(told.get("endpoint_port_base"))):
-            host = str(told.get("endpoint_host") or "*")
-            replay = _positive(told.get("replay_endpoint_port_base"))
+        kv_events = info.get("kv_events")
+        if isinstance(kv_events, dict) and (base := _positive(kv_events.get("endpoint_port_base"))):
+            host = str(kv_events.get("endpoint_host") or "*")
+            replay = _positive(kv_events.get("replay_endpoint_port_base"))
             for rank in range(size):
                 events[rank] = self._reachable(f"tcp://{host}:{base + rank}")
                 if replay:
                     replays[rank] = self._reachable(f"tcp://{host}:{replay + rank}")
-            block_size = _positive(told.get("block_size")) or block_size
+            block_size = _positive(kv_events.get("block_size")) or block_size
         blocks = tokens // block_size if tokens else None
         version = str(info.get("version") or "")
         models = await self._models()

@@ -88,11 +88,12 @@ class Kvd:
     engine: int | None = None  # its number in the relay, once its address is known
     address: str | None = None
     problem: str | None = NOT_YET  # why it is not asked; None: it is
-    told: dict[int, WorkerRecord] = field(default_factory=dict)  # by this process, by worker id
+    # By this process, by worker id.
+    registered: dict[int, WorkerRecord] = field(default_factory=dict)
     reasons: dict[int, list[str]] = field(default_factory=dict)  # why it cannot choose a worker
     shared: set[str] = field(default_factory=set)  # models of which it has workers of others
     changing: trio.Lock = field(default_factory=trio.Lock)
-    looked_at: float = -1.0  # when the last look at its catalog began, and
+    checked_at: float = -1.0  # when the last look at its catalog began, and
     changed_at: float = (
         -1.0
     )  # when the last one ended that found it to lack something; trio's clock
@@ -147,7 +148,7 @@ class RemoteChoices:
     async def run(self) -> None:
         async with trio.open_nursery() as nursery:
             for kvd in self._kvds:
-                nursery.start_soon(self._look_after, kvd)
+                nursery.start_soon(self._maintain, kvd)
                 nursery.start_soon(self._send_steps, kvd)
 
     async def met(self) -> None:
@@ -183,7 +184,7 @@ class RemoteChoices:
             found.setdefault(record.model_name, set()).add(worker_id)
         self._of_model = {model: frozenset(ids) for model, ids in found.items()}
 
-    async def _look_after(self, kvd: Kvd) -> None:
+    async def _maintain(self, kvd: Kvd) -> None:
         retry_s = RETRY_S
         while True:
             kvd.failed = trio.Event()
@@ -200,7 +201,7 @@ class RemoteChoices:
         Says whether it has been told of one after that.
         """
         async with kvd.changing:
-            if kvd.looked_at <= since:
+            if kvd.checked_at <= since:
                 try:
                     with trio.fail_after(TELL_S):
                         await self._tell(kvd)
@@ -213,23 +214,23 @@ class RemoteChoices:
         began = trio.current_time()
         rows = {row["worker_id"]: row for row in await self._catalog(kvd)}
         lacked = False
-        for worker_id in kvd.told.keys() - self._records.keys():
-            del kvd.told[worker_id]
+        for worker_id in kvd.registered.keys() - self._records.keys():
+            del kvd.registered[worker_id]
             kvd.reasons.pop(worker_id, None)
             if worker_id in rows:
                 await self._change(kvd, "DELETE", f"/workers/{worker_id}")
         for worker_id, record in list(self._records.items()):
             row, said = rows.get(worker_id, {}), described(record)
-            if row and kvd.told.get(worker_id) != record and not says(row, said):
+            if row and kvd.registered.get(worker_id) != record and not says(row, said):
                 await self._change(kvd, "DELETE", f"/workers/{worker_id}")
                 row = {}
             if not row:
                 row = await self._change(kvd, "POST", "/workers", _dumps(said).encode())
                 lacked = True
-            kvd.told[worker_id] = record
+            kvd.registered[worker_id] = record
             is_complete = row.get("lifecycle") != WorkerLifecycle.INCOMPLETE
             kvd.reasons[worker_id] = [] if is_complete else row["not_schedulable_reasons"]
-        kvd.looked_at = began
+        kvd.checked_at = began
         if lacked:
             kvd.changed_at = trio.current_time()
         kvd.note_reached(len(self._records))
@@ -263,13 +264,13 @@ class RemoteChoices:
 
     async def choose(self, question: Question) -> Placement:
         await in_task()
-        prompt = self._looked(question)
+        prompt = self._hashed(question)
         for kvd in self._kvds:
             if kvd.problem is not None:
                 continue
             try:
                 with trio.fail_after(self._deadline_s):
-                    placed, booked_as = await self._ask(kvd, question, prompt)
+                    placement, booked_as = await self._ask(kvd, question, prompt)
             except RemoteRefused as error:
                 self.questions["failed"] += 1
                 if self._refusals.admit(kvd.url, trio.current_time()) is not None:
@@ -283,7 +284,7 @@ class RemoteChoices:
                 self.questions["refused"] += 1
                 raise
             self.questions["answered"] += 1
-            return self._note_booked(question, placed, kvd, booked_as)
+            return self._note_booked(question, placement, kvd, booked_as)
         self.questions["by_load"] += 1
         return self._note_booked(question, self._by_load(question, prompt))
 
@@ -291,13 +292,13 @@ class RemoteChoices:
         return None
 
     def least_prefill_tokens(self, question: Question) -> int:
-        return self._looked(question).isl_tokens
+        return self._hashed(question).isl_tokens
 
-    def _looked(self, question: Question) -> Prompt:
+    def _hashed(self, question: Question) -> Prompt:
         pool = self._pools.get(question.block_size)
         if pool is None:
             pool = self._pools[question.block_size] = Pool(None, Ledger(), question.block_size)
-        question.look(pool)
+        question.lookup(pool)
         return pool.hold()
 
     async def _ask(self, kvd: Kvd, question: Question, prompt: Prompt) -> tuple[Placement, str]:
@@ -320,11 +321,11 @@ class RemoteChoices:
                     if await self._try_tell(kvd, since):  # it was restarted meanwhile
                         continue
                     raise Unavailable(_refusal(answer))
-                placed = _placement(answer)
-                named = {placed.worker_id, (placed.prefill or placed).worker_id}
+                placement = _placement(answer)
+                named = {placement.worker_id, (placement.prefill or placement).worker_id}
                 if named <= question.allowed:
                     is_booked = False  # its end is not for here
-                    return placed, booked_as
+                    return placement, booked_as
             finally:
                 if is_booked:
                     self._put(kvd, booked_as, "DELETE")
@@ -364,12 +365,12 @@ class RemoteChoices:
         return Placement(worker_id, dp_rank, prefill_tokens, by_load=True)
 
     def _note_booked(
-        self, question: Question, placed: Placement, kvd: Kvd | None = None, booked_as: str = ""
+        self, question: Question, placement: Placement, kvd: Kvd | None = None, booked_as: str = ""
     ) -> Placement:
-        rank = placed.worker_id, placed.dp_rank
+        rank = placement.worker_id, placement.dp_rank
         self._loads[rank] += 1
         self._bookings[question.reservation_id] = RemoteBooking(kvd, booked_as, rank)
-        return placed
+        return placement
 
     # ---- steps of bookings
 

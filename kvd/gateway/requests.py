@@ -85,9 +85,9 @@ PROMPT_MEMBERS = ("prompt", "add_special_tokens")
 # Names of a conversation's parts in the other APIs.
 OTHER_MEMBERS = ("system", "instructions", "input")
 # Members with which /tokenize of an engine is known to say other tokens than are computed.
-UNTOLD = ("documents", "reasoning_effort", "truncate_prompt_tokens")
+UNLISTED = ("documents", "reasoning_effort", "truncate_prompt_tokens")
 SPANS = tuple(
-    dict.fromkeys((*CHAT_MEMBERS, *PROMPT_MEMBERS, *OTHER_MEMBERS, *UNTOLD, *FLEET_MEMBERS))
+    dict.fromkeys((*CHAT_MEMBERS, *PROMPT_MEMBERS, *OTHER_MEMBERS, *UNLISTED, *FLEET_MEMBERS))
 )
 
 # Of a member of FIELDS that is an object or an array: its Python values are made while all others

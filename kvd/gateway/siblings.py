@@ -38,19 +38,19 @@ class ProcessIdentity:
 class Siblings:
     """The other processes, for one that is asked what all say."""
 
-    def __init__(self, place: ProcessIdentity, exchanges: Exchanges) -> None:
-        self.place = place
+    def __init__(self, identity: ProcessIdentity, exchanges: Exchanges) -> None:
+        self.identity = identity
         self._exchanges = exchanges
         self._engines = {
             name: exchanges.relay.add_engine(path, 0)
-            for name, path in place.sockets.items()
-            if name != place.name
+            for name, path in identity.sockets.items()
+            if name != identity.name
         }
 
     async def metrics(self, name: str) -> bytes | None:
         """Returns what a process says of itself; None if it does not answer in time."""
         path = f"/metrics?process={name}"
-        head = own_head("GET", path, b"localhost", 0, self.place.token)
+        head = own_head("GET", path, b"localhost", 0, self.identity.token)
         with trio.move_on_after(ANSWER_S):
             try:
                 engine = self._engines[name]
@@ -62,7 +62,7 @@ class Siblings:
 
     async def every_metrics(self, own: bytes) -> dict[str, bytes | None]:
         """Returns what each process says of itself, `own` for this one, in a fixed order."""
-        found: dict[str, bytes | None] = {self.place.name: own}
+        found: dict[str, bytes | None] = {self.identity.name: own}
 
         async def ask(name: str) -> None:
             found[name] = await self.metrics(name)
@@ -70,4 +70,4 @@ class Siblings:
         async with trio.open_nursery() as nursery:
             for name in self._engines:
                 nursery.start_soon(ask, name)
-        return {name: found[name] for name in self.place.sockets}
+        return {name: found[name] for name in self.identity.sockets}

@@ -26,7 +26,7 @@ import trio
 from kvd.gateway.exchanges import ExchangeFailed, Exchanges
 from kvd.gateway.heads import own_head
 from kvd.gateway.probing import EngineKind, Facts
-from kvd.gateway.requests import CHAT_MEMBERS, PROMPT_MEMBERS, UNTOLD, Api, ClientRequest
+from kvd.gateway.requests import CHAT_MEMBERS, PROMPT_MEMBERS, UNLISTED, Api, ClientRequest
 from kvd.gateway.stats import GatewayStats, Rung
 from kvd.gateway.upstreams import Served, Upstream
 from kvd.http.untasked import Untasked, in_task
@@ -54,7 +54,7 @@ LATER_S = 0.25  # that each of them has at least, and at most twice
 BYTES_PER_TOKEN = 4  # of messages whose tokens nobody has said, for their weight alone
 
 # Members that decide about a chat's tokens beside its messages.
-DECIDING = frozenset((*CHAT_MEMBERS, *UNTOLD)) - {"messages"}
+DECIDING = frozenset((*CHAT_MEMBERS, *UNLISTED)) - {"messages"}
 
 TOKENS, TOKEN_IDS = 0, 1  # arrays of the scanner
 
@@ -75,11 +75,11 @@ class TokenReader:
             self._read = body
         return self._members
 
-    def look(self, body: bytes, pool: Pool, adapter: str | None, salt: str | None) -> None:
+    def match(self, body: bytes, pool: Pool, adapter: str | None, salt: str | None) -> None:
         """Puts the tokens of an object before a pool, and forgets it: it may be long."""
         array = TOKENS if "tokens" in self.members(body) else TOKEN_IDS
         self._read = None
-        pool.look_tokens(self.scanner, array, adapter, salt)
+        pool.match_tokens(self.scanner, array, adapter, salt)
 
 
 READER = TokenReader()
@@ -93,7 +93,7 @@ class PromptTokens(Protocol):
     @property
     def count(self) -> int: ...
 
-    def look(self, pool: Pool, adapter: str | None, salt: str | None) -> None:
+    def match(self, pool: Pool, adapter: str | None, salt: str | None) -> None:
         """Puts the prompt before a pool; raises KvdError for one that is too long."""
 
 
@@ -105,8 +105,8 @@ class SaidTokens:
     body: bytes
     count: int
 
-    def look(self, pool: Pool, adapter: str | None, salt: str | None) -> None:
-        READER.look(self.body, pool, adapter, salt)
+    def match(self, pool: Pool, adapter: str | None, salt: str | None) -> None:
+        READER.match(self.body, pool, adapter, salt)
 
 
 @dataclass(slots=True)
@@ -117,8 +117,8 @@ class RecalledTokens:
     count: int
     rung = Rung.MEMORY
 
-    def look(self, pool: Pool, adapter: str | None, salt: str | None) -> None:
-        pool.look(self.recalled.local_hashes, self.recalled.sequence_hashes, self.count)
+    def match(self, pool: Pool, adapter: str | None, salt: str | None) -> None:
+        pool.match(self.recalled.local_hashes, self.recalled.sequence_hashes, self.count)
 
 
 class Later(NamedTuple):
@@ -241,7 +241,7 @@ class Tokens:
     async def _ask_now(self, later: Later) -> None:
         found = await self._ask_some(later.asked, later.body, later.engines)
         if found is not None:
-            found.look(later.pool, later.served.adapter, None)
+            found.match(later.pool, later.served.adapter, None)
             self._remember(later.asked, later.served, later.pool, found.count)
 
     async def _ask(
@@ -276,7 +276,7 @@ class Tokens:
             return await self._question(upstream, Rung.RENDER, RENDER_PATHS[asked.api], body)
         if upstream.facts.kind is EngineKind.OPENAI or asked.api not in TOKENIZED:
             return None
-        if not asked.spans.keys().isdisjoint(UNTOLD):
+        if not asked.spans.keys().isdisjoint(UNLISTED):
             return None
         if (asks := question(asked)) is None:
             return None

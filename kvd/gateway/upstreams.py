@@ -398,15 +398,15 @@ class Upstreams:
     async def _resolve(self, upstream: Upstream) -> None:
         address, *_ = await self._dialer.addresses(upstream.target.host)
         relay = self._exchanges.relay
-        place = address, upstream.target.port
+        engine_address = address, upstream.target.port
         if upstream.target.tls:
             tunnel = upstream.tunnel or self._tunnel(upstream)
             tunnel.address = address
-            place = tunnel.name, 0
+            engine_address = tunnel.name, 0
         if upstream.engine is None:
-            upstream.engine = relay.add_engine(*place)
+            upstream.engine = relay.add_engine(*engine_address)
         elif address != upstream.address:
-            relay.move_engine(upstream.engine, *place)
+            relay.move_engine(upstream.engine, *engine_address)
         upstream.address = address
 
     def _tunnel(self, upstream: Upstream) -> Tunnel:

@@ -127,8 +127,8 @@ def _word_failures(app: QuartTrio, failures: Failures, not_found: WrongPath) -> 
         path = quart.request.scope["raw_path"]
         if isinstance(error, NotFound):
             text = not_found(path)
-        told = failures.response(error.code or 500, text, headers=_headers(), path=path)
-        rendered = _rendered(told)
+        refusal = failures.response(error.code or 500, text, headers=_headers(), path=path)
+        rendered = _rendered(refusal)
         if isinstance(error, MethodNotAllowed):
             rendered.headers["allow"] = ", ".join(sorted(error.valid_methods or ()))
         return rendered

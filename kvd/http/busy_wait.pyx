@@ -39,7 +39,7 @@ cdef int64_t kMs = 1000000
 cdef int64_t kMostCredit = 2 * kMs     # lost at once: some forty waits
 cdef int64_t kWakeNs = 60000           # that a wait asleep is longer than one awake
 cdef double kWeight = 1 / 8.0          # of the last wait
-cdef int64_t kLookNs = 20 * kMs        # pause between two looks whether the machine is busy
+cdef int64_t kCheckNs = 20 * kMs        # pause between two looks whether the machine is busy
 cdef long kSwitches = 2                # times that the core is taken away meanwhile, if it is
 cdef int64_t kLeastPauseNs = 250 * kMs    # without waits after a look that found it busy; twice
 cdef int64_t kMostPauseNs = 16000 * kMs   # as long each time that the next one does so, too
@@ -102,15 +102,15 @@ cdef class BusyWait:
         cdef rusage usage
         if now < self._busy_until:
             return True
-        if now - self._looked_at < kLookNs:
+        if now - self._checked_at < kCheckNs:
             return False
         getrusage(RUSAGE_THREAD, &usage)
         # What was taken away over a longer time says nothing.
-        if now - self._looked_at < 2 * kLookNs:
+        if now - self._checked_at < 2 * kCheckNs:
             if usage.ru_nivcsw - self._switches >= kSwitches:
                 self._busy_until = now + self._pause_ns
                 self._pause_ns = min(2 * self._pause_ns, kMostPauseNs)
             else:
                 self._pause_ns = kLeastPauseNs
-        self._looked_at, self._switches = now, usage.ru_nivcsw
+        self._checked_at, self._switches = now, usage.ru_nivcsw
         return now < self._busy_until

@@ -120,13 +120,13 @@ class ListenerContext:
         self, shared: Shared, head: Head, found: Found, response: Response, started: float
     ) -> tuple[bytes, bool, Undo]:
         try:
-            return self._told(shared, head, found, response, started)
+            return self._reported(shared, head, found, response, started)
         except BaseException:  # a bug: the client will never hear of what was done
             if response.undo is not None:
                 response.undo()
             raise
 
-    def _told(
+    def _reported(
         self, shared: Shared, head: Head, found: Found, response: Response, started: float
     ) -> tuple[bytes, bool, Undo]:
         status = response.status
@@ -395,8 +395,8 @@ class Connection(Transport):
         context = self._listener.context
         if context.for_pages:
             welcome(context.authorizer, head)
-            if (told := preflight(head)) is not None:
-                return await self._tell_page(head, told)
+            if (response := preflight(head)) is not None:
+                return await self._answer_page(head, response)
         found = self._listener.table.find(head.method, head.path)
         route = None if found is None else found.route
         self._check_permit(head, route)
@@ -406,12 +406,12 @@ class Connection(Transport):
             return await self._answer(head, found, await self._read_body(head, route))
         return await self._answer_unread(head, found)
 
-    async def _tell_page(self, head: Head, told: Response) -> bool:
+    async def _answer_page(self, head: Head, response: Response) -> bool:
         """Answers what a page asks beforehand; a body would be nothing that it has to say."""
-        assert isinstance(told.body, bytes)
-        persists = not head.length and persists_after(told.status, head, self.shared)
+        assert isinstance(response.body, bytes)
+        persists = not head.length and persists_after(response.status, head, self.shared)
         lines = connection_lines(head, self.shared, persists)
-        await self.send(whole_response(told, told.body, lines, silent=False))
+        await self.send(whole_response(response, response.body, lines, silent=False))
         return persists
 
     async def _answer(self, head: Head, found: Found | None, body: bytes) -> bool:

@@ -92,11 +92,11 @@ class Failures:
 
     def expected(self, failure: KvdError, headers: Headers) -> Response:
         """Returns the response to an expected failure of a handler."""
-        if failure.place is not None:
-            if self._served.serves(failure.place):
-                self._served.note_unknown(failure.place)
+        if failure.partition is not None:
+            if self._served.serves(failure.partition):
+                self._served.note_unknown(failure.partition)
             else:
-                failure = self._served.elsewhere(failure.place)
+                failure = self._served.elsewhere(failure.partition)
         response = self.response(failure.status, str(failure), failure.details, headers)
         if isinstance(failure, Unavailable) and failure.retry_after_s is not None:
             response.headers.append((b"retry-after", b"%d" % failure.retry_after_s))

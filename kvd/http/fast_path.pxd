@@ -43,7 +43,7 @@ cdef class FastPath:
     cdef _step(self, connection, int fd)
     cdef _answer(self, connection, int fd, route, Text captured)
     cdef _relayed(self, connection, route)
-    cdef bytes _told(self, connection, route, int status, double seconds, bytes response)
+    cdef bytes _reported(self, connection, route, int status, double seconds, bytes response)
     cdef _serve_other(self, connection, int fd, route, Text captured, error)
     cdef bint _granted(self, connection, route)
     cdef _find(self, Text* captured)

@@ -348,7 +348,7 @@ cdef class FastPath:
                 return _LEFT
             seconds = (now_ns() - started) * 1e-9
             try:
-                lines = self._told(connection, route, handler.status, seconds, response)
+                lines = self._reported(connection, route, handler.status, seconds, response)
             except BaseException:
                 _undo(handler)
                 raise
@@ -369,7 +369,7 @@ cdef class FastPath:
         )
         return _TAKEN if outcome is None else outcome
 
-    cdef bytes _told(self, connection, route, int status, double seconds, bytes response):
+    cdef bytes _reported(self, connection, route, int status, double seconds, bytes response):
         """Tells of an answer that is about to be sent; returns the lines of its head."""
         self._note(connection, route, status, seconds)
         lines = self.created_lines if status == kCreated else self.lines
@@ -405,7 +405,7 @@ cdef class FastPath:
     cdef _send_answer(self, int fd, bytes head, bytes body, HotHandler handler):
         cdef size_t lines = PyBytes_GET_SIZE(head), size = PyBytes_GET_SIZE(body)
         cdef char* out = self._buffer
-        undoing = handler if handler.books else None
+        undoing = handler if handler.adds_request else None
         if lines + kLengthLine + size > kBuffer:
             response = b"%bcontent-length: %d\r\n\r\n%b" % (head, size, body)
             return self._send(
@@ -438,7 +438,7 @@ cdef class FastPath:
 
 cdef int _undo(HotHandler handler) except -1:
     """Takes back what a handler's last answer has done, if that can be undone."""
-    undo = handler.undoing() if handler.books else None
+    undo = handler.undoing() if handler.adds_request else None
     if undo is not None:
         undo()
     return 0

@@ -82,7 +82,7 @@ class Front(Server[Connection]):
             sock.recv(RECEIVE_BYTES)  # unread data would reset the connection, answer and all
 
     async def _watch(self, *, task_status: trio.TaskStatus[None]) -> None:
-        self._look_round()
+        self._tick()
         task_status.started()
         try:
             async with trio.open_nursery() as nursery:
@@ -104,9 +104,9 @@ class Front(Server[Connection]):
     async def _sweep(self) -> None:
         while True:
             await trio.sleep(self._shared.tick)
-            self._look_round()
+            self._tick()
 
-    def _look_round(self) -> None:
+    def _tick(self) -> None:
         """Ends connections that wait for a request for too long, and tells the others the time."""
         shared, fast_path = self._shared, self._listener.fast_path
         shared.now, shared.date_line = trio.current_time(), date_line(time.time())

@@ -5,7 +5,7 @@ from kvd.http.permits cimport Text
 
 cdef class HotHandler:
     cdef bint bodiless      # it is for requests without a body
-    cdef bint books         # what it does is undone where the client has left before its answer
+    cdef bint adds_request  # which is taken back where the client has left before its answer
     cdef public bint waits  # it may leave a request to its task, which calls the handler and awaits
     cdef int status         # of the last answer: 200 or 201
 
@@ -18,7 +18,7 @@ cdef class HotHandler:
     cdef bytes answer(self, const char* body, size_t size, Text captured, request)
 
     # A function that takes back what the last answer has done, None if nothing is to be; of one
-    # that `books`.
+    # that adds a request.
     cdef undoing(self)
 
     # The response to a request that `answer` has left, or what becomes it; of one that `waits`.

@@ -36,7 +36,7 @@ cdef class HotHandler:
         answer = self.answer(PyBytes_AS_STRING(body), PyBytes_GET_SIZE(body), segment, request)
         if answer is None:
             return self.waiting(request)
-        return Response(self.status, answer, undo=self.undoing() if self.books else None)
+        return Response(self.status, answer, undo=self.undoing() if self.adds_request else None)
 
     cdef bytes answer(self, const char* body, size_t size, Text captured, request):
         raise NotImplementedError

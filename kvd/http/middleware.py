@@ -32,7 +32,7 @@ def surrounded(app: AsgiApp, table: RouteTable, context: ServerContext) -> AsgiA
             state[FOUND] = table.find(scope["method"], scope["raw_path"])
         found: Found | None = state[FOUND]
         path = table.label(scope["raw_path"]) if found is None else found.route.path
-        with _told(context, scope, path, send) as telling_send, _admitted(found) as refused:
+        with _observed(context, scope, path, send) as telling_send, _admitted(found) as refused:
             if refused is None:
                 await app(scope, receive, telling_send)
             else:
@@ -60,7 +60,9 @@ def _admitted(found: Found | None) -> Iterator[ConcurrencyLimit | None]:
 
 
 @contextmanager
-def _told(context: ServerContext, scope: HTTPScope, path: str | None, send: Send) -> Iterator[Send]:
+def _observed(
+    context: ServerContext, scope: HTTPScope, path: str | None, send: Send
+) -> Iterator[Send]:
     """Tells of a request as it is answered, and logs it once that is over.
 
     Only requests to a path that a route has are observed.

@@ -30,7 +30,7 @@ YOUNG_SECONDS = 0.25
 DISPLACED_AT_ONCE = 64
 # Pause between two searches for connections to displace, if the first has found none: a flood gets
 # no search for each connection.
-LOOK_AGAIN_S = 0.05
+CHECK_AGAIN_S = 0.05
 
 
 class ClientConnection(Protocol):
@@ -62,7 +62,7 @@ class Server(ABC, Generic[C]):
         self._displaced: set[C] = set()  # of these, who ends for others that have come
         # Connections that could do so, as of the last look, the first one last.
         self._dispensable: list[tuple[tuple[bool, int, float], C]] = []
-        self._look_after = -inf
+        self._check_after = -inf
 
     def set_limits(self, limits: HttpLimits) -> None:
         """Has other limits hold from now on; deadlines that are set already stay."""
@@ -143,8 +143,8 @@ class Server(ABC, Generic[C]):
     def _make_room(self) -> bool:
         """Ends the connection that is missed least, if there is one that may be ended."""
         connection = self._next_dispensable()
-        if connection is None and trio.current_time() >= self._look_after:
-            self._look_for_dispensable()
+        if connection is None and trio.current_time() >= self._check_after:
+            self._find_dispensable()
             connection = self._next_dispensable()
         if connection is None:
             return False
@@ -160,7 +160,7 @@ class Server(ABC, Generic[C]):
                 return connection
         return None
 
-    def _look_for_dispensable(self) -> None:
+    def _find_dispensable(self) -> None:
         ranked = (
             (rank, connection)
             for connection in self._running
@@ -170,7 +170,7 @@ class Server(ABC, Generic[C]):
         # More strangers come meanwhile, and go before anybody known: of these one at a time.
         strangers = [each for each in found if not each[0][0]]
         self._dispensable = (strangers or found[:1])[::-1]
-        self._look_after = -inf if found else trio.current_time() + LOOK_AGAIN_S
+        self._check_after = -inf if found else trio.current_time() + CHECK_AGAIN_S
 
     async def _run(self, connection: C) -> None:
         try:

@@ -60,7 +60,7 @@ def in_task() -> Generator[Signal, None, None]:
 
 
 @coroutine
-def told(signal: Signal) -> Generator[Signal, None, None]:
+def signalled(signal: Signal) -> Generator[Signal, None, None]:
     """Waits for a signal, without a task."""
     yield signal
 

@@ -229,17 +229,17 @@ class Publishers(ListenedRegistrations):
 
     # ---- what another process has left (docs/state.md)
 
-    def heir(self, key: PublisherKey, endpoint: str, place: StreamPosition) -> Publisher | None:
+    def heir(self, key: PublisherKey, endpoint: str, position: StreamPosition) -> Publisher | None:
         """Returns who may go on from a place: the same publisher at the same address."""
         found = self.find(key)
-        if found is None or found.listener.endpoint != endpoint or not place.expected:
+        if found is None or found.listener.endpoint != endpoint or not position.expected:
             return None
         return None if found.listener.stats.messages else found
 
     def take_over(
         self,
         publisher: Publisher,
-        place: StreamPosition,
+        position: StreamPosition,
         publication: KeptPublication,
         streams: Iterable[KeptStream],
     ) -> None:
@@ -250,7 +250,7 @@ class Publishers(ListenedRegistrations):
         key = publisher.described.key
         if self._publishers.get(key) is not publisher:
             return
-        publisher.listener.take_over(place)
+        publisher.listener.take_over(position)
         publisher.publication.take_over(publication, streams)
         self.unsettled[key] = publisher
 

@@ -27,9 +27,9 @@ from kvd.wire.event_stream import EventStream
 from kvd.wire.position import StreamPosition
 from kvd.wire.stream_link import STALE_AFTER_S, ListenerStatus
 
-# Places remembered for ranks that are not registered now, ~300 bytes each; the one left longest
+# Positions remembered for ranks that are not registered now, ~300 bytes each; the one left longest
 # ago goes first. A fleet replaces its pods many times over before that many have gone.
-MAX_LEFT_PLACES = 65_536
+MAX_LEFT_POSITIONS = 65_536
 
 # Time for which a model and tenant without workers keep their block size: a worker may leave before
 # its replacement is there.
@@ -71,7 +71,7 @@ class Registry(ListenedRegistrations):
         # Models and tenants without any worker: when the last one left (monotonic), and its block
         # size, in tokens.
         self._left_pairs: dict[PartitionKey, tuple[float, int]] = {}
-        self.forgotten_places = 0
+        self.forgotten_positions = 0
         self.departures: Observers[[]] = Observers()  # told when something has left
         # Told when the connection to a rank's engine has been made or lost.
         self.links: Observers[[RankKey]] = Observers()
@@ -168,21 +168,21 @@ class Registry(ListenedRegistrations):
         self._grown.set()
         self._grown = trio.Event()
 
-    def take_over(self, places: Mapping[RankKey, KeptPosition]) -> None:
+    def take_over(self, positions: Mapping[RankKey, KeptPosition]) -> None:
         """Has streams go on where another process was, whose blocks have been restored.
 
         Those of ranks that are not registered are kept until they are, or `give_up`. A rank that is
         registered at another endpoint now is another engine.
         """
-        self._kept.update(places)
+        self._kept.update(positions)
         for key, registration in self._ranks.items():
             self._take_over(key, registration.listener)
 
     def _take_over(self, key: RankKey, listener: EventStream) -> None:
-        endpoint, place = self._kept.pop(key, (None, None))
-        if place is not None and endpoint == listener.endpoint:
-            listener.take_over(place)
-        elif place is not None:
+        endpoint, position = self._kept.pop(key, (None, None))
+        if position is not None and endpoint == listener.endpoint:
+            listener.take_over(position)
+        elif position is not None:
             listener.drop_restored()
 
     def give_up(self, restored: Iterable[tuple[PartitionKey, InstanceId]]) -> int:
@@ -375,9 +375,9 @@ class Registry(ListenedRegistrations):
             self._state.remove_rank(key)
         self._end(listener)
         self._left[key, listener.endpoint] = listener.cursor.expected
-        if len(self._left) > MAX_LEFT_PLACES:
+        if len(self._left) > MAX_LEFT_POSITIONS:
             del self._left[next(iter(self._left))]
-            self.forgotten_places += 1
+            self.forgotten_positions += 1
 
 
 def _not_found(

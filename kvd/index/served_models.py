@@ -41,19 +41,19 @@ class ServedModels:
     @property
     def listed(self) -> list[ServedKey]:
         """Returns what is served here, sorted; nothing is everything."""
-        return sorted(self._served, key=lambda place: (place[0], place[1] or ""))
+        return sorted(self._served, key=lambda partition: (partition[0], partition[1] or ""))
 
-    def serves(self, place: tuple[str, str]) -> bool:
+    def serves(self, partition: tuple[str, str]) -> bool:
         """Returns whether a model and tenant are served here. O(1)."""
-        return not self._served or not self._served.isdisjoint((place, (place[0], None)))
+        return not self._served or not self._served.isdisjoint((partition, (partition[0], None)))
 
-    def owner(self, place: tuple[str, str]) -> str | None:
+    def owner(self, partition: tuple[str, str]) -> str | None:
         """Returns where a model and tenant are served, None if nobody has said."""
-        every_tenant = (place[0], None)
-        if said := self._owners.get(place) or self._owners.get(every_tenant):
+        every_tenant = (partition[0], None)
+        if said := self._owners.get(partition) or self._owners.get(every_tenant):
             return said
         for address, serves in self._others.items():
-            if place in serves or every_tenant in serves:
+            if partition in serves or every_tenant in serves:
                 return address
         return None
 
@@ -61,24 +61,25 @@ class ServedModels:
         """Notes what other processes say that they serve, by their addresses."""
         self._others = others
 
-    def check(self, place: tuple[str, str]) -> None:
+    def check(self, partition: tuple[str, str]) -> None:
         """Raises Misdirected for what is served elsewhere."""
-        if not self.serves(place):
-            raise self.elsewhere(place)
+        if not self.serves(partition):
+            raise self.elsewhere(partition)
 
-    def elsewhere(self, place: tuple[str, str]) -> Misdirected:
+    def elsewhere(self, partition: tuple[str, str]) -> Misdirected:
         """Returns what is said of a model and tenant that are served elsewhere, and counts it."""
         self.misdirected += 1
-        model_name, tenant_id = place
+        model_name, tenant_id = partition
         return Misdirected(
-            f"model={model_name} tenant_id={tenant_id} is not served here", self.owner(place)
+            f"model={model_name} tenant_id={tenant_id} is not served here", self.owner(partition)
         )
 
-    def note_unknown(self, place: tuple[str, str]) -> None:
+    def note_unknown(self, partition: tuple[str, str]) -> None:
         """Counts a request about a model and tenant that are served here and not registered."""
-        if not all(len(each) <= MAX_UNKNOWN_CHARACTERS and is_name(each) for each in place):
+        if not all(len(each) <= MAX_UNKNOWN_CHARACTERS and is_name(each) for each in partition):
             return
-        self.unknown[place] = self.unknown.pop(place, 0) + 1  # the last one asked for is last
+        # The last one asked for is last.
+        self.unknown[partition] = self.unknown.pop(partition, 0) + 1
         if len(self.unknown) > MAX_UNKNOWN:
             del self.unknown[next(iter(self.unknown))]
             self.forgotten += 1

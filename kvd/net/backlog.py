@@ -48,7 +48,7 @@ class Backlog:
         self._taking_in = False
         self._lost = False  # a connection, some of whose messages libzmq may still hold
         self.idle = False  # whether the listener waits for nothing but messages
-        listener.subscribe(self._place)
+        listener.subscribe(self._queue_change)
 
     def take_in(self, link: Link, budget_ns: int) -> bool:
         """Takes what has come, for about so long; returns whether there may be more."""
@@ -95,7 +95,7 @@ class Backlog:
         self._listener.pass_over(missed)
         self._listener.unsubscribe()
 
-    def _place(self, change: Change) -> None:
+    def _queue_change(self, change: Change) -> None:
         """Puts a change of the connection to its place among the messages.
 
         Messages of a connection that is lost may still be on their way from libzmq, until it holds
@@ -109,15 +109,15 @@ class Backlog:
             change |= Change.LOST
         self._put(self._inbox.first if self._taking_in else self._inbox.pushed, change)
 
-    def _put(self, place: int, change: Change) -> None:
+    def _put(self, number: int, change: Change) -> None:
         changes = self._changes
-        if changes and changes[-1][0] == place:
+        if changes and changes[-1][0] == number:
             _, earlier = changes.pop()
             if Change.LOST in change and Change.JOINED not in change:
                 earlier &= ~Change.JOINED
             change |= earlier
-        changes.append((place, change))
-        if place == self._inbox.pushed:
+        changes.append((number, change))
+        if number == self._inbox.pushed:
             self._inbox.seal()
         if self.idle:
             self._pass_changes()

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 # Time allowed for the lookup of one name: resolvers give up after 5 s a server.
 LOOKUP_S = 5.0
 SLICE_LINKS = 64  # connections judged again between two checkpoints: about 1 ms
-LOOK_AGAIN_S = 5.0  # pause between two lookups of a name whose connection stays lost
+LOOKUP_EVERY_S = 5.0  # pause between two lookups of a name whose connection stays lost
 
 
 class Unreachable(Exception):
@@ -51,14 +51,14 @@ class Dialer:
         self,
         outgoing: EgressPolicy | None = None,
         lookup_s: float = LOOKUP_S,
-        look_again_s: float = LOOK_AGAIN_S,
+        lookup_every_s: float = LOOKUP_EVERY_S,
         keys: KeyPair | None = None,
     ) -> None:
         """Without a rule the default one holds; without keys they are made when needed."""
         self.outgoing = outgoing or EgressPolicy()
         self._keys = keys
         self.lookup_s = lookup_s
-        self.look_again_s = look_again_s
+        self.lookup_every_s = lookup_every_s
         self._links: dict[Ends, str] = {}  # what lasts, and the endpoint it was made to
 
     def curve(self, server_key: str | None) -> Options:
@@ -77,7 +77,7 @@ class Dialer:
             address = literal(host)
         except ValueError as error:
             raise Unreachable(str(error)) from None
-        found = [str(address)] if address else await _look_up(host, self.lookup_s)
+        found = [str(address)] if address else await _lookup(host, self.lookup_s)
         allowed = self.outgoing.allowed_of(found)
         if not allowed:
             self.outgoing.refused_connections += 1
@@ -91,13 +91,13 @@ class Dialer:
         Of several addresses the next one has its turn at every attempt; those of IPv6 have none
         where there are others, as engines bind to IPv4 unless told otherwise.
         """
-        place = host_and_port(named)
-        if place is None:
+        host_port = host_and_port(named)
+        if host_port is None:
             if not self.outgoing.ipc:
                 self.outgoing.refused_connections += 1
                 raise Unreachable(refusal("ipc"))
             return named
-        host, port = place
+        host, port = host_port
         if host == "*" or not port:
             raise Unreachable(os.strerror(errno.EINVAL))
         endpoints = await self._endpoints(host, port)
@@ -111,19 +111,19 @@ class Dialer:
     async def moved(self, named: str, used: str, connected: Callable[[], bool]) -> str:
         """Returns, with the reason, when a name's lost connection is to be made elsewhere."""
         while True:
-            await trio.sleep(self.look_again_s)
+            await trio.sleep(self.lookup_every_s)
             if connected():
                 continue
-            place = host_and_port(named)
-            assert place is not None
+            host_port = host_and_port(named)
+            assert host_port is not None
             try:
-                found = await self._endpoints(*place)
+                found = await self._endpoints(*host_port)
             except NameNotFound:
                 continue  # a name may be gone while its pod is made anew
             except Unreachable as error:
                 return str(error)
             if found != [used]:
-                return f"{place[0]} has moved to {', '.join(found)}"
+                return f"{host_port[0]} has moved to {', '.join(found)}"
 
     @contextmanager
     def using(self, link: Ends, endpoint: str) -> Iterator[None]:
@@ -141,14 +141,14 @@ class Dialer:
                 await trio.lowlevel.checkpoint()
             if link not in self._links:
                 continue
-            place = host_and_port(endpoint)
-            if place is None:
+            host_port = host_and_port(endpoint)
+            if host_port is None:
                 allowed = self.outgoing.ipc
             else:
-                allowed = self.outgoing.allows(ip_address(place[0]))
+                allowed = self.outgoing.allows(ip_address(host_port[0]))
             if not allowed:
                 self.outgoing.refused_connections += 1
-                link.give_up(refusal("ipc" if place is None else place[0]))
+                link.give_up(refusal("ipc" if host_port is None else host_port[0]))
 
 
 class NameNotFound(Unreachable):
@@ -157,11 +157,11 @@ class NameNotFound(Unreachable):
 
 def is_named(endpoint: str) -> bool:
     """Returns whether a checked endpoint's host is a name, which may mean another address later."""
-    place = host_and_port(endpoint)
-    return place is not None and place[0] != "*" and literal(place[0]) is None
+    host_port = host_and_port(endpoint)
+    return host_port is not None and host_port[0] != "*" and literal(host_port[0]) is None
 
 
-async def _look_up(name: str, seconds: float) -> list[str]:
+async def _lookup(name: str, seconds: float) -> list[str]:
     with trio.move_on_after(seconds):
         try:
             found = await trio.socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)

@@ -114,21 +114,21 @@ class ListenerTasks:
         """Logs every change of a stream's health that lasts, and what says nothing."""
         while True:
             await trio.sleep(every_s)
-            await self._look_at_health()
+            await self._check_health()
 
-    async def _look_at_health(self) -> None:
+    async def _check_health(self) -> None:
         """Looks once, and ends: who is named in a frame that sleeps would stay, with its index."""
         for at, listener in enumerate(list(self._health), 1):
             if at % HEALTH_SLICE == 0:
                 await trio.lowlevel.checkpoint()
             if listener in self._health:
                 self._say_health(listener)
-                self._look_at_quiet(listener)
+                self._check_quiet(listener)
         self._prober.start(trio.current_time())
 
-    def _look_at_quiet(self, listener: EventStream) -> None:
+    def _check_quiet(self, listener: EventStream) -> None:
         now = trio.current_time()
-        self._prober.look(listener, now)
+        self._prober.note_state(listener, now)
         quiet = listener.check_quiet(now)
         if quiet is not None:
             log.warning(

@@ -40,7 +40,7 @@ class Prober:
         ] = {}  # when a listener is to be probed, monotonic seconds
         self._under_way = 0
 
-    def look(self, listener: EventStream, now: float) -> None:
+    def note_state(self, listener: EventStream, now: float) -> None:
         """Takes note of a listener as it is now."""
         # A failed one says by itself why: its name or address is of no use.
         if listener.connected or listener.status is ListenerStatus.FAILED:
@@ -85,6 +85,6 @@ class Prober:
 
 async def _connect(endpoint: str) -> None:
     if has_streams(endpoint):
-        sock, place = stream_socket(endpoint)
+        sock, address = stream_socket(endpoint)
         with sock:
-            await sock.connect(place)
+            await sock.connect(address)

@@ -172,7 +172,7 @@ def _reader(headers: Headers, max_blocks: int, max_entries: int) -> DumpReader:
 
 async def confirm_restored(state: State, registry: Registry, publishers: Publishers) -> None:
     """Confirms who was restored, one by one, as they are listened to; returns after the last."""
-    heard = _Heard()
+    heard = _HeardSince()
     while state.unconfirmed or publishers.unsettled:
         await trio.sleep(CONFIRM_EVERY_S)
         now = trio.current_time()
@@ -187,7 +187,7 @@ async def confirm_restored(state: State, registry: Registry, publishers: Publish
                 publishers.settle(key)
 
 
-class _Heard:
+class _HeardSince:
     """Since when streams have been heard without a break."""
 
     def __init__(self) -> None:

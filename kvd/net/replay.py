@@ -69,13 +69,13 @@ class Replayer:
         end = ReplayEnd.LATE
         with trio.move_on_after(self.options.total_s) as patience:
             async with self._limiter:
-                room = _Room(self.options)
+                room = _Allowance(self.options)
                 end = await self._ask(listener, room)
                 while listener.catch_up.wants_more(end):
                     end = await self._ask(listener, room)
         return listener.catch_up.end(ReplayEnd.LATE if patience.cancelled_caught else end)
 
-    async def _ask(self, listener: EventStream, room: _Room) -> ReplayEnd:
+    async def _ask(self, listener: EventStream, room: _Allowance) -> ReplayEnd:
         try:
             endpoint = await self._dialer.endpoint(listener.replay_endpoint or "")
             options = asking_options(endpoint, self._link)
@@ -93,7 +93,7 @@ class Replayer:
             return await _Answer(dealer, listener, self.options.idle_s, room, self._turns).read()
 
 
-class _Room:
+class _Allowance:
     """The messages and bytes that the answers of one replay may still bring together."""
 
     def __init__(self, options: ReplayOptions) -> None:
@@ -113,7 +113,7 @@ class _Answer:
     """The answer to one request."""
 
     def __init__(
-        self, dealer: ZSocket, listener: EventStream, idle_s: float, room: _Room, turns: Turns
+        self, dealer: ZSocket, listener: EventStream, idle_s: float, room: _Allowance, turns: Turns
     ) -> None:
         self._dealer = dealer
         self._listener = listener

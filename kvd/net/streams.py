@@ -18,7 +18,7 @@ KEEPALIVE_IDLE_S = 30
 KEEPALIVE_INTERVAL_S = 10
 KEEPALIVE_PROBES = 3
 
-Place = str | tuple[str, int]
+SocketAddress = str | tuple[str, int]
 
 
 def has_streams(endpoint: str) -> bool:
@@ -26,7 +26,7 @@ def has_streams(endpoint: str) -> bool:
     return not endpoint.startswith("inproc://")
 
 
-def stream_socket(endpoint: str) -> tuple[trio.socket.SocketType, Place]:
+def stream_socket(endpoint: str) -> tuple[trio.socket.SocketType, SocketAddress]:
     """Returns a new socket for a dialled endpoint, and what it can connect to; raises OSError."""
     tcp = host_and_port(endpoint)
     if tcp is None:

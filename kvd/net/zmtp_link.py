@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from kvd.net.arrivals import Serve
     from kvd.net.link import Linked, LinkOptions
     from kvd.net.streamlog import StreamLog
-    from kvd.net.streams import Place
+    from kvd.net.streams import SocketAddress
     from kvd_core.zmq.drain import Inbox
 
 
@@ -126,12 +126,12 @@ class ZmtpLink:
         pause_s = options.reconnect_s
         while True:
             try:
-                sock, place = stream_socket(self._address)
+                sock, address = stream_socket(self._address)
             except OSError as error:
                 why = os.strerror(error.errno or errno.EINVAL)
                 return f"failed to connect ZMQ SUB socket to {endpoint}: {why}"
             fault = LOST
-            if (subscriber := await self._connect(sock, place)) is not None:
+            if (subscriber := await self._connect(sock, address)) is not None:
                 fault = await self._shake(subscriber)
                 if not fault:
                     pause_s = options.reconnect_s
@@ -141,13 +141,15 @@ class ZmtpLink:
             await trio.sleep(pause_s)
             pause_s = min(2 * pause_s, options.reconnect_max_s)
 
-    async def _connect(self, sock: trio.socket.SocketType, place: Place) -> Subscriber | None:
+    async def _connect(
+        self, sock: trio.socket.SocketType, address: SocketAddress
+    ) -> Subscriber | None:
         options = self._options
         with sock:
             tune(sock)
             try:
                 with trio.fail_after(options.connect_timeout_s):
-                    await sock.connect(place)
+                    await sock.connect(address)
             except (OSError, trio.TooSlowError):
                 return None  # the engine is away: `kvd.net.probing` says why, if that lasts
             return Subscriber(sock.detach(), options.max_message_bytes, self._topics)

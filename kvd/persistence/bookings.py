@@ -24,7 +24,7 @@ from kvd.selection.requests import Retry, SelectReply
 from kvd.selection.retries import ANSWERED
 from kvd.selection.service import Selections
 from kvd.slots.live_requests import LiveRequests, Receipt
-from kvd.slots.rebooking import Booking, book_again
+from kvd.slots.rebooking import Booking, rebook
 from kvd.slots.shared_loads import LEDGER
 from kvd.slots.trackers import SlotTrackers
 from kvd.wire.affinity import Bound, Version
@@ -36,7 +36,7 @@ SLICE = 32
 
 WHOLE = ord("W")  # a journal has told of all that was booked when it began
 HOLE = ord("H")  # records before this journal were lost: what it tells holds only as a whole
-TOLD = ord("T")  # so has the server of the shared state, of all that was booked before a time
+SHARED = ord("T")  # so has the server of the shared state, of all that was booked before a time
 
 LedgerName = tuple[Face, PartitionKey, int]  # face, model and tenant, block size
 Live = tuple[LedgerName, str]  # a ledger and the id of a request there
@@ -70,14 +70,14 @@ class KeptRequests:
         self.leases: dict[tuple[PartitionKey, str], SessionLease] = {}  # of sessions
         self.held: dict[str, Bound] = {}  # by reservation: what it keeps bound
         self.answers: dict[tuple[str | None, str], KeptAnswer] = {}
-        self.told_at: float | None = None  # see kvd.persistence.journal
+        self.shared_at: float | None = None  # see kvd.persistence.journal
         # Reservations, and when each was booked by the clock that has told of it last.
         self._reserved: dict[tuple[PartitionKey, str | None], tuple[float, Live]] = {}
         self._ledgers: dict[int, LedgerName] = {}
         self._instance_id = ""
         self._has_all = False  # some journal so far has begun with all that was booked
         self._is_whole = False  # what was booked when the journal began has all been told
-        self._told: set[object] = set()  # by this journal, before it was whole
+        self._renewed: set[object] = set()  # by this journal, before it was whole
         self._translate: ClockTranslation | None = None
         # The state of the journals before a hole, until the one behind it has been whole.
         self._before_hole: dict[str, Any] | None = None
@@ -98,7 +98,7 @@ class KeptRequests:
             self._ledgers.clear()  # each process numbers its own
         self._instance_id = instance_id
         self._is_whole = False
-        self._told.clear()
+        self._renewed.clear()
         self._translate = translate
 
     def end(self) -> None:
@@ -114,7 +114,7 @@ class KeptRequests:
         """Takes the next record; raises Damaged on one that means nothing."""
         if isinstance(record, Booked):
             if (name := self._name(record.ledger)) is not None:
-                self._book((name, record.request_id), record)
+                self._take_booking((name, record.request_id), record)
         elif isinstance(record, Stepped):
             self._step(record)
         elif record.kind == LEDGER:
@@ -124,16 +124,16 @@ class KeptRequests:
             self._lease(*unpacked(record.content))
         elif record.kind == ANSWERED:
             self._answer(*unpacked(record.content))
-        elif record.kind == TOLD:
-            self.told_at = self._at(unpacked(record.content))
+        elif record.kind == SHARED:
+            self.shared_at = self._at(unpacked(record.content))
         elif record.kind == WHOLE:
-            self._end_told()
+            self._forget_unrenewed()
         elif record.kind == HOLE:
             self._before_hole = deepcopy(vars(self))
         else:
             raise Damaged(f"it has a record of the unknown kind {record.kind}")
 
-    def _book(self, live: Live, record: Booked) -> None:
+    def _take_booking(self, live: Live, record: Booked) -> None:
         """Takes a booking, or what is told of it again in another journal.
 
         It keeps its time then: no two readings of clocks agree, and answers go by it.
@@ -152,19 +152,19 @@ class KeptRequests:
 
     def _tell(self, what: object) -> None:
         if not self._is_whole:
-            self._told.add(what)
+            self._renewed.add(what)
 
-    def _end_told(self) -> None:
+    def _forget_unrenewed(self) -> None:
         """Forgets what only earlier journals have told: it ended where these had no room."""
         self._is_whole = self._has_all = True
         self._before_hole = None
-        self.live = {name: each for name, each in self.live.items() if name in self._told}
-        self.leases = {name: each for name, each in self.leases.items() if name in self._told}
-        self.answers = {name: each for name, each in self.answers.items() if name in self._told}
-        self.held = {name: each for name, each in self.held.items() if name in self._told}
+        self.live = {name: each for name, each in self.live.items() if name in self._renewed}
+        self.leases = {name: each for name, each in self.leases.items() if name in self._renewed}
+        self.answers = {name: each for name, each in self.answers.items() if name in self._renewed}
+        self.held = {name: each for name, each in self.held.items() if name in self._renewed}
         reserved = self._reserved.items()
         self._reserved = {name: each for name, each in reserved if each[1] in self.live}
-        self._told.clear()
+        self._renewed.clear()
 
     def _name(self, number: int) -> LedgerName | None:
         """Returns which ledger it is; None for one that the journal is still to introduce.
@@ -193,14 +193,14 @@ class KeptRequests:
     def _lease(
         self,
         at: float,
-        place: list[str],
+        partition: list[str],
         session_id: str,
         worker_id: int,
         dp_rank: int | None,
         version: list[int],
         reservation_id: str | None,
     ) -> None:
-        session = PartitionKey(*place), session_id
+        session = PartitionKey(*partition), session_id
         bound = Bound(*session, worker_id, dp_rank, Version(*version))
         self.leases.pop(session, None)  # the next to end comes first
         self.leases[session] = SessionLease(self._at(at), bound)
@@ -215,13 +215,13 @@ class KeptRequests:
         key: str,
         content: bytes,
         answer: bytes,
-        place: list[str],
+        partition: list[str],
         request_id: str,
         booked_at: float,
         beside: str | None,
     ) -> None:
         retry = Retry((reservation_id, key), content)
-        of = PartitionKey(*place)
+        of = PartitionKey(*partition)
         at = self._at(booked_at)
         for each in (request_id, beside):
             reserved = self._reserved.get((of, each))
@@ -266,7 +266,7 @@ def restore(
         admitted_at = min(now, booking.booked.admitted_at)
         if admitted_at < now - faces[face].expiry_s:
             restored.expired += 1
-        elif book_again(faces[face], key, block_size, booking, admitted_at) is Outcome.APPLIED:
+        elif rebook(faces[face], key, block_size, booking, admitted_at) is Outcome.APPLIED:
             restored.requests += 1
         else:
             restored.dropped += 1

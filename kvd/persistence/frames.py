@@ -203,8 +203,8 @@ class Reading:
             size, checksum = _HEAD.unpack_from(rest, at - _HEAD.size)
             end = at + size
             next_kind = rest[end + _HEAD.size : end + _HEAD.size + 1]
-            looks_so = size > 0 and (end == len(rest) or next_kind == kinds)
-            if looks_so and zlib.crc32(memoryview(rest)[at:end]) == checksum:
+            is_likely = size > 0 and (end == len(rest) or next_kind == kinds)
+            if is_likely and zlib.crc32(memoryview(rest)[at:end]) == checksum:
                 return True
             at = rest.find(kinds, at + 1)
         return False

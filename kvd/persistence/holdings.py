@@ -44,7 +44,7 @@ class KeptPublisher:
 
     key: PublisherKey
     endpoint: str
-    place: StreamPosition
+    position: StreamPosition
     publication: KeptPublication
     streams: list[KeptStream] = field(default_factory=list)  # of its events
 
@@ -92,8 +92,13 @@ def contents(state: State, publishers: Publishers) -> Iterator[tuple[int, bytes]
 
 
 def _row(publisher: Publisher) -> object:
-    place = publisher.listener.batches.place()
-    return publisher.described.key, publisher.listener.endpoint, place, publisher.publication.kept()
+    position = publisher.listener.batches.position()
+    return (
+        publisher.described.key,
+        publisher.listener.endpoint,
+        position,
+        publisher.publication.kept(),
+    )
 
 
 def _sized(key: PublisherKey) -> SizedKey:
@@ -150,8 +155,8 @@ class HoldingsReader:
 
 
 def _publisher(row: Any) -> KeptPublisher:
-    key, endpoint, place, publication = row
-    expected, digests, publisher, losses = place
+    key, endpoint, position, publication = row
+    expected, digests, publisher, losses = position
     why, heard, named, lacking, since = losses
     kept = KeptLosses(why, heard, named, [(of, tiers) for of, tiers in lacking], since)
     backends, highest = publication
@@ -183,7 +188,7 @@ class Restoring:
         self._kept: list[tuple[KeptPublisher, Publisher]] = []
         groups: dict[SizedKey, list[Publisher | None]] = {}
         for each in holdings.publishers:
-            found = publishers.heir(each.key, each.endpoint, each.place)
+            found = publishers.heir(each.key, each.endpoint, each.position)
             groups.setdefault(_sized(each.key), []).append(found)
             if found is not None:
                 self._kept.append((each, found))
@@ -208,5 +213,5 @@ class Restoring:
             stored += restore.blocks
         note(stored)
         for kept, publisher in self._kept:
-            self._publishers.take_over(publisher, kept.place, kept.publication, kept.streams)
+            self._publishers.take_over(publisher, kept.position, kept.publication, kept.streams)
             await trio.lowlevel.checkpoint()

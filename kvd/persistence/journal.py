@@ -27,7 +27,7 @@ from typing import NoReturn
 
 import trio
 
-from kvd.persistence.bookings import HOLE, TOLD, WHOLE
+from kvd.persistence.bookings import HOLE, SHARED, WHOLE
 from kvd.persistence.clocks import ClockReading
 from kvd.persistence.directory import StateDirectory, put, sync_directory
 from kvd.persistence.frames import Content, Header, frame, packed
@@ -75,7 +75,7 @@ class SharedUntil:
     def export(self) -> None:
         """Records it."""
         if self._journal is not None and self.at is not None:
-            self._journal.put(TOLD, packed(self.at))
+            self._journal.put(SHARED, packed(self.at))
 
 
 @dataclass(slots=True)
@@ -110,7 +110,7 @@ class JournalWriter:
         self._instance_id = instance_id
         self._clock = clock
         self.stats = JournalStats()
-        self.told = SharedUntil(journal)
+        self.shared_until = SharedUntil(journal)
         self.error: str | None = None  # why nothing is recorded, None: all is
         self._has_failed = False  # the disk has refused a write to the file
         self._last = max((number for number, _ in directory.journals()), default=0)
@@ -246,7 +246,7 @@ class JournalWriter:
         if self._selections.affinity is not None:
             yield from self._selections.affinity.export()
         yield from self._selections.reservations.retries.export()
-        self.told.export()
+        self.shared_until.export()
         self._journal.put(WHOLE, b"")
 
     async def flush(self) -> None:

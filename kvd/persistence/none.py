@@ -18,7 +18,7 @@ class NoKeeper:
     failures = 0
 
     def __init__(self) -> None:
-        self.told = SharedUntil(None)
+        self.shared_until = SharedUntil(None)
 
     async def prepare(self, targets: dict[str, RegistrationTarget]) -> None:
         """Restores nothing."""

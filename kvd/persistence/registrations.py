@@ -157,18 +157,22 @@ class Registrations:
 
     def said(self) -> Iterator[tuple[TuningKey, dict[str, Any]]]:
         """Yields what clients have said of models, and of single tenants."""
-        for place, changes in self._faces.selections.tuning.all_said():
-            said = self._without_file(place, changes)
+        for tuning_key, changes in self._faces.selections.tuning.all_said():
+            said = self._without_file(tuning_key, changes)
             if said:
-                yield place, said
+                yield tuning_key, said
 
-    def say(self, place: TuningKey, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    def say(
+        self, tuning_key: TuningKey, before: Mapping[str, Any], after: Mapping[str, Any]
+    ) -> None:
         """Replaces the settings of a model or tenant; raises ValueError and TypeError."""
-        names = self._without_file(place, before)
-        self._faces.selections.tuning.replace(place, names, self._without_file(place, after))
+        names = self._without_file(tuning_key, before)
+        self._faces.selections.tuning.replace(
+            tuning_key, names, self._without_file(tuning_key, after)
+        )
 
-    def _without_file(self, place: TuningKey, changes: Mapping[str, Any]) -> dict[str, Any]:
-        of_file = self._fleet.held("policy", place)
+    def _without_file(self, tuning_key: TuningKey, changes: Mapping[str, Any]) -> dict[str, Any]:
+        of_file = self._fleet.held("policy", tuning_key)
         names = () if of_file is None else of_file.policy.row
         return {name: value for name, value in changes.items() if name not in names}
 
@@ -210,13 +214,13 @@ async def register_again(
             log.warning("registration_not_restored", registration=said_of, reason=str(error))
         if number % SLICE == 0:
             await trio.lowlevel.checkpoint()
-    for place, changes in said:
+    for tuning_key, changes in said:
         try:
-            selections.tuning.set_ahead(place, changes)
+            selections.tuning.set_ahead(tuning_key, changes)
             again.registered += 1
         except (KvdError, ValueError, TypeError) as error:
             again.failed += 1
-            said_of = f"policy {json.dumps(place)}"
+            said_of = f"policy {json.dumps(tuning_key)}"
             log.warning("registration_not_restored", registration=said_of, reason=str(error))
     for url in named:
         try:

@@ -40,10 +40,10 @@ from kvd.persistence.holdings import Holdings, HoldingsReader
 from kvd.wire.position import KeptLosses, StreamPosition
 from kvd_core.dump.recovery import DumpReader, StagedEntry
 
-PLACES = ord("K")  # kind of a frame with places of streams, SLICE_PLACES at most
+POSITIONS = ord("K")  # kind of a frame with places of streams, SLICE_POSITIONS at most
 DUMP = ord("D")  # kind of a frame with a piece of the dump
 
-SLICE_PLACES = 32  # streams looked at between two checkpoints: about 0.3 ms
+SLICE_POSITIONS = 32  # streams looked at between two checkpoints: about 0.3 ms
 PIECE_BYTES = 256 * 1024  # of a dump that are one frame, read between two checkpoints: 0.5 ms
 WRITE_BYTES = 1024 * 1024  # of a snapshot that a thread writes at once
 READ_BYTES = 4 * 1024 * 1024  # and reads
@@ -57,7 +57,7 @@ class Snapshot:
     """A snapshot that was read whole, and is not in the index yet."""
 
     header: Header
-    places: dict[RankKey, KeptPosition] = field(default_factory=dict)
+    positions: dict[RankKey, KeptPosition] = field(default_factory=dict)
     entries: list[StagedEntry] = field(default_factory=list)
     holdings: Holdings = field(default_factory=Holdings)
 
@@ -110,11 +110,11 @@ def _contents(state: State, registry: Registry) -> Iterator[tuple[int, bytes]]:
     rows: list[object] = []
     for registration in list(registry.registrations()):
         listener = registration.listener
-        rows.append((registration.key, listener.endpoint, listener.batches.place()))
-        if len(rows) == SLICE_PLACES:
-            yield PLACES, packed(rows)
+        rows.append((registration.key, listener.endpoint, listener.batches.position()))
+        if len(rows) == SLICE_POSITIONS:
+            yield POSITIONS, packed(rows)
             rows = []
-    yield PLACES, packed(rows)
+    yield POSITIONS, packed(rows)
     pieces: list[bytes] = []
     size = 0
     for piece in binary_dump(state):
@@ -170,8 +170,8 @@ def _some(frames: Iterator[Frame]) -> list[Frame]:
 
 
 def _take(snapshot: Snapshot, reader: DumpReader, held: HoldingsReader, found: Frame) -> None:
-    if found.kind == PLACES:
-        snapshot.places.update(_places(found.content))
+    if found.kind == POSITIONS:
+        snapshot.positions.update(_positions(found.content))
     elif found.kind == DUMP:
         reader.feed(found.content)
     elif found.kind in holdings.KINDS:
@@ -180,10 +180,10 @@ def _take(snapshot: Snapshot, reader: DumpReader, held: HoldingsReader, found: F
         raise Damaged(f"it has a part of the unknown kind {found.kind}")
 
 
-def _places(content: bytes) -> Iterator[tuple[RankKey, KeptPosition]]:
+def _positions(content: bytes) -> Iterator[tuple[RankKey, KeptPosition]]:
     try:
-        for (key, instance_id, dp_rank), endpoint, place in unpacked(content):
-            expected, digests, publisher, losses = place
+        for (key, instance_id, dp_rank), endpoint, position in unpacked(content):
+            expected, digests, publisher, losses = position
             why, heard, named, lacking, since = losses
             kept = KeptLosses(why, heard, named, [(of, tiers) for of, tiers in lacking], since)
             rank = RankKey(PartitionKey(*key), instance_id, dp_rank)

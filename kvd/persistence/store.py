@@ -181,7 +181,7 @@ class Keeper:
             # Without it the others would tell of what has ended.
             await trio.to_thread.run_sync(self._directory.drop_journals)
         else:
-            self._writer.told.at = bookings.told_at
+            self._writer.shared_until.at = bookings.shared_at
             if journals:
                 self.stats.outcomes[Content.JOURNAL] = FileOutcome.RESTORED
                 log.info(
@@ -206,9 +206,9 @@ class Keeper:
         return ClockReading.now(self._clock()).since(reading.header.moments) < FRESH_S
 
     @property
-    def told(self) -> SharedUntil:
+    def shared_until(self) -> SharedUntil:
         """Up to when the shared state has been told of what is booked here."""
-        return self._writer.told
+        return self._writer.shared_until
 
     def leave_index(self) -> None:
         """Has the index begin without the snapshot, which the next one replaces."""
@@ -235,7 +235,7 @@ class Keeper:
             return None
         else:
             await bring_in(self._state, planned, self._note_blocks)
-            self._registry.take_over(found.places)
+            self._registry.take_over(found.positions)
             workers = self.stats.blocks
             await restoring.run(lambda blocks: self._note_blocks(workers + blocks))
             self._restored = [(each.key, id_) for each in planned for id_ in each.workers]
@@ -246,7 +246,7 @@ class Keeper:
         log.info(
             "index_restored",
             blocks=self.stats.blocks,
-            streams=len(found.places) + len(found.holdings.publishers),
+            streams=len(found.positions) + len(found.holdings.publishers),
             age_s=round(ClockReading.now(began).since(found.header.moments), 3),
             seconds=self._clock() - began,
         )

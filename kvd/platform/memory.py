@@ -23,8 +23,8 @@ LARGEST_REUSED_BYTES = 16 * 1024 * 1024
 # Free memory kept at the end of each heap; no trim gives back that of a thread.
 KEPT_FREE_BYTES = 8 * 1024 * 1024
 
-LOOK_EVERY_S = 3.0  # pause between two looks at the heaps
-LOOK_SHARE = 0.001  # share of the time that these looks may take
+CHECK_EVERY_S = 3.0  # pause between two looks at the heaps
+CHECK_SHARE = 0.001  # share of the time that these looks may take
 # Free memory beyond that of the last trim that is worth another one.
 WORTH_TRIMMING_BYTES = 4 * 1024 * 1024
 
@@ -76,11 +76,11 @@ class Heaps:
         """Gives back to the kernel what has been free for a while."""
         if self._libc is None:
             return
-        pause = LOOK_EVERY_S
+        pause = CHECK_EVERY_S
         while True:
             await trio.sleep(pause)
             used_s = await trio.to_thread.run_sync(self.check)
-            pause = max(LOOK_EVERY_S, used_s / LOOK_SHARE)
+            pause = max(CHECK_EVERY_S, used_s / CHECK_SHARE)
 
     def check(self) -> float:
         """Trims if enough is free that was not before the last trim, and was at the last look.

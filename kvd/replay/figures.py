@@ -59,7 +59,7 @@ def measure(
     if not jobs:
         raise ReplayError("no request falls into the counted windows")
     prefilled = [0] * len(outcome.engines)
-    for job, engine in zip(outcome.jobs, outcome.placed, strict=True):
+    for job, engine in zip(outcome.jobs, outcome.chosen, strict=True):
         if counts(job.request):
             prefilled[engine] += job.request.input_tokens - job.hit_tokens
     return _figures(

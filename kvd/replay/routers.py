@@ -85,23 +85,23 @@ class CoreRouter:
             self._workers[engine].drop(0, event.blocks)
 
     def route(self, request: RecordedRequest, held: Held, now: float) -> int:
-        self._look(request)
+        self._match(request)
         joined = self._joins_s is None or now >= self._joins_s
         eligible = None if joined else self._before
         chosen = self.pool.choose(self.settings, eligible, self._random.getrandbits(64))
-        self._book(request, chosen, now)
+        self._reserve(request, chosen, now)
         return chosen
 
     def mirror(self, request: RecordedRequest, chosen: int, now: float) -> None:
         """Books what another router has chosen."""
-        self._look(request)
-        self._book(request, chosen, now)
+        self._match(request)
+        self._reserve(request, chosen, now)
 
     def judge(self, request: RecordedRequest, chosen: int, now: float) -> bool:
         """Does the same, and says whether nothing costs less."""
-        self._look(request)
+        self._match(request)
         costs = [row.cost for row in self.pool.explain(self.settings)]
-        self._book(request, chosen, now)
+        self._reserve(request, chosen, now)
         return costs[chosen] == min(costs)
 
     def prefill_complete(self, request: RecordedRequest) -> None:
@@ -110,12 +110,12 @@ class CoreRouter:
     def finished(self, request: RecordedRequest) -> None:
         self.ledger.free(request.name)
 
-    def _look(self, request: RecordedRequest) -> None:
-        self.pool.look(request.hashes, request.hashes, request.input_tokens)
+    def _match(self, request: RecordedRequest) -> None:
+        self.pool.match(request.hashes, request.hashes, request.input_tokens)
 
-    def _book(self, request: RecordedRequest, chosen: int, now: float) -> None:
+    def _reserve(self, request: RecordedRequest, chosen: int, now: float) -> None:
         tokens = self.pool.effective_prefill_tokens(chosen, self.settings)
-        if self.pool.book(request.name, chosen, tokens, now) != ADDED:
+        if self.pool.reserve(request.name, chosen, tokens, now) != ADDED:
             raise ValueError(f"{request.name} cannot be booked")
 
 
@@ -159,7 +159,7 @@ class Several:
 class _Late(NamedTuple):
     due_s: float
     event: Event
-    told_s: float
+    happened_s: float
 
 
 class Delayed:
@@ -184,7 +184,7 @@ class Delayed:
         for engine, waiting in enumerate(self._late):
             while waiting and waiting[0].due_s <= now:
                 late = waiting.popleft()
-                self._router.hear(engine, late.event, late.told_s)
+                self._router.hear(engine, late.event, late.happened_s)
         return self._router.route(request, held, now)
 
     def prefill_complete(self, request: RecordedRequest) -> None:

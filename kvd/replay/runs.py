@@ -56,15 +56,15 @@ def run_all(cases: Sequence[Replay], jobs: int, report: Callable[[int], None]) -
     if jobs == 1 or len(cases) == 1:
         return [case.run(report) for case in cases]
     served: Synchronized[int] = multiprocessing.Value("q", 0)
-    told = 0
+    reported = 0
     with ProcessPoolExecutor(min(jobs, len(cases)), initializer=_begin, initargs=(served,)) as pool:
         left = futures = [pool.submit(_run, case) for case in cases]
         try:
             while left:
                 left = list(wait(left, POLLED_S).not_done)
                 now = served.value
-                report(now - told)
-                told = now
+                report(now - reported)
+                reported = now
             return [future.result() for future in futures]
         except BaseException:
             pool.shutdown(cancel_futures=True)

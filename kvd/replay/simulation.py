@@ -46,7 +46,7 @@ class ReplayOutcome:
     """The outcomes of all requests."""
 
     jobs: list[Job]  # in order of arrival
-    placed: list[int]  # the engine of each
+    chosen: list[int]  # the engine of each
     engines: list[Engine]
 
 
@@ -72,7 +72,7 @@ def replay(
     ]
     due = [inf] * fleet.engines
     jobs: list[Job] = []
-    placed: list[int] = []
+    chosen: list[int] = []
 
     def work_until(end_s: float) -> None:
         while (at := min(due)) <= end_s and at < inf:
@@ -85,13 +85,13 @@ def replay(
         held = partial(_held, engines, request)
         number = router.route(request, held, request.arrival_s)
         jobs.append(engines[number].submit(request, request.arrival_s))
-        placed.append(number)
+        chosen.append(number)
         due[number] = engines[number].due_s()
         if count % REPORTED == 0:
             report(REPORTED)
     work_until(inf)
     report(len(requests) % REPORTED)
-    return ReplayOutcome(jobs, placed, engines)
+    return ReplayOutcome(jobs, chosen, engines)
 
 
 def _held(engines: Sequence[Engine], request: RecordedRequest) -> list[int]:

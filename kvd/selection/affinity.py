@@ -96,9 +96,9 @@ class Affinity:
         if bound.dp_rank is not None and bound.dp_rank not in record.ranks:
             return Outcome.UNKNOWN_RANK
         key = bound.partition, bound.session_id
-        place = bound.worker_id, bound.dp_rank
+        rank = bound.worker_id, bound.dp_rank
         at = self._clock() if at is None else at
-        taken = self.sessions.apply(key, *place, bound.version, at)
+        taken = self.sessions.apply(key, *rank, bound.version, at)
         if taken:
             self._record(bound, at)
         return Outcome.APPLIED if taken else Outcome.OLDER
@@ -124,8 +124,8 @@ class Affinity:
 
     def _record(self, bound: Bound, at: float, reservation_id: str | None = None) -> None:
         if self._journal is not None:
-            place = bound.session_id, bound.worker_id, bound.dp_rank
-            content = at, bound.partition, *place, bound.version, reservation_id
+            member = bound.session_id, bound.worker_id, bound.dp_rank
+            content = at, bound.partition, *member, bound.version, reservation_id
             self._journal.put(LEASED, msgpack.packb(content))
 
     def bound(self) -> Iterator[Bound]:

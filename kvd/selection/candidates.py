@@ -56,7 +56,8 @@ class Candidates:
         self._silent: int | None = None
         # By candidate, once needed: the members of an answer that name the chosen rank, as JSON.
         self.pieces: list[bytes | None] = []
-        self.place = json.dumps(key._asdict(), separators=(",", ":")).encode()[:-1]  # unclosed
+        members = json.dumps(key._asdict(), separators=(",", ":"))
+        self.partition_json = members.encode()[:-1]  # unclosed
         # Of what workers without KV events cache; None while there are none.
         self.predictions: Predictions | None = None
 
@@ -74,19 +75,19 @@ class Candidates:
             self._former, self._pool = self._pool, None
         self._silent = silent
 
-    def note_absence(self, place: tuple[int, int], absence: Absence | None) -> None:
+    def note_absence(self, rank: tuple[int, int], absence: Absence | None) -> None:
         """Takes note of what is wrong with the event connection of a rank, None for nothing."""
         if absence is None:
-            self.absent.pop(place, None)
+            self.absent.pop(rank, None)
         else:
-            self.absent[place] = absence
+            self.absent[rank] = absence
         if self._pool is not None:
-            _mark(self._pool, place, absence)
+            _mark(self._pool, rank, absence)
 
     def lacks(self, eligible: bytes | None) -> bool:
         """Returns whether a rank of the pool's mask cannot be chosen as its engine has gone."""
-        places = [place for place, absence in self.absent.items() if not absence.reachable]
-        found = [self.pool.find(*place) for place in places]
+        ranks = [rank for rank, absence in self.absent.items() if not absence.reachable]
+        found = [self.pool.find(*rank) for rank in ranks]
         return any(at is not None and (eligible is None or eligible[at] != 0) for at in found)
 
     @property
@@ -94,8 +95,8 @@ class Candidates:
         """The ranks there are now; O(ranks log ranks) after a change, once for many of them."""
         if self._pool is None:
             self._pool = self._make_pool()
-            for place, absence in self.absent.items():
-                _mark(self._pool, place, absence)
+            for rank, absence in self.absent.items():
+                _mark(self._pool, rank, absence)
             if self._former is not None:
                 self._pool.take_turns(self._former)
                 self._former = None
@@ -163,7 +164,7 @@ class Candidates:
         """Returns a JSON object of what its ranks work on, and what waits."""
         waiting = [held.prompt.isl_tokens for held in self.queue]
         return b'%b,"loads":%b,"pending_count":%d,"pending_isl_tokens":%d}' % (
-            self.place,
+            self.partition_json,
             self.ledger.project(b"", 0),
             len(waiting),
             sum(waiting),
@@ -247,8 +248,8 @@ class Candidates:
         ) or more
 
 
-def _mark(pool: Pool, place: tuple[int, int], absence: Absence | None) -> None:
-    at = pool.find(*place)
+def _mark(pool: Pool, rank: tuple[int, int], absence: Absence | None) -> None:
+    at = pool.find(*rank)
     if at is not None:
         pool.set_heard(at, absence is None or absence.heard)
         pool.set_reachable(at, absence is None or absence.reachable)

@@ -42,7 +42,7 @@ _dumps = json.JSONEncoder(separators=(",", ":")).encode
 
 def outcome(moment: Moment, live: LiveRequest, candidates: Candidates) -> dict[str, object]:
     """Returns the rank that a request was just booked on, and its cost; O(candidates)."""
-    pool = candidates.pool  # it has looked at this prompt last
+    pool = candidates.pool  # it has matched this prompt last
     chosen = pool.find(live.worker_id, live.dp_rank)
     assert chosen is not None
     row = pool.explained(chosen, candidates.settings)
@@ -104,7 +104,7 @@ class DecisionLog:
 
     def _choice(self, moment: Moment, live: LiveRequest) -> dict[str, object]:
         candidates = self._candidates[moment.key]
-        pool = candidates.pool  # it has looked at this prompt last
+        pool = candidates.pool  # it has matched this prompt last
         prompt = pool.hold()
         stride = max(1, LOGGED_TOKENS // pool.block_size)
         hashes = array("Q", prompt.sequence_hashes)

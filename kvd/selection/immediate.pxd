@@ -24,13 +24,13 @@ cdef class ImmediateSelection:
 
     # Says whether a selection can be served here; `reservation_id` is None if nothing is booked.
     cpdef bint suits(self, candidates, str reservation_id, str session_id) except -1
-    # Chooses for the prompt that the fleet's pool has looked at, and books it under the id if there
+    # Chooses for the prompt that the fleet's pool has matched, and books it under the id if there
     # is one; `expected` tokens of output, or kNone. Returns the candidate; -1, and nothing has
     # changed, if that cannot be done here.
     cdef int64_t serve(self, candidates, str reservation_id, uint32_t expected) except? -2
 
-    cdef bint book(self, candidates, Settings settings, Pool pool, size_t candidate,
-                   str reservation_id, uint32_t expected) except -1
+    cdef bint reserve(self, candidates, Settings settings, Pool pool, size_t candidate,
+                      str reservation_id, uint32_t expected) except -1
 
 
 cdef class ImmediateSteps:

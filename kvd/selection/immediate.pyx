@@ -55,7 +55,7 @@ cdef class ImmediateSelection:
         return settings.c.mode != kDirect  # the request names no rank
 
     def select(self, candidates not None, str reservation_id not None, expected=None):
-        """Chooses for the prompt that the fleet's pool has looked at, and books it.
+        """Chooses for the prompt that the fleet's pool has matched, and books it.
 
         expected: tokens of output, if anything is known of them. Returns a Booked; None, and
         nothing has changed, if only the scheduler can say who serves it.
@@ -77,7 +77,7 @@ cdef class ImmediateSelection:
         )
         if candidate < 0:
             return -1
-        if reservation_id is not None and not self.book(
+        if reservation_id is not None and not self.reserve(
             candidates, settings, pool, candidate, reservation_id, expected
         ):
             pool.take_back()
@@ -90,8 +90,8 @@ cdef class ImmediateSelection:
         )
         return candidate
 
-    cdef bint book(self, candidates, Settings settings, Pool pool, size_t candidate,
-                   str reservation_id, uint32_t expected) except -1:
+    cdef bint reserve(self, candidates, Settings settings, Pool pool, size_t candidate,
+                      str reservation_id, uint32_t expected) except -1:
         cdef Admission admission
         admission.id = utf8(reservation_id)
         admission.rank = pool.c.candidate(candidate).booked

@@ -80,16 +80,16 @@ class Reservations(LiveRequests[Candidates]):
         if reservation_id is not None and reservation_id in self.live:
             raise Conflict(f"reservation {reservation_id} already exists")
 
-    def book(
+    def reserve(
         self, candidates: Candidates, ask: SelectRequest, reservation_id: str, chosen: Choice
     ) -> Receipt[Candidates]:
-        """Books the prompt that the pool has looked at; raises what `_admitted` does."""
+        """Books the prompt that the pool has matched; raises what `_admitted` does."""
         now = self._clock()
         tokens = self._add(candidates, ask, reservation_id, chosen, now)
         self._added(candidates, ask, reservation_id, chosen, tokens, now)
         return Receipt(candidates, reservation_id, now)
 
-    def book_both(
+    def reserve_both(
         self,
         candidates: Candidates,
         ask: SelectRequest,
@@ -120,7 +120,7 @@ class Reservations(LiveRequests[Candidates]):
         """Returns the tokens that the booking counts."""
         pool = chosen.ranks.pool
         tokens = booked_tokens(pool, chosen.settings, chosen.at)
-        outcome = pool.book(
+        outcome = pool.reserve(
             reservation_id,
             chosen.at,
             tokens,
@@ -152,12 +152,12 @@ class Reservations(LiveRequests[Candidates]):
         extra = ask.expected_output_tokens, ask.lora_name
         self.begun(candidates, reservation_id, rank, hashes, tokens, *extra)
 
-    def reserve(
+    def reserve_on_rank(
         self,
         key: PartitionKey,
         reservation_id: str,
         rank: tuple[int, int],
-        look: PromptLookup,
+        lookup: PromptLookup,
         tokens: int,
         *,
         predicts: bool,
@@ -179,11 +179,11 @@ class Reservations(LiveRequests[Candidates]):
         if candidate is None:
             raise NotFound(f"worker {worker_id} dp_rank {dp_rank} is not schedulable")
         self.check_new(reservation_id)
-        look(pool)
+        lookup(pool)
         now = self._clock()
         tokens = 0 if phase is Phase.DECODE else tokens
         blocks = phase is not Phase.PREFILL
-        outcome = pool.book(
+        outcome = pool.reserve(
             reservation_id, candidate, tokens, now, expected_output=expected, blocks=blocks
         )
         _admitted(outcome, reservation_id)

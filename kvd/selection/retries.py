@@ -80,8 +80,8 @@ class Retries:
         receipt = answered.receipt
         if self._journal is not None and receipt is not None:
             booked = receipt.request_id, receipt.booked_at, receipt.beside
-            place = receipt.owner.key
-            record = *name, content, answered.answer, place, *booked
+            partition = receipt.owner.key
+            record = *name, content, answered.answer, partition, *booked
             self._journal.put(ANSWERED, msgpack.packb(record))
 
     def export(self) -> Iterator[None]:

@@ -104,7 +104,7 @@ class Scheduler:
         self._affinity = affinity
         self._stopping = False
 
-    def select(self, ask: SelectRequest, look: PromptLookup) -> SelectReply | QueuedRequest:
+    def select(self, ask: SelectRequest, lookup: PromptLookup) -> SelectReply | QueuedRequest:
         """Selects, and books if asked to; returns the answer, or the selection held.
 
         Raises Unserved without anyone eligible or with all of them overloaded, BadRequest for
@@ -112,12 +112,12 @@ class Scheduler:
         reservation id that lives.
         """
         try:
-            return self._select(ask, look)
+            return self._select(ask, lookup)
         except KvdError as error:
             self._stats.failed(ask, error)
             raise
 
-    def _select(self, ask: SelectRequest, look: PromptLookup) -> SelectReply | QueuedRequest:
+    def _select(self, ask: SelectRequest, lookup: PromptLookup) -> SelectReply | QueuedRequest:
         if ask.retry is not None:
             if (rest := self._reservations.retries.rest(ask.retry)) is not None:
                 self._reservations.free(rest)  # its other worker has left, and it is booked anew
@@ -127,7 +127,7 @@ class Scheduler:
         pool = candidates.pool
         _check_constraints(ask)
         self._check_new(ask)  # before it waits for that
-        look(pool)
+        lookup(pool)
         # A request that names its worker, or books nothing, waits for no other.
         direct = ask.settings.members["mode"] == DIRECT
         if direct or ask.advisory or not candidates.queue.waits(_queue_key(ask)):
@@ -198,7 +198,7 @@ class Scheduler:
         return again
 
     def _serve_one(self, candidates: Candidates, ask: SelectRequest) -> SelectReply | None:
-        """Chooses and books for the prompt that the pool has looked at; None if all are busy."""
+        """Chooses and books for the prompt that the pool has matched; None if all are busy."""
         if ask.phase is Phase.BOTH:
             answered = self._serve_both(candidates, ask)
         else:
@@ -217,7 +217,7 @@ class Scheduler:
             return None
         receipt = None
         if ask.reservation_id is not None:
-            receipt = self._reservations.book(candidates, ask, ask.reservation_id, chosen)
+            receipt = self._reservations.reserve(candidates, ask, ask.reservation_id, chosen)
         self._stats.served(ask, chosen.ranks.pool, chosen)
         return SelectReply(self._answer(candidates, ask, chosen, ask.reservation_id, more), receipt)
 
@@ -242,7 +242,7 @@ class Scheduler:
         prefill_id = receipt = None
         if ask.reservation_id is not None:
             prefill_id = ask.reservation_id + PREFILL_SUFFIX
-            receipt = self._reservations.book_both(
+            receipt = self._reservations.reserve_both(
                 candidates, ask, ask.reservation_id, decode, prefill
             )
         self._stats.served(ask, decode.ranks.pool, prefill, decode)
@@ -258,7 +258,7 @@ class Scheduler:
         phase: Phase | None,
         constraints: Constraints | None,
     ) -> Choice | None:
-        """Chooses for the prompt that the pool has looked at; None if all are busy."""
+        """Chooses for the prompt that the pool has matched; None if all are busy."""
         settings = in_phase(ask.settings, phase)
         ranks = self._ranks(candidates, ask, phase, constraints, settings)
         pool, eligible, _ = ranks
@@ -312,14 +312,14 @@ class Scheduler:
             yield ChoiceAttempt(Basis.AFFINITY, settings, wanted, None)
         yield ChoiceAttempt(basis_of(settings), settings, eligible, factors)
 
-    def weigh(self, ask: SelectRequest, look: PromptLookup) -> list[Weighed]:
+    def weigh(self, ask: SelectRequest, lookup: PromptLookup) -> list[Weighed]:
         """Weighs the candidates for each phase of a request now; nothing is chosen.
 
         Raises as `select` does, but for ranks that are shut out: these are said.
         """
         candidates = schedulable(self._candidates, ask.key)
         _check_constraints(ask)
-        look(candidates.pool)
+        lookup(candidates.pool)
         phases = (Phase.PREFILL, Phase.DECODE) if ask.phase is Phase.BOTH else (ask.phase,)
         return [self._weigh(candidates, ask, phase) for phase in phases]
 
@@ -497,7 +497,7 @@ class Scheduler:
                 self._check_new(ask)
                 if self._all_busy(candidates, ask):
                     return _awaited(candidates, ask)
-                self._look_again(candidates, held)
+                self._match_again(candidates, held)
                 answered = self._serve_one(candidates, ask)
         except KvdError as error:
             self._stats.failed(ask, error)
@@ -508,9 +508,9 @@ class Scheduler:
         held.resolve(answered)
         return 0
 
-    def _look_again(self, candidates: Candidates, held: QueuedRequest) -> None:
+    def _match_again(self, candidates: Candidates, held: QueuedRequest) -> None:
         if held.block_size == candidates.pool.block_size:
-            candidates.pool.look_again(held.prompt)
+            candidates.pool.match_again(held.prompt)
             return
         assert held.again is not None  # or it has ended
         held.again(candidates.pool)

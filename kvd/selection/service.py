@@ -125,7 +125,7 @@ class Selections:
         self._adjusted_at = now
         self.speeds.forget_absent()
         yield from self.reservations.expire(now)
-        yield from self.streams.look_again()
+        yield from self.streams.recheck()
         while self.workers.reconsider():
             yield
 

@@ -17,7 +17,7 @@ cpdef uint64_t booked_tokens(
 ) except? 0xfffffffffffffffe:
     """Returns the tokens that a booking counts as to be prefilled.
 
-    It is of the prompt that the pool has looked at, on one of its candidates.
+    It is of the prompt that the pool has matched, on one of its candidates.
     """
     if not settings.c.track_prefill:
         return 0

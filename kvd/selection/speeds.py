@@ -202,9 +202,9 @@ class Speeds:
 
     def _requests_of(self, rank: Rank) -> int:
         """Returns the live requests of a rank, at least 1."""
-        key, *place = rank
+        key, *ids = rank
         candidates = self._candidates.get(key)
-        number = None if candidates is None else candidates.ledger.rank_of(*place)
+        number = None if candidates is None else candidates.ledger.rank_of(*ids)
         return (
             1
             if candidates is None or number is None

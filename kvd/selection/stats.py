@@ -63,7 +63,7 @@ class SelectionStats:
         self.rehashed = 0  # prompts that waited until the block size was another one
 
     def served(self, ask: SelectRequest, pool: Pool, *choices: Choice) -> None:
-        """Counts one as served by these choices, with the prompt that the pool has looked at."""
+        """Counts one as served by these choices, with the prompt that the pool has matched."""
         self.choice_stats.serve(ask.settings, POSITIONS[ask.phase], pool)
         for each in choices:
             phase = POSITIONS[each.phase]

@@ -27,7 +27,7 @@ from kvd.selection.options import RouterOptions
 from kvd.wire.event_stream import EventStream
 from kvd.wire.stream_link import ListenerStatus
 
-LOOK_SLICE = 64  # absent ranks looked at between two checkpoints
+CHECK_SLICE = 64  # absent ranks looked at between two checkpoints
 
 
 class Streams:
@@ -57,10 +57,10 @@ class Streams:
         record = candidates.workers.get(key.instance_id)
         if record is None or key.dp_rank not in record.ranks:
             return
-        place = key.instance_id, key.dp_rank
-        before = candidates.absent.get(place)
+        rank = key.instance_id, key.dp_rank
+        before = candidates.absent.get(rank)
         after = self._absence(self._registry.find_listener(key), before)
-        candidates.note_absence(place, after)
+        candidates.note_absence(rank, after)
         if (before is None or before.reachable) != (after is None or after.reachable):
             self._on_change(candidates)
 
@@ -77,14 +77,14 @@ class Streams:
             since = self._clock() if known is None else known.since
         return Absence(since, heard, reachable=self._clock() - since <= limit_s)
 
-    def look_again(self) -> Iterator[None]:
+    def recheck(self) -> Iterator[None]:
         """Judges those again that were absent; rests at every yield."""
-        looked = 0
+        checked = 0
         for candidates in list(self._candidates.values()):
             for worker_id, dp_rank in list(candidates.absent):
                 self.judge(RankKey(candidates.key, worker_id, dp_rank))
-                looked += 1
-                if looked % LOOK_SLICE == 0:
+                checked += 1
+                if checked % CHECK_SLICE == 0:
                     yield
 
     def reasons(self, key: PartitionKey, worker_id: int) -> dict[int, str]:

@@ -53,7 +53,7 @@ class Tuning:
         return self._settings.replace(**changes) if changes else self._settings
 
     def change(
-        self, place: TuningKey, changes: Mapping[str, Any], whole: tuple[str, ...] = ()
+        self, key: TuningKey, changes: Mapping[str, Any], whole: tuple[str, ...] = ()
     ) -> None:
         """Changes settings by name, of a model and tenant or a model with all its tenants.
 
@@ -61,76 +61,76 @@ class Tuning:
         model. Raises NotFound for what has had no workers, ValueError as Settings does; nothing has
         changed then.
         """
-        self._check(place)
-        self._say(place, changes, whole)
+        self._check(key)
+        self._say(key, changes, whole)
 
-    def set_ahead(self, place: TuningKey, changes: Mapping[str, Any]) -> Mapping[str, Any]:
+    def set_ahead(self, key: TuningKey, changes: Mapping[str, Any]) -> Mapping[str, Any]:
         """Does the same where there may not have been workers yet, and returns the changes.
 
         Raises Conflict if any of them has been said of the place. How many places there are is
         bounded by the caller.
         """
-        said = self._changes.get(place, {})
+        said = self._changes.get(key, {})
         if changes.keys() & said.keys():
-            raise Conflict(f"{place[0]}: a client has set it already")
-        self._say(place, changes, ())
+            raise Conflict(f"{key[0]}: a client has set it already")
+        self._say(key, changes, ())
         return changes
 
-    def replace(self, place: TuningKey, names: Iterable[str], changes: Mapping[str, Any]) -> None:
+    def replace(self, key: TuningKey, names: Iterable[str], changes: Mapping[str, Any]) -> None:
         """Has these changes be said of a place, and those of `names` no more; raises ValueError.
 
         The caller bounds the number of places.
         """
         self._settings.replace(**changes)
         left = set(names) - changes.keys()
-        self._say(place, changes, tuple(left))
-        self.take_back(place, left)
+        self._say(key, changes, tuple(left))
+        self.take_back(key, left)
 
-    def holds(self, place: TuningKey, changes: Mapping[str, Any]) -> bool:
+    def holds(self, key: TuningKey, changes: Mapping[str, Any]) -> bool:
         """Returns whether exactly these changes hold for a place, by all of their names."""
-        said = self._changes.get(place, {})
+        said = self._changes.get(key, {})
         return all(name in said and said[name] == value for name, value in changes.items())
 
-    def take_back(self, place: TuningKey, names: Iterable[str]) -> None:
+    def take_back(self, key: TuningKey, names: Iterable[str]) -> None:
         """Takes changes back wherever they were said, also without workers."""
-        changes = self._changes.get(place, {})
+        changes = self._changes.get(key, {})
         for name in names:
             changes.pop(name, None)
         if not changes:
-            self._changes.pop(place, None)
-        self._apply(place[0])
+            self._changes.pop(key, None)
+        self._apply(key[0])
 
-    def _say(self, place: TuningKey, changes: Mapping[str, Any], whole: tuple[str, ...]) -> None:
+    def _say(self, key: TuningKey, changes: Mapping[str, Any], whole: tuple[str, ...]) -> None:
         self._settings.replace(**changes)
-        said = self._changes.setdefault(place, {})
+        said = self._changes.setdefault(key, {})
         for name in whole:
             said.pop(name, None)
         said.update(changes)
-        self._apply(place[0])
+        self._apply(key[0])
 
-    def forget(self, place: TuningKey, names: tuple[str, ...]) -> None:
+    def forget(self, key: TuningKey, names: tuple[str, ...]) -> None:
         """Takes changes back; raises NotFound as `change` does."""
-        self._check(place)
-        self.take_back(place, names)
+        self._check(key)
+        self.take_back(key, names)
 
     def all_said(self) -> list[tuple[TuningKey, dict[str, Any]]]:
         """Returns all changes, by what they are of."""
-        return [(place, dict(changes)) for place, changes in self._changes.items()]
+        return [(key, dict(changes)) for key, changes in self._changes.items()]
 
     def said(self, names: tuple[str, ...]) -> list[TuningKey]:
         """Returns where any of these has been changed, models before their tenants."""
-        places = [place for place, changes in self._changes.items() if changes.keys() & set(names)]
-        return sorted(places, key=_in_order)
+        keys = [key for key, changes in self._changes.items() if changes.keys() & set(names)]
+        return sorted(keys, key=_in_order)
 
-    def places(self, names: tuple[str, ...]) -> list[TuningKey]:
+    def where_set(self, names: tuple[str, ...]) -> list[TuningKey]:
         """Returns where any of these is set: changed, or everywhere if it is so by default."""
-        places = set(self.said(names))
+        keys = set(self.said(names))
         if any(self._settings.members[name] is not None for name in names):
-            places |= {(key.model_name, None) for key in self._candidates}
-        return sorted(places, key=_in_order)
+            keys |= {(key.model_name, None) for key in self._candidates}
+        return sorted(keys, key=_in_order)
 
-    def _check(self, place: TuningKey) -> None:
-        model_name, tenant_id = place
+    def _check(self, key: TuningKey) -> None:
+        model_name, tenant_id = key
         if not any(
             key.model_name == model_name and tenant_id in (None, key.tenant_id)
             for key in self._candidates
@@ -147,6 +147,6 @@ class Tuning:
         self._on_change()
 
 
-def _in_order(place: TuningKey) -> tuple[str, bool, str]:
-    model, tenant = place
+def _in_order(key: TuningKey) -> tuple[str, bool, str]:
+    model, tenant = key
     return model, tenant is not None, tenant or ""

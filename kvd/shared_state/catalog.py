@@ -136,10 +136,10 @@ class Catalog:
                 found[_field(table, wanted)] = row
             if number % SLICE == 0:
                 await trio.lowlevel.checkpoint()
-        for place, changes in self._registrations.said():
+        for tuning_key, changes in self._registrations.said():
             for name, value in changes.items():
                 row = CatalogRow(SAID, json.dumps({name: value}), "", 0.0)
-                found[f"{SAID} {json.dumps([*place, name])}"] = row
+                found[f"{SAID} {json.dumps([*tuning_key, name])}"] = row
         return found
 
     async def _there(self, client: Client, keys: Keys) -> dict[Field, CatalogRow]:
@@ -195,7 +195,7 @@ class Catalog:
                 return
             if mine is not None and not row.is_like(mine):
                 before = wanted_of(mine.table, mine.members, mine.mark)
-                if not row.members or not target.in_place(
+                if not row.members or not target.can_change(
                     before, wanted_of(row.table, row.members, row.mark)
                 ):
                     await target.remove(before)

@@ -136,7 +136,7 @@ class StreamEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class ViewRequest:
     """A replica's wish to read the view of a writer."""
 
     of: str
@@ -145,13 +145,13 @@ class Ask:
         return {"v": FORM, "w": writer, "ask": self.of}
 
 
-def read_entry(fields: Mapping[Any, Any]) -> StreamEntry | Ask | None:
+def read_entry(fields: Mapping[Any, Any]) -> StreamEntry | ViewRequest | None:
     """Returns what an entry says, None for a form of another version; raises Unreadable."""
     with understanding("an entry of the stream"):
         if int(fields[b"v"]) != FORM:
             return None
         if b"ask" in fields:
-            return Ask(fields[b"ask"].decode())
+            return ViewRequest(fields[b"ask"].decode())
         if len(fields[b"r"]) > MAX_ENTRY_BYTES:
             raise Unreadable(f"an entry is longer than {MAX_ENTRY_BYTES} bytes")
         return StreamEntry(
@@ -179,8 +179,8 @@ def last_of(fields: Mapping[Any, Any], writer: str) -> int | None:
 def packed_dots(dots: list[Dot | None]) -> bytes:
     """Returns them as a list of writers, and for each dot the place there and the number."""
     writers = list(dict.fromkeys(dot.writer for dot in dots if dot is not None))
-    places = {writer: place for place, writer in enumerate(writers)}
-    flat = [None if dot is None else [places[dot.writer], dot.number] for dot in dots]
+    indexes = {writer: index for index, writer in enumerate(writers)}
+    flat = [None if dot is None else [indexes[dot.writer], dot.number] for dot in dots]
     packed: bytes = msgpack.packb([writers, flat])
     return packed
 

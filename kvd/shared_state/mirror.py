@@ -48,7 +48,7 @@ from kvd.shared_state.entries import (
     ViewHead,
 )
 from kvd.slots.live_requests import LiveRequests
-from kvd.slots.rebooking import Booking, add_outputs, book_again
+from kvd.slots.rebooking import Booking, add_outputs, rebook
 from kvd.wire import affinity as sessions
 from kvd.wire.affinity import Bound
 from kvd.wire.lifecycle import Face, Outcome, Step
@@ -127,7 +127,7 @@ class Known:
     outputs: dict[str, Outputs] = field(default_factory=dict)  # that other writers have told of
 
     @property
-    def told_outputs(self) -> int:
+    def foreign_outputs(self) -> int:
         return sum(each.blocks for each in self.outputs.values())
 
 
@@ -243,12 +243,12 @@ class Mirror:
             self.own += 1
             self.booked_here(LedgerName(name.face, name.key, 0), name.request_id)
 
-    def drop_unknown(self, told_at: float) -> Iterator[None]:
-        """Ends what is booked here and known to nobody, if all were told of it before `told_at`.
+    def drop_unknown(self, shared_at: float) -> Iterator[None]:
+        """Ends what is booked here and known to nobody, if all was shared before `shared_at`.
 
         It ended while this process was away.
         """
-        for found in self._unknown(told_at):
+        for found in self._unknown(shared_at):
             if found is None:
                 yield
                 continue
@@ -330,8 +330,8 @@ class Mirror:
             of = next(dots, None) if isinstance(record, Stepped) else None
             if number <= have:
                 continue
-            told = ForeignStep(Dot(entry.writer, number), record, of, position)
-            self._quietly(self._take, entry.ledgers, told, later)
+            foreign = ForeignStep(Dot(entry.writer, number), record, of, position)
+            self._quietly(self._take, entry.ledgers, foreign, later)
             self.hear(entry.writer, number)
             self.stats.steps += 1
             if number % SLICE == 0:
@@ -345,7 +345,7 @@ class Mirror:
             self.numbers[writer] = number
             self._heard_at[writer] = self._clock()
 
-    def told_lately(self) -> dict[str, int]:
+    def heard_lately(self) -> dict[str, int]:
         """Returns the numbers of those that have told something not long ago."""
         since = self._clock() - FORGET_S / 2
         return {each: self.numbers[each] for each, at in self._heard_at.items() if at >= since}
@@ -356,8 +356,8 @@ class Mirror:
             self.stats.gaps += 1
         self.behind[writer] = max(self.behind.get(writer, 0), number)
 
-    def _take(self, ledgers: Mapping[int, LedgerName], told: ForeignStep, later: float) -> None:
-        record = told.record
+    def _take(self, ledgers: Mapping[int, LedgerName], foreign: ForeignStep, later: float) -> None:
+        record = foreign.record
         if isinstance(record, OtherRecord):
             if record.kind == BOUND:
                 self._bind(record.content)
@@ -371,26 +371,29 @@ class Mirror:
             if known is not None and not self._gives_way(name, known):
                 return
             at = min(self._clock(), record.admitted_at + later)
-            content = Booking.of(record), at, told.dot, _all(told.dot)
-            self._book(
-                name, ledger.block_size, *content, [Outputs(*told.dot, record.output_blocks)]
+            content = Booking.of(record), at, foreign.dot, _all(foreign.dot)
+            self._take_booking(
+                name, ledger.block_size, *content, [Outputs(*foreign.dot, record.output_blocks)]
             )
         else:
-            self._take_step(name, told, record)
+            self._take_step(name, foreign, record)
 
-    def _take_step(self, name: Name, told: ForeignStep, step: Stepped) -> None:
+    def _take_step(self, name: Name, foreign: ForeignStep, step: Stepped) -> None:
         found = self._find(name)
         known = None if found is None else self.requests[found]
-        is_it = known is not None and told.of in (None, known.dot, known.also)
+        is_it = known is not None and foreign.of in (None, known.dot, known.also)
         if found is not None and known is not None and is_it:
             if step.kind == OUTPUT:
-                self._take_output(found, told.dot, step)
-            elif not known.seen.covers(*told.dot, told.position):
+                self._take_output(found, foreign.dot, step)
+            elif not known.seen.covers(*foreign.dot, foreign.position):
                 self._step(found, step)
-        elif told.of is None:
-            self._hold(name, told)
-        elif told.of.number > self.numbers.get(told.of.writer, 0) and told.of.writer != self.writer:
-            self._hold(told.of, told)
+        elif foreign.of is None:
+            self._hold(name, foreign)
+        elif (
+            foreign.of.number > self.numbers.get(foreign.of.writer, 0)
+            and foreign.of.writer != self.writer
+        ):
+            self._hold(foreign.of, foreign)
 
     def _take_output(self, name: Name, dot: Dot, step: Stepped) -> None:
         known = self.requests[name]
@@ -405,12 +408,12 @@ class Mirror:
         """Returns who has told of the output blocks of a booking; None: this process of all."""
         if not known.outputs:
             return None
-        own = Outputs(self.writer, self.own, max(0, booked.output_blocks - known.told_outputs))
+        own = Outputs(self.writer, self.own, max(0, booked.output_blocks - known.foreign_outputs))
         return [*known.outputs.values(), own]
 
-    def _hold(self, of: Dot | Name, told: ForeignStep) -> None:
+    def _hold(self, of: Dot | Name, foreign: ForeignStep) -> None:
         """Keeps a step of a request of which its writer was not heard yet."""
-        self._early.setdefault(of, []).append((self._clock(), told))
+        self._early.setdefault(of, []).append((self._clock(), foreign))
         self._held += 1
         while self._held > MAX_EARLY:
             self._held -= len(self._early.pop(next(iter(self._early))))
@@ -422,15 +425,15 @@ class Mirror:
         Our own are in it already, unless it `is_new`; output blocks up to our step `counted` are.
         """
         for of in (dot, name):
-            for _, told in self._early.get(of, ()):
-                step = told.record
-                if not isinstance(step, Stepped) or told.dot.writer == dot.writer:
+            for _, foreign in self._early.get(of, ()):
+                step = foreign.record
+                if not isinstance(step, Stepped) or foreign.dot.writer == dot.writer:
                     continue
-                is_due = told.dot.writer != self.writer or is_new
-                if told.dot.writer == self.writer and step.kind == OUTPUT:
-                    is_due = is_new and told.dot.number > counted
+                is_due = foreign.dot.writer != self.writer or is_new
+                if foreign.dot.writer == self.writer and step.kind == OUTPUT:
+                    is_due = is_new and foreign.dot.number > counted
                 if is_due:
-                    self._take_step(name, replace(told, of=dot), step)
+                    self._take_step(name, replace(foreign, of=dot), step)
             self._held -= len(self._early.pop(of, ()))
 
     def _gives_way(self, name: Name, known: Known) -> bool:
@@ -441,7 +444,7 @@ class Mirror:
         self.stats.replaced += 1
         return True
 
-    def _book(
+    def _take_booking(
         self,
         name: Name,
         block_size: int,
@@ -452,7 +455,7 @@ class Mirror:
         outputs: list[Outputs],
     ) -> None:
         known = self.requests[name] = Known(dot, None, seen, None)
-        is_new = self._place(name, known, block_size, booking, at)
+        is_new = self._rebook(name, known, block_size, booking, at)
         if is_new:
             known.outputs = {
                 each.writer: each for each in outputs if each.blocks and each.writer != self.writer
@@ -463,14 +466,14 @@ class Mirror:
             counted = next((each.number for each in outputs if each.writer == self.writer), 0)
             self._take_held(name, dot, is_new, counted)
 
-    def _place(
+    def _rebook(
         self, name: Name, known: Known, block_size: int, booking: Booking, at: float
     ) -> bool:
         """Books it on its rank, or has it wait for one; False if it was booked before."""
         for kind in sorted(self._faces, key=lambda kind: kind is not name.face):
             face = self._faces[kind]
             at = self._make_way(name._replace(face=kind), at)
-            outcome = book_again(face, name.key, block_size, booking, at)
+            outcome = rebook(face, name.key, block_size, booking, at)
             if outcome is Outcome.APPLIED:
                 known.face = kind
                 owner = face.owner(name.key)
@@ -505,7 +508,7 @@ class Mirror:
         admitted_at: float = live.admitted_at
         return admitted_at
 
-    def place_waiting(self) -> Iterator[None]:
+    def rebook_waiting(self) -> Iterator[None]:
         """Books what waits for a rank, where there is one now."""
         for number, (name, known) in enumerate(list(self.waiting.items()), 1):
             waiting = known.waiting
@@ -513,14 +516,14 @@ class Mirror:
                 del self.waiting[name]
                 known.waiting = None
                 content = waiting.block_size, waiting.booking, waiting.at
-                self._quietly(self._place, name, known, *content)
+                self._quietly(self._rebook, name, known, *content)
             if number % SLICE == 0:
                 yield
 
     def bring_up(self, name: Name, booked: Booked, seen: Seen, outputs: Iterable[Outputs]) -> None:
         """Takes what a view has more of a request that is known here."""
         known = self.requests[name]
-        before = known.told_outputs
+        before = known.foreign_outputs
         for each in outputs:
             there = known.outputs.get(each.writer)
             if each.writer != self.writer and (there is None or each.number > there.number):
@@ -529,7 +532,7 @@ class Mirror:
             known.seen = seen
         booking = Booking.of(booked)
         if known.waiting is not None:
-            booking.output_blocks = known.told_outputs
+            booking.output_blocks = known.foreign_outputs
             booking.prefill_complete |= known.waiting.booking.prefill_complete
             known.waiting.booking = booking
             return
@@ -539,7 +542,7 @@ class Mirror:
             return
         if booked.prefill_complete and not live.prefill_complete:
             self._step(name, Stepped(PREFILLED, 0, name.request_id, None))
-        booking.output_blocks = live.output_blocks + known.told_outputs - before
+        booking.output_blocks = live.output_blocks + known.foreign_outputs - before
         add_outputs(owner.ledger, booking, live.output_blocks)
 
     def _step(self, name: Name, step: Stepped) -> None:
@@ -616,12 +619,12 @@ class Merge:
                     mirror._quietly(mirror._bind, record.content)
             elif isinstance(record, Booked):
                 dot = next(dots, None)
-                told = next(outputs, None)
-                if told is None:
-                    told = [Outputs(self._writer, piece.own, record.output_blocks)]
+                foreign = next(outputs, None)
+                if foreign is None:
+                    foreign = [Outputs(self._writer, piece.own, record.output_blocks)]
                 ledger = piece.ledgers.get(record.ledger)
                 if dot is not None and ledger is not None and mirror._serves(ledger.key):
-                    mirror._quietly(self._merge, ledger, record, dot, seen, later, told)
+                    mirror._quietly(self._merge, ledger, record, dot, seen, later, foreign)
             if number % SLICE == 0:
                 yield
         for face, model_name, tenant_id, request_id, dot in piece.elsewhere:
@@ -654,7 +657,7 @@ class Merge:
         elif dot.number > self._has_heard(dot.writer):
             at = min(mirror._clock(), booked.admitted_at + later)
             content = Booking.of(booked), at, dot, seen, outputs
-            mirror._book(name, ledger.block_size, *content)
+            mirror._take_booking(name, ledger.block_size, *content)
 
     def _has_heard(self, writer: str) -> int:
         mirror = self._mirror

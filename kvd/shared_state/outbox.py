@@ -45,7 +45,7 @@ class Outbox:
         return len(self._journal) + self._size
 
     @property
-    def told(self) -> int:
+    def shared_number(self) -> int:
         """Number of the last step that the server has, in an entry or by our next view."""
         return self.entries[0].first - 1 if self.entries else self._mirror.own
 

@@ -58,11 +58,11 @@ class SharedState:
         selections: Selections,
         served: ServedModels,
         catalog: Catalog,
-        told: SharedUntil,
+        shared_until: SharedUntil,
     ) -> None:
         """`journal` is where the ledgers record, for this alone; it is paused until `prepare`.
 
-        What was booked before `told` says so was told of before this process began.
+        What was booked before `shared_until` says so was told of before this process began.
         """
         faces: Faces = {Face.SLOT_TRACKER: slots, Face.SELECTION: selections.reservations}
         writer = token_hex(8)
@@ -79,7 +79,7 @@ class SharedState:
         self._outbox = Outbox(journal, self._mirror, ledgers, faces)
         content = faces, affinity, served.listed, self._at_rest
         self._views = Views(self._mirror, self._outbox, *content)
-        self._told = told
+        self._shared_until = shared_until
         self._standing = KnownFleet(served)
         self._stopping = trio.Event()
         self._ended = trio.Event()
@@ -95,7 +95,7 @@ class SharedState:
 
     async def prepare(self) -> None:
         """Notes what is registered, and listens, before any call can have come."""
-        self._standing.note_restored(self._told.at)
+        self._standing.note_restored(self._shared_until.at)
         self._mirror.note_restored()
         self._journal.resume()
         self._outbox.introduce()
@@ -130,7 +130,7 @@ class SharedState:
                         self._catalog,
                         self._at_rest,
                         self._standing,
-                        self._told.note,
+                        self._shared_until.note,
                         *about,
                         server.lease_s,
                     )

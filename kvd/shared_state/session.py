@@ -26,10 +26,10 @@ from kvd.shared_state import members
 from kvd.shared_state.catalog import Catalog
 from kvd.shared_state.entries import (
     BEGINNING,
-    Ask,
     Position,
     StreamEntry,
     Unreadable,
+    ViewRequest,
     last_of,
     read_entry,
 )
@@ -86,7 +86,7 @@ class KnownFleet:
     stats: SessionStats = field(default_factory=SessionStats)
     has_joined: bool = False  # all that others had at our start is in here
     has_settled: bool = False  # what was restored here is known to all, or has been dropped
-    told_at: float | None = None  # up to when the server had been told what was restored here
+    shared_at: float | None = None  # up to when the server had been told what was restored here
     is_connected: bool = False
     refusals: dict[str, str] = field(default_factory=dict)  # what is not taken, and why
 
@@ -97,9 +97,9 @@ class KnownFleet:
             {each.address: each.serves for each in found.values() if each.address is not None}
         )
 
-    def note_restored(self, told_at: float | None) -> None:
+    def note_restored(self, shared_at: float | None) -> None:
         """Notes up to when the server was told of what was restored; None: never."""
-        self.told_at = told_at
+        self.shared_at = shared_at
 
 
 class Session:
@@ -115,7 +115,7 @@ class Session:
         catalog: Catalog,
         at_rest: trio.Lock,
         standing: KnownFleet,
-        note_told: Callable[[float], None],
+        note_shared: Callable[[float], None],
         name: str,
         address: str | None,
         served: Collection[tuple[str, str | None]],
@@ -129,7 +129,7 @@ class Session:
         self._catalog = catalog
         self._at_rest = at_rest
         self._standing = standing
-        self._note_told = note_told
+        self._note_shared = note_shared
         self._about = name, address, tuple(served)
         self._lease_s = lease_s
         self._stats = standing.stats
@@ -145,7 +145,7 @@ class Session:
         self._entry_bytes = 1024.0  # mean of what was read lately
         self._has_said_unreadable = False
         self._holes = outbox.holes  # those of which our view is to tell
-        self._placed: int | None = None  # changes of registrations, when it was tried to place all
+        self._rebooked_at: int | None = None  # changes of registrations, when all was last tried
         self._server_s = 0.0  # the server's clock less ours
 
     async def run(self, joined: Callable[[], None], stopping: trio.Event) -> None:
@@ -208,9 +208,9 @@ class Session:
         if self._standing.has_settled or mirror.behind:
             return
         async with self._at_rest:
-            told_at = self._standing.told_at
-            if mirror.stats.views and told_at is not None:
-                await self._among_news(mirror.drop_unknown(told_at))
+            shared_at = self._standing.shared_at
+            if mirror.stats.views and shared_at is not None:
+                await self._among_news(mirror.drop_unknown(shared_at))
             await self._among_news(mirror.claim())
         self._standing.has_settled = True
 
@@ -272,7 +272,7 @@ class Session:
             self._stats.entries_written += 1
             self._stats.bytes_written += len(entry.records)
         if self._standing.has_settled and not outbox.has_news:
-            self._note_told(trio.current_time())
+            self._note_shared(trio.current_time())
 
     def _most_entries(self) -> int:
         """Returns how many entries the stream keeps, by the mean of their bytes."""
@@ -327,7 +327,7 @@ class Session:
                 self._mirror.settled = max(self._mirror.settled, settled)
                 return
             entry = read_entry(fields)
-            if isinstance(entry, Ask):
+            if isinstance(entry, ViewRequest):
                 if entry.of == self._mirror.writer:
                     self._wanted.set()
             elif entry is None:
@@ -383,7 +383,7 @@ class Session:
                 self._give_up(writer)
             elif is_there and now >= self._ask_at.get(source, now):
                 self._ask_at[source] = now + ASK_AGAIN * self._lease_s
-                ask = Ask(source).fields(self._mirror.writer)
+                ask = ViewRequest(source).fields(self._mirror.writer)
                 await self._try(self._client.xadd(self._keys.ops, field_values=ask), "stream")
 
     def _give_up(self, writer: str) -> None:
@@ -455,26 +455,26 @@ class Session:
             await trio.sleep(TICK * self._lease_s)
             await self._settle()
             await self._tell()
-            await self._look()
+            await self._note_members()
             await self._check_stream()
             await self._sync_catalog()
-            if self._placed != self._catalog.changes:
-                self._placed = self._catalog.changes
-                await self._rest_between(self._mirror.place_waiting())
+            if self._rebooked_at != self._catalog.changes:
+                self._rebooked_at = self._catalog.changes
+                await self._rest_between(self._mirror.rebook_waiting())
             if trio.current_time() - pruned >= PRUNE_S:
                 pruned = trio.current_time()
-                self._placed = None  # where a bound was in the way, there may be room again
+                self._rebooked_at = None  # where a bound was in the way, there may be room again
                 await self._rest_between(self._mirror.prune())
             if await self._is_view_due():
                 self._wanted.set()
 
     async def _tell(self) -> None:
         name, address, served = self._about
-        numbers = self._mirror.told_lately() | {self._mirror.writer: self._outbox.told}
-        told = Member(self._mirror.writer, name, address, served, numbers, self._views.number)
-        await self._try(members.tell(self._client, self._keys, told, self._lease_s), "member")
+        numbers = self._mirror.heard_lately() | {self._mirror.writer: self._outbox.shared_number}
+        own = Member(self._mirror.writer, name, address, served, numbers, self._views.number)
+        await self._try(members.tell(self._client, self._keys, own, self._lease_s), "member")
 
-    async def _look(self) -> None:
+    async def _note_members(self) -> None:
         """Notes who is there, and whose steps the server had a tick ago that are not in here."""
         mirror = self._mirror
         for source, writer, number in self._expected:

@@ -295,10 +295,10 @@ class LiveRequests(Generic[Owner]):
 
         Requests of an owner come the oldest first. Changes nothing unless it is APPLIED.
         """
-        place = self._place(event)
-        return place if isinstance(place, Outcome) else self._book(*place, event, at, retry_key)
+        found = self._find_rank(event)
+        return found if isinstance(found, Outcome) else self._admit(*found, event, at, retry_key)
 
-    def _place(self, event: Lifecycle) -> tuple[Owner, int] | Outcome:
+    def _find_rank(self, event: Lifecycle) -> tuple[Owner, int] | Outcome:
         """Returns whose request it is, and its rank there; or why there is no such place."""
         owner = self._owners.get(event.partition)
         if owner is None or not owner.workers:
@@ -310,7 +310,7 @@ class LiveRequests(Generic[Owner]):
         rank = owner.ledger.rank_of(event.worker_id, event.dp_rank)
         return Outcome.UNKNOWN_RANK if rank is None else (owner, rank)
 
-    def _book(
+    def _admit(
         self, owner: Owner, rank: int, event: Lifecycle, at: float, retry_key: str | None = None
     ) -> Outcome:
         if self._is_elsewhere(owner, event.request_id):
@@ -326,12 +326,12 @@ class LiveRequests(Generic[Owner]):
 
     def apply(self, event: Lifecycle, now: float) -> Outcome:
         """Takes a step that a replica tells of; changes nothing unless it is APPLIED."""
-        place = self._place(event)
-        if isinstance(place, Outcome):
-            return place
+        found = self._find_rank(event)
+        if isinstance(found, Outcome):
+            return found
         if event.step is Step.ADD:
-            return self._begin_mirrored(*place, event, now)
-        return self._move_mirrored(place[0], event, now)
+            return self._begin_mirrored(*found, event, now)
+        return self._move_mirrored(found[0], event, now)
 
     def _begin_mirrored(self, owner: Owner, rank: int, event: Lifecycle, now: float) -> Outcome:
         """Books a replica's request, unless its end was heard before."""
@@ -342,7 +342,7 @@ class LiveRequests(Generic[Owner]):
             return Outcome.ENDED
         if before is not None:  # its prefill has ended
             event = replace(event, prefill_tokens=0)
-        outcome = self._book(owner, rank, event, now)
+        outcome = self._admit(owner, rank, event, now)
         if outcome is Outcome.APPLIED:
             self.observe_begin(owner, event.request_id, mirrored=True)
         return outcome

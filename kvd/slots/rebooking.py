@@ -1,6 +1,6 @@
 """Requests that were booked before, or by another process: booked here as they are now.
 
-    Booked ──> Booking ── later steps ──> Booking ──> `book_again` ──> a face's ledger
+    Booked ──> Booking ── later steps ──> Booking ──> `rebook` ──> a face's ledger
 
 What a journal or a replica tells of a request is its booking and what came after it.
 """
@@ -41,7 +41,7 @@ class Booking:
                 self.decayed_blocks, self.fraction = self.output_blocks, step.fraction
 
 
-def book_again(
+def rebook(
     face: LiveRequests[Any],
     key: PartitionKey,
     block_size: int,

@@ -41,7 +41,7 @@ class NonBlockingWriter:
     def __init__(self, descriptor: int, notice: Callable[[int], bytes]) -> None:
         """`notice` words that so many lines were dropped."""
         self.dropped = 0
-        self._told = 0  # of these, told of
+        self._reported = 0  # of these, told of
         self._notice = notice
         self._waiting: deque[bytes] = deque()
         self._waiting_bytes = 0
@@ -83,12 +83,12 @@ class NonBlockingWriter:
 
     def _tell(self, put: Put) -> None:
         """Writes how many lines are missing, once there is room for a line."""
-        if self.dropped == self._told:
+        if self.dropped == self._reported:
             return
-        line = self._notice(self.dropped - self._told)
+        line = self._notice(self.dropped - self._reported)
         with contextlib.suppress(OSError):
             taken = put(line)
-            self._told = self.dropped
+            self._reported = self.dropped
             if taken < len(line):
                 self._wait(line[taken:])
 

@@ -12,7 +12,7 @@ Code that begins long work names its cause; there is one loop in a process, and 
 3. A stretch counts once, whole, under the cause that most of it is of.
 4. Between `enter` and `leave` nothing is awaited, and nothing polls.
 5. A stretch is wall time. Of the longest it is also known how much the thread has run, up to
-   kLookNs too much: the rest is what the kernel gave to others.
+   kCheckNs too much: the rest is what the kernel gave to others.
 
 The longest stretch of a cause is remembered for a minute at least and two at most, so that a
 reader that looks once a minute misses none.
@@ -40,7 +40,7 @@ cdef enum:
 
 cdef int64_t kWindowNs = 60 * <int64_t>1000000000  # in which the longest stretches are sought
 # Between two looks at the thread's CPU clock before a stretch; a look takes 0.6 µs.
-cdef int64_t kLookNs = 1000 * <int64_t>1000
+cdef int64_t kCheckNs = 1000 * <int64_t>1000
 
 
 cdef struct Longest:
@@ -65,7 +65,7 @@ cdef int64_t _start = 0, _since = 0        # its begin; the last change of the c
 cdef int64_t _spent[kCauses]
 cdef int _entered[kDeepest]
 cdef int _depth = 0                        # of these; the first is OTHER
-cdef int64_t _cpu = 0, _looked_at = 0      # the last look at the CPU clock, and when that was
+cdef int64_t _cpu = 0, _checked_at = 0      # the last look at the CPU clock, and when that was
 
 
 cdef int64_t now_ns() noexcept nogil:
@@ -83,12 +83,12 @@ cdef inline void _charge(int64_t now) noexcept nogil:
 
 
 cdef int64_t begin_stretch() noexcept nogil:
-    global _begun, _start, _since, _depth, _cpu, _looked_at
+    global _begun, _start, _since, _depth, _cpu, _checked_at
     _begun = True
     _start = _since = now_ns()
     _depth = 0
-    if _start - _looked_at >= kLookNs:
-        _cpu, _looked_at = _read(CLOCK_THREAD_CPUTIME_ID), _start
+    if _start - _checked_at >= kCheckNs:
+        _cpu, _checked_at = _read(CLOCK_THREAD_CPUTIME_ID), _start
     memset(_spent, 0, sizeof(_spent))
     return _start
 

@@ -124,7 +124,7 @@ class AppliedBatches:
         # Number, rank and tiers of a clear that counts once the engine has shown it.
         self._cleared_in_doubt: tuple[int, int, int] | None = None
 
-    def place(self) -> StreamPosition:
+    def position(self) -> StreamPosition:
         """Returns where another process would go on, with the index as it is now.
 
         A batch that is not wholly applied is to be applied again.
@@ -133,11 +133,11 @@ class AppliedBatches:
         digests = self.cursor.digests(expected)
         return StreamPosition(expected, digests, self._identity.publisher, self._losses.kept())
 
-    def take_over(self, place: StreamPosition) -> None:
+    def take_over(self, position: StreamPosition) -> None:
         """Takes over from another process, whose blocks the index has, before the first batch."""
-        self.cursor.take_over(place.expected, place.digests)
-        self._joined_at = place.expected
-        self._losses = Losses(place.losses)
+        self.cursor.take_over(position.expected, position.digests)
+        self._joined_at = position.expected
+        self._losses = Losses(position.losses)
 
     @property
     def loss(self) -> str:

@@ -58,10 +58,10 @@ class EarlySteps:
     def note(self, event: Lifecycle, now: float) -> None:
         """Notes the end of a request that is unknown, or of its prefill."""
         self._outdate(now)
-        place = _place(event)
-        known = self._notes.pop(place, None)
+        key = _key(event)
+        known = self._notes.pop(key, None)
         freed = event.step is Step.FREE or (known is not None and known.freed)
-        self._notes[place] = _Note(event.router_id, freed, now)
+        self._notes[key] = _Note(event.router_id, freed, now)
         if len(self._notes) > MAX_EARLY_STEPS:
             self._notes.popitem(last=False)
             self.forgotten += 1
@@ -69,11 +69,11 @@ class EarlySteps:
     def meet(self, event: Lifecycle, now: float) -> Step | None:
         """Returns the step that has come before an ADD, if one has, and forgets it."""
         self._outdate(now)
-        place = _place(event)
-        known = self._notes.get(place)
+        key = _key(event)
+        known = self._notes.get(key)
         if known is None or known.router_id == event.router_id or now - known.at > EARLY_STEPS_S:
             return None
-        del self._notes[place]
+        del self._notes[key]
         return Step.FREE if known.freed else Step.PREFILL_COMPLETE
 
     def _outdate(self, now: float) -> None:
@@ -84,5 +84,5 @@ class EarlySteps:
             self._notes.popitem(last=False)
 
 
-def _place(event: Lifecycle) -> object:
+def _key(event: Lifecycle) -> object:
     return event.partition, event.request_id, event.worker_id, event.dp_rank

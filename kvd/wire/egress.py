@@ -163,12 +163,12 @@ class EgressPolicy:
             raise BadRequest(f"invalid URL: {fault}")
 
     def _fault(self, endpoint: str) -> str | None:
-        place = endpoints.host_and_port(endpoint)
-        if place is None:
+        host_port = endpoints.host_and_port(endpoint)
+        if host_port is None:
             if endpoint.startswith(RESERVED):
                 return "libzmq's own"
             return None if self.ipc else f"{IPC} is not in outgoing_allow"
-        return self._host_fault(place[0], bracketed=endpoints.is_ipv6(endpoint))
+        return self._host_fault(host_port[0], bracketed=endpoints.is_ipv6(endpoint))
 
     def _host_fault(self, host: str, *, bracketed: bool = False) -> str | None:
         try:

@@ -79,21 +79,21 @@ class EventOrder:
         if number is None:
             return True
         stream = event.stream
-        place = self._streams.pop(stream, None)
-        if place is None:
-            place = _EventPosition(number, number - 1)
-        if number <= place.last:
-            self._streams[stream] = place
+        position = self._streams.pop(stream, None)
+        if position is None:
+            position = _EventPosition(number, number - 1)
+        if number <= position.last:
+            self._streams[stream] = position
             self.stale += 1
             return False
-        if number > place.last + 1 and number != self._highest + 1:
+        if number > position.last + 1 and number != self._highest + 1:
             self.gaps += 1
-        place.last = number
-        place.repeated = None
-        if len(place.marks) < RECOGNISED:
-            place.marks[number] = _mark(event)
-        self._let_go(place)
-        self._streams[stream] = place  # now the last of the dict
+        position.last = number
+        position.repeated = None
+        if len(position.marks) < RECOGNISED:
+            position.marks[number] = _mark(event)
+        self._let_go(position)
+        self._streams[stream] = position  # now the last of the dict
         if len(self._streams) > MAX_STREAMS:
             self._let_go(self._streams.pop(next(iter(self._streams))))
         self._highest = max(self._highest, number)
@@ -102,39 +102,39 @@ class EventOrder:
     def begins_anew(self, event: StandardEvent) -> list[StandardEvent]:
         """Takes note of a stale event; returns those of a new beginning once it is one."""
         assert event.event_id is not None
-        place = self._streams[event.stream]
-        behind = place.behind
+        position = self._streams[event.stream]
+        behind = position.behind
         last = behind[-1].event_id if behind else None
         if event.event_id == last:
             return []
         if last is not None and event.event_id != last + 1:
-            self._let_go(place)
-        repeated = self._is_repeated(place, event)
-        if repeated and event.event_id not in place.marks:
-            self._let_go(place)
+            self._let_go(position)
+        repeated = self._is_repeated(position, event)
+        if repeated and event.event_id not in position.marks:
+            self._let_go(position)
             return []
-        if not behind and event.event_id - place.first >= place.last - event.event_id:
+        if not behind and event.event_id - position.first >= position.last - event.event_id:
             return []  # nearer to the end of what has been heard: a repetition
         self._behind += event.keep()
         behind.append(event)
-        place.fresh = place.fresh or not repeated
+        position.fresh = position.fresh or not repeated
         if self._behind > MAX_BEHIND:
             for each in self._streams.values():
                 self._let_go(each)
-        if len(behind) < NEW_BEGINNING or not place.fresh:
+        if len(behind) < NEW_BEGINNING or not position.fresh:
             return []
         self.beginnings += 1
         self.stale -= len(behind)
         return list(behind)
 
-    def _is_repeated(self, place: _EventPosition, event: StandardEvent) -> bool:
+    def _is_repeated(self, position: _EventPosition, event: StandardEvent) -> bool:
         """Returns whether a stale event is one of the stream's first, or in a row with one."""
         number = event.event_id
         assert number is not None
-        goes_on = place.repeated is not None and number == place.repeated + 1
-        known = place.marks.get(number)
+        goes_on = position.repeated is not None and number == position.repeated + 1
+        known = position.marks.get(number)
         repeated = goes_on if known is None else known == _mark(event)
-        place.repeated = number if repeated else None
+        position.repeated = number if repeated else None
         return repeated
 
     @property
@@ -144,8 +144,8 @@ class EventOrder:
 
     def kept(self) -> Iterator[KeptStream]:
         """Yields what another process has to know, the stream heard longest ago first."""
-        for stream, place in list(self._streams.items()):
-            yield KeptStream(stream, place.first, place.last, place.marks)
+        for stream, position in list(self._streams.items()):
+            yield KeptStream(stream, position.first, position.last, position.marks)
 
     def take_over(self, highest: int, streams: Iterable[KeptStream]) -> None:
         """Goes on where another process was, before the first event."""
@@ -164,11 +164,11 @@ class EventOrder:
         self._behind = 0
         self._highest = -1
 
-    def _let_go(self, place: _EventPosition) -> None:
+    def _let_go(self, position: _EventPosition) -> None:
         """Forgets the stale events of a stream: they are no new beginning."""
-        self._behind -= sum(event.size for event in place.behind)
-        place.behind.clear()
-        place.fresh = False
+        self._behind -= sum(event.size for event in position.behind)
+        position.behind.clear()
+        position.fresh = False
 
 
 def _mark(event: StandardEvent) -> int:
@@ -182,11 +182,11 @@ def _mark(event: StandardEvent) -> int:
 
 def put_in_order(events: list[Any]) -> None:
     """Puts the standard events of each stream in the order of their numbers."""
-    places: dict[Stream, list[int]] = {}
+    positions: dict[Stream, list[int]] = {}
     for at, event in enumerate(events):
         if isinstance(event, StandardEvent) and event.event_id is not None:
-            places.setdefault(event.stream, []).append(at)
-    for ats in places.values():
+            positions.setdefault(event.stream, []).append(at)
+    for ats in positions.values():
         if len(ats) > 1:
             ordered = sorted((events[at] for at in ats), key=_number)
             for at, event in zip(ats, ordered, strict=True):

@@ -70,7 +70,7 @@ class EventStream:
         "_is_broken",
         "_on_link",
         "_passed_joins",
-        "_place",
+        "_queue_change",
         "_stream",
         "batches",
         "catch_up",
@@ -118,21 +118,21 @@ class EventStream:
         # In the order of the batches: the connection broke, and has not been made again.
         self._is_broken = False
         self._passed_joins = 0
-        self._place: Callable[[Change], None] | None = None  # see `subscribe`
+        self._queue_change: Callable[[Change], None] | None = None  # see `subscribe`
 
-    def take_over(self, place: StreamPosition) -> None:
+    def take_over(self, position: StreamPosition) -> None:
         """Goes on where another process was with this stream, whose blocks the index has.
 
         That is before the first batch. The engine is to show that it is the same, and what it has
         published since is to be replayed.
         """
         assert not self.cursor.expected, "batches have been applied"
-        self.batches.take_over(place)
-        if not place.expected:
+        self.batches.take_over(position)
+        if not position.expected:
             return
         self._doubt()
-        if place.publisher:  # an engine that names another one is another engine
-            self.identity.name(place.publisher, 0)
+        if position.publisher:  # an engine that names another one is another engine
+            self.identity.name(position.publisher, 0)
         else:
             self.batches.await_proof(can_be_proved=self.replay_endpoint is not None)
 
@@ -258,15 +258,15 @@ class EventStream:
         self.catch_up.drop()
 
     def _changed(self, change: Change) -> None:
-        (self._place or self.pass_over)(change)
+        (self._queue_change or self.pass_over)(change)
 
-    def subscribe(self, place: Callable[[Change], None]) -> None:
-        """Has `place` hear of changes of the connection, and call `pass_over` in their turn."""
-        self._place = place
+    def subscribe(self, queue_change: Callable[[Change], None]) -> None:
+        """Has `queue_change` take changes of the connection, which it has passed over in turn."""
+        self._queue_change = queue_change
 
     def unsubscribe(self) -> None:
         """Passes over changes of the connection at once again."""
-        self._place = None
+        self._queue_change = None
 
     def pass_over(self, change: Change) -> None:
         """Expects that further batches may come from another engine, or that some were lost."""

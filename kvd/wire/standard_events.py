@@ -400,7 +400,7 @@ class StandardEventStream:
             outcome = self._source.store_named(
                 event.backend, event.rank, medium, part, event.space, by_engine, whole=False
             )
-            yield from self._place_waiting()
+            yield from self._resolve_waiting()
             if at == 0 or outcome != "placed":
                 self._note(outcome)
             if outcome != "placed":
@@ -430,13 +430,13 @@ class StandardEventStream:
             if at == 0 or outcome not in ("placed", "parked"):
                 self._note(outcome)
             self._slice.take(_STEPS_A_BLOCK * len(part))
-            yield from self._place_waiting()
+            yield from self._resolve_waiting()
             if outcome not in ("placed", "parked"):
                 return
 
-    def _place_waiting(self) -> _Slices:
+    def _resolve_waiting(self) -> _Slices:
         """Does what stored blocks have set off: others may have waited for them."""
-        while not self._source.place_waiting(self._slice):
+        while not self._source.resolve_waiting(self._slice):
             yield
 
     def _note(self, outcome: str) -> None:

@@ -220,7 +220,7 @@ class ProbeTable {
   template <class Keys>
   void insert(uint64_t hash, uint32_t value, const Keys& keys) {
     make_room(1, keys);
-    place(hash, value);
+    fill_slot(hash, value);
     ++count_;
   }
 
@@ -265,7 +265,7 @@ class ProbeTable {
   }
 
  private:
-  void place(uint64_t hash, uint32_t value) {
+  void fill_slot(uint64_t hash, uint32_t value) {
     uint32_t i = home(hash);
     while (slots_[i] != kEmpty) i = next(i);
     slots_[i] = value;
@@ -277,7 +277,7 @@ class ProbeTable {
     old.swap(slots_);
     mask_ = capacity - 1;
     for (const uint32_t value : old) {
-      if (value != kEmpty) place(keys.hash_of(value), value);
+      if (value != kEmpty) fill_slot(keys.hash_of(value), value);
     }
   }
 

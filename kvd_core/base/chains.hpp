@@ -13,7 +13,7 @@
 //
 //   Node: parent, first_hash(), chain_hashes(), chain_len()
 //   link(parent, id)       makes a node a child of another
-//   take_place(old, id)    puts a node where another is among its siblings
+//   replace_child(old, id) puts a node where another is among its siblings
 //
 // Invariants
 //   1. siblings differ in their first hash;
@@ -120,7 +120,7 @@ class Chains {
   template <class Divide>
   void split_node(NodeId id, NodeId head, Divide&& divide) {
     erase_child(id);
-    owner().take_place(id, head);
+    owner().replace_child(id, head);
     divide();
     owner().link(head, id);
     insert_child(head);
@@ -136,7 +136,7 @@ class Chains {
     erase_child(id);
     erase_child(below);
     join();
-    owner().take_place(id, below);
+    owner().replace_child(id, below);
     insert_child(below);
   }
 

@@ -22,7 +22,7 @@
 
 namespace kvd {
 
-enum class Framing : uint8_t { WHOLE, TRUNCATED, NOT_MSGPACK };
+enum class Wholeness : uint8_t { WHOLE, TRUNCATED, NOT_MSGPACK };
 
 // An integer of any msgpack width, sign-extended to 64 bits.
 struct Integer {
@@ -118,8 +118,8 @@ class Cursor {
   const uint8_t* at() const noexcept { return p_; }
   const uint8_t* end() const noexcept { return end_; }
   size_t left() const noexcept { return static_cast<size_t>(end_ - p_); }
-  Framing framing() const noexcept { return framing_; }
-  bool broken() const noexcept { return framing_ != Framing::WHOLE; }
+  Wholeness framing() const noexcept { return framing_; }
+  bool broken() const noexcept { return framing_ != Wholeness::WHOLE; }
 
   // Only to a place this cursor has been at; what was broken stays broken.
   void back_to(const uint8_t* at) noexcept { p_ = at; }
@@ -221,12 +221,12 @@ class Cursor {
  private:
   bool ready() noexcept {
     if (broken()) return false;
-    if (p_ == end_) framing_ = Framing::TRUNCATED;
+    if (p_ == end_) framing_ = Wholeness::TRUNCATED;
     return p_ != end_;
   }
 
   bool has(size_t bytes) noexcept {
-    if (left() < bytes) framing_ = Framing::TRUNCATED;
+    if (left() < bytes) framing_ = Wholeness::TRUNCATED;
     return left() >= bytes;
   }
 
@@ -285,7 +285,7 @@ class Cursor {
 
   bool advance(uint64_t bytes) noexcept {
     if (left() < bytes) {
-      framing_ = Framing::TRUNCATED;
+      framing_ = Wholeness::TRUNCATED;
       return false;
     }
     p_ += bytes;
@@ -319,7 +319,7 @@ class Cursor {
       case wire::TRUE_:
         return leaf(1);
       case wire::NEVER_USED:
-        framing_ = Framing::NOT_MSGPACK;
+        framing_ = Wholeness::NOT_MSGPACK;
         return 0;
       case wire::BIN8:
       case wire::STR8:
@@ -361,7 +361,7 @@ class Cursor {
 
   const uint8_t* p_;
   const uint8_t* end_;
-  Framing framing_ = Framing::WHOLE;
+  Wholeness framing_ = Wholeness::WHOLE;
 };
 
 }  // namespace kvd

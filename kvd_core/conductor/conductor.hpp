@@ -26,8 +26,8 @@
 //   2. only an engine's own events make second copies (index/index.hpp); in a standard event
 //      storing a hash again changes nothing, and its removal takes all copies.
 //
-// Costs: those of the index, a look-up a block while anything is loose, and for a hash that nobody
-// of the instance has announced one look-up a rank of the index. A loose block takes about 300
+// Costs: those of the index, a look-up a block while anything waits, and for a hash that nobody
+// of the instance has announced one look-up a rank of the index. A waiting block takes about 300
 // bytes.
 #pragma once
 
@@ -54,7 +54,7 @@ struct StagedWaiting;
 
 class Conductor final : public Placements {
  public:
-  enum class Outcome : uint8_t { PLACED, PARKED, FULL, REFUSED };
+  enum class StoreOutcome : uint8_t { PLACED, PARKED, FULL, REFUSED };
 
   // Costs the index nothing: what it needs of that comes with the first source, or question by
   // hash.
@@ -67,9 +67,9 @@ class Conductor final : public Placements {
   uint64_t seed() const { return seed_; }
   const std::vector<std::unique_ptr<Instance>>& instances() const { return instances_; }
   const std::vector<Medium>& media() const { return media_; }
-  bool anything_loose() const { return !loose_.empty(); }
-  size_t loose_count() const { return loose_.size(); }
-  size_t bytes() const { return loose_.size() * kLooseBytes; }
+  bool anything_waits() const { return !waiters_.empty(); }
+  size_t waiter_count() const { return waiters_.size(); }
+  size_t bytes() const { return waiters_.size() * kWaiterBytes; }
 
   // Whether questions by hash find all blocks that can be found so.
   bool sequenced() const { return index_.sequenced(); }
@@ -118,11 +118,11 @@ class Conductor final : public Placements {
 
   // ---- events (conductor/events.hpp)
 
-  // `place_waiting` has to follow.
-  Outcome store(Source* source, RankId id, const StoredBlocks& e);
+  // `resolve_waiting` has to follow.
+  StoreOutcome store(Source* source, RankId id, const StoredBlocks& e);
 
   // Blocks told by hash alone, from `from` on until the steps are used up, one at least. Returns
-  // how far it has come, kNone when they are refused because the index is full. `place_waiting` has
+  // how far it has come, kNone when they are refused because the index is full. `resolve_waiting` has
   // to follow.
   uint32_t store_named(Source* source, RankId id, const uint64_t* hashes, uint32_t from, uint32_t n,
                        LayerId layer, uint64_t space, bool by_engine, bool has_parent,
@@ -132,7 +132,7 @@ class Conductor final : public Placements {
   void remove(Source* source, RankId id, uint64_t hash, LayerMask mask, uint64_t space,
               bool by_engine);
 
-  // ---- what another process has kept (conductor/kept_holdings.hpp); `place_waiting` has to follow
+  // ---- what another process has kept (conductor/kept_holdings.hpp); `resolve_waiting` has to follow
 
   bool bring_back(RankId id, const Store& s, uint64_t above);
   bool wait_again(RankId id, const StagedWaiting& waiting, LayerId layer);
@@ -210,7 +210,7 @@ class Conductor final : public Placements {
   // leads to.
 
   void placed(const Store& s, const BlockId* blocks) override {
-    if (loose_.empty()) return;
+    if (waiters_.empty()) return;
     for (uint32_t i = 0; i < s.n; ++i) {
       if (const uint64_t key = sequences().key_of(blocks[i])) await(key);
       await(sequences().key(s.space, s.names[i]));  // a worker's; a holder's names are announced
@@ -222,7 +222,7 @@ class Conductor final : public Placements {
   }
 
   void sequenced(const BlockId* blocks, uint32_t n) override {
-    if (loose_.empty()) return;
+    if (waiters_.empty()) return;
     for (uint32_t i = 0; i < n; ++i) {
       if (const uint64_t key = sequences().key_of(blocks[i])) await(key);
     }
@@ -230,16 +230,16 @@ class Conductor final : public Placements {
 
   // A prompt of the base model: local hashes are plain ones where the seeds are the same.
   bool place_by_prompt(BlockId last, const uint64_t* locals, size_t from, size_t n) override {
-    return from != n && !loose_.empty() && seed_ == kBaseSeed &&
+    return from != n && !waiters_.empty() && seed_ == kBaseSeed &&
            place_by_prompt(last, locals, locals, from, n, 0);
   }
 
   // What can be placed now may be all that waits, so it is done in slices, too.
-  bool place_waiting(Steps& steps) override {
+  bool resolve_waiting(Steps& steps) override {
     while (steps.left() && !(tried_ == waiting_.size() && work_.empty())) {
       if (tried_ != waiting_.size()) {
-        const Waiter loose = waiting_[tried_++];
-        try_place(loose);
+        const Waiter waiter = waiting_[tried_++];
+        try_place(waiter);
         steps.take(kStepsAWaiter + tables_asked());
       } else {
         const uint64_t key = work_.back();
@@ -261,17 +261,17 @@ class Conductor final : public Placements {
   void verify(Require&& require) const;
 
  private:
-  enum class Kind : uint8_t { CREDIT, ALIAS, CHILD };
+  enum class WaitsFor : uint8_t { CREDIT, ALIAS, CHILD };
   struct Waiter {  // a parked block, by one thing that it waits for
     RankId rank;
     uint64_t name;
     uint64_t stamp;
-    Kind kind;
+    WaitsFor kind;
   };
 
-  static constexpr size_t kLooseBytes = 56;  // a hash node
+  static constexpr size_t kWaiterBytes = 56;  // a hash node
   // Entries of a parked block: its parent, its hash, its sequence hash, and one that is stale.
-  static constexpr size_t kMostALoose = 4;
+  static constexpr size_t kWaitersABlock = 4;
   static constexpr size_t kWaitingKept = 65536;  // entries of `waiting_` whose memory is kept, 2 MB
 
   NameKeys keys() const { return index_.keys(); }
@@ -299,7 +299,7 @@ class Conductor final : public Placements {
   void show(const Instance& instance);
   void show(const Instance& instance, const Holder& holder,
             const std::vector<std::pair<uint32_t, RankId>>& ranks);
-  static Instance::Row& row(Instance& instance, uint32_t dp_rank);
+  static Instance::InstanceRank& row(Instance& instance, uint32_t dp_rank);
   static void list_rows(Instance& instance);
 
   // ---- what a hash means (conductor/meaning.hpp)
@@ -345,17 +345,17 @@ class Conductor final : public Placements {
                  bool by_engine);
   void take_over_parked(RankId id, uint64_t name);
   uint64_t behind(uint64_t key) const;
-  void enter(uint64_t key, const Waiter& loose);
+  void enter(uint64_t key, const Waiter& waiter);
   void await(uint64_t key);
   void announce(const Source& source, uint64_t space, uint64_t hash, bool by_engine);
   Parked* parked_at(RankId id, uint64_t name) const;
-  const Parked* parked_of(const Waiter& loose) const;
+  const Parked* parked_of(const Waiter& waiter) const;
   bool has_entry(RankId id, uint64_t name, uint64_t key) const;
   void collect_waiting(uint64_t key);
-  void try_place(const Waiter& loose);
-  void try_credit(Source& source, const Waiter& loose, const Parked& parked);
-  void try_behind_parent(Source& source, const Waiter& loose, const Parked& parked);
-  void take_out(const Waiter& loose);
+  void try_place(const Waiter& waiter);
+  void try_credit(Source& source, const Waiter& waiter, const Parked& parked);
+  void try_behind_parent(Source& source, const Waiter& waiter, const Parked& parked);
+  void take_out(const Waiter& waiter);
   bool place(uint64_t key, uint64_t local, uint64_t plain, uint64_t space, BlockId below);
   void prune(Steps& steps);
   void drop_stale(uint64_t key);
@@ -370,13 +370,13 @@ class Conductor final : public Placements {
   Instance* common_ = nullptr;   // of kCommonKey
   std::vector<Source*> owners_;  // by rank; null for a worker's
   std::vector<Medium> media_;    // beyond the tiers, in the order of their layers
-  std::unordered_multimap<uint64_t, Waiter, KeyedHash> loose_;
+  std::unordered_multimap<uint64_t, Waiter, KeyedHash> waiters_;
   KeyedHash hash_;                   // of keys under which children wait
   std::vector<uint64_t> work_;       // keys whose meaning has changed
   std::vector<Waiter> waiting_;      // what waited for one of them, to be tried
   size_t tried_ = 0;                 // so many of these have been
   std::vector<uint64_t> stale_;      // scratch of `prune`
-  size_t prune_at_ = 0;              // bucket of `loose_` that it was at last
+  size_t prune_at_ = 0;              // bucket of `waiters_` that it was at last
   mutable size_t tables_asked_ = 0;  // names tables that `elsewhere` has asked since `tables_asked`
 
   // Scratch of the operation in progress, kept for its capacity.

@@ -45,7 +45,7 @@ cdef extern from "conductor/conductor.hpp" namespace "kvd" nogil:
         const uint32_t* mm_begin    # n + 1 offsets, or NULL
         const uint64_t* mm
 
-    enum COutcome "kvd::Conductor::Outcome":
+    enum CStoreOutcome "kvd::Conductor::StoreOutcome":
         pass
 
     cppclass CConductor "kvd::Conductor":
@@ -60,17 +60,17 @@ cdef extern from "conductor/conductor.hpp" namespace "kvd" nogil:
         void link(CInstance*, CWorker*) except +
         RankId holder(CSource*, uint32_t, cbool, uint32_t) except +
         LayerId medium(const string&, const string&) except +
-        COutcome store(CSource*, RankId, const CStoredBlocks&) except +
+        CStoreOutcome store(CSource*, RankId, const CStoredBlocks&) except +
         uint32_t store_named(
             CSource*, RankId, const uint64_t*, uint32_t, uint32_t, LayerId, uint64_t, cbool, cbool,
             CSteps&
         ) except +
-        cbool place_waiting(CSteps&) except +
+        cbool resolve_waiting(CSteps&) except +
         void settled(const CSource&)
         void remove(CSource*, RankId, uint64_t, uint32_t, uint64_t, cbool) except +
         void clear(CSource*, RankId, uint32_t, uint64_t, cbool) except +
         pair[uint64_t, uint64_t] held_by(const CSource&)
-        size_t loose_count()
+        size_t waiter_count()
         size_t bytes()
 
 cdef extern from "conductor/engine_events.hpp" namespace "kvd" nogil:
@@ -152,7 +152,7 @@ cdef class Source:
     cdef CSource* c     # NULL once it is removed
     cdef Conductor conductor
     cdef readonly object instance_id
-    cdef int64_t spent  # steps of `store_named` since the last `place_waiting`
+    cdef int64_t spent  # steps of `store_named` since the last `resolve_waiting`
 
     cdef RankId holder(self, uint32_t backend, rank) except? 0xfffffffe
 
@@ -163,4 +163,4 @@ cdef class EngineEvents:
     cdef bytes payload                  # of a batch that is unfinished
     cdef public uint32_t slice_steps    # steps that a call of `apply` or `go_on` takes, about
 
-    cdef object told(self, Progress progress)
+    cdef object result_of(self, Progress progress)

@@ -16,7 +16,7 @@ from cython.operator cimport dereference as deref
 from libc.stdint cimport INT64_MAX
 
 from kvd_core.events.decoder import REASONS
-from kvd_core.index.prefix_index cimport kAllLayers, kNone, place_waiting, verify_if_debug
+from kvd_core.index.prefix_index cimport kAllLayers, kNone, resolve_waiting, verify_if_debug
 
 from kvd_core.index.prefix_index import SLICE_STEPS
 
@@ -224,7 +224,7 @@ cdef class Conductor:
 
     def stats(self):
         """Returns the number and the bytes of waiting blocks, without those that are parked."""
-        return {"loose": self.c.loose_count(), "bytes": self.c.bytes()}
+        return {"waiting": self.c.waiter_count(), "bytes": self.c.bytes()}
 
     def verify(self):
         """Checks every invariant of the index and of this; RuntimeError names the first broken."""
@@ -272,13 +272,13 @@ cdef class Source:
         Only whole blocks count. With `inherits` a known parent's namespace goes before `space`;
         `objects` are lists of ascending hashes of images, one a block. Returns an OUTCOME, or why
         there is none: "media", "holders". OverflowError or TypeError for numbers out of range.
-        Unless `whole`, calls of `place_waiting` have to follow.
+        Unless `whole`, calls of `resolve_waiting` have to follow.
         """
         cdef vector[uint64_t] named = hashes
         cdef vector[uint32_t] said = tokens
         cdef vector[uint32_t] begin
         cdef vector[uint64_t] mm
-        cdef CStoredBlocks told
+        cdef CStoredBlocks stored
         cdef uint32_t size = self.conductor.index.c.block_size()
         cdef LayerId layer = self.conductor.layer(medium)
         cdef RankId id = self.holder(backend, rank)
@@ -286,28 +286,28 @@ cdef class Source:
             return "media"
         if id == kNone:
             return "holders"
-        told.n = <uint32_t>min(named.size(), said.size() // size if size else 0)
-        told.hashes = named.data()
-        told.tokens = said.data()
-        told.has_parent = parent is not None
-        told.parent = parent if parent is not None else 0
-        told.layer = layer
-        told.space = space
-        told.inherits = inherits
-        told.by_engine = by_engine
-        told.mm_begin = NULL
-        told.mm = NULL
+        stored.n = <uint32_t>min(named.size(), said.size() // size if size else 0)
+        stored.hashes = named.data()
+        stored.tokens = said.data()
+        stored.has_parent = parent is not None
+        stored.parent = parent if parent is not None else 0
+        stored.layer = layer
+        stored.space = space
+        stored.inherits = inherits
+        stored.by_engine = by_engine
+        stored.mm_begin = NULL
+        stored.mm = NULL
         if objects is not None:
-            for i in range(told.n):
+            for i in range(stored.n):
                 begin.push_back(<uint32_t>mm.size())
                 for item in objects[i]:
                     mm.push_back(item)
             begin.push_back(<uint32_t>mm.size())
-            told.mm_begin = begin.data()
-            told.mm = mm.data()
-        cdef int outcome = <int>self.conductor.c.store(self.c, id, told)
+            stored.mm_begin = begin.data()
+            stored.mm = mm.data()
+        cdef int outcome = <int>self.conductor.c.store(self.c, id, stored)
         if whole:
-            place_waiting(deref(self.conductor.index.c))
+            resolve_waiting(deref(self.conductor.index.c))
         verify_if_debug(deref(self.conductor.index.c))
         return OUTCOMES[outcome]
 
@@ -341,18 +341,18 @@ cdef class Source:
             self.spent += INT64_MAX - all.rest()
             del all
         if whole:
-            place_waiting(deref(self.conductor.index.c))
+            resolve_waiting(deref(self.conductor.index.c))
         verify_if_debug(deref(self.conductor.index.c))
         return "full" if came == kNone else "placed"
 
-    def place_waiting(self, Slice slice not None):
+    def resolve_waiting(self, Slice slice not None):
         """Does some of what stored blocks have set off; False while there is more, or no step left.
 
         Those that `store_named` has taken since the last call go off them.
         """
         slice.c.take(self.spent)
         self.spent = 0
-        return self.conductor.c.place_waiting(slice.c[0]) and slice.c.left()
+        return self.conductor.c.resolve_waiting(slice.c[0]) and slice.c.left()
 
     def remove(self, uint32_t backend, rank, medium, hashes, uint64_t space, bint by_engine=False):
         """Takes blocks off one medium, or off all with None; unknown hashes are counted."""
@@ -469,7 +469,7 @@ cdef class EngineEvents:
         )
         if progress == Progress.UNFINISHED:
             self.payload = payload
-        return self.told(progress)
+        return self.result_of(progress)
 
     def go_on(self):
         """Goes on with an unfinished batch; returns what `apply` does."""
@@ -478,9 +478,9 @@ cdef class EngineEvents:
         cdef Progress progress = self.c.go_on(self.slice_steps)
         if progress != Progress.UNFINISHED:
             self.payload = None
-        return self.told(progress)
+        return self.result_of(progress)
 
-    cdef object told(self, Progress progress):
+    cdef object result_of(self, Progress progress):
         verify_if_debug(deref(self.source.conductor.index.c))
         return None if progress == Progress.UNFINISHED else progress == Progress.DONE
 

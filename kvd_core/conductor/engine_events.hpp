@@ -100,7 +100,7 @@ class EngineEvents {
 
   void resume() {}
 
-  bool place_waiting(Steps& steps) { return conductor_.place_waiting(steps); }
+  bool resolve_waiting(Steps& steps) { return conductor_.resolve_waiting(steps); }
 
   uint32_t stored(const StoredEvent& e, uint32_t from, Steps& steps) {
     if (from == 0) ++counters.events;
@@ -165,7 +165,7 @@ class EngineEvents {
       const Holder& each = source_->holders[i];
       steps.take(1);
       if (!each.ranked || each.dp_rank != rank_) continue;
-      steps.take(conductor_.index().rank(each.id).names.capacity() / kSlotsALook);
+      steps.take(conductor_.index().rank(each.id).names.capacity() / kSlotsAStep);
       conductor_.clear(source_, each.id, mask, 0, true);
     }
   }
@@ -200,26 +200,26 @@ class EngineEvents {
   // Stores blocks with their tokens; returns whether they are kept.
   bool store(const StoredEvent& e, uint32_t from, uint32_t to, RankId id, LayerId layer,
              std::string_view adapter, Steps& steps) {
-    StoredBlocks told{};
-    told.hashes = e.hashes + from;
-    told.n = to - from;
-    told.has_parent = from != 0 || e.has_parent;
-    told.parent = from != 0 ? e.hashes[from - 1] : e.parent;
-    told.tokens = e.tokens + from * size_t{conductor_.index().block_size()};
-    told.layer = layer;
-    told.space = lora_term(adapter.empty() ? std::string_view(lora_name_) : adapter) +
-                 salt_term(e.salt.empty() ? std::string_view(salt_) : e.salt);
-    told.inherits = e.salt.empty();
-    told.by_engine = true;
-    told.mm_begin = e.mm_begin == nullptr ? nullptr : e.mm_begin + from;
-    told.mm = e.mm;
-    steps.take(kStepsABlock * told.n);
-    const Conductor::Outcome outcome = conductor_.store(source_, id, told);
-    counters.parked += from == 0 && outcome == Conductor::Outcome::PARKED;
-    counters.full += outcome == Conductor::Outcome::FULL;
-    counters.refused += outcome == Conductor::Outcome::REFUSED;
+    StoredBlocks stored{};
+    stored.hashes = e.hashes + from;
+    stored.n = to - from;
+    stored.has_parent = from != 0 || e.has_parent;
+    stored.parent = from != 0 ? e.hashes[from - 1] : e.parent;
+    stored.tokens = e.tokens + from * size_t{conductor_.index().block_size()};
+    stored.layer = layer;
+    stored.space = lora_term(adapter.empty() ? std::string_view(lora_name_) : adapter) +
+                   salt_term(e.salt.empty() ? std::string_view(salt_) : e.salt);
+    stored.inherits = e.salt.empty();
+    stored.by_engine = true;
+    stored.mm_begin = e.mm_begin == nullptr ? nullptr : e.mm_begin + from;
+    stored.mm = e.mm;
+    steps.take(kStepsABlock * stored.n);
+    const Conductor::StoreOutcome outcome = conductor_.store(source_, id, stored);
+    counters.parked += from == 0 && outcome == Conductor::StoreOutcome::PARKED;
+    counters.full += outcome == Conductor::StoreOutcome::FULL;
+    counters.refused += outcome == Conductor::StoreOutcome::REFUSED;
     const bool kept =
-        outcome == Conductor::Outcome::PLACED || outcome == Conductor::Outcome::PARKED;
+        outcome == Conductor::StoreOutcome::PLACED || outcome == Conductor::StoreOutcome::PARKED;
     counters.stored += kept;
     return kept;
   }
@@ -245,11 +245,11 @@ class EngineEvents {
   StoreTarget target_of(RankId id, const StoredEvent& e, LayerId medium) {
     RankTraits& traits = conductor_.traits(id);
     learn_group(traits, e);
-    const Kind kind = kind_of(traits, e);
+    const GroupKind kind = kind_of(traits, e);
     uint32_t blocks = kNone;  // a further full-attention group must hold a prefix whole
-    if (kind == Kind::WINDOW) {
+    if (kind == GroupKind::WINDOW) {
       if (!window_blocks(traits, e, conductor_.index().block_size(), &blocks)) return kNowhere;
-    } else if (kind != Kind::FULL) {
+    } else if (kind != GroupKind::FULL) {
       return kNowhere;
     } else if (!is_further_group(traits, e.group)) {
       if (e.n_tokens != 0 && traits.main_group < 0) traits.main_group = std::max(0, e.group);
@@ -262,11 +262,11 @@ class EngineEvents {
 
   LayerId layer_of(RankId id, const RemovedEvent& e, LayerId medium) {
     const RankTraits& traits = conductor_.traits(id);
-    const Kind kind = kind_of(traits, e);
-    if (e.group >= 0 && (kind == Kind::WINDOW || is_further_group(traits, e.group))) {
+    const GroupKind kind = kind_of(traits, e);
+    if (e.group >= 0 && (kind == GroupKind::WINDOW || is_further_group(traits, e.group))) {
       return medium == kDeviceLayer ? conductor_.device_group(e.group) : kNone;
     }
-    return kind == Kind::FULL ? medium : kNone;
+    return kind == GroupKind::FULL ? medium : kNone;
   }
 
   // The layers of all groups beside the main one, if an event names no group and so is about all.

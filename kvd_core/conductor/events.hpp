@@ -9,14 +9,14 @@
 //   removed                the name that the holder has for the hash loses the layers
 //   cleared                all of a holder: as in the index; one namespace of several: name by name
 //
-// What comes to be known is announced, and `place_waiting` places what has waited for it: it has to
-// follow.
+// What comes to be known is announced; `resolve_waiting`, which has to follow, places what has
+// waited for it.
 //
 // Invariant: the guard holds a block only within `put`. It keeps the parent, on the ghost layer,
 // while names lose what they meant before, which may be all that has kept it.
 //
 // Costs of n blocks: n XXH3, n more in a namespace; what the index takes to store or remove them; a
-// look-up a block while anything is loose. Hashes alone are taken in slices, kStepsACredit steps a
+// look-up a block while anything waits. Hashes alone are taken in slices, kStepsACredit steps a
 // hash and one for each names table asked. To clear a namespace of several: O(names of the holder).
 #pragma once
 
@@ -29,8 +29,8 @@
 
 namespace kvd {
 
-inline Conductor::Outcome Conductor::store(Source* source, RankId id, const StoredBlocks& e) {
-  if (!index_.has_room(id, e.n)) return Outcome::FULL;
+inline Conductor::StoreOutcome Conductor::store(Source* source, RankId id, const StoredBlocks& e) {
+  if (!index_.has_room(id, e.n)) return StoreOutcome::FULL;
   index_.make_room(id, e.n);
   index_.ranks_[id].settling = !e.by_engine || index_.ranks_[id].restored;
   BlockId below = e.has_parent ? meaning(*source, id, e.parent, e.space, e.by_engine) : kNone;
@@ -49,10 +49,10 @@ inline Conductor::Outcome Conductor::store(Source* source, RankId id, const Stor
           0,
           plain_.data(),
           space};
-  if (e.n == 0) return Outcome::PLACED;
+  if (e.n == 0) return StoreOutcome::PLACED;
   if (index_.refers_to_itself(s)) {
     ++index_.stats_.self_references;
-    return Outcome::REFUSED;
+    return StoreOutcome::REFUSED;
   }
   uint64_t above = 0;  // sequence hash of a parent that is not in the tree
   if (e.has_parent && below == kNone) {
@@ -62,7 +62,7 @@ inline Conductor::Outcome Conductor::store(Source* source, RankId id, const Stor
   const bool placed = !e.has_parent || below != kNone;
   if (placed ? !affords(id, s, below) : !can_wait(e.n)) {
     index_.refuse(e.n);
-    return Outcome::FULL;
+    return StoreOutcome::FULL;
   }
   if (placed) {
     put(id, s, below);
@@ -73,7 +73,7 @@ inline Conductor::Outcome Conductor::store(Source* source, RankId id, const Stor
   } else {
     park_run(*source, id, e, s, above);
   }
-  return placed ? Outcome::PLACED : Outcome::PARKED;
+  return placed ? StoreOutcome::PLACED : StoreOutcome::PARKED;
 }
 
 inline uint32_t Conductor::store_named(Source* source, RankId id, const uint64_t* hashes,
@@ -227,7 +227,7 @@ inline bool Conductor::credit(Source& source, RankId id, uint64_t hash, LayerId 
   parked->hash = parked->sequence = hash;
   parked->space = space;
   parked->by_engine = by_engine;
-  enter(sequences().key(space, hash), {id, name, parked->stamp, Kind::CREDIT});
+  enter(sequences().key(space, hash), {id, name, parked->stamp, WaitsFor::CREDIT});
   announce(source, space, hash, by_engine);
   return true;
 }

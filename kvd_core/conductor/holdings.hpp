@@ -18,7 +18,7 @@
 // nobody has told the tokens of are looked up one by one, up to the first that nobody holds.
 //
 // Costs: path O(blocks), runs on the path x their members, rows; one look-up a block behind the
-// path while anything is loose. What the index counts of questions changes, and blocks that nobody
+// path while anything waits. What the index counts of questions changes, and blocks that nobody
 // has told the tokens of get their places where a prompt shows them (Conductor::place_by_prompt).
 #pragma once
 
@@ -47,18 +47,18 @@ class Holdings {
     const Tree& tree = conductor.index().tree();
     path_.find(tree, locals, n);
     size_t met = path_.met();
-    const uint64_t* own = met != n && conductor.anything_loose() ? plain() : nullptr;
+    const uint64_t* own = met != n && conductor.anything_waits() ? plain() : nullptr;
     if (own != nullptr && conductor.place_by_prompt(path_.last(tree), locals, own, met, n, space)) {
       path_.find(tree, locals, n);
       met = path_.met();
     }
     take_runs(conductor);
-    if (met == n || !conductor.anything_loose()) return;
+    if (met == n || !conductor.anything_waits()) return;
     sequences_.resize(n);
     for (size_t i = 0; i < n; ++i) {
       sequences_[i] = i == 0 ? own[0] : conductor.sequences().next(sequences_[i - 1], own[i]);
     }
-    take_loose(conductor, sequences_.data(), met, n, space);
+    take_waiting(conductor, sequences_.data(), met, n, space);
   }
 
   // The same by its tokens.
@@ -82,7 +82,7 @@ class Holdings {
     find_sequences(conductor, sequences, n, space);
     const size_t met = path_.met();
     take_runs(conductor);
-    if (met != n && conductor.anything_loose()) take_loose(conductor, sequences, met, n, space);
+    if (met != n && conductor.anything_waits()) take_waiting(conductor, sequences, met, n, space);
   }
 
   // Renders the instances of the conductor, or one, then workers of the index that are none of
@@ -195,8 +195,8 @@ class Holdings {
     }
   }
 
-  void take_loose(const Conductor& conductor, const uint64_t* sequences, size_t from, size_t n,
-                  uint64_t space) {
+  void take_waiting(const Conductor& conductor, const uint64_t* sequences, size_t from, size_t n,
+                    uint64_t space) {
     for (size_t i = from; i < n; ++i) {
       bool held = false;
       conductor.each_credit(
@@ -393,7 +393,7 @@ class Holdings {
     const Worker* worker = instance.worker;
     size_t at = 0;
     const auto& others = worker == nullptr ? kNoRanks : worker->ranks;
-    for (const Instance::Row& each : instance.rows) {
+    for (const Instance::InstanceRank& each : instance.rows) {
       for (; at < others.size() && others[at].first < each.dp_rank; ++at) {
         worker_rank(conductor, instance, others[at], visit);
       }

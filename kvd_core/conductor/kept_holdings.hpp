@@ -82,7 +82,7 @@ inline bool Conductor::await_sequences(RankId id, const Store& s) {
   return all;
 }
 
-// Sets aside what waited, and has it tried; `place_waiting` has to follow. False when it is
+// Sets aside what waited, and has it tried; `resolve_waiting` has to follow. False when it is
 // refused.
 inline bool Conductor::wait_again(RankId id, const StagedWaiting& w, LayerId layer) {
   const uint32_t slot = index_.ranks_[id].names.find(w.name, keys());
@@ -110,15 +110,15 @@ inline bool Conductor::wait_again(RankId id, const StagedWaiting& w, LayerId lay
   const uint64_t own = sequences().key(w.space, w.hash);
   const uint64_t known = w.sequence == 0 ? 0 : sequences().key(w.space, w.sequence);
   const bool by_hash = !w.has_content && (known == 0 || known == own);
-  Waiter loose{id, w.name, parked->stamp, by_hash ? Kind::CREDIT : Kind::ALIAS};
-  enter(own, loose);
-  loose.kind = Kind::CREDIT;
-  if (known != 0 && !by_hash) enter(known, loose);
-  waiting_.push_back(loose);
+  Waiter waiter{id, w.name, parked->stamp, by_hash ? WaitsFor::CREDIT : WaitsFor::ALIAS};
+  enter(own, waiter);
+  waiter.kind = WaitsFor::CREDIT;
+  if (known != 0 && !by_hash) enter(known, waiter);
+  waiting_.push_back(waiter);
   if (!w.has_content) return true;
-  loose.kind = Kind::CHILD;
-  enter(behind(sequences().key(w.space, w.parent)), loose);
-  waiting_.push_back(loose);
+  waiter.kind = WaitsFor::CHILD;
+  enter(behind(sequences().key(w.space, w.parent)), waiter);
+  waiting_.push_back(waiter);
   return true;
 }
 
@@ -216,13 +216,13 @@ class KeptHoldings {
       several = several || ((layers >> layer & 1) != 0 && shared.count({block, layer}) != 0);
     const uint64_t sequence = conductor_.sequences().sequence_of(block);
     if (!several || sequence == 0) return;
-    Parked told{};
-    told.layers = layers;
-    told.hash = index_.keys().name(value);
-    told.space = conductor_.sequences().space_of(block);
-    told.sequence = sequence;
-    told.certain = true;
-    write_parked(told.hash, told, out);
+    Parked kept{};
+    kept.layers = layers;
+    kept.hash = index_.keys().name(value);
+    kept.space = conductor_.sequences().space_of(block);
+    kept.sequence = sequence;
+    kept.certain = true;
+    write_parked(kept.hash, kept, out);
   }
 
   void write_parked(uint64_t name, const Parked& parked, std::string& out) {
@@ -353,7 +353,7 @@ class RestoreHoldings {
       to_.wait(entry_.waiting[next_++]);
       steps.take(kStepsAWaiter);
     }
-    const bool placed = conductor_.place_waiting(steps);
+    const bool placed = conductor_.resolve_waiting(steps);
     return !runs_stored_ || next_ < entry_.waiting.size() || !placed;
   }
 

@@ -51,8 +51,8 @@ inline uint32_t Conductor::slot_in(uint64_t home, RankId id, uint64_t hash, uint
     return slot != Names::kAbsent &&
            (any_space || sequences().space_of(keys().block(names.value(slot))) == space);
   };
-  const uint32_t as_told = names.find(hash, keys());
-  if (fits(as_told)) return as_told;
+  const uint32_t as_named = names.find(hash, keys());
+  if (fits(as_named)) return as_named;
   if (space == home) return Names::kAbsent;
   const uint32_t mixed = names.find(hash ^ mix64(space ^ home), keys());
   return fits(mixed) ? mixed : Names::kAbsent;
@@ -142,14 +142,14 @@ inline uint64_t Conductor::parked_sequence(const Source& source, RankId id, uint
                                            uint64_t space) const {
   uint64_t found = 0;
   bool clear = true;
-  const auto range = loose_.equal_range(sequences().key(space, hash));
+  const auto range = waiters_.equal_range(sequences().key(space, hash));
   for (auto it = range.first; it != range.second; ++it) {
-    const Waiter& loose = it->second;
-    const Parked* parked = parked_of(loose);
+    const Waiter& waiter = it->second;
+    const Parked* parked = parked_of(waiter);
     if (parked == nullptr || parked->hash != hash || parked->sequence == 0) continue;
-    if (loose.rank == id) return parked->sequence;
+    if (waiter.rank == id) return parked->sequence;
     const bool nearer =
-        owner(loose.rank) != nullptr && owner(loose.rank)->instance == source.instance;
+        owner(waiter.rank) != nullptr && owner(waiter.rank)->instance == source.instance;
     if (nearer) return parked->sequence;
     clear = clear && (found == 0 || found == parked->sequence);
     found = parked->sequence;

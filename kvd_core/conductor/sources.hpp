@@ -93,9 +93,11 @@ inline void Conductor::give_back(const Instance& instance) {
 }
 
 inline bool Conductor::has_row(const Instance& instance, uint32_t dp_rank) {
-  return std::binary_search(
-      instance.rows.begin(), instance.rows.end(), Instance::Row{dp_rank, {}},
-      [](const Instance::Row& a, const Instance::Row& b) { return a.dp_rank < b.dp_rank; });
+  return std::binary_search(instance.rows.begin(), instance.rows.end(),
+                            Instance::InstanceRank{dp_rank, {}},
+                            [](const Instance::InstanceRank& a, const Instance::InstanceRank& b) {
+                              return a.dp_rank < b.dp_rank;
+                            });
 }
 
 inline RankId Conductor::holder(Source* source, uint32_t backend, bool ranked, uint32_t dp_rank) {
@@ -151,7 +153,7 @@ inline LayerId Conductor::medium(const std::string& name, const std::string& key
 // What few blocks need of sequence hashes at the first source is made at once.
 inline void Conductor::prepare() {
   sequence(kSequencedAtOnce);
-  index_.max_parked_ = kMaxLoose;
+  index_.max_parked_ = kMaxWaiting;
   guard_ = index_.add_rank(0);
   index_.set_alias(guard_, kNone);
 }
@@ -206,11 +208,11 @@ inline void Conductor::show(const Instance& instance, const Holder& holder,
   }
 }
 
-inline Instance::Row& Conductor::row(Instance& instance, uint32_t dp_rank) {
+inline Instance::InstanceRank& Conductor::row(Instance& instance, uint32_t dp_rank) {
   auto& rows = instance.rows;
   const auto at =
       std::lower_bound(rows.begin(), rows.end(), dp_rank,
-                       [](const Instance::Row& a, uint32_t b) { return a.dp_rank < b; });
+                       [](const Instance::InstanceRank& a, uint32_t b) { return a.dp_rank < b; });
   if (at != rows.end() && at->dp_rank == dp_rank) return *at;
   return *rows.insert(at, {dp_rank, {}});
 }

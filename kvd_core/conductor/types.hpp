@@ -27,7 +27,7 @@ namespace kvd {
 
 // Blocks of a partition told without tokens or parent, once it has publishers of the standard: a
 // store alone, without its engines, tells of nothing else. Some 300 MB. More are refused.
-constexpr size_t kMaxLoose = size_t{1} << 20;
+constexpr size_t kMaxWaiting = size_t{1} << 20;
 // Backends and ranks of one source; those that hold nothing are forgotten when there are more. The
 // bound keeps a mad publisher from making one a number.
 constexpr size_t kMaxHolders = 4096;
@@ -84,17 +84,17 @@ struct Source {
 
 struct Instance {
   // A data-parallel rank, and who holds blocks for it.
-  struct Row {
+  struct InstanceRank {
     uint32_t dp_rank;
     std::vector<RankId> ids;
   };
 
   std::string key;  // its id as a JSON member name, quotes included
   std::vector<Source*> sources;
-  Worker* worker = nullptr;    // of the same id, if there can be one
-  std::vector<Row> rows;       // ascending by rank
-  std::vector<RankId> shared;  // who holds blocks for all of them
-  uint64_t asked = 0;          // questions about a block or more that have shown it
+  Worker* worker = nullptr;        // of the same id, if there can be one
+  std::vector<InstanceRank> rows;  // ascending by rank
+  std::vector<RankId> shared;      // who holds blocks for all of them
+  uint64_t asked = 0;              // questions about a block or more that have shown it
 };
 
 // A stored event, understood.

@@ -1,28 +1,28 @@
 // What publishers tell of that has no place in the tree yet, and how it gets one.
 //
-//   loose_   key of hash 501   CREDIT  rank 6, name 501     told without tokens: counts as the
+//   waiters_   key of hash 501   CREDIT  rank 6, name 501   told without tokens: counts as the
 //                                                           block of sequence hash 501 until that
 //                                                           is known
-//            key of hash 77    CHILD   rank 5, name 78      78 is the block behind 77
-//            key of hash 78    ALIAS   rank 5, name 78      what 78 is called
+//              key of hash 77    CHILD   rank 5, name 78    78 is the block behind 77
+//              key of hash 78    ALIAS   rank 5, name 78    what 78 is called
 //
 // When any event places a block, the keys of its sequence hash and of its announced hash are
 // looked up here, and what waited for them goes into the tree:
 //
 //   placed, announce ── await ─> work_     keys that something waits for
 //   a question's tokens ── place_by_prompt   what they show of sequence hashes that wait
-//   place_waiting    ── collect_waiting    what waits for a key ─> waiting_
+//   resolve_waiting  ── collect_waiting    what waits for a key ─> waiting_
 //                    └─ try_place          each of these: try_credit, try_behind_parent ─> announce
 //
-// Blocks that wait are in the tables of index/parked.hpp, by holder and name; `loose_` finds them
+// Blocks that wait are in the tables of index/parked.hpp, by holder and name; `waiters_` finds them
 // by what they wait for.
 //
 // Invariants: 1 of conductor/conductor.hpp, which `verify` checks; children wait under
 // `behind(key)`, all others under the key itself.
 //
-// Costs: a look-up a key while anything is loose, of an engine's own hash one more for each other
+// Costs: a look-up a key while anything waits, of an engine's own hash one more for each other
 // namespace that its instance is registered in; to place a block what the index takes to store it.
-// `place_waiting` goes in slices, kStepsAWaiter a block tried. A loose block takes about 300 bytes.
+// `resolve_waiting` goes in slices, kStepsAWaiter a block tried. A block that waits: 300 bytes.
 #pragma once
 
 #include <algorithm>
@@ -38,9 +38,9 @@ namespace kvd {
 
 template <class Visit>
 inline void Conductor::each_credit(uint64_t key, Visit&& visit) const {
-  const auto range = loose_.equal_range(key);
+  const auto range = waiters_.equal_range(key);
   for (auto it = range.first; it != range.second; ++it) {
-    if (it->second.kind != Kind::CREDIT) continue;
+    if (it->second.kind != WaitsFor::CREDIT) continue;
     if (const Parked* parked = parked_of(it->second)) visit(it->second.rank, parked->layers);
   }
 }
@@ -54,7 +54,7 @@ inline void Conductor::verify(Require&& require) const {
               "sources 3: a rank made for holders has some");
     }
   }
-  require(is_spread(loose_), "conductor: keys of what waits are spread over the buckets");
+  require(is_spread(waiters_), "conductor: keys of what waits are spread over the buckets");
   for (RankId id = 0; id < index_.rank_end(); ++id) {
     const Rank& rank = index_.rank(id);
     if (!rank.live || id >= owners_.size() || owners_[id] == nullptr) continue;
@@ -118,10 +118,10 @@ inline void Conductor::set_aside(Source& source, RankId id, uint64_t hash, const
   parked->by_engine = by_engine;
   parked->sequence = sequence;
   const uint64_t stamp = parked->stamp, space = one.space;
-  enter(behind(sequences().key(space, one.parent)), {id, name, stamp, Kind::CHILD});
-  enter(sequences().key(space, hash), {id, name, stamp, Kind::ALIAS});
+  enter(behind(sequences().key(space, one.parent)), {id, name, stamp, WaitsFor::CHILD});
+  enter(sequences().key(space, hash), {id, name, stamp, WaitsFor::ALIAS});
   if (sequence != 0) {
-    enter(sequences().key(space, sequence), {id, name, stamp, Kind::CREDIT});
+    enter(sequences().key(space, sequence), {id, name, stamp, WaitsFor::CREDIT});
     announce(source, space, hash, by_engine);
   }
 }
@@ -146,16 +146,16 @@ inline void Conductor::take_over_parked(RankId id, uint64_t name) {
 // beginning that has not been heard: nobody who asks what the key means is to meet them.
 inline uint64_t Conductor::behind(uint64_t key) const { return hash_(key); }
 
-inline void Conductor::enter(uint64_t key, const Waiter& loose) {
-  loose_.emplace(key, loose);
-  if (loose_.size() != kGrowsTo) return;
-  loose_.max_load_factor(kMostALoose);
-  loose_.reserve(kMostALoose * kMaxLoose);
+inline void Conductor::enter(uint64_t key, const Waiter& waiter) {
+  waiters_.emplace(key, waiter);
+  if (waiters_.size() != kGrowsTo) return;
+  waiters_.max_load_factor(kWaitersABlock);
+  waiters_.reserve(kWaitersABlock * kMaxWaiting);
 }
 
 inline void Conductor::await(uint64_t key) {
   for (const uint64_t each : {key, behind(key)}) {
-    if (loose_.find(each) != loose_.end()) work_.push_back(each);
+    if (waiters_.find(each) != waiters_.end()) work_.push_back(each);
   }
 }
 
@@ -163,7 +163,7 @@ inline void Conductor::await(uint64_t key) {
 // instance, that told of it by the hash alone, which waits in the namespace of that registration.
 inline void Conductor::announce(const Source& source, uint64_t space, uint64_t hash,
                                 bool by_engine) {
-  if (loose_.empty()) return;
+  if (waiters_.empty()) return;
   await(sequences().key(space, hash));
   if (!by_engine) return;
   uint64_t last = space;
@@ -183,13 +183,13 @@ inline Parked* Conductor::parked_at(RankId id, uint64_t name) const {
   return it == rank.rare->parked.end() ? nullptr : &it->second;
 }
 
-inline const Parked* Conductor::parked_of(const Waiter& loose) const {
-  const Parked* parked = parked_at(loose.rank, loose.name);
-  return parked != nullptr && parked->stamp == loose.stamp ? parked : nullptr;
+inline const Parked* Conductor::parked_of(const Waiter& waiter) const {
+  const Parked* parked = parked_at(waiter.rank, waiter.name);
+  return parked != nullptr && parked->stamp == waiter.stamp ? parked : nullptr;
 }
 
 inline bool Conductor::has_entry(RankId id, uint64_t name, uint64_t key) const {
-  const auto range = loose_.equal_range(key);
+  const auto range = waiters_.equal_range(key);
   return std::any_of(range.first, range.second, [&](const auto& entry) {
     return entry.second.rank == id && entry.second.name == name &&
            parked_of(entry.second) != nullptr;
@@ -202,68 +202,68 @@ inline bool Conductor::has_entry(RankId id, uint64_t name, uint64_t key) const {
 inline void Conductor::collect_waiting(uint64_t key) {
   waiting_.clear();
   tried_ = 0;
-  const auto range = loose_.equal_range(key);
+  const auto range = waiters_.equal_range(key);
   for (auto it = range.first; it != range.second; ++it) {
     if (parked_of(it->second) != nullptr) waiting_.push_back(it->second);
   }
   // All at once: erasing one of many equal keys walks over those before it.
-  loose_.erase(range.first, range.second);
+  waiters_.erase(range.first, range.second);
   for (const Waiter& each : waiting_) enter(key, each);
 }
 
-inline void Conductor::try_place(const Waiter& loose) {
-  const Parked* parked = parked_of(loose);
-  Source* source = loose.rank < owners_.size() ? owners_[loose.rank] : nullptr;
+inline void Conductor::try_place(const Waiter& waiter) {
+  const Parked* parked = parked_of(waiter);
+  Source* source = waiter.rank < owners_.size() ? owners_[waiter.rank] : nullptr;
   if (parked == nullptr || source == nullptr) return;
-  if (loose.kind == Kind::CHILD) {
-    try_behind_parent(*source, loose, *parked);
-  } else if (loose.kind == Kind::CREDIT) {
-    try_credit(*source, loose, *parked);
+  if (waiter.kind == WaitsFor::CHILD) {
+    try_behind_parent(*source, waiter, *parked);
+  } else if (waiter.kind == WaitsFor::CREDIT) {
+    try_credit(*source, waiter, *parked);
   }
 }
 
-inline void Conductor::try_credit(Source& source, const Waiter& loose, const Parked& parked) {
+inline void Conductor::try_credit(Source& source, const Waiter& waiter, const Parked& parked) {
   BlockId block = kNone;
   if (!parked.has_content)
-    block = meaning(source, loose.rank, parked.hash, parked.space, parked.by_engine);
+    block = meaning(source, waiter.rank, parked.hash, parked.space, parked.by_engine);
   if (block == kNone) block = sequences().find(sequences().key(parked.space, parked.sequence));
   if (block == kNone) return;
   const Parked was = parked;
-  take_out(loose);
-  if (index_.ranks_[loose.rank].names.find(loose.name, keys()) == Names::kAbsent) {
-    adopt(loose.rank, loose.name, block, was.layers);
+  take_out(waiter);
+  if (index_.ranks_[waiter.rank].names.find(waiter.name, keys()) == Names::kAbsent) {
+    adopt(waiter.rank, waiter.name, block, was.layers);
   }
   announce(source, was.space, was.hash, was.by_engine);
 }
 
-inline void Conductor::try_behind_parent(Source& source, const Waiter& loose,
+inline void Conductor::try_behind_parent(Source& source, const Waiter& waiter,
                                          const Parked& parked) {
-  BlockId below = meaning(source, loose.rank, parked.parent, parked.space, parked.by_engine);
+  BlockId below = meaning(source, waiter.rank, parked.parent, parked.space, parked.by_engine);
   uint64_t above = 0;
   if (below == kNone) {
     above = sequences().next(parked.parent, parked.plain) == parked.hash
                 ? parked.parent
-                : parked_sequence(source, loose.rank, parked.parent, parked.space);
+                : parked_sequence(source, waiter.rank, parked.parent, parked.space);
     if (above != 0) below = sequences().find(sequences().key(parked.space, above));
   }
   if (below != kNone) {
     const Parked was = parked;
-    take_out(loose);
-    index_.ranks_[loose.rank].settling = true;  // what has waited is no second copy
+    take_out(waiter);
+    index_.ranks_[waiter.rank].settling = true;  // what has waited is no second copy
     if (sequences().space_of(below) != was.space) ++index_.stats_.parked_unsalted;
     for (LayerId layer = 0; layer < kMaxLayers; ++layer) {
       if ((was.layers >> layer & 1) == 0) continue;
-      put(loose.rank, {&loose.name, &was.local, 1, true, 0, layer, 0, &was.plain, was.space},
+      put(waiter.rank, {&waiter.name, &was.local, 1, true, 0, layer, 0, &was.plain, was.space},
           below);
     }
     announce(source, was.space, was.hash, was.by_engine);
   } else if (above != 0 && parked.sequence == 0) {
-    Parked* known = parked_at(loose.rank, loose.name);
+    Parked* known = parked_at(waiter.rank, waiter.name);
     known->sequence = sequences().next(above, known->plain);
     const uint64_t space = known->space, own = known->hash;
     const bool by_engine = known->by_engine;
     enter(sequences().key(space, known->sequence),
-          {loose.rank, loose.name, loose.stamp, Kind::CREDIT});
+          {waiter.rank, waiter.name, waiter.stamp, WaitsFor::CREDIT});
     await(sequences().key(space, known->sequence));
     announce(source, space, own, by_engine);
   }
@@ -285,7 +285,7 @@ inline bool Conductor::place_by_prompt(BlockId last, const uint64_t* locals, con
   }
   if (i == from) return false;
   Steps some{kStepsExplained};
-  place_waiting(some);
+  resolve_waiting(some);
   return true;
 }
 
@@ -293,18 +293,18 @@ inline bool Conductor::place_by_prompt(BlockId last, const uint64_t* locals, con
 // any.
 inline bool Conductor::place(uint64_t key, uint64_t local, uint64_t plain, uint64_t space,
                              BlockId below) {
-  const auto range = loose_.equal_range(key);
+  const auto range = waiters_.equal_range(key);
   for (auto it = range.first; it != range.second; ++it) {
-    const Waiter loose = it->second;
-    const Parked* parked = parked_of(loose);
-    const Source* source = owner(loose.rank);
-    if (loose.kind != Kind::CREDIT || parked == nullptr || source == nullptr) continue;
+    const Waiter waiter = it->second;
+    const Parked* parked = parked_of(waiter);
+    const Source* source = owner(waiter.rank);
+    if (waiter.kind != WaitsFor::CREDIT || parked == nullptr || source == nullptr) continue;
     const Parked was = *parked;
-    take_out(loose);
-    index_.ranks_[loose.rank].settling = true;  // what has waited is no second copy
+    take_out(waiter);
+    index_.ranks_[waiter.rank].settling = true;  // what has waited is no second copy
     for (LayerId layer = 0; layer < kMaxLayers; ++layer) {
       if ((was.layers >> layer & 1) == 0) continue;
-      put(loose.rank, {&loose.name, &local, 1, true, 0, layer, 0, &plain, space}, below);
+      put(waiter.rank, {&waiter.name, &local, 1, true, 0, layer, 0, &plain, space}, below);
     }
     announce(*source, was.space, was.hash, was.by_engine);
     return true;
@@ -312,18 +312,18 @@ inline bool Conductor::place(uint64_t key, uint64_t local, uint64_t plain, uint6
   return false;
 }
 
-inline void Conductor::take_out(const Waiter& loose) {
-  index_.forget_parked(loose.rank, index_.ranks_[loose.rank].rare->parked.find(loose.name));
+inline void Conductor::take_out(const Waiter& waiter) {
+  index_.forget_parked(waiter.rank, index_.ranks_[waiter.rank].rare->parked.find(waiter.name));
   ++index_.stats_.unparked;
 }
 
 // Frees what waited for those that are no more, while that is most of it; the sweep does so, too.
 inline void Conductor::prune(Steps& steps) {
-  for (; loose_.size() > kMostALoose * index_.parked_ + 256 && steps.left();
+  for (; waiters_.size() > kWaitersABlock * index_.parked_ + 256 && steps.left();
        steps.take(1 + stale_.size())) {
-    prune_at_ = prune_at_ + 1 < loose_.bucket_count() ? prune_at_ + 1 : 0;
+    prune_at_ = prune_at_ + 1 < waiters_.bucket_count() ? prune_at_ + 1 : 0;
     stale_.clear();
-    for (auto it = loose_.begin(prune_at_); it != loose_.end(prune_at_); ++it) {
+    for (auto it = waiters_.begin(prune_at_); it != waiters_.end(prune_at_); ++it) {
       if (parked_of(it->second) == nullptr) stale_.push_back(it->first);
     }
     for (const uint64_t key : stale_) drop_stale(key);
@@ -331,9 +331,9 @@ inline void Conductor::prune(Steps& steps) {
 }
 
 inline void Conductor::drop_stale(uint64_t key) {
-  const auto range = loose_.equal_range(key);
+  const auto range = waiters_.equal_range(key);
   for (auto it = range.first; it != range.second;) {
-    it = parked_of(it->second) == nullptr ? loose_.erase(it) : std::next(it);
+    it = parked_of(it->second) == nullptr ? waiters_.erase(it) : std::next(it);
   }
 }
 

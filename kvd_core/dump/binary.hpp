@@ -141,24 +141,24 @@ class DumpBinary {
     const size_t text = is_text ? name_bytes(worker) : 0;
     const size_t size = kRankHead + text + groups * kGroupBytes + windows * kWindowBytes;
     if (n < size) return nullptr;
-    StagedRank told;
-    told.dp_rank = get<uint32_t>(p + 2);
-    told.salted = (flags & kSalted) != 0;
-    told.offloads = (flags & kOffloads) != 0;
-    told.numbers_groups = (flags & kNumbersGroups) != 0;
-    told.main_group = static_cast<int32_t>(get<uint32_t>(p + 6));
+    StagedRank staged;
+    staged.dp_rank = get<uint32_t>(p + 2);
+    staged.salted = (flags & kSalted) != 0;
+    staged.offloads = (flags & kOffloads) != 0;
+    staged.numbers_groups = (flags & kNumbersGroups) != 0;
+    staged.main_group = static_cast<int32_t>(get<uint32_t>(p + 6));
     const uint8_t* at = p + kRankHead + text;
     for (uint32_t i = 0; i < groups; ++i, at += kGroupBytes) {
-      if (at[4] > static_cast<uint8_t>(Kind::OTHER))
+      if (at[4] > static_cast<uint8_t>(GroupKind::OTHER))
         Stage::refuse("a cache group of an unknown kind");
       const int64_t window = static_cast<int64_t>(get<uint64_t>(at + 5));
-      told.groups.push_back(
-          {static_cast<int32_t>(get<uint32_t>(at)), static_cast<Kind>(at[4]), window});
+      staged.groups.push_back(
+          {static_cast<int32_t>(get<uint32_t>(at)), static_cast<GroupKind>(at[4]), window});
     }
     for (uint32_t i = 0; i < windows; ++i, at += kWindowBytes) {
-      told.windows.push_back({get<uint32_t>(at), get<uint32_t>(at + 4)});
+      staged.windows.push_back({get<uint32_t>(at), get<uint32_t>(at + 4)});
     }
-    stage_.add_told(worker_id(p + kRankHead, text, is_text, worker), std::move(told));
+    stage_.add_rank(worker_id(p + kRankHead, text, is_text, worker), std::move(staged));
     return p + size;
   }
 
@@ -170,17 +170,17 @@ class DumpBinary {
         flags > (kHasContent | kByEngine | kCertain))
       Stage::refuse("a block without a place that cannot be");
     if (n < kWaitingHead + text) return nullptr;
-    StagedWaiting told;
-    told.has_content = (flags & kHasContent) != 0;
-    told.by_engine = (flags & kByEngine) != 0;
-    told.certain = (flags & kCertain) != 0;
-    told.tier = p[2];
-    told.group = get<uint32_t>(p + 3);
-    told.dp_rank = get<uint32_t>(p + 7);
-    uint64_t* const fields[] = {&told.name,  &told.hash,  &told.space,   &told.parent,
-                                &told.local, &told.plain, &told.sequence};
+    StagedWaiting staged;
+    staged.has_content = (flags & kHasContent) != 0;
+    staged.by_engine = (flags & kByEngine) != 0;
+    staged.certain = (flags & kCertain) != 0;
+    staged.tier = p[2];
+    staged.group = get<uint32_t>(p + 3);
+    staged.dp_rank = get<uint32_t>(p + 7);
+    uint64_t* const fields[] = {&staged.name,  &staged.hash,  &staged.space,   &staged.parent,
+                                &staged.local, &staged.plain, &staged.sequence};
     for (size_t i = 0; i < std::size(fields); ++i) *fields[i] = get<uint64_t>(p + 19 + 8 * i);
-    stage_.add_waiting(worker_id(p + kWaitingHead, text, true, 0), told);
+    stage_.add_waiting(worker_id(p + kWaitingHead, text, true, 0), staged);
     return p + kWaitingHead + text;
   }
 

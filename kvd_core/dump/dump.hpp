@@ -119,7 +119,7 @@ class Dump {
         write_run(out, std::min(enough, out.size() + kPieceBytes));
         steps.take((blocks_written_ - before) * kStepsABlock);
       } else if (watcher_.next != kNone) {
-        steps.take(kStepsALook);
+        steps.take(kStepsAVisit);
         step(owners, out);
       } else if (!other_names_.empty()) {
         steps.take(kStepsATable);
@@ -127,8 +127,8 @@ class Dump {
       } else {
         return false;
       }
-      steps.take(looked_up_ * kStepsALookUp);
-      looked_up_ = 0;
+      steps.take(lookups_ * kStepsALookup);
+      lookups_ = 0;
     }
     format_->pause(out);
     return true;
@@ -141,7 +141,7 @@ class Dump {
   static constexpr int64_t kStepsASlice = 4096;
   static constexpr size_t kStepsABlock = 2;
   static constexpr size_t kPieceBytes = 16 * 1024;  // of a run between two looks at the steps
-  static constexpr size_t kStepsALook = 8, kStepsAName = 3, kStepsALookUp = 6, kStepsATable = 2048;
+  static constexpr size_t kStepsAVisit = 8, kStepsAName = 3, kStepsALookup = 6, kStepsATable = 2048;
 
   Dump(Index& index, std::unique_ptr<DumpFormat> format, bool binary)
       : index_(index), binary_(binary), format_(std::move(format)) {
@@ -224,7 +224,7 @@ class Dump {
   // How much of the chain's start has been written as the end of a run that began above.
   uint32_t behind_taken(const Node& node) const {
     const auto it = taken_.find(key(node.chain.block()[0]));
-    if (it == taken_.end() || !placed(it->second)) return 0;
+    if (it == taken_.end() || !is_in_tree(it->second)) return 0;
     const Block& last = tree().block(it->second);
     return &tree().node(last.node) == &node ? last.offset + 1 : 0;
   }
@@ -232,7 +232,7 @@ class Dump {
   uint64_t key(BlockId first) const { return uint64_t{first} << 32 | rank_; }
 
   // True while the block lives (ids of freed blocks may be asked about until they are reused).
-  bool placed(BlockId id) const {
+  bool is_in_tree(BlockId id) const {
     if (id >= tree().block_end()) return false;
     const Block& b = tree().block(id);
     if (!tree().alive(b.node)) return false;
@@ -251,7 +251,7 @@ class Dump {
     const BlockId parent = tree().parent_of(tree().node(at.node).chain.block()[at.offset]);
     uint64_t name = 0;
     if (parent != kNone) find_name_above(parent, name);
-    if (told_.insert(rank_).second) format_->rank(owner, index_.rank(rank_), out);
+    if (begun_.insert(rank_).second) format_->rank(owner, index_.rank(rank_), out);
     const RunHead head{
         &owner, dp_rank_, index_.tier_of(layer_), index_.group_of(layer_), parent != kNone,
         name,   parent};
@@ -265,7 +265,7 @@ class Dump {
 
   // The tree may have changed since the last piece: finds the run's place in it again.
   void resume(std::string& out) {
-    if (last_ != kNone && placed(last_)) {
+    if (last_ != kNone && is_in_tree(last_)) {
       at_ = tree().after(last_);
     } else {
       close(out);
@@ -336,7 +336,7 @@ class Dump {
   bool find_name(BlockId block, LayerId layer, uint64_t& name) {
     name = tree().block(block).name;
     if (means(name, block, layer)) return true;
-    ++looked_up_;
+    ++lookups_;
     // What was noted may be another name by now, or none: then it does not mean the block.
     const NameKeys& keys = index_.keys();
     const uint32_t value = other_names_[rank_].find(block, [&](uint32_t each) {
@@ -432,13 +432,13 @@ class Dump {
   std::string owner_;             // the open run's worker and rank
   uint32_t dp_rank_ = 0;
 
-  std::unordered_set<RankId> told_;              // ranks whose first run has begun
+  std::unordered_set<RankId> begun_;             // ranks whose first run has begun
   std::unordered_map<uint64_t, BlockId> taken_;  // (first block of a chain, rank) -> last written
   BlockId unnamed_ = kNone;  // a block of the rank whose name is being looked for
   uint64_t collected_ = 0;   // `key` of the one that was looked for last
   uint32_t slots_ = 0;       // of the rank's names, while these are looked through,
   uint32_t slot_ = 0;        // and which is next
-  size_t looked_up_ = 0;     // names in `other_names_`, since the steps were counted
+  size_t lookups_ = 0;       // names in `other_names_`, since the steps were counted
   std::unordered_map<RankId, OtherNames> other_names_;
 };
 

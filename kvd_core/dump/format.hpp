@@ -107,7 +107,7 @@ class DumpFormat {
  public:
   virtual ~DumpFormat() = default;
   // What a rank's stream has told, before the rank's first run.
-  virtual void rank(const std::string& owner, const RankTraits& told, std::string& out) = 0;
+  virtual void rank(const std::string& owner, const RankTraits& traits, std::string& out) = 0;
   virtual void open(const RunHead& head, std::string& out) = 0;
   // Blocks of one run.
   virtual void blocks(const BlockId* ids, const uint64_t* names, const uint64_t* locals, size_t n,
@@ -176,25 +176,26 @@ class BinaryFormat : public DumpFormat {
   explicit BinaryFormat(const Index& index, const Sequences* sequences = nullptr)
       : index_(index), sequences_(sequences) {}
 
-  void rank(const std::string& owner, const RankTraits& told, std::string& out) override {
-    const uint8_t said = (told.salted ? kSalted : 0) | (told.offloads ? kOffloads : 0) |
-                         (told.numbers_groups ? kNumbersGroups : 0);
-    if (said == 0 && told.groups.empty() && told.windows.empty() && told.main_group < 0) return;
+  void rank(const std::string& owner, const RankTraits& traits, std::string& out) override {
+    const uint8_t said = (traits.salted ? kSalted : 0) | (traits.offloads ? kOffloads : 0) |
+                         (traits.numbers_groups ? kNumbersGroups : 0);
+    if (said == 0 && traits.groups.empty() && traits.windows.empty() && traits.main_group < 0)
+      return;
     name(owner);
     put<uint8_t>(out, kRankTag);
     put<uint8_t>(out, said | (is_text_ ? kTextWorker : 0));
-    put<uint32_t>(out, told.dp_rank);
-    put<uint32_t>(out, static_cast<uint32_t>(told.main_group));
+    put<uint32_t>(out, traits.dp_rank);
+    put<uint32_t>(out, static_cast<uint32_t>(traits.main_group));
     put<uint64_t>(out, number_);
-    put<uint8_t>(out, static_cast<uint8_t>(told.groups.size()));
-    put<uint8_t>(out, static_cast<uint8_t>(told.windows.size()));
+    put<uint8_t>(out, static_cast<uint8_t>(traits.groups.size()));
+    put<uint8_t>(out, static_cast<uint8_t>(traits.windows.size()));
     if (is_text_) out.append(worker_);
-    for (const CacheGroup& group : told.groups) {
+    for (const CacheGroup& group : traits.groups) {
       put<uint32_t>(out, static_cast<uint32_t>(group.id));
       put<uint8_t>(out, static_cast<uint8_t>(group.kind));
       put<uint64_t>(out, static_cast<uint64_t>(group.window));
     }
-    for (const Window& window : told.windows) {
+    for (const Window& window : traits.windows) {
       put<uint32_t>(out, index_.group_of(window.layer));
       put<uint32_t>(out, window.blocks);
     }

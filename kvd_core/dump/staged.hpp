@@ -93,7 +93,7 @@ struct RunOf {
 
 // A rank, and what its stream had told.
 struct StagedRank {
-  struct Window {
+  struct StagedWindow {
     uint32_t group;
     uint32_t blocks;
   };
@@ -104,7 +104,7 @@ struct StagedRank {
   bool numbers_groups = false;
   int32_t main_group = -1;
   std::vector<CacheGroup> groups;
-  std::vector<Window> windows;
+  std::vector<StagedWindow> windows;
 };
 
 struct StagedWorker {
@@ -188,19 +188,19 @@ class Stage {
   }
 
   // Says what a rank's stream had told.
-  void add_told(const std::string& worker_id, StagedRank told) {
+  void add_rank(const std::string& worker_id, StagedRank staged) {
     StagedEntry& entry = entries_.back();
-    StagedRank& known = rank(entry.workers[worker_number(entry, worker_id)].ranks, told.dp_rank);
-    told.blocks = known.blocks;
-    known = std::move(told);
+    StagedRank& known = rank(entry.workers[worker_number(entry, worker_id)].ranks, staged.dp_rank);
+    staged.blocks = known.blocks;
+    known = std::move(staged);
   }
 
-  void add_waiting(const std::string& worker_id, StagedWaiting told) {
+  void add_waiting(const std::string& worker_id, StagedWaiting staged) {
     StagedEntry& entry = entries_.back();
     if (++waiting_ > limits_.blocks) refuse("too many blocks without a place");
-    told.worker = worker_number(entry, worker_id);
-    rank(entry.workers[told.worker].ranks, told.dp_rank);
-    entry.waiting.push_back(told);
+    staged.worker = worker_number(entry, worker_id);
+    rank(entry.workers[staged.worker].ranks, staged.dp_rank);
+    entry.waiting.push_back(staged);
   }
 
   // A removed entry's blocks stay in their pages until the stage goes.
@@ -342,27 +342,27 @@ class Restore {
   size_t teach(Index& index, To& to) {
     const auto& ranks = entry_.workers[worker_].ranks;
     size_t cost = 1 + ranks.size();
-    for (const StagedRank& told : ranks) {
-      const RankId rank = to.rank(worker_, told.dp_rank);
+    for (const StagedRank& staged : ranks) {
+      const RankId rank = to.rank(worker_, staged.dp_rank);
       if (rank == kNone) continue;
-      teach(index, rank, told);
-      index.rank(rank).names.reserve(told.blocks);
-      cost += told.blocks / kNamesABlock;
+      teach(index, rank, staged);
+      index.rank(rank).names.reserve(staged.blocks);
+      cost += staged.blocks / kNamesABlock;
     }
     ++worker_;
     return cost;
   }
 
   // What the rank's own stream has told already stands.
-  static void teach(Index& index, RankId rank, const StagedRank& told) {
+  static void teach(Index& index, RankId rank, const StagedRank& staged) {
     RankTraits& traits = index.rank(rank);
-    traits.salted |= told.salted;
-    traits.offloads |= told.offloads;
-    traits.numbers_groups |= told.numbers_groups;
-    if (traits.main_group < 0) traits.main_group = told.main_group;
-    if (traits.groups.empty()) traits.groups = told.groups;
+    traits.salted |= staged.salted;
+    traits.offloads |= staged.offloads;
+    traits.numbers_groups |= staged.numbers_groups;
+    if (traits.main_group < 0) traits.main_group = staged.main_group;
+    if (traits.groups.empty()) traits.groups = staged.groups;
     if (!traits.windows.empty()) return;
-    for (const auto& window : told.windows) {
+    for (const auto& window : staged.windows) {
       const LayerId layer = index.group_layer(kDeviceLayer, window.group);
       if (layer != kNone) index.set_window(rank, layer, window.blocks);
     }

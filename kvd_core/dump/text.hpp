@@ -37,7 +37,7 @@ class DumpText {
     const Nesting next = below(object);
     if (nesting() != Nesting::SKIPPED) take_member();
     nesting_.push_back(next);
-    member_ = Member::OTHER;
+    member_ = DumpMember::OTHER;
     switch (next) {
       case Nesting::ENTRY:
         begin_entry();
@@ -73,13 +73,13 @@ class DumpText {
         end_run();
         break;
       case Nesting::DATA:
-        require(2, Member::STORED, "event data other than `stored`");
+        require(2, DumpMember::STORED, "event data other than `stored`");
         break;
       case Nesting::STORED:
-        require(3, Member::BLOCKS, "an event without blocks");
+        require(3, DumpMember::BLOCKS, "an event without blocks");
         break;
       case Nesting::EVENT:
-        require(1, Member::DATA, "an event without data");
+        require(1, DumpMember::DATA, "an event without data");
         break;
       case Nesting::BLOCK:
         end_block();
@@ -87,7 +87,7 @@ class DumpText {
       default:
         break;
     }
-    member_ = Member::OTHER;
+    member_ = DumpMember::OTHER;
   }
 
   void key(std::string_view name) {
@@ -99,25 +99,25 @@ class DumpText {
     if (nesting() == Nesting::SKIPPED) return;
     take_member();
     switch (member_) {
-      case Member::OTHER:
+      case DumpMember::OTHER:
         elsewhere();
         break;
-      case Member::BLOCK_HASH:
+      case DumpMember::BLOCK_HASH:
         name_ = hash(digits);
         break;
-      case Member::TOKENS_HASH:
+      case DumpMember::TOKENS_HASH:
         local_ = hash(digits);
         break;
-      case Member::PARENT:
+      case DumpMember::PARENT:
         parent_ = hash(digits), has_parent_ = true;
         break;
-      case Member::DP_RANK:
+      case DumpMember::DP_RANK:
         dp_rank_ = static_cast<uint32_t>(unsigned_of(digits, 0xffffffffu));
         break;
-      case Member::WORKER:
+      case DumpMember::WORKER:
         worker_ = std::to_string(unsigned_of(digits, ~uint64_t{0}));
         break;
-      case Member::BLOCK_SIZE:
+      case DumpMember::BLOCK_SIZE:
         entry().block_size = static_cast<uint32_t>(unsigned_of(digits, 0xffffffffu));
         break;
       default:
@@ -129,22 +129,22 @@ class DumpText {
     if (nesting() == Nesting::SKIPPED) return;
     take_member();
     switch (member_) {
-      case Member::OTHER:
+      case DumpMember::OTHER:
         elsewhere();
         break;
-      case Member::WORKER:
+      case DumpMember::WORKER:
         worker_ = quoted(said);
         break;
-      case Member::TIER:
+      case DumpMember::TIER:
         tier_ = tier_of(said);
         break;
-      case Member::MODEL:
+      case DumpMember::MODEL:
         entry().model = said, entry().has_model = true;
         break;
-      case Member::TENANT:
+      case DumpMember::TENANT:
         entry().tenant = said, entry().has_tenant = true;
         break;
-      case Member::FAILED:
+      case DumpMember::FAILED:
         Stage::refuse("the peer could not dump all of its indexes");
       default:
         Stage::refuse("a text in the wrong place");
@@ -154,9 +154,9 @@ class DumpText {
   void word(std::string_view said) {
     if (nesting() == Nesting::SKIPPED) return;
     take_member();
-    const bool optional =
-        member_ == Member::PARENT || member_ == Member::DP_RANK || member_ == Member::TIER;
-    if (member_ == Member::OTHER) {
+    const bool optional = member_ == DumpMember::PARENT || member_ == DumpMember::DP_RANK ||
+                          member_ == DumpMember::TIER;
+    if (member_ == DumpMember::OTHER) {
       elsewhere();
     } else if (said != "null" || !optional) {
       Stage::refuse("a value of the wrong type");
@@ -177,7 +177,7 @@ class DumpText {
     BLOCK,
     SKIPPED
   };
-  enum class Member : uint8_t {
+  enum class DumpMember : uint8_t {
     OTHER,
     BLOCK_SIZE,
     MODEL,
@@ -199,36 +199,36 @@ class DumpText {
   Nesting nesting() const { return nesting_.back(); }
   StagedEntry& entry() { return stage_.entries().back(); }
 
-  static Member member_of(Nesting nesting, std::string_view name) {
+  static DumpMember member_of(Nesting nesting, std::string_view name) {
     switch (nesting) {
       case Nesting::BLOCK:
-        if (name == "block_hash") return Member::BLOCK_HASH;
-        if (name == "tokens_hash") return Member::TOKENS_HASH;
-        return Member::OTHER;
+        if (name == "block_hash") return DumpMember::BLOCK_HASH;
+        if (name == "tokens_hash") return DumpMember::TOKENS_HASH;
+        return DumpMember::OTHER;
       case Nesting::ENTRY:
-        if (name == "block_size") return Member::BLOCK_SIZE;
-        if (name == "events") return Member::EVENTS;
-        if (name == "model_name") return Member::MODEL;
-        if (name == "tenant_id") return Member::TENANT;
-        if (name == "error") return Member::FAILED;
-        return Member::OTHER;
+        if (name == "block_size") return DumpMember::BLOCK_SIZE;
+        if (name == "events") return DumpMember::EVENTS;
+        if (name == "model_name") return DumpMember::MODEL;
+        if (name == "tenant_id") return DumpMember::TENANT;
+        if (name == "error") return DumpMember::FAILED;
+        return DumpMember::OTHER;
       case Nesting::RUN:
-        if (name == "worker_id") return Member::WORKER;
-        if (name == "storage_tier") return Member::TIER;
-        if (name == "event") return Member::EVENT;
-        return Member::OTHER;
+        if (name == "worker_id") return DumpMember::WORKER;
+        if (name == "storage_tier") return DumpMember::TIER;
+        if (name == "event") return DumpMember::EVENT;
+        return DumpMember::OTHER;
       case Nesting::EVENT:
-        if (name == "data") return Member::DATA;
-        if (name == "dp_rank") return Member::DP_RANK;
-        return Member::OTHER;
+        if (name == "data") return DumpMember::DATA;
+        if (name == "dp_rank") return DumpMember::DP_RANK;
+        return DumpMember::OTHER;
       case Nesting::DATA:
-        return name == "stored" ? Member::STORED : Member::OTHER;
+        return name == "stored" ? DumpMember::STORED : DumpMember::OTHER;
       case Nesting::STORED:
-        if (name == "parent_hash") return Member::PARENT;
-        if (name == "blocks") return Member::BLOCKS;
-        return Member::OTHER;
+        if (name == "parent_hash") return DumpMember::PARENT;
+        if (name == "blocks") return DumpMember::BLOCKS;
+        return DumpMember::OTHER;
       default:
-        return Member::OTHER;
+        return DumpMember::OTHER;
     }
   }
 
@@ -247,17 +247,17 @@ class DumpText {
         break;
     }
     switch (member_) {
-      case Member::OTHER:
+      case DumpMember::OTHER:
         return Nesting::SKIPPED;
-      case Member::EVENTS:
+      case DumpMember::EVENTS:
         return want(!object, Nesting::EVENTS);
-      case Member::BLOCKS:
+      case DumpMember::BLOCKS:
         return want(!object, Nesting::BLOCKS);
-      case Member::EVENT:
+      case DumpMember::EVENT:
         return want(object, Nesting::EVENT);
-      case Member::DATA:
+      case DumpMember::DATA:
         return want(object, Nesting::DATA);
-      case Member::STORED:
+      case DumpMember::STORED:
         return want(object, Nesting::STORED);
       default:
         Stage::refuse("an object or array in the wrong place");
@@ -284,7 +284,7 @@ class DumpText {
 
   // Each known member is given once in its object.
   void take_member() {
-    if (member_ == Member::OTHER) return;
+    if (member_ == DumpMember::OTHER) return;
     uint32_t& seen = seen_at(nesting());
     const uint32_t bit = 1u << static_cast<uint32_t>(member_);
     if ((seen & bit) != 0) Stage::refuse("a member is given twice");
@@ -308,7 +308,7 @@ class DumpText {
     }
   }
 
-  void require(size_t level, Member member, const char* otherwise) const {
+  void require(size_t level, DumpMember member, const char* otherwise) const {
     if ((seen_[level] >> static_cast<uint32_t>(member) & 1) == 0) Stage::refuse(otherwise);
   }
 
@@ -319,8 +319,8 @@ class DumpText {
   }
 
   void end_entry() {
-    require(5, Member::BLOCK_SIZE, "an entry without a block size");
-    require(5, Member::EVENTS, "an entry without events");
+    require(5, DumpMember::BLOCK_SIZE, "an entry without a block size");
+    require(5, DumpMember::EVENTS, "an entry without events");
   }
 
   void begin_run() {
@@ -333,8 +333,8 @@ class DumpText {
   }
 
   void end_run() {
-    require(0, Member::WORKER, "an event without a worker");
-    require(0, Member::EVENT, "an event without content");
+    require(0, DumpMember::WORKER, "an event without a worker");
+    require(0, DumpMember::EVENT, "an event without content");
     RunOf of{dp_rank_, tier_};
     of.has_parent = has_parent_;
     of.parent = parent_;
@@ -342,8 +342,8 @@ class DumpText {
   }
 
   void end_block() {
-    require(4, Member::BLOCK_HASH, "a block without its hash");
-    require(4, Member::TOKENS_HASH, "a block without the hash of its tokens");
+    require(4, DumpMember::BLOCK_HASH, "a block without its hash");
+    require(4, DumpMember::TOKENS_HASH, "a block without the hash of its tokens");
     stage_.add_block(name_, local_);
   }
 
@@ -385,7 +385,7 @@ class DumpText {
   Stage& stage_;
   JsonStream<DumpText> json_;
   std::vector<Nesting> nesting_{Nesting::OUTSIDE};
-  Member member_ = Member::OTHER;
+  DumpMember member_ = DumpMember::OTHER;
   uint32_t seen_[6] = {};  // members of the object in progress: RUN EVENT DATA STORED BLOCK ENTRY
 
   std::string key_;

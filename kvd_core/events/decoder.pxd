@@ -17,7 +17,7 @@ cdef extern from "events/events.hpp" namespace "kvd" nogil:
         EXTERNAL
         UNKNOWN  # a medium that no table knows
 
-    cdef enum class Kind(uint8_t):
+    cdef enum class GroupKind(uint8_t):
         NONE  # not said
         FULL
         WINDOW
@@ -38,7 +38,7 @@ cdef extern from "events/events.hpp" namespace "kvd" nogil:
         bool pairs  # EAGLE; never with 0 tokens
         uint64_t block_size  # tokens; 0 absent
         Tier tier
-        Kind kind
+        GroupKind kind
         bool remote
         int32_t group  # -1 absent
         int64_t window  # tokens; 0 absent
@@ -55,7 +55,7 @@ cdef extern from "events/events.hpp" namespace "kvd" nogil:
         const uint64_t* hashes
         uint32_t n_hashes
         Tier tier
-        Kind kind
+        GroupKind kind
         bool remote
         int32_t group  # -1 absent
         const uint32_t* remaining  # copies that are left of each, or NULL

@@ -19,7 +19,7 @@ from libcpp.string_view cimport string_view
 from kvd_core.events.decoder cimport (
     BatchResult,
     ClearedEvent,
-    Kind,
+    GroupKind,
     Origin,
     Reason,
     RemovedEvent,
@@ -45,10 +45,10 @@ cdef dict _TIERS = {
     <int>Tier.UNKNOWN: "unknown",
 }
 cdef dict _KINDS = {
-    <int>Kind.NONE: None,
-    <int>Kind.FULL: "full",
-    <int>Kind.WINDOW: "window",
-    <int>Kind.OTHER: "other",
+    <int>GroupKind.NONE: None,
+    <int>GroupKind.FULL: "full",
+    <int>GroupKind.WINDOW: "window",
+    <int>GroupKind.OTHER: "other",
 }
 cdef dict _ORIGINS = {
     <int>Origin.UNSAID: None,

@@ -48,7 +48,7 @@ constexpr uint32_t kHashesAtOnce = 512;  // hashes without tokens applied betwee
 constexpr size_t kStepsABlock = 5;
 constexpr size_t kStepsAName = 8;
 constexpr size_t kStepsARemoval = 4;
-constexpr size_t kSlotsALook = 4;   // of a names table, for a clear
+constexpr size_t kSlotsAStep = 4;   // of a names table, for a clear
 constexpr size_t kBytesAStep = 64;  // of an event that is read; it is one step besides
 
 namespace decoding {
@@ -167,9 +167,9 @@ class BatchReader {
   void note(Reason reason) { ++events_.bad[static_cast<size_t>(reason)]; }
 
   void finish() {
-    if (in_.framing() == Framing::TRUNCATED) {
+    if (in_.framing() == Wholeness::TRUNCATED) {
       note(Reason::TRUNCATED);
-    } else if (in_.framing() == Framing::NOT_MSGPACK) {
+    } else if (in_.framing() == Wholeness::NOT_MSGPACK) {
       note(Reason::NOT_MSGPACK);
     } else if (!refused_ && in_.left() != 0) {
       note(Reason::TRAILING);
@@ -244,7 +244,7 @@ BatchResult decode_batch(const uint8_t* payload, size_t size, Scratch& scratch, 
 //                                         applies some of the event's hashes, from that position
 //                                         on, and returns the position that it has come to
 //   cleared(event, steps)
-//   place_waiting(steps)                  goes on with what that set off; false while there is more
+//   resolve_waiting(steps)                goes on with what that set off; false while there is more
 //   bad(Reason, count)                    last
 template <class Sink>
 class SlicedBatch {
@@ -275,11 +275,11 @@ class SlicedBatch {
     } else {
       sink.resume();
     }
-    for (; sink.place_waiting(steps) && next_ != scratch_->order.size();) {
+    for (; sink.resolve_waiting(steps) && next_ != scratch_->order.size();) {
       if (!steps.left()) return true;
       apply_some(sink, scratch_->order[next_], steps);
     }
-    if (next_ != scratch_->order.size() || !sink.place_waiting(steps)) return true;
+    if (next_ != scratch_->order.size() || !sink.resolve_waiting(steps)) return true;
     for (size_t reason = 0; reason < kReasons; ++reason) {
       if (const uint32_t n = reader_->bad(reason)) sink.bad(static_cast<Reason>(reason), n);
     }

@@ -179,9 +179,9 @@ class EventReader {
 
   static constexpr uint32_t kTail = 4;  // slots that mean something: group, kind, window, locality
 
-  enum class Looks : uint8_t { NIL, NUMBER, TEXT, LIST, ELSE };
+  enum class ValueType : uint8_t { NIL, NUMBER, TEXT, LIST, ELSE };
   struct Slot {
-    Looks looks;
+    ValueType value_type;
     const uint8_t* at;
   };
 
@@ -207,42 +207,43 @@ class EventReader {
     std::string_view text;
     Integer number;
     uint32_t count;
-    Looks looks = Looks::ELSE;
+    ValueType value_type = ValueType::ELSE;
     if (in_.nil()) {
-      looks = Looks::NIL;
+      value_type = ValueType::NIL;
     } else if (in_.integer(&number)) {
-      looks = Looks::NUMBER;
+      value_type = ValueType::NUMBER;
     } else if (in_.text(&text)) {
-      looks = Looks::TEXT;
+      value_type = ValueType::TEXT;
     } else if (in_.array(&count)) {
-      looks = Looks::LIST;
+      value_type = ValueType::LIST;
       in_.skip(count);
     } else {
       in_.skip();
     }
-    return {looks, at};
+    return {value_type, at};
   }
 
   static bool is_fixed_tail(const Slot* slots, uint32_t known) {
-    constexpr Looks kFixed[kTail] = {Looks::NUMBER, Looks::TEXT, Looks::NUMBER, Looks::TEXT};
+    constexpr ValueType kFixed[kTail] = {ValueType::NUMBER, ValueType::TEXT, ValueType::NUMBER,
+                                         ValueType::TEXT};
     bool fits = true;
     for (uint32_t i = 0; i < known; ++i) {
-      if (slots[i].looks == Looks::LIST) return false;
-      fits = fits && (slots[i].looks == kFixed[i] || slots[i].looks == Looks::NIL);
+      if (slots[i].value_type == ValueType::LIST) return false;
+      fits = fits && (slots[i].value_type == kFixed[i] || slots[i].value_type == ValueType::NIL);
     }
     return fits || known == kTail;
   }
 
   void read_legacy_tail(const Slot* slots, uint32_t known) {
     for (uint32_t i = 0; i < known; ++i) {
-      switch (slots[i].looks) {
-        case Looks::NUMBER:
+      switch (slots[i].value_type) {
+        case ValueType::NUMBER:
           if (!seen(WINDOW)) read_slot(seen(GROUP) ? WINDOW : GROUP, slots[i]);
           break;
-        case Looks::TEXT:
+        case ValueType::TEXT:
           if (!seen(KIND)) read_slot(KIND, slots[i]);
           break;
-        case Looks::LIST:
+        case ValueType::LIST:
           mm_from_tail_ = true;
           read_slot(MM_INFOS, slots[i]);
           break;
@@ -446,9 +447,9 @@ class EventReader {
 
   bool take_kind() {
     std::string_view text;
-    event_->kind = Kind::NONE;
+    event_->kind = GroupKind::NONE;
     if (!in_.text(&text)) return false;
-    event_->kind = spelled(kKinds, text, Kind::OTHER);
+    event_->kind = spelled(kKinds, text, GroupKind::OTHER);
     return true;
   }
 

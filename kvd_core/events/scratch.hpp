@@ -42,7 +42,7 @@ struct PendingStored {
     event.has_parent = event.pairs = event.remote = event.has_lora_id = false;
     event.parent = event.block_size = 0;
     event.tier = Tier::DEVICE;
-    event.kind = Kind::NONE;
+    event.kind = GroupKind::NONE;
     event.group = -1;
     event.window = event.lora_id = 0;
     event.mm_begin = nullptr;

@@ -17,7 +17,7 @@
 namespace kvd {
 
 enum class Tier : uint8_t { DEVICE = 0, HOST = 1, DISK = 2, EXTERNAL = 3, UNKNOWN = 255 };
-enum class Kind : uint8_t { NONE, FULL, WINDOW, OTHER };
+enum class GroupKind : uint8_t { NONE, FULL, WINDOW, OTHER };
 
 // Whether the blocks of a Stored are further copies, or were there: engines differ in saying so.
 enum class Origin : uint8_t { UNSAID, NEW, REUSED };
@@ -32,7 +32,7 @@ struct StoredEvent {
   bool pairs;           // EAGLE; never with 0 tokens
   uint64_t block_size;  // tokens; 0 when absent
   Tier tier;
-  Kind kind;
+  GroupKind kind;
   bool remote;                 // locality present and not LOCAL
   int32_t group;               // -1 absent
   int64_t window;              // tokens; 0 absent
@@ -51,7 +51,7 @@ struct RemovedEvent {
   const uint64_t* hashes;
   uint32_t n_hashes;
   Tier tier;
-  Kind kind;
+  GroupKind kind;
   bool remote;
   int32_t group;  // -1 absent
   std::string_view medium;
@@ -122,10 +122,10 @@ constexpr Spelling<Tier> kMedia[] = {
     {"REMOTE", Tier::EXTERNAL},   {"SHARED", Tier::EXTERNAL},
 };
 
-constexpr Spelling<Kind> kKinds[] = {
-    {"full_attention", Kind::FULL},      {"sliding_window", Kind::WINDOW},
-    {"mla_attention", Kind::FULL},       {"sliding_window_mla", Kind::WINDOW},
-    {"sink_full_attention", Kind::FULL},
+constexpr Spelling<GroupKind> kKinds[] = {
+    {"full_attention", GroupKind::FULL},      {"sliding_window", GroupKind::WINDOW},
+    {"mla_attention", GroupKind::FULL},       {"sliding_window_mla", GroupKind::WINDOW},
+    {"sink_full_attention", GroupKind::FULL},
 };
 
 constexpr Spelling<Origin> kOrigins[] = {{"NEW", Origin::NEW}, {"REUSED", Origin::REUSED}};

@@ -86,10 +86,10 @@ class Branches {
       const uint32_t from =
           i == 0 || node.runs[i - 1].layer != run.layer ? 0 : node.runs[i - 1].end;
       const auto& members = index_.tree().sets().members(run.set);
-      const size_t looked = std::min(left, members.size());
-      for (size_t k = 0; k < looked; ++k) note(run.layer, members[k], run.end - from);
-      left -= looked;
-      found.whole = found.whole && looked == members.size();
+      const size_t noted = std::min(left, members.size());
+      for (size_t k = 0; k < noted; ++k) note(run.layer, members[k], run.end - from);
+      left -= noted;
+      found.whole = found.whole && noted == members.size();
     }
     seen_ += kMost - left;
     gather(found.holders);
@@ -107,11 +107,11 @@ class Branches {
 
   // Adds up what is of the same rank and tier.
   void gather(std::vector<Holding>& out) {
-    const auto place = [](const Holding& h) { return std::make_pair(h.tier, h.rank); };
+    const auto order = [](const Holding& h) { return std::make_pair(h.tier, h.rank); };
     std::sort(held_.begin(), held_.end(),
-              [&](const Holding& a, const Holding& b) { return place(a) < place(b); });
+              [&](const Holding& a, const Holding& b) { return order(a) < order(b); });
     for (const Holding& held : held_) {
-      if (!out.empty() && place(out.back()) == place(held)) out.back().blocks += held.blocks;
+      if (!out.empty() && order(out.back()) == order(held)) out.back().blocks += held.blocks;
       else out.push_back(held);
     }
     std::sort(out.begin(), out.end(), [](const Holding& a, const Holding& b) {

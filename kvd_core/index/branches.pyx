@@ -65,9 +65,9 @@ def branches(PrefixIndex index not None, above, after, size_t limit):
     cdef Worker worker
     cdef cbool more
     try:
-        for place in (above, after):
-            if place is not None and not walk.has(place[0], place[1]):
-                raise LookupError(place)
+        for position in (above, after):
+            if position is not None and not walk.has(position[0], position[1]):
+                raise LookupError(position)
         at = ROOT if above is None else above[0]
         behind = kNone if after is None else after[0]
         if after is not None and not walk.goes_on(behind, at):

@@ -26,7 +26,7 @@ inline const CacheGroup* known_group(const RankTraits& traits, int32_t id) {
 }
 
 inline void learn_group(RankTraits& traits, const StoredEvent& e) {
-  if (e.kind == Kind::NONE || e.group < 0) return;
+  if (e.kind == GroupKind::NONE || e.group < 0) return;
   for (CacheGroup& group : traits.groups) {
     if (group.id != e.group) continue;
     group.kind = e.kind;
@@ -39,11 +39,11 @@ inline void learn_group(RankTraits& traits, const StoredEvent& e) {
 // The kind an event is about: its own, else what was taught about its group; the first group
 // of an engine that does not say is the one that counts.
 template <class Event>
-Kind kind_of(const RankTraits& traits, const Event& e) {
-  if (e.kind != Kind::NONE) return e.kind;
-  if (e.group < 0) return Kind::FULL;
+GroupKind kind_of(const RankTraits& traits, const Event& e) {
+  if (e.kind != GroupKind::NONE) return e.kind;
+  if (e.group < 0) return GroupKind::FULL;
   if (const CacheGroup* group = known_group(traits, e.group)) return group->kind;
-  return e.group == 0 ? Kind::FULL : Kind::NONE;
+  return e.group == 0 ? GroupKind::FULL : GroupKind::NONE;
 }
 
 // Whether a full-attention group is one beside the main group.

@@ -94,9 +94,9 @@ class Index {
   Tree& tree() { return tree_; }
   const IndexStats& stats() const { return stats_; }
   const Budget& budget() const { return *budget_; }
-  PromptStats& asked() { return asked_; }  // by questions
-  PromptStats& told() { return told_; }    // by engines
-  Seeds& seeds() { return seeds_; }        // of the prompts that engines have told of
+  PromptStats& asked() { return asked_; }          // by questions
+  PromptStats& announced() { return announced_; }  // by engines
+  Seeds& seeds() { return seeds_; }                // of the prompts that engines have told of
   const Seeds& seeds() const { return seeds_; }
   const Chronicle* chronicle() const { return chronicle_.get(); }  // null: nothing is noted
   uint64_t held(LayerId tier) const { return held_[tier]; }
@@ -246,7 +246,7 @@ class Index {
   bool make_sequences(uint32_t budget) {
     Steps steps{budget};
     make_sequences(steps);
-    return sequenced() && place_waiting(steps);
+    return sequenced() && resolve_waiting(steps);
   }
 
   // Has a question's local hashes place blocks of which only the sequence hash was told; whether
@@ -261,12 +261,12 @@ class Index {
   // ---- blocks
 
   // Blocks in path order: names[i] is what the rank calls the block with content locals[i].
-  // False when they are refused because the index is full. `place_waiting` has to follow.
+  // False when they are refused because the index is full. `resolve_waiting` has to follow.
   bool store(RankId id, const Store& s);
 
   // Goes on with what placed blocks have set off elsewhere; false while there is more.
-  bool place_waiting(Steps& steps) {
-    return placements_ == nullptr || placements_->place_waiting(steps);
+  bool resolve_waiting(Steps& steps) {
+    return placements_ == nullptr || placements_->resolve_waiting(steps);
   }
 
   // Blocks known by name alone (offload events, window groups). Held on `layer` once the name
@@ -359,7 +359,7 @@ class Index {
       steps.take(1 + chain.len() * kStepsASequence);
     }
     if (unsequenced_.next == kNone) tree_.unwatch(&unsequenced_);
-    place_waiting(steps);
+    resolve_waiting(steps);
   }
 
   // Which counter of a rank counts a layer.
@@ -468,7 +468,7 @@ class Index {
   uint64_t stamp_ = 0;
   uint64_t held_[kTierLayers] = {};  // by live ranks
   IndexStats stats_;
-  PromptStats asked_, told_;
+  PromptStats asked_, announced_;
   Seeds seeds_;
   std::unique_ptr<Predicted> predicted_;
 

@@ -41,9 +41,10 @@ class Path {
 
   // The block at a position that was met.
   BlockId block(const Tree& tree, uint32_t at) const {
-    const auto behind = std::upper_bound(steps_.begin(), steps_.end(), at,
-                                         [](uint32_t n, const Step& s) { return n < s.start; });
-    const Step& step = *(behind - 1);
+    const auto behind =
+        std::upper_bound(steps_.begin(), steps_.end(), at,
+                         [](uint32_t n, const MatchedChain& s) { return n < s.start; });
+    const MatchedChain& step = *(behind - 1);
     return tree.node(step.node).chain.block()[at - step.start];
   }
 
@@ -53,7 +54,7 @@ class Path {
   void each_run(const Tree& tree, LayerId layer, Visit&& visit) const {
     SetId set = RankSets::kEmptySet;
     uint32_t from = 0, to = 0;
-    for (const Step& step : steps_) {
+    for (const MatchedChain& step : steps_) {
       uint32_t start = 0;
       for (const Run& run : tree.node(step.node).runs) {
         if (run.layer > layer || start >= step.count) break;
@@ -74,20 +75,20 @@ class Path {
   }
 
  private:
-  struct Step {
+  struct MatchedChain {
     NodeId node;
     uint32_t start;  // blocks of the prompt before this chain
     uint32_t count;  // blocks matched in this chain
   };
 
   struct Append {
-    std::vector<Step>& steps;
+    std::vector<MatchedChain>& steps;
     void operator()(NodeId node, size_t start, size_t met) const {
       steps.push_back({node, static_cast<uint32_t>(start), static_cast<uint32_t>(met)});
     }
   };
 
-  std::vector<Step> steps_;
+  std::vector<MatchedChain> steps_;
 };
 
 }  // namespace kvd

@@ -88,14 +88,14 @@ cdef extern from "index/index.hpp" namespace "kvd" nogil:
         CTree& tree()
         const CIndexStats& stats()
         CPromptStats& asked()                 # by questions
-        CPromptStats& told()                  # by engines
+        CPromptStats& announced()                  # by engines
         uint64_t held(LayerId)
         CRank& rank(RankId)
         RankId rank_end()
         cbool sweep(uint32_t) except +
         uint32_t tier_mask(uint32_t)
         cbool store(RankId, const CStore&) except +
-        cbool place_waiting(CSteps&) except +
+        cbool resolve_waiting(CSteps&) except +
         cbool store_named(RankId, const uint64_t*, uint32_t, LayerId, cbool) except +
         void remove(RankId, uint64_t, LayerId) except +
         void predict(double, uint32_t, uint32_t) except +    # seconds, entries, entries
@@ -195,7 +195,7 @@ cdef extern from "base/hash.hpp" namespace "kvd" nogil:
     void local_hashes(const uint32_t*, size_t, size_t, uint64_t, uint64_t*)
 
 
-cdef int place_waiting(CIndex& index) except -1
+cdef int resolve_waiting(CIndex& index) except -1
 
 cdef class IngestStats:
     cdef CIngestStats c

@@ -51,11 +51,11 @@ cdef object said_by(const CPromptStats* side):
     return PromptStats(side.prompts, side.salted, side.adapted, side.telling, first)
 
 
-cdef int place_waiting(CIndex& index) except -1:
+cdef int resolve_waiting(CIndex& index) except -1:
     """Does all that placed blocks have set off elsewhere."""
     cdef CSteps* all = new CSteps(INT64_MAX)
     try:
-        index.place_waiting(all[0])
+        index.resolve_waiting(all[0])
     finally:
         del all
     return 0
@@ -343,9 +343,9 @@ cdef class PrefixIndex:
         """Returns counts of the prompts of questions by tokens, while there were blocks."""
         return said_by(&self.c.asked())
 
-    def told(self):
+    def announced(self):
         """Returns counts of the prompts whose first blocks engines stored, by tokens."""
-        return said_by(&self.c.told())
+        return said_by(&self.c.announced())
 
     def verify(self):
         """Checks every invariant of the index; RuntimeError names the first broken one."""
@@ -434,7 +434,7 @@ cdef class Worker:
         s.layer = tier
         s.term = 0
         cdef cbool stored = self.index.c.store(self.rank_of(dp_rank), s)
-        place_waiting(deref(self.index.c))
+        resolve_waiting(deref(self.index.c))
         return stored
 
     def store_named(self, uint32_t dp_rank, names, LayerId tier, bint offload=True):

@@ -152,7 +152,7 @@ inline size_t Index::leave_chain(RankId id, NodeId node, LayerMask mask) {
 
 inline bool Index::sweep(uint32_t budget) {
   Steps steps{budget};
-  if (!place_waiting(steps)) return true;
+  if (!resolve_waiting(steps)) return true;
   sweep_retired(steps);
   make_sequences(steps);
   while (steps.left() && (tree_.shrink() || records_.shrink())) steps.take(kStepsASegment);

@@ -73,16 +73,16 @@ class Sequences {
   }
 
   // Sets what is known of consecutive blocks behind `above` (kNone: the root), from their local
-  // hashes. Those of other seeds may be told (`told` false): they do not overrule what is known.
+  // hashes. What is known stays, unless `overrules`: hashes may be of another seed.
   void chain(BlockId above, const BlockId* blocks, const uint64_t* plain, uint32_t n,
-             uint64_t space, bool told) {
+             uint64_t space, bool overrules) {
     uint64_t last = above == kNone ? 0 : sequence_of(above);
     // A block of one namespace below one of another has a place that no prompt leads to.
     if (above != kNone && (last == 0 || space_of(above) != space)) return;
     for (uint32_t i = 0; i < n; ++i) {
       const bool first = above == kNone && i == 0;
       const uint64_t known = key_of(blocks[i]);
-      if (known != 0 && !told) {
+      if (known != 0 && !overrules) {
         if (space_of(blocks[i]) != space) return;
         last = sequence_of(blocks[i]);
         continue;

@@ -151,15 +151,15 @@ inline void Index::place(RankId id, const Store& s, Position at, BlockId below) 
 }
 
 inline void Index::sequence_blocks(const Store& s) {
-  const bool told = s.plain != nullptr;
+  const bool has_plain = s.plain != nullptr;
   BlockId above = tree_.parent_of(ids_[0]);
   uint32_t known = 0;
   if (s.sequences != nullptr)
     known = sequences_->recall(above, ids_.data(), s.sequences, s.n, s.space);
   if (known != 0) above = ids_[known - 1];
-  if (told || sequences_->seed() == kBaseSeed) {
-    sequences_->chain(above, ids_.data() + known, (told ? s.plain : s.locals) + known, s.n - known,
-                      s.space, told);
+  if (has_plain || sequences_->seed() == kBaseSeed) {
+    sequences_->chain(above, ids_.data() + known, (has_plain ? s.plain : s.locals) + known,
+                      s.n - known, s.space, has_plain);
   }
   if (placements_ != nullptr) placements_->placed(s, ids_.data());
 }

@@ -46,7 +46,7 @@ constexpr size_t kIgnored = 8;
 constexpr uint32_t kAllTiers = (1u << kTierLayers) - 1;
 
 // What one batch has shown about how far the stream's blocks can be believed, as bits.
-enum Outcome : uint32_t {
+enum BatchOutcome : uint32_t {
   kCleared = 1,  // what was missed of its rank no longer matters on the tiers that `cleared` says
   kFlawed = 2,   // part of the batch could not be understood: its events are lost
   kUnfinished = 4,  // and nothing else is said yet: the batch is long, and goes on with `go_on`
@@ -68,7 +68,7 @@ class Stream {
   Stream(Index& index, Worker& worker, uint32_t dp_rank, IngestStats& counters)
       : index_(index), worker_(worker), dp_rank_(dp_rank), counters_(counters) {}
 
-  // Begins a batch and returns its Outcome bits, or kUnfinished. What was unfinished is dropped.
+  // Begins a batch; returns BatchOutcome bits, or kUnfinished. What was unfinished is dropped.
   uint32_t apply(const uint8_t* payload, size_t size, uint32_t steps) {
     ++counters_.batches;
     outcome_ = cleared_ = 0;
@@ -165,7 +165,7 @@ class Stream {
 
   void resume() { rank_ = worker_.rank(index_, speaks_for_); }
 
-  bool place_waiting(Steps& steps) { return index_.place_waiting(steps); }
+  bool resolve_waiting(Steps& steps) { return index_.resolve_waiting(steps); }
 
   uint32_t stored(const StoredEvent& e, uint32_t from, Steps& steps) {
     if (from == 0) ++counters_.stored;
@@ -203,7 +203,7 @@ class Stream {
   void cleared(const ClearedEvent& e, Steps& steps) {
     ++counters_.cleared;
     if (ignored_rank()) return;
-    steps.take(1 + index_.rank(rank_).names.capacity() / kSlotsALook);
+    steps.take(1 + index_.rank(rank_).names.capacity() / kSlotsAStep);
     if (e.has_tier && e.tier == Tier::UNKNOWN) {
       ignore(Ignored::MEDIUM);
     } else if (e.has_tier) {
@@ -233,14 +233,14 @@ class Stream {
     Stream& stream;
     RankId rank = kNone;
     bool found = false;
-    std::unordered_set<uint64_t, KeyedHash> told{};
+    std::unordered_set<uint64_t, KeyedHash> stored_in_batch{};
 
     void begin(bool has_rank, uint32_t dp_rank) {
       rank = stream.worker_.find(has_rank ? dp_rank : stream.dp_rank_);
     }
     void stored(const StoredEvent& e) {
       if (e.has_parent) find(e.parent);
-      told.insert(e.hashes, e.hashes + e.n_hashes);
+      stored_in_batch.insert(e.hashes, e.hashes + e.n_hashes);
     }
     void removed(const RemovedEvent& e) {
       for (uint32_t i = 0; i < e.n_hashes; ++i) find(e.hashes[i]);
@@ -249,7 +249,7 @@ class Stream {
     void bad(Reason) {}
 
     void find(uint64_t name) {
-      if (rank == kNone || told.count(name) != 0) return;
+      if (rank == kNone || stored_in_batch.count(name) != 0) return;
       const Index& index = stream.index_;
       found |= index.rank(rank).names.find(name, index.keys()) != Names::kAbsent;
     }
@@ -320,10 +320,10 @@ class Stream {
   StoreTarget target_of(const StoredEvent& e) {
     if (!ours(e)) return kNowhere;
     learn_group(traits(), e);
-    const Kind kind = kind_of(traits(), e);
-    if (kind == Kind::WINDOW) return window_target(e);
-    if (kind != Kind::FULL) {
-      ignore(kind == Kind::NONE ? Ignored::GROUP : Ignored::KIND);
+    const GroupKind kind = kind_of(traits(), e);
+    if (kind == GroupKind::WINDOW) return window_target(e);
+    if (kind != GroupKind::FULL) {
+      ignore(kind == GroupKind::NONE ? Ignored::GROUP : Ignored::KIND);
       return kNowhere;
     }
     if (is_further_group(traits(), e.group)) return whole_prefix_target(e);
@@ -363,14 +363,14 @@ class Stream {
 
   LayerId layer_of(const RemovedEvent& e) {
     if (!ours(e)) return kNone;
-    const Kind kind = kind_of(traits(), e);
+    const GroupKind kind = kind_of(traits(), e);
     const bool of_group =
-        e.group >= 0 && (kind == Kind::WINDOW || is_further_group(traits(), e.group));
+        e.group >= 0 && (kind == GroupKind::WINDOW || is_further_group(traits(), e.group));
     if (of_group) {
       return index_.group_layer(static_cast<uint32_t>(e.tier), static_cast<uint32_t>(e.group));
     }
-    if (kind == Kind::FULL) return static_cast<LayerId>(e.tier);
-    ignore(kind == Kind::NONE ? Ignored::GROUP : Ignored::KIND);
+    if (kind == GroupKind::FULL) return static_cast<LayerId>(e.tier);
+    ignore(kind == GroupKind::NONE ? Ignored::GROUP : Ignored::KIND);
     return kNone;
   }
 
@@ -410,8 +410,8 @@ class Stream {
     const size_t whole = std::min<size_t>(e.n_hashes, tokens / size);
     if (from == 0 && whole < e.n_hashes) ignore(Ignored::TOKENS);
     if (from == 0 && whole != 0 && !e.has_parent) {
-      index_.told().note(e.tokens[0], !e.salt.empty(), !e.lora_name.empty() || e.has_lora_id,
-                         e.names_salts || !e.salt.empty());
+      index_.announced().note(e.tokens[0], !e.salt.empty(), !e.lora_name.empty() || e.has_lora_id,
+                              e.names_salts || !e.salt.empty());
       index_.seeds().note(lora_term(e.lora_name) + numbered_adapter_term(e), salt_term(e.salt));
     }
     const size_t n = std::min<size_t>(whole, to) - std::min<size_t>(whole, from);

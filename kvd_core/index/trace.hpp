@@ -85,7 +85,7 @@ class Trace {
     uint8_t tier = 0;  // that it was last lost from
   };
 
-  struct Row {
+  struct RankHistory {
     RankId rank;
     std::array<End, kTierLayers> tiers;
     End all;
@@ -94,7 +94,7 @@ class Trace {
   };
 
   // A change of the prompt's blocks [from, to).
-  struct Step {
+  struct TracedChange {
     uint32_t at;  // ticks
     RankId rank;
     uint32_t from, to;
@@ -124,7 +124,7 @@ class Trace {
     const Match::Depth depth = match_.depth(id);
     const uint32_t ends[kTierLayers] = {depth.device, depth.host, match_.before_external(id),
                                         depth.disk};
-    Row row{id, {}, {}};
+    RankHistory row{id, {}, {}};
     row.all.depth = depth.disk;
     const Chained& chain = chains_[is_salted_ && rank.salted ? 1 : 0];
     Followed followed{static_cast<uint32_t>(rows_.size()), &chain, rank.noted, 0, {}};
@@ -150,9 +150,9 @@ class Trace {
     return false;
   }
 
-  const std::vector<Row>& rows() const { return rows_; }
+  const std::vector<RankHistory>& rows() const { return rows_; }
   // The steps that are kept, in no order of their own: `oldest()` is the first.
-  const std::vector<Step>& steps() const { return steps_; }
+  const std::vector<TracedChange>& steps() const { return steps_; }
   size_t oldest() const { return all_steps_ > most_steps_ ? all_steps_ % most_steps_ : 0; }
   uint64_t all_steps() const { return all_steps_; }
 
@@ -171,14 +171,14 @@ class Trace {
     }
   };
 
-  enum State : uint8_t { kNotYet, kHeld, kWasEvicted, kWasCleared, kWasRestarted };
+  enum BlockState : uint8_t { kNotYet, kHeld, kWasEvicted, kWasCleared, kWasRestarted };
 
   // What has become of a block on a tier, as far as that has been told.
   struct Story {
     uint32_t depth;  // blocks before it
     uint8_t tier;
     bool holds;  // the rank holds it now
-    State state = kNotYet;
+    BlockState state = kNotYet;
     bool perhaps = false;   // it may have been stored with a run that the prompt leaves
     bool doubtful = false;  // and was cleared then, if so
     uint32_t at = 0;        // ticks
@@ -249,7 +249,7 @@ class Trace {
     }
   }
 
-  void tell(Story& story, State state, const Change& change) const {
+  void tell(Story& story, BlockState state, const Change& change) const {
     story.state = state;
     story.perhaps = story.doubtful = false;
     story.at = change.at;
@@ -257,7 +257,7 @@ class Trace {
   }
 
   void keep(const Followed& rank, const Change& change, uint32_t from, uint32_t to) {
-    const Step step{change.at, rows_[rank.row].rank, from, to, change.kind, change.tiers};
+    const TracedChange step{change.at, rows_[rank.row].rank, from, to, change.kind, change.tiers};
     if (steps_.size() < most_steps_) {
       steps_.push_back(step);
     } else {
@@ -269,7 +269,7 @@ class Trace {
   // ---- what has come of it
 
   void conclude(const Followed& rank) {
-    Row& row = rows_[rank.row];
+    RankHistory& row = rows_[rank.row];
     const bool complete =
         rank.seen == rank.noted && !shared_[row.rank] && index_.chronicle() != nullptr;
     int strongest = -1;
@@ -332,11 +332,11 @@ class Trace {
   Chained chains_[2];
   Match match_;
   uint64_t at_ = 0, end_ = 0;  // changes
-  std::vector<Row> rows_;
+  std::vector<RankHistory> rows_;
   std::vector<Followed> ranks_;  // one a row
   std::vector<bool> shared_;
   std::unordered_map<uint32_t, uint32_t> by_owner_;
-  std::vector<Step> steps_;
+  std::vector<TracedChange> steps_;
   uint64_t all_steps_ = 0;
 };
 

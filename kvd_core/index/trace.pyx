@@ -25,12 +25,12 @@ cdef extern from "index/trace.hpp" namespace "kvd" nogil:
         int why
         uint8_t tier
 
-    cppclass CRow "kvd::Trace::Row":
+    cppclass CRankHistory "kvd::Trace::RankHistory":
         RankId rank
         CEnd all
         const CEnd& tier(size_t)
 
-    cppclass CStep "kvd::Trace::Step":
+    cppclass CTracedChange "kvd::Trace::TracedChange":
         uint32_t at                 # ticks
         RankId rank
         uint32_t first "from"       # blocks of the prompt
@@ -42,8 +42,8 @@ cdef extern from "index/trace.hpp" namespace "kvd" nogil:
         CTrace(const CIndex&, const uint64_t*, const uint64_t*, uint32_t, size_t) except +
         void add(RankId) except +
         cbool go_on(uint64_t) except +
-        const vector[CRow]& rows()
-        const vector[CStep]& steps()
+        const vector[CRankHistory]& rows()
+        const vector[CTracedChange]& steps()
         size_t oldest()
         uint64_t all_steps()
 
@@ -165,7 +165,7 @@ cdef class Trace:
 
     cdef unique_ptr[CTrace] c
     cdef PrefixIndex index
-    cdef dict places  # worker id and dp rank, by rank of the index
+    cdef dict ranks  # worker id and dp rank, by rank of the index
 
     def __init__(self, PrefixIndex index not None, bytes plain not None, bytes salted,
                  size_t most_steps):
@@ -182,7 +182,7 @@ cdef class Trace:
             of_salt = hashes_of(salted)
         self.c.reset(new CTrace(deref(index.c), hashes_of(plain), of_salt, blocks, most_steps))
         self.index = index
-        self.places = {}
+        self.ranks = {}
 
     def add(self, Worker worker not None, uint32_t dp_rank):
         """Adds a rank; KeyError if the index has none of this name."""
@@ -190,7 +190,7 @@ cdef class Trace:
         if worker.index is not self.index or rank == kNone:
             raise KeyError(dp_rank)
         self.c.get().add(rank)
-        self.places[rank] = (worker.worker_id, dp_rank)
+        self.ranks[rank] = (worker.worker_id, dp_rank)
 
     def go_on(self, uint64_t changes):
         """Looks at so many changes; True while there are more, else all is known."""
@@ -206,24 +206,24 @@ cdef class Trace:
 
     def rows(self):
         """Returns a Traced for each rank that was added, by worker id and dp rank."""
-        cdef const CRow* row
+        cdef const CRankHistory* row
         cdef size_t i
         found = {}
         for i in range(self.c.get().rows().size()):
             row = &self.c.get().rows()[i]
             tiers = [self.end(row.tier(tier)) for tier in range(kTierLayers)]
-            found[self.places[row.rank]] = Traced(tiers, self.end(row.all))
+            found[self.ranks[row.rank]] = Traced(tiers, self.end(row.all))
         return found
 
     def happened(self):
         """Returns what has happened to the prompt's blocks, the oldest first, as Happened."""
         cdef size_t kept = self.c.get().steps().size(), i
-        cdef const CStep* step
+        cdef const CTracedChange* step
         found = []
         for i in range(kept):
             step = &self.c.get().steps()[(self.c.get().oldest() + i) % kept]
             found.append(Happened(
-                self.seconds(step.at), KINDS[step.kind], *self.places[step.rank], step.tiers,
+                self.seconds(step.at), KINDS[step.kind], *self.ranks[step.rank], step.tiers,
                 step.first, step.end,
             ))
         return found

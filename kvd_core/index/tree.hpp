@@ -429,8 +429,8 @@ class Tree : public Chains<Tree, Node> {
   // Puts `id` where `old` is among its siblings, so that no traversal passes over it; `old` is
   // linked anew, or freed.
   //
-  //   P: first_child 9, 9 <=> 5     take_place(9, 4)    =>   P: first_child 4, 4 <=> 5
-  void take_place(NodeId old, NodeId id) {
+  //   P: first_child 9, 9 <=> 5     replace_child(9, 4)   =>   P: first_child 4, 4 <=> 5
+  void replace_child(NodeId old, NodeId id) {
     const Node& o = nodes_[old];
     Node& n = nodes_[id];
     n.parent = o.parent;
@@ -464,7 +464,7 @@ class Tree : public Chains<Tree, Node> {
     free_node(id);
   }
 
-  void place(NodeId id) {
+  void set_positions(NodeId id) {
     const Chain& chain = nodes_[id].chain;
     for (uint32_t i = 0; i < chain.len(); ++i) {
       Block& b = blocks_[chain.block()[i]];
@@ -492,8 +492,8 @@ class Tree : public Chains<Tree, Node> {
       h.depth = n.depth;
       n.depth += at;
     });
-    place(head);
-    place(id);
+    set_positions(head);
+    set_positions(id);
     for (Watcher* w : watchers_) {
       if (w->next == id) {
         w->next = head;
@@ -561,7 +561,7 @@ class Tree : public Chains<Tree, Node> {
       merge_runs(n, c, shift);
       c.depth = n.depth;
     });
-    place(below);
+    set_positions(below);
     free_node(id);
   }
 

@@ -17,7 +17,7 @@
 // The invariants that join these with the tree are in index/index.hpp.
 //
 // Costs: all O(1), but for `credited` and `presence`, which add up a rank's counters, and
-// `ParkedQueue`: pop O(1), compact at most `kLooks` entries.
+// `ParkedQueue`: pop O(1), compact at most `kCompactedAtOnce` entries.
 #pragma once
 
 #include <cstddef>
@@ -110,7 +110,7 @@ struct IndexStats {
 // What a stream has told about one of its cache groups.
 struct CacheGroup {
   int32_t id;
-  Kind kind;
+  GroupKind kind;
   int64_t window;  // tokens, 0 unknown
 };
 
@@ -162,7 +162,7 @@ class ParkedQueue {
 
   template <class Wanted>
   void compact(Wanted&& wanted) {
-    for (size_t n = 0; n < kLooks && !rest_.empty(); ++n) {
+    for (size_t n = 0; n < kCompactedAtOnce && !rest_.empty(); ++n) {
       if (wanted(rest_.front())) kept_.push_back(rest_.front());
       rest_.pop_front();
     }
@@ -177,7 +177,7 @@ class ParkedQueue {
   }
 
  private:
-  static constexpr size_t kLooks = 64;  // at once, for each block that is parked
+  static constexpr size_t kCompactedAtOnce = 64;  // entries, for each block that is parked
 
   std::deque<Entry> kept_, rest_;
 };
@@ -280,7 +280,7 @@ class Placements {
   // Blocks that were there before have their sequence hashes now, if they can have any.
   virtual void sequenced(const BlockId* blocks, uint32_t n) = 0;
   // Goes on with what that has set off; false while there is more.
-  virtual bool place_waiting(Steps& steps) = 0;
+  virtual bool resolve_waiting(Steps& steps) = 0;
   // A question has met a prompt up to block `from`, which `last` is before (kNone: none). Gives
   // those behind it their places that are known by sequence hash alone; false when there are none.
   virtual bool place_by_prompt(BlockId last, const uint64_t* locals, size_t from, size_t n) = 0;

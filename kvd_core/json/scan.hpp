@@ -44,11 +44,11 @@ constexpr size_t MAX_ECHO = 40;
 
 enum class ScanResult : uint8_t { ok, malformed, wrong };
 enum class Element : uint8_t { u32, hash64, i64 };
-enum class Kind : uint8_t { absent, null, no, yes, integer, real, text, escaped, nested };
+enum class ValueKind : uint8_t { absent, null, no, yes, integer, real, text, escaped, nested };
 
 // Where a requested member lies in the body; a text is without its quotes.
 struct Value {
-  Kind kind = Kind::absent;
+  ValueKind kind = ValueKind::absent;
   const uint8_t* begin = nullptr;
   const uint8_t* end = nullptr;
 };
@@ -114,10 +114,10 @@ class BodyScan {
   template <class E>
   Bytes element(Bytes p, const std::string& name, Column<typename E::type>& out);
 
-  Bytes any(Bytes p, Kind* kind, size_t* depth);
-  Bytes scalar(Bytes p, Kind* kind);
+  Bytes any(Bytes p, ValueKind* kind, size_t* depth);
+  Bytes scalar(Bytes p, ValueKind* kind);
   Bytes literal(Bytes p, const char* word);
-  Bytes number(Bytes p, Kind* kind);
+  Bytes number(Bytes p, ValueKind* kind);
   Bytes container(Bytes p, size_t* depth);
   Bytes container_key(Bytes p);
   Bytes string_end(Bytes p);
@@ -199,10 +199,11 @@ inline BodyScan::Bytes BodyScan::member(Bytes p) {
   }
   for (Field& known : fields_) {
     if (!named(known.name)) continue;
-    if (known.value.kind != Kind::absent) return wrong("duplicate member `" + known.name + "`");
+    if (known.value.kind != ValueKind::absent)
+      return wrong("duplicate member `" + known.name + "`");
     return (p = colon(p)) != nullptr ? field(p, known) : nullptr;
   }
-  Kind kind = Kind::absent;
+  ValueKind kind = ValueKind::absent;
   size_t depth;
   return (p = colon(p)) != nullptr ? any(p, &kind, &depth) : nullptr;
 }
@@ -228,13 +229,13 @@ inline BodyScan::Bytes BodyScan::colon(Bytes p) {
 }
 
 inline BodyScan::Bytes BodyScan::field(Bytes p, Field& into) {
-  Kind kind = Kind::absent;
+  ValueKind kind = ValueKind::absent;
   size_t depth = 0;
   const Bytes end = any(p, &kind, &depth);
   if (end == nullptr) return nullptr;
   if (depth > MAX_FIELD_DEPTH)
     return wrong(into.name + ": nested deeper than " + std::to_string(MAX_FIELD_DEPTH) + " levels");
-  const bool quoted = kind == Kind::text || kind == Kind::escaped;
+  const bool quoted = kind == ValueKind::text || kind == ValueKind::escaped;
   into.value = Value{kind, p + quoted, end - quoted};
   return end;
 }
@@ -262,7 +263,7 @@ BodyScan::Bytes BodyScan::elements(Bytes p, const std::string& name,
   if (at(p) == ']') return p + 1;
   for (bool blocks = true;;) {
     if ((p = element<E>(white(p), name, out)) == nullptr) return nullptr;
-    if (blocks && at(p) == ',' && p - begin_ >= LOOK_BACK) {
+    if (blocks && at(p) == ',' && p - begin_ >= LOOKBACK) {
       p = take_regular<E>(begin_, p, end_, out);
       blocks = false;
     }
@@ -278,13 +279,13 @@ template <class E>
 BodyScan::Bytes BodyScan::element(Bytes p, const std::string& name, Column<typename E::type>& out) {
   if (at(p) != '-' && !is_digit(at(p)))
     return unexpected(p, name + "[" + std::to_string(out.size()) + "]: expected an integer");
-  Kind kind = Kind::absent;
+  ValueKind kind = ValueKind::absent;
   const Bytes end = number(p, &kind);
   if (end == nullptr) return nullptr;
   const bool minus = *p == '-';
   const char* problem = nullptr;
   // serde_json, Dynamo's reader, takes -0 for a float as well.
-  if (kind != Kind::integer || (minus && p[1] == '0')) problem = " is not an integer";
+  if (kind != ValueKind::integer || (minus && p[1] == '0')) problem = " is not an integer";
   else if (!E::digits(p + minus, end, minus, out.room(1))) problem = E::range;
   if (problem != nullptr) return bad_number(p, end, name, out.size(), problem);
   out.commit(1);
@@ -302,27 +303,27 @@ inline BodyScan::Bytes BodyScan::bad_number(Bytes p, Bytes end, const std::strin
 // -- any value ----------------------------------------------------------------------------------
 
 // Checks one value; depth is the number of bracket levels in it, 0 for a scalar.
-inline BodyScan::Bytes BodyScan::any(Bytes p, Kind* kind, size_t* depth) {
+inline BodyScan::Bytes BodyScan::any(Bytes p, ValueKind* kind, size_t* depth) {
   *depth = 0;
   if (at(p) != '{' && at(p) != '[') return scalar(p, kind);
-  *kind = Kind::nested;
+  *kind = ValueKind::nested;
   return container(p, depth);
 }
 
-inline BodyScan::Bytes BodyScan::scalar(Bytes p, Kind* kind) {
+inline BodyScan::Bytes BodyScan::scalar(Bytes p, ValueKind* kind) {
   switch (at(p)) {
     case '"':
       p = string_end(p + 1);
-      *kind = escaped_ ? Kind::escaped : Kind::text;
+      *kind = escaped_ ? ValueKind::escaped : ValueKind::text;
       return p != nullptr ? p + 1 : nullptr;
     case 't':
-      *kind = Kind::yes;
+      *kind = ValueKind::yes;
       return literal(p, "true");
     case 'f':
-      *kind = Kind::no;
+      *kind = ValueKind::no;
       return literal(p, "false");
     case 'n':
-      *kind = Kind::null;
+      *kind = ValueKind::null;
       return literal(p, "null");
     default:
       return number(p, kind);
@@ -335,7 +336,7 @@ inline BodyScan::Bytes BodyScan::literal(Bytes p, const char* word) {
   return p;
 }
 
-inline BodyScan::Bytes BodyScan::number(Bytes p, Kind* kind) {
+inline BodyScan::Bytes BodyScan::number(Bytes p, ValueKind* kind) {
   const auto digits = [this](Bytes q) {
     while (q != end_ && is_digit(*q)) ++q;
     return q;
@@ -344,14 +345,14 @@ inline BodyScan::Bytes BodyScan::number(Bytes p, Kind* kind) {
   if (!is_digit(at(p))) return malformed(p, "expected a value");
   if (*p == '0' && is_digit(at(p + 1))) return malformed(p, "leading zero");
   p = digits(p);
-  *kind = Kind::integer;
+  *kind = ValueKind::integer;
   if (at(p) == '.') {
-    *kind = Kind::real;
+    *kind = ValueKind::real;
     if (digits(p + 1) == p + 1) return malformed(p + 1, "expected a digit");
     p = digits(p + 1);
   }
   if (at(p) == 'e' || at(p) == 'E') {
-    *kind = Kind::real;
+    *kind = ValueKind::real;
     ++p;
     if (at(p) == '+' || at(p) == '-') ++p;
     if (digits(p) == p) return malformed(p, "expected a digit");
@@ -380,7 +381,7 @@ inline BodyScan::Bytes BodyScan::container(Bytes p, size_t* deepest) {
         continue;
       }
     } else {
-      Kind kind = Kind::absent;
+      ValueKind kind = ValueKind::absent;
       if ((p = scalar(p, &kind)) == nullptr) return nullptr;
       p = white(p);
     }
@@ -427,14 +428,14 @@ inline BodyScan::Bytes BodyScan::wrong(const std::string& what) {
 inline BodyScan::Bytes BodyScan::unexpected(Bytes p, const std::string& expected) {
   if (at(p) == '{') return wrong(expected + ", found an object");
   if (at(p) == '[') return wrong(expected + ", found an array");
-  Kind kind = Kind::absent;
+  ValueKind kind = ValueKind::absent;
   if (scalar(p, &kind) == nullptr) return nullptr;
-  const bool number = kind == Kind::integer || kind == Kind::real;
+  const bool number = kind == ValueKind::integer || kind == ValueKind::real;
   return wrong(expected + ", found " +
-               (number                                  ? "a number"
-                : kind == Kind::null                    ? "null"
-                : kind == Kind::yes || kind == Kind::no ? "a boolean"
-                                                        : "a string"));
+               (number                                            ? "a number"
+                : kind == ValueKind::null                         ? "null"
+                : kind == ValueKind::yes || kind == ValueKind::no ? "a boolean"
+                                                                  : "a string"));
 }
 
 }  // namespace kvd::scanning

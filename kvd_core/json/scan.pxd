@@ -17,7 +17,7 @@ cdef extern from "json/scan.hpp" namespace "kvd::scanning" nogil:
         hash64     # -2^63 .. 2^64-1, negative ones as two's complement
         i64        # -2^63 .. 2^63-1, the same
 
-    cdef enum class Kind(uint8_t):
+    cdef enum class ValueKind(uint8_t):
         absent
         null
         no         # false
@@ -33,7 +33,7 @@ cdef extern from "json/scan.hpp" namespace "kvd::scanning" nogil:
         size_t size()
 
     cdef cppclass Value:
-        Kind kind
+        ValueKind kind
         const uint8_t* begin  # in the body; a text is without its quotes
         const uint8_t* end
 

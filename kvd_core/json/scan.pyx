@@ -118,10 +118,13 @@ cdef class BodyScanner:
                 members[self.array_names[i]] = self.core.narrow(i).size() + self.core.wide(i).size()
         for i in range(len(self.field_names)):
             value = &self.core.value(i)
-            if value.kind != Kind.absent:
+            if value.kind != ValueKind.absent:
                 name = self.field_names[i]
                 if i < self.first_span:
-                    if value.kind == Kind.nested and value.end - value.begin > self.nested_bytes:
+                    if (
+                        value.kind == ValueKind.nested
+                        and value.end - value.begin > self.nested_bytes
+                    ):
                         raise TypeError(f"{name}: longer than {self.nested_bytes} bytes")
                     members[name] = python_value(self.core, value[0], name)
                 else:
@@ -130,7 +133,7 @@ cdef class BodyScanner:
 
 
 cdef bytes json_of(const Value& value):
-    cdef bint quoted = value.kind == Kind.text or value.kind == Kind.escaped
+    cdef bint quoted = value.kind == ValueKind.text or value.kind == ValueKind.escaped
     cdef const char* begin = <const char*>value.begin - quoted
     return PyBytes_FromStringAndSize(begin, value.end - value.begin + 2 * quoted)
 
@@ -138,19 +141,19 @@ cdef bytes json_of(const Value& value):
 cdef object python_value(BodyScan& core, const Value& value, str name):
     cdef const char* begin = <const char*>value.begin
     cdef Py_ssize_t length = value.end - value.begin
-    if value.kind == Kind.text:
+    if value.kind == ValueKind.text:
         return PyUnicode_DecodeUTF8(begin, length, NULL)
-    if value.kind == Kind.null:
+    if value.kind == ValueKind.null:
         return None
-    if value.kind == Kind.yes:
+    if value.kind == ValueKind.yes:
         return True
-    if value.kind == Kind.no:
+    if value.kind == ValueKind.no:
         return False
-    if value.kind == Kind.integer and length == 2 and begin[0] == c"-" and begin[1] == c"0":
+    if value.kind == ValueKind.integer and length == 2 and begin[0] == c"-" and begin[1] == c"0":
         return -0.0  # no integer has that sign; the original's reader takes it so, too
-    if value.kind == Kind.integer and length <= SHORT_INTEGER:
+    if value.kind == ValueKind.integer and length <= SHORT_INTEGER:
         return short_integer(begin, length)
-    if value.kind == Kind.escaped:
+    if value.kind == ValueKind.escaped:
         return core.unescaped(value).decode()
     return slow_value(value.kind, begin[:length], name)
 
@@ -164,12 +167,12 @@ cdef int64_t short_integer(const char* text, Py_ssize_t length) noexcept nogil:
     return -number if negative else number
 
 
-cdef object slow_value(Kind kind, bytes text, str name):
+cdef object slow_value(ValueKind kind, bytes text, str name):
     # The text is well-formed: ValueError means a number of too many digits, or beyond a double.
     try:
-        if kind == Kind.integer:
+        if kind == ValueKind.integer:
             return int(text)
-        if kind == Kind.real:
+        if kind == ValueKind.real:
             return _finite(text)
         return _NESTED.decode(text.decode())
     except ValueError:

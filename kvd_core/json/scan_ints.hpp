@@ -17,7 +17,7 @@
 //
 // Invariants
 //  1. Reads stay inside [begin, end): the last, short block is a copy padded with NUL (irregular),
-//     and the conversion reads back from an integer's end, at most LOOK_BACK bytes.
+//     and the conversion reads back from an integer's end, at most LOOKBACK bytes.
 //  2. Only accepts. At the first irregular byte, and before a chunk with a number out of range, it
 //     stops behind a whole element; the byte-wise reader goes on there and says what is wrong.
 //  3. A gap that varies is irregular: every writer of JSON in use separates evenly.
@@ -56,7 +56,7 @@ namespace kvd::scanning {
 // use, or 512 Ki hashes. What an 8 MiB body needed beyond that is given back.
 constexpr size_t KEPT_BYTES = size_t{4} << 20;
 // Bytes before the end of an integer that its conversion may load.
-constexpr ptrdiff_t LOOK_BACK = 16;
+constexpr ptrdiff_t LOOKBACK = 16;
 
 // Numbers in a row. Unlike std::vector it grows without writing zeros that are overwritten at once.
 template <class T>
@@ -132,9 +132,9 @@ inline __m128i load_sixteen(const uint8_t* p) {
 
 // 64 bytes and the mask of those in a class. Written out, because -O2 does not unroll.
 #if defined(__SSE2__)
-class Block {
+class ByteBlock {
  public:
-  explicit Block(const uint8_t* p)
+  explicit ByteBlock(const uint8_t* p)
       : a_(load_sixteen(p)),
         b_(load_sixteen(p + 16)),
         c_(load_sixteen(p + 32)),
@@ -160,9 +160,9 @@ class Block {
   __m128i a_, b_, c_, d_;
 };
 #else
-class Block {
+class ByteBlock {
  public:
-  explicit Block(const uint8_t* p) : p_(p) {}
+  explicit ByteBlock(const uint8_t* p) : p_(p) {}
 
   uint64_t digits() const {
     return mask([](uint64_t v) {
@@ -356,7 +356,7 @@ class Grammar {
 
   // Reads on; returns where the block breaks a rule. Inline, because the call that -O2 makes of
   // it keeps the block in memory and costs a seventh.
-  __attribute__((always_inline)) uint64_t step(const Block& block) {
+  __attribute__((always_inline)) uint64_t step(const ByteBlock& block) {
     const uint64_t digit = block.digits(), comma = block.equal(','), zero = block.equal('0');
     const uint64_t minus = NEGATIVE ? block.equal('-') : 0, run = digit | minus;
     const uint64_t after_run = run << 1 | run_before_;
@@ -392,7 +392,7 @@ inline void put(uint64_t& mask, uint32_t base, uint32_t* to, std::index_sequence
 
 // Appends base + the place of each bit; writes up to USUAL places too many rather than to branch.
 template <unsigned USUAL>
-inline uint32_t* put_places(uint64_t mask, uint32_t base, uint32_t* to) {
+inline uint32_t* put_positions(uint64_t mask, uint32_t base, uint32_t* to) {
   uint32_t* const end = to + count_bits(mask);
   put(mask, base, to, std::make_index_sequence<USUAL>());
   for (to += USUAL; __builtin_expect(to < end, 0); to += 4)
@@ -401,7 +401,7 @@ inline uint32_t* put_places(uint64_t mask, uint32_t base, uint32_t* to) {
 }
 
 // Takes the elements that follow the comma at `comma` as long as they are regular; returns the
-// comma behind the last one taken. A digit precedes `comma`, and comma - begin >= LOOK_BACK.
+// comma behind the last one taken. A digit precedes `comma`, and comma - begin >= LOOKBACK.
 template <class E>
 const uint8_t* take_regular(const uint8_t* begin, const uint8_t* comma, const uint8_t* end,
                             Column<typename E::type>& out) {
@@ -430,10 +430,10 @@ const uint8_t* take_regular(const uint8_t* begin, const uint8_t* comma, const ui
       std::memset(padded, 0, sizeof padded);
       std::memcpy(padded, base, static_cast<size_t>(end - base));
     }
-    const uint64_t irregular = grammar.step(Block(whole ? base : padded));
+    const uint64_t irregular = grammar.step(ByteBlock(whole ? base : padded));
     uint64_t ends = grammar.ends();
     if (irregular != 0) ends &= (irregular & (0 - irregular)) - 1;
-    to = put_places<E::usual>(ends, static_cast<uint32_t>(base - begin), to);
+    to = put_positions<E::usual>(ends, static_cast<uint32_t>(base - begin), to);
     if (irregular != 0) break;
     if (to - commas > CHUNK && !convert()) return begin + commas[0];
   }

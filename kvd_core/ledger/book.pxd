@@ -34,16 +34,16 @@ from libcpp.vector cimport vector
 cimport kvd_core.ledger.loads as loads
 cimport kvd_core.ledger.records as records
 cimport kvd_core.ledger.requests as requests
-from kvd_core.ledger.trie cimport CPathPosition, kNone, NodeId, RankId
+from kvd_core.ledger.trie cimport CPathPosition, kNone, LoadedRankId, NodeId
 from kvd_core.ledger.types cimport (
-    Admission, Book, Chain, kAdded, kExists, kFull, kMaxLedgers, kMaxTokens, kOverflow, kRepeated,
-    Listed, Rank, Request, RequestId, SharedLoads
+    Admission, Book, kAdded, kExists, kFull, kMaxLedgers, kMaxTokens, kOverflow, kRepeated, Listed,
+    LoadedRank, Request, RequestId, RequestList, SharedLoads
 )
 
 
 # ---- ranks
 
-cdef inline size_t place_of(Book* book, uint64_t worker_id, uint32_t dp_rank) noexcept nogil:
+cdef inline size_t position_of(Book* book, uint64_t worker_id, uint32_t dp_rank) noexcept nogil:
     # Of the first in `order` that does not sort before.
     cdef size_t begin = 0, end = book.order.size(), middle
     cdef Listed* at
@@ -57,17 +57,17 @@ cdef inline size_t place_of(Book* book, uint64_t worker_id, uint32_t dp_rank) no
     return begin
 
 
-cdef inline RankId find_rank(Book* book, uint64_t worker_id, uint32_t dp_rank) noexcept nogil:
+cdef inline LoadedRankId find_rank(Book* book, uint64_t worker_id, uint32_t dp_rank) noexcept nogil:
     # The id of a rank, kNone if there is none.
-    cdef size_t place = place_of(book, worker_id, dp_rank)
+    cdef size_t position = position_of(book, worker_id, dp_rank)
     cdef Listed* at
-    if place == book.order.size():
+    if position == book.order.size():
         return kNone
-    at = &book.order[place]
+    at = &book.order[position]
     return at.rank if at.worker_id == worker_id and at.dp_rank == dp_rank else kNone
 
 
-cdef inline bint has(Book* book, RankId id) noexcept nogil:
+cdef inline bint has(Book* book, LoadedRankId id) noexcept nogil:
     return loads.is_of(book.loads, id, book.bit)
 
 
@@ -82,9 +82,11 @@ cdef inline bint take_part(Book* book) noexcept nogil:
     return False
 
 
-cdef inline RankId known_elsewhere(Book* book, uint64_t worker_id, uint32_t dp_rank) noexcept nogil:
+cdef inline LoadedRankId known_elsewhere(
+    Book* book, uint64_t worker_id, uint32_t dp_rank
+) noexcept nogil:
     # The id of a rank in another ledger, kNone if none has it.
-    cdef RankId id = kNone
+    cdef LoadedRankId id = kNone
     cdef int i
     for i in range(kMaxLedgers):
         if id == kNone and book.loads.books[i] != NULL:
@@ -92,12 +94,12 @@ cdef inline RankId known_elsewhere(Book* book, uint64_t worker_id, uint32_t dp_r
     return id
 
 
-cdef inline RankId add_rank(
+cdef inline LoadedRankId add_rank(
     Book* book, uint64_t worker_id, uint32_t dp_rank
 ) except? 0xffffffff:
     # Adds a rank that the book does not have, and returns its id.
     cdef SharedLoads* shared = book.loads
-    cdef RankId id
+    cdef LoadedRankId id
     cdef Listed entry
     if book.order.size() == book.order.capacity():
         book.order.reserve(max(<size_t>1, 2 * book.order.size()))
@@ -109,18 +111,18 @@ cdef inline RankId add_rank(
     id = known_elsewhere(book, worker_id, dp_rank)
     if id == kNone:
         id = loads.take_rank(shared, worker_id, dp_rank)
-    book.chains[id] = Chain(kNone, kNone)
+    book.chains[id] = RequestList(kNone, kNone)
     entry = Listed(worker_id, dp_rank, id)
-    book.order.insert(book.order.begin() + <ptrdiff_t>place_of(book, worker_id, dp_rank), entry)
+    book.order.insert(book.order.begin() + <ptrdiff_t>position_of(book, worker_id, dp_rank), entry)
     shared.ranks[id].owners |= book.bit
     return id
 
 
-cdef inline void remove_rank(Book* book, RankId id) noexcept nogil:
+cdef inline void remove_rank(Book* book, LoadedRankId id) noexcept nogil:
     # The book must have no requests on the rank any more.
     cdef SharedLoads* shared = book.loads
     cdef int i
-    cdef size_t at = place_of(book, shared.ranks[id].worker_id, shared.ranks[id].dp_rank)
+    cdef size_t at = position_of(book, shared.ranks[id].worker_id, shared.ranks[id].dp_rank)
     book.order.erase(book.order.begin() + <ptrdiff_t>at)
     loads.disown(shared, id, book.bit)
     if not book.order.empty():
@@ -129,7 +131,7 @@ cdef inline void remove_rank(Book* book, RankId id) noexcept nogil:
         if shared.books[i] == book:
             shared.books[i] = NULL
     book.bit = 0
-    vector[Chain]().swap(book.chains)
+    vector[RequestList]().swap(book.chains)
     vector[Listed]().swap(book.order)
 
 
@@ -150,7 +152,7 @@ cdef inline bint is_retry(Book* book, const Request* request, const Admission* a
 
 
 cdef inline int add(Book* book, const Admission* a) except -1 nogil:
-    # Books a request: an Outcome. Refusals are counted by who words them: not every caller does.
+    # Books a request: an AddOutcome. Refusals are counted by who words them: not every caller does.
     cdef uint64_t hash = book.requests.hash(a.id)
     cdef RequestId known
     cdef CPathPosition at
@@ -239,9 +241,9 @@ cdef inline size_t bytes_of(Book* book) noexcept nogil:
     cdef SharedLoads* shared = book.loads
     return (
         requests.bytes_of(&book.requests)
-        + book.chains.capacity() * sizeof(Chain)
+        + book.chains.capacity() * sizeof(RequestList)
         + book.order.capacity() * sizeof(Listed)
         + shared.trie.bytes()
-        + shared.ranks.capacity() * sizeof(Rank)
+        + shared.ranks.capacity() * sizeof(LoadedRank)
         + (shared.free.capacity() + shared.depths.capacity()) * sizeof(uint32_t)
     )

@@ -6,8 +6,10 @@ from libcpp.memory cimport unique_ptr
 from libcpp.string_view cimport string_view
 
 from kvd_core.ledger.journal cimport Journal
-from kvd_core.ledger.trie cimport RankId
-from kvd_core.ledger.types cimport Admission, Book, Chain, Limits, RequestId, SharedLoads
+from kvd_core.ledger.trie cimport LoadedRankId
+from kvd_core.ledger.types cimport (
+    Admission, Book, LedgerLimits, RequestId, RequestList, SharedLoads
+)
 
 
 cdef class Loads:
@@ -28,15 +30,15 @@ cdef class Ledger:
     cdef uint64_t overflow    # likewise
 
     # The id of a rank, kNone if there is none.
-    cdef RankId find_rank(self, uint64_t worker_id, uint32_t dp_rank) noexcept
+    cdef LoadedRankId find_rank(self, uint64_t worker_id, uint32_t dp_rank) noexcept
     # The number of a live request, kNone if there is none.
     cdef RequestId find_request(self, string_view request_id) noexcept
     cdef RequestId find(self, str request_id) except? 0
-    # As add(), an Outcome; refusals are not counted.
+    # As add(), an AddOutcome; refusals are not counted.
     cdef int admit(self, const Admission* admission) except -1
     # Of a live request: its prefill is over, or all of it.
     cdef void complete(self, RequestId request) noexcept
     cdef void end(self, RequestId request) noexcept
 
-    cdef RankId own(self, RankId rank) except? 0xffffffff
+    cdef LoadedRankId own(self, LoadedRankId rank) except? 0xffffffff
     cdef str text_of(self, RequestId request)

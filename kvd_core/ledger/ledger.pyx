@@ -29,8 +29,8 @@ from kvd_core.ledger.rows cimport put_loads, put_projection, rows_room
 from kvd_core.ledger.trie cimport kNone
 from kvd_core.ledger.types cimport (
     kAdded, kByAge, kByRank, kExists, kFull, kJournals, kMaxBlocks, kMaxIdBytes, kMaxOutputs,
-    kMaxRanks, kMaxRequests, kMaxTokens, kOverflow, kRepeated, Listed, Rank, RecordBuffer, Request,
-    LedgerStats,
+    kMaxRanks, kMaxRequests, kMaxTokens, kOverflow, kRepeated, LedgerStats, Listed, LoadedRank,
+    RecordBuffer, Request,
 )
 from kvd_core.ledger.verify cimport verify
 
@@ -62,13 +62,13 @@ LiveRequest = namedtuple(
 Load = namedtuple("Load", "prefill_tokens decode_blocks requests")
 
 
-cdef struct Prompt:
+cdef struct PromptHashes:
     const uint64_t* hashes
     size_t blocks
 
 
-cdef Prompt prompt_of(object hashes) except *:
-    cdef Prompt prompt
+cdef PromptHashes prompt_of(object hashes) except *:
+    cdef PromptHashes prompt
     if isinstance(hashes, BodyScanner):
         prompt.hashes = (<BodyScanner>hashes).u64(0, &prompt.blocks)
         return prompt
@@ -138,9 +138,9 @@ cdef class Ledger:
         self.loads = Loads() if loads is None else loads
         self.book = make_unique[Book]()
         self.c = self.book.get()
-        self.c.limits = Limits(max_requests, max_blocks, max_output_blocks)
+        self.c.limits = LedgerLimits(max_requests, max_blocks, max_output_blocks)
         self.c.loads = self.loads.shared.get()
-        self.c.requests.by_age = Chain(kNone, kNone)
+        self.c.requests.by_age = RequestList(kNone, kNone)
 
     def __dealloc__(self):
         if self.c != NULL:
@@ -152,14 +152,14 @@ cdef class Ledger:
         Ledgers that share loads have one id for the same rank. OverflowError when there are
         MAX_RANKS. O(log r), and 16 bytes moved for each rank that sorts behind it.
         """
-        cdef RankId rank = books.find_rank(self.c, worker_id, dp_rank)
+        cdef LoadedRankId rank = books.find_rank(self.c, worker_id, dp_rank)
         if rank != kNone:
             return rank
         if self.c.order.size() == kMaxRanks:
             raise OverflowError(f"more than {MAX_RANKS} ranks")
         return books.add_rank(self.c, worker_id, dp_rank)
 
-    def remove_rank(self, RankId rank):
+    def remove_rank(self, LoadedRankId rank):
         """Removes a rank with its requests; returns their ids in order of admission.
 
         Other ledgers keep theirs, and what that weighs. KeyError if there is no such rank. O(free
@@ -179,11 +179,11 @@ cdef class Ledger:
 
     def rank_of(self, uint64_t worker_id, uint32_t dp_rank):
         """The id of a rank, None if there is none. O(log r)."""
-        cdef RankId rank = books.find_rank(self.c, worker_id, dp_rank)
+        cdef LoadedRankId rank = books.find_rank(self.c, worker_id, dp_rank)
         return None if rank == kNone else rank
 
-    def add(self, str request_id not None, RankId rank, hashes, tokens, double now, str key=None,
-            expected_output=None):
+    def add(self, str request_id not None, LoadedRankId rank, hashes, tokens, double now,
+            str key=None, expected_output=None):
         """Books a request: its prompt, and `tokens` to prefill until that is complete.
 
         `hashes` is a scanner whose array 0 has the sequence hashes, or their bytes as native
@@ -196,7 +196,7 @@ cdef class Ledger:
         KeyError if there is no such rank; ValueError for an id or key of more than
         MAX_REQUEST_ID_BYTES, or negative tokens. O(n + m log r).
         """
-        cdef Prompt prompt = prompt_of(hashes)
+        cdef PromptHashes prompt = prompt_of(hashes)
         cdef Admission admission
         cdef int outcome
         admission.id = bounded(request_id, "the request id")
@@ -284,7 +284,7 @@ cdef class Ledger:
         if number == kNone:
             return None
         cdef Request* request = &self.c.requests.all[number]
-        cdef Rank* rank = &self.c.loads.ranks[request.rank]
+        cdef LoadedRank* rank = &self.c.loads.ranks[request.rank]
         return LiveRequest(
             rank.worker_id,
             rank.dp_rank,
@@ -310,12 +310,12 @@ cdef class Ledger:
         self.c.loads.trie.copy_path(request.end, request.blocks, PyBytes_AS_STRING(hashes))
         return hashes
 
-    def load(self, RankId rank):
+    def load(self, LoadedRankId rank):
         """The Load of a rank, of all ledgers that share it.
 
         KeyError if this one does not have the rank. O(1).
         """
-        cdef Rank* r = &self.c.loads.ranks[self.own(rank)]
+        cdef LoadedRank* r = &self.c.loads.ranks[self.own(rank)]
         return Load(r.prefill_tokens, decode_blocks(r), r.requests)
 
     def render_loads(self, bytes prefix not None=b""):
@@ -339,7 +339,7 @@ cdef class Ledger:
         """
         if new_tokens > kMaxTokens:
             raise OverflowError("too many tokens")
-        cdef Prompt prompt = prompt_of(hashes)
+        cdef PromptHashes prompt = prompt_of(hashes)
         cdef const uint32_t* depths = live_depths(self.c.loads, prompt.hashes, prompt.blocks)
         cdef Py_ssize_t room = rows_room(self.c, 0)
         cdef PyObject* answer = PyBytes_New(NULL, room)
@@ -350,7 +350,7 @@ cdef class Ledger:
 
     def depths(self, hashes):
         """Returns how many leading blocks of a prompt each rank has live, by rank id, no zeros."""
-        cdef Prompt prompt = prompt_of(hashes)
+        cdef PromptHashes prompt = prompt_of(hashes)
         cdef const uint32_t* depths = live_depths(self.c.loads, prompt.hashes, prompt.blocks)
         cdef Listed at
         return {at.rank: depths[at.rank] for at in self.c.order if depths[at.rank]}
@@ -437,7 +437,7 @@ cdef class Ledger:
     cdef RequestId find(self, str request_id) except? 0:
         return requests.find(&self.c.requests, utf8(request_id))
 
-    cdef RankId own(self, RankId rank) except? 0xffffffff:
+    cdef LoadedRankId own(self, LoadedRankId rank) except? 0xffffffff:
         if not books.has(self.c, rank):
             raise KeyError(rank)
         return rank
@@ -448,7 +448,7 @@ cdef class Ledger:
 
     # ---- for C: arguments are checked
 
-    cdef RankId find_rank(self, uint64_t worker_id, uint32_t dp_rank) noexcept:
+    cdef LoadedRankId find_rank(self, uint64_t worker_id, uint32_t dp_rank) noexcept:
         return books.find_rank(self.c, worker_id, dp_rank)
 
     cdef RequestId find_request(self, string_view request_id) noexcept:

@@ -48,9 +48,9 @@ from libc.string cimport memset
 from libcpp.vector cimport vector
 
 from kvd_core.base.arena cimport Visitor
-from kvd_core.ledger.trie cimport CNode, CPathPosition, CRankRef, kRoot, NodeId, RankId
+from kvd_core.ledger.trie cimport CPathPosition, CRankRef, CTrieNode, kRoot, LoadedRankId, NodeId
 from kvd_core.ledger.types cimport (
-    Admission, kMaxRankRefs, kMaxRankTokens, Rank, Request, SharedLoads
+    Admission, kMaxRankRefs, kMaxRankTokens, LoadedRank, Request, SharedLoads
 )
 
 cdef extern from "json/text.hpp" namespace "kvd" nogil:
@@ -60,11 +60,11 @@ cdef extern from "json/text.hpp" namespace "kvd" nogil:
 
 # ---- ranks
 
-cdef inline bint is_of(SharedLoads* loads, RankId id, uint8_t owners) noexcept nogil:
+cdef inline bint is_of(SharedLoads* loads, LoadedRankId id, uint8_t owners) noexcept nogil:
     return id < loads.ranks.size() and (loads.ranks[id].owners & owners) != 0
 
 
-cdef inline uint64_t decode_blocks(const Rank* rank) noexcept nogil:
+cdef inline uint64_t decode_blocks(const LoadedRank* rank) noexcept nogil:
     # Weighted, rounded.
     cdef double load = rank.prompt + rank.output
     cdef uint64_t whole
@@ -74,7 +74,7 @@ cdef inline uint64_t decode_blocks(const Rank* rank) noexcept nogil:
     return whole + (load - <double>whole >= 0.5)
 
 
-cdef inline uint32_t decoding(const Rank* rank) noexcept nogil:
+cdef inline uint32_t decoding(const LoadedRank* rank) noexcept nogil:
     # The requests that have nothing left to prefill.
     return rank.requests - rank.prefilling
 
@@ -90,21 +90,21 @@ cdef inline int make_room_for_rank(SharedLoads* loads) except -1 nogil:
     return 0
 
 
-cdef inline RankId take_rank(
+cdef inline LoadedRankId take_rank(
     SharedLoads* loads, uint64_t worker_id, uint32_t dp_rank
 ) noexcept nogil:
     # A rank that no ledger has, after make_room_for_rank.
-    cdef RankId id
-    cdef Rank* rank
+    cdef LoadedRankId id
+    cdef LoadedRank* rank
     cdef char* to
     if loads.free.empty():
-        id = <RankId>loads.ranks.size()
+        id = <LoadedRankId>loads.ranks.size()
         loads.ranks.resize(id + 1)
     else:
         id = loads.free.back()
         loads.free.pop_back()
     rank = &loads.ranks[id]
-    memset(rank, 0, sizeof(Rank))
+    memset(rank, 0, sizeof(LoadedRank))
     rank.worker_id = worker_id
     rank.dp_rank = dp_rank
     to = put_number(put_text(rank.text, b'"worker_id":'), worker_id)
@@ -113,47 +113,51 @@ cdef inline RankId take_rank(
     return id
 
 
-cdef inline void disown(SharedLoads* loads, RankId id, uint8_t owner) noexcept nogil:
+cdef inline void disown(SharedLoads* loads, LoadedRankId id, uint8_t owner) noexcept nogil:
     # The ledger must have no requests on the rank any more.
     loads.ranks[id].owners &= <uint8_t>~owner
     if loads.ranks[id].owners != 0:
         return
     loads.free.push_back(id)
     if loads.free.size() == loads.ranks.size():
-        vector[Rank]().swap(loads.ranks)
-        vector[RankId]().swap(loads.free)
+        vector[LoadedRank]().swap(loads.ranks)
+        vector[LoadedRankId]().swap(loads.free)
         vector[uint32_t]().swap(loads.depths)
 
 
 # ---- weights
 
-cdef struct Change:
+cdef struct WeightChange:
     # Of the weight of prompt blocks, gathered into stretches that have weighed the same.
-    Rank* rank
+    LoadedRank* rank
     double to
     uint64_t blocks
     double weight
 
 
-cdef inline void end_stretch(Change* change) noexcept nogil:
+cdef inline void end_stretch(WeightChange* change) noexcept nogil:
     if change.blocks != 0:
         change.rank.prompt += <double>change.blocks * (change.to - change.weight)
     change.blocks = 0
 
 
-cdef inline void add_to_stretch(Change* change, uint32_t blocks, double weight) noexcept nogil:
+cdef inline void add_to_stretch(
+    WeightChange* change, uint32_t blocks, double weight
+) noexcept nogil:
     if weight != change.weight:
         end_stretch(change)
     change.blocks += blocks
     change.weight = weight
 
 
-cdef inline void lose_stretch(Change* change, uint32_t blocks, double weight) noexcept nogil:
+cdef inline void lose_stretch(WeightChange* change, uint32_t blocks, double weight) noexcept nogil:
     change.rank.blocks -= blocks
     add_to_stretch(change, blocks, weight)
 
 
-cdef inline void reweigh_outputs(Rank* rank, const Request* request, double to) noexcept nogil:
+cdef inline void reweigh_outputs(
+    LoadedRank* rank, const Request* request, double to
+) noexcept nogil:
     cdef uint32_t i
     for i in range(request.outputs):
         rank.output += to - (request.fraction if i < request.decayed else 1)
@@ -171,7 +175,7 @@ cdef inline bint has_room(
     )
 
 
-cdef inline bint overflows(SharedLoads* loads, RankId id, uint64_t tokens) noexcept nogil:
+cdef inline bint overflows(SharedLoads* loads, LoadedRankId id, uint64_t tokens) noexcept nogil:
     return loads.ranks[id].prefill_tokens + tokens > kMaxRankTokens
 
 
@@ -181,7 +185,7 @@ cdef inline NodeId insert(
     # Returns the last node of the prompt, which was found at `at`.
     cdef size_t gained = 0
     cdef NodeId end = loads.trie.insert(at[0], a.hashes, a.blocks, a.rank, gained)
-    cdef Rank* rank = &loads.ranks[a.rank]
+    cdef LoadedRank* rank = &loads.ranks[a.rank]
     rank.requests += 1
     rank.prefill_tokens += a.tokens
     rank.prefilling += a.tokens != 0
@@ -191,7 +195,7 @@ cdef inline NodeId insert(
 
 
 cdef inline void end_prefill(SharedLoads* loads, Request* request) noexcept nogil:
-    cdef Rank* rank = &loads.ranks[request.rank]
+    cdef LoadedRank* rank = &loads.ranks[request.rank]
     if not request.prefilling:
         return
     request.prefilling = False
@@ -200,10 +204,10 @@ cdef inline void end_prefill(SharedLoads* loads, Request* request) noexcept nogi
 
 
 cdef inline void erase(SharedLoads* loads, Request* request) noexcept nogil:
-    cdef Rank* rank = &loads.ranks[request.rank]
-    cdef Change change = Change(rank, 0, 0, 0)
+    cdef LoadedRank* rank = &loads.ranks[request.rank]
+    cdef WeightChange change = WeightChange(rank, 0, 0, 0)
     end_prefill(loads, request)
-    loads.trie.erase(request.end, request.rank, Visitor[Change](&change, lose_stretch))
+    loads.trie.erase(request.end, request.rank, Visitor[WeightChange](&change, lose_stretch))
     end_stretch(&change)
     reweigh_outputs(rank, request, 0)
     rank.outputs -= request.outputs
@@ -215,7 +219,7 @@ cdef inline void erase(SharedLoads* loads, Request* request) noexcept nogil:
 
 
 cdef inline void add_output(SharedLoads* loads, Request* request) noexcept nogil:
-    cdef Rank* rank = &loads.ranks[request.rank]
+    cdef LoadedRank* rank = &loads.ranks[request.rank]
     request.outputs += 1
     rank.outputs += 1
     rank.output += 1
@@ -224,13 +228,13 @@ cdef inline void add_output(SharedLoads* loads, Request* request) noexcept nogil
 cdef inline void decay(SharedLoads* loads, Request* request, double fraction) noexcept nogil:
     # Gives all output blocks of a request, and those at the end of its prompt that no other request
     # of its rank has, the weight `fraction`, in [0, 1].
-    cdef Rank* rank = &loads.ranks[request.rank]
-    cdef Change change = Change(rank, fraction, 0, 0)
+    cdef LoadedRank* rank = &loads.ranks[request.rank]
+    cdef WeightChange change = WeightChange(rank, fraction, 0, 0)
     reweigh_outputs(rank, request, fraction)
     request.decayed = request.outputs
     request.fraction = fraction
     loads.trie.weigh(
-        request.end, request.rank, fraction, Visitor[Change](&change, add_to_stretch)
+        request.end, request.rank, fraction, Visitor[WeightChange](&change, add_to_stretch)
     )
     end_stretch(&change)
 
@@ -246,7 +250,7 @@ cdef inline const uint32_t* live_depths(
     cdef CPathPosition at = loads.trie.find(hashes, n)
     cdef uint32_t depth = <uint32_t>at.depth, given = 0, inside = at.inside, i
     cdef NodeId id = at.node
-    cdef const CNode* node
+    cdef const CTrieNode* node
     cdef const CRankRef* refs
     if loads.ranks.size() != 0:
         memset(depths, 0, loads.ranks.size() * sizeof(uint32_t))

@@ -25,10 +25,10 @@
 
 namespace kvd::ledger {
 
-using RankId = uint32_t;
+using LoadedRankId = uint32_t;
 
 struct RankRef {
-  RankId rank;
+  LoadedRankId rank;
   uint32_t requests;  // live ones of the rank
   double weight;      // of each block, 1 unless a fraction was given
 };
@@ -49,14 +49,14 @@ class RankRefs {
   size_t bytes() const { return capacity_ == 1 ? 0 : capacity_ * sizeof(RankRef); }
 
   // The rank's reference, or null.
-  RankRef* find(RankId rank) {
-    RankRef* at = place(rank);
+  RankRef* find(LoadedRankId rank) {
+    RankRef* at = lower_bound(rank);
     return at != data() + size_ && at->rank == rank ? at : nullptr;
   }
 
   // One more request of the rank; true when it is the rank's first.
-  bool insert(RankId rank, size_t& bytes) {
-    RankRef* at = place(rank);
+  bool insert(LoadedRankId rank, size_t& bytes) {
+    RankRef* at = lower_bound(rank);
     if (at != data() + size_ && at->rank == rank) {
       ++at->requests;
       return false;
@@ -102,9 +102,9 @@ class RankRefs {
  private:
   RankRef* data() { return capacity_ == 1 ? &at_.one : at_.many; }
 
-  RankRef* place(RankId rank) {
+  RankRef* lower_bound(LoadedRankId rank) {
     return std::lower_bound(data(), data() + size_, rank,
-                            [](const RankRef& ref, RankId r) { return ref.rank < r; });
+                            [](const RankRef& ref, LoadedRankId r) { return ref.rank < r; });
   }
 
   void shrink(size_t& bytes) {

@@ -26,7 +26,7 @@ from libc.stddef cimport size_t
 from libc.stdint cimport uint16_t, uint32_t, uint64_t
 from libc.string cimport memcpy
 
-from kvd_core.ledger.types cimport Book, Rank, RecordBuffer, Request, RequestId
+from kvd_core.ledger.types cimport Book, LoadedRank, RecordBuffer, Request, RequestId
 
 
 cdef enum:
@@ -57,7 +57,7 @@ cdef inline char* put_f64(char* to, double value) noexcept nogil:
 cdef inline void put_booking(Book* book, RecordBuffer* records, RequestId id) noexcept nogil:
     # A request with all that it holds.
     cdef Request* request = &book.requests.all[id]
-    cdef Rank* rank = &book.loads.ranks[request.rank]
+    cdef LoadedRank* rank = &book.loads.ranks[request.rank]
     cdef size_t texts = <size_t>request.id_size + request.key_size
     cdef char* to = records.extend(
         b"B", kBookedBytes + texts + request.blocks * sizeof(uint64_t)

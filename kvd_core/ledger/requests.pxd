@@ -32,7 +32,7 @@ from libcpp.string_view cimport string_view
 from kvd_core.base.arena cimport kEmpty
 from kvd_core.ledger.trie cimport kNone
 from kvd_core.ledger.types cimport (
-    Chain, ChainKind, kByAge, kByRank, Request, RequestId, Requests
+    RequestList, ChainKind, kByAge, kByRank, Request, RequestId, Requests
 )
 
 cdef extern from "base/pages.hpp" namespace "kvd" nogil:
@@ -42,7 +42,7 @@ cdef extern from "base/pages.hpp" namespace "kvd" nogil:
 # ---- chains
 
 cdef inline void append(
-    Requests* requests, Chain* chain, ChainKind kind, RequestId id
+    Requests* requests, RequestList* chain, ChainKind kind, RequestId id
 ) noexcept nogil:
     requests.all[id].previous[<int>kind] = chain.last
     requests.all[id].next[<int>kind] = kNone
@@ -54,7 +54,7 @@ cdef inline void append(
 
 
 cdef inline void unlink(
-    Requests* requests, Chain* chain, ChainKind kind, RequestId id
+    Requests* requests, RequestList* chain, ChainKind kind, RequestId id
 ) noexcept nogil:
     cdef RequestId previous = requests.all[id].previous[<int>kind]
     cdef RequestId next = requests.all[id].next[<int>kind]
@@ -117,7 +117,8 @@ cdef inline char* make_room(Requests* requests, string_view id, string_view key)
 
 
 cdef inline Request* take(
-    Requests* requests, char* text, size_t id_size, size_t key_size, uint64_t hash, Chain* of_rank
+    Requests* requests, char* text, size_t id_size, size_t key_size, uint64_t hash,
+    RequestList* of_rank
 ) noexcept nogil:
     # A new request, the newest of all and of its rank; the rest of it is the caller's to set.
     cdef RequestId number = requests.all.take()
@@ -133,7 +134,7 @@ cdef inline Request* take(
     return request
 
 
-cdef inline void give(Requests* requests, RequestId number, Chain* of_rank) noexcept nogil:
+cdef inline void give(Requests* requests, RequestId number, RequestList* of_rank) noexcept nogil:
     cdef Request* request = &requests.all[number]
     cdef uint32_t at = requests.ids.home(request.hash)
     while requests.ids.at(at) != number:

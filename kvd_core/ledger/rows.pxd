@@ -18,8 +18,8 @@ from libc.stdint cimport uint32_t, uint64_t
 from libcpp.string_view cimport string_view
 
 from kvd_core.ledger.loads cimport decode_blocks
-from kvd_core.ledger.trie cimport RankId
-from kvd_core.ledger.types cimport Book, Listed, Rank, SharedLoads
+from kvd_core.ledger.trie cimport LoadedRankId
+from kvd_core.ledger.types cimport Book, Listed, LoadedRank, SharedLoads
 
 cdef extern from "json/text.hpp" namespace "kvd" nogil:
     size_t kMaxDigits
@@ -40,7 +40,7 @@ cdef inline char* put_loads(
     # `prefix` is ready JSON text that opens each row.
     cdef Listed* listed = book.order.data()
     cdef SharedLoads* loads = book.loads
-    cdef Rank* rank
+    cdef LoadedRank* rank
     cdef size_t i
     for i in range(book.order.size()):
         rank = &loads.ranks[listed[i].rank]
@@ -60,8 +60,8 @@ cdef inline char* put_projection(
     # The same as a JSON array, for a prompt of `blocks` that is live as far as `depths` says.
     cdef Listed* listed = book.order.data()
     cdef SharedLoads* loads = book.loads
-    cdef Rank* rank
-    cdef RankId id
+    cdef LoadedRank* rank
+    cdef LoadedRankId id
     cdef size_t i
     to = put_text(to, b"[")
     for i in range(book.order.size()):

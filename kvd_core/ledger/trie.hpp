@@ -51,7 +51,7 @@ using kvd::NodeId;
 
 constexpr NodeId kRoot = kNone;
 
-struct Node {
+struct TrieNode {
   uint64_t* hashes;  // `len` of them
   uint64_t first;    // hashes[0], so that a probe does not follow the pointer
   uint32_t len;      // blocks
@@ -68,7 +68,7 @@ struct Node {
   uint32_t& free_link() { return len; }
 };
 
-class Trie : public Chains<Trie, Node> {
+class Trie : public Chains<Trie, TrieNode> {
  public:
   // Blocks of a node: bounds what a split or a merge copies (32 KB, about 2 us), whatever the
   // length of prompts.
@@ -110,7 +110,7 @@ class Trie : public Chains<Trie, Node> {
   // Writes the hashes of a prompt of `n` blocks that ends in a node: 8 bytes each, native order.
   void copy_path(NodeId end, size_t n, char* to) const {
     for (NodeId id = end; id != kRoot; id = nodes_[id].parent) {
-      const Node& node = nodes_[id];
+      const TrieNode& node = nodes_[id];
       n -= node.len;
       std::memcpy(to + n * sizeof(uint64_t), node.hashes, node.len * sizeof(uint64_t));
     }
@@ -132,7 +132,7 @@ class Trie : public Chains<Trie, Node> {
   //   split    root ── 4 [a b]      rank 2            ends 0 ──── 9 [c d]  rank 2  ends 1
   //   after    root ── 4 [a b]      rank 2, rank 5    ends 0 ──┬─ 9 [c d]  rank 2  ends 1
   //                                                            └─ 6 [x y]  rank 5  ends 1, gained 4
-  NodeId insert(const PathPosition& at, const uint64_t* hashes, size_t n, RankId rank,
+  NodeId insert(const PathPosition& at, const uint64_t* hashes, size_t n, LoadedRankId rank,
                 size_t& gained) {
     NodeId end = at.node;
     if (end != kRoot && at.inside < nodes_[end].len) end = split(end, at.inside);
@@ -140,7 +140,7 @@ class Trie : public Chains<Trie, Node> {
     gained = 0;
     try {
       for (; without != kRoot; without = nodes_[without].parent) {
-        Node& node = nodes_[without];
+        TrieNode& node = nodes_[without];
         if (!node.ranks.insert(rank, heap_)) continue;
         gained += node.len;
         ++rank_refs_;
@@ -171,7 +171,7 @@ class Trie : public Chains<Trie, Node> {
   //   4        rank 5 has gone, lost(2, 1); an only child with the same ranks: merged with it
   //   after    root ── 9 [a b c d]  rank 2            ends 1
   template <class Lost>
-  void erase(NodeId end, RankId rank, Lost&& lost) {
+  void erase(NodeId end, LoadedRankId rank, Lost&& lost) {
     if (end != kRoot) --nodes_[end].ends;
     withdraw(end, kRoot, rank, lost);
   }
@@ -186,9 +186,9 @@ class Trie : public Chains<Trie, Node> {
   //   after    4 and 9 as before, 6 [x y]  rank 5: 1 request, 0.5: changed(2, 1); in 4 another
   //            request of the rank goes on to 9
   template <class Changed>
-  void weigh(NodeId end, RankId rank, double weight, Changed&& changed) {
+  void weigh(NodeId end, LoadedRankId rank, double weight, Changed&& changed) {
     for (NodeId id = end, parent; id != kRoot; id = parent) {
-      Node& node = nodes_[id];
+      TrieNode& node = nodes_[id];
       parent = node.parent;
       RankRef* ref = node.ranks.find(rank);
       if (ref->requests != 1) return;
@@ -207,14 +207,14 @@ class Trie : public Chains<Trie, Node> {
   }
 
  private:
-  friend class Chains<Trie, Node>;
+  friend class Chains<Trie, TrieNode>;
   friend class TrieVerifier;
 
   // Takes one request of the rank off the nodes from `end` up to below `stop`, one above it.
   template <class Lost>
-  void withdraw(NodeId end, NodeId stop, RankId rank, Lost&& lost) {
+  void withdraw(NodeId end, NodeId stop, LoadedRankId rank, Lost&& lost) {
     for (NodeId id = end, parent; id != stop; id = parent) {
-      Node& node = nodes_[id];
+      TrieNode& node = nodes_[id];
       parent = node.parent;
       RankRef* ref = node.ranks.find(rank);
       const double weight = ref->weight;
@@ -241,7 +241,7 @@ class Trie : public Chains<Trie, Node> {
     return hashes;
   }
 
-  static void set_hashes(Node& node, uint64_t* hashes, uint32_t len) {
+  static void set_hashes(TrieNode& node, uint64_t* hashes, uint32_t len) {
     std::free(node.hashes);
     node.hashes = hashes;
     node.first = hashes[0];
@@ -256,7 +256,7 @@ class Trie : public Chains<Trie, Node> {
     uint64_t* own = joined(hashes, len, nullptr, 0);
     if (own == nullptr) throw std::bad_alloc();
     const NodeId id = nodes_.take();
-    Node& node = nodes_[id];
+    TrieNode& node = nodes_[id];
     node.hashes = nullptr;
     node.ends = node.children = node.child_xor = 0;
     set_hashes(node, own, len);
@@ -268,7 +268,7 @@ class Trie : public Chains<Trie, Node> {
   //   4: 9, 6            2 children, 9 ^ 6
   //   link(4, 5)         3 children, 9 ^ 6 ^ 5
   //   unlink(6)          2 children, 9 ^ 5
-  //   take_place(9, 7)   2 children, 7 ^ 5         9 is linked anew, or freed
+  //   replace_child(9, 7)   2 children, 7 ^ 5         9 is linked anew, or freed
   void link(NodeId parent, NodeId id) {
     nodes_[id].parent = parent;
     if (parent == kRoot) return;
@@ -283,13 +283,13 @@ class Trie : public Chains<Trie, Node> {
     nodes_[parent].child_xor ^= id;
   }
 
-  void take_place(NodeId old, NodeId id) {
+  void replace_child(NodeId old, NodeId id) {
     const NodeId parent = nodes_[old].parent;
     nodes_[id].parent = parent;
     if (parent != kRoot) nodes_[parent].child_xor ^= old ^ id;
   }
 
-  NodeId grow(NodeId parent, const uint64_t* hashes, uint32_t len, RankId rank) {
+  NodeId grow(NodeId parent, const uint64_t* hashes, uint32_t len, LoadedRankId rank) {
     const NodeId id = take(hashes, len);
     nodes_[id].ranks.insert(rank, heap_);
     ++rank_refs_;
@@ -308,7 +308,7 @@ class Trie : public Chains<Trie, Node> {
   NodeId split(NodeId id, uint32_t at) {
     const NodeId parent = nodes_[id].parent;
     const NodeId head = take(nodes_[id].hashes, at);
-    Node& tail = nodes_[id];
+    TrieNode& tail = nodes_[id];
     const uint32_t rest = tail.len - at;
     uint64_t* const hashes = joined(tail.hashes + at, rest, nullptr, 0);
     try {
@@ -336,10 +336,10 @@ class Trie : public Chains<Trie, Node> {
   // Not where a request ends in 4, where 4 has further children, where a rank weighs 1 in 4 and 0.5
   // in 9, or where both are longer than kMaxChain together.
   void merge_with_only_child(NodeId id) {
-    Node& head = nodes_[id];
+    TrieNode& head = nodes_[id];
     if (head.children != 1 || head.ends != 0) return;
     const NodeId below = head.child_xor;
-    Node& tail = nodes_[below];
+    TrieNode& tail = nodes_[below];
     // All requests go on to the child, so the ranks are the same.
     if (head.len + tail.len > kMaxChain || !head.ranks.weighs_like(tail.ranks)) return;
     uint64_t* const hashes = joined(head.hashes, head.len, tail.hashes, tail.len);
@@ -360,7 +360,7 @@ class Trie : public Chains<Trie, Node> {
   }
 
   void give(NodeId id) {
-    Node& node = nodes_[id];
+    TrieNode& node = nodes_[id];
     std::free(node.hashes);
     node.ranks.clear(heap_);
     nodes_.give(id);

@@ -8,19 +8,19 @@ from kvd_core.base.arena cimport Visitor
 
 
 cdef extern from "ledger/trie.hpp" namespace "kvd::ledger" nogil:
-    ctypedef uint32_t RankId       # dense, used again after removal
+    ctypedef uint32_t LoadedRankId  # dense, used again after removal
     ctypedef uint32_t NodeId
     uint32_t kNone                 # no rank, no request
     NodeId kRoot
 
     cppclass CRankRef "kvd::ledger::RankRef":
-        RankId rank
+        LoadedRankId rank
 
     cppclass CRankRefs "kvd::ledger::RankRefs":
         uint32_t size()
         const CRankRef* begin()
 
-    cppclass CNode "kvd::ledger::Node":
+    cppclass CTrieNode "kvd::ledger::TrieNode":
         uint32_t len               # blocks
         NodeId parent
         CRankRefs ranks            # that pass through
@@ -31,7 +31,7 @@ cdef extern from "ledger/trie.hpp" namespace "kvd::ledger" nogil:
         size_t depth               # blocks, all in all
 
     cppclass CTrie "kvd::ledger::Trie":
-        const CNode& node(NodeId)
+        const CTrieNode& node(NodeId)
         uint32_t node_count()
         uint64_t block_count()
         uint64_t rank_ref_count()
@@ -42,11 +42,11 @@ cdef extern from "ledger/trie.hpp" namespace "kvd::ledger" nogil:
         void copy_path(NodeId, size_t, char*)
         # The node that the prompt ends in; the last is set to the blocks that are the rank's first.
         # All or, where memory ends, nothing.
-        NodeId insert(const CPathPosition&, const uint64_t*, size_t, RankId, size_t&) except +
+        NodeId insert(const CPathPosition&, const uint64_t*, size_t, LoadedRankId, size_t&) except +
         # They visit (blocks, weight) of what only this request of the rank passes through, from its
         # end upwards.
-        void erase[State](NodeId, RankId, const Visitor[State]&)
-        void weigh[State](NodeId, RankId, double, const Visitor[State]&)
+        void erase[State](NodeId, LoadedRankId, const Visitor[State]&)
+        void weigh[State](NodeId, LoadedRankId, double, const Visitor[State]&)
 
 cdef extern from "ledger/verify.hpp" namespace "kvd::ledger" nogil:
     cppclass CHeld "kvd::ledger::TrieVerifier::Held":
@@ -55,6 +55,6 @@ cdef extern from "ledger/verify.hpp" namespace "kvd::ledger" nogil:
 
     cppclass CTrieVerifier "kvd::ledger::TrieVerifier":
         CTrieVerifier(const CTrie&) except +
-        void note(NodeId end, RankId, uint32_t blocks) except +  # of each request
+        void note(NodeId end, LoadedRankId, uint32_t blocks) except +  # of each request
         void run() except +
-        CHeld held(RankId)         # what passes through the rank's nodes
+        CHeld held(LoadedRankId)         # what passes through the rank's nodes

@@ -7,7 +7,7 @@ from libcpp.string_view cimport string_view
 from libcpp.vector cimport vector
 
 from kvd_core.base.arena cimport HashedArena, KeyedHash, ProbeTable
-from kvd_core.ledger.trie cimport CTrie, NodeId, RankId
+from kvd_core.ledger.trie cimport CTrie, LoadedRankId, NodeId
 
 ctypedef uint32_t RequestId  # dense, used again
 
@@ -41,7 +41,7 @@ cdef enum:
     kJournals = 2  # that record the steps of one ledger: one for a file, one for replicas
 
 
-cdef enum Outcome:
+cdef enum AddOutcome:
     kAdded      # booked
     kRepeated   # the same with the same retry key lives already
     kExists     # another request has the id
@@ -55,7 +55,7 @@ cdef enum ChainKind:
     kChains
 
 
-cdef struct Chain:
+cdef struct RequestList:
     RequestId first
     RequestId last
 
@@ -68,7 +68,7 @@ cdef struct Request:
     uint64_t tokens    # to prefill, as given
     double admitted    # seconds of the caller's clock
     double fraction    # weight of the first `decayed` output blocks
-    RankId rank
+    LoadedRankId rank
     NodeId end         # the last node of its prompt, kRoot when that is empty
     uint32_t blocks    # of the prompt
     uint32_t outputs   # output blocks
@@ -83,11 +83,11 @@ cdef struct Requests:  # see requests.pxd
     HashedArena[Request] all
     ProbeTable ids
     KeyedHash hash     # of ids
-    Chain by_age
+    RequestList by_age
     size_t texts       # bytes
 
 
-cdef struct Rank:
+cdef struct LoadedRank:
     uint64_t worker_id
     uint32_t dp_rank
     uint32_t requests        # live ones, of all ledgers
@@ -104,13 +104,13 @@ cdef struct Rank:
 
 cdef struct SharedLoads:  # see loads.pxd
     CTrie trie
-    vector[Rank] ranks
-    vector[RankId] free
+    vector[LoadedRank] ranks
+    vector[LoadedRankId] free
     vector[uint32_t] depths  # one a rank: room for the answer of the last question
     Book* books[kMaxLedgers]    # of ledgers that take part, by the number of their bit
 
 
-cdef struct Limits:
+cdef struct LedgerLimits:
     uint32_t requests
     uint64_t blocks
     uint32_t outputs
@@ -119,7 +119,7 @@ cdef struct Limits:
 cdef struct Listed:  # where a rank stands in the order of rendering
     uint64_t worker_id
     uint32_t dp_rank
-    RankId rank
+    LoadedRankId rank
 
 
 cdef struct LedgerStats:
@@ -130,11 +130,11 @@ cdef struct LedgerStats:
 
 
 cdef struct Book:  # see book.pxd
-    Limits limits
+    LedgerLimits limits
     SharedLoads* loads
     uint8_t bit            # among the owners of its ranks, 0 while it has none
     Requests requests
-    vector[Chain] chains   # by rank id, of the requests on it
+    vector[RequestList] chains   # by rank id, of the requests on it
     vector[Listed] order   # ranks by (worker, dp rank)
     uint64_t outputs       # output blocks of all requests
     LedgerStats stats
@@ -145,7 +145,7 @@ cdef struct Book:  # see book.pxd
 cdef struct Admission:
     string_view id
     string_view key         # empty: none
-    RankId rank             # one of the ledger's
+    LoadedRankId rank   # one of the ledger's
     const uint64_t* hashes  # sequence hashes of the prompt
     size_t blocks
     uint64_t tokens         # to prefill

@@ -24,7 +24,7 @@ class TrieVerifier {
 
   // Takes a live request into account: the last node of its prompt, its rank, its blocks. Throws as
   // `run` does.
-  void note(NodeId end, RankId rank, uint32_t blocks) {
+  void note(NodeId end, LoadedRankId rank, uint32_t blocks) {
     uint64_t found = 0;
     if (end != kRoot) ++ends_[end];
     for (NodeId id = end; id != kRoot; id = trie_.node(id).parent) {
@@ -40,7 +40,7 @@ class TrieVerifier {
     uint64_t nodes = 0, blocks = 0, rank_refs = 0;
     size_t heap = 0;
     trie_.each([&](NodeId id) {
-      const Node& node = trie_.node(id);
+      const TrieNode& node = trie_.node(id);
       ++nodes;
       blocks += node.len;
       rank_refs += node.ranks.size();
@@ -63,7 +63,7 @@ class TrieVerifier {
   }
 
   // After `run`.
-  Held held(RankId rank) const {
+  Held held(LoadedRankId rank) const {
     const auto at = held_.find(rank);
     return at == held_.end() ? Held() : at->second;
   }
@@ -73,7 +73,7 @@ class TrieVerifier {
     if (!holds) throw std::logic_error(std::string("trie ") + what);
   }
 
-  void check_rank_refs(NodeId id, const Node& node) {
+  void check_rank_refs(NodeId id, const TrieNode& node) {
     require(node.ranks.size() >= 1, "2: some request passes through a node");
     require(node.ranks.size() > 1 || node.ranks.bytes() == 0, "refs: one needs no buffer");
     const RankRef* last = nullptr;
@@ -90,11 +90,11 @@ class TrieVerifier {
     }
   }
 
-  void check_shape(NodeId id, const Node& node) {
+  void check_shape(NodeId id, const TrieNode& node) {
     require(node.children == children_[id] && node.child_xor == children_xor_[id],
             "5: children are counted");
     if (node.children != 1 || node.ends != 0 || trie_.has_fragments()) return;
-    const Node& child = trie_.node(node.child_xor);
+    const TrieNode& child = trie_.node(node.child_xor);
     require(node.len + child.len > Trie::kMaxChain || !node.ranks.weighs_like(child.ranks),
             "4: an only child is merged");
   }
@@ -103,8 +103,8 @@ class TrieVerifier {
   std::map<NodeId, uint32_t> ends_;
   std::map<NodeId, uint32_t> children_;
   std::map<NodeId, NodeId> children_xor_;
-  std::map<std::pair<NodeId, RankId>, uint32_t> passing_;
-  std::map<RankId, Held> held_;
+  std::map<std::pair<NodeId, LoadedRankId>, uint32_t> passing_;
+  std::map<LoadedRankId, Held> held_;
 };
 
 }  // namespace kvd::ledger

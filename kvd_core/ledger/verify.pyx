@@ -11,9 +11,10 @@ from libcpp.vector cimport vector
 
 cimport kvd_core.ledger.book as books
 cimport kvd_core.ledger.requests as requests
-from kvd_core.ledger.trie cimport CHeld, CTrieVerifier, kNone, RankId
+from kvd_core.ledger.trie cimport CHeld, CTrieVerifier, kNone, LoadedRankId
 from kvd_core.ledger.types cimport (
-    Book, kByAge, kByRank, kMaxLedgers, Listed, Rank, Request, RequestId, Requests, SharedLoads
+    Book, kByAge, kByRank, kMaxLedgers, Listed, LoadedRank, Request, RequestId, Requests,
+    SharedLoads
 )
 
 
@@ -96,7 +97,7 @@ cdef int check_listed(Book* book, vector[Sums]* sums, dict ids) except -1:
     cdef SharedLoads* loads = book.loads
     cdef uint64_t chained = 0
     cdef Listed at
-    cdef Rank* rank
+    cdef LoadedRank* rank
     require(not book.order.empty(), "ledger 2: a ledger without ranks takes no part")
     names = []
     for at in book.order:
@@ -116,7 +117,7 @@ cdef int check_listed(Book* book, vector[Sums]* sums, dict ids) except -1:
     )
 
 
-cdef uint64_t check_chain(Book* book, RankId id) except? 0:
+cdef uint64_t check_chain(Book* book, LoadedRankId id) except? 0:
     cdef uint64_t count = 0
     cdef RequestId previous = kNone, at = book.chains[id].first
     cdef Request* request
@@ -137,19 +138,19 @@ cdef uint64_t check_chain(Book* book, RankId id) except? 0:
 
 cdef int check_ranks(SharedLoads* loads, CTrieVerifier* trie, vector[Sums]* sums) except -1:
     cdef size_t taken = 0, id
-    cdef Rank* rank
+    cdef LoadedRank* rank
     for id in range(loads.ranks.size()):
         rank = &loads.ranks[id]
         require(rank.owners == sums[0][id].owners, "loads 3: every owner lists a rank")
         if rank.owners != 0:
             taken += 1
-            check_sums(rank, &sums[0][id], trie.held(<RankId>id))
+            check_sums(rank, &sums[0][id], trie.held(<LoadedRankId>id))
     require(taken + loads.free.size() == loads.ranks.size(), "loads 3: a rank is owned or free")
     require(loads.free.capacity() >= loads.ranks.size(), "loads 3: all ranks can be free")
     return require(loads.depths.size() >= loads.ranks.size(), "loads: depths have room")
 
 
-cdef int check_sums(Rank* rank, Sums* sums, CHeld held) except -1:
+cdef int check_sums(LoadedRank* rank, Sums* sums, CHeld held) except -1:
     require(rank.requests == sums.requests, "loads: a rank's requests are counted")
     require(rank.prefill_tokens == sums.tokens, "loads 1: prefill tokens are summed")
     require(rank.prefilling == sums.prefilling, "loads 1: requests with such tokens are counted")

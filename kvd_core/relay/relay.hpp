@@ -74,7 +74,7 @@ constexpr int kNoSocket = -1;
 using ExchangeId = uint64_t;  // generation << 32 | slot
 using EngineId = uint32_t;
 
-enum class Phase : uint8_t {
+enum class ExchangePhase : uint8_t {
   kFree,
   kConnecting,
   kSending,
@@ -87,7 +87,7 @@ enum class Phase : uint8_t {
 };
 
 // What became of an exchange.
-enum class Outcome : uint8_t {
+enum class ExchangeOutcome : uint8_t {
   kUnderWay,
   kComplete,
   kUnreachable,    // no connection
@@ -130,8 +130,8 @@ struct Notice {
 
 struct Exchange {
   uint32_t generation = 0;
-  Phase phase = Phase::kFree;
-  Outcome outcome = Outcome::kUnderWay;
+  ExchangePhase phase = ExchangePhase::kFree;
+  ExchangeOutcome outcome = ExchangeOutcome::kUnderWay;
   Framing framing = Framing::kAsIs;
   bool was_kept = false;  // the connection had served another request
   bool client_watched = false;
@@ -245,7 +245,7 @@ class Relay {
   bool knows(ExchangeId id) const {
     const uint32_t slot = static_cast<uint32_t>(id);
     return slot < exchanges_.size() && exchanges_[slot]->generation == id >> 32 &&
-           exchanges_[slot]->phase != Phase::kFree;
+           exchanges_[slot]->phase != ExchangePhase::kFree;
   }
   const Exchange& exchange(ExchangeId id) const { return *exchanges_[static_cast<uint32_t>(id)]; }
 
@@ -256,7 +256,7 @@ class Relay {
     now_ = now_ns();
     x.touched_ns = now_;
     x.framing = framing;
-    x.phase = Phase::kForwarding;
+    x.phase = ExchangePhase::kForwarding;
     x.unsent.assign(head, head_size);
     x.unsent_at = 0;
     note_payload(x, x.held.data(), x.held.size());
@@ -266,9 +266,9 @@ class Relay {
       complete(id);
     } else {
       flush(id);
-      if (x.phase == Phase::kForwarding) watch_engine(id, EPOLLIN);
+      if (x.phase == ExchangePhase::kForwarding) watch_engine(id, EPOLLIN);
     }
-    return x.phase == Phase::kEnded;
+    return x.phase == ExchangePhase::kEnded;
   }
 
   // Has `filler` sent, between two events of a stream, whenever nothing came for so long.
@@ -317,16 +317,17 @@ class Relay {
       Exchange& x = *exchanges_[slot];
       const int64_t waited = now_ - x.touched_ns;
       const ExchangeId id = id_of(slot);
-      if (x.phase == Phase::kConnecting && waited > limits.connect_ns) {
-        end(id, Outcome::kConnectTime);
+      if (x.phase == ExchangePhase::kConnecting && waited > limits.connect_ns) {
+        end(id, ExchangeOutcome::kConnectTime);
       } else if (x.unsent_at < x.unsent.size()) {
-        if (waited > limits.client_ns && x.phase != Phase::kEnded) {
-          end(id, Outcome::kClientStalled);
+        if (waited > limits.client_ns && x.phase != ExchangePhase::kEnded) {
+          end(id, ExchangeOutcome::kClientStalled);
         }
       } else if (waits_for_engine(x.phase) && waited > limits.silence_ns) {
-        end(id, Outcome::kSilence);
-      } else if (x.filler_ns != 0 && x.phase == Phase::kForwarding && waited > x.filler_ns &&
-                 now_ - x.filled_ns > x.filler_ns && is_between_events(x.tail)) {
+        end(id, ExchangeOutcome::kSilence);
+      } else if (x.filler_ns != 0 && x.phase == ExchangePhase::kForwarding &&
+                 waited > x.filler_ns && now_ - x.filled_ns > x.filler_ns &&
+                 is_between_events(x.tail)) {
         x.filled_ns = now_;
         ++stats.fillers;
         send_frame(id, x.filler.data(), x.filler.size());
@@ -399,9 +400,9 @@ class Relay {
     return sent.ends_with("\n\n") || sent.ends_with("\r\n\r\n") || sent.ends_with("\r\r");
   }
 
-  static bool waits_for_engine(Phase phase) {
-    return phase == Phase::kSending || phase == Phase::kHead || phase == Phase::kHolding ||
-           phase == Phase::kForwarding;
+  static bool waits_for_engine(ExchangePhase phase) {
+    return phase == ExchangePhase::kSending || phase == ExchangePhase::kHead ||
+           phase == ExchangePhase::kHolding || phase == ExchangePhase::kForwarding;
   }
 
   Exchange& at(ExchangeId id) { return *exchanges_[static_cast<uint32_t>(id)]; }
@@ -457,7 +458,7 @@ class Relay {
     if (x.was_kept) {
       ++stats.reused;
       line_of(x).exchange = id;
-      x.phase = Phase::kSending;
+      x.phase = ExchangePhase::kSending;
       send_request(id);
     } else {
       connect(id);
@@ -467,12 +468,12 @@ class Relay {
   void connect(ExchangeId id) {
     Exchange& x = at(id);
     const Engine& engine = engines_[x.engine];
-    x.phase = Phase::kConnecting;
+    x.phase = ExchangePhase::kConnecting;
     x.touched_ns = now_;
     x.sent = x.interim = 0;
     x.was_kept = false;
     const int fd = socket(engine.address.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
-    if (fd < 0) return end(id, Outcome::kNoRoom);
+    if (fd < 0) return end(id, ExchangeOutcome::kNoRoom);
     open_line(id, fd);
     if (engine.address.ss_family != AF_UNIX) {
       const int on = 1;
@@ -484,7 +485,7 @@ class Relay {
     } else if (errno == EINPROGRESS) {
       watch_engine(id, EPOLLOUT);
     } else {
-      end(id, lacks_room(errno) ? Outcome::kNoRoom : Outcome::kUnreachable);
+      end(id, lacks_room(errno) ? ExchangeOutcome::kNoRoom : ExchangeOutcome::kUnreachable);
     }
   }
 
@@ -496,7 +497,7 @@ class Relay {
 
   void on_connected(ExchangeId id) {
     ++stats.connected;
-    at(id).phase = Phase::kSending;
+    at(id).phase = ExchangePhase::kSending;
     send_request(id);
   }
 
@@ -520,7 +521,7 @@ class Relay {
       x.sent += static_cast<size_t>(put);
       x.touched_ns = now_;
     }
-    x.phase = Phase::kHead;
+    x.phase = ExchangePhase::kHead;
     watch_engine(id, EPOLLIN);
   }
 
@@ -538,16 +539,17 @@ class Relay {
 
   void on_engine(ExchangeId id, uint32_t events) {
     Exchange& x = at(id);
-    if (x.phase == Phase::kConnecting) {
+    if (x.phase == ExchangePhase::kConnecting) {
       int error = 0;
       socklen_t size = sizeof error;
       getsockopt(x.engine_fd, SOL_SOCKET, SO_ERROR, &error, &size);
-      if (error != 0) return end(id, Outcome::kUnreachable);
+      if (error != 0) return end(id, ExchangeOutcome::kUnreachable);
       x.touched_ns = now_;
       return on_connected(id);
     }
-    if (x.phase == Phase::kSending && (events & EPOLLOUT)) send_request(id);
-    if (x.phase == Phase::kReady || x.phase == Phase::kDraining) return watch_engine(id, 0);
+    if (x.phase == ExchangePhase::kSending && (events & EPOLLOUT)) send_request(id);
+    if (x.phase == ExchangePhase::kReady || x.phase == ExchangePhase::kDraining)
+      return watch_engine(id, 0);
     if (!(events & (EPOLLIN | EPOLLHUP | EPOLLERR))) return;
     for (int i = 0; i < kReceivesInARow; ++i) {
       const ssize_t got = recv(x.engine_fd, buffer_.get(), kReceive, MSG_DONTWAIT);
@@ -562,9 +564,11 @@ class Relay {
 
   void on_received(ExchangeId id, size_t got) {
     Exchange& x = at(id);
-    if (x.phase == Phase::kHead || x.phase == Phase::kSending) return on_head(id, got);
+    if (x.phase == ExchangePhase::kHead || x.phase == ExchangePhase::kSending)
+      return on_head(id, got);
     size_t payload = 0, used = 0;
-    if (!x.decoder.decode(buffer_.get(), got, payload, used)) return end(id, Outcome::kMalformed);
+    if (!x.decoder.decode(buffer_.get(), got, payload, used))
+      return end(id, ExchangeOutcome::kMalformed);
     if (used < got) x.head.persists = false;  // nobody asked for more
     on_payload(id, buffer_.get(), payload);
   }
@@ -575,27 +579,27 @@ class Relay {
     size_t size = 0;
     for (;;) {
       const Parsed parsed = parse_head(x.received.data(), x.received.size(), x.head, size);
-      if (parsed == Parsed::kWrong) return end(id, Outcome::kMalformed);
+      if (parsed == Parsed::kWrong) return end(id, ExchangeOutcome::kMalformed);
       if (parsed == Parsed::kPart) {
-        if (x.interim + x.received.size() > kMaxHead) end(id, Outcome::kMalformed);
+        if (x.interim + x.received.size() > kMaxHead) end(id, ExchangeOutcome::kMalformed);
         return;
       }
-      if (x.head.status == 101) return end(id, Outcome::kMalformed);
+      if (x.head.status == 101) return end(id, ExchangeOutcome::kMalformed);
       if (x.head.status >= 200) break;
       x.received.erase(0, size);  // 1xx: more is to come
       x.interim += size;
     }
-    if (x.phase == Phase::kSending) {  // the rest of the request is not wanted
+    if (x.phase == ExchangePhase::kSending) {  // the rest of the request is not wanted
       x.head.persists = false;
       watch_engine(id, EPOLLIN);
     }
     x.decoder.begin(x.head);
-    x.phase = Phase::kHolding;
+    x.phase = ExchangePhase::kHolding;
     std::string rest = x.received.substr(size);
     x.received.resize(size);
     size_t payload = 0, used = 0;
     if (!x.decoder.decode(rest.data(), rest.size(), payload, used)) {
-      return end(id, Outcome::kMalformed);
+      return end(id, ExchangeOutcome::kMalformed);
     }
     if (used < rest.size()) x.head.persists = false;
     on_payload(id, rest.data(), payload);
@@ -604,7 +608,7 @@ class Relay {
   void on_payload(ExchangeId id, const char* data, size_t n) {
     Exchange& x = at(id);
     x.completes = x.decoder.complete();
-    if (x.phase == Phase::kHolding) {
+    if (x.phase == ExchangePhase::kHolding) {
       x.held.append(data, n);
       const bool forwarded = x.client_fd != kNoSocket;  // else the first event is of no use
       const bool event =
@@ -618,29 +622,30 @@ class Relay {
       note_payload(x, data, n);
       send_frame(id, data, n);
     }
-    if (x.completes && x.phase == Phase::kForwarding) complete(id);
+    if (x.completes && x.phase == ExchangePhase::kForwarding) complete(id);
   }
 
   void make_ready(ExchangeId id) {
     Exchange& x = at(id);
-    x.phase = Phase::kReady;
+    x.phase = ExchangePhase::kReady;
     if (x.completes) release_engine(x);
     notices_.push_back({id, true});
   }
 
   void on_engine_gone(ExchangeId id) {
     Exchange& x = at(id);
-    const bool silent = x.phase <= Phase::kHead && x.received.empty();
+    const bool silent = x.phase <= ExchangePhase::kHead && x.received.empty();
     if (silent && x.was_kept && x.era == engines_[x.engine].era) {
       ++stats.sent_again;
       close_engine(x);
       return connect(id);
     }
-    if (silent) return end(id, Outcome::kNoAnswer);
-    if (x.phase <= Phase::kHead || !x.decoder.ends_by_close()) return end(id, Outcome::kBroken);
+    if (silent) return end(id, ExchangeOutcome::kNoAnswer);
+    if (x.phase <= ExchangePhase::kHead || !x.decoder.ends_by_close())
+      return end(id, ExchangeOutcome::kBroken);
     x.completes = true;
     close_engine(x);
-    if (x.phase == Phase::kHolding) {
+    if (x.phase == ExchangePhase::kHolding) {
       make_ready(id);
     } else {
       complete(id);
@@ -692,8 +697,8 @@ class Relay {
 
   void on_client(ExchangeId id, uint32_t events) {
     Exchange& x = at(id);
-    if (x.phase == Phase::kEnded) return;
-    if (events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR)) return end(id, Outcome::kClientGone);
+    if (x.phase == ExchangePhase::kEnded) return;
+    if (events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR)) return end(id, ExchangeOutcome::kClientGone);
     if (events & EPOLLOUT) flush(id);
   }
 
@@ -732,7 +737,7 @@ class Relay {
       parts[count++] = {const_cast<char*>(data), n};
       if (x.framing == Framing::kChunks) parts[count++] = {const_cast<char*>("\r\n"), 2};
       const ssize_t put = send_parts(x.client_fd, parts, count);
-      if (put < 0 && errno != EAGAIN) return end(id, Outcome::kClientGone);
+      if (put < 0 && errno != EAGAIN) return end(id, ExchangeOutcome::kClientGone);
       const size_t taken = put < 0 ? 0 : static_cast<size_t>(put);
       if (taken == total) return;
       x.unsent.clear();
@@ -766,21 +771,21 @@ class Relay {
         watch_client(id, EPOLLOUT | EPOLLRDHUP);
         break;
       }
-      if (put < 0) return end(id, Outcome::kClientGone);
+      if (put < 0) return end(id, ExchangeOutcome::kClientGone);
       x.unsent_at += static_cast<size_t>(put);
       x.touched_ns = now_;
     }
     if (x.unsent_at == x.unsent.size()) {
       give_back(x.unsent);
       x.unsent_at = 0;
-      if (x.phase == Phase::kDraining) return end(id, x.outcome);
+      if (x.phase == ExchangePhase::kDraining) return end(id, x.outcome);
       watch_client(id, EPOLLRDHUP);
     } else if (x.unsent_at >= kWindow) {
       x.unsent.erase(0, x.unsent_at);
       x.unsent_at = 0;
     }
     const bool room = x.unsent.size() - x.unsent_at <= kWindow / 2;
-    if (x.phase == Phase::kForwarding && room) watch_engine(id, EPOLLIN);
+    if (x.phase == ExchangePhase::kForwarding && room) watch_engine(id, EPOLLIN);
   }
 
   void note_payload(Exchange& x, const char* data, size_t n) {
@@ -793,27 +798,28 @@ class Relay {
     Exchange& x = at(id);
     release_engine(x);
     if (x.framing == Framing::kChunks) x.unsent.append("0\r\n\r\n", 5);
-    x.outcome = Outcome::kComplete;
-    x.phase = Phase::kDraining;
+    x.outcome = ExchangeOutcome::kComplete;
+    x.phase = ExchangePhase::kDraining;
     flush(id);
   }
 
   // ---- ends
 
-  void end(ExchangeId id, Outcome outcome) {
+  void end(ExchangeId id, ExchangeOutcome outcome) {
     Exchange& x = at(id);
     // A client is told how a broken answer ends only behind what it has been sent.
-    const bool tells = outcome == Outcome::kBroken || outcome == Outcome::kMalformed ||
-                       outcome == Outcome::kSilence;
-    if (tells && x.phase == Phase::kForwarding && x.unsent_at < x.unsent.size()) {
+    const bool tells = outcome == ExchangeOutcome::kBroken ||
+                       outcome == ExchangeOutcome::kMalformed ||
+                       outcome == ExchangeOutcome::kSilence;
+    if (tells && x.phase == ExchangePhase::kForwarding && x.unsent_at < x.unsent.size()) {
       close_engine(x);
       x.outcome = outcome;
-      x.phase = Phase::kDraining;
+      x.phase = ExchangePhase::kDraining;
       return;
     }
     leave(x);
     x.outcome = outcome;
-    x.phase = Phase::kEnded;
+    x.phase = ExchangePhase::kEnded;
     notices_.push_back({id, false});
   }
 

@@ -7,11 +7,11 @@ from libcpp.vector cimport vector
 
 
 cdef extern from "relay/relay.hpp" namespace "kvd::relay" nogil:
-    enum class Phase:
+    enum class ExchangePhase:
         kReady
         kEnded
 
-    enum class COutcome "kvd::relay::Outcome":
+    enum class CExchangeOutcome "kvd::relay::ExchangeOutcome":
         pass
 
     enum class Framing:
@@ -50,8 +50,8 @@ cdef extern from "relay/relay.hpp" namespace "kvd::relay" nogil:
         string text() except +
 
     cppclass Exchange:
-        Phase phase
-        COutcome outcome
+        ExchangePhase phase
+        CExchangeOutcome outcome
         bool completes
         string received
         string held

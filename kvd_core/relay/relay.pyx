@@ -114,11 +114,11 @@ cdef class Relay:
 
     def ready(self, uint64_t exchange):
         """Returns whether an answer waits to be forwarded."""
-        return self.known(exchange).phase == Phase.kReady
+        return self.known(exchange).phase == ExchangePhase.kReady
 
     def ended(self, uint64_t exchange):
         """Returns whether there is nothing more to come."""
-        return self.known(exchange).phase == Phase.kEnded
+        return self.known(exchange).phase == ExchangePhase.kEnded
 
     def answer(self, uint64_t exchange):
         """Returns how the answer of a ready exchange begins, as an Answer."""
@@ -130,7 +130,7 @@ cdef class Relay:
 
         What has been sent and received so far is forgotten.
         """
-        if self.known(exchange).phase != Phase.kReady:
+        if self.known(exchange).phase != ExchangePhase.kReady:
             raise ValueError("the exchange is not ready")
         cdef Framing framing = Framing.kChunks if chunked else Framing.kAsIs
         self.core.forward(exchange, PyBytes_AS_STRING(head), PyBytes_GET_SIZE(head), framing)

@@ -4,7 +4,7 @@ selector              `Pool`, `Prompt`: the module that Python uses
 settings              weights and thresholds of a choice
 choice.pxd            who may be chosen, and who is; the modes
 cost.pxd              the cost of a candidate
-rows.pxd              what a look has found, as JSON
+rows.pxd              what a match has found, as JSON
 pool.hpp, types.hpp   a look at the index; the state of every candidate; pool.pxd and types.pxd
                       declare them for Cython
 loads.pxd             a look at the ledger

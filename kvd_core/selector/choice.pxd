@@ -1,5 +1,5 @@
 # cython: language_level=3, cdivision=True
-"""Chooses a candidate, once a look has found how all of them stand to the prompt.
+"""Chooses a candidate, once a match has found how all of them stand to the prompt.
 
     candidates   w1/0      w1/1      w7/0      w9/0
     eligible      yes       yes       no        yes     the caller's mask
@@ -72,7 +72,7 @@ cdef struct Turn:
 cdef struct Choice:
     # A pool as choosing sees it. Arrays have an element for each candidate, `turns` kTurns.
     const CCandidate* candidates
-    const CCandidateState* states  # of the last look
+    const CCandidateState* states  # of the last match
     size_t size
     uint32_t* open              # positions of those that may be chosen, ascending
     size_t n_open

@@ -21,7 +21,7 @@ cdef class ChoiceStats:
     """The counts of all pools of a service. Phases and outcomes are numbers that callers name."""
 
     def serve(self, Settings settings not None, int phase, Pool pool not None):
-        """Counts a request as served, with the prompt that the pool has looked at."""
+        """Counts a request as served, with the prompt that the pool has matched."""
         self.c.serve(settings.c.mode, checked(phase, kPhases), pool.c.prompt().isl_tokens)
 
     def end(self, Settings settings not None, int phase, int outcome):
@@ -36,7 +36,7 @@ cdef class ChoiceStats:
 
     def choose(self, Pool pool not None, Settings settings not None, Py_ssize_t candidate,
                uint32_t best, int phase):
-        """Counts a choice for the prompt that the pool has looked at; `best` is of `Pool.best`."""
+        """Counts a choice for the prompt that the pool has matched; `best` is of `Pool.best`."""
         cdef size_t at = pool.at(candidate)
         self.c.choose(
             deref(pool.c), at, pool.cached_tokens_of(&settings.c, at), best,

@@ -1,5 +1,5 @@
 # cython: language_level=3, cdivision=True
-"""The look at the ledger: how much of the prompt each candidate has in use, and its load.
+"""What the ledger knows: how much of the prompt each candidate has in use, and its load.
 
 Costs: O(candidates), and what `live_depths` takes. All is inline, as in `cost.pxd`.
 """
@@ -8,8 +8,8 @@ from libc.stddef cimport size_t
 from libc.stdint cimport uint32_t
 
 from kvd_core.ledger.loads cimport decode_blocks, decoding, live_depths
-from kvd_core.ledger.trie cimport RankId
-from kvd_core.ledger.types cimport Book, Rank
+from kvd_core.ledger.trie cimport LoadedRankId
+from kvd_core.ledger.types cimport Book, LoadedRank
 from kvd_core.selector.pool cimport CPool
 from kvd_core.selector.types cimport CCandidate, CCandidateState
 
@@ -22,7 +22,7 @@ cdef inline void find_live(CPool* pool, Book* book) noexcept nogil:
     cdef const CCandidate* candidates = pool.candidates()
     cdef CCandidateState* states = pool.states()
     cdef size_t ranks = book.loads.ranks.size(), i
-    cdef RankId rank
+    cdef LoadedRankId rank
     for i in range(pool.size()):
         rank = candidates[i].booked
         states[i].live = depths[rank] if rank < ranks else 0
@@ -32,11 +32,11 @@ cdef inline void find_loads(CPool* pool, Book* book) noexcept nogil:
     # The loads of this moment; a rank that has left the ledger or is unreachable is not present.
     cdef const CCandidate* candidates = pool.candidates()
     cdef CCandidateState* states = pool.states()
-    cdef Rank* ranks = book.loads.ranks.data()
+    cdef LoadedRank* ranks = book.loads.ranks.data()
     cdef size_t known = book.loads.ranks.size(), i
     cdef const CCandidate* candidate
     cdef CCandidateState* state
-    cdef Rank* rank
+    cdef LoadedRank* rank
     for i in range(pool.size()):
         candidate = &candidates[i]
         state = &states[i]

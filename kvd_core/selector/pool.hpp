@@ -1,12 +1,12 @@
-// The ranks that a selection chooses from, and what one look finds about each of them: one walk in
+// The ranks that a selection chooses from, and what one match finds about each of them: one walk in
 // the index, one in the ledger.
 //
 //   prompt ── local hashes ──> index ───> cached blocks by tier ─┐   find_cached
 //          └─ rolling hashes > ledger ──> blocks in use, loads ──┤   selector/loads.pxd
 //                                                                ▼
-//   candidates   w1/0      w1/1      w7/0      w9/0          states, until the next look
+//   candidates   w1/0      w1/1      w7/0      w9/0          states, until the next match
 //
-// What has to do with the ledger is Cython as the ledger is, and so is what follows from a look:
+// What has to do with the ledger is Cython as the ledger is, and so is what follows from a match:
 // what each would cost (selector/cost.pxd), and which is chosen (selector/choice.pxd).
 //
 // What is only predicted beside a rank's events counts once the loads are known: a rank that has
@@ -18,7 +18,7 @@
 // are looked up in the workers each time.
 //
 // Invariants
-//   1. a state is that of the last look, its loads are those that were found last;
+//   1. a state is that of the last match, its loads are those that were found last;
 //   2. the candidates of a worker are those from `first` of any of them to `end` of that one.
 //
 // Costs: find_cached O(blocks + candidates + what Match takes); foresee O(blocks + candidates)
@@ -58,7 +58,7 @@ class Pool {
     candidates_.push_back(candidate);
     candidates_[candidate.first].end = at + 1;
     states_.emplace_back();
-    told_.push_back(0);
+    on_device_.push_back(0);
     overlaps_.push_back(0);
   }
 
@@ -83,16 +83,16 @@ class Pool {
     Predicted* predicted = c.caches == nullptr ? own_ : index_->predicted();
     if (predicted == nullptr) return;
     const uint32_t rank = rank_in_predictions(c);
-    const size_t told = c.caches == nullptr ? 0 : told_[at];
+    const size_t on_device = c.caches == nullptr ? 0 : on_device_[at];
     if (rank != kNone) {
-      predicted->add(rank, prompt_.used().data(), prompt_.used().size(), told, now);
+      predicted->add(rank, prompt_.used().data(), prompt_.used().size(), on_device, now);
     }
   }
 
   Prompt& prompt() { return prompt_; }
   const Prompt& prompt() const { return prompt_; }
 
-  // From the next look on nothing that a candidate caches counts, or it does again.
+  // From the next match on nothing that a candidate caches counts, or it does again.
   void set_heard(size_t at, bool heard) { candidates_[at].heard = heard; }
   // A candidate cannot be chosen, or can again.
   void set_reachable(size_t at, bool reachable) { candidates_[at].reachable = reachable; }
@@ -110,7 +110,7 @@ class Pool {
       const Worker* worker = found ? caches(candidates_[i]) : nullptr;
       const RankId id = worker == nullptr ? kNone : worker->find(candidates_[i].dp_rank);
       const Match::Depth depth = id == kNone ? Match::Depth() : scratch.depth(id);
-      states_[i].device = told_[i] = depth.device;
+      states_[i].device = on_device_[i] = depth.device;
       states_[i].host = depth.host - depth.device;
       states_[i].disk = depth.disk - depth.host;
       overlaps_[i] = static_cast<int32_t>(depth.disk);
@@ -139,14 +139,14 @@ class Pool {
     return true;
   }
 
-  // The most blocks of the prompt that one of `n` candidates, at `places`, caches. 0.2 ns each
+  // The most blocks of the prompt that one of `n` candidates, at `positions`, caches. 0.2 ns each
   // where these are all.
-  uint32_t most_cached(const uint32_t* places, size_t n) const {
+  uint32_t most_cached(const uint32_t* positions, size_t n) const {
     int32_t most = 0;
     if (n == overlaps_.size()) {
       for (const int32_t blocks : overlaps_) most = std::max(most, blocks);
     } else {
-      for (size_t k = 0; k < n; ++k) most = std::max(most, overlaps_[places[k]]);
+      for (size_t k = 0; k < n; ++k) most = std::max(most, overlaps_[positions[k]]);
     }
     return static_cast<uint32_t>(most);
   }
@@ -215,7 +215,7 @@ class Pool {
   Prompt prompt_;
   std::vector<Candidate> candidates_;
   std::vector<CandidateState> states_;  // one a candidate
-  std::vector<uint32_t> told_;          // blocks on its device by its events, one a candidate
+  std::vector<uint32_t> on_device_;     // blocks on its device by its events, one a candidate
   std::vector<int32_t> overlaps_;       // one a candidate, signed: SSE2 compares no others
   std::vector<uint64_t> chained_;       // scratch of `foresee`
   std::vector<Seen> seen_;              // one a candidate, once it `remembers_`

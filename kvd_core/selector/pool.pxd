@@ -1,5 +1,5 @@
 # cython: language_level=3
-"""The candidates of a fleet, and what a look at the index and the ledger finds about each."""
+"""The candidates of a fleet, and what a match with the index and the ledger finds about each."""
 
 from libc.stddef cimport size_t
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
@@ -20,7 +20,7 @@ cdef extern from "selector/pool.hpp" namespace "kvd::selector" nogil:
         const CCandidate& candidate(size_t)
         size_t position(uint64_t, uint32_t)     # of the first that does not sort before
         uint32_t end_of_worker(const CCandidate&)
-        const CCandidateState& state(size_t)       # of the last look
+        const CCandidateState& state(size_t)       # of the last match
         CPrompt& prompt()
         const CCandidate* candidates()          # all of them
         CCandidateState* states()                  # of all candidates

@@ -1,5 +1,5 @@
 # cython: language_level=3, cdivision=True
-"""Renders what a look has found as JSON, straight into the answer's bytes.
+"""Renders what a match has found as JSON, straight into the answer's bytes.
 
     "overlap":{"longest_matched":128,"gpu":64,"dp":{"0":64,"1":32},"cpu":96,"disk":128},
     "effective_prefill_tokens":384,"potential_decode_blocks":40       members of a selection

@@ -15,14 +15,14 @@ from kvd_core.selector.settings cimport CSettings, Settings
 from kvd_core.selector.types cimport CPrompt
 
 
-cdef enum Part:  # of what a pool renders
+cdef enum Rendering:  # of what a pool renders
     kChoice
     kAnswer  # the choice as a whole object
     kOverlaps
     kLoads
 
 
-cdef struct Others:  # what the terms of one need of those that may be chosen
+cdef struct PoolSums:  # what the terms of one need of those that may be chosen
     uint64_t least_prefill   # the fewest tokens being prefilled
     uint64_t least_uncached  # the fewest tokens of the prompt to compute
     uint64_t requests        # of all of them
@@ -47,8 +47,8 @@ cdef class Pool:
     cdef readonly tuple candidates  # ascending by (worker, dp rank)
 
     # As the methods of nearly the same names, for the prompt that c.prompt() has taken.
-    cdef int look_at_prompt(self) except -1
-    cdef void look_at_loads(self) noexcept  # those of this moment
+    cdef int match_prompt(self) except -1
+    cdef void read_loads(self) noexcept  # those of this moment
     cdef int64_t choose_now(
         self, const CSettings* settings, const uint8_t* mask, uint64_t random, const double* factors
     ) noexcept
@@ -59,15 +59,15 @@ cdef class Pool:
     cdef uint64_t cached_tokens_of(self, const CSettings* settings, size_t candidate) noexcept
     cdef uint64_t effective_tokens_of(self, const CSettings* settings, size_t candidate) noexcept
     cdef Scale scale(self, const CSettings* settings) noexcept
-    cdef bytes rendered(self, Part part, Settings settings, size_t candidate, bytes opening,
+    cdef bytes rendered(self, Rendering part, Settings settings, size_t candidate, bytes opening,
                         bytes members)
     cpdef bytes render_answer(self, bytes opening, bytes members, Py_ssize_t candidate,
                               Settings settings)
     cdef void note_asked(self) noexcept  # counts the prompt as a question
     # What the terms of one candidate need of those that may be chosen.
-    cdef Others others(self, const CSettings* settings, const uint8_t* mask) noexcept
+    cdef PoolSums sums_of(self, const CSettings* settings, const uint8_t* mask) noexcept
     cdef row(self, size_t candidate, const CSettings* settings, const uint8_t* mask,
-             const double* factors, Others others)
+             const double* factors, PoolSums sums)
     cdef const uint8_t* mask_of(self, bytes eligible) except? NULL
     cdef const double* factors_of(self, bytes factors) except? NULL
     cdef size_t at(self, Py_ssize_t candidate) except? 0

@@ -26,7 +26,7 @@ from kvd_core.index.predictions cimport CPredicted
 from kvd_core.index.prefix_index cimport CIndex, Worker
 from kvd_core.json.scan cimport BodyScanner
 from kvd_core.ledger.ledger cimport Ledger
-from kvd_core.ledger.trie cimport RankId
+from kvd_core.ledger.trie cimport LoadedRankId
 from kvd_core.selector.choice cimport (
     choose, find_open, kAllBusy, kAllOver, kNoCandidate, least_prefill, least_uncached,
     open_requests, return_turn, set_chances, weigh
@@ -117,7 +117,7 @@ cdef bytes cut(PyObject* answer, Py_ssize_t size):
 
 
 cdef class Prompt:
-    """A prompt that waits: what `Pool.look_again` needs. Made by `Pool.hold`."""
+    """A prompt that waits: what `Pool.match_again` needs. Made by `Pool.hold`."""
 
     def __init__(self):
         raise TypeError("use Pool.hold")
@@ -159,7 +159,7 @@ cdef class Prompt:
 cdef class Pool:
     """The ranks of one (model, tenant) that requests can be sent to.
 
-    First `look` at a prompt, then ask the rest about it: all answers are about the last look.
+    First `match` a prompt, then ask the rest about it: all answers are about the last match.
     """
 
     def __cinit__(
@@ -233,11 +233,11 @@ cdef class Pool:
 
     @property
     def blocks(self):
-        """Of the prompt of the last look."""
+        """Of the prompt of the last match."""
         return self.c.prompt().locals.size()
 
-    def look(self, bytes local_hashes not None, bytes sequence_hashes not None,
-             uint64_t isl_tokens):
+    def match(self, bytes local_hashes not None, bytes sequence_hashes not None,
+              uint64_t isl_tokens):
         """Finds out how all candidates stand to a prompt.
 
         Hashes are the bytes of native 64-bit integers. OverflowError for more than MAX_ISL_TOKENS.
@@ -248,20 +248,20 @@ cdef class Pool:
         cdef const uint64_t* sequence = hashes_of(sequence_hashes, &rolling)
         bounded(isl_tokens)
         self.c.prompt().take_hashes(local, locals_, sequence, rolling, isl_tokens)
-        self.look_at_prompt()
+        self.match_prompt()
 
-    def look_body(self, BodyScanner scanner not None, int local_hashes, int sequence_hashes,
-                  uint64_t isl_tokens):
+    def match_body(self, BodyScanner scanner not None, int local_hashes, int sequence_hashes,
+                   uint64_t isl_tokens):
         """Does the same with two arrays of a scanned body, named by their positions."""
         cdef size_t locals_ = 0, rolling = 0
         cdef const uint64_t* local = scanner.u64(local_hashes, &locals_)
         cdef const uint64_t* sequence = scanner.u64(sequence_hashes, &rolling)
         bounded(isl_tokens)
         self.c.prompt().take_hashes(local, locals_, sequence, rolling, isl_tokens)
-        self.look_at_prompt()
+        self.match_prompt()
 
-    def look_tokens(self, BodyScanner scanner not None, int array, str lora_name=None,
-                    str cache_salt=None, unique=None, *, bint eagle=False):
+    def match_tokens(self, BodyScanner scanner not None, int array, str lora_name=None,
+                     str cache_salt=None, unique=None, *, bint eagle=False):
         """Does the same with the token ids of a scanned body; their number is the prompt's length.
 
         A salted prompt can use salted blocks of ranks whose stream tells salts, and unsalted blocks
@@ -275,36 +275,36 @@ cdef class Pool:
         )
         if unique is not None:
             self.c.prompt().make_unique(unique)
-        self.look_at_prompt()
+        self.match_prompt()
 
-    def look_again(self, Prompt prompt not None):
+    def match_again(self, Prompt prompt not None):
         """Does the same with a prompt that was held, by this pool or an earlier one."""
         self.c.prompt().take(prompt.c)
-        self.look_at_prompt()
+        self.match_prompt()
 
     def hold(self):
-        """Returns a copy of the prompt of the last look, which outlives the pool."""
+        """Returns a copy of the prompt of the last match, which outlives the pool."""
         cdef Prompt prompt = Prompt.__new__(Prompt)
         prompt.c = self.c.prompt()
         return prompt
 
-    cdef int look_at_prompt(self) except -1:
+    cdef int match_prompt(self) except -1:
         if self.index is None:  # a conditional expression would copy the scratch
             self.c.find_cached(self.no_match)
         else:
             self.c.find_cached(self.index.match_scratch)
         find_live(self.c, self.ledger.c)
-        self.look_at_loads()
+        self.read_loads()
         self.c.foresee()
         return 0
 
-    cdef void look_at_loads(self) noexcept:
+    cdef void read_loads(self) noexcept:
         find_loads(self.c, self.ledger.c)
 
     # ---- who is there
 
     def set_heard(self, Py_ssize_t candidate, bint heard):
-        """Has nothing that a candidate caches count from the next look on, or all of it again."""
+        """Has nothing that a candidate caches count from the next match on, or all of it again."""
         self.c.set_heard(self.at(candidate), heard)
 
     def set_reachable(self, Py_ssize_t candidate, bint reachable):
@@ -346,7 +346,7 @@ cdef class Pool:
         )
 
     def chances(self, Settings settings not None, bytes eligible, bytes factors=None):
-        """Returns a Chance for each that may be chosen after the last look, or why none may be.
+        """Returns a Chance for each that may be chosen after the last match, or why none may be.
 
         By the arguments of `choose`, whose answer it foretells. Nothing changes: whose turn it is,
         it stays. O(candidates).
@@ -383,7 +383,7 @@ cdef class Pool:
         return [name for name, exceeds in named if exceeds]
 
     def refusal(self, Settings settings not None, bytes eligible):
-        """Returns NONE, OVERLOADED or BUSY if `choose` would after another look, else 0.
+        """Returns NONE, OVERLOADED or BUSY if `choose` would after another match, else 0.
 
         It needs no prompt, and reads the loads of this moment. O(candidates).
         """
@@ -473,7 +473,7 @@ cdef class Pool:
 
     def remember(self):
         """Remembers the loads of this moment, for `changed`. O(candidates)."""
-        self.look_at_loads()
+        self.read_loads()
         self.c.remember()
 
     def changed(self):
@@ -482,7 +482,7 @@ cdef class Pool:
         None where nothing is remembered. O(candidates).
         """
         cdef bytes changed = PyBytes_FromStringAndSize(NULL, self.c.size())
-        self.look_at_loads()
+        self.read_loads()
         return changed if self.c.changed(<uint8_t*>PyBytes_AS_STRING(changed)) else None
 
     def find(self, uint64_t worker_id, uint32_t dp_rank):
@@ -497,13 +497,13 @@ cdef class Pool:
         """Tokens that a candidate would have to prefill: what a booking counts. O(1)."""
         return self.effective_tokens_of(&settings.c, self.at(candidate))
 
-    def book(self, str request_id not None, Py_ssize_t candidate, tokens, double now, str key=None,
-             expected_output=None, *, bint blocks=True):
-        """Books the prompt on a candidate, as `Ledger.add` does, and returns what that returns.
+    def reserve(self, str request_id not None, Py_ssize_t candidate, tokens, double now,
+                str key=None, expected_output=None, *, bint blocks=True):
+        """Reserves a candidate for the prompt, as `Ledger.add` does, and returns what that returns.
 
         Without `blocks` its tokens alone.
         """
-        cdef RankId rank = self.c.candidate(self.at(candidate)).booked
+        cdef LoadedRankId rank = self.c.candidate(self.at(candidate)).booked
         sequence = bytes_of(self.c.prompt().sequence) if blocks else b""
         return self.ledger.add(request_id, rank, sequence, tokens, now, key, expected_output)
 
@@ -518,25 +518,25 @@ cdef class Pool:
         """
         cdef const uint8_t* mask = self.mask_of(eligible)
         cdef const double* liked = self.factors_of(factors)
-        cdef Others others = self.others(&settings.c, mask)
-        return [self.row(i, &settings.c, mask, liked, others) for i in range(self.c.size())]
+        cdef PoolSums sums = self.sums_of(&settings.c, mask)
+        return [self.row(i, &settings.c, mask, liked, sums) for i in range(self.c.size())]
 
     def explained(self, Py_ssize_t candidate, Settings settings not None, bytes eligible=None,
                   bytes factors=None):
         """The same of one candidate."""
         cdef size_t i = self.at(candidate)
         cdef const uint8_t* mask = self.mask_of(eligible)
-        cdef Others others = self.others(&settings.c, mask)
-        return self.row(i, &settings.c, mask, self.factors_of(factors), others)
+        cdef PoolSums sums = self.sums_of(&settings.c, mask)
+        return self.row(i, &settings.c, mask, self.factors_of(factors), sums)
 
     cdef row(self, size_t i, const CSettings* settings, const uint8_t* mask, const double* factors,
-             Others others):
+             PoolSums sums):
         cdef double factor = 1 if factors == NULL else factors[i]
         cdef const CCandidate* c = &self.c.candidate(i)
         cdef const CCandidateState* s = &self.c.state(i)
         cdef Scale scale = self.scale(settings)
-        cdef CostTerms t = terms_of(&scale, s, device_credit_of(&scale, s, others.least_prefill))
-        cdef WeightedTerms w = weighted_terms_of(&scale, s, others.least_uncached)
+        cdef CostTerms t = terms_of(&scale, s, device_credit_of(&scale, s, sums.least_prefill))
+        cdef WeightedTerms w = weighted_terms_of(&scale, s, sums.least_uncached)
         if settings.weighted:
             t.raw = t.credit = t.prefill = t.decode = 0
             t.cost = w.cost
@@ -569,7 +569,7 @@ cdef class Pool:
             w.blocks,
             w.product,
             t.cost * factor,
-            keeps_sessions(&scale, s, others.requests, others.ranks),
+            keeps_sessions(&scale, s, sums.requests, sums.ranks),
             s.present and (mask == NULL or mask[i] != 0),
             is_overloaded(&scale, c, s),
             is_busy(&scale, c, s),
@@ -609,7 +609,7 @@ cdef class Pool:
         """Returns the load that every candidate would have with the prompt, as a JSON array."""
         return self.rendered(kLoads, settings, 0, b"", b"")
 
-    cdef bytes rendered(self, Part part, Settings settings, size_t candidate, bytes opening,
+    cdef bytes rendered(self, Rendering part, Settings settings, size_t candidate, bytes opening,
                         bytes members):
         cdef PyObject* answer
         cdef char* begin
@@ -643,7 +643,7 @@ cdef class Pool:
 
     cdef int64_t refusal_now(self, const CSettings* settings, const uint8_t* mask) noexcept:
         cdef Scale scale = self.scale(settings)
-        self.look_at_loads()
+        self.read_loads()
         return find_open(&self.choice, &scale, mask)
 
     cdef void take_back(self) noexcept:
@@ -652,15 +652,15 @@ cdef class Pool:
     cdef uint32_t most_cached(self) noexcept:
         return self.c.most_cached(self.choice.open, self.choice.n_open)
 
-    cdef Others others(self, const CSettings* settings, const uint8_t* mask) noexcept:
+    cdef PoolSums sums_of(self, const CSettings* settings, const uint8_t* mask) noexcept:
         cdef Scale scale = self.scale(settings)
-        cdef Others others
+        cdef PoolSums sums
         find_open(&self.choice, &scale, mask)
-        others.least_prefill = least_prefill(&self.choice, &scale)
-        others.least_uncached = least_uncached(&self.choice, &scale)
-        others.requests = open_requests(&self.choice)
-        others.ranks = self.choice.n_open
-        return others
+        sums.least_prefill = least_prefill(&self.choice, &scale)
+        sums.least_uncached = least_uncached(&self.choice, &scale)
+        sums.requests = open_requests(&self.choice)
+        sums.ranks = self.choice.n_open
+        return sums
 
     cdef uint64_t cached_tokens_of(self, const CSettings* settings, size_t candidate) noexcept:
         cdef Scale scale = self.scale(settings)

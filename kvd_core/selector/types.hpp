@@ -1,4 +1,4 @@
-// What a selection is made of: the ranks to choose from, what a look found about each, the prompt.
+// What a selection is made of: the ranks to choose from, what a match found about each, the prompt.
 #pragma once
 
 #include <cstddef>
@@ -24,17 +24,17 @@ constexpr size_t kKeptHashes = 1u << 16;
 struct Candidate {
   uint64_t worker_id;
   uint32_t dp_rank;
-  ledger::RankId booked;    // its rank in the ledger
-  const Worker* caches;     // whose blocks it can use; null without
-  double max_batch_tokens;  // 0: unbounded
-  double total_blocks;      // 0: unknown
-  uint32_t first;           // the first candidate of its worker
-  uint32_t end;             // of that one: behind the last
-  bool heard = true;        // false: its events are not, so what it caches may be gone
-  bool reachable = true;    // false: it cannot be chosen
+  ledger::LoadedRankId booked;  // its rank in the ledger
+  const Worker* caches;         // whose blocks it can use; null without
+  double max_batch_tokens;      // 0: unbounded
+  double total_blocks;          // 0: unknown
+  uint32_t first;               // the first candidate of its worker
+  uint32_t end;                 // of that one: behind the last
+  bool heard = true;            // false: its events are not, so what it caches may be gone
+  bool reachable = true;        // false: it cannot be chosen
 };
 
-// What a look found about a candidate, in blocks unless said otherwise.
+// What a match found about a candidate, in blocks unless said otherwise.
 struct CandidateState {
   uint32_t device = 0;  // of the prompt, cached
   uint32_t host = 0;    // further ones, behind those

@@ -1,5 +1,5 @@
 # cython: language_level=3
-"""The structs of a selection: candidates, the findings of a look about each, the prompt."""
+"""The structs of a selection: candidates, the findings of a match about each, the prompt."""
 
 from libc.stddef cimport size_t
 from libc.stdint cimport uint32_t, uint64_t
@@ -8,7 +8,7 @@ from libcpp.string_view cimport string_view
 from libcpp.vector cimport vector
 
 from kvd_core.index.prefix_index cimport CWorker
-from kvd_core.ledger.trie cimport RankId
+from kvd_core.ledger.trie cimport LoadedRankId
 
 
 cdef extern from "selector/types.hpp" namespace "kvd::selector" nogil:
@@ -17,7 +17,7 @@ cdef extern from "selector/types.hpp" namespace "kvd::selector" nogil:
     cppclass CCandidate "kvd::selector::Candidate":
         uint64_t worker_id
         uint32_t dp_rank
-        RankId booked              # its rank in the ledger
+        LoadedRankId booked        # its rank in the ledger
         const CWorker* caches      # whose blocks it can use, NULL without
         double max_batch_tokens    # 0: unbounded
         double total_blocks        # 0: unknown

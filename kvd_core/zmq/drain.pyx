@@ -181,9 +181,9 @@ cdef bint _same(const uint8_t* publisher, const uint8_t* other) noexcept:
 cdef void _keep(
     CInbox* inbox, uint64_t seq, const uint8_t* publisher, const char* data, size_t size
 ) except *:
-    cdef unsigned char* place = inbox.push(seq, publisher, size)
-    if place != NULL:
-        memcpy(place, data, size)
+    cdef unsigned char* slot = inbox.push(seq, publisher, size)
+    if slot != NULL:
+        memcpy(slot, data, size)
 
 
 def fill(Inbox inbox not None, size_t socket, refuse, int max_messages, int64_t budget_ns):

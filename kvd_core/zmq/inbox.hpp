@@ -136,7 +136,7 @@ class Inbox {
     const size_t needed = bytes_of(head + size);
     if (!admits(needed)) {
       ++dropped_;
-      if (!newest_ || !fits_in_place_of_newest(needed)) {
+      if (!newest_ || !can_replace_newest(needed)) {
         hole_ = true;
         return nullptr;
       }
@@ -197,7 +197,7 @@ class Inbox {
     return bounds_.admits(messages() + 1, bytes_ + needed) && space_.admits(1, needed);
   }
 
-  bool fits_in_place_of_newest(size_t needed) const {
+  bool can_replace_newest(size_t needed) const {
     const size_t freed = bytes_of(newest_->size);
     return needed <= freed || (bounds_.admits(messages(), bytes_ - freed + needed) &&
                                space_.admits(0, needed - freed));

@@ -192,7 +192,7 @@ class Caller:
         return request("POST", "/select_and_reserve", members, more), name, True
 
     async def ask(self) -> None:
-        data, name, books = self.operation()
+        data, name, reserves = self.operation()
         moment = self.rng.choice(("never", "before", "within", "at once", "later", "answered"))
         if moment == "never":
             return await self.whole(data, name)
@@ -211,7 +211,7 @@ class Caller:
         if leaving == "half-closed":
             await Client(trio.SocketStream(trio.socket.from_stdlib_socket(sock))).read_to_end()
         sock.close()
-        if not books or cut < len(data):
+        if not reserves or cut < len(data):
             return
         if moment == "at once" and name is not None:
             self.not_booked.add(name)

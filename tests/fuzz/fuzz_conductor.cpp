@@ -212,7 +212,7 @@ class Life {
   void settle(Bytes& in) {
     for (uint8_t slices = in.below(4); slices != 0; --slices) {
       kvd::Steps steps(slices == 3 ? INT64_MAX : 1);
-      conductor_.place_waiting(steps);
+      conductor_.resolve_waiting(steps);
     }
   }
 
@@ -277,14 +277,15 @@ class Life {
 
   // An engine's own event, about one of its cache groups or all.
   void grouped(Bytes& in, size_t i) {
-    static constexpr kvd::Kind kKinds[] = {kvd::Kind::NONE, kvd::Kind::FULL, kvd::Kind::WINDOW};
+    static constexpr kvd::GroupKind kKinds[] = {kvd::GroupKind::NONE, kvd::GroupKind::FULL,
+                                                kvd::GroupKind::WINDOW};
     const Prompt of = prompt(in);
     const size_t from = in.below(static_cast<uint8_t>(of.plain.size()));
     std::vector<uint64_t> hashes;
     for (size_t k = from; k < of.plain.size(); ++k) hashes.push_back(1000 + of.sequences[k] % 1000);
     const uint8_t how = in.next();
     const int32_t group = static_cast<int32_t>(how % 4) - 1;
-    const kvd::Kind kind = kKinds[in.below(3)];
+    const kvd::GroupKind kind = kKinds[in.below(3)];
     const std::string_view medium = (how & 16) != 0 ? "CPU" : "";
     const auto n = static_cast<uint32_t>(hashes.size());
     kvd::Steps steps(INT64_MAX);

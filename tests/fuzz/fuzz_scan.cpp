@@ -14,9 +14,9 @@
 
 using kvd::scanning::BodyScan;
 using kvd::scanning::Element;
-using kvd::scanning::Kind;
 using kvd::scanning::ScanResult;
 using kvd::scanning::Value;
+using kvd::scanning::ValueKind;
 
 namespace {
 
@@ -44,10 +44,10 @@ struct Scanned {
 
   std::string text(size_t field) {
     const Value& value = scan.value(field);
-    if (value.kind == Kind::absent) return "absent";
+    if (value.kind == ValueKind::absent) return "absent";
     demand(body_.get() <= value.begin && value.begin <= value.end && value.end <= end_);
-    if (value.kind == Kind::escaped) return scan.unescaped(value);
-    if (value.kind == Kind::nested) return "nested";  // may hold a comma that was moved
+    if (value.kind == ValueKind::escaped) return scan.unescaped(value);
+    if (value.kind == ValueKind::nested) return "nested";  // may hold a comma that was moved
     return std::string(value.begin, value.end);
   }
 

@@ -77,7 +77,7 @@ class Life {
  private:
   struct Request {
     NodeId end;
-    RankId rank;
+    LoadedRankId rank;
     Prompt prompt;
   };
   using Live = std::map<uint8_t, Request>;
@@ -92,7 +92,7 @@ class Life {
   }
 
   void add(uint8_t id) {
-    const RankId rank = input_.byte() % kRanks;
+    const LoadedRankId rank = input_.byte() % kRanks;
     const Prompt prompt = input_.prompt();
     const Trie::PathPosition at = trie_.find(prompt.data(), prompt.size());
     const uint64_t refs = trie_.rank_ref_count(),
@@ -112,7 +112,7 @@ class Life {
 
   void drop(Live::iterator which) {
     const Request& request = which->second;
-    const RankId rank = request.rank;
+    const LoadedRankId rank = request.rank;
     const uint64_t left = input_.byte() % 16;
     {
       const FullHeap full(left);
@@ -150,7 +150,7 @@ class Life {
       verifier.note(held.end, held.rank, static_cast<uint32_t>(held.prompt.size()));
     }
     verifier.run();
-    for (RankId rank = 0; rank < kRanks; ++rank) {
+    for (LoadedRankId rank = 0; rank < kRanks; ++rank) {
       require(verifier.held(rank).blocks == blocks_[rank]);
       require(std::abs(verifier.held(rank).weight - weight_[rank]) < 1e-6);
     }

@@ -186,7 +186,7 @@ class ConductorModel:
         # An engine reuses what it holds, but computes a prompt's last block again.
         if by_engine and (len(again) < len(run) or (len(run) == 1 and follows)):
             holder.copies.update((name, medium) for name in again)
-        self.place_waiting()
+        self.resolve_waiting()
 
     def place(
         self,
@@ -220,9 +220,9 @@ class ConductorModel:
                 holder.aside[name].media.add(medium)
                 continue
             holder.aside[name] = Aside(space, hash, {medium}, sequence=hash, by_engine=by_engine)
-            self.place_waiting()
+            self.resolve_waiting()
 
-    def place_waiting(self) -> None:
+    def resolve_waiting(self) -> None:
         """Gives whatever can have it a place."""
         changed = True
         while changed:
@@ -338,7 +338,7 @@ class ConductorModel:
                 holder, name, aside = found
                 del holder.aside[name]
                 self.place(holder, name, block, local, aside.media, space)
-                self.place_waiting()
+                self.resolve_waiting()
             block = own
 
     def rows(

@@ -117,7 +117,7 @@ class Replica:
                 assert self.slots.add(tracker, request.name, *booking)
             else:
                 prompt = look(request.blocks), tokens
-                reservations.reserve(
+                reservations.reserve_on_rank(
                     KEY, request.name, (request.worker, 0), *prompt, predicts=False
                 )
             return

@@ -255,8 +255,8 @@ class World:
         for each in self.replicas:
             mirror = each.mirror
             lines.append(
-                f"{each.name}: own {mirror.own} told {each.outbox.told} numbers {mirror.numbers} "
-                f"behind {mirror.behind} dots "
+                f"{each.name}: own {mirror.own} told {each.outbox.shared_number} "
+                f"numbers {mirror.numbers} behind {mirror.behind} dots "
                 f"{[(name.request_id, *known.dot) for name, known in mirror.requests.items()]} "
                 f"{mirror.stats}"
             )
@@ -324,13 +324,13 @@ def test_what_is_booked_while_old_requests_are_looked_through_stays() -> None:
         nursery.start_soon(first.run)
         await trio.sleep(5)
         back = Replica(server, "back", 1 << 24, restored=1000)
-        back.standing.told_at = trio.current_time() + 1
+        back.standing.shared_at = trio.current_time() + 1
         made = 0
         drop = back.mirror.drop_unknown
 
-        def drop_beside_clients(told_at: float) -> Iterator[None]:
+        def drop_beside_clients(shared_at: float) -> Iterator[None]:
             nonlocal made
-            for _ in drop(told_at):
+            for _ in drop(shared_at):
                 back.book(f"new{made}", 0, [made])
                 made += 1
                 yield
@@ -356,19 +356,19 @@ def test_what_nobody_was_told_of_has_not_ended_elsewhere(has_told: bool) -> None
         first.book("r0", 0, [1])
         await trio.sleep(5)
         back = Replica(server, "back", restored=5)
-        back.standing.told_at = trio.current_time() - 1 if has_told else None
+        back.standing.shared_at = trio.current_time() - 1 if has_told else None
         nursery.start_soon(back.run)
         await trio.sleep(20)
         assert count(back, "old", 5) == count(first, "old", 5) == 5
         assert count(back, "r", 1) == 1
-        told_at = back.told.at
+        shared_at = back.told.at
         server.freeze()
         back.book("later", 0, [1])
         await trio.sleep(20)
-        assert told_at == back.told.at is not None
+        assert shared_at == back.told.at is not None
         server.thaw()
         await trio.sleep(20)
-        assert back.told.at > told_at
+        assert back.told.at > shared_at
 
     run(scenario)
 

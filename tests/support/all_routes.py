@@ -23,7 +23,7 @@ from kvd.faces.selection.routes import selection_routes
 from kvd.faces.slot_tracker import routes as slot_tracker
 from kvd.faces.slot_tracker import schemas as slot_tracker_schemas
 from kvd.faces.ui import ui_routes
-from kvd.faces.ui.picture import Picture, PicturedRooms
+from kvd.faces.ui.picture import Picture, PicturedParts
 from kvd.gateway.forwarding import Forwarder
 from kvd.gateway.stats import GatewayStats
 from kvd.http.limits import DEFAULT_BODY_LIMIT
@@ -57,7 +57,7 @@ def all_routes() -> dict[str, tuple[Route, ...]]:
     of_replicas = replica_sync.routes(replicas)
     forwarder = Forwarder(nobody, nobody, nobody, GatewayStats(), nobody, nobody, 0)
     publishers, slots = Publishers(state, nobody), SlotTrackers(1.0)
-    picture = Picture(PicturedRooms(state, registry, publishers, slots, selections, []))
+    picture = Picture(PicturedParts(state, registry, publishers, slots, selections, []))
     explain = explain_routes(Explainer(state, selections), nobody)
     of_all = *ui_routes(picture, state), metrics_route([]), diagnose_route(nobody, nobody), *explain
     faces = {

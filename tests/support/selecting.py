@@ -84,7 +84,7 @@ class Service:
         tokens: int = 0,
         key: PartitionKey = M,
     ) -> None:
-        self.selections.reservations.reserve(
+        self.selections.reservations.reserve_on_rank(
             key, reservation_id, rank, look(blocks), tokens, predicts=True
         )
 
@@ -185,4 +185,4 @@ def look(blocks: list[int], tokens: int | None = None) -> PromptLookup:
     """Puts a prompt of these local hashes before a pool."""
     rolling = sequence_hashes(array("Q", blocks))
     length = len(blocks) * BLOCK_SIZE if tokens is None else tokens
-    return lambda pool: pool.look(packed(blocks), array("Q", rolling).tobytes(), length)
+    return lambda pool: pool.match(packed(blocks), array("Q", rolling).tobytes(), length)

@@ -180,7 +180,7 @@ class Twin:
         """Asks the core; returns the members that ask a service the same."""
         local = local_hashes(tokens, self.block_size)
         rolling = sequence_hashes(local)
-        self.pool.look(packed(local), packed(rolling), len(tokens))
+        self.pool.match(packed(local), packed(rolling), len(tokens))
         if self.rng.random() < 0.3 or not tokens:
             return {"token_ids": tokens}
         return {
@@ -281,9 +281,9 @@ class Twin:
         self, tokens: list[int], members: Json, settings: Settings, mask: bytes, only_one: bool
     ) -> Explained:
         """Returns the rank that Dynamo chooses, and maybe books; kvd does the same if it must."""
-        books, name = self.rng.random() < 0.3, self.new_name()
-        path = "/select_and_reserve" if books else "/select"
-        ids = {"selection_id": name, "reservation_id": name} if books else {}
+        reserves, name = self.rng.random() < 0.3, self.new_name()
+        path = "/select_and_reserve" if reserves else "/select"
+        ids = {"selection_id": name, "reservation_id": name} if reserves else {}
         body = {"model_name": self.model, **members, **ids}
         theirs = self.dynamo.ask("POST", path, body)
         at = self.pool.find(theirs["worker_id"], theirs["dp_rank"])
@@ -301,7 +301,7 @@ class Twin:
             told = {member: answer[member] for member in COMPARED if member in answer}
             assert told == expected, answer
         row = self.pool.explained(at, settings, mask)
-        if books:
+        if reserves:
             rolling = sequence_hashes(local_hashes(tokens, self.block_size))
             counted = row.effective_prefill_tokens if settings.members["track_prefill"] else 0
             self.booked_in_core(name, rank, rolling, counted)

@@ -65,7 +65,7 @@ class Links:
 class Faces:
     """All faces over listeners that read nothing, and the fleet of a file on them."""
 
-    def __init__(self, folder: Path, look_every_s: float = 60.0) -> None:
+    def __init__(self, folder: Path, check_every_s: float = 60.0) -> None:
         self.service = Service()
         self.registry = self.service.registry
         self.workers = self.service.selections.workers
@@ -85,7 +85,7 @@ class Faces:
                 "conductor": ConductorTarget(self.publishers),
                 "replica": ReplicaTarget(self.replicas),
             },
-            look_every_s,
+            check_every_s,
         )
 
     async def read(self, *entries: str) -> None:
@@ -384,7 +384,7 @@ async def live(faces: Faces, steps: list[Step]) -> None:
 
 
 async def test_a_change_counts_once_it_is_at_rest(tmp_path: Path, nursery: trio.Nursery) -> None:
-    faces = Faces(tmp_path, look_every_s=0.02)
+    faces = Faces(tmp_path, check_every_s=0.02)
     await faces.read(rank(1))
     nursery.start_soon(faces.fleet.run)
     faces.path.write_text(rank(1) + rank(2, 2))
@@ -403,7 +403,7 @@ async def test_a_change_counts_once_it_is_at_rest(tmp_path: Path, nursery: trio.
 
 async def test_a_config_map_is_swapped(tmp_path: Path, nursery: trio.Nursery) -> None:
     """Kubernetes: the file is a link to ..data/fleet.toml, and ..data a link that is replaced."""
-    faces = Faces(tmp_path, look_every_s=0.02)
+    faces = Faces(tmp_path, check_every_s=0.02)
     for name, text in (("one", rank(1)), ("two", rank(2))):
         (tmp_path / name).mkdir()
         (tmp_path / name / "fleet.toml").write_text(text)
@@ -436,7 +436,7 @@ async def test_who_asks_does_not_wait(tmp_path: Path, nursery: trio.Nursery) -> 
 async def test_what_a_refused_reload_has_left_out_waits_for_another_change(
     tmp_path: Path, nursery: trio.Nursery
 ) -> None:
-    faces = Faces(tmp_path, look_every_s=0.01)
+    faces = Faces(tmp_path, check_every_s=0.01)
     await faces.read(rank(1))
     nursery.start_soon(faces.fleet.run)
     with pytest.raises(StartError, match="elsewhere"):
@@ -448,7 +448,7 @@ async def test_what_a_refused_reload_has_left_out_waits_for_another_change(
         async with faces.fleet.reloading():
             await faces.fleet.prepare(AllowedNetworks())
     for _ in range(10):
-        await trio.sleep(faces.fleet._look_every_s)
+        await trio.sleep(faces.fleet._check_every_s)
     assert faces.fleet.reads == {"applied": 1, "refused": 1}
     faces.path.write_text(rank(1) + rank(2, 2) + rank(3, 3))
     await until(lambda: len(faces.there()["indexer"]) == 3)

@@ -159,7 +159,7 @@ def test_parked_blocks_that_lacked_their_salt_are_counted() -> None:
 
 
 async def test_forgotten_places_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvd.index.registry, "MAX_LEFT_PLACES", 2)
+    monkeypatch.setattr(kvd.index.registry, "MAX_LEFT_POSITIONS", 2)
     state = State()
     registry = Registry(state, IdleListeners())
     for instance_id in range(5):

@@ -237,7 +237,7 @@ def test_sweeps_make_the_sequence_hashes_that_a_publisher_needs(fleet: Fleet) ->
         part.verify()
     assert part.sequence(0)
     assert fleet.rows()["a"]["CPU"] == 16
-    assert part.stats()["loose"] == 0  # the fourth block's tokens are told by the question
+    assert part.stats()["waiting"] == 0  # the fourth block's tokens are told by the question
 
 
 async def _joined(pieces: AsyncIterator[bytes]) -> bytes:
@@ -422,10 +422,10 @@ def test_what_a_store_tells_without_tokens_is_found_once_a_worker_has_told(fleet
     told = {"event_type": "stored", "seq_hashes": hashes, "medium": "cpu"}
     publication.apply(batch(told))
     part = fleet.state.sized[(*KEY, BLOCK_SIZE)].conductor
-    assert part.stats()["loose"] == 4
+    assert part.stats()["waiting"] == 4
     fleet.state.add_rank(RankKey(KEY, 8, 0), BLOCK_SIZE).apply(batch(STORED))
-    assert part.stats()["loose"] == 1
-    assert (fleet.rows()["a"]["CPU"], part.stats()["loose"]) == (16, 0)
+    assert part.stats()["waiting"] == 1
+    assert (fleet.rows()["a"]["CPU"], part.stats()["waiting"]) == (16, 0)
     publication.apply(batch({"event_type": "removed", "seq_hashes": hashes[:1]}))
     assert fleet.rows()["a"]["longest_matched"] == 0
 

@@ -266,8 +266,8 @@ def test_an_engine_that_joins_is_not_chosen_before() -> None:
     routing = Routing(Chooser("least-loaded"), joins_s=1.5)
     asked = requests(*((float(number), 600, 500, chain(1, number)) for number in range(4)))
     outcome = replay(asked, SimulatedFleet(engines=2), routing.router(SimulatedFleet(engines=2), 1))
-    assert outcome.placed[:2] == [0, 0]
-    assert outcome.placed[2] == 1
+    assert outcome.chosen[:2] == [0, 0]
+    assert outcome.chosen[2] == 1
 
 
 class Told:

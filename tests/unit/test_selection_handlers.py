@@ -120,7 +120,7 @@ class Face:
     ) -> None:
         key = PartitionKey(model, DEFAULT_TENANT)
         rank = rank or schedulable(self.selections.candidates, key).pool.candidates[0][:2]
-        self.selections.reservations.reserve(
+        self.selections.reservations.reserve_on_rank(
             key, reservation_id, rank, look, tokens, predicts=False
         )
 
@@ -215,7 +215,7 @@ def worker(worker_id: int, model: str, tenant: str) -> WorkerRecord:
 
 
 def look(pool: Pool) -> None:
-    pool.look(b"", b"", 1)
+    pool.match(b"", b"", 1)
 
 
 IDS = ["", "a", "b", "c", "\x7f", "é", "a b", "filler", LONGEST_ID]

@@ -25,7 +25,7 @@ RETRY_KEY = b"idempotency-key"  # header, draft-ietf-httpapi-idempotency-key-hea
 MAX_RETRY_KEY_BYTES = 255
 
 TENANT = ("tenant_id", "routing_group")  # the documented name and the newer one
-PLACE = ("model_name", *TENANT)
+PARTITION_MEMBERS = ("model_name", *TENANT)
 
 Members = dict[str, Any]
 
@@ -64,9 +64,9 @@ def kept_name(value: str, name: str) -> str:
     return bounded(value, name)
 
 
-def kept_place(members: Members) -> PartitionKey:
+def registered_partition(members: Members) -> PartitionKey:
     """Returns the model and the tenant of a registration."""
-    for name in PLACE:
+    for name in PARTITION_MEMBERS:
         if (value := optional_text(members, name)) is not None:
             kept_name(value, name)
     return PartitionKey(text(members, "model_name"), tenant(members))
@@ -120,10 +120,10 @@ def tenant(members: Members) -> str:
 
 
 def parameters(request: Request, *names: str) -> dict[str, Any]:
-    """Returns what the query says of PLACE and of other names; BadRequest if it says one twice."""
+    """Returns what the query says of the partition and of `names`; BadRequest if twice."""
     found: dict[str, Any] = {}
     for name, value in parse_qsl(request.query.decode("latin-1"), keep_blank_values=True):
-        if name not in PLACE and name not in names:
+        if name not in PARTITION_MEMBERS and name not in names:
             continue
         if name in found:
             raise BadRequest(f"the parameter `{name}` is given twice")

@@ -5,7 +5,7 @@ from libcpp.string cimport string
 from libcpp.string_view cimport string_view
 
 from kvd.http.permits cimport Text
-from kvd_core.json.scan cimport BodyScanner, Kind, Value
+from kvd_core.json.scan cimport BodyScanner, ValueKind, Value
 
 
 cdef class BodyReader(BodyScanner):

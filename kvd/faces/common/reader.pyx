@@ -11,7 +11,7 @@ from libc.stdint cimport uint8_t, uint64_t
 from libcpp.string_view cimport string_view
 
 from kvd.http.permits cimport Text
-from kvd_core.json.scan cimport BodyScanner, Kind, Value, ScanResult
+from kvd_core.json.scan cimport BodyScanner, ScanResult, Value, ValueKind
 
 from kvd.errors import Invalid
 from kvd.faces.common import bodies
@@ -39,12 +39,12 @@ cdef class BodyReader(BodyScanner):
         return 0
 
     cdef bint is_unset(self, int field) noexcept:
-        cdef Kind kind = self.core.value(field).kind
-        return kind == Kind.absent or kind == Kind.null
+        cdef ValueKind kind = self.core.value(field).kind
+        return kind == ValueKind.absent or kind == ValueKind.null
 
     cdef str text(self, int field):
         cdef const Value* value = &self.core.value(field)
-        if value.kind == Kind.text:
+        if value.kind == ValueKind.text:
             return PyUnicode_DecodeUTF8(<const char*>value.begin, value.end - value.begin, NULL)
         return bodies.text(self.known(), self.field_names[field])
 
@@ -63,13 +63,13 @@ cdef class BodyReader(BodyScanner):
         return bodies.uint(self.known(), self.field_names[field], maximum)
 
     cdef str tenant(self, int field):
-        if self.core.value(field + 1).kind == Kind.absent:
-            return TENANT if self.core.value(field).kind == Kind.absent else self.text(field)
+        if self.core.value(field + 1).kind == ValueKind.absent:
+            return TENANT if self.core.value(field).kind == ValueKind.absent else self.text(field)
         return bodies.tenant(self.known())
 
     cdef string_view id_bytes(self, int field) except *:
         cdef const Value* value = &self.core.value(field)
-        if value.kind == Kind.text:
+        if value.kind == ValueKind.text:
             return string_view(<const char*>value.begin, value.end - value.begin)
         self.id_text = self.text(field).encode()
         return string_view(self.id_text)
@@ -85,7 +85,7 @@ cdef class BodyReader(BodyScanner):
 cdef bint natural(const Value& value, uint64_t maximum, uint64_t* number) noexcept:
     cdef const uint8_t* digit = value.begin
     cdef uint64_t sum = 0, next
-    if value.kind != Kind.integer or digit[0] == c"-" or value.end - digit > MAX_DIGITS:
+    if value.kind != ValueKind.integer or digit[0] == c"-" or value.end - digit > MAX_DIGITS:
         return False
     while digit != value.end:
         next = sum * 10 + (digit[0] - c"0")

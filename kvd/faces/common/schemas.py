@@ -301,12 +301,14 @@ QUESTION = members(
         ),
     },
 )
-PLACED: Members = {"worker_id": TEXT, "dp_rank": U32}
+RANK_MEMBERS: Members = {"worker_id": TEXT, "dp_rank": U32}
 WHY: Members = {"why": one_of(*WHYS, *ELSEWHERE), "age_s": nullable(NUMBER)}
-COSTED = row({**PLACED, "chance": NUMBER, "cost": nullable(NUMBER), "behind": nullable(NUMBER)})
+COSTED = row(
+    {**RANK_MEMBERS, "chance": NUMBER, "cost": nullable(NUMBER), "behind": nullable(NUMBER)}
+)
 CANDIDATE_EXPLAINED = row(
     {
-        **PLACED,
+        **RANK_MEMBERS,
         "blocks": BLOCKS,
         "predicted_blocks": BLOCKS,
         "tiers": array(row({"tier": one_of(*TIERS), "from": BLOCKS, "to": BLOCKS, **WHY})),
@@ -350,7 +352,7 @@ CHOICE_EXPLAINED = row(
 )
 HAPPENED = row(
     {
-        **PLACED,
+        **RANK_MEMBERS,
         "age_s": NUMBER,
         "kind": one_of(*CHANGES),
         "tiers": array(one_of(*TIERS)),
@@ -361,7 +363,7 @@ HAPPENED = row(
 )
 BOOKED_SHOWN = row(
     {
-        **PLACED,
+        **RANK_MEMBERS,
         "request_id": TEXT,
         "age_s": NUMBER,
         "blocks": BLOCKS,

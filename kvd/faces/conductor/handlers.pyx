@@ -11,7 +11,7 @@ from libc.stdint cimport uint64_t
 from kvd.faces.common.reader cimport natural
 from kvd.http.permits cimport Text
 from kvd_core.conductor.conductor cimport Conductor
-from kvd_core.json.scan cimport Kind, Value
+from kvd_core.json.scan cimport ValueKind, Value
 
 from kvd.errors import BadRequest
 from kvd.faces.common.bodies import MAX_KEPT_BYTES, U32_MAX, render
@@ -83,9 +83,9 @@ cdef class QuestionReader(BodyReader):
     cdef str kept_text(self, int field):
         cdef const Value* value = &self.core.value(field)
         cdef size_t size = value.end - value.begin
-        if value.kind == Kind.absent or value.kind == Kind.null:
+        if value.kind == ValueKind.absent or value.kind == ValueKind.null:
             return None
-        if value.kind == Kind.text and size <= LONGEST_NAME:
+        if value.kind == ValueKind.text and size <= LONGEST_NAME:
             return PyUnicode_DecodeUTF8(<const char*>value.begin, size, NULL)
         return reading.text(self.known(), self.field_names[field])
 

@@ -97,7 +97,8 @@ class Narrator:
             "chosen": None,
             "runner_up": None,
             "candidates": [
-                _placed(*place) | self._cached(place, None) for place, _ in rows[:MAX_CANDIDATES]
+                _rank_members(*traced_rank) | self._cached(traced_rank, None)
+                for traced_rank, _ in rows[:MAX_CANDIDATES]
             ],
             "more_candidates": max(0, len(rows) - MAX_CANDIDATES),
         }
@@ -119,7 +120,7 @@ class Narrator:
             return None
         rank, least = weighed.ranks[at[0]], weighed.ranks[best[0]].cost
         return {
-            **_placed(rank.row.worker_id, rank.row.dp_rank),
+            **_rank_members(rank.row.worker_id, rank.row.dp_rank),
             "chance": chances[at[0]].chance,
             "cost": rank.cost,
             "behind": None if rank.cost is None or least is None else rank.cost - least,
@@ -131,7 +132,7 @@ class Narrator:
         rank = weighed.ranks[at]
         row = rank.row
         return {
-            **_placed(row.worker_id, row.dp_rank),
+            **_rank_members(row.worker_id, row.dp_rank),
             "chance": chances[at].chance if at in chances else 0.0,
             "shut_out": _shut_out(rank, at in chances),
             "exceeded": rank.exceeded,
@@ -146,10 +147,10 @@ class Narrator:
 
     # ---- what is cached, and why no more
 
-    def _cached(self, place: TracedRank, row: Explained | None) -> dict[str, Any]:
-        traced = self._traces.rows.get(place)
-        told = 0 if traced is None else traced.all.depth
-        blocks = told if row is None else row.device_blocks + row.host_blocks + row.disk_blocks
+    def _cached(self, traced_rank: TracedRank, row: Explained | None) -> dict[str, Any]:
+        traced = self._traces.rows.get(traced_rank)
+        announced = 0 if traced is None else traced.all.depth
+        blocks = announced if row is None else row.device_blocks + row.host_blocks + row.disk_blocks
         tiers = []
         if traced is not None and (row is None or row.heard):
             begin = 0
@@ -160,27 +161,27 @@ class Narrator:
                 begin = end.depth
         return {
             "blocks": blocks,
-            "predicted_blocks": max(0, blocks - told),
+            "predicted_blocks": max(0, blocks - announced),
             "tiers": tiers,
-            "ended": self._ended(place, row, blocks, told),
+            "ended": self._ended(traced_rank, row, blocks, announced),
         }
 
     def _ended(
-        self, place: TracedRank, row: Explained | None, blocks: int, told: int
+        self, traced_rank: TracedRank, row: Explained | None, blocks: int, announced: int
     ) -> dict[str, Any]:
         """Returns why a rank caches no more than so many blocks, of which events told so many."""
-        traced = self._traces.rows.get(place)
+        traced = self._traces.rows.get(traced_rank)
         why = {"at_block": blocks, "tier": None, "age_s": None, "elsewhere_blocks": None}
         if blocks == self._prompt.blocks:
             return why | {"why": "end_of_prompt"}
         if row is not None and not row.heard:
             return why | {"why": "not_heard"}
-        if blocks > told:
+        if blocks > announced:
             return why | {"why": "not_predicted"}
         if traced is None:
             return why | {"why": "no_events"}
         end = self._known(traced.all)
-        elsewhere = self._traces.elsewhere.get(place)
+        elsewhere = self._traces.elsewhere.get(traced_rank)
         if end.why in ("never_stored", "unknown") and elsewhere and elsewhere.blocks > blocks:
             return why | {"why": elsewhere.why, "elsewhere_blocks": elsewhere.blocks}
         tier = None if end.at is None else TIERS[end.tier]
@@ -202,7 +203,7 @@ class Narrator:
         return {
             "age_s": self._age(each.at),
             "kind": each.kind,
-            **_placed(each.worker_id, each.dp_rank),
+            **_rank_members(each.worker_id, each.dp_rank),
             "tiers": each.tiers,
             "from": each.begin,
             "to": each.end,
@@ -239,7 +240,7 @@ def _booked(booked: BookedRequest, now: float) -> dict[str, Any]:
     live = booked.live
     return {
         "request_id": booked.request_id,
-        **_placed(live.worker_id, live.dp_rank),
+        **_rank_members(live.worker_id, live.dp_rank),
         "age_s": round(max(0.0, now - live.admitted_at), 2),
         "blocks": live.blocks,
         "prefill_tokens": live.tokens,
@@ -247,7 +248,7 @@ def _booked(booked: BookedRequest, now: float) -> dict[str, Any]:
     }
 
 
-def _placed(worker_id: int | str, dp_rank: int) -> dict[str, Any]:
+def _rank_members(worker_id: int | str, dp_rank: int) -> dict[str, Any]:
     return {"worker_id": str(worker_id), "dp_rank": dp_rank}
 
 

@@ -11,7 +11,7 @@ from kvd.errors import BadRequest
 from kvd.faces.common import bodies
 from kvd.faces.selection import choosing
 from kvd.faces.selection.handlers import PROMPT_FIELDS, PromptReader
-from kvd.faces.selection.members import place
+from kvd.faces.selection.members import partition_key
 from kvd.faces.selection.prompts import ARRAYS
 from kvd.http.messages import Request
 from kvd.index.partitions import Partition, State
@@ -67,7 +67,7 @@ class ExplainRequest:
     """The body of a request for an explanation."""
 
     ask: SelectRequest
-    look: PromptLookup
+    lookup: PromptLookup
     prompt: Callable[
         [int, Partition | None], HashedPrompt
     ]  # in blocks of a size, as an index has it
@@ -95,7 +95,7 @@ def read(request: Request, state: State, selections: Selections) -> ExplainReque
     selections.draws.undrawn(partial(reader.read_prompt, selections))
     session_id = bodies.optional_text(members, "session_id")
     ask = choosing.request_of(
-        selections, place(members), members, None, None, 0, session_id, reader.lora_name
+        selections, partition_key(members), members, None, None, 0, session_id, reader.lora_name
     )
     own = terms(reader.lora_name, reader.cache_salt) if reader.by_tokens else (0, 0)
     return ExplainRequest(
@@ -143,9 +143,9 @@ def of_request(request_id: str, state: State, selections: Selections) -> Explain
         known = max(1, len(plain) // HASH.size)  # the first block's two hashes are the same
         return HashedPrompt(plain + sequence[len(plain) :], None, known)
 
-    def look(pool: Pool) -> None:
+    def lookup(pool: Pool) -> None:
         plain = prompt(pool.block_size, state.partitions.get(key)).plain
-        pool.look(plain, sequence, len(sequence) // HASH.size * pool.block_size)
+        pool.match(plain, sequence, len(sequence) // HASH.size * pool.block_size)
 
     ask = SelectRequest(key, candidates.settings)
-    return ExplainRequest(ask, look, prompt, None, (0, 0), BookedRequest(request_id, live))
+    return ExplainRequest(ask, lookup, prompt, None, (0, 0), BookedRequest(request_id, live))

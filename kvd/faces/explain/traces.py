@@ -73,9 +73,9 @@ async def find_traces(
         await trio.lowlevel.checkpoint()
     elsewhere: dict[TracedRank, Elsewhere] = {}
     for each in _elsewhere(state, partition, question, prompt):
-        for place, found in each.items():
-            if found.blocks > elsewhere.get(place, found._replace(blocks=0)).blocks:
-                elsewhere[place] = found
+        for traced_rank, found in each.items():
+            if found.blocks > elsewhere.get(traced_rank, found._replace(blocks=0)).blocks:
+                elsewhere[traced_rank] = found
         await trio.lowlevel.checkpoint()
     happened = trace.happened()
     return Traces(trace.rows(), list(_gathered(happened)), trace.left_out, elsewhere)
@@ -95,7 +95,7 @@ def _elsewhere(
                 continue
             why = "other_salt" if terms[0] == adapter else "other_adapter"
             held = _held(partition, question.rehashed(size, terms, blocks))
-            yield {place: Elsewhere(why, depth) for place, depth in held.items()}
+            yield {traced_rank: Elsewhere(why, depth) for traced_rank, depth in held.items()}
     others = [
         each
         for each in state.partitions_of(partition.key.model_name, None)
@@ -103,13 +103,13 @@ def _elsewhere(
     ]
     for other in others[:MAX_TENANTS]:
         held = _held(other, prompt.salted or prompt.plain)
-        yield {place: Elsewhere("other_tenant", depth) for place, depth in held.items()}
+        yield {traced_rank: Elsewhere("other_tenant", depth) for traced_rank, depth in held.items()}
 
 
 def _held(partition: Partition, hashes: bytes) -> dict[TracedRank, int]:
     """Returns how many blocks of a prompt each rank caches."""
     found, _ = partition.index.match(array("Q", hashes))
-    return {place: depths[-1] for place, depths in found.items()}
+    return {traced_rank: depths[-1] for traced_rank, depths in found.items()}
 
 
 def _gathered(happened: Iterable[Happened]) -> Iterator[Event]:

@@ -27,13 +27,13 @@ async def merged_metrics(
 ) -> Response:
     """Joins the metrics of all processes, each with a label; `?process=` has one of them alone."""
     query = dict(parse_qsl(request.query.decode("latin-1"), keep_blank_values=True))
-    asked, place = query.get("process"), siblings.place
+    asked, identity = query.get("process"), siblings.identity
     if asked is None:
         return Response(200, await _joined(siblings, sources, request), CONTENT_TYPE)
-    if asked == place.name:
+    if asked == identity.name:
         return await metrics(sources, request)
-    if asked not in place.sockets:
-        raise NotFound(f"there is no such process, only {', '.join(place.sockets)}")
+    if asked not in identity.sockets:
+        raise NotFound(f"there is no such process, only {', '.join(identity.sockets)}")
     text = await siblings.metrics(asked)
     if text is None:
         raise Unavailable(f"the process {asked} does not answer", 1)

@@ -72,10 +72,12 @@ class ClientFailures(Failures):
         return error_response(error, form, request_id, status)
 
     def refused(self, refusal: ServerRefusal) -> Response:
-        told = self.response(refusal.status, str(refusal), headers=refusal.asked, path=refusal.path)
-        known = {name for name, _ in told.headers}
-        told.headers += [each for each in refusal.headers if each[0] not in known]
-        return told
+        response = self.response(
+            refusal.status, str(refusal), headers=refusal.asked, path=refusal.path
+        )
+        known = {name for name, _ in response.headers}
+        response.headers += [each for each in refusal.headers if each[0] not in known]
+        return response
 
 
 def gateway_routes(

@@ -47,7 +47,7 @@ REGISTERED = (
 )
 REGISTER = BodyScanner({}, REGISTERED)
 UNREGISTER = BodyScanner({}, ("instance_id", "model_name", *bodies.TENANT, "dp_rank"))
-RANK = BodyScanner({}, ("instance_id", "dp_rank", *bodies.PLACE))
+RANK = BodyScanner({}, ("instance_id", "dp_rank", *bodies.PARTITION_MEMBERS))
 PEER = BodyScanner({}, ("url",))
 
 
@@ -137,7 +137,7 @@ def read_rank(body: bytes) -> RegisteredRank:
     if block_size == 0:  # nothing would ever match
         raise Invalid("block_size: expected a number greater than 0")
     key = RankKey(
-        bodies.kept_place(members),
+        bodies.registered_partition(members),
         bodies.uint(members, "instance_id", bodies.U64_MAX),
         bodies.optional_uint(members, "dp_rank", bodies.U32_MAX) or 0,
     )
@@ -229,7 +229,7 @@ def families(state: State, registry: Registry, dumps: ConcurrencyLimit) -> Itera
     listeners = [registration.listener for registration in registry.registrations()]
     yield from listener_families(listeners, registry.left_stats, trio.current_time())
     help = "Number of stream positions of unregistered ranks forgotten at the limit"
-    yield counter("kvd_places_forgotten_total", help, registry.forgotten_places)
+    yield counter("kvd_places_forgotten_total", help, registry.forgotten_positions)
     help = "Number of ranks refused for lack of file descriptors"
     yield counter("kvd_ranks_refused_total", help, registry.refused)
     yield gauge("kvd_dumps_open", "Number of dumps in progress", dumps.inside)

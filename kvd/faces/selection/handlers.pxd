@@ -23,7 +23,7 @@ cdef class PromptReader(BodyReader):
     cpdef int read_prompt(self, selections) except -1
     # Does the same where only the sequence hashes are needed, of a prompt chosen for before.
     cpdef int read_booked(self, selections) except -1
-    # Has a pool look at the prompt that was read.
+    # Has a pool match the prompt that was read.
     cpdef int put_before(self, Pool pool) except -1
 
     cdef int read_tokens(self, selections) except -1
@@ -36,9 +36,9 @@ cdef class PromptHandler(HotHandler):
     cdef dict candidates     # by (model, tenant)
 
     # The model and tenant that the body names, as a tuple.
-    cdef tuple place(self)
-    # The pool that has looked at the body's prompt; raises Unserved without anyone in it.
-    cdef Pool looked(self, place)
+    cdef tuple partition_key(self)
+    # The pool that has matched the body's prompt; raises Unserved without anyone in it.
+    cdef Pool matched_pool(self, partition_key)
 
 cdef class PotentialLoadsHandler(PromptHandler):
     pass
@@ -53,7 +53,7 @@ cdef class SelectHandler(PromptHandler):
     # Of the last body: its usual members, and the id to book under (None where nothing is booked).
     cdef str selection_id, session_id, reservation_id
     cdef uint32_t expected   # tokens of output, kNone: unsaid
-    cdef bint looked_at      # the fleet's pool has looked at its prompt
+    cdef bint is_matched      # the fleet's pool has matched its prompt
     cdef object receipt      # of what the scheduler has booked with the answer
     cdef object queued       # the selection that waits
     cdef object booked_in    # the Candidates among which it was booked at once; None: it was not
@@ -61,7 +61,7 @@ cdef class SelectHandler(PromptHandler):
     cdef bytes answered(self, const char* body, size_t size, request)
     cdef bint is_usual(self) noexcept
     cdef tuple usual_members(self)
-    cdef object asked(self, place, usual, members)
+    cdef object asked(self, partition_key, usual, members)
     cdef object read_booking(self, ask, request)
     cdef bytes served(self, candidates)
     cdef bytes scheduled(self, ask, retry, request)

@@ -22,7 +22,7 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t
 from kvd.faces.common.reader cimport segment
 from kvd.http.permits cimport Text
 from kvd.selection.serving cimport opening, utf8
-from kvd_core.json.scan cimport Kind
+from kvd_core.json.scan cimport ValueKind
 from kvd_core.ledger.trie cimport kNone
 from kvd_core.ledger.types cimport kMaxIdBytes
 from kvd_core.selector.selector cimport kLoads, kOverlaps
@@ -167,14 +167,14 @@ cdef class PromptReader(BodyReader):
             local = self.u64(self.locals_, &locals_)
             sequence = self.u64(kSequenceHashes, &n)
             pool.c.prompt().take_hashes(local, locals_, sequence, n, self.isl_tokens)
-        return pool.look_at_prompt()
+        return pool.match_prompt()
 
     def put_again(self, bytes body not None):
         """Returns a function that hashes the body's tokens anew for a pool; None without tokens."""
         if not self.by_tokens:
             return None
         said = self.lora_name, self.cache_salt, self.unique, self.eagle
-        return partial(prompts.look_again, body, *said)
+        return partial(prompts.match_again, body, *said)
 
 
 cdef class PromptHandler(HotHandler):
@@ -188,15 +188,15 @@ cdef class PromptHandler(HotHandler):
         self.selections = selections
         self.candidates = selections.candidates
 
-    cdef tuple place(self):
-        absent = self.body.core.value(kModel).kind == Kind.absent
+    cdef tuple partition_key(self):
+        absent = self.body.core.value(kModel).kind == ValueKind.absent
         model = MODEL if absent else self.body.text(kModel)
         return model, self.body.tenant(kTenant)
 
-    cdef Pool looked(self, place):
-        candidates = self.candidates.get(place)
+    cdef Pool matched_pool(self, partition_key):
+        candidates = self.candidates.get(partition_key)
         if candidates is None or not candidates.workers:
-            schedulable(self.candidates, PartitionKey(*place))
+            schedulable(self.candidates, PartitionKey(*partition_key))
         cdef Pool pool = candidates.pool
         self.body.put_before(pool)
         return pool
@@ -208,12 +208,12 @@ cdef class PotentialLoadsHandler(PromptHandler):
     cdef bytes answer(self, const char* body, size_t size, Text captured, request):
         self.body.read(body, size)
         self.body.read_prompt(self.selections)
-        place = self.place()
-        cdef Pool pool = self.looked(place)
-        settings = self.candidates[place].settings
+        partition_key = self.partition_key()
+        cdef Pool pool = self.matched_pool(partition_key)
+        settings = self.candidates[partition_key].settings
         if not self.body.is_unset(kOverride):
             members = self.body.known()
-            settings = choosing.settings_of(self.selections, PartitionKey(*place), members)
+            settings = choosing.settings_of(self.selections, PartitionKey(*partition_key), members)
         return pool.rendered(kLoads, settings, 0, b"", b"")
 
 
@@ -223,7 +223,7 @@ cdef class OverlapScoresHandler(PromptHandler):
     cdef bytes answer(self, const char* body, size_t size, Text captured, request):
         self.body.read(body, size)
         self.body.read_prompt(self.selections)
-        cdef Pool pool = self.looked(self.place())
+        cdef Pool pool = self.matched_pool(self.partition_key())
         return (
             b'{"block_size":%d,"num_blocks":%d,"workers":%b,"shared_cache":{"enabled":false,'
             b'"total_hit_blocks":0,"ranges":[],"error":null}}'
@@ -232,20 +232,20 @@ cdef class OverlapScoresHandler(PromptHandler):
 
 
 cdef class SelectHandler(PromptHandler):
-    """Chooses the rank that should serve a prompt, and books it there if it `books`.
+    """Chooses the rank that should serve a prompt, and reserves it there if so asked.
 
     It may wait until a rank is not busy.
     """
 
     FIELDS = SELECT_FIELDS
 
-    def __init__(self, selections, bint books):
+    def __init__(self, selections, bint reserves):
         super().__init__(selections)
         self.reservations = selections.reservations
         self.scheduler = selections.scheduler
         self.draws = selections.draws
         self.immediate = ImmediateSelection(selections)
-        self.books = books
+        self.adds_request = reserves
         self.waits = True
 
     cdef bytes answer(self, const char* body, size_t size, Text captured, request):
@@ -261,25 +261,25 @@ cdef class SelectHandler(PromptHandler):
 
     cdef bytes answered(self, const char* body, size_t size, request):
         self.receipt = self.booked_in = None
-        self.looked_at = False
+        self.is_matched = False
         self.body.read(body, size)
-        place = self.place()
+        partition_key = self.partition_key()
         usual = self.usual_members()
         ask = retry = None
         if not self.is_usual():
-            ask = self.asked(place, usual, self.body.known())
-        if self.books:
+            ask = self.asked(partition_key, usual, self.body.known())
+        if self.adds_request:
             retry = self.read_booking(ask, request)
         self.body.read_prompt(self.selections)
         if ask is None and retry is None:
-            candidates = self.candidates.get(place)
+            candidates = self.candidates.get(partition_key)
             if self.immediate.suits(candidates, self.reservation_id, self.session_id):
                 answer = self.served(candidates)
                 if answer is not None:
                     return answer
         if request is None:
             return None
-        return self.scheduled(ask or self.asked(place, usual, {}), retry, request)
+        return self.scheduled(ask or self.asked(partition_key, usual, {}), retry, request)
 
     cdef tuple usual_members(self):
         cdef PromptReader asks = self.body
@@ -294,9 +294,9 @@ cdef class SelectHandler(PromptHandler):
             self.session_id = asks.optional_text(kSessionId)
         return self.selection_id, expected, priority, self.session_id, asks.optional_text(kLora)
 
-    cdef object asked(self, place, usual, members):
+    cdef object asked(self, partition_key, usual, members):
         """Returns the SelectRequest of the body, whose unusual members are given."""
-        return choosing.request_of(self.selections, PartitionKey(*place), members, *usual)
+        return choosing.request_of(self.selections, PartitionKey(*partition_key), members, *usual)
 
     cdef object read_booking(self, ask, request):
         """Reads the id to book under; returns the Retry of a request with an Idempotency-Key."""
@@ -312,10 +312,10 @@ cdef class SelectHandler(PromptHandler):
 
     cdef bytes scheduled(self, ask, retry, request):
         """Has the scheduler answer; None if the request waits."""
-        if self.books:
+        if self.adds_request:
             ask = replace(ask, reservation_id=self.reservation_id, retry=retry)
-        look = has_looked if self.looked_at else self.body.put_before
-        reply = self.scheduler.select(ask, look)
+        lookup = has_matched if self.is_matched else self.body.put_before
+        reply = self.scheduler.select(ask, lookup)
         if isinstance(reply, QueuedRequest):
             reply.again = self.body.put_again(request.body)
             self.queued = reply
@@ -346,13 +346,13 @@ cdef class SelectHandler(PromptHandler):
         """Chooses and books; None, and nothing has changed, if that cannot be done here."""
         cdef Pool pool = candidates.pool
         self.body.put_before(pool)
-        self.looked_at = True
+        self.is_matched = True
         cdef int64_t candidate = self.immediate.serve(
             candidates, self.reservation_id, self.expected
         )
         if candidate < 0:
             return None
-        if self.books:
+        if self.adds_request:
             self.booked_in = candidates
         members = candidates.pieces[candidate]
         if members is None:
@@ -399,5 +399,5 @@ cdef class LoadsHandler(HotHandler):
         return self.selections.render_loads(model_name, tenant_id)
 
 
-def has_looked(pool):
-    """Does nothing: the pool has looked at the prompt already."""
+def has_matched(pool):
+    """Does nothing: the pool has matched the prompt already."""

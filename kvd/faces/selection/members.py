@@ -25,7 +25,7 @@ from kvd_core.selector.settings import Settings
 OK = b'{"status":"ok"}'
 
 
-def place(members: bodies.Members) -> PartitionKey:
+def partition_key(members: bodies.Members) -> PartitionKey:
     model_name = members.get("model_name", DEFAULT_MODEL)
     if not isinstance(model_name, str):
         raise Invalid("model_name: expected a text")

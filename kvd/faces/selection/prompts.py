@@ -45,7 +45,7 @@ def unique(selections: Selections, members: bodies.Members) -> int | None:
     return None if reuse else selections.draws.next()
 
 
-def look_again(
+def match_again(
     body: bytes,
     lora_name: str | None,
     cache_salt: str | None,
@@ -55,4 +55,4 @@ def look_again(
 ) -> None:
     """Puts a body's tokens before a pool once more."""
     LATER.scan(body)
-    pool.look_tokens(LATER, 0, lora_name, cache_salt, unique, eagle=eagle)
+    pool.match_tokens(LATER, 0, lora_name, cache_salt, unique, eagle=eagle)

@@ -66,7 +66,7 @@ def _speeds(workers: Workers, entry: CatalogEntry) -> Iterator[tuple[str, dict[s
 
 def record(members: bodies.Members) -> WorkerRecord:
     worker_id = bodies.uint(members, "worker_id", bodies.U64_MAX)
-    for name in bodies.PLACE:  # null is no name, and absence means another one
+    for name in bodies.PARTITION_MEMBERS:  # null is no name, and absence means another one
         if name in members:
             bodies.text(members, name)
     return WorkerRecord(**{**changes(members), "worker_id": worker_id})

@@ -54,8 +54,8 @@ def list_regret(request: Request, *, selections: Selections) -> Response:
     rows = []
     sums: dict[Any, Account] = {}
     for (key, worker_id, dp_rank), account in selections.regret.rows():
-        place = key._asdict()
-        rows.append(place | {"worker_id": worker_id, "dp_rank": dp_rank} | _members(account))
+        partition = key._asdict()
+        rows.append(partition | {"worker_id": worker_id, "dp_rank": dp_rank} | _members(account))
         sums.setdefault(key, Account()).add(account)
     models = [key._asdict() | _members(account) for key, account in sums.items()]
     return bodies.json_response({"models": models, "ranks": rows})

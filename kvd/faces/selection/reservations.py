@@ -10,8 +10,8 @@ from kvd.faces.selection.members import (
     booked,
     bounded_id,
     number,
+    partition_key,
     phase_of,
-    place,
     retry_of,
     u64,
 )
@@ -58,11 +58,11 @@ def reserve(request: Request, *, selections: Selections) -> Response:
     tokens = bodies.optional_uint(members, "effective_prefill_tokens", MAX_ISL_TOKENS)
     if tokens is not None and tokens > RESERVE.isl_tokens:
         raise BadRequest("effective_prefill_tokens must not exceed isl_tokens")
-    key = place(members)
+    key = partition_key(members)
     phase = phase_of(members, (Phase.PREFILL, Phase.DECODE))
     predicts = "token_ids" in members or "block_hashes" in members
     expected = bodies.optional_uint(members, "expected_output_tokens", bodies.U32_MAX)
-    record, receipt = selections.reservations.reserve(
+    record, receipt = selections.reservations.reserve_on_rank(
         key,
         reservation_id,
         rank,

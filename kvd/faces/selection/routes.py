@@ -33,8 +33,8 @@ def selection_routes(
         _admin("PUT", "/workers", bound(workers.put_workers), LONG_BODY_LIMIT),
         _admin("PATCH", "/workers/{worker_id}", bound(workers.patch_worker), LONG_BODY_LIMIT),
         _admin("DELETE", "/workers/{worker_id}", bound(workers.delete_worker)),
-        _question("/select", SelectHandler(selections, books=False)),
-        _step("/select_and_reserve", SelectHandler(selections, books=True)),
+        _question("/select", SelectHandler(selections, reserves=False)),
+        _step("/select_and_reserve", SelectHandler(selections, reserves=True)),
         _step("/reservations", bound(reservations.reserve)),
         _step(
             "/reservations/{reservation_id}/prefill_complete",

@@ -57,7 +57,7 @@ from kvd_core.ledger.ledger import MAX_REQUEST_ID_BYTES
 from kvd_core.selector.selector import MAX_ISL_TOKENS
 
 MODEL = {"model_name": TEXT}
-PLACE = {**MODEL, "tenant_id": TEXT}
+PARTITION = {**MODEL, "tenant_id": TEXT}
 RANK = {"worker_id": U64, "dp_rank": U32}
 MODE = one_of(*RouterMode)
 POLICY: Schema = {
@@ -132,7 +132,7 @@ SPEED = row(
 RECORD = row(
     {
         "worker_id": U64,
-        **PLACE,
+        **PARTITION,
         "lifecycle": one_of(*WorkerLifecycle),
         **{
             name: DESCRIBED[name]
@@ -309,7 +309,7 @@ WORKER_LOAD = row(
     {"prefill_busy": FLAG},
 )
 CHOSEN = {
-    **PLACE,
+    **PARTITION,
     **RANK,
     "endpoint": TEXT,
     "block_size": BLOCK_SIZE,
@@ -332,7 +332,7 @@ SELECTION = row(
     CHOSEN,
     CHOSEN_SOMETIMES | {"prefill": nullable(row(CHOSEN, CHOSEN_SOMETIMES)), "fallback": TEXT},
 )
-RESERVED = row({"reservation_id": TEXT, **PLACE, **RANK, "endpoint": nullable(TEXT)})
+RESERVED = row({"reservation_id": TEXT, **PARTITION, **RANK, "endpoint": nullable(TEXT)})
 REPORT = members(
     {},
     optional(
@@ -351,14 +351,14 @@ ACCOUNT = {
 }
 REGRET = row(
     {
-        "models": array(row(PLACE | ACCOUNT)),
-        "ranks": array(row(PLACE | RANK | ACCOUNT)),
+        "models": array(row(PARTITION | ACCOUNT)),
+        "ranks": array(row(PARTITION | RANK | ACCOUNT)),
     }
 )
 RESERVATION = row(
     {
         "reservation_id": TEXT,
-        **PLACE,
+        **PARTITION,
         **RANK,
         "blocks": BLOCKS,
         "effective_prefill_tokens": TOKENS,
@@ -379,7 +379,7 @@ POTENTIAL_LOAD = row(
 )
 LOADS = row(
     {
-        **PLACE,
+        **PARTITION,
         "loads": array(POTENTIAL_LOAD),
         "pending_count": COUNT,
         "pending_isl_tokens": TOKENS,

@@ -21,85 +21,85 @@ from kvd_core.selector.selector import MAX_ISL_TOKENS
 OFF = "off"  # of a threshold
 
 
-class PlacedPolicy(NamedTuple):
+class TuningPolicy(NamedTuple):
     """A policy, and the model, or the model's tenant, that it is of."""
 
-    place: TuningKey
+    key: TuningKey
     policy: Policy
 
 
 MODEL = ("model", "model_name")  # the documented name, and that of the other routes
 
-BUSY = BodyScanner({}, ("model", *bodies.PLACE, *THRESHOLDS))
-MODE = BodyScanner({}, ("model", *bodies.PLACE, "router_mode"))
-POLICY_MEMBERS = ("model", *bodies.PLACE, "router_policy")
+BUSY = BodyScanner({}, ("model", *bodies.PARTITION_MEMBERS, *THRESHOLDS))
+MODE = BodyScanner({}, ("model", *bodies.PARTITION_MEMBERS, "router_mode"))
+POLICY_MEMBERS = ("model", *bodies.PARTITION_MEMBERS, "router_policy")
 POLICY = BodyScanner({}, POLICY_MEMBERS)
 
 
 def post_thresholds(request: Request, *, selections: Selections) -> Response:
     """Sets those thresholds that are given, and says what holds."""
     members = bodies.scan(BUSY, request.body)
-    place = _place(members)
+    key = _key(members)
     changes = {
         name: _threshold(members, name) for name in THRESHOLDS if members.get(name) is not None
     }
     if changes:
-        selections.tuning.change(place, changes)
-    return bodies.json_response(_busy(selections, place))
+        selections.tuning.change(key, changes)
+    return bodies.json_response(_busy(selections, key))
 
 
 def list_thresholds(request: Request, *, selections: Selections) -> Response:
-    places = selections.tuning.places(THRESHOLDS)
-    return bodies.json_response({"thresholds": [_busy(selections, place) for place in places]})
+    keys = selections.tuning.where_set(THRESHOLDS)
+    return bodies.json_response({"thresholds": [_busy(selections, key) for key in keys]})
 
 
 def delete_thresholds(request: Request, *, selections: Selections) -> Response:
     """Takes back what was set, so that the model's or the default ones hold again."""
-    place = _named(request)
-    selections.tuning.forget(place, THRESHOLDS)
-    return bodies.json_response(_busy(selections, place))
+    key = _named(request)
+    selections.tuning.forget(key, THRESHOLDS)
+    return bodies.json_response(_busy(selections, key))
 
 
 def post_mode(request: Request, *, selections: Selections) -> Response:
     """Sets the router mode if one is given, and says which holds."""
     members = bodies.scan(MODE, request.body)
-    place = _place(members)
+    key = _key(members)
     if members.get("router_mode") is not None:
-        selections.tuning.change(place, {"mode": mode_of(members).core})
-    return bodies.json_response(_mode(selections, place))
+        selections.tuning.change(key, {"mode": mode_of(members).core})
+    return bodies.json_response(_mode(selections, key))
 
 
 def list_modes(request: Request, *, selections: Selections) -> Response:
     """Lists the default mode, and where another one has been set."""
     answer = {
         "router_mode": RouterMode.of(selections.options.settings),
-        "router_modes": [_mode(selections, place) for place in selections.tuning.said(("mode",))],
+        "router_modes": [_mode(selections, key) for key in selections.tuning.said(("mode",))],
     }
     return bodies.json_response(answer)
 
 
 def delete_mode(request: Request, *, selections: Selections) -> Response:
-    place = _named(request)
-    selections.tuning.forget(place, ("mode",))
-    return bodies.json_response(_mode(selections, place))
+    key = _named(request)
+    selections.tuning.forget(key, ("mode",))
+    return bodies.json_response(_mode(selections, key))
 
 
 def post_policy(request: Request, *, selections: Selections) -> Response:
     """Sets the router policy if one is given, and says which holds."""
     members = bodies.scan(POLICY, request.body)
-    place = _place(members)
+    key = _key(members)
     if members.get("router_policy") is not None:
-        policy = policy_of(members, selections.tuning.settings(*place))
-        selections.tuning.change(place, policy.row, whole=MEMBERS)
-    return bodies.json_response(_policy(selections, place))
+        policy = policy_of(members, selections.tuning.settings(*key))
+        selections.tuning.change(key, policy.row, whole=MEMBERS)
+    return bodies.json_response(_policy(selections, key))
 
 
-def read_policy(body: bytes) -> PlacedPolicy:
+def read_policy(body: bytes) -> TuningPolicy:
     """Reads a body of `post_policy` that names its policy."""
     members = bodies.scan(POLICY, body)
-    place = _place(members)
+    key = _key(members)
     bodies.require(members, "router_policy")
-    return PlacedPolicy(place, policy_of(members, None))
+    return TuningPolicy(key, policy_of(members, None))
 
 
 def list_policies(request: Request, *, selections: Selections) -> Response:
@@ -108,40 +108,38 @@ def list_policies(request: Request, *, selections: Selections) -> Response:
     answer = {
         "router_policy": str(Policy.of(settings)),
         "weights": weights_of(settings),
-        "router_policies": [
-            _policy(selections, place) for place in selections.tuning.said(MEMBERS)
-        ],
+        "router_policies": [_policy(selections, key) for key in selections.tuning.said(MEMBERS)],
         "presets": {each: weights_of(settings.replace(**each.row)) for each in RouterPolicy},
     }
     return bodies.json_response(answer)
 
 
 def delete_policy(request: Request, *, selections: Selections) -> Response:
-    place = _named(request)
-    selections.tuning.forget(place, MEMBERS)
-    return bodies.json_response(_policy(selections, place))
+    key = _named(request)
+    selections.tuning.forget(key, MEMBERS)
+    return bodies.json_response(_policy(selections, key))
 
 
-def _busy(selections: Selections, place: TuningKey) -> dict[str, Any]:
-    settings = selections.tuning.settings(*place)
-    return _shown(place) | {name: settings.members[name] for name in THRESHOLDS}
+def _busy(selections: Selections, key: TuningKey) -> dict[str, Any]:
+    settings = selections.tuning.settings(*key)
+    return _shown(key) | {name: settings.members[name] for name in THRESHOLDS}
 
 
-def _mode(selections: Selections, place: TuningKey) -> dict[str, Any]:
-    settings = selections.tuning.settings(*place)
-    return _shown(place) | {"router_mode": RouterMode.of(settings)}
+def _mode(selections: Selections, key: TuningKey) -> dict[str, Any]:
+    settings = selections.tuning.settings(*key)
+    return _shown(key) | {"router_mode": RouterMode.of(settings)}
 
 
-def _policy(selections: Selections, place: TuningKey) -> dict[str, Any]:
-    settings = selections.tuning.settings(*place)
-    return _shown(place) | {
+def _policy(selections: Selections, key: TuningKey) -> dict[str, Any]:
+    settings = selections.tuning.settings(*key)
+    return _shown(key) | {
         "router_policy": str(Policy.of(settings)),
         "weights": weights_of(settings),
     }
 
 
-def _shown(place: TuningKey) -> dict[str, Any]:
-    model, tenant = place
+def _shown(key: TuningKey) -> dict[str, Any]:
+    model, tenant = key
     return {"model": model} if tenant is None else {"model": model, "tenant_id": tenant}
 
 
@@ -159,7 +157,7 @@ def _threshold(members: bodies.Members, name: str) -> float | None:
     return value
 
 
-def _place(members: bodies.Members) -> TuningKey:
+def _key(members: bodies.Members) -> TuningKey:
     model = bodies.alias(members, *MODEL)
     if model is None:
         raise Invalid("missing member `model`")

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvd.errors import BadRequest, Invalid
 from kvd.faces.common import bodies
-from kvd.faces.selection.members import place
+from kvd.faces.selection.members import partition_key
 from kvd.faces.selection.records import FIELDS, changes, record, shown
 from kvd.http.messages import Request, Response
 from kvd.selection.service import Selections
@@ -20,7 +20,7 @@ SharedStatus = Callable[[], dict[str, Any] | None]  # of the state that replicas
 
 DESCRIBED = (*FIELDS, "routing_group")
 WORKER = BodyScanner({}, DESCRIBED)
-WORKERS = BodyScanner({}, (*bodies.PLACE, "workers"))
+WORKERS = BodyScanner({}, (*bodies.PARTITION_MEMBERS, "workers"))
 
 
 def ready(request: Request, *, selections: Selections, shared: SharedStatus) -> Response:
@@ -72,7 +72,7 @@ def read_worker(body: bytes) -> WorkerRecord:
 async def put_workers(request: Request, *, selections: Selections) -> Response:
     """Makes the given workers all there are of a model and tenant."""
     members = bodies.scan(WORKERS, request.body)
-    key = place(members)
+    key = partition_key(members)
     rows = bodies.require(members, "workers")
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise Invalid("workers: expected an array of objects")

@@ -4,7 +4,7 @@ from typing import ClassVar, Literal
 from kvd.http.hot import HotHandler
 from kvd.slots.trackers import SlotTrackers
 
-PLACE: tuple[str, ...]
+PARTITION_MEMBERS: tuple[str, ...]
 STEP: tuple[str, ...]
 
 class SlotHandler(HotHandler):

@@ -11,7 +11,7 @@ from libcpp.string_view cimport string_view
 
 from kvd.faces.common.reader cimport BodyReader
 from kvd.http.permits cimport Text
-from kvd_core.json.scan cimport Kind
+from kvd_core.json.scan cimport ValueKind
 from kvd_core.ledger.ledger cimport Ledger
 from kvd_core.ledger.trie cimport kNone
 from kvd_core.ledger.types cimport Admission, RequestId, kAdded, kMaxIdBytes, kMaxTokens
@@ -31,8 +31,8 @@ cdef enum:
     kAddedTokens
 cdef enum:
     kProjectedTokens = 3
-PLACE = ("model_name", "tenant_id", "routing_group")
-STEP = (*PLACE, "request_id")
+PARTITION_MEMBERS = ("model_name", "tenant_id", "routing_group")
+STEP = (*PARTITION_MEMBERS, "request_id")
 
 cdef uint64_t U64_MAX = 0xffffffffffffffff
 cdef uint64_t U32_MAX = 0xffffffff
@@ -71,7 +71,7 @@ cdef class AddHandler(SlotHandler):
         """Takes also a function that returns the time in seconds."""
         super().__init__(slots)
         self.clock = clock
-        self.books = True
+        self.adds_request = True
 
     cdef bytes answer(self, const char* body, size_t size, Text captured, request):
         self.body.read(body, size)
@@ -166,7 +166,7 @@ cdef class PotentialLoadsHandler(SlotHandler):
     """Returns the load that every rank of a tracker would have with one more prompt."""
 
     ARRAYS = {"sequence_hashes": "hash64"}
-    FIELDS = (*PLACE, "new_isl_tokens")
+    FIELDS = (*PARTITION_MEMBERS, "new_isl_tokens")
 
     cdef bytes answer(self, const char* body, size_t size, Text captured, request):
         self.body.read(body, size)
@@ -201,4 +201,4 @@ cdef str id_text(string_view request_id):
 
 cdef uint64_t new_tokens(BodyReader body, int field) except? 0xfffffffffffffffe:
     """Returns a count of tokens, 0 if the member is absent."""
-    return 0 if body.core.value(field).kind == Kind.absent else body.uint(field, kMaxTokens)
+    return 0 if body.core.value(field).kind == ValueKind.absent else body.uint(field, kMaxTokens)

@@ -30,10 +30,10 @@ OK = b'{"status":"ok"}'
 # Workers of the list written between two checkpoints: at most about 1 ms.
 SLICE_ROWS = 128
 
-PLACE = bodies.PLACE
-REGISTERED = (*PLACE, "worker_id", "block_size", "dp_start", "dp_size")
+PARTITION_MEMBERS = bodies.PARTITION_MEMBERS
+REGISTERED = (*PARTITION_MEMBERS, "worker_id", "block_size", "dp_start", "dp_size")
 REGISTER = BodyScanner({}, REGISTERED)
-UNREGISTER = BodyScanner({}, (*PLACE, "worker_id"))
+UNREGISTER = BodyScanner({}, (*PARTITION_MEMBERS, "worker_id"))
 
 Clock = Callable[[], float]  # seconds, never going back
 
@@ -84,7 +84,7 @@ def read_worker(body: bytes) -> RegisteredWorker:
     """Returns the worker that a registration describes."""
     members = bodies.scan(REGISTER, body)
     return RegisteredWorker(
-        bodies.kept_place(members),
+        bodies.registered_partition(members),
         bodies.uint(members, "worker_id", bodies.U64_MAX),
         bodies.uint(members, "block_size", bodies.U32_MAX),
         bodies.uint(members, "dp_start", bodies.U32_MAX),
@@ -94,7 +94,7 @@ def read_worker(body: bytes) -> RegisteredWorker:
 
 def unregister(slots: SlotTrackers, request: Request) -> Response:
     members = bodies.scan(UNREGISTER, request.body)
-    slots.unregister(_place(members), bodies.uint(members, "worker_id", bodies.U64_MAX))
+    slots.unregister(_partition_key(members), bodies.uint(members, "worker_id", bodies.U64_MAX))
     return Response(200, OK)
 
 
@@ -124,8 +124,8 @@ def _listed(rows: Iterable[WorkerRow]) -> Iterator[bytes]:
 
 def show_request(slots: SlotTrackers, clock: Clock, request: Request) -> Response:
     """Shows the accounting of one live request of `?model_name=` and `?tenant_id=`."""
-    place = bodies.parameters(request)
-    tracker = _tracker(slots, place)
+    partition = bodies.parameters(request)
+    tracker = _tracker(slots, partition)
     request_id = bodies.segment(request)
     live = tracker.ledger.request(request_id)
     if live is None:
@@ -146,7 +146,7 @@ def show_request(slots: SlotTrackers, clock: Clock, request: Request) -> Respons
     return bodies.json_response(row)
 
 
-def _place(members: bodies.Members) -> PartitionKey:
+def _partition_key(members: bodies.Members) -> PartitionKey:
     return PartitionKey(bodies.text(members, "model_name"), bodies.tenant(members))
 
 

@@ -56,9 +56,9 @@ ADD = members(
 )
 PROJECTION = members(MODEL | {"sequence_hashes": array(HASH)}, TENANT | NEW_TOKENS)
 
-PLACE = {"model_name": TEXT, "tenant_id": TEXT}
-WORKER = row({"worker_id": U64, **PLACE, "block_size": BLOCK_SIZE, **RANGE})
-LOAD = row({**PLACE, **RANK, "active_prefill_tokens": TOKENS, "active_decode_blocks": BLOCKS})
+PARTITION = {"model_name": TEXT, "tenant_id": TEXT}
+WORKER = row({"worker_id": U64, **PARTITION, "block_size": BLOCK_SIZE, **RANGE})
+LOAD = row({**PARTITION, **RANK, "active_prefill_tokens": TOKENS, "active_decode_blocks": BLOCKS})
 POTENTIAL_LOAD = row(
     {
         **RANK,
@@ -70,7 +70,7 @@ POTENTIAL_LOAD = row(
 REQUEST = row(
     {
         "request_id": TEXT,
-        **PLACE,
+        **PARTITION,
         **RANK,
         "blocks": BLOCKS,
         "new_isl_tokens": TOKENS,

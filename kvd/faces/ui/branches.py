@@ -35,13 +35,13 @@ def show(state: State, request: Request) -> Response:
     """Lists the branches below one, newest first; without `above` those that prompts begin with."""
     wanted = bodies.parameters(request, "block_size", "above", "after")
     partition = _partition(state, wanted)
-    above, after = _place(wanted, "above"), _place(wanted, "after")
+    above, after = _tree_position(wanted, "above"), _tree_position(wanted, "after")
     try:
         found, more = branches(partition.index, above, after, MAX_BRANCHES)
     except LookupError:
         raise NotFound("this branch is not there any more") from None
-    place = {**partition.key._asdict(), "block_size": partition.block_size}
-    return bodies.json_response(place | {"branches": list(map(_shown, found)), "more": more})
+    shown = {**partition.key._asdict(), "block_size": partition.block_size}
+    return bodies.json_response(shown | {"branches": list(map(_shown, found)), "more": more})
 
 
 def _partition(state: State, wanted: dict[str, Any]) -> Partition:
@@ -59,7 +59,7 @@ def _partition(state: State, wanted: dict[str, Any]) -> Partition:
     return found
 
 
-def _place(wanted: dict[str, Any], name: str) -> tuple[int, int] | None:
+def _tree_position(wanted: dict[str, Any], name: str) -> tuple[int, int] | None:
     """Returns the node and first hash that a branch is named by."""
     if name not in wanted:
         return None

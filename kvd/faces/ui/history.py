@@ -1,6 +1,6 @@
 """The last minutes of the picture, in rings that are filled only while it is read.
 
-    look ──> wakes the task ──> a sample every SAMPLE_S ──> nobody has looked for LOOKED_S: all is
+    read ──> wakes the task ──> a sample every SAMPLE_S ──> nobody has looked for SAMPLED_S: all is
                                                             forgotten, nothing is subscribed to
 
     POINTS   |  .  .  |  .  .  |     requests/s, events/s, live, queued, shares: of all
@@ -29,7 +29,7 @@ SAMPLE_S = 2.0  # seconds between two samples
 POINTS = 60  # samples kept: two minutes
 # Seconds after the last look until nothing is sampled any more: longer than browsers let a page in
 # the background wait.
-LOOKED_S = 70.0
+SAMPLED_S = 70.0
 MAX_DECISIONS = 32  # last choices shown, 0.5 kB each
 MAX_RANKS = 256  # ranks with a row and a history, 30 numbers and 2 kB each
 
@@ -92,8 +92,8 @@ class History:
         self._sums = sums
         self._ranks = ranks
         self._load = load
-        self._looked_at = 0.0  # monotonic seconds
-        self._looked = trio.Event()
+        self._wanted_at = 0.0  # monotonic seconds
+        self._wanted = trio.Event()
         self._last: tuple[float, Sums] | None = None
         self._forget()
 
@@ -104,23 +104,23 @@ class History:
         self._chosen: dict[RankKey, tuple[int, int]] = {}  # cached tokens, prompt tokens
         self._last = None
 
-    def look(self) -> None:
-        """Has samples taken for LOOKED_S from now on."""
-        self._looked_at = trio.current_time()
-        self._looked.set()
+    def keep_sampling(self) -> None:
+        """Has samples taken for SAMPLED_S from now on."""
+        self._wanted_at = trio.current_time()
+        self._wanted.set()
 
     async def run(self) -> None:
         """Takes samples while the picture is read, until it is cancelled."""
         while True:
-            await self._looked.wait()
+            await self._wanted.wait()
             moments = self._selections.reservations.moments
             moments.subscribe(self._note)
-            while trio.current_time() - self._looked_at < LOOKED_S:
+            while trio.current_time() - self._wanted_at < SAMPLED_S:
                 self._sample(trio.current_time())
                 await trio.sleep(SAMPLE_S)
             moments.unsubscribe(self._note)
             self._forget()
-            self._looked = trio.Event()
+            self._wanted = trio.Event()
 
     def _note(self, moment: Moment) -> None:
         """Takes a choice."""

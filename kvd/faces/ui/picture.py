@@ -50,7 +50,7 @@ class FaceShown(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class PicturedRooms:
+class PicturedParts:
     """The parts of the daemon that the picture shows."""
 
     state: State
@@ -62,13 +62,13 @@ class PicturedRooms:
 
 
 class Picture:
-    """Shows the rooms, and what they have done lately."""
+    """Shows the parts of the daemon, and what they have done lately."""
 
-    def __init__(self, rooms: PicturedRooms) -> None:
-        self._rooms = rooms
-        self._ranks = RankRows(rooms.state, rooms.registry, rooms.slots, rooms.selections)
+    def __init__(self, parts: PicturedParts) -> None:
+        self._parts = parts
+        self._ranks = RankRows(parts.state, parts.registry, parts.slots, parts.selections)
         self.history = History(
-            rooms.selections,
+            parts.selections,
             self._sums,
             lambda: self._ranks.first()[:MAX_RANKS],
             self._ranks.requests,
@@ -83,38 +83,38 @@ class Picture:
 
     def show(self, request: Request) -> Response:
         """Streams the picture, and keeps the history going."""
-        self.history.look()
+        self.history.keep_sampling()
         headers = [(b"cache-control", b"no-store")]
         return Response(200, sliced(self._pieces(trio.current_time())), headers=headers)
 
     def _sums(self) -> Sums:
-        rooms = self._rooms
-        tallied = rooms.state.ended_totals
-        partitions = rooms.state.sized.values()
-        stats = rooms.selections.choice_stats
+        parts = self._parts
+        tallied = parts.state.ended_totals
+        partitions = parts.state.sized.values()
+        stats = parts.selections.choice_stats
         choices = [stats.choices(phase) for phase in CACHING]
-        ingested = rooms.state.ingest.as_dict()
+        ingested = parts.state.ingest.as_dict()
         owners: list[LedgerOwner] = [
-            *rooms.slots.trackers.values(),
-            *rooms.selections.candidates.values(),
+            *parts.slots.trackers.values(),
+            *parts.selections.candidates.values(),
         ]
         return Sums(
-            requests=sum(face.requests.total(OWN_PATHS) for face in rooms.faces),
+            requests=sum(face.requests.total(OWN_PATHS) for face in parts.faces),
             events=ingested["stored"] + ingested["removed"] + ingested["cleared"],
             questions=tallied["questions"] + sum(each.index.questions for each in partitions),
             matched=tallied["matched"] + sum(each.index.matched for each in partitions),
             prompt_tokens=sum(each["prompt_tokens"] for each in choices),
             cached_tokens=sum(each["cached_tokens"] for each in choices),
             live=sum(owner.ledger.stats()["requests"] for owner in owners),
-            queued=rooms.selections.scheduler.held,
+            queued=parts.selections.scheduler.held,
         )
 
     def _pieces(self, now: float) -> Iterator[bytes]:
         """Yields the document, and nothing (b"") where others may run."""
         rows = Rows(self._ranks, now)
         sums, history = self._sums(), self.history
-        yield b'{"kvd":' + render({"version": VERSION, "process": self._rooms.state.instance_id})
-        yield b',"faces":' + render([_face(face) for face in self._rooms.faces])
+        yield b'{"kvd":' + render({"version": VERSION, "process": self._parts.state.instance_id})
+        yield b',"faces":' + render([_face(face) for face in self._parts.faces])
         yield b',"totals":' + render(sums._asdict())
         curves = {
             each.name: list(getattr(history.curves, each.name)) for each in fields(history.curves)
@@ -125,10 +125,10 @@ class Picture:
         yield b',"streams":'
         yield from self._streams(rows)
         yield b',"models":['
-        models = islice(list(self._rooms.state.sized.values()), MAX_MODELS)
+        models = islice(list(self._parts.state.sized.values()), MAX_MODELS)
         yield from _rows(map(_model, models), 1)
         first = self._ranks.first()
-        yield b'],"more_models":%s' % _flag(len(self._rooms.state.sized) > MAX_MODELS)
+        yield b'],"more_models":%s' % _flag(len(self._parts.state.sized) > MAX_MODELS)
         yield b',"more_ranks":%s,"ranks":[' % _flag(len(first) > MAX_RANKS)
         shown = (rows.row(key, history.by_rank.get(key)) for key in first[:MAX_RANKS])
         yield from _rows(shown, SLICE_RANKS)
@@ -138,7 +138,7 @@ class Picture:
         """Yields how many streams there are of each state, and the first that are not exact."""
         counts = Counter(dict.fromkeys(map(str, StreamHealth), 0))
         doubtful: list[dict[str, Any]] = []
-        registered = [(each.key, each.listener) for each in self._rooms.registry.registrations()]
+        registered = [(each.key, each.listener) for each in self._parts.registry.registrations()]
         for number, (key, listener) in enumerate(registered, 1):
             health = listener.health(rows.now)
             counts[health] += 1
@@ -146,7 +146,7 @@ class Picture:
                 doubtful.append({"of": "worker"} | named(key) | rows.stream(listener))
             if number % BREATH == 0:
                 yield b""
-        for number, publisher in enumerate(list(self._rooms.publishers), 1):
+        for number, publisher in enumerate(list(self._parts.publishers), 1):
             health = publisher.listener.health(rows.now)
             counts[health] += 1
             if health is not StreamHealth.EXACT and len(doubtful) < MAX_DOUBTFUL:

@@ -29,7 +29,7 @@ from kvd_core.ledger.ledger import Load
 
 @dataclass(frozen=True, slots=True)
 class RankRows:
-    """Reads the rooms that know ranks."""
+    """Reads the parts that know ranks."""
 
     state: State
     registry: Registry
@@ -125,12 +125,12 @@ class Rows:
         return shown
 
     def _blocks(self, key: RankKey) -> tuple[int, ...] | None:
-        place = key.partition, key.instance_id
-        if place not in self._held:
+        worker_key = key.partition, key.instance_id
+        if worker_key not in self._held:
             partition = self.ranks.state.partitions.get(key.partition)
             worker = None if partition is None else partition.workers.get(key.instance_id)
-            self._held[place] = {} if worker is None else holdings(worker)
-        return self._held[place].get(key.dp_rank)
+            self._held[worker_key] = {} if worker is None else holdings(worker)
+        return self._held[worker_key].get(key.dp_rank)
 
 
 def named(key: RankKey) -> dict[str, Any]:

@@ -95,14 +95,14 @@ async def test_sessions_count_where_no_tokens_are_known() -> None:
 
 
 def long_prompt(pool: Pool) -> None:
-    pool.look(b"", b"", 1_000_000)
+    pool.match(b"", b"", 1_000_000)
 
 
 async def test_a_client_that_leaves_while_it_waits_for_a_free_rank_waits_no_more() -> None:
     async with asking() as gateway:
         (worker,) = gateway.selections.workers.entries.values()
         await gateway.choices.register(replace(worker.record, max_num_batched_tokens=40))
-        busy = (await gateway.about())._replace(reservation_id="busy", look=long_prompt)
+        busy = (await gateway.about())._replace(reservation_id="busy", lookup=long_prompt)
         await gateway.choices.choose(busy)
         async with gateway.running.client() as other:
             body = b'{"max_tokens": 2, "messages": []}'

@@ -31,7 +31,7 @@ from tests.support.zmtp_fakes import until
 
 NAME = "vllm.test"
 LOADS = 6  # clients that ask one request after the other
-LOOKUP_S, LOOK_AGAIN_S = 0.05, 0.02
+LOOKUP_S, LOOKUP_EVERY_S = 0.05, 0.02
 NOBODY_ANSWERS = 3600.0  # seconds
 
 
@@ -127,7 +127,7 @@ async def fleet(*options: EngineOptions, certificate: Path | None = None) -> Asy
     trust = None if certificate is None else UpstreamTls(ca=certificate / "cert.pem")
     scheme = "" if certificate is None else "https://"
     trio.socket.set_custom_hostname_resolver(names)
-    dialer = Dialer(lookup_s=LOOKUP_S, look_again_s=LOOK_AGAIN_S)
+    dialer = Dialer(lookup_s=LOOKUP_S, lookup_every_s=LOOKUP_EVERY_S)
     async with engines(*options, tls=tls, side_by_side=True) as running:
         names.known[NAME] = [running[0].host]
         wanted = Wanted(f"dns:{scheme}{NAME}:{running[0].port}")

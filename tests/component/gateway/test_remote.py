@@ -110,7 +110,7 @@ class Gateway:
 def look(blocks: Sequence[int]) -> Callable[[Pool], None]:
     local = array("Q", blocks)
     hashes = array("Q", sequence_hashes(local))
-    return lambda pool: pool.look(local.tobytes(), hashes.tobytes(), len(blocks) * BLOCK_SIZE)
+    return lambda pool: pool.match(local.tobytes(), hashes.tobytes(), len(blocks) * BLOCK_SIZE)
 
 
 def record(worker_id: int, block_size: int = BLOCK_SIZE) -> WorkerRecord:
@@ -375,7 +375,7 @@ async def test_what_a_kvd_shows_is_what_it_was_told(tmp_path: Path) -> None:
 def test_a_question_has_what_was_asked_for() -> None:
     question = Question("m", "a", 4, look([1, 2**64 - 1]), "r", frozenset(), "s", 2.5, 2**40)
     pool = Pool(None, Ledger(), 4)
-    question.look(pool)
+    question.lookup(pool)
     local = [1, 2**64 - 1]
     assert json.loads(body_of(question, "b", pool.hold(), frozenset((2, 1)))) == {
         "model_name": "m",
@@ -389,7 +389,7 @@ def test_a_question_has_what_was_asked_for() -> None:
         "expected_output_tokens": 2**32 - 1,
         "allowed_worker_ids": [1, 2],
     }
-    pool.look(b"", b"", 5)  # nothing is known of the tokens but their number
+    pool.match(b"", b"", 5)  # nothing is known of the tokens but their number
     said = json.loads(body_of(question, "b", pool.hold(), None))
     assert (said["isl_tokens"], said["block_hashes"], said["sequence_hashes"]) == (5, [], [])
     assert "allowed_worker_ids" not in said

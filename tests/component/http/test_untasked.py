@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import trio
 
-from kvd.http.untasked import IN_TASK, Signal, Untasked, has_task, in_task, told
+from kvd.http.untasked import IN_TASK, Signal, Untasked, has_task, in_task, signalled
 
 
 async def test_a_coroutine_runs_from_signal_to_signal() -> None:
@@ -14,9 +14,9 @@ async def test_a_coroutine_runs_from_signal_to_signal() -> None:
 
     async def work() -> bool:
         seen.append(has_task())
-        await told(first)
+        await signalled(first)
         seen.append("first")
-        await told(second)
+        await signalled(second)
         return True
 
     running = Untasked(work())
@@ -33,7 +33,7 @@ async def test_the_rest_runs_in_a_task() -> None:
     signal, event = Signal(), trio.Event()
 
     async def work() -> bool:
-        await told(signal)
+        await signalled(signal)
         await in_task()
         assert has_task()
         await in_task()  # it is in one
@@ -86,7 +86,7 @@ async def test_close_ends_a_coroutine_where_it_waits() -> None:
 
     async def work() -> bool:
         try:
-            await told(Signal())
+            await signalled(Signal())
         finally:
             ended.append(True)
         return True

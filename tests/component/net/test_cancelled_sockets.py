@@ -101,7 +101,7 @@ async def test_a_listener_whose_engine_has_a_name(
     """Looked up, connected to, lost, looked up again, found elsewhere."""
     names = Names()
     trio.socket.set_custom_hostname_resolver(names)
-    dialer = Dialer(lookup_s=0.1, look_again_s=0.01)
+    dialer = Dialer(lookup_s=0.1, lookup_every_s=0.01)
     replayer = Replayer(context, HASTY, HASTY_REPLAYS, dialer)
     first = Listening("ipc://" + "x" * 200)  # too long; the context's descriptors are open then
     first.ready.set()

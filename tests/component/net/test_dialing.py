@@ -33,7 +33,7 @@ def names() -> Names:
 
 @pytest.fixture
 def dialer() -> Dialer:
-    return Dialer(lookup_s=0.1, look_again_s=0.02)
+    return Dialer(lookup_s=0.1, lookup_every_s=0.02)
 
 
 @pytest.fixture

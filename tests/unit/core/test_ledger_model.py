@@ -20,7 +20,7 @@ def compare_decoding(pair: Pair) -> None:
         places = sorted(pair.model.ranks)
         ranks = [Candidate(*place, None, pair.id_of(place)) for place in places]
         pool = Pool(None, pair.ledger, 1, ranks)
-        pool.look(b"", b"", 0)
+        pool.match(b"", b"", 0)
         decoding = [row.decoding_requests for row in pool.explain(Settings())]
         assert decoding == [pair.model.decoding(place) for place in places]
 

@@ -47,15 +47,15 @@ class Fleet:
             candidates.append(Candidate(number, 0, worker, ledger.add_rank(number, 0)))
         self.pool = Pool(self.index, ledger, 4, candidates, None, bound)
 
-    def look(self, prompt: list[int]) -> None:
-        self.pool.look(packed(prompt), packed(prompt), 4 * len(prompt))
+    def match(self, prompt: list[int]) -> None:
+        self.pool.match(packed(prompt), packed(prompt), 4 * len(prompt))
 
-    def book(self, rank: int, prompt: list[int]) -> None:
-        self.look(prompt)
+    def reserve(self, rank: int, prompt: list[int]) -> None:
+        self.match(prompt)
         self.pool.predict(rank, self.now)
 
     def device(self, prompt: list[int]) -> list[int]:
-        self.look(prompt)
+        self.match(prompt)
         return [each.device_blocks for each in self.pool.explain(DEFAULTS)]
 
     def store(self, rank: int, prompt: list[int], tier: int = 0) -> None:
@@ -68,7 +68,7 @@ class Fleet:
 
 def test_a_booked_prompt_counts_on_its_rank() -> None:
     fleet = Fleet()
-    fleet.book(1, [1, 2, 3])
+    fleet.reserve(1, [1, 2, 3])
     assert fleet.device([1, 2, 3, 4]) == [0, 3]
     assert fleet.device([1, 2]) == [0, 2]
     assert fleet.device([2, 3]) == [0, 0]
@@ -78,7 +78,7 @@ def test_a_booked_prompt_counts_on_its_rank() -> None:
 def test_predictions_are_in_no_other_answer() -> None:
     fleet = Fleet()
     before = fleet.index.dump().read(1 << 20), fleet.index.stats()["held"]
-    fleet.book(1, [1, 2, 3])
+    fleet.reserve(1, [1, 2, 3])
     assert (fleet.index.dump().read(1 << 20), fleet.index.stats()["held"]) == before
     assert fleet.index.match([1, 2, 3]) == ({}, [])
     assert fleet.index.stats()["blocks"] == 0
@@ -86,7 +86,7 @@ def test_predictions_are_in_no_other_answer() -> None:
 
 def test_the_larger_depth_counts() -> None:
     fleet = Fleet()
-    fleet.book(0, [1, 2, 3])
+    fleet.reserve(0, [1, 2, 3])
     fleet.store(0, [1, 2])
     assert fleet.device([1, 2, 3, 4]) == [3, 0]
     fleet.store(0, [1, 2, 3, 4])
@@ -96,7 +96,7 @@ def test_the_larger_depth_counts() -> None:
 def test_what_events_tell_is_not_predicted() -> None:
     fleet = Fleet()
     fleet.store(0, [1, 2])
-    fleet.book(0, [1, 2, 3])
+    fleet.reserve(0, [1, 2, 3])
     assert fleet.index.predicted() == 1
     assert fleet.device([1, 2, 3]) == [3, 0]
     fleet.drop(0, [1, 2, 3], 1)
@@ -107,7 +107,7 @@ def test_beyond_the_bound_only_events_count() -> None:
     fleet = Fleet(bound=1.25)
     fleet.store(0, [1])
     for rank in (0, 1):
-        fleet.book(rank, [1, 2, 3])
+        fleet.reserve(rank, [1, 2, 3])
     for number in range(3):  # of which the mean is 1.5, so 3.125 are the most
         fleet.ledger.add(f"{number}", 0, b"", 1, 0.0)
     assert fleet.device([1, 2, 3]) == [3, 3]
@@ -124,15 +124,15 @@ def test_lower_tiers_keep_their_depth() -> None:
     names = sequence_hashes(array("Q", prompt))
     fleet.workers[0].store(0, names[1:3], prompt[1:3], names[0], 1)
     fleet.workers[0].store(0, names[3:4], prompt[3:4], names[2], 2)
-    fleet.look(prompt)
+    fleet.match(prompt)
     row = fleet.pool.explain(DEFAULTS)[0]
     assert (row.device_blocks, row.host_blocks, row.disk_blocks) == (1, 2, 1)
-    fleet.book(0, prompt[:2])
-    fleet.look(prompt)
+    fleet.reserve(0, prompt[:2])
+    fleet.match(prompt)
     row = fleet.pool.explain(DEFAULTS)[0]
     assert (row.device_blocks, row.host_blocks, row.disk_blocks) == (2, 1, 1)
-    fleet.book(0, prompt)
-    fleet.look(prompt)
+    fleet.reserve(0, prompt)
+    fleet.match(prompt)
     row = fleet.pool.explain(DEFAULTS)[0]
     assert (row.device_blocks, row.host_blocks, row.disk_blocks) == (5, 0, 0)
 
@@ -140,7 +140,7 @@ def test_lower_tiers_keep_their_depth() -> None:
 def test_an_eviction_ends_a_prediction() -> None:
     fleet = Fleet()
     for rank in (0, 1):
-        fleet.book(rank, [1, 2, 3])
+        fleet.reserve(rank, [1, 2, 3])
     fleet.store(0, [1, 2, 3])
     fleet.drop(0, [1, 2, 3], 2)
     assert fleet.device([1, 2, 3]) == [2, 3]
@@ -150,7 +150,7 @@ def test_an_eviction_ends_a_prediction() -> None:
 
 def test_an_eviction_of_a_lower_tier_ends_none() -> None:
     fleet = Fleet(1)
-    fleet.book(0, [1, 2])
+    fleet.reserve(0, [1, 2])
     fleet.store(0, [1, 2], tier=1)
     fleet.workers[0].drop(0, sequence_hashes(array("Q", [1, 2])), 1)
     assert fleet.device([1, 2]) == [2]
@@ -158,7 +158,7 @@ def test_an_eviction_of_a_lower_tier_ends_none() -> None:
 
 def test_a_block_evicted_behind_another_prompt_ends_one_too() -> None:
     fleet = Fleet(1)
-    fleet.book(0, [1, 2, 3])
+    fleet.reserve(0, [1, 2, 3])
     fleet.store(0, [7, 2])
     fleet.drop(0, [7, 2], 1)
     assert fleet.device([1, 2, 3]) == [1]
@@ -166,7 +166,7 @@ def test_a_block_evicted_behind_another_prompt_ends_one_too() -> None:
 
 def test_a_removal_that_leaves_a_copy_ends_none() -> None:
     fleet = Fleet(1)
-    fleet.book(0, [1, 2])
+    fleet.reserve(0, [1, 2])
     for _ in range(2):
         fleet.store(0, [1])
         names = sequence_hashes(array("Q", [1, 2]))
@@ -180,13 +180,13 @@ def test_a_removal_that_leaves_a_copy_ends_none() -> None:
 def test_cleared_and_removed_ranks_lose_theirs() -> None:
     fleet = Fleet(3)
     for rank in range(3):
-        fleet.book(rank, [1, 2])
+        fleet.reserve(rank, [1, 2])
     fleet.workers[0].clear(0)
     fleet.workers[1].clear(0, 1)  # another tier
     stream = fleet.workers[2].stream(0)
     stream.clear()
     assert fleet.device([1, 2]) == [0, 2, 0]
-    fleet.book(0, [1])
+    fleet.reserve(0, [1])
     assert fleet.device([1, 2]) == [1, 2, 0]
     fleet.workers[1].unregister(0)
     while fleet.index.sweep(1000):
@@ -198,11 +198,11 @@ def test_cleared_and_removed_ranks_lose_theirs() -> None:
 
 def test_they_end_with_their_time_the_oldest_first() -> None:
     fleet = Fleet(1)
-    fleet.book(0, [1, 2])
+    fleet.reserve(0, [1, 2])
     fleet.now = 4.0
-    fleet.book(0, [3, 4])
+    fleet.reserve(0, [3, 4])
     fleet.now = 5.0
-    fleet.book(0, [1])  # anew
+    fleet.reserve(0, [1])  # anew
     assert not fleet.index.forget_predicted(TTL_S - 0.1, 10)
     assert fleet.index.predicted() == 4
     assert not fleet.index.forget_predicted(TTL_S, 10)
@@ -216,9 +216,9 @@ def test_they_end_with_their_time_the_oldest_first() -> None:
 def test_too_many_make_the_oldest_go() -> None:
     fleet = Fleet(1, max_entries=10, ratio=0.5)
     for number in range(10):
-        fleet.book(0, [100 + number])
+        fleet.reserve(0, [100 + number])
     assert fleet.index.predicted() == 10
-    fleet.book(0, [200])
+    fleet.reserve(0, [200])
     while fleet.index.forget_predicted(0.0, 2):
         pass
     assert fleet.index.predicted() == 5
@@ -227,14 +227,14 @@ def test_too_many_make_the_oldest_go() -> None:
 
 def test_a_longer_prompt_than_there_is_room_for_counts_in_part() -> None:
     fleet = Fleet(1, max_entries=4, ratio=1.0)
-    fleet.book(0, list(range(1, 9)))
+    fleet.reserve(0, list(range(1, 9)))
     assert fleet.index.predicted() == 4
     assert fleet.device(list(range(1, 9))) == [4]
 
 
 def test_a_prompt_that_repeats_a_block() -> None:
     fleet = Fleet(1)
-    fleet.book(0, [5] * 100)
+    fleet.reserve(0, [5] * 100)
     assert fleet.device([5] * 200) == [100]
     fleet.store(0, [5])
     fleet.drop(0, [5], 0)  # ends 64 of them, the deepest were noted first
@@ -248,11 +248,11 @@ def test_without_predictions_nothing_is_kept() -> None:
     worker.register(0)
     ledger = Ledger()
     pool = Pool(index, ledger, 4, [Candidate(1, 0, worker, ledger.add_rank(1, 0))])
-    pool.look(packed([1]), packed([1]), 4)
+    pool.match(packed([1]), packed([1]), 4)
     pool.predict(0, 0.0)
     assert index.predicted() == 0
     assert not index.forget_predicted(1e9, 10)
-    pool.look(packed([1]), packed([1]), 4)
+    pool.match(packed([1]), packed([1]), 4)
     assert pool.explain(DEFAULTS)[0].device_blocks == 0
 
 
@@ -262,7 +262,7 @@ class Model:
 
     expiries: dict[tuple[int, tuple[int, ...]], float] = field(default_factory=dict)
 
-    def book(self, rank: int, prompt: list[int], now: float) -> None:
+    def reserve(self, rank: int, prompt: list[int], now: float) -> None:
         for depth in range(1, len(prompt) + 1):
             self.expiries[rank, tuple(prompt[:depth])] = now + TTL_S
         self.expire(now)
@@ -303,8 +303,8 @@ def test_it_does_what_the_model_does(steps: list[tuple[str, int, list[int]]]) ->
     held: list[set[tuple[int, ...]]] = [set(), set(), set()]
     for step, rank, prompt in steps:
         if step == "book":
-            fleet.book(rank, prompt)
-            model.book(rank, prompt, fleet.now)
+            fleet.reserve(rank, prompt)
+            model.reserve(rank, prompt, fleet.now)
         elif step == "store":
             fleet.store(rank, prompt)
             held[rank] |= {tuple(prompt[:depth]) for depth in range(1, len(prompt) + 1)}

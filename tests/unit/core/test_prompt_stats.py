@@ -55,7 +55,7 @@ def test_events_are_told_by_their_first_blocks() -> None:
     index.store(prompt(10), lora_id=3)
     index.store(prompt(11), extra_keys=[["salt"]])
     index.store(prompt(12), extra_keys=[None])
-    assert index.index.told() == PromptStats(5, 1, 2, 2, [7, 9, 10, 11, 12])
+    assert index.index.announced() == PromptStats(5, 1, 2, 2, [7, 9, 10, 11, 12])
 
 
 def test_blocks_that_cannot_be_used_say_nothing() -> None:
@@ -63,7 +63,7 @@ def test_blocks_that_cannot_be_used_say_nothing() -> None:
     index.store(prompt(7), block_size=2 * SIZE)
     index.store(prompt(7)[:-1])
     index.store([])
-    assert index.index.told() == PromptStats(0, 0, 0, 0, [])
+    assert index.index.announced() == PromptStats(0, 0, 0, 0, [])
 
 
 def test_questions_count_while_there_are_blocks() -> None:
@@ -84,7 +84,7 @@ def test_the_last_tokens_are_kept() -> None:
     index = Index()
     for first in range(KEPT + 3):
         index.store(prompt(first))
-    told = index.index.told()
+    told = index.index.announced()
     assert told.prompts == KEPT + 3
     assert sorted(told.first_tokens) == list(range(3, KEPT + 3))
 
@@ -101,12 +101,12 @@ def test_selections_count_as_they_are_answered() -> None:
 
     for names in ((None, None), ("french", None), (None, "salt")):
         SCANNER.scan(json.dumps({"token_ids": prompt(9)}).encode())
-        pool.look_tokens(SCANNER, 0, *names)
+        pool.match_tokens(SCANNER, 0, *names)
         answer()
     hold = pool.hold()
-    pool.look(bytes(8), bytes(8), SIZE)  # by hash
+    pool.match(bytes(8), bytes(8), SIZE)  # by hash
     answer()
-    pool.look_again(hold)
+    pool.match_again(hold)
     answer()
     assert index.index.asked() == PromptStats(4, 2, 1, 4, [9, 9, 9, 9])
     assert index.index.questions == 5

@@ -111,11 +111,11 @@ class Fleet:
             worker_id, dp_rank, worker, rank, plan.max_num_batched_tokens, plan.total_kv_blocks
         )
 
-    def look(self, blocks: int, isl_tokens: int | None = None, novel: int = 0) -> ModelPool:
+    def match(self, blocks: int, isl_tokens: int | None = None, novel: int = 0) -> ModelPool:
         """Asks about the first blocks of PROMPT and some that nobody knows."""
         tail = [10**9 + i for i in range(novel)]
         isl = (blocks + novel) * self.block_size if isl_tokens is None else isl_tokens
-        self.pool.look(packed(PROMPT[:blocks] + tail), packed(ROLLING[:blocks] + tail), isl)
+        self.pool.match(packed(PROMPT[:blocks] + tail), packed(ROLLING[:blocks] + tail), isl)
         prompt = ModelPrompt(isl, blocks + novel, self.block_size)
         ranks = [self._expected(place, blocks) for place in sorted(self.plans)]
         return ModelPool(ranks, prompt)
@@ -159,7 +159,7 @@ def loaded(*decode_blocks: int) -> Fleet:
 
 def test_observed_cost_of_mixed_tiers() -> None:
     fleet = one(2, 1, 2)
-    fleet.look(6)
+    fleet.match(6)
     row = fleet.pool.explained(0, DEFAULTS)
     assert (row.raw_prefill_blocks, row.credit_blocks) == (6.0, 3.25)
     assert (row.prefill_cost, row.decode_cost, row.cost) == (2.75, 6.0, 8.75)
@@ -167,7 +167,7 @@ def test_observed_cost_of_mixed_tiers() -> None:
 
 def test_observed_cost_without_prefill_tracking() -> None:
     fleet = one(2, 1, 2)
-    fleet.look(6)
+    fleet.match(6)
     decode = DEFAULTS.replace(track_prefill=False)
     assert fleet.pool.explained(0, decode).cost == 2.75
     # The stage that only decodes: weight 0, and the load alone decides.
@@ -177,7 +177,7 @@ def test_observed_cost_without_prefill_tracking() -> None:
 
 def test_credits_never_make_a_cost_negative() -> None:
     fleet = one(6)
-    fleet.look(6)
+    fleet.match(6)
     settings_ = DEFAULTS.replace(track_active_blocks=False, device_credit=3)
     assert fleet.pool.explained(0, settings_).cost == 0
     assert fleet.pool.explained(0, settings_.replace(track_prefill=False)).cost == 0
@@ -185,17 +185,17 @@ def test_credits_never_make_a_cost_negative() -> None:
 
 def test_observed_rounding_of_cached_tokens() -> None:
     fleet = one(1, 1, 1, block_size=5)
-    fleet.look(2)
+    fleet.match(2)
     assert fleet.pool.effective_prefill_tokens(0, DEFAULTS) == 1  # 10 - round(8.75)
-    fleet.look(3)
+    fleet.match(3)
     assert fleet.pool.effective_prefill_tokens(0, DEFAULTS) == 5
-    fleet.look(3, isl_tokens=3)
+    fleet.match(3, isl_tokens=3)
     assert fleet.pool.effective_prefill_tokens(0, DEFAULTS) == 0
 
 
 def test_halves_are_rounded_away_from_zero() -> None:
     fleet = one(0, 2, block_size=5)
-    fleet.look(2)
+    fleet.match(2)
     assert fleet.pool.explained(0, DEFAULTS).cached_tokens == 8  # of 7.5
     assert fleet.pool.explained(0, DEFAULTS.replace(host_credit=0.25)).cached_tokens == 3
 
@@ -203,7 +203,7 @@ def test_halves_are_rounded_away_from_zero() -> None:
 def test_documented_selection_example() -> None:
     """384 tokens come out with both tier credits 1; the default credits make it 416."""
     fleet = Fleet({(1, 0): RankPlan((4, 2, 2, 0)), (1, 1): RankPlan((2, 0, 0, 0))})
-    fleet.look(8, isl_tokens=512)
+    fleet.match(8, isl_tokens=512)
     whole = DEFAULTS.replace(host_credit=1, disk_credit=1)
     members = json.loads(b"{" + fleet.pool.render_choice(0, whole) + b"}")
     assert members == {
@@ -228,7 +228,7 @@ def test_guide_example() -> None:
             (3, 0): RankPlan((8, 0, 0, 0), [(0, 4, 0, True)]),
         }
     )
-    fleet.pool.look(packed(PROMPT[:10]), packed(ROLLING[:5]), 160)
+    fleet.pool.match(packed(PROMPT[:10]), packed(ROLLING[:5]), 160)
     rows = fleet.pool.explain(DEFAULTS)
     assert [(row.prefill_cost, row.decode_cost) for row in rows] == [(8, 10), (5, 5), (2, 9)]
     assert [row.cost for row in rows] == [18, 10, 11]
@@ -237,7 +237,7 @@ def test_guide_example() -> None:
 
 def test_credit_changes_the_choice_and_not_the_tokens() -> None:
     fleet = one(4)
-    fleet.look(6)
+    fleet.match(6)
     half = DEFAULTS.replace(device_credit=0.5)
     assert fleet.pool.explained(0, half).cost == 4 + 6
     assert fleet.pool.effective_prefill_tokens(0, half) == 32
@@ -256,7 +256,7 @@ def test_observed_decay_of_the_device_credit() -> None:
         )
     }
     fleet = Fleet(plans)
-    fleet.look(9, isl_tokens=150)
+    fleet.match(9, isl_tokens=150)
     decay = DEFAULTS.replace(credit_decay=0.7)
     for workers, cost in (
         ([1, 2, 3, 4], 20.0773916967509),
@@ -278,7 +278,7 @@ def test_decay_sends_prompts_to_idle_ranks() -> None:
         (2, 0): RankPlan((2, 0, 0, 0)),
     }
     fleet = Fleet(plans)
-    fleet.look(8)
+    fleet.match(8)
     assert fleet.pool.choose(DEFAULTS, None, 0) == 1
     assert [row.cost for row in fleet.pool.explain(DEFAULTS)] == [15.0, 14.0]
     generous = DEFAULTS.replace(device_credit=1.5)
@@ -288,14 +288,14 @@ def test_decay_sends_prompts_to_idle_ranks() -> None:
 
 def test_cached_blocks_beyond_the_prompt_count_as_prompt() -> None:
     fleet = one(4)
-    fleet.look(4, isl_tokens=10)
+    fleet.match(4, isl_tokens=10)
     assert fleet.pool.explained(0, DEFAULTS).raw_prefill_blocks == 4.0
     assert fleet.pool.effective_prefill_tokens(0, DEFAULTS) == 0
 
 
 def test_weight_times_prefill_with_a_partial_block() -> None:
     fleet = one()
-    fleet.look(5, isl_tokens=83)
+    fleet.match(5, isl_tokens=83)
     row = fleet.pool.explained(0, DEFAULTS.replace(overlap_weight=2.5))
     assert row.cost == 17.96875  # observed: the decode term has the full blocks,
     assert fleet.pool.render_choice(0, DEFAULTS).endswith(b',"potential_decode_blocks":6')
@@ -303,13 +303,13 @@ def test_weight_times_prefill_with_a_partial_block() -> None:
 
 def test_blocks_in_use_are_shared() -> None:
     fleet = Fleet({(1, 0): RankPlan(requests=[(3, 2, 160, False)]), (2, 0): RankPlan()})
-    fleet.look(5)
+    fleet.match(5)
     first, second = fleet.pool.explain(DEFAULTS)
     assert (first.live_blocks, first.active_decode_blocks, first.decode_cost) == (3, 5, 7)
     assert (second.live_blocks, second.decode_cost) == (0, 5)
     assert first.active_prefill_tokens == 160
     fleet.ledger.prefill_complete("1/0/0")
-    fleet.look(5)
+    fleet.match(5)
     assert fleet.pool.explained(0, DEFAULTS).active_prefill_tokens == 0
 
 
@@ -318,13 +318,13 @@ def test_blocks_in_use_are_shared() -> None:
 
 def test_least_cost_and_ties() -> None:
     fleet = loaded(0, 7, 0, 0)
-    fleet.look(1)
+    fleet.match(1)
     check_chances(fleet.pool, DEFAULTS, {0: 1 / 3, 2: 1 / 3, 3: 1 / 3})
 
 
 def test_observed_chances_at_a_temperature() -> None:
     fleet = loaded(1, 11, 31)
-    fleet.look(0, isl_tokens=16)
+    fleet.match(0, isl_tokens=16)
     assert [row.cost for row in fleet.pool.explain(DEFAULTS)] == [2, 12, 32]
     likelihoods = [1, math.exp(-10 / 30 / 0.5), math.exp(-1 / 0.5)]
     chances = [likelihood / sum(likelihoods) for likelihood in likelihoods]
@@ -334,7 +334,7 @@ def test_observed_chances_at_a_temperature() -> None:
 
 def test_equal_costs_at_a_temperature_are_uniform() -> None:
     fleet = loaded(0, 0, 0)
-    fleet.look(1)
+    fleet.match(1)
     chances = {0: 1 / 3, 1: 1 / 3, 2: 1 / 3}
     check_chances(fleet.pool, DEFAULTS.replace(temperature=0.5), chances)
 
@@ -352,7 +352,7 @@ def test_any_fleet_is_drawn_from_by_the_formula(seed: int) -> None:
         for rank in range(rng.randint(1, 3))
     }
     fleet = Fleet(plans)
-    fleet.look(rng.randrange(1, 20))
+    fleet.match(rng.randrange(1, 20))
     temperature = rng.choice((0.1, 0.4, 1.0, 3.0))
     costs = [row.cost for row in fleet.pool.explain(DEFAULTS)]
     assert min(costs) < max(costs)
@@ -367,7 +367,7 @@ def test_any_fleet_is_drawn_from_by_the_formula(seed: int) -> None:
 @pytest.mark.parametrize("random_", [0, 2**64 - 1])
 def test_a_low_temperature_takes_the_lowest(temperature: float, random_: int) -> None:
     fleet = loaded(9, 3, 8)
-    fleet.look(1)
+    fleet.match(1)
     assert fleet.pool.choose(DEFAULTS.replace(temperature=temperature), None, random_) == 1
 
 
@@ -382,7 +382,7 @@ def check_chances(pool: Pool, settings_: Settings, chances: dict[int, float]) ->
 
 def test_modes() -> None:
     fleet = loaded(9, 1, 5, 3)
-    fleet.look(1)
+    fleet.match(1)
     turns = DEFAULTS.replace(mode=ROUND_ROBIN)
     assert [fleet.pool.choose(turns, None, 0) for _ in range(6)] == [0, 1, 2, 3, 0, 1]
     assert [fleet.pool.choose(turns, b"\1\0\1\0", 0) for _ in range(3)] == [2, 0, 2]
@@ -394,7 +394,7 @@ def test_modes() -> None:
     any_ = DEFAULTS.replace(mode=RANDOM)
     assert {fleet.pool.choose(any_, None, i << 60) for i in range(16)} == {0, 1, 2, 3}
     fleet.ledger.free("3/0/0")
-    fleet.look(1)
+    fleet.match(1)
     least = DEFAULTS.replace(mode=LEAST_LOADED)
     assert fleet.pool.choose(least, None, 0) == 2
     assert fleet.pool.choose(DEFAULTS, None, 0) == 2
@@ -410,19 +410,19 @@ def test_the_last_token_is_computed_with_its_block() -> None:
     fleet = Fleet(plans)
     settings_ = DEFAULTS.replace(last_token=True)
     for isl_tokens, to_compute in ((64, [16, 20, 16]), (65, [1, 17, 17])):
-        fleet.look(4, isl_tokens)
+        fleet.match(4, isl_tokens)
         effective = [fleet.pool.effective_prefill_tokens(at, settings_) for at in range(3)]
         assert effective == to_compute
-    fleet.look(4)  # cached whole: who has all of it is no better than who lacks the last block
+    fleet.match(4)  # cached whole: who has all of it is no better than who lacks the last block
     costs = [row.cost for row in fleet.pool.explain(settings_)]
     assert costs[0] == costs[2] and fleet.pool.explain(DEFAULTS)[0].cost < costs[0]
-    fleet.look(0, 0)
+    fleet.match(0, 0)
     assert fleet.pool.effective_prefill_tokens(0, settings_) == 0
 
 
 def test_masks() -> None:
     fleet = loaded(0, 5, 9)
-    fleet.look(1)
+    fleet.match(1)
     assert fleet.pool.mask([2, 3, 77]) == b"\0\1\1"
     assert fleet.pool.choose(DEFAULTS, fleet.pool.mask([2, 3]), 0) == 1
     assert fleet.pool.choose(DEFAULTS, fleet.pool.mask([77]), 0) == NONE
@@ -452,10 +452,10 @@ def busy_fleet(*tokens: int, batch: int = 100) -> Fleet:
 def test_observed_edge_of_the_queue_threshold() -> None:
     queueing = DEFAULTS.replace(queue_threshold=1.0)
     fleet = busy_fleet(100)
-    fleet.look(1)
+    fleet.match(1)
     assert fleet.pool.choose(queueing, None, 0) == 0
     fleet = busy_fleet(101)
-    fleet.look(1)
+    fleet.match(1)
     assert fleet.pool.choose(queueing, None, 0) == BUSY
     assert fleet.pool.choose(DEFAULTS, None, 0) == 0
     assert fleet.pool.choose(queueing.replace(queue_threshold=0), None, 0) == BUSY
@@ -464,7 +464,7 @@ def test_observed_edge_of_the_queue_threshold() -> None:
 def test_a_rank_without_a_batch_size_is_never_busy() -> None:
     for batch in (0, 2**64 - 1):
         fleet = busy_fleet(10**6, batch=batch)
-        fleet.look(1)
+        fleet.match(1)
         assert fleet.pool.choose(DEFAULTS.replace(queue_threshold=0.01), None, 0) == 0
 
 
@@ -477,7 +477,7 @@ def test_observed_choice_of_a_busy_rank_that_costs_less() -> None:
         }
     )
     queueing = DEFAULTS.replace(queue_threshold=1.0)
-    fleet.look(1)
+    fleet.match(1)
     assert [row.busy for row in fleet.pool.explain(queueing)] == [True, False]
     assert fleet.pool.choose(queueing, None, 0) == 0
     assert fleet.pool.explained(0, queueing).cost == 13.0
@@ -502,7 +502,7 @@ def test_what_has_changed_since_it_was_remembered() -> None:
 def test_who_waits_is_asked_again_without_a_prompt() -> None:
     fleet = busy_fleet(101, 300)
     queueing = DEFAULTS.replace(queue_threshold=1.0)
-    fleet.look(1)
+    fleet.match(1)
     assert fleet.pool.refusal(queueing, None) == BUSY
     fleet.ledger.prefill_complete("2/0/0")
     assert fleet.pool.refusal(queueing, None) == 0
@@ -514,7 +514,7 @@ def test_who_waits_is_asked_again_without_a_prompt() -> None:
 
 def test_exceeded_thresholds_are_named() -> None:
     fleet = busy_fleet(50, 150)
-    fleet.look(1)
+    fleet.match(1)
     both = DEFAULTS.replace(active_prefill_tokens_threshold=100, queue_threshold=1.0)
     assert [fleet.pool.exceeded(at, both) for at in range(2)] == [
         [],
@@ -524,13 +524,13 @@ def test_exceeded_thresholds_are_named() -> None:
     assert fleet.pool.exceeded(0, part) == ["active_prefill_tokens_threshold_frac"]
     full = DEFAULTS.replace(active_decode_blocks_threshold=0.5)
     held = Fleet({(1, 0): RankPlan(requests=[(0, 6, 0, True)], total_kv_blocks=10)})
-    held.look(1)
+    held.match(1)
     assert held.pool.exceeded(0, full) == ["active_decode_blocks_threshold"]
 
 
 def test_a_session_that_must_leave_changes_no_mask() -> None:
     fleet = loaded(5)
-    fleet.look(1)
+    fleet.match(1)
     wanted = bytes([1])
     assert fleet.pool.stay(DEFAULTS.replace(session_bound=0.1), None, wanted) is None
     assert wanted == b"\1" and wanted[0] == 1  # Python has one object for all of these
@@ -543,7 +543,7 @@ def test_busy_thresholds_take_ranks_out() -> None:
         (3, 0): RankPlan(requests=[(0, 99, 500, False)], max_num_batched_tokens=1000),
     }
     fleet = Fleet(plans)
-    fleet.look(1)
+    fleet.match(1)
 
     def out(**thresholds: float) -> list[bool]:
         rows = fleet.pool.explain(DEFAULTS.replace(**thresholds))
@@ -577,7 +577,7 @@ def policy_costs(fleet: Fleet, policy: RouterPolicy) -> list[float]:
 
 def test_the_costs_of_each_policy_by_hand() -> None:
     fleet = Fleet({(1, 0): COLD, (2, 0): WARM})
-    fleet.look(6)
+    fleet.match(6)
     costs = {policy: policy_costs(fleet, policy) for policy in RouterPolicy}
     # n is 96 and 48, P 0 and 70, D 1 and 2, A 1 and 3.
     assert costs == {
@@ -617,7 +617,7 @@ def test_ramjet_orders_ranks_as_published(seed: int) -> None:
         for worker in range(5)
     }
     fleet = Fleet(plans, block_size=512)
-    ranks = fleet.look(60).ranks
+    ranks = fleet.match(60).ranks
     for policy, numbers in (
         (RouterPolicy.RAMJET, (4.0, 32, 8192.0)),
         (RouterPolicy.RAMJET_TUNED, (0.883, 68, 4552.0)),
@@ -631,7 +631,7 @@ def test_ramjet_orders_ranks_as_published(seed: int) -> None:
 def test_what_lies_far_below_the_warmest_counts_as_if_it_were_nearer() -> None:
     plans = {(i, 0): RankPlan((blocks, 0, 0, 0)) for i, blocks in enumerate((9, 6, 2, 0))}
     fleet = Fleet(plans)
-    fleet.look(10)
+    fleet.match(10)
     near = DEFAULTS.replace(weighted=True, saturation=60)
     assert [row.counted_tokens for row in fleet.pool.explain(near)] == [16, 64, 76, 76]
     # The warmest is one of those that may be chosen.
@@ -650,7 +650,7 @@ def test_equal_weighted_costs_go_by_overlap_then_requests_then_turns() -> None:
         (4, 0): RankPlan((4, 0, 0, 0), [request]),
     }
     fleet = Fleet(plans)
-    fleet.look(6)
+    fleet.match(6)
     equal = DEFAULTS.replace(weighted=True, uncached=0)
     random_ = 2**63
     assert [fleet.pool.choose(equal, None, random_) for _ in range(4)] == [2, 3, 2, 3]
@@ -663,7 +663,7 @@ def test_equal_weighted_costs_go_by_overlap_then_requests_then_turns() -> None:
     assert fleet.pool.choose(equal.replace(line=1), None, random_) == 2
     other = Pool(fleet.index, fleet.ledger, 16, fleet.pool.candidates)
     other.take_turns(fleet.pool)
-    other.look_again(fleet.pool.hold())
+    other.match_again(fleet.pool.hold())
     assert other.choose(equal, None, random_) == 3
     assert other.choose(turns, None, 0) == 2
 
@@ -671,7 +671,7 @@ def test_equal_weighted_costs_go_by_overlap_then_requests_then_turns() -> None:
 def test_whoever_is_idle_and_long_left_out_takes_what_is_beyond_the_bound() -> None:
     warm = RankPlan((6, 0, 0, 0), [(0, 0, 0, True)] * 8)
     fleet = Fleet({(1, 0): warm, (2, 0): RankPlan(), (3, 0): RankPlan()})
-    fleet.look(6)
+    fleet.match(6)
     bounded = DEFAULTS.replace(weighted=True, uncached=1.0, session_bound=1.177)
     assert [fleet.pool.choose(bounded, None, 0) for _ in range(49)] == [0] * 49
     foretold = fleet.pool.chances(bounded, None)
@@ -686,7 +686,7 @@ def test_whoever_is_idle_and_long_left_out_takes_what_is_beyond_the_bound() -> N
 def test_weighted_costs_stay_finite() -> None:
     full = RankPlan(requests=[(0, 40, 2**53, False)] * 3 + [(0, 40, 1, True)] * 3)
     fleet = Fleet({(1, 0): full, (2, 0): full}, block_size=2**31)
-    fleet.look(0, MAX_ISL_TOKENS)
+    fleet.match(0, MAX_ISL_TOKENS)
     weights = ("uncached", "hold_up", "queued", "per_request", "per_block", "product")
     for saturation in (None, 0, MAX_WEIGHT):
         most = DEFAULTS.replace(
@@ -715,29 +715,29 @@ def test_token_ids_are_hashed_as_queries_are() -> None:
     pool = Pool(index, ledger, 16, candidates)
     scanner = BodyScanner(arrays={"token_ids": "u32"})
     scanner.scan(compact({"token_ids": tokens}))
-    pool.look_tokens(scanner, 0)
+    pool.match_tokens(scanner, 0)
     assert [row.device_blocks for row in pool.explain(DEFAULTS)] == [1, 0]
     held = pool.hold()
     assert held.isl_tokens == 70
     assert held.local_hashes == packed(local_hashes(tokens, 16))
     assert held.sequence_hashes == packed(sequence_hashes(local_hashes(tokens, 16)))
-    pool.look_tokens(scanner, 0, "adapter")
+    pool.match_tokens(scanner, 0, "adapter")
     assert [row.device_blocks for row in pool.explain(DEFAULTS)] == [0, 2]
-    pool.look_tokens(scanner, 0, None, "salt")
+    pool.match_tokens(scanner, 0, None, "salt")
     assert [row.device_blocks for row in pool.explain(DEFAULTS)] == [1, 0]  # tell no salts
     salted = local_hashes(tokens, 16, None, "salt")
     assert pool.hold().sequence_hashes == packed(sequence_hashes(salted))
     assert pool.hold().local_hashes == packed(salted)
-    pool.look_tokens(scanner, 0, "adapter", "salt", eagle=True)
+    pool.match_tokens(scanner, 0, "adapter", "salt", eagle=True)
     pairs = eagle_hashes(tokens, 16, "adapter", "salt")
     assert pool.hold().sequence_hashes == packed(sequence_hashes(pairs))
     scanner.scan(compact({"token_ids": tokens[:64]}))  # the last block lacks its last pair
-    pool.look_tokens(scanner, 0, eagle=True)
+    pool.match_tokens(scanner, 0, eagle=True)
     assert (pool.blocks, pool.hold().isl_tokens) == (3, 64)
     assert pool.hold().local_hashes == packed(eagle_hashes(tokens[:64], 16))
     scanner.scan(b'{"token_ids":[]}')
     for eagle in (False, True):
-        pool.look_tokens(scanner, 0, eagle=eagle)
+        pool.match_tokens(scanner, 0, eagle=eagle)
         assert (pool.hold().isl_tokens, pool.choose(DEFAULTS, b"\0\1", 0)) == (0, 1)
 
 
@@ -758,14 +758,14 @@ def test_salted_prompts_count_as_in_queries() -> None:
     scanner = BodyScanner(arrays={"token_ids": "u32"})
     scanner.scan(compact({"token_ids": tokens}))
     for salt, expected in ((None, [1, 1]), ("s", [1, 2]), ("t", [1, 0])):
-        pool.look_tokens(scanner, 0, None, salt)
+        pool.match_tokens(scanner, 0, None, salt)
         assert [row.device_blocks for row in pool.explain(DEFAULTS)] == expected
         scores = json.loads(index.query_tokens(scanner, 0, None, salt))["scores"]
         assert [scores[str(each.worker_id)]["0"] // 16 for each in candidates] == expected
-    pool.look_tokens(scanner, 0, None, "s")
+    pool.match_tokens(scanner, 0, None, "s")
     held, before = pool.hold(), pool.explain(DEFAULTS)
-    pool.look_tokens(scanner, 0)
-    pool.look_again(held)
+    pool.match_tokens(scanner, 0)
+    pool.match_again(held)
     assert pool.explain(DEFAULTS) == before
 
 
@@ -788,32 +788,32 @@ def test_a_unique_prompt_shares_nothing() -> None:
     scanner = BodyScanner(arrays={"token_ids": "u32"})
     scanner.scan(compact({"token_ids": tokens}))
     for number in range(2):
-        pool.look_tokens(scanner, 0, unique=2**64 - 1 - number * 2**32)
-        assert pool.book(f"r{number}", 0, 64, 0.0) == ADDED
+        pool.match_tokens(scanner, 0, unique=2**64 - 1 - number * 2**32)
+        assert pool.reserve(f"r{number}", 0, 64, 0.0) == ADDED
     assert ledger.load(0) == (128, 8, 2)
 
 
 def test_a_prompt_outlives_its_pool() -> None:
     fleet = one(3, 1)
-    fleet.look(5)
+    fleet.match(5)
     held, before = fleet.pool.hold(), fleet.pool.explain(DEFAULTS)
-    fleet.look(1)
+    fleet.match(1)
     assert fleet.pool.explain(DEFAULTS) != before
     again = Pool(fleet.index, fleet.ledger, 16, fleet.pool.candidates)
-    again.look_again(held)
+    again.match_again(held)
     assert again.explain(DEFAULTS) == before
     assert held.bytes > 2 * 5 * 8
 
 
 def test_booking_what_was_looked_at() -> None:
     fleet = one(2)
-    fleet.look(5)
+    fleet.match(5)
     tokens = fleet.pool.effective_prefill_tokens(0, DEFAULTS)
-    assert fleet.pool.book("r", 0, tokens, 1.0) == ADDED
+    assert fleet.pool.reserve("r", 0, tokens, 1.0) == ADDED
     assert fleet.ledger.load(0) == (48, 5, 1)
-    assert fleet.pool.book("r", 0, tokens, 1.0) == EXISTS
+    assert fleet.pool.reserve("r", 0, tokens, 1.0) == EXISTS
     assert fleet.ledger.stats()["refused"]["exists"] == 1
-    fleet.look(4, novel=2)
+    fleet.match(4, novel=2)
     row = fleet.pool.explained(0, DEFAULTS)
     assert (row.live_blocks, row.potential_decode_blocks) == (4, 7)
 
@@ -822,18 +822,18 @@ def test_bodies_with_hashes() -> None:
     fleet = one(2)
     scanner = BodyScanner(arrays={"sequence_hashes": "i64", "block_hashes": "i64"})
     scanner.scan(compact({"block_hashes": [-1, 1, 2], "sequence_hashes": [-1, 5, 6]}))
-    fleet.pool.look_body(scanner, 1, 0, 48)
+    fleet.pool.match_body(scanner, 1, 0, 48)
     assert fleet.pool.explained(0, DEFAULTS).cached_tokens == 32
     assert fleet.pool.hold().sequence_hashes == packed([2**64 - 1, 5, 6])
     with pytest.raises(OverflowError):
-        fleet.pool.look_body(scanner, 1, 0, MAX_ISL_TOKENS + 1)
+        fleet.pool.match_body(scanner, 1, 0, MAX_ISL_TOKENS + 1)
 
 
 def test_long_prompts_leave_no_memory_behind() -> None:
     fleet = one(2)
-    fleet.pool.look(b"", bytes(8 * 200_000), 0)
+    fleet.pool.match(b"", bytes(8 * 200_000), 0)
     assert fleet.pool.hold().bytes > 8 * 200_000
-    fleet.look(2)
+    fleet.match(2)
     assert fleet.pool.hold().bytes < 1000
 
 
@@ -844,31 +844,31 @@ def test_a_cleared_rank_is_found_again() -> None:
     fleet = Fleet({(1, 0): RankPlan((60, 0, 0, 0)), (1, 1): RankPlan((2, 0, 0, 0))})
     fleet.workers[1].store(0, list(range(500, 600)), list(range(500, 600)))  # renewed, not emptied
     fleet.workers[1].clear(0)
-    fleet.look(3)
+    fleet.match(3)
     assert [row.device_blocks for row in fleet.pool.explain(DEFAULTS)] == [0, 2]
     fleet.workers[1].store(0, PROMPT[:1], PROMPT[:1])
-    fleet.look(3)
+    fleet.match(3)
     assert [row.device_blocks for row in fleet.pool.explain(DEFAULTS)] == [1, 2]
     fleet.workers[1].unregister(1)
-    fleet.look(3)
+    fleet.match(3)
     assert [row.device_blocks for row in fleet.pool.explain(DEFAULTS)] == [1, 0]
     fleet.workers[1].remove()
-    fleet.look(3)
+    fleet.match(3)
     assert [row.device_blocks for row in fleet.pool.explain(DEFAULTS)] == [0, 0]
 
 
 def test_a_rank_that_left_the_ledger_is_not_chosen() -> None:
     fleet = loaded(0, 5)
     fleet.ledger.remove_rank(0)
-    fleet.look(1)
+    fleet.match(1)
     assert [row.eligible for row in fleet.pool.explain(DEFAULTS)] == [False, True]
     assert fleet.pool.choose(DEFAULTS, None, 0) == 1
     fleet.ledger.add_rank(9, 0)  # takes over its id
-    fleet.look(1)
+    fleet.match(1)
     assert fleet.pool.choose(DEFAULTS, None, 0) == 1
     fleet.ledger.remove_rank(0)
     fleet.ledger.remove_rank(1)
-    fleet.look(1)
+    fleet.match(1)
     assert fleet.pool.choose(DEFAULTS, None, 0) == NONE
 
 
@@ -878,15 +878,15 @@ def test_requests_of_other_ledgers_weigh_and_their_ranks_are_not_chosen() -> Non
     pool = Pool(None, ledger, 16, [Candidate(w, 0, None, ledger.add_rank(w, 0)) for w in (1, 2)])
     rank = other.add_rank(1, 0)
     assert other.add("r", rank, packed([7, 8]), 320, 0.0) == ADDED
-    pool.look(packed([5]), packed([7]), 16)
+    pool.match(packed([5]), packed([7]), 16)
     row = pool.explain(DEFAULTS)[0]
     assert (row.live_blocks, row.active_prefill_tokens, row.active_decode_blocks) == (1, 320, 2)
     assert pool.choose(DEFAULTS, None, 0) == 1
     ledger.remove_rank(rank)  # the other has it on
-    pool.look(packed([5]), packed([7]), 16)
+    pool.match(packed([5]), packed([7]), 16)
     assert [row.eligible for row in pool.explain(DEFAULTS)] == [False, True]
     with pytest.raises(KeyError):
-        pool.book("r", 0, 0, 0.0)
+        pool.reserve("r", 0, 0, 0.0)
 
 
 def test_wrong_pools_are_refused() -> None:
@@ -1027,7 +1027,7 @@ def test_selector_equals_model(
     data: st.DataObject,
 ) -> None:
     fleet = Fleet(plans, block_size)
-    model = fleet.look(blocks, isl_tokens, novel)
+    model = fleet.match(blocks, isl_tokens, novel)
     chosen_settings = Settings(**asdict(model_settings))
     mask = data.draw(st.none() | st.binary(min_size=len(plans), max_size=len(plans)))
     factor = st.sampled_from([0.0, 1.0, 2.5]) | st.floats(0.36, 2.72)

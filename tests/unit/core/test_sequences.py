@@ -116,7 +116,7 @@ def test_what_waits_is_bounded_and_forgotten_with_its_holder() -> None:
     conductor = Conductor(PrefixIndex(4, IngestStats()))
     source = conductor.add_source("a", "", "", 0, True)
     source.store_named(0, None, "CPU", range(1, 100_001), 0)
-    assert conductor.stats()["loose"] == 100_000
+    assert conductor.stats()["waiting"] == 100_000
     assert conductor.match_hashes([5])["a"]["CPU"] == 4
     source.remove_all()
     other = conductor.add_source("a", "", "", 0, True)
@@ -176,7 +176,7 @@ def test_what_waited_for_a_source_goes_with_it() -> None:
     source.remove_all()
     while index.sweep(2_000):
         conductor.verify()
-    assert conductor.stats()["loose"] < 300
+    assert conductor.stats()["waiting"] < 300
 
 
 def test_many_blocks_wait_for_one() -> None:
@@ -187,7 +187,7 @@ def test_many_blocks_wait_for_one() -> None:
     for i in range(1000, 5000):
         assert source.store(0, 0, "GPU", [i], [i, 0, 0, 0], 7, 0) == "parked"
     source.store(0, 0, "GPU", [7], [9, 9, 9, 9], None, 0)
-    assert conductor.stats()["loose"] <= 4
+    assert conductor.stats()["waiting"] <= 4
     assert conductor.match_tokens([9, 9, 9, 9, 4999, 0, 0, 0])["a"]["GPU"] == 8
     source.remove(0, 0, None, range(1000, 1100), 0)
     conductor.verify()

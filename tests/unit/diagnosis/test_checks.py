@@ -252,7 +252,7 @@ def test_a_worker_that_cannot_be_chosen(reason: str, expected: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "told", "expected"),
+    ("asked", "announced", "expected"),
     [
         (Side(ENOUGH), Side(ENOUGH, salted=ENOUGH, telling=ENOUGH), ["salt_one_sided"]),
         (Side(ENOUGH - 1), Side(ENOUGH, salted=ENOUGH), []),  # too few to say so
@@ -265,17 +265,17 @@ def test_a_worker_that_cannot_be_chosen(reason: str, expected: str) -> None:
         (Side(0), Side(ENOUGH, salted=ENOUGH, adapted=ENOUGH), []),  # all were by hash
     ],
 )
-def test_sides(asked: Side, told: Side, expected: list[str]) -> None:
-    assert of_model(replace(MODEL, asked=asked, told=told)) == expected
+def test_sides(asked: Side, announced: Side, expected: list[str]) -> None:
+    assert of_model(replace(MODEL, asked=asked, announced=announced)) == expected
 
 
 def test_what_never_matches_is_told_by_its_first_cause() -> None:
     never = replace(MODEL, matched=0, is_unmatched=True)
     assert of_model(never) == ["no_match_ever"]
     other = replace(SIDE, first_tokens=frozenset({2}))
-    assert of_model(replace(never, told=other)) == ["tokens_disagree"]
-    assert of_model(replace(never, told=replace(other, salted=100))) == ["salt_one_sided"]
-    assert of_model(replace(never, told=Side())) == ["no_match_ever"]
+    assert of_model(replace(never, announced=other)) == ["tokens_disagree"]
+    assert of_model(replace(never, announced=replace(other, salted=100))) == ["salt_one_sided"]
+    assert of_model(replace(never, announced=Side())) == ["no_match_ever"]
 
 
 # ---- choices

@@ -67,7 +67,7 @@ async def seen(
         nursery.start_soon(name.run, engines, dialer)
         while dialer.asked < lookups:  # noqa: ASYNC110 - under a clock that jumps
             await trio.sleep(1)
-        await trio.sleep(dialer.look_again_s / 2)
+        await trio.sleep(dialer.lookup_every_s / 2)
         name.following.cancel()
     return name
 

@@ -280,7 +280,7 @@ async def test_a_phase_is_reserved_as_it_is_selected(phase: Phase) -> None:
     chosen = one.select(PROMPT, phase=phase, reservation_id="r")
     rank = chosen["worker_id"], chosen["dp_rank"]
     tokens = chosen["effective_prefill_tokens"]
-    two.selections.reservations.reserve(
+    two.selections.reservations.reserve_on_rank(
         M, "r", rank, look(PROMPT), tokens, predicts=True, phase=phase
     )
     assert loads(one) == loads(two) and one.told == two.told
@@ -344,7 +344,7 @@ async def step(service: Service, name: str, rng: Random) -> None:
     elif kind == "reserve":
         phase = rng.choice((None, Phase.PREFILL, Phase.DECODE))
         rank = rng.randint(1, 4), 0
-        reservations.reserve(M, name, rank, look(blocks), 7, predicts=True, phase=phase)
+        reservations.reserve_on_rank(M, name, rank, look(blocks), 7, predicts=True, phase=phase)
     elif kind == "complete":
         reservations.prefill_complete(name)
     else:

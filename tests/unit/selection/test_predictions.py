@@ -44,16 +44,16 @@ class Fleet:
         candidates = [Candidate(worker, 0, None, self.ranks[worker]) for worker in RANKS]
         self.pool = Pool(None, ledger, 4, candidates, self.predictions)
 
-    def look(self, path: list[int]) -> None:
+    def match(self, path: list[int]) -> None:
         rolling = array("Q", sequence_hashes(array("Q", path)))
-        self.pool.look(array("Q", path).tobytes(), rolling.tobytes(), 4 * len(path))
+        self.pool.match(array("Q", path).tobytes(), rolling.tobytes(), 4 * len(path))
 
-    def book(self, rank: int, path: list[int], now: float) -> None:
-        self.look(path)
+    def reserve(self, rank: int, path: list[int], now: float) -> None:
+        self.match(path)
         self.pool.predict(rank, now)
 
     def reach(self, path: list[int]) -> list[int]:
-        self.look(path)
+        self.match(path)
         return [each.device_blocks for each in self.pool.explain(DEFAULTS)]
 
 
@@ -65,7 +65,7 @@ class Model:
         self.excess = 0
         self.gone = count(100)  # names of ranks that are forgotten
 
-    def book(self, rank: int, path: list[int], now: float) -> None:
+    def reserve(self, rank: int, path: list[int], now: float) -> None:
         depths = [tuple(path[:depth]) for depth in range(1, min(len(path), MAX_BLOCKS) + 1)]
         self.blocks = [each for each in self.blocks if each[0] != rank or each[1] not in depths]
         self.blocks += [(rank, depth, now + TTL_S) for depth in reversed(depths)]
@@ -101,8 +101,8 @@ def test_they_are_what_the_model_says(steps: list[tuple[Any, ...]]) -> None:
     asked: list[list[int]] = [[]]
     for kind, *what in steps:
         if kind == "book":
-            fleet.book(*what, now)
-            model.book(*what, now)
+            fleet.reserve(*what, now)
+            model.reserve(*what, now)
             asked = [*asked, what[1] + [1], what[1][:2]]
         elif kind == "wait":
             now += what[0]
@@ -118,21 +118,21 @@ def test_they_are_what_the_model_says(steps: list[tuple[Any, ...]]) -> None:
 
 def test_of_a_prompt_known_in_part_a_prefix_is_known() -> None:
     fleet = Fleet(max_blocks=4)
-    fleet.book(0, [1, 2, 3], 0.0)
-    fleet.book(0, [7, 8], 1.0)  # one too many: two stay
+    fleet.reserve(0, [1, 2, 3], 0.0)
+    fleet.reserve(0, [7, 8], 1.0)  # one too many: two stay
     assert len(fleet.predictions) == 2
     assert [fleet.reach(path)[0] for path in ([1, 2, 3], [7, 8])] == [0, 2]
 
 
 def test_a_time_to_live_of_zero_keeps_nothing() -> None:
     fleet = Fleet(ttl_s=0.0)
-    fleet.book(0, [1, 2], 5.0)
+    fleet.reserve(0, [1, 2], 5.0)
     assert fleet.reach([1, 2]) == [0, 0] and len(fleet.predictions) == 0
 
 
 def test_a_rank_that_is_not_heard_caches_nothing_until_it_is() -> None:
     fleet = Fleet()
-    fleet.book(0, [1, 2], 5.0)
+    fleet.reserve(0, [1, 2], 5.0)
     for heard, depth in ((False, 0), (True, 2)):
         fleet.pool.set_heard(0, heard)
         assert fleet.reach([1, 2]) == [depth, 0]
@@ -151,7 +151,7 @@ def test_workers_with_and_without_events_stand_side_by_side() -> None:
 
     def reach(path: list[int]) -> list[int]:
         rolling = array("Q", sequence_hashes(array("Q", path)))
-        pool.look(array("Q", path).tobytes(), rolling.tobytes(), 4 * len(path))
+        pool.match(array("Q", path).tobytes(), rolling.tobytes(), 4 * len(path))
         return [each.device_blocks for each in pool.explain(DEFAULTS)]
 
     assert reach([1, 2, 3]) == [2, 0]

@@ -285,14 +285,14 @@ async def test_thresholds_add_up_and_their_models_win_over_the_defaults() -> Non
     options = RouterOptions(Settings(active_prefill_tokens_threshold=1000))
     service = await ready(worker(1), worker(2, N), options=options)
     tuning = service.selections.tuning
-    assert tuning.places((tokens, share)) == [(M.model_name, None), (N.model_name, None)]
+    assert tuning.where_set((tokens, share)) == [(M.model_name, None), (N.model_name, None)]
     tuning.change((M.model_name, None), {share: 0.5})
     tuning.change(M, {tokens: None})
     members = service.candidates().settings.members
     assert (members[tokens], members[share]) == (None, 0.5)
     assert service.candidates(N).settings.members[tokens] == 1000
     wanted = [(M.model_name, None), M, (N.model_name, None)]
-    assert tuning.places((tokens, share)) == wanted
+    assert tuning.where_set((tokens, share)) == wanted
 
 
 # ---- preferred taints

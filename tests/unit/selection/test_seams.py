@@ -124,7 +124,9 @@ class Life:
         elif kind == "reserve":
             rank = rng.randint(1, 4), 0
             phase = rng.choice((None, Phase.PREFILL, Phase.DECODE))
-            reservations.reserve(M, self.name(), rank, look([1, 2]), 8, predicts=True, phase=phase)
+            reservations.reserve_on_rank(
+                M, self.name(), rank, look([1, 2]), 8, predicts=True, phase=phase
+            )
         elif kind == "cancel" and self.callers:
             rng.choice(self.callers).scope.cancel()
         elif kind == "track":

@@ -51,8 +51,8 @@ class Publishers:
         rows = [self.conductor.match_tokens(TOKENS, *scope) for scope in SCOPES]
         rows += [self.conductor.match_hashes(STANDARD, *scope) for scope in SCOPES]
         stats = {name: n for name, n in self.index.stats().items() if name != "bytes"}
-        loose = self.conductor.stats()["loose"]
-        return {"counts": counts, "rows": rows, "stats": stats, "loose": loose} | (
+        waiting = self.conductor.stats()["waiting"]
+        return {"counts": counts, "rows": rows, "stats": stats, "waiting": waiting} | (
             self.index.counters.as_dict()
         )
 
