@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import tomllib
+from pathlib import Path
 
 from tests.support.processes import REPOSITORY
 
@@ -25,6 +27,20 @@ SOURCES = [
     for path in sorted((REPOSITORY / folder).rglob("*.py*"))
     if path.suffix in {".py", ".pyx", ".pyi"}
 ]
+# Types that C++ and Cython define; what is indented stands inside a class.
+TYPES = {
+    ".hpp": re.compile(
+        r"^( *)(?:class|struct|union|enum(?: class)?) (\w+)(?: final)?(?: : [^;{()]*)? \{"
+        r"|^()using (\w+) =",
+        re.MULTILINE,
+    ),
+    ".pxd": re.compile(r"^()cdef (?:struct|union|enum) (\w+):", re.MULTILINE),
+}
+TYPES[".pyx"] = TYPES[".pxd"]
+# Of Cython and C++: a comment, a text, or a name.
+TOKEN = re.compile(
+    r'''(?:#|//)[^\n]*|"""(?:\\.|[^\\])*?"""|"(?:\\.|[^"\\\n])*"|\b([A-Za-z_]\w*)''', re.DOTALL
+)
 STATS = re.compile(r"self\.(\w+)(?:: [^=\n]+)? = (?:\w+\.)?\w+Stats\(")
 DECLARATIONS = [
     path
@@ -56,11 +72,47 @@ def definitions(text: str, suffix: str) -> list[str]:
     return DEFINITION.findall(text)
 
 
+def everywhere() -> dict[str, set[str]]:
+    """Returns the words that no name of a folder has, by folder: the table after that one."""
+    (table,) = re.findall(
+        r"^\| in no name of \| not \| but \|\n\|---\|---\|---\|\n((?:\|.*\n)+)",
+        GLOSSARY.read_text(),
+        re.M,
+    )
+    found: dict[str, set[str]] = {}
+    for row in table.splitlines():
+        _, folders, not_these, *_ = row.split("|")
+        for folder in re.findall(r"`(\w+)`", folders):
+            found.setdefault(folder, set()).update(re.findall(r"\w+", not_these))
+    return found
+
+
+def names_in(path: Path) -> set[str]:
+    """Returns all names of a source file: what is defined there and what is used."""
+    if path.suffix not in {".py", ".pyi"}:
+        return {name for name in TOKEN.findall(path.read_text()) if name}
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        for member in ("name", "id", "attr", "arg"):
+            if isinstance(name := getattr(node, member, None), str):
+                found.add(name)
+    return found
+
+
 def test_definitions_have_no_overloaded_words() -> None:
     overloaded = forbidden()
     for path in SOURCES + DECLARATIONS:
         names = definitions(path.read_text(), path.suffix)
         assert not {name for name in names if words(name) & overloaded}, path
+
+
+def test_names_have_no_vague_words() -> None:
+    """`kvd.client` has its own words, as below."""
+    vague = everywhere()
+    for path in SOURCES + DECLARATIONS:
+        folder, beside, *_ = path.relative_to(REPOSITORY).parts
+        if (folder, beside) != ("kvd", "client"):
+            assert not {name for name in names_in(path) if words(name) & vague[folder]}, path
 
 
 def test_a_name_is_of_one_class() -> None:
@@ -74,6 +126,22 @@ def test_a_name_is_of_one_class() -> None:
         if path.suffix != ".pyi" and path.stem != "handlers" and place.parts[1] != "client":
             for name in CLASS.findall(path.read_text()):
                 found.setdefault(name, []).append(str(place))
+    assert {name: places for name, places in found.items() if len(places) > 1} == {}
+
+
+def test_a_name_is_of_one_type() -> None:
+    """Types of C++, their aliases and structs of Cython, also in classes: `Trace::RankHistory`.
+
+    Inside classes alone `Entry`, of the table that the class is or has, and `Hash`, of its keys,
+    may recur: they are read beside their class. One file may have two forms of a type, by `#if`.
+    """
+    found: dict[str, set[str]] = {}
+    for path in DECLARATIONS + SOURCES:
+        if path.suffix in TYPES:
+            for indent, *names in TYPES[path.suffix].findall(path.read_text()):
+                name = "".join(names)
+                is_helper = indent and name in {"Entry", "Hash"}
+                found.setdefault(name, set()).add("in classes" if is_helper else str(path))
     assert {name: places for name, places in found.items() if len(places) > 1} == {}
 
 
