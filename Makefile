@@ -22,20 +22,34 @@ CORE    := $(VENV)/.core-$(FLAVOUR)
 # then start it twice.
 PYTEST  := $(VENV)/bin/python -m pytest -q -n auto --dist worksteal
 QUICK   := --quick
+# Runs tests beside the linters: a core is idle while the tests start, and at their end. What the
+# linters say comes last, and that they have found something fails the target as well.
+define beside_linters
+@mkdir -p build
+@$(MAKE) --no-print-directory lint >build/lint.log 2>&1 & linters=$$!; \
+$(1); tests=$$?; wait $$linters; found=$$?; cat build/lint.log; exit $$((tests || found))
+endef
 CYTHON  := $(shell find kvd kvd_core -name '*.pyx' -o -name '*.pxd')
 SOURCES := $(CYTHON) $(shell find kvd kvd_core -name '*.hpp')
 HEADERS := $(shell find kvd kvd_core bench -name '*.hpp') $(wildcard bench/*.cpp tests/fuzz/*.cpp)
+
+# Without compiled modules, every process would compile pytest's plugins and all of kvd again. They
+# are kept out of the tree, as was wished.
+ifneq ($(PYTHONDONTWRITEBYTECODE),)
+unexport PYTHONDONTWRITEBYTECODE
+export PYTHONPYCACHEPREFIX := $(CURDIR)/build/pycache
+endif
 
 .PHONY: run test check e2e clients soak lint ruff cython-lint clang-format mypy build clean
 
 run: $(CORE) $(VENV)/.run
 	@exec $(VENV)/bin/python -m examples.demo
 
-test: lint
-	@$(PYTEST)
+test: $(CORE) $(VENV)/.test
+	$(call beside_linters,$(PYTEST))
 
-check: lint
-	@$(PYTEST) $(QUICK) tests/unit tests/component
+check: $(CORE) $(VENV)/.test
+	$(call beside_linters,$(PYTEST) $(QUICK) tests/unit tests/component)
 
 e2e: $(CORE) $(VENV)/.test
 	@$(VENV)/bin/python -m pytest -q -s tests/e2e
@@ -44,8 +58,8 @@ clients: $(CORE) $(VENV)/.test
 	@$(PIP) install --no-build-isolation -e '.[clients]'
 	@$(VENV)/bin/python -m pytest -q tests/clients
 
-soak: lint
-	@KVD_TEST_BUDGET=30 $(PYTEST)
+soak: $(CORE) $(VENV)/.test
+	$(call beside_linters,KVD_TEST_BUDGET=30 $(PYTEST))
 
 # All linters at once, each with its lines together.
 lint: $(CORE) $(VENV)/.test
