@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import re
 import signal
 import subprocess
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
-import httpx
 import pytest
 
 from tests.support.forking import REPOSITORY as REPOSITORY
@@ -19,6 +19,7 @@ from tests.support.forking import start_process
 
 START_DEADLINE_S = 60.0  # a machine may be busy
 STOP_DEADLINE_S = 30.0
+ANSWER_DEADLINE_S = 5.0
 POLL_S = 0.01
 
 # What a service manager that runs the tests means for them.
@@ -74,12 +75,14 @@ class Server:
         self.wait_until(lambda: text in self.stderr, f"saying {text}")
 
     def _is_healthy(self) -> bool:
-        try:
-            # Without `verify` it does not load certificates, which takes longer than all the rest.
-            url = f"{self.base_url}/health"
-            return httpx.get(url, trust_env=False, verify=False).status_code == 200
-        except httpx.TransportError:
-            return False
+        # Most times nobody listens yet, which a client of httpx takes 2 ms to find out.
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=ANSWER_DEADLINE_S)
+        with closing(connection):
+            try:
+                connection.request("GET", "/health")
+                return connection.getresponse().status == 200
+            except (OSError, http.client.HTTPException):
+                return False
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
         """Signals the process if it is still there, and returns its exit code."""
