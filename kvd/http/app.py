@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import quart
+from quart.routing import QuartRule
 from quart_trio import QuartTrio
 from quart_trio.asgi import TrioASGIHTTPConnection
 from quart_trio.wrappers import TrioRequest
@@ -65,6 +66,21 @@ class Segments(Segment):
     part_isolating = False
 
 
+class ReadRule(QuartRule):
+    """A rule that paths are held against, and no URL is ever written by.
+
+    Werkzeug compiles two functions that would write some, which took most of an application's
+    start.
+    """
+
+    def _compile_builder(self, append_unknown: bool = True) -> Callable[..., tuple[str, str]]:
+        return _write_url
+
+
+def _write_url(rule: ReadRule, **values: Any) -> tuple[str, str]:
+    raise NotImplementedError
+
+
 def build_app(
     routes: tuple[Route, ...],
     limits: HttpLimits,
@@ -76,6 +92,7 @@ def build_app(
     app = QuartTrio(__name__, static_folder=None)
     app.request_class = SpelledRequest
     app.asgi_http_class = CountedExchange
+    app.url_rule_class = ReadRule
     app.url_map.merge_slashes = False
     app.url_map.converters |= {"segment": Segment, "segments": Segments}
     app.config["PROVIDE_AUTOMATIC_OPTIONS"] = False

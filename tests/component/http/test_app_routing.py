@@ -9,8 +9,9 @@ from functools import partial
 from random import Random
 
 import trio
+from werkzeug.routing import Rule
 
-from kvd.http.app import build_app
+from kvd.http.app import ReadRule, build_app
 from kvd.http.context import ServerContext
 from kvd.http.limits import HttpLimits
 from kvd.http.messages import Request, Response
@@ -95,3 +96,8 @@ async def test_quart_and_the_table_agree_on_every_path() -> None:
                 assert json.loads(body) == {"error": "method not allowed"}
             else:
                 assert (status, json.loads(body)) == (404, {"error": "not found"}), path
+
+
+def test_werkzeug_compiles_what_writes_urls_under_the_name_that_is_overridden() -> None:
+    assert hasattr(Rule, "_compile_builder")
+    assert "_compile_builder" in vars(ReadRule)
