@@ -103,7 +103,12 @@ def build_app(
         kind = "segments" if route.deep else "segment"
         rule = re.sub(r"{(\w+)}", rf"<{kind}:\1>", route.path)
         view = _view(route, context.failures)
-        app.add_url_rule(rule, f"{route.method} {route.path}", view, methods=[route.method])
+        endpoint = f"{route.method} {route.path}"
+        app.add_url_rule(rule, endpoint, view, methods=[route.method])
+        if not route.answers_head:  # which Quart takes every GET to do
+            for added in app.url_map.iter_rules(endpoint):
+                assert added.methods is not None
+                added.methods.discard("HEAD")
     _word_failures(app, context.failures, not_found)
     return surrounded(app, table, context)
 

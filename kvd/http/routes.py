@@ -72,6 +72,7 @@ class Route:
     any_type: bool = False
     scope: Scope = None  # type: ignore[assignment]
     relays: Relays | None = None
+    answers_head: bool = field(init=False)  # as GET does, without a body
     waits: bool = field(init=False)  # the handler may return what has to be awaited
 
     def __post_init__(self) -> None:
@@ -82,6 +83,8 @@ class Route:
         waits = iscoroutinefunction(self.handler) or getattr(self.handler, "waits", False)
         waits = waits or self.relays is not None
         object.__setattr__(self, "waits", waits)
+        # A relay would wait for the body that the answer to a HEAD announces and does not have.
+        object.__setattr__(self, "answers_head", self.method == "GET" and self.relays is None)
         if self.method in _BODILESS_METHODS:
             object.__setattr__(self, "body_limit", 0)
 

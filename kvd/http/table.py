@@ -30,7 +30,7 @@ class RouteTable:
         self._patterns: list[tuple[str, re.Pattern[bytes], Route]] = []
         for route in routes:
             self._add(route, route.method)
-            if route.method == "GET":
+            if route.answers_head:
                 self._add(route, "HEAD")
 
     def _add(self, route: Route, method: str) -> None:

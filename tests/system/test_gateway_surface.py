@@ -82,6 +82,12 @@ async def test_refusals_are_in_the_form_of_the_api(kvd_process: Start) -> None:
         assert answered.headers["x-request-id"]  # one that the gateway made
         assert (await send(client, "HEAD", "/")).status == 404
         assert (await send(client, "HEAD", "/v1/models")).body == b""
+        told = await client.post("/v1/responses", {"model": "demo", "input": "hi"})
+        kept = f"/v1/responses/{told.json['id']}"
+        answered = await send(client, "HEAD", kept)
+        assert (answered.status, answered.body) == (405, b"")
+        assert answered.headers["allow"] == "DELETE, GET"
+        assert (await send(client, "GET", kept)).status == 200
         expecting = {"expect": "200-ok"}
         assert (await send(client, "POST", CHAT, json=ASKED, headers=expecting)).status == 417
 
