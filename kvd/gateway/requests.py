@@ -172,7 +172,10 @@ def longest_text(prompts: bytes) -> bytes | None:
     """Returns the longest of several prompts that are texts, None if they are not."""
     if len(prompts) > MAX_TEXTS_BYTES:
         return None
-    each = json.loads(prompts)
+    try:
+        each = json.loads(prompts)
+    except ValueError:  # beside them a number of more digits than Python reads
+        return None
     if not each or not all(isinstance(text, str) for text in each):
         return None
     return json.dumps(max(each, key=len)).encode()

@@ -119,6 +119,7 @@ def completion(prompt: str) -> Any:
         ('["a", "b,]c", ""]', None, '"b,]c"'),
         ('[1.5, "a"]', '[1.5, "a"]', None),
         ('["a", 1]', None, None),
+        (f'["a", {"1" * 5000}]', None, None),
         ("null", None, None),
         ("[" + "[1]," * MAX_PROMPTS + "[2]]", None, None),
         ('["' + "a" * MAX_TEXTS_BYTES + '"]', None, None),
