@@ -201,7 +201,7 @@ class Probe:
         events: dict[int, str] = {}
         replays: dict[int, str] = {}
         for rank, source in sources.items():
-            if not rank.isdecimal() or not isinstance(source, dict):
+            if not WHOLE.fullmatch(rank) or not isinstance(source, dict):
                 continue
             if source.get("enable_kv_cache_events") and source.get("publisher") == "zmq":
                 events[int(rank)] = self._reachable(str(source.get("endpoint")))

@@ -130,6 +130,8 @@ class WorkerRecord:
             yield "endpoint is required"
         if not self.block_size:
             yield "block_size must be greater than 0"
+        elif self.block_size > U32_MAX:
+            yield "block_size must be below 2^32"
         elif beside is not None and beside.block_size != self.block_size:
             yield f"block_size {self.block_size} differs from {beside.block_size} of its model"
         if beside is not None and bool(beside.is_eagle) != bool(self.is_eagle):

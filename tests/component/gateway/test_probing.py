@@ -73,6 +73,13 @@ async def test_an_engine_that_says_little_is_one() -> None:
     assert await ask({"/v1/models": MODELS}) is EngineKind.OPENAI
 
 
+@pytest.mark.parametrize("rank", ["9" * 5000, "\u0663", "-1", ""])
+async def test_ranks_that_are_none_are_passed_over(rank: str) -> None:
+    source = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": "tcp://*:5557"}
+    said = {"/version": {"version": "1"}, "/v1/models": MODELS, "/kv_event_sources": {rank: source}}
+    assert await ask(said) is EngineKind.VLLM
+
+
 def test_numbers_too_long_to_read_are_not_said() -> None:
     line = f'vllm:cache_config_info{{block_size="16",num_gpu_blocks="{"9" * 5000}"}} 1.0'
     assert cache_configs(line) == [{"block_size": 16}]

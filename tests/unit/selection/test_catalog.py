@@ -33,6 +33,7 @@ from tests.support.selecting import BLOCK_SIZE, EXPIRY_S, M, N, Service, worker
         ({"endpoint": ""}, ["endpoint is required"]),
         ({"block_size": None}, ["block_size must be greater than 0"]),
         ({"block_size": 0}, ["block_size must be greater than 0"]),
+        ({"block_size": 2**32}, ["block_size must be below 2^32"]),
         ({"data_parallel_size": 0}, ["data_parallel_size must be greater than 0"]),
         (
             {"data_parallel_size": MAX_DP_SIZE + 1},
