@@ -230,6 +230,8 @@ class LocalChoices:
 def placement(answer: bytes) -> Placement:
     """Reads the answer to a selection; raises KeyError, TypeError or ValueError for any other."""
     said = json.loads(answer)
+    if not isinstance(said, dict):
+        raise TypeError("not an object")
     prefill = said.get("prefill")
     return _placement_of(said)._replace(prefill=None if prefill is None else _placement_of(prefill))
 

@@ -229,7 +229,7 @@ class RemoteChoices:
                 lacked = True
             kvd.registered[worker_id] = record
             is_complete = row.get("lifecycle") != WorkerLifecycle.INCOMPLETE
-            kvd.reasons[worker_id] = [] if is_complete else row["not_schedulable_reasons"]
+            kvd.reasons[worker_id] = [] if is_complete else row.get("not_schedulable_reasons", [])
         kvd.checked_at = began
         if lacked:
             kvd.changed_at = trio.current_time()
@@ -246,7 +246,10 @@ class RemoteChoices:
             return {"lifecycle": WorkerLifecycle.INCOMPLETE, "not_schedulable_reasons": reasons}
         if answer.status == 404 and method == "DELETE":  # another gateway was faster
             return {}
-        return _rows(answer)[0]
+        rows = _rows(answer)
+        if len(rows) != 1:
+            raise Failed(f"its {method} {path} does not answer as that of a kvd does")
+        return rows[0]
 
     async def _resolve(self, kvd: Kvd) -> None:
         if kvd.host.startswith("/"):
@@ -490,7 +493,7 @@ def _placement(answer: Answer) -> Placement:
         raise RemoteRefused(f"the kvd answers {answer.status}: {_refusal(answer)}")
     try:
         return placement(answer.held)
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, RecursionError, TypeError, ValueError):
         raise Failed("the answer is not that of a kvd's selection service") from None
 
 
@@ -503,7 +506,7 @@ def _rows(answer: Answer) -> list[dict[str, Any]]:
         rows = said if isinstance(said, list) else [said]
         if all(isinstance(row["worker_id"], int) for row in rows):
             return rows
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, RecursionError, TypeError, ValueError):
         pass  # not a catalog of workers
     raise Failed("its GET /workers does not answer as that of a kvd does")
 
@@ -512,7 +515,7 @@ def _refusal(answer: Answer) -> str:
     """Returns what a kvd says of a request that it refuses."""
     try:
         return str(json.loads(answer.held)["error"])
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, RecursionError, TypeError, ValueError):
         return f"status {answer.status}"
 
 

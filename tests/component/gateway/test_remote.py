@@ -25,7 +25,7 @@ from kvd.http.auth import AccessPolicy, Authorizer
 from kvd.http.context import ServerContext
 from kvd.http.front import Front
 from kvd.http.listeners import open_listeners
-from kvd.http.messages import Response
+from kvd.http.messages import Request, Response
 from kvd.http.routes import Route, Scope
 from kvd.net.dialing import Dialer
 from kvd.selection.phases import PREFILL_SUFFIX, Phase
@@ -345,6 +345,23 @@ async def test_an_engine_that_does_not_fit_is_named(tmp_path: Path) -> None:
     async with asking(tmp_path) as (gateway, _):
         reasons = await gateway.choices.register(record(3, block_size=8))
         assert reasons == ["block_size 8 differs from 4 of its model"]
+
+
+@pytest.mark.parametrize("said", [b"[]", b"{}", b"[[]]", b"5", b"[" * 100_000, b"[5]"])
+async def test_what_is_no_kvd_is_not_asked(tmp_path: Path, said: bytes) -> None:
+    def answer(request: Request) -> Response:
+        return Response(200, said)
+
+    async with asking(tmp_path) as (gateway, [kvd]):
+        await kvd.end()
+        await kvd.start(
+            Route("GET", "/workers", answer),
+            Route("POST", "/workers", answer, scope=Scope.ADMIN),
+            Route("POST", "/select_and_reserve", answer, scope=Scope.LIFECYCLE),
+        )
+        placed = await gateway.choices.choose(gateway.question())
+        assert placed.by_load
+        await until(lambda: "does not answer" in str(gateway.choices.shown()))
 
 
 async def test_an_engine_that_became_another_is_described_anew(tmp_path: Path) -> None:
