@@ -44,5 +44,6 @@ class EngineOptions:
     renders: bool = False  # it has vLLM's render routes
     mode: str = "null"  # sglang's disaggregation_mode: null, prefill or decode
     retry_after: str | None = None  # what it says with a 429 or 503
+    chunks: bool = True  # else a stream ends with its connection, as behind proxies of HTTP/1.0
     idle_s: float = 5.0  # a kept connection without a request is closed after that
     faults: deque[Fault] = field(default_factory=deque)

@@ -314,6 +314,7 @@ class EngineServer:
         if form is api.Responses and members.get("store") is not False:
             self._responses.keep(worded.whole("".join(words), used), members["input"])
         answer = Answer(stream, worded, words, used, fault)
+        answer.chunks = self.options.chunks
         if self.options.kind == "vllm":
             answer.more = self._kept(members, request_id, len(ids), fault)
         if members.get("stream"):
@@ -390,6 +391,7 @@ class Answer:
         self._used = used
         self._fault = fault
         self.more: dict[str, Any] = {}  # members of a whole answer
+        self.chunks = True
 
     async def whole(self) -> None:
         answer = self._form.whole("".join(self._words), self._used) | self.more
@@ -402,19 +404,17 @@ class Answer:
         await self._send(head + body)
 
     async def stream(self, step_s: float, *, with_usage: bool) -> None:
-        head = (
-            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
-            b"transfer-encoding: chunked\r\n\r\n"
-        )
+        head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
+        head += b"transfer-encoding: chunked\r\n\r\n" if self.chunks else b"\r\n"
         if self._fault is Fault.AFTER_HEAD:
             await hang_up_behind(self._stream, head)
         if self._fault is Fault.ERROR_EVENT:
             told = api.event(api.error(503, "the queue is full", "Service Unavailable"))
-            return await self._send(head + framed(told + api.DONE) + b"0\r\n\r\n")
+            return await self._end(head + self._framed(told + api.DONE))
         form, used = self._form, self._used
-        await self._send(head + b"".join(map(framed, form.opening(used))))
+        await self._send(head + b"".join(map(self._framed, form.opening(used))))
         for at, word in enumerate(self._words):
-            data = framed(form.piece(word, first=at == 0))
+            data = self._framed(form.piece(word, first=at == 0))
             if at == 1 and self._fault is Fault.AFTER_EVENT:
                 raise Hangup
             if at == 1 and self._fault is Fault.IN_EVENT:
@@ -423,12 +423,21 @@ class Answer:
             if step_s:
                 await trio.sleep(step_s)
         for told in form.closing("".join(self._words), used, with_usage=with_usage):
-            await self._send(framed(told))
+            await self._send(self._framed(told))
         if form.ends:
-            await self._send(framed(form.ends))
+            await self._send(self._framed(form.ends))
         if self._fault is Fault.AFTER_DONE:
             raise Hangup
-        await self._send(b"0\r\n\r\n")
+        await self._end()
+
+    def _framed(self, data: bytes) -> bytes:
+        return b"%x\r\n%b\r\n" % (len(data), data) if self.chunks else data
+
+    async def _end(self, data: bytes = b"") -> None:
+        """Ends a stream behind a last piece."""
+        await self._send(data + b"0\r\n\r\n" if self.chunks else data)
+        if not self.chunks:
+            raise Hangup
 
     async def _send(self, data: bytes) -> None:
         if self._fault is not Fault.BYTES:
@@ -512,10 +521,6 @@ def prompt_of(members: dict[str, Any]) -> list[int]:
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
         return list(prompt)
     return ids_of_text(prompt if isinstance(prompt, str) else "".join(prompt))
-
-
-def framed(data: bytes) -> bytes:
-    return b"%x\r\n%b\r\n" % (len(data), data)
 
 
 def json_head(

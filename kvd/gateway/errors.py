@@ -85,7 +85,14 @@ FILLERS = {
 }
 
 
-DONE = b"data: [DONE]\n\n"  # the last event of OpenAI's streams
+# The last event of a stream, as far as the end of what was sent shows it: its data may be long.
+LAST_EVENTS = {
+    ErrorForm.OPENAI: re.compile(rb"(?:^|[\r\n])data: ?\[DONE\]\s*$"),
+    ErrorForm.RESPONSES: re.compile(
+        rb'"type":\s*"(?:response\.(?:completed|incomplete|failed)|error)"[^\r\n]*\s*$'
+    ),
+    ErrorForm.ANTHROPIC: re.compile(rb'"type":\s*"(?:message_stop|error)"[^\r\n]*\s*$'),
+}
 
 MAX_TEXT = 1000  # characters of an error, which may repeat what the client has sent
 
@@ -138,6 +145,11 @@ def response(
     if error.reason is Reason.UPSTREAM_TIMEOUT:  # the work has probably been done once
         headers.append((b"x-should-retry", b"false"))
     return Response(status or reason.status, json.dumps(members).encode(), headers=headers)
+
+
+def is_whole(form: ErrorForm, tail: bytes) -> bool:
+    """Returns whether a stream's last event has been sent: all that clients look for."""
+    return tail.endswith((b"\n", b"\r")) and LAST_EVENTS[form].search(tail) is not None
 
 
 def ended(tail: bytes, *, whole: bool) -> bytes | None:

@@ -56,6 +56,8 @@ HOLD_BYTES = 64 * 1024
 NOT_DONE = frozenset((429, 502, 503, 504))
 # In the usage of an answer; an engine that keeps it for itself says null.
 CACHED_TOKENS = re.compile(rb'"cached_tokens":\s*(\d{1,9})\b')
+# APIs whose streams have a last event; others end with their connection.
+ENDED_BY_EVENTS = frozenset((Api.CHAT, Api.COMPLETIONS, Api.MESSAGES, Api.RESPONSES))
 # Outcomes of which another engine knows nothing.
 NOT_BEGUN = frozenset(
     (
@@ -404,8 +406,13 @@ class Forwarder:
             return sent.persists
         if ending.outcome in (ExchangeOutcome.CLIENT_GONE, ExchangeOutcome.CLIENT_STALLED):
             raise ConnectionResetError("the client left during its answer")
-        chosen.upstream.note_gone("it broke off an answer")
-        if sent.events and ending.tail.endswith(errors.DONE):  # for all that clients look for
+        form = attempt.asked.api.errors
+        is_whole = sent.events and errors.is_whole(form, ending.tail)
+        if ending.outcome is ExchangeOutcome.CLOSED:  # as such streams end, and broken ones too
+            is_whole = is_whole or attempt.asked.api not in ENDED_BY_EVENTS
+        if not is_whole or ending.outcome is not ExchangeOutcome.CLOSED:
+            chosen.upstream.note_gone("it broke off an answer")
+        if is_whole:
             self._stats.ended[Ended.COMPLETE] += 1
             self._note_cached(attempt, chosen, ending.tail)
             await request.send_end(chunked=sent.chunked)
@@ -414,7 +421,6 @@ class Forwarder:
         whole = ending.forwarded == len(ending.tail)
         if sent.events and (end := errors.ended(ending.tail, whole=whole)) is not None:
             broken = GatewayError(Reason.UPSTREAM_FAILED, "the engine broke off its answer")
-            form = attempt.asked.api.errors
             data = errors.event(broken, form, attempt.request_id, ending.tail)
             await request.send_piece(end + data, chunked=sent.chunked)
         return False  # without the end of the answer, so that the client sees it cut

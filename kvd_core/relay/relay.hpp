@@ -17,6 +17,11 @@
 // A client that does not read stops its engine: when kWindow bytes wait for it, the engine's socket
 // is not read until it has taken them. A client that ends its stream has left.
 //
+// A body without a length or chunks ends with its connection. Of a stream of events that says
+// little: an engine that dies looks like one that has said all, so Python is told kClosed and looks
+// at the last event. A connection that is reset has not ended its body, unless its engine did not
+// want the whole request.
+//
 // Engine connections are kept for the next request to the same engine, at most `idle_ns` long. They
 // stay in the epoll set, so that none has to be put there for each request; one that has news while
 // nobody uses it has ended. One that was kept and ends before it answers a byte had been closed by
@@ -98,7 +103,9 @@ enum class ExchangeOutcome : uint8_t {
   kConnectTime,    // connecting took too long
   kSilence,        // the engine sent nothing for too long
   kClientStalled,  // the client took nothing for too long
-  kNoRoom          // no descriptor, port or memory is left here for a connection
+  kNoRoom,         // no descriptor, port or memory is left here for a connection
+  kClosed          // its connection has ended, and with that a stream that was delimited by nothing
+                   // else: what has been forwarded tells whether it was whole
 };
 
 enum class Framing : uint8_t { kAsIs, kChunks };
@@ -136,6 +143,7 @@ struct Exchange {
   bool was_kept = false;  // the connection had served another request
   bool client_watched = false;
   bool completes = false;  // all of the payload is here
+  bool is_early = false;   // the answer came before the engine had taken the whole request
   int engine_fd = kNoSocket;
   int client_fd = kNoSocket;
   uint32_t client_events = 0;
@@ -554,7 +562,7 @@ class Relay {
     for (int i = 0; i < kReceivesInARow; ++i) {
       const ssize_t got = recv(x.engine_fd, buffer_.get(), kReceive, MSG_DONTWAIT);
       if (got < 0 && errno == EAGAIN) return;
-      if (got <= 0) return on_engine_gone(id);
+      if (got <= 0) return on_engine_gone(id, got < 0);
       x.touched_ns = now_;
       on_received(id, static_cast<size_t>(got));
       if (got < static_cast<ssize_t>(kReceive) || !is_watched(x)) return;
@@ -591,6 +599,7 @@ class Relay {
     }
     if (x.phase == ExchangePhase::kSending) {  // the rest of the request is not wanted
       x.head.persists = false;
+      x.is_early = true;
       watch_engine(id, EPOLLIN);
     }
     x.decoder.begin(x.head);
@@ -632,7 +641,7 @@ class Relay {
     notices_.push_back({id, true});
   }
 
-  void on_engine_gone(ExchangeId id) {
+  void on_engine_gone(ExchangeId id, bool is_reset) {
     Exchange& x = at(id);
     const bool silent = x.phase <= ExchangePhase::kHead && x.received.empty();
     if (silent && x.was_kept && x.era == engines_[x.engine].era) {
@@ -641,8 +650,14 @@ class Relay {
       return connect(id);
     }
     if (silent) return end(id, ExchangeOutcome::kNoAnswer);
-    if (x.phase <= ExchangePhase::kHead || !x.decoder.ends_by_close())
+    if (x.phase <= ExchangePhase::kHead || !x.decoder.ends_by_close() ||
+        (is_reset && !x.is_early)) {
       return end(id, ExchangeOutcome::kBroken);
+    }
+    if (x.head.events && x.client_fd != kNoSocket) {
+      return end(id, x.phase == ExchangePhase::kHolding ? ExchangeOutcome::kBroken
+                                                        : ExchangeOutcome::kClosed);
+    }
     x.completes = true;
     close_engine(x);
     if (x.phase == ExchangePhase::kHolding) {
@@ -810,7 +825,7 @@ class Relay {
     // A client is told how a broken answer ends only behind what it has been sent.
     const bool tells = outcome == ExchangeOutcome::kBroken ||
                        outcome == ExchangeOutcome::kMalformed ||
-                       outcome == ExchangeOutcome::kSilence;
+                       outcome == ExchangeOutcome::kSilence || outcome == ExchangeOutcome::kClosed;
     if (tells && x.phase == ExchangePhase::kForwarding && x.unsent_at < x.unsent.size()) {
       close_engine(x);
       x.outcome = outcome;

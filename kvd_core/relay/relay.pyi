@@ -26,6 +26,7 @@ class ExchangeOutcome(IntEnum):
     SILENCE = 8
     CLIENT_STALLED = 9
     NO_ROOM = 10
+    CLOSED = 11
 
 class Ending(NamedTuple):
     outcome: ExchangeOutcome

@@ -45,6 +45,7 @@ class ExchangeOutcome(IntEnum):
     SILENCE = 8
     CLIENT_STALLED = 9
     NO_ROOM = 10
+    CLOSED = 11
 
 
 OUTCOMES = tuple(ExchangeOutcome)  # by number: to call the class takes 1 µs

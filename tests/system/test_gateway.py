@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -131,6 +132,26 @@ async def test_a_stream_that_breaks_off_is_seen_cut(kvd_process: Start, fault: F
         assert told == (fault is Fault.AFTER_EVENT)
         await wait_serving(client, 1)
         assert (await client.chat(PROMPT, stream=True)).clean
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": PROMPT}]}),
+        ("/v1/completions", {"prompt": PROMPT}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": PROMPT}]}),
+        ("/v1/responses", {"input": PROMPT}),
+    ],
+)
+async def test_a_stream_may_end_with_its_connection(
+    kvd_process: Start, path: str, body: dict[str, Any]
+) -> None:
+    async with serving(kvd_process, EngineOptions(chunks=False)) as (client, _):
+        for _ in range(3):  # and its engine serves on
+            said = {"model": "demo", "max_tokens": 4, "stream": True, **body}
+            answered = await client.post(path, said)
+            assert (answered.status, answered.clean) == (200, True)
+            assert b"upstream_failed" not in answered.body
 
 
 async def test_a_500_is_passed_on_and_met_by_one_engine_only(kvd_process: Start) -> None:

@@ -80,6 +80,9 @@ ROWS = (
 )
 
 
+UNDER_WAY = (Fault.AFTER_HEAD, Fault.AFTER_EVENT, Fault.IN_EVENT, Fault.AFTER_DONE, Fault.BYTES)
+
+
 async def ask(client: Client, number: int, *, stream: bool) -> str:
     """Asks what nobody has asked yet, with its token ids; returns what came of it."""
     ids = [number * 100 + at for at in range(64)]
@@ -100,11 +103,27 @@ async def test_requests_that_meet_a_fault_behind_tls(
     await meet(kvd_process, row, flags, tls_of(certificate))
 
 
+@pytest.mark.parametrize(
+    "row",
+    [row for row in ROWS if row.stream and row.fault in UNDER_WAY],
+    ids=lambda row: row.name,
+)
+async def test_streams_that_end_with_their_connection(kvd_process: Start, row: Row) -> None:
+    """That an engine has died is told from that it has said all by its last event."""
+    await meet(kvd_process, row, chunks=False)
+
+
 async def meet(
-    start: Start, row: Row, flags: Sequence[str] = (), tls: ssl.SSLContext | None = None
+    start: Start,
+    row: Row,
+    flags: Sequence[str] = (),
+    tls: ssl.SSLContext | None = None,
+    *,
+    chunks: bool = True,
 ) -> None:
     faults: deque[Fault] = deque()
-    both = EngineOptions(faults=faults), EngineOptions(faults=faults)
+    engine = EngineOptions(faults=faults, chunks=chunks)
+    both = engine, engine
     async with serving(start, *both, flags=flags, tls=tls) as (client, running):
         met: Counter[str] = Counter()
         for number in range(REQUESTS):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import select
 import socket
+import struct
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
@@ -170,6 +171,42 @@ def test_an_answer_is_heard_behind_which_the_engine_resets(turns: Turns) -> None
     answer = relay.answer(exchange)
     assert (answer.status, answer.held) == (413, b"no")
     assert relay.idle(engine) == 0
+    relay.drop(exchange)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reset", "outcome"),
+    [
+        (b"application/json", False, ExchangeOutcome.COMPLETE),
+        (b"application/json", True, ExchangeOutcome.BROKEN),
+        (b"text/event-stream", False, ExchangeOutcome.CLOSED),
+        (b"text/event-stream", True, ExchangeOutcome.BROKEN),
+    ],
+)
+def test_a_body_that_ends_with_its_connection(
+    turns: Turns, kind: bytes, reset: bool, outcome: ExchangeOutcome
+) -> None:
+    relay = turns.relay
+    listener, engine = turns.engine()
+    ours, theirs = turns.client()
+    exchange = relay.begin(engine, ours.fileno(), REQUEST, b"{}", 9)
+    turns.until(lambda: relay.stats()["connected"] == 1)
+    stream = turns.accept(listener)
+    received(stream, b"{}")
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: %b\r\n\r\n" % kind
+    stream.sendall(head + b"data: 1\n\n")
+    turns.until(lambda: relay.ready(exchange))
+    assert not relay.answer(exchange).whole
+    relay.forward(exchange, b"", False)
+    stream.sendall(b"data: 2\n\n")
+    assert theirs.recv(9) == b"data: 1\n\n"
+    turns.until(lambda: relay.ending(exchange).forwarded == 18)
+    if reset:
+        stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    stream.close()
+    turns.until(lambda: relay.ended(exchange))
+    assert relay.ending(exchange).outcome is outcome
+    assert theirs.recv(9) == b"data: 2\n\n"
     relay.drop(exchange)
 
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from kvd.gateway.errors import ErrorForm, GatewayError, Reason, ended, event
+from kvd.gateway.errors import ErrorForm, GatewayError, Reason, ended, event, is_whole
 
 BROKEN = GatewayError(Reason.UPSTREAM_FAILED, "the engine broke off its answer")
 
@@ -43,6 +43,34 @@ def test_a_line_whose_beginning_is_not_kept_is_taken_for_data(
     tail: bytes, end: bytes | None
 ) -> None:
     assert ended(tail, whole=False) == end
+
+
+OPENAI, RESPONSES, ANTHROPIC = ErrorForm.OPENAI, ErrorForm.RESPONSES, ErrorForm.ANTHROPIC
+
+
+@pytest.mark.parametrize(
+    ("form", "tail", "whole"),
+    [
+        (OPENAI, b'data: {"a":1}\n\ndata: [DONE]\n\n', True),
+        (OPENAI, b"data:[DONE]\r\n\r\n", True),
+        (OPENAI, b"data: [DONE]\n", True),
+        (OPENAI, b"data: [DONE]", False),
+        (OPENAI, b'data: {"a":1}\n\n', False),
+        (OPENAI, b'data: "data: [DONE]"\n\n', False),
+        (OPENAI, b'data: [DONE]\n\ndata: {"a":1}\n\n', False),
+        (OPENAI, b"", False),
+        (RESPONSES, b'data: {"type":"response.completed","response":{}}\n\n', True),
+        (RESPONSES, b'...},"sequence_number":9,"type":"response.failed"}\n\n', True),
+        (RESPONSES, b'event: error\ndata: {"type": "error"}\n\n', True),
+        (RESPONSES, b'data: {"type":"response.created"}\n\n', False),
+        (RESPONSES, b'data: {"delta":"\\"type\\":\\"response.completed\\""}\n\n', False),
+        (RESPONSES, b'data: {"type":"response.completed","respon', False),
+        (ANTHROPIC, b'event: message_stop\ndata: {"type": "message_stop"}\n\n', True),
+        (ANTHROPIC, b'data: {"type": "message_delta"}\n\n', False),
+    ],
+)
+def test_a_stream_is_whole_with_its_last_event(form: ErrorForm, tail: bytes, whole: bool) -> None:
+    assert is_whole(form, tail) is whole
 
 
 def test_events_are_in_the_form_of_the_api() -> None:
