@@ -56,6 +56,7 @@ class Attempt:
     while_wanted: WhileWanted
     tried: frozenset[int] = frozenset()  # worker ids
     refused: Answer | None = None  # what the last one that refused has said
+    refused_again: bool = False  # after another one had: nobody else is tried
     failed: str | None = None  # why the last one that failed did
     lacks_room: bool = False  # and that was for want of a descriptor or a port here
     later: Later | None = None  # the tokens to ask for once the answer has begun

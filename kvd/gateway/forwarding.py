@@ -48,6 +48,7 @@ from kvd_core.relay.relay import Answer, Ending, ExchangeOutcome
 NOBODY = nullcontext()  # who prefills beside an engine that does so itself
 NOT_BOOKED = ""  # of a reservation that is none
 MAX_TRIES = 3  # engines that one request is sent to
+JSON_LINE = b"content-type: application/json\r\n"
 # Of a stream, for who stands between the gateway and the client.
 UNBUFFERED = b"cache-control: no-cache\r\nx-accel-buffering: no\r\n"
 # Payload that is held before a client is sent anything: answers that are no streams mostly fit.
@@ -77,6 +78,13 @@ class Sent(NamedTuple):
     events: bool
     chunked: bool
     persists: bool  # the client's connection, after a whole answer
+
+
+class EventError(NamedTuple):
+    """An error that an engine tells in an event."""
+
+    status: int
+    data: bytes  # a JSON object
 
 
 Serve = Callable[[Api, RelayedRequest, bytes], Awaitable[bool]]
@@ -155,6 +163,8 @@ class Forwarder:
                 self._choices.free(chosen.reservation_id)
             if done is not None:
                 return done
+            if attempt.refused_again:
+                break
         refused = attempt.refused
         if refused is None and isinstance(failure := attempt.prefill_failure, Answer):
             refused = failure if _refuses(failure) is not None else None
@@ -341,9 +351,14 @@ class Forwarder:
             self._stats.prefill_failures["not_taken_over"] += 1
             attempt.prefill_failure, attempt.bound = answer, upstream.worker_id
             return True
-        if attempt.refused is not None or (refusal := _refuses(answer)) is None:
+        if (refusal := _refuses(answer)) is None:
             return False
-        self._stats.retries[refusal] += 1
+        if attempt.refused is None:
+            self._stats.retries[refusal] += 1
+        elif _is_stream(answer):  # it is said with its status
+            attempt.refused_again = True
+        else:
+            return False
         attempt.refused = answer
         attempt.tried |= {upstream.worker_id}
         return True
@@ -449,12 +464,18 @@ class Forwarder:
     async def _pass_refusal(
         self, request: RelayedRequest, attempt: Attempt, answer: Answer
     ) -> bool:
-        """Answers with what the last engine said that refused, as it said it."""
-        said = read_head(answer.head)
+        """Answers with what the last engine said that refused, as it said it.
+
+        What it said as the first event of a stream becomes an answer of that status, by which
+        clients know that they may come again.
+        """
+        said, body = read_head(answer.head), answer.held
+        if _is_stream(answer) and (error := first_error(body)) is not None:
+            said, body = EngineHead(error.status, JSON_LINE, None), error.data
         lines = _paced(said) + rendered(id_headers(attempt.asked.api.errors, attempt.request_id))
-        head, _, persists = request.answer_head(said.status, lines, len(answer.held))
+        head, _, persists = request.answer_head(said.status, lines, len(body))
         self._stats.ended[Ended.COMPLETE] += 1
-        await request.send_piece(head + answer.held, chunked=False)
+        await request.send_piece(head + body, chunked=False)
         return persists
 
 
@@ -477,9 +498,8 @@ def _unanswered(attempt: Attempt, text: str) -> GatewayError:
 
 def _refuses(answer: Answer) -> str | None:
     """Returns what an engine has refused with if another one may do better, else None."""
-    status = event_error(answer.held) if answer.events else answer.status
-    whole = answer.whole or answer.events
-    return str(status) if whole and status in NOT_DONE else None
+    whole = answer.whole or _is_stream(answer)
+    return str(status) if whole and (status := fault(answer)) in NOT_DONE else None
 
 
 def _is_vllm(rank: EngineRank) -> bool:
@@ -488,9 +508,14 @@ def _is_vllm(rank: EngineRank) -> bool:
 
 def fault(answer: Answer) -> int | None:
     """Returns the status of an error that an answer is, None if it is none."""
-    if answer.events and answer.status == 200:
-        return event_error(answer.held)
+    if _is_stream(answer):
+        error = first_error(answer.held)
+        return None if error is None else error.status
     return answer.status if answer.status >= 400 else None
+
+
+def _is_stream(answer: Answer) -> bool:
+    return answer.events and answer.status == 200
 
 
 def _paced(said: EngineHead) -> bytes:
@@ -505,8 +530,8 @@ def cached_tokens(tail: bytes) -> int | None:
     return int(found[-1]) if found else None
 
 
-def event_error(held: bytes) -> int | None:
-    """Returns the status of an error that is the first event of a stream, None if it is no error.
+def first_error(held: bytes) -> EventError | None:
+    """Returns the error that is the first event of a stream, None if that is no error.
 
     Engines that have begun to answer with 200 say in this way that they are overloaded.
     """
@@ -520,7 +545,9 @@ def event_error(held: bytes) -> int | None:
                 return None
             error = data.get("error") if isinstance(data, dict) else None
             code = error.get("code") if isinstance(error, dict) else None
-            return code if isinstance(code, int) else None
+            if isinstance(code, int) and 400 <= code <= 599:
+                return EventError(code, line[5:].strip())
+            return None
     return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -173,6 +174,20 @@ async def test_all_refuse(kvd_process: Start) -> None:
         assert answered.json["error"]["message"] == "simulated 503"
         assert answered.headers["retry-after"] == "1"
         assert sum(each.server.requests for each in running) == 2
+
+
+@pytest.mark.parametrize("engines", [1, 2, 3])
+async def test_all_refuse_in_their_first_event(kvd_process: Start, engines: int) -> None:
+    """The client is told in the status, as one who wants no stream is."""
+    options = [EngineOptions(faults=deque([Fault.ERROR_EVENT])) for _ in range(engines)]
+    async with serving(kvd_process, *options) as (client, running):
+        answered = await client.chat(PROMPT, stream=True)
+        assert (answered.status, answered.clean) == (503, True)
+        assert answered.headers["content-type"] == "application/json"
+        assert answered.headers["retry-after"] == "1"
+        assert answered.json["error"]["message"] == "the queue is full"
+        assert sum(each.server.requests for each in running) == min(engines, 2)
+        assert (await client.metrics())["kvd_gateway_running_requests"] == 0
 
 
 async def test_an_answer_byte_by_byte_is_the_same(kvd_process: Start) -> None:

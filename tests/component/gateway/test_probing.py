@@ -7,7 +7,7 @@ import json
 import pytest
 import trio
 
-from kvd.gateway.forwarding import event_error
+from kvd.gateway.forwarding import first_error
 from kvd.gateway.heads import read_head
 from kvd.gateway.probing import EngineKind, NotAnEngine, Probe, cache_configs
 from kvd.gateway.requests import longest_ids
@@ -88,7 +88,7 @@ def test_numbers_too_long_to_read_are_not_said() -> None:
 
 
 def test_a_first_event_as_deep_as_it_is_long_is_no_error() -> None:
-    assert event_error(b"data: " + b"[" * 30_000 + b"\n\n") is None
+    assert first_error(b"data: " + b"[" * 30_000 + b"\n\n") is None
 
 
 def test_an_engine_says_nothing_in_the_gateways_name() -> None:
