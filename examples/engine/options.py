@@ -34,6 +34,7 @@ class EngineOptions:
 
     model: str = "demo"
     adapters: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()  # further names of its model
     kind: str = "vllm"  # or sglang
     blocks: int = 4096  # of its KV cache
     host_blocks: int = 0  # of its second tier, in host memory; sglang only

@@ -198,7 +198,8 @@ class EngineServer:
             {**card, "id": name, "root": name, "parent": base, "max_model_len": None}
             for name in self.options.adapters
         ]
-        return [card | lengths, *adapters]
+        aliases = [card | lengths | {"id": name} for name in self.options.aliases]
+        return [card | lengths, *aliases, *adapters]
 
     def _count(self, request: Request) -> tuple[int, Any]:
         return 200, {"input_tokens": len(prompt_of(json.loads(request.body)))}
@@ -266,7 +267,7 @@ class EngineServer:
         if self.dead:
             return await send_json(stream, 500, api.error(500, "EngineCore has died"))
         members = json.loads(request.body)
-        names = (self.options.model, *self.options.adapters)
+        names = (self.options.model, *self.options.aliases, *self.options.adapters)
         model = members.get("model") or names[0]
         if model not in names:
             text = f"The model `{model}` does not exist."
@@ -278,6 +279,9 @@ class EngineServer:
                 return await send_json(stream, 404, form.error(404, text, "NotFoundError"))
             members["input"] = said
         ids = prompt_of(members)
+        if len(ids) >= self.options.max_model_len:
+            text = f"the prompt is longer than the context of {self.options.max_model_len} tokens"
+            return await send_json(stream, 400, form.error(400, text, "BadRequestError"))
         longest = max(0, len(ids) - 1) // BLOCK_SIZE * BLOCK_SIZE  # the last token is computed
         cached = min(self.cache.held(ids)[1] * BLOCK_SIZE, longest)
         request_id = request.headers.get(b"x-request-id", b"none").decode("latin-1")

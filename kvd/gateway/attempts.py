@@ -7,6 +7,7 @@ What is known of a request while engines are tried is its Attempt.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -75,6 +76,17 @@ class Attempt:
         self.refused, self.prefill_failure = None, None
         self.while_wanted = always_wanted
 
+    @property
+    def tokens_needed(self) -> int:
+        """Returns the context that its prompt and its answer need, as far as that is known."""
+        if self.prompt_tokens is None:
+            return 0
+        return self.prompt_tokens + (self.asked.expected_output_tokens or 1)
+
+    def held_by(self, engines: Sequence[Upstream]) -> Sequence[Upstream]:
+        """Returns the engines with a context that is long enough; all, to refuse it, if none is."""
+        return [one for one in engines if self.tokens_needed <= _context(one)] or engines
+
     def may_try(self, upstream: Upstream) -> bool:
         worker_id = upstream.worker_id
         return worker_id not in self.tried and self.bound in (None, worker_id)
@@ -102,8 +114,9 @@ class EngineChooser:
         self._tokens = tokens
         self._remote_tokens = remote_tokens
         self._prefix = prefix
-        # Of requests that have not been tried, by model and by whether they generate.
-        self._crews: dict[tuple[Served, bool], tuple[Sequence[Upstream], Crew]] = {}
+        # Of requests that have not been tried, by model and by whether they generate; and the
+        # tokens of a request that all of these engines take.
+        self._crews: dict[tuple[Served, bool], tuple[Sequence[Upstream], Crew, float]] = {}
         self._counter = count(1)
 
     async def choose(self, attempt: Attempt) -> ChosenEngine | None:
@@ -137,16 +150,18 @@ class EngineChooser:
 
     def _crew(self, attempt: Attempt, serving: Sequence[Upstream]) -> Crew:
         if attempt.tried or attempt.bound is not None:
-            return crew_of((one for one in serving if attempt.may_try(one)), attempt.path)
+            left = [one for one in serving if attempt.may_try(one)]
+            return crew_of(attempt.held_by(left), attempt.path)
         kind = attempt.served, attempt.path in LIMITS
         known = self._crews.get(kind)
-        if known is not None and known[0] is serving:
+        if known is None or known[0] is not serving:
+            if known is not None:  # an engine has changed, and with it what any model has
+                self._crews.clear()
+            crew = crew_of(serving, attempt.path)
+            known = self._crews[kind] = serving, crew, _shortest_context(serving)
+        if attempt.tokens_needed <= known[2]:
             return known[1]
-        if known is not None:  # an engine has changed, and with it what any model has
-            self._crews.clear()
-        crew = crew_of(serving, attempt.path)
-        self._crews[kind] = serving, crew
-        return crew
+        return crew_of(attempt.held_by(serving), attempt.path)
 
     def _way(self, attempt: Attempt, crew: Crew) -> Way | None:
         """Returns the way a prompt is computed; None: its model has no prefill engine."""
@@ -233,6 +248,15 @@ class EngineChooser:
             way,
             None if placement.prefill is None else EngineRank(computing, computes.dp_rank),
         )
+
+
+def _context(upstream: Upstream) -> float:
+    context = None if upstream.facts is None else upstream.facts.context
+    return math.inf if context is None else context
+
+
+def _shortest_context(engines: Sequence[Upstream]) -> float:
+    return min(map(_context, engines), default=math.inf)
 
 
 def _priority_jump(asked: ClientRequest, kind: EngineKind) -> float:

@@ -59,6 +59,10 @@ NOT_DONE = frozenset((429, 502, 503, 504))
 CACHED_TOKENS = re.compile(rb'"cached_tokens":\s*(\d{1,9})\b')
 # APIs whose streams have a last event; others end with their connection.
 ENDED_BY_EVENTS = frozenset((Api.CHAT, Api.COMPLETIONS, Api.MESSAGES, Api.RESPONSES))
+# In the body of a 404: vLLM says so in "param" since 0.14.
+MODEL_GONE = re.compile(
+    rb'"param":\s*"model"|"model_not_found"|The model `[^`]{1,1000}` does not exist'
+)
 # Outcomes of which another engine knows nothing.
 NOT_BEGUN = frozenset(
     (
@@ -153,7 +157,10 @@ class Forwarder:
         for _ in range(MAX_TRIES):
             chosen = await self._chooser.choose(attempt)
             if chosen is None:
-                break
+                if not self._goes_on_elsewhere(attempt):
+                    break
+                attempt = await self._attempt(api, request, request_id)
+                continue
             try:
                 if chosen.prefill is None:
                     done = await self._send(request, attempt, chosen, attempt.body)
@@ -198,6 +205,12 @@ class Forwarder:
             attempt.session = self._chains.session(asked, served, _tenant(request))
         return attempt
 
+    def _goes_on_elsewhere(self, attempt: Attempt) -> bool:
+        """Returns whether the model's name stands for another one now, whose engines are left."""
+        if attempt.refused is not None or attempt.prefill_failure is not None:
+            return False
+        return self._upstreams.stands_for(attempt.served.name) != attempt.served
+
     async def _serve_stored(self, api: Api, request: RelayedRequest, request_id: bytes) -> bool:
         path = request.target.partition(b"?")[0]
         name = path.split(b"/")[3].decode("latin-1")
@@ -241,13 +254,22 @@ class Forwarder:
         if not name:
             name = self._upstreams.only_name()
             if name is None:
+                if not self._upstreams.names:
+                    self._refuse_if_unknown("any model")
                 text = "the request names no model, and the engines do not serve exactly one"
                 raise GatewayError(Reason.MODEL_NOT_FOUND, text, param="model")
-        served = self._upstreams.names.get(name)
-        if served is None:
-            text = f"The model `{name}` does not exist."
-            raise GatewayError(Reason.MODEL_NOT_FOUND, text, param="model")
-        return served
+        served = self._upstreams.stands_for(name)
+        if served is not None:
+            return served
+        self._refuse_if_unknown(name)
+        text = f"The model `{name}` does not exist."
+        raise GatewayError(Reason.MODEL_NOT_FOUND, text, param="model")
+
+    def _refuse_if_unknown(self, name: str) -> None:
+        """Raises GatewayError if a model may be one of an engine that is still to be asked."""
+        if not self._upstreams.all_known():
+            text = f"no engine is known to serve {name}, but not all have said what they serve"
+            raise GatewayError(Reason.NO_UPSTREAM, text)
 
     async def _send_both(
         self, request: RelayedRequest, attempt: Attempt, chosen: ChosenEngine, prefill: EngineRank
@@ -351,7 +373,11 @@ class Forwarder:
             self._stats.prefill_failures["not_taken_over"] += 1
             attempt.prefill_failure, attempt.bound = answer, upstream.worker_id
             return True
-        if (refusal := _refuses(answer)) is None:
+        refusal = _refuses(answer)
+        if refusal is None and attempt.asked.model and _lacks_model(answer):
+            upstream.ask_anew()
+            refusal = "model_gone"
+        if refusal is None:
             return False
         if attempt.refused is None:
             self._stats.retries[refusal] += 1
@@ -504,6 +530,11 @@ def _refuses(answer: Answer) -> str | None:
 
 def _is_vllm(rank: EngineRank) -> bool:
     return rank.upstream.facts is not None and rank.upstream.facts.kind is EngineKind.VLLM
+
+
+def _lacks_model(answer: Answer) -> bool:
+    """Returns whether an engine does not serve any more what it has said that it serves."""
+    return answer.status == 404 and answer.whole and MODEL_GONE.search(answer.held) is not None
 
 
 def fault(answer: Answer) -> int | None:

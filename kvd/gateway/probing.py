@@ -96,8 +96,10 @@ class Facts:
         flag = EVENT_FLAGS[self.kind]
         return f"the engine reports no endpoint of KV events, so they are predicted; add {flag}"
 
-    def serves(self, name: str) -> bool:
-        return name in self.names
+    @property
+    def context(self) -> int | None:
+        """Returns the tokens of the longest request that it takes, None if it does not say."""
+        return self.models[0].max_model_len
 
 
 class Probe:

@@ -30,7 +30,7 @@ from kvd.gateway.choices import Choices
 from kvd.gateway.dns_names import FollowedName, Wanted
 from kvd.gateway.exchanges import CONNECT_S, ExchangeFailed, Exchanges
 from kvd.gateway.heads import credentials, own_head, request_head
-from kvd.gateway.probing import EngineKind, Facts, NotAnEngine, Probe
+from kvd.gateway.probing import Card, EngineKind, Facts, NotAnEngine, Probe
 from kvd.gateway.tunnels import Tunnel, UpstreamTls
 from kvd.http.relayed import RelayedRequest
 from kvd.model import DEFAULT_TENANT
@@ -46,6 +46,8 @@ RETRY_S = 0.1
 HEALTH_TIMEOUT_S = 3.0
 MAX_FAILURES = 3  # health checks in a row before a serving engine is out
 REFRESH_S = 30.0  # pause between two questions to a serving engine of what it serves
+# Shortest pause between two of them, where requests find that it serves something else.
+ASK_ANEW_S = 1.0
 HEALTH_BYTES = 64 * 1024  # of an answer to a health check
 # Engines and names that lead to engines, some 2 KB each; beyond them nobody is followed.
 MAX_UPSTREAMS = 4096
@@ -138,6 +140,12 @@ class Upstream:
             self.changed()
             self.failed.set()
 
+    def ask_anew(self) -> None:
+        """Has it asked at once what it serves, but not more than once in ASK_ANEW_S."""
+        if trio.current_time() - self.asked_at >= ASK_ANEW_S:
+            self.asked_at = -math.inf
+            self.failed.set()
+
     def fault_of(self, why: str) -> str:
         """Returns what is wrong with it: with TLS the relay hears only that a connection ended."""
         return why if self.tunnel is None else self.tunnel.problem or why
@@ -154,6 +162,12 @@ class Served(NamedTuple):
 
     model: str  # of the fleet in the selection service
     adapter: str | None = None
+    alias: str | None = None  # another name of the model, which not all of its engines may have
+
+    @property
+    def name(self) -> str:
+        """The name that clients use."""
+        return self.alias or self.adapter or self.model
 
 
 class _Engines(NamedTuple):
@@ -196,7 +210,9 @@ class Upstreams:
         self._connect_s = connect_s
         self._canary = Canary(exchanges, choices) if proves else None
         self._changing = trio.Lock()
-        self.names: dict[str, Served] = {}  # by the names that clients may use
+        # What each name that clients may use stands for: engines that have it for another model,
+        # or as an adapter, are others' fleets.
+        self.names: dict[str, list[Served]] = {}
         self._by_served: dict[Served, _Engines] = {}  # until any engine changes
         # Engines and names that have come wait here for the task that follows them.
         self._put_task, self._tasks = trio.open_memory_channel[Callable[[], Awaitable[None]]](
@@ -305,11 +321,10 @@ class Upstreams:
     def _engines_of(self, served: Served) -> _Engines:
         found = self._by_served.get(served)
         if found is None:
-            name = served.adapter or served.model
             serving: list[Upstream] = []
             prefills = False
             for one in self:
-                serves = one.facts is None or one.facts.serves(name)  # it may, or it does
+                serves = one.facts is None or _serves(one.facts, served)  # it may, or it does
                 prefills = prefills or (serves and one.role is Role.PREFILL)
                 if serves and one.facts is not None and one.standing is UpstreamState.SERVING:
                     serving.append(one)
@@ -318,8 +333,18 @@ class Upstreams:
 
     def only_name(self) -> str | None:
         """Returns the one base model there is, None for any other number of them."""
-        bases = {served.model for served in self.names.values()}
+        bases = {served.model for each in self.names.values() for served in each}
         return next(iter(bases)) if len(bases) == 1 else None
+
+    def stands_for(self, name: str) -> Served | None:
+        """Returns what a name stands for: of several the first that has an engine which is well."""
+        found = self.names.get(name, [])
+        well = (served for served in found if self.serving(served))
+        return next(well, found[0] if found else None)
+
+    def all_known(self) -> bool:
+        """Returns whether every engine has said what it serves."""
+        return all(upstream.facts is not None for upstream in self)
 
     async def _watch(self, upstream: Upstream) -> None:
         with upstream.following:
@@ -491,10 +516,22 @@ class Upstreams:
         for upstream in self:
             if upstream.facts is None:
                 continue
-            base = upstream.facts.models[0].name
             for card in upstream.facts.models:
-                adapter = card.name if card.parent is not None else None
-                self.names.setdefault(card.name, Served(base, adapter))
+                found = self.names.setdefault(card.name, [])
+                served = _served(upstream.facts, card)
+                if served not in found:
+                    found.append(served)
+
+
+def _served(facts: Facts, card: Card) -> Served:
+    base = facts.models[0].name
+    if card.parent is not None:
+        return Served(base, card.name)
+    return Served(base, alias=card.name if card.name != base else None)
+
+
+def _serves(facts: Facts, served: Served) -> bool:
+    return any(card.name == served.name and _served(facts, card) == served for card in facts.models)
 
 
 def worker_id_of(target: Target) -> int:

@@ -19,7 +19,9 @@ from tests.support.gateways import (
     trusting,
     wait_serving,
 )
+from tests.support.ports import find_free_port
 from tests.support.processes import Server
+from tests.support.zmtp_fakes import NOT_MY_FAULT_S
 
 Start = Callable[..., Server]
 PROMPT = " ".join(f"w{number}" for number in range(100))
@@ -170,3 +172,59 @@ async def test_events_of_another_engine_are_not_believed(kvd_process: Start) -> 
                 assert "tokens and events do not agree" in str(row["advice"])
             answered = await client.chat(PROMPT)
             assert answered.headers["x-kvd-decision"] == "predicted"
+
+
+async def test_an_engine_that_serves_another_model_now(kvd_process: Start) -> None:
+    async with serving(kvd_process, EngineOptions(), EngineOptions()) as (client, running):
+        running[0].server.options.model = "other"
+        for number in range(4):
+            assert (await client.chat(f"{number}")).status == 200
+        assert running[0].server.requests > 0  # it was asked, and what it serves then
+        with trio.fail_after(NOT_MY_FAULT_S):
+            while (await client.chat("x", model="other")).status != 200:  # noqa: ASYNC110 - another process
+                await trio.sleep(0.02)
+        answered = await client.chat("x", model="nobody's")
+        assert (answered.status, answered.json["error"]["code"]) == (404, "model_not_found")
+
+
+async def test_a_name_that_two_models_have(kvd_process: Start) -> None:
+    """As while a name is moved from one model to the next: nobody is lost with either."""
+    old, new = (EngineOptions(model=name, aliases=("best",)) for name in ("old", "new"))
+    async with serving(kvd_process, old, new) as (client, running):
+        for left in running:
+            assert (await client.chat("x", model="best")).status == 200
+            left.end()
+            assert (await client.chat("x", model="best")).status == 200
+            await left.start()
+            await wait_serving(client, 2)
+        for each in ("old", "new"):
+            assert (await client.chat("x", model=each)).status == 200
+
+
+async def test_a_name_that_some_engines_of_a_model_have(kvd_process: Start) -> None:
+    options = EngineOptions(), EngineOptions(aliases=("also",))
+    async with serving(kvd_process, *options) as (client, running):
+        for number in range(4):
+            assert (await client.chat(f"{number}", model="also")).status == 200
+        assert [each.server.requests for each in running] == [0, 4]
+
+
+async def test_a_prompt_goes_where_it_fits(kvd_process: Start) -> None:
+    options = EngineOptions(max_model_len=100), EngineOptions(max_model_len=1000)
+    async with serving(kvd_process, *options) as (client, running):
+        for number in range(4):
+            ids = [number * 300 + at for at in range(98)]
+            body = {"model": "demo", "prompt": ids, "max_tokens": 3}
+            assert (await client.post("/v1/completions", body)).status == 200
+        assert [each.server.requests for each in running] == [0, 4]
+        ids = list(range(5000, 6001))
+        answered = await client.post("/v1/completions", {"model": "demo", "prompt": ids})
+        assert (answered.status, answered.json["error"]["type"]) == (400, "BadRequestError")
+
+
+async def test_before_any_engine_has_said_what_it_serves(kvd_process: Start) -> None:
+    async with gateway_of(kvd_process, [f"http://127.0.0.1:{find_free_port()}"], count=0) as client:
+        for model in ("demo", None):
+            answered = await client.chat("x", model=model)
+            assert (answered.status, answered.json["error"]["code"]) == (503, "no_upstream")
+            assert answered.headers["retry-after"] == "1"
