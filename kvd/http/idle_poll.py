@@ -10,7 +10,8 @@ A pass of trio costs a sleeping process some 30 µs of CPU beside the system cal
 cold; what a request needs is 15. So while requests come one by one and no task can run, the process
 sleeps here, on the same set of descriptors, and serves its pollables: whatever has an epoll
 set of its own, as the fast paths of HTTP, the relay of a gateway and the links to engines have.
-They have turns: a client that asks again at once keeps no event waiting.
+They have turns: a client that asks again at once keeps no event waiting. Events go first, so that
+an answer knows what has come before its question.
 
 1. Nothing is late: any other descriptor, a deadline, or a task that a request has made runnable
    ends the stay, and trio looks at everything anew.
@@ -102,12 +103,12 @@ class IdlePoller(trio.abc.Instrument):
 
 @contextmanager
 def polled_when_idle(
-    pollable: Pollable, budget_ns: int, busy_wait_us: int = 0
+    pollable: Pollable, budget_ns: int, busy_wait_us: int = 0, *, goes_first: bool = False
 ) -> Iterator[IdlePoller]:
     """Has `pollable` served between the passes of this run of trio, for the time of the context.
 
     No row of requests takes much longer than `budget_ns` nanoseconds. For the next one it may stay
-    awake for `busy_wait_us` microseconds.
+    awake for `busy_wait_us` microseconds. One that `goes_first` has its turn before the others.
     """
     here = _current.get()
     if here is None:
@@ -116,7 +117,7 @@ def polled_when_idle(
         if here.usable:
             trio.lowlevel.add_instrument(here)
     here.awake.allow(busy_wait_us)
-    here.pollables.append(pollable)
+    here.pollables.insert(0 if goes_first else len(here.pollables), pollable)
     try:
         yield here
     finally:

@@ -5,8 +5,8 @@
                                    └────────────── True ─────────────┘
 
 What comes for a listener at rest is taken where it is noticed, and no task wakes up for it. While
-requests are served without trio (`kvd.http.idle_poll`), so are messages: a client that asks again
-and again finds what was published in between as soon as it has come.
+requests are served without trio (`kvd.http.idle_poll`), so are messages, and before them: a client
+that asks again and again finds what was published in between as soon as it has come.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Arrivals:
         self._waiting: dict[int, tuple[trio.lowlevel.Task, Serve]] = {}
 
     async def run(self) -> NoReturn:
-        with self._epoll, polled_when_idle(self, ROW_NS) as between:
+        with self._epoll, polled_when_idle(self, ROW_NS, goes_first=True) as between:
             while True:
                 await trio.lowlevel.wait_readable(self.fileno())
                 between.warm = True

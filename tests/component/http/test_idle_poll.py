@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import trio
+from trio.testing import wait_all_tasks_blocked
 
 from kvd.http import idle_poll
 from kvd.http.busy_wait import BusyWait
@@ -22,6 +23,7 @@ from kvd.http.idle_poll import EPOLL, RUNNABLE, WAKE, busy_wait_families, polled
 from kvd.http.messages import Request, Response
 from kvd.http.permits import PermitRules
 from kvd.http.routes import Route
+from kvd.net.arrivals import arrivals
 from kvd.telemetry.metrics import render
 from tests.support.exposition import parse
 from tests.support.loglines import logged
@@ -107,6 +109,36 @@ async def test_other_descriptors_are_not_held_up() -> None:
                 await one.send(b"x")
                 assert await other.recv(1) == b"x"
         heard.set()
+
+
+async def test_an_answer_knows_what_had_come_before_its_question() -> None:
+    """However the loop waits: in between its passes, or in one of trio's."""
+    events = 0
+
+    def tell(request: Request) -> Response:
+        return Response(200, b"%d" % events)
+
+    one, other = socket.socketpair()
+
+    def take() -> bool:
+        nonlocal events
+        events += len(other.recv(1))
+        return True
+
+    routes = (*ROUTES, Route("GET", "/events", tell, hot=True))
+    with one, other:
+        async with serving(PATIENT, routes, **CALM) as running, trio.open_nursery() as nursery:
+            nursery.start_soon(arrivals().wait, other.fileno(), take)
+            await wait_all_tasks_blocked()
+            with socket.create_connection(running.address, timeout=10) as client:
+                for number in range(1, MANY):
+                    one.send(b"e")
+                    client.sendall(REQUEST.replace(b"/health", b"/events"))
+                    if number % 2:
+                        await trio.lowlevel.wait_readable(client)
+                    answer = await trio.to_thread.run_sync(client.recv, 4096)
+                    assert answer.endswith(b"\r\n\r\n%d" % number)
+            nursery.cancel_scope.cancel()
 
 
 async def test_a_task_that_a_request_has_made_runnable_runs_at_once() -> None:
