@@ -109,9 +109,9 @@ JOIN_S = 5.0
 MEET_S = 5.0
 
 # Little here is cyclic garbage, and a full collection looks at all that listeners are made of:
-# 40 ms at 400 of them. Allocations for a small collection, small ones for a middle one, and those
-# for a full one.
-GC_THRESHOLDS = (5_000, 50, 100)
+# 40 ms at 400 of them. Allocations for a small collection; small ones for a middle one, which looks
+# at what these have left: 12,000 objects, 2 to 5 ms; and those for a full one.
+GC_THRESHOLDS = (2_000, 5, 2_500)
 
 log = get_logger(__name__)
 

@@ -67,7 +67,7 @@ class IdlePoller(trio.abc.Instrument):
             self._runnable = attrgetter(RUNNABLE)(trio)
             self.usable = True
         except AttributeError as error:
-            self.usable = False
+            self.usable, self._runnable = False, ()
             log.warning("idle_poller_off", reason=error, trio=trio.__version__)
         self._token = trio.lowlevel.current_trio_token()
         self._budget_ns = budget_ns
@@ -77,7 +77,7 @@ class IdlePoller(trio.abc.Instrument):
 
     def serve_row(self) -> int:
         """Serves all pollables within a pass of trio; returns NOTHING, ALL or SOME."""
-        return serve_row(self.pollables, self._budget_ns)
+        return serve_row(self.pollables, self._budget_ns, self._runnable)
 
     def before_io_wait(self, timeout: float) -> None:
         """Stays, `timeout` seconds at most; trio calls this when no task can run."""

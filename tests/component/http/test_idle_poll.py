@@ -6,7 +6,7 @@ import re
 import select
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from operator import attrgetter
 from threading import Event as ThreadEvent
@@ -27,7 +27,7 @@ from kvd.net.arrivals import arrivals
 from kvd.telemetry.metrics import render
 from tests.support.exposition import parse
 from tests.support.loglines import logged
-from tests.support.serving import PATIENT, ROUTES, Running, serving
+from tests.support.serving import PATIENT, ROUTES, Running, eventually, serving
 
 REQUEST = b"GET /health HTTP/1.1\r\nhost: kvd\r\n\r\n"
 MANY = 300
@@ -139,6 +139,43 @@ async def test_an_answer_knows_what_had_come_before_its_question() -> None:
                     answer = await trio.to_thread.run_sync(client.recv, 4096)
                     assert answer.endswith(b"\r\n\r\n%d" % number)
             nursery.cancel_scope.cancel()
+
+
+class Handled(trio.abc.Instrument):
+    """Knows the most requests that were handled between two waits for I/O."""
+
+    def __init__(self) -> None:
+        self.most = self._count = 0
+
+    def after_io_wait(self, timeout: float) -> None:
+        self._count = 0
+
+    def handle(self, request: Request) -> Response:
+        self._count += 1
+        self.most = max(self.most, self._count)
+        return Response(200, b"")
+
+
+async def test_of_requests_that_come_at_once_a_few_are_handled_in_a_pass() -> None:
+    """What needs the tasks of many connections leaves others their turns."""
+    handled = Handled()
+    routes = (*ROUTES, Route("GET", "/app/handle", handled.handle))
+    async with serving(PATIENT, routes, **CALM) as running:
+        with ExitStack() as stack:
+            clients = [
+                stack.enter_context(socket.create_connection(running.address, timeout=10))
+                for _ in range(MANY)
+            ]
+            await eventually(lambda: running.front.stats.connections_open == MANY)
+            await wait_all_tasks_blocked()
+            trio.lowlevel.add_instrument(handled)
+            for client in clients:
+                client.sendall(REQUEST.replace(b"/health", b"/app/handle"))
+            for client in clients:
+                await trio.lowlevel.wait_readable(client)
+                assert client.recv(4096).startswith(b"HTTP/1.1 200")
+            trio.lowlevel.remove_instrument(handled)
+    assert 0 < handled.most < MANY / 4
 
 
 async def test_a_task_that_a_request_has_made_runnable_runs_at_once() -> None:
