@@ -113,7 +113,7 @@ class SharedState:
         """Numbers steps as they come: a drain of all that was booked in an outage would be long."""
         while True:
             await trio.sleep(FLUSH_S)
-            self._outbox.drain(trio.current_time())
+            await self._outbox.drain()
 
     async def _keep_sessions(self) -> None:
         while not self._stopping.is_set():

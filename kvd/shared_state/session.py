@@ -216,10 +216,10 @@ class Session:
 
     async def _among_news(self, work: Iterator[None]) -> None:
         """Does what tells known bookings from others, while clients make new ones."""
-        self._outbox.drain(trio.current_time())
+        await self._outbox.drain()
         for _ in work:
             await trio.lowlevel.checkpoint()
-            self._outbox.drain(trio.current_time())
+            await self._outbox.drain()
 
     async def _say_hello(self) -> None:
         await self._write_view()
@@ -251,7 +251,7 @@ class Session:
     async def flush(self) -> None:
         """Writes all steps so far."""
         outbox = self._outbox
-        outbox.drain(trio.current_time())
+        await outbox.drain()
         if outbox.holes != self._holes:
             self._holes = outbox.holes
             self._wanted.set()
@@ -348,12 +348,12 @@ class Session:
 
     async def _apply(self, entry: StreamEntry, position: Position) -> None:
         async with self._at_rest:
-            self._outbox.drain(trio.current_time())
+            await self._outbox.drain()
             said_at = entry.server_clock
             age_s = self._age_s(position.ms / 1000 if said_at is None else said_at)
             for _ in self._mirror.take(entry, position, age_s):
                 await trio.lowlevel.checkpoint()
-                self._outbox.drain(trio.current_time())
+                await self._outbox.drain()
             if entry.writer in self._mirror.behind:
                 self._caught_up(entry.writer)
 
@@ -412,11 +412,11 @@ class Session:
             async for piece in pieces:
                 age_s = 0.0 if piece.server_clock is None else self._age_s(piece.server_clock)
                 async with self._at_rest:
-                    self._outbox.drain(trio.current_time())
+                    await self._outbox.drain()
                     for _ in merge.take(piece, age_s):
                         await trio.lowlevel.checkpoint()
         async with self._at_rest:
-            self._outbox.drain(trio.current_time())
+            await self._outbox.drain()
             for _ in merge.finish():
                 await trio.lowlevel.checkpoint()
         await self._catch_up(head.position)

@@ -90,7 +90,7 @@ class Views:
         self._server_s = server_s
         mirror = self._mirror
         async with self._at_rest:
-            self._outbox.drain(trio.current_time())
+            await self._outbox.drain()
             numbers = mirror.numbers | {mirror.writer: mirror.own}
             position, own = mirror.position, mirror.own
             left_out = mirror.stats.left_out
@@ -122,7 +122,7 @@ class Views:
                 while after is not None:
                     async with self._at_rest:
                         now = trio.current_time()
-                        self._outbox.drain(now)
+                        await self._outbox.drain()
                         after = owner.ledger.export(self._scratch, after, ENTRY_BYTES)
                         records = self._scratch.take()
                         ledger = LedgerName(kind, owner.key, owner.block_size or 0)

@@ -163,24 +163,27 @@ cdef object get_step(Reader* reader, int kind):
     return Stepped(kind, ledger, get_text(reader, id_size), fraction)
 
 
-def pieces(bytes records not None, size_t most):
-    """Yields records in pieces of at most `most` bytes, or of one record that is longer.
+def pieces(bytes records not None, size_t max_bytes, size_t max_records):
+    """Yields records in pieces of so many bytes at most, or of one record that is longer.
 
     Raises ValueError on what is no record.
     """
     cdef Reader all
     cdef const char* begun
     cdef uint32_t rest
+    cdef size_t n = 0
     all.at = begun = PyBytes_AS_STRING(records)
     all.end = all.at + PyBytes_GET_SIZE(records)
     while all.at != all.end:
         need(&all, sizeof(uint32_t))
         rest = get_u32(&all)
         need(&all, rest)
-        if all.at + rest - begun > <ptrdiff_t>most and all.at - sizeof(uint32_t) != begun:
+        if n and (n == max_records or all.at + rest - begun > <ptrdiff_t>max_bytes):
             yield PyBytes_FromStringAndSize(begun, all.at - sizeof(uint32_t) - begun)
             begun = all.at - sizeof(uint32_t)
+            n = 0
         all.at += rest
+        n += 1
     if all.at != begun:
         yield PyBytes_FromStringAndSize(begun, all.at - begun)
 

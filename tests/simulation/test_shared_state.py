@@ -27,7 +27,7 @@ from kvd.shared_state.catalog import Catalog
 from kvd.shared_state.entries import Position, ViewHead
 from kvd.shared_state.keys import Keys
 from kvd.shared_state.mirror import Faces, Merge, Mirror
-from kvd.shared_state.outbox import Outbox
+from kvd.shared_state.outbox import NUMBERED_AT_ONCE, Outbox
 from kvd.shared_state.session import KnownFleet, Session
 from kvd.shared_state.views import Views
 from kvd.slots.shared_loads import Ledgers
@@ -385,7 +385,7 @@ def test_what_ended_here_stays_so_though_a_view_has_it() -> None:
         here.book("r0", 0, [1])
         here.journal.resume()
         here.slots.end(here.tracker, "r0")
-        here.outbox.drain(trio.current_time())
+        await here.outbox.drain()
         numbers = {"there": there.mirror.own}
         head = ViewHead(
             1, 1, 1, numbers, there.mirror.position, there.mirror.own, partial=False, served=[]
@@ -396,6 +396,37 @@ def test_what_ended_here_stays_so_though_a_view_has_it() -> None:
         assert list(merge.finish()) == []
         assert count(there, "r", 1) == 1
         assert count(here, "r", 1) == 0
+
+    run(scenario)
+
+
+def test_others_run_while_many_ends_are_numbered() -> None:
+    many = 1000
+
+    async def scenario(server: MemoryServer, nursery: trio.Nursery) -> None:
+        replica = Replica(server, "one")
+        for number in range(many):
+            replica.book(f"r{number}", 0, [number])
+        await replica.outbox.drain()
+        before, ends = replica.mirror.own, replica.outbox.told
+        for number in range(many):
+            replica.slots.end(replica.tracker, f"r{number}")
+        turns = 0
+
+        async def count_turns() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await trio.lowlevel.checkpoint()
+
+        nursery.start_soon(count_turns)
+        await replica.outbox.drain()
+        nursery.cancel_scope.cancel()
+        assert replica.mirror.own == before + many
+        assert turns > many // NUMBERED_AT_ONCE // 2
+        entries = list(replica.outbox.entries)
+        assert [each.first for each in entries[1:]] == [each.last + 1 for each in entries[:-1]]
+        assert replica.outbox.told == ends
 
     run(scenario)
 
