@@ -270,10 +270,13 @@ class LiveRequests(Generic[Owner]):
         number = owner.ledger.rank_of(*rank)
         if number is None:
             return
-        for request_id in owner.ledger.remove_rank(number):
-            self.removed += 1
-            self._tell(owner.key, block_size, request_id, rank, Step.FREE)
-            self._observe(owner, request_id, Step.FREE, None, None)
+        removed = owner.ledger.remove_rank(number)
+        self.removed += len(removed)
+        is_told = bool(self.steps.subscribers or self.moments.subscribers)
+        for request_id in removed:
+            if is_told:
+                self._tell(owner.key, block_size, request_id, rank, Step.FREE)
+                self._observe(owner, request_id, Step.FREE, None, None)
             self._forget(request_id)
 
     # ---- what another process has booked
