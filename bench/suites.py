@@ -35,7 +35,9 @@ BURST = Suite(
     "RSS after bursts: one-block messages as fast as they can be sent",
     (Figure("rss_after_mib", "whole RSS, MiB"), Figure("rss_bytes_per_pair", "bytes/pair")),
 )
-LATENCY = Suite("latency", "From event to queryable, one block, idle server", (P50, P99))
+LATENCY = Suite("latency", "From event to queryable, one block", (P50, P99))
+# By case: blocks/s that are published in between, and how many an event has.
+FRESH = {"idle server": "", "100,000 blocks/s": "100000 64"}
 DUMP = Suite(
     "recovery",
     "GET /dump, again and again, while 2,048-token queries run",
@@ -116,7 +118,7 @@ class IndexerSuites(Runs):
             if TIERED.name in names:
                 cases += self._tiered(pair)
             if LATENCY.name in names:
-                cases.append(self._latency(holds))
+                cases += [self._latency(holds, name, beside) for name, beside in FRESH.items()]
         return cases
 
     @contextmanager
@@ -174,14 +176,14 @@ class IndexerSuites(Runs):
         bodies = self._generator.bodies(**self._prompt_data(), **prompt, count=8)
         check_equal(pair, path, bodies, matched=int(tokens * HIT))
 
-    def _latency(self, holds: list[Hold]) -> Case:
-        case = Case(LATENCY, "1-block event")
+    def _latency(self, holds: list[Hold], name: str, beside: str) -> Case:
+        case = Case(LATENCY, name)
         say(f"{LATENCY.name}: {case.name}")
         for hold in holds:
             hold.ask("fresh 10")  # the first ones find cold caches and sleeping threads
         for _ in range(self._plan.rounds):
             for hold, results in zip(holds, case.runs, strict=True):
-                results.append(hold.ask(f"fresh {self._plan.samples}"))
+                results.append(hold.ask(f"fresh {self._plan.samples} {beside}"))
         return case
 
     def _ingest(self) -> list[Case]:

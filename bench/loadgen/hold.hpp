@@ -16,21 +16,32 @@ class Churn {
  public:
   Churn(Fleet& fleet, const DataSet& data) : fleet_(fleet), data_(data) {}
 
-  // `rate` blocks stored per second in chains of `chain_blocks`, for `seconds`.
+  // Reports how `store` went.
   void run(double rate, double seconds, long chain_blocks) {
+    const double start = now();
+    const Stored done = store(rate, seconds, chain_blocks);
+    JsonLine line;
+    line.text("mode", "churn").count("stored", done.blocks).count("late", done.late);
+    line.number("blocks_per_s", double(done.blocks) / (now() - start)).print();
+  }
+
+  struct Stored {
+    size_t blocks = 0, late = 0;
+  };
+
+  // `rate` blocks stored per second in chains of `chain_blocks`, for `seconds`.
+  Stored store(double rate, double seconds, long chain_blocks) {
     constexpr double kLate = 0.05;  // seconds behind schedule that count as not keeping up
     const double start = now();
-    size_t stored = 0, late = 0;
+    Stored done;
     while (now() - start < seconds) {
       store_chain(chain_blocks);
-      stored += size_t(chain_blocks);
-      const double wait = start + double(stored) / rate - now();
-      if (wait < -kLate) late++;
+      done.blocks += size_t(chain_blocks);
+      const double wait = start + double(done.blocks) / rate - now();
+      if (wait < -kLate) done.late++;
       sleep_seconds(wait);
     }
-    JsonLine line;
-    line.text("mode", "churn").count("stored", stored).count("late", late);
-    line.number("blocks_per_s", double(stored) / (now() - start)).print();
+    return done;
   }
 
  private:
@@ -67,12 +78,15 @@ class Churn {
   uint64_t chains_stored_ = 0;
 };
 
-// Time from publishing one block to finding it, `samples` times on an otherwise idle server.
-inline void measure_fresh(Fleet& fleet, const DataSet& data, long samples) {
+// Time from publishing one block to finding it, `samples` times: on a server that is otherwise idle,
+// or in between chains of `chain_blocks`, at `rate` blocks/s.
+inline void measure_fresh(Fleet& fleet, const DataSet& data, Churn& churn, long samples,
+                          double rate, long chain_blocks) {
   constexpr double kApart = 0.003;  // seconds; both ends have gone back to sleep by then
   std::vector<float> micros;
   for (long i = 0; i < samples; i++) {
-    sleep_seconds(kApart);
+    if (rate > 0) churn.store(rate, kApart, chain_blocks);
+    else sleep_seconds(kApart);
     micros.push_back(float(fleet.publish_and_find(i % data.workers) * 1e6));
   }
   JsonLine line;
@@ -86,7 +100,8 @@ inline void measure_sync(Fleet& fleet) {
   JsonLine().text("mode", "sync").number("seconds", now() - start).print();
 }
 
-// Obeys lines `churn RATE SECONDS BLOCKS`, `fresh SAMPLES`, `sync`, `quit`; each answers one line.
+// Obeys lines `churn RATE SECONDS BLOCKS`, `fresh SAMPLES [RATE BLOCKS]`, `sync`, `quit`; each answers
+// one line.
 inline void obey(Fleet& fleet, const DataSet& data) {
   Churn churn(fleet, data);
   for (std::string line; std::getline(std::cin, line) && line != "quit";) {
@@ -98,8 +113,11 @@ inline void obey(Fleet& fleet, const DataSet& data) {
     fleet.reconnect();
     if (command == "churn" && words >> rate >> seconds >> count && rate > 0 && count > 0)
       churn.run(rate, seconds, count);
-    else if (command == "fresh" && words >> count && count > 0) measure_fresh(fleet, data, count);
-    else if (command == "sync") measure_sync(fleet);
+    else if (command == "fresh" && words >> count && count > 0) {
+      long blocks = 0;
+      words >> rate >> blocks;
+      measure_fresh(fleet, data, churn, count, rate, blocks);
+    } else if (command == "sync") measure_sync(fleet);
     else throw std::runtime_error("unknown command: " + line);
   }
 }
