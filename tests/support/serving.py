@@ -181,12 +181,12 @@ class Client:
             if "content-length" not in headers:
                 return await self.read_to_end()
             return await self._read(int(headers["content-length"]))
-        body = b""
+        pieces = []
         while size := int(await self._read_until(b"\r\n"), 16):
-            body += await self._read(size)
+            pieces.append(await self._read(size))
             assert await self._read(2) == b"\r\n"
         assert await self._read(2) == b"\r\n"
-        return body
+        return b"".join(pieces)
 
     async def read_to_end(self) -> bytes:
         """Returns everything up to the end of the connection, which may be a reset."""

@@ -106,16 +106,16 @@ async def test_a_stream_is_held_until_its_first_event_with_data(step: int) -> No
 
 
 def dechunked(data: bytes) -> bytes:
-    payload = b""
+    pieces, at = [], 0
     while True:
-        size, _, data = data.partition(b"\r\n")
-        if size == b"0":
-            assert data == b"\r\n"
-            return payload
-        n = int(size, 16)
-        payload += data[:n]
-        assert data[n : n + 2] == b"\r\n"
-        data = data[n + 2 :]
+        start = data.index(b"\r\n", at) + 2
+        end = start + int(data[at:start], 16)
+        assert data[end : end + 2] == b"\r\n"
+        at = end + 2
+        if start == end:
+            assert at == len(data)
+            return b"".join(pieces)
+        pieces.append(data[start:end])
 
 
 @pytest.mark.parametrize(
