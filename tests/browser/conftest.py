@@ -12,6 +12,7 @@ import pytest
 from tests.support.pictured import Pictured, pictured
 
 CHROMIUM = shutil.which("chromium")
+FLAGS = ["--no-sandbox", "--disable-gpu"]  # a GPU in software draws nothing better
 WORKERS = 12
 PATIENCE_MS = 20_000
 LOOK_EVERY_MS = 100  # the page itself asks every two seconds
@@ -47,7 +48,7 @@ class Window:
 OpenWindow = Callable[..., Window]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     playwright = pytest.importorskip(
         "playwright.sync_api", reason="playwright is not installed: pip install .[test]"
@@ -55,12 +56,12 @@ def browser() -> Iterator[Any]:
     if CHROMIUM is None:
         pytest.skip("chromium is not installed")
     with playwright.sync_playwright() as driver:
-        opened = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        opened = driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
         yield opened
         opened.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def fleet(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pictured]:
     with pictured(tmp_path_factory.mktemp("fleet"), WORKERS) as found:
         found.ask(20)
