@@ -29,7 +29,7 @@ from tests.support.ports import find_free_port
 from tests.support.processes import Server, clean_environment
 from tests.support.running import running_kvd
 
-EXAMPLES = scaled(5)  # of each route and mode
+EXAMPLES = scaled(3)  # of each route and mode
 SETTINGS = settings(
     max_examples=EXAMPLES,
     derandomize=True,
@@ -143,7 +143,7 @@ def as_httpx(response: schemathesis.Response) -> httpx.Response:
 @pytest.fixture(scope="module")
 def session() -> Iterator[requests.Session]:
     with requests.Session() as opened:
-        opened.trust_env = False  # else it looks for proxies, 2,000 times
+        opened.trust_env = False  # else it looks for proxies, a thousand times
         yield opened
 
 
