@@ -22,16 +22,20 @@ def parse(text: str) -> dict[str, float]:
     """
     assert text == "" or text.endswith("\n")
     samples: dict[str, float] = {}
-    announced: list[str] = []
+    announced: set[str] = set()
+    family = ""
     for line in text.split("\n")[:-1]:
         if line.startswith("# "):
             kind, name = line[2:].split(" ")[:2]
-            assert kind == ("HELP" if name not in announced else "TYPE"), line
-            announced += [name] if kind == "HELP" else []
+            assert kind == ("TYPE" if name in announced else "HELP"), line
+            if kind == "HELP":
+                announced.add(name)
+                family = name
             continue
         found = _SAMPLE.fullmatch(line)
         assert found, line
-        assert announced[-1] in (found[1], re.sub("_(bucket|sum|count)$", "", found[1])), line
+        name = found[1]
+        assert family == name or family == re.sub("_(bucket|sum|count)$", "", name), line
         key = line.rpartition(" ")[0]
         assert key not in samples, line
         samples[key] = float(found[3])

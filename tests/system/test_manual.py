@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import re
 import shutil
@@ -51,6 +52,7 @@ def run(*command: object) -> str:
     return ended.stdout + ended.stderr
 
 
+@functools.cache
 def helps() -> dict[str, set[str]]:
     """Returns the options that `--help-all` of every command lists."""
     found = {}
