@@ -17,6 +17,7 @@
     attempts    a request's way from engine to engine: who of the well and untried serves it next
     pools       two engines for one request: one computes the prompt, another one answers
     forwarding  one request: a choice, tries, the answer on its way, the booking's end
+    answers     what an engine's answer says beside its content: a refusal, a fault, cached tokens
     heads       heads of requests and answers, as they go on to the other side
     exchanges   the relay (kvd_core.relay) for tasks that wait
     errors      the gateway's own errors, in the form that clients of each API know

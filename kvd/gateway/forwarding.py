@@ -11,8 +11,6 @@ answer of 500 is passed on: a prompt that breaks an engine must not meet the nex
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext
 from hashlib import blake2b
@@ -21,6 +19,15 @@ from typing import NamedTuple
 from uuid import uuid4
 
 from kvd.gateway import errors
+from kvd.gateway.answers import (
+    cached_tokens,
+    fault,
+    first_error,
+    is_stream,
+    lacks_model,
+    paced,
+    refuses,
+)
 from kvd.gateway.attempts import Attempt, ChosenEngine, EngineChooser
 from kvd.gateway.chains import Chains
 from kvd.gateway.choices import Choices
@@ -53,16 +60,8 @@ JSON_LINE = b"content-type: application/json\r\n"
 UNBUFFERED = b"cache-control: no-cache\r\nx-accel-buffering: no\r\n"
 # Payload that is held before a client is sent anything: answers that are no streams mostly fit.
 HOLD_BYTES = 64 * 1024
-# Statuses with which an engine says that it has done nothing, and another one may.
-NOT_DONE = frozenset((429, 502, 503, 504))
-# In the usage of an answer; an engine that keeps it for itself says null.
-CACHED_TOKENS = re.compile(rb'"cached_tokens":\s*(\d{1,9})\b')
 # APIs whose streams have a last event; others end with their connection.
 ENDED_BY_EVENTS = frozenset((Api.CHAT, Api.COMPLETIONS, Api.MESSAGES, Api.RESPONSES))
-# In the body of a 404: vLLM says so in "param" since 0.14.
-MODEL_GONE = re.compile(
-    rb'"param":\s*"model"|"model_not_found"|The model `[^`]{1,1000}` does not exist'
-)
 # Outcomes of which another engine knows nothing.
 NOT_BEGUN = frozenset(
     (
@@ -82,13 +81,6 @@ class Sent(NamedTuple):
     events: bool
     chunked: bool
     persists: bool  # the client's connection, after a whole answer
-
-
-class EventError(NamedTuple):
-    """An error that an engine tells in an event."""
-
-    status: int
-    data: bytes  # a JSON object
 
 
 Serve = Callable[[Api, RelayedRequest, bytes], Awaitable[bool]]
@@ -174,7 +166,7 @@ class Forwarder:
                 break
         refused = attempt.refused
         if refused is None and isinstance(failure := attempt.prefill_failure, Answer):
-            refused = failure if _refuses(failure) is not None else None
+            refused = failure if refuses(failure) is not None else None
         if refused is not None:
             return await self._pass_refusal(request, attempt, refused)
         raise _unanswered(attempt, f"no engine has answered: {attempt.failed or 'none is left'}")
@@ -311,7 +303,7 @@ class Forwarder:
         if isinstance(said, Ending):
             self._note_not_begun(attempt, prefill.upstream, said)
             cause = prefill.upstream.outcome_of(said).name.lower()
-        elif (refusal := _refuses(said)) is not None:
+        elif (refusal := refuses(said)) is not None:
             cause = refusal
         elif fault(said) is not None:
             return await self._pass_refusal(request, attempt, said)
@@ -373,15 +365,15 @@ class Forwarder:
             self._stats.prefill_failures["not_taken_over"] += 1
             attempt.prefill_failure, attempt.bound = answer, upstream.worker_id
             return True
-        refusal = _refuses(answer)
-        if refusal is None and attempt.asked.model and _lacks_model(answer):
+        refusal = refuses(answer)
+        if refusal is None and attempt.asked.model and lacks_model(answer):
             upstream.ask_anew()
             refusal = "model_gone"
         if refusal is None:
             return False
         if attempt.refused is None:
             self._stats.retries[refusal] += 1
-        elif _is_stream(answer):  # it is said with its status
+        elif is_stream(answer):  # it is said with its status
             attempt.refused_again = True
         else:
             return False
@@ -399,7 +391,7 @@ class Forwarder:
     ) -> Sent:
         """Sends an answer on, and forgets what has led to it."""
         said, form = read_head(answer.head), attempt.asked.api.errors
-        lines = _paced(said) + rendered(id_headers(form, attempt.request_id))
+        lines = paced(said) + rendered(id_headers(form, attempt.request_id))
         if self._tells:
             lines += _decision_lines(attempt, chosen)
         if answer.events:
@@ -496,9 +488,9 @@ class Forwarder:
         clients know that they may come again.
         """
         said, body = read_head(answer.head), answer.held
-        if _is_stream(answer) and (error := first_error(body)) is not None:
+        if is_stream(answer) and (error := first_error(body)) is not None:
             said, body = EngineHead(error.status, JSON_LINE, None), error.data
-        lines = _paced(said) + rendered(id_headers(attempt.asked.api.errors, attempt.request_id))
+        lines = paced(said) + rendered(id_headers(attempt.asked.api.errors, attempt.request_id))
         head, _, persists = request.answer_head(said.status, lines, len(body))
         self._stats.ended[Ended.COMPLETE] += 1
         await request.send_piece(head + body, chunked=False)
@@ -522,64 +514,8 @@ def _unanswered(attempt: Attempt, text: str) -> GatewayError:
     return GatewayError(Reason.UPSTREAM_FAILED, text)
 
 
-def _refuses(answer: Answer) -> str | None:
-    """Returns what an engine has refused with if another one may do better, else None."""
-    whole = answer.whole or _is_stream(answer)
-    return str(status) if whole and (status := fault(answer)) in NOT_DONE else None
-
-
 def _is_vllm(rank: EngineRank) -> bool:
     return rank.upstream.facts is not None and rank.upstream.facts.kind is EngineKind.VLLM
-
-
-def _lacks_model(answer: Answer) -> bool:
-    """Returns whether an engine does not serve any more what it has said that it serves."""
-    return answer.status == 404 and answer.whole and MODEL_GONE.search(answer.held) is not None
-
-
-def fault(answer: Answer) -> int | None:
-    """Returns the status of an error that an answer is, None if it is none."""
-    if _is_stream(answer):
-        error = first_error(answer.held)
-        return None if error is None else error.status
-    return answer.status if answer.status >= 400 else None
-
-
-def _is_stream(answer: Answer) -> bool:
-    return answer.events and answer.status == 200
-
-
-def _paced(said: EngineHead) -> bytes:
-    """Returns the headers of an answer; one that refuses for now says when to come again."""
-    paced = said.status not in (429, 503) or b"\nretry-after:" in b"\n" + said.lines
-    return said.lines if paced else said.lines + b"retry-after: 1\r\n"
-
-
-def cached_tokens(tail: bytes) -> int | None:
-    """Returns the cached tokens in the usage at the end of an answer, None if it has none."""
-    found = CACHED_TOKENS.findall(tail)
-    return int(found[-1]) if found else None
-
-
-def first_error(held: bytes) -> EventError | None:
-    """Returns the error that is the first event of a stream, None if that is no error.
-
-    Engines that have begun to answer with 200 say in this way that they are overloaded.
-    """
-    if b'"error"' not in held:
-        return None
-    for line in held.splitlines():
-        if line.startswith(b"data:"):
-            try:
-                data = json.loads(line[5:])
-            except (ValueError, RecursionError):  # not JSON, so not an error either
-                return None
-            error = data.get("error") if isinstance(data, dict) else None
-            code = error.get("code") if isinstance(error, dict) else None
-            if isinstance(code, int) and 400 <= code <= 599:
-                return EventError(code, line[5:].strip())
-            return None
-    return None
 
 
 def _decision_lines(attempt: Attempt, chosen: ChosenEngine) -> bytes:

@@ -7,7 +7,7 @@ import json
 import pytest
 import trio
 
-from kvd.gateway.forwarding import first_error
+from kvd.gateway.answers import first_error
 from kvd.gateway.heads import read_head
 from kvd.gateway.probing import EngineKind, NotAnEngine, Probe, cache_configs
 from kvd.gateway.requests import longest_ids
@@ -87,7 +87,18 @@ def test_numbers_too_long_to_read_are_not_said() -> None:
     assert ids is not None and said_tokens(Rung.IDS, b'{"token_ids":%b}' % ids) is None
 
 
-def test_a_first_event_as_deep_as_it_is_long_is_no_error() -> None:
+def test_which_first_events_are_errors() -> None:
+    overloaded = b'{"type": "error", "error": {"type": "overloaded_error", "message": ""}}'
+    for data, status in (
+        (b'{"error": {"code": 503}}', 503),
+        (overloaded, 503),
+        (b'{"error": {"code": 7}}', None),
+        (b'{"error": {"type": ["overloaded_error"]}}', None),
+        (b'[{"error": {"code": 503}}]', None),
+    ):
+        found = first_error(b": hello\n\nevent: error\ndata: %b\n\n" % data)
+        assert (None if found is None else found.status) == status
+        assert found is None or found.data == data
     assert first_error(b"data: " + b"[" * 30_000 + b"\n\n") is None
 
 

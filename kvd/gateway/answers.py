@@ -1,0 +1,91 @@
+"""What an engine's answer says, beside its content: a refusal, a fault, cached tokens."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import NamedTuple
+
+from kvd.gateway.heads import EngineHead
+from kvd_core.relay.relay import Answer
+
+# Statuses with which an engine says that it has done nothing, and another one may.
+NOT_DONE = frozenset((429, 502, 503, 504))
+# Errors of Anthropic's API name no status.
+ANTHROPIC_STATUSES = {"overloaded_error": 503, "rate_limit_error": 429}
+# In the usage of an answer; an engine that keeps it for itself says null.
+CACHED_TOKENS = re.compile(rb'"cached_tokens":\s*(\d{1,9})\b')
+# In the body of a 404: vLLM says so in "param" since 0.14.
+MODEL_GONE = re.compile(
+    rb'"param":\s*"model"|"model_not_found"|The model `[^`]{1,1000}` does not exist'
+)
+
+
+class EventError(NamedTuple):
+    """An error that an engine tells in an event."""
+
+    status: int
+    data: bytes  # a JSON object
+
+
+def refuses(answer: Answer) -> str | None:
+    """Returns what an engine has refused with if another one may do better, else None."""
+    whole = answer.whole or is_stream(answer)
+    return str(status) if whole and (status := fault(answer)) in NOT_DONE else None
+
+
+def lacks_model(answer: Answer) -> bool:
+    """Returns whether an engine does not serve any more what it has said that it serves."""
+    return answer.status == 404 and answer.whole and MODEL_GONE.search(answer.held) is not None
+
+
+def fault(answer: Answer) -> int | None:
+    """Returns the status of an error that an answer is, None if it is none."""
+    if is_stream(answer):
+        error = first_error(answer.held)
+        return None if error is None else error.status
+    return answer.status if answer.status >= 400 else None
+
+
+def is_stream(answer: Answer) -> bool:
+    """Returns whether an answer is a stream that has begun well, as far as its head says."""
+    return answer.events and answer.status == 200
+
+
+def first_error(held: bytes) -> EventError | None:
+    """Returns the error that is the first event of a stream, None if that is no error.
+
+    Engines that have begun to answer with 200 say in this way that they are overloaded.
+    """
+    if b'"error"' not in held:
+        return None
+    for line in held.splitlines():
+        if line.startswith(b"data:"):
+            try:
+                data = json.loads(line[5:])
+            except (ValueError, RecursionError):  # not JSON, so not an error either
+                return None
+            error = data.get("error") if isinstance(data, dict) else None
+            code = _status_of(error) if isinstance(error, dict) else None
+            if isinstance(code, int) and 400 <= code <= 599:
+                return EventError(code, line[5:].strip())
+            return None
+    return None
+
+
+def _status_of(error: dict[str, object]) -> object:
+    kind = error.get("type")
+    return error.get("code") or (ANTHROPIC_STATUSES.get(kind) if isinstance(kind, str) else None)
+
+
+def paced(said: EngineHead) -> bytes:
+    """Returns the headers of an answer; one that refuses for now says when to come again."""
+    if said.status not in (429, 503) or b"\nretry-after:" in b"\n" + said.lines:
+        return said.lines
+    return said.lines + b"retry-after: 1\r\n"
+
+
+def cached_tokens(tail: bytes) -> int | None:
+    """Returns the cached tokens in the usage at the end of an answer, None if it has none."""
+    found = CACHED_TOKENS.findall(tail)
+    return int(found[-1]) if found else None
