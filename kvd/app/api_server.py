@@ -48,16 +48,12 @@ class ApiServer:
         failures: Failures = PLAIN,
         *,
         for_pages: bool = False,
-        seldom_cold: bool = False,
     ) -> None:
         """Takes what this face says of its routes, and what words its failures.
 
-        With `for_pages` it answers pages of allowed origins so that they can read it. One that is
-        `seldom_cold` loads what answers cold requests when the first of them comes, others
-        beforehand: their first client may have a deadline.
+        With `for_pages` it answers pages of allowed origins so that they can read it.
         """
         self.name = name
-        self._seldom_cold = seldom_cold
         self._description = description
         self.stats = HttpStats()  # of the addresses without TLS, once they are served
         self.requests = RequestMetrics(metrics_prefix)
@@ -153,8 +149,6 @@ class ApiServer:
         routes = with_document(self.name, routes, self._description)
         routes = tuple(self._bounded(each) for each in routes)
         app = ColdApp(routes, self._limits, self._context, not_found)
-        if not self._seldom_cold and (self._sockets or self._tls_sockets):
-            await app.load()
         async with trio.open_nursery() as nursery:
             if self._sockets:
                 front = Front(routes, app, self._limits, self._context)

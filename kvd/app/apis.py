@@ -236,7 +236,6 @@ class Apis:
             gateway_schemas.DESCRIPTION,
             ClientFailures(),
             for_pages=True,
-            seldom_cold=True,
         )
         self.binds: dict[ApiServer, Binds | None] = {
             self.indexer: config.indexer_bind,

@@ -15,7 +15,6 @@ would tell the service manager; the parent tells that one.
 from __future__ import annotations
 
 import os
-import secrets
 import select
 import shutil
 import signal
@@ -113,7 +112,7 @@ class _Supervisor:
     ) -> None:
         """Opens the shared port; raises StartError."""
         assert config.gateway_bind is not None
-        token = Token("processes", Scope.ANY, secrets.token_hex(32).encode())
+        token = Token("processes", Scope.ANY, os.urandom(32).hex().encode())
         if config.policy.tokens:  # then the processes need one for each other, too
             reader = replace(reader, own_tokens=(token,))
             config = reader.completed(config)

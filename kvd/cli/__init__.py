@@ -14,3 +14,7 @@ replay, replay_report
                 `kvd replay`: its options; its report, which that command alone loads
 settings_page   `kvd config docs`: docs/configuration.md, written from the settings
 """
+
+from kvd.platform.postponed import postpone
+
+postpone()  # before anything here imports trio

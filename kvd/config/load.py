@@ -7,11 +7,11 @@ it.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from hashlib import file_digest
 from pathlib import Path
 from stat import S_IROTH, S_IXOTH
 from typing import Any, ClassVar, TypeVar, cast
@@ -390,7 +390,7 @@ def _tls(values: Mapping[str, Any], binds: list[Bind]) -> TlsFiles | None:
     for name in TLS_FILES:
         if (path := values[name]) is not None:
             with reading(path, name), path.open("rb") as file:
-                digests[name] = file_digest(file, "sha256").digest()
+                digests[name] = hashlib.file_digest(file, "sha256").digest()
     return TlsFiles(certfile, keyfile, client_ca, digests)
 
 

@@ -11,9 +11,9 @@ answer of 500 is passed on: a prompt that breaks an engine must not meet the nex
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext
-from hashlib import blake2b
 from itertools import count
 from typing import NamedTuple
 from uuid import uuid4
@@ -502,7 +502,7 @@ def _tenant(request: RelayedRequest) -> str:
     if not request.is_checked:
         return ""
     shown = b"\0".join(value for name, value in request.headers if name in KEY_HEADERS)
-    return f"{blake2b(shown, digest_size=8).hexdigest()}:"
+    return f"{hashlib.blake2b(shown, digest_size=8).hexdigest()}:"
 
 
 def _unanswered(attempt: Attempt, text: str) -> GatewayError:

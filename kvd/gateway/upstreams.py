@@ -12,6 +12,7 @@ sent nothing new, and what it is answering goes on.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import ssl
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,7 +20,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
-from hashlib import blake2b
 from typing import NamedTuple, NoReturn
 
 import trio
@@ -536,7 +536,7 @@ def _serves(facts: Facts, served: Served) -> bool:
 
 def worker_id_of(target: Target) -> int:
     """Returns the id of the worker at an address: 53 bits, which every reader of JSON keeps."""
-    digest = blake2b(target.authority.encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(target.authority.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 11
 
 

@@ -86,6 +86,7 @@ class ListenerContext:
         head: Head,
         found: Found,
         body: bytes,
+        checks_host: bool,
         raised: Exception | None = None,
     ) -> tuple[bytes, bool, Undo]:
         """Returns the response of a handler that does not wait, rendered; does the connection stay?
@@ -94,17 +95,19 @@ class ListenerContext:
         client has left or cannot be sent the response.
         """
         started = perf_counter()
-        response = answer_now(found.route, _request(head, found, body), self.failures, raised)
+        request = self._request(head, found, body, checks_host)
+        response = answer_now(found.route, request, self.failures, raised)
         return self._rendered(shared, head, found, response, started)
 
     async def serve_waiting(
-        self, shared: Shared, head: Head, found: Found, body: bytes
+        self, shared: Shared, head: Head, found: Found, body: bytes, checks_host: bool
     ) -> tuple[bytes, bool, Undo]:
         """Does the same for an asynchronous handler, which has `handler_s`."""
         started = perf_counter()
         response = self._too_long
         with trio.move_on_after(shared.limits.handler_s) as scope:
-            response = await answer(found.route, _request(head, found, body), self.failures)
+            request = self._request(head, found, body, checks_host)
+            response = await answer(found.route, request, self.failures)
         shared.stats.handler_timeouts += scope.cancelled_caught
         return self._rendered(shared, head, found, response, started)
 
@@ -115,6 +118,13 @@ class ListenerContext:
             self.observe(route.path, method, status, seconds)
         if self.access.on:
             self.access.note(method, route.path, status, seconds, 0, request.headers)
+
+    def _request(self, head: Head, found: Found, body: bytes, checks_host: bool) -> Request:
+        route, captured = found
+        known = route.scope == Scope.OPEN and self.context.authorizer.knows(
+            head.headers, checks_host
+        )
+        return Request(head.method, route.path, head.query, head.headers, body, captured, known)
 
     def _rendered(
         self, shared: Shared, head: Head, found: Found, response: Response, started: float
@@ -145,11 +155,6 @@ class ListenerContext:
             )
         data = whole_response(response, response.body, lines, head.method == "HEAD")
         return data, persists, response.undo
-
-
-def _request(head: Head, found: Found, body: bytes) -> Request:
-    route, captured = found
-    return Request(head.method, route.path, head.query, head.headers, body, captured)
 
 
 class Connection(Transport):
@@ -219,7 +224,8 @@ class Connection(Transport):
         self.since = self.shared.now
         self.note_granted(route.scope)
         head = self._plain_head(route, query, headers)
-        return self._listener.serve(self.shared, head, Found(route, captured), body, raised)
+        found = Found(route, captured)
+        return self._listener.serve(self.shared, head, found, body, self.checks_host, raised)
 
     def _plain_head(self, route: Route, query: bytes, headers: Headers) -> Head:
         head = Head()
@@ -423,7 +429,8 @@ class Connection(Transport):
             return await self._relay(found.route, request)
         if found.route.waits:
             return await self._serve_waiting(head, found, body)
-        data, persists, undo = self._listener.serve(self.shared, head, found, body)
+        served = self._listener.serve(self.shared, head, found, body, self.checks_host)
+        data, persists, undo = served
         await self._deliver(data, undo)
         return persists
 
@@ -458,14 +465,20 @@ class Connection(Transport):
             self._listener.note_relayed(route, request, perf_counter() - started)
 
     async def _serve_waiting(self, head: Head, found: Found, body: bytes) -> bool:
-        """Serves an asynchronous handler, which is cancelled when its client leaves."""
+        """Serves an asynchronous handler, which is cancelled when its client leaves.
+
+        Not where that changes who serves: what a client has asked for and not waited for is done.
+        """
         self.enter(ConnectionPhase.WORKING)
         data, persists, undo = b"", False, None
         self.shared.stats.connections_waiting += 1
         try:
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._watch_client, nursery.cancel_scope)
-                served = self._listener.serve_waiting(self.shared, head, found, body)
+                if not found.route.scope & Scope.ADMIN:
+                    nursery.start_soon(self._watch_client, nursery.cancel_scope)
+                served = self._listener.serve_waiting(
+                    self.shared, head, found, body, self.checks_host
+                )
                 data, persists, undo = await served
                 nursery.cancel_scope.cancel()
         except BaseException:

@@ -1,7 +1,8 @@
 """Routes, of which a face is made, and the requirements of each route.
 
 A face is a tuple of routes. The front serves the hot ones directly and the Quart application
-serves all of them; both call the same handler.
+serves all of them; both call the same handler. Cold are those whose answers are streamed, or
+bounded in number.
 """
 
 from __future__ import annotations
@@ -51,10 +52,10 @@ Relays = Callable[[RelayedRequest], Awaitable[bool]]
 class Route:
     """Binds a method and a path to a handler; one segment of that may be a placeholder, `{id}`.
 
-    `hot` routes answer with bytes, and bypass the Quart application; the handlers of most are
-    compiled (http/hot.pyx). `body_limit` is in bytes; a longer body is answered 413
-    before anyone sees it. Where it is 0, as for every GET and DELETE,
-    nobody needs a body: the handler is given none, and what a client sends is not kept.
+    `hot` routes answer with bytes, and bypass the Quart application, which is not even loaded for
+    them; the handlers of those that are asked most are compiled (http/hot.pyx). `body_limit` is in
+    bytes; a longer body is answered 413 before anyone sees it. Where it is 0, as for every GET and
+    DELETE, nobody needs a body: the handler is given none, and what a client sends is not kept.
     `admission` bounds how many requests of a route that is not hot are under way. With `any_type`
     a body is read as JSON whatever type it is announced as. A token needs the `scope`: READ unless
     it is said, which every route has to that is not a GET. The placeholder of a `deep` route, at

@@ -19,10 +19,10 @@ All of it is touched by one thread only, and no method awaits: each call is one 
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
+from uuid import uuid4
 
 from kvd.errors import Conflict, NotFound, Unavailable
 from kvd.index.served_models import EVERYTHING, ServedModels
@@ -141,7 +141,7 @@ class State:
         self._hash_seed = hash_seed  # of sequence hashes
         self.ingest = IngestStats()
         self.refused_partitions = 0
-        self.instance_id = secrets.token_hex(16)  # tells this process from its peers
+        self.instance_id = uuid4().hex  # tells this process from its peers
         self.replaced_partitions = 0  # recovered ones that gave way to another block size
         self.ended_totals = dict.fromkeys(TOTALS, 0)  # of partitions that are no more
         self.unconfirmed: set[tuple[PartitionKey, InstanceId]] = set()  # see confirm()

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 import os
-import secrets
 import struct
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack, closing
@@ -120,7 +119,7 @@ class ZmqLink:
         for topic in more:
             self.sub.socket.set(zmq.SUBSCRIBE, topic)
         # A secret name: who registers it as an endpoint would take our place at the monitor.
-        monitoring = f"inproc://monitor-{secrets.token_hex(16)}"
+        monitoring = f"inproc://monitor-{os.urandom(16).hex()}"
         pair = ZSocket(context, zmq.PAIR, {zmq.RCVHWM: 0})
         self._monitor = stack.enter_context(closing(pair))
         self._news = Inbox(InboxSpace())

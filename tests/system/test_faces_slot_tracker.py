@@ -14,10 +14,11 @@ from urllib.parse import quote
 
 import httpx
 import pytest
+import trio
 
 from kvd.faces.slot_tracker import routes as slot_tracker
 from kvd.faces.slot_tracker.metrics import LEDGER_COUNTERS, REFUSALS, slot_families
-from kvd.http.messages import Request
+from kvd.http.messages import Request, Response
 from kvd.model import PartitionKey
 from kvd.replica_sync.replicas import COUNTERS, Replicas
 from kvd.slots.trackers import MAX_DP_SIZE, SlotTrackers
@@ -481,12 +482,21 @@ async def test_workers_may_leave_while_they_are_listed() -> None:
     slots, key = SlotTrackers(300), PartitionKey("m", "t")
     for worker_id in range(2000):
         slots.register(key, worker_id, 16, 0, 1)
-    pieces = slot_tracker.workers(slots, Request("GET", "/workers", b"", [], b"")).body
-    assert not isinstance(pieces, bytes)
-    first = await anext(pieces)
-    for worker_id in range(2000):
-        slots.unregister(key, worker_id)
-    rows = json.loads(first + b"".join([piece async for piece in pieces]))
+    answers: list[Response] = []
+
+    async def ask() -> None:
+        request = Request("GET", "/workers", b"", [], b"")
+        answers.append(await slot_tracker.workers(slots, request))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(ask)
+        for _ in range(2):  # after which it has begun
+            await trio.lowlevel.checkpoint()
+        for worker_id in range(2000):
+            slots.unregister(key, worker_id)
+    body = answers[0].body
+    assert isinstance(body, bytes)
+    rows = json.loads(body)
     assert [row["worker_id"] for row in rows] == list(range(len(rows)))
     assert 0 < len(rows) < 2000
 

@@ -2,17 +2,60 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
+from pathlib import Path
 
-from tests.support.processes import REPOSITORY, clean_environment
+import httpx
 
-LOADED = "import sys, kvd.app.daemon; print({'quart', 'hypercorn'} & {*sys.modules})"
+from tests.support.all_routes import all_routes
+from tests.support.ports import find_free_port
+from tests.support.processes import Server, clean_environment
+
+# The application of cold requests, OpenSSL, and what would bring them along.
+LATE = ("quart", "hypercorn", "werkzeug", "jinja2", "asyncio", "_ssl", "_hashlib")
+SERVES = f"""
+import sys
+from kvd.cli.main import main
+code = main(sys.argv[1:])
+print([name for name in {LATE} if name in sys.modules])
+sys.exit(code)
+"""
+COMMANDS = {
+    "indexer": "indexer",
+    "slot-tracker": "slot-tracker",
+    "selection": "select-service",
+    "conductor": "conductor",
+}
 
 
-def test_a_daemon_that_was_asked_nothing_has_not_loaded_the_application() -> None:
-    command = [sys.executable, "-c", LOADED]
-    said = subprocess.run(
-        command, cwd=REPOSITORY, env=clean_environment(), capture_output=True, check=True
-    )
-    assert said.stdout == b"set()\n"
+def served(folder: Path, face: str) -> Server:
+    """Starts a face that says at its end what it has loaded."""
+    port = find_free_port()
+    command = [sys.executable, "-c", SERVES, COMMANDS[face], "--port", str(port)]
+    server = Server(command, folder, port, clean_environment())
+    server.wait_healthy()
+    return server
+
+
+def test_a_daemon_that_is_asked_for_hot_routes_alone_does_not_load_the_application(
+    tmp_path: Path,
+) -> None:
+    for face in COMMANDS:
+        server = served(tmp_path, face)
+        with httpx.Client(base_url=server.base_url, trust_env=False, verify=False) as client:
+            for route in all_routes()[face]:
+                if route.hot and not route.path.startswith("/test/"):
+                    path = route.path.replace("{", "").replace("}", "")
+                    body = {} if route.method == "GET" else {"json": {}}
+                    answered = client.request(route.method, path, **body)
+                    assert answered.status_code not in (405, 500), (route.method, path)
+        assert server.stop() == 0, server.stderr
+        assert (face, server.stdout) == (face, "[]\n")
+
+
+def test_the_first_cold_request_loads_the_application(tmp_path: Path) -> None:
+    server = served(tmp_path, "indexer")
+    dump = httpx.get(f"{server.base_url}/dump", trust_env=False, verify=False)
+    assert dump.json() == {}
+    assert server.stop() == 0, server.stderr
+    assert "'quart'" in server.stdout

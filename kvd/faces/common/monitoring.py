@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from kvd.faces.common.slices import sliced
+from kvd.faces.common.slices import whole
 from kvd.http.messages import JSON, Request, Response
 from kvd.http.routes import Route, Scope
 from kvd.telemetry.metrics import CONTENT_TYPE, METRICS_PATH, Family, Source, render
@@ -18,14 +18,13 @@ def health(body: bytes, request: Request) -> Response:
 
 
 def health_route(body: bytes = b"") -> Route:
-    """Returns the route of /health, which needs no Quart: a probe does not load it."""
+    """Returns the route of /health."""
     return Route("GET", "/health", partial(health, body), hot=True, scope=Scope.OPEN)
 
 
 async def metrics(sources: Sequence[Source], request: Request) -> Response:
     """Answers what is counted, in Prometheus' text format; others run while it is written."""
-    text = [piece async for piece in sliced(render(_families(sources)), SCRAPE)]
-    return Response(200, b"".join(text), CONTENT_TYPE)
+    return Response(200, await whole(render(_families(sources)), SCRAPE), CONTENT_TYPE)
 
 
 def _families(sources: Sequence[Source]) -> Iterator[Family | None]:
@@ -34,8 +33,5 @@ def _families(sources: Sequence[Source]) -> Iterator[Family | None]:
 
 
 def metrics_route(sources: Sequence[Source]) -> Route:
-    """Returns the route that shows what `sources` say at the moment they are asked.
-
-    It needs no Quart either: the text is bounded.
-    """
+    """Returns the route that shows what `sources` say at the moment they are asked."""
     return Route("GET", METRICS_PATH, partial(metrics, sources), hot=True)

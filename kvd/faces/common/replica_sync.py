@@ -30,15 +30,17 @@ def routes(replicas: Replicas) -> tuple[Route, ...]:
             "POST",
             "/replica_sync/register_peer",
             partial(register_peer, replicas),
+            hot=True,
             scope=Scope.ADMIN,
         ),
         Route(
             "POST",
             "/replica_sync/deregister_peer",
             partial(deregister_peer, replicas),
+            hot=True,
             scope=Scope.ADMIN,
         ),
-        Route("GET", "/replica_sync/peers", partial(list_peers, replicas)),
+        Route("GET", "/replica_sync/peers", partial(list_peers, replicas), hot=True),
     )
 
 

@@ -27,3 +27,8 @@ async def sliced(pieces: Iterable[bytes], cause: Cause = REQUESTS) -> AsyncItera
             continue
         await trio.lowlevel.checkpoint()
     yield b"".join(waiting)
+
+
+async def whole(pieces: Iterable[bytes], cause: Cause = REQUESTS) -> bytes:
+    """Joins all pieces of an answer whose length is bounded; others run meanwhile."""
+    return b"".join([piece async for piece in sliced(pieces, cause)])

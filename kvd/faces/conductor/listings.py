@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import msgpack
 import trio
 
-from kvd.faces.common.slices import sliced
+from kvd.faces.common.slices import whole
 from kvd.faces.conductor import msgpack as packed
 from kvd.http.messages import Request, Response
 from kvd.index.metrics import listener_families, state_families
@@ -40,14 +40,14 @@ class _Context(NamedTuple):
     instance_id: str
 
 
-def services(publishers: Publishers, request: Request) -> Response:
-    """Streams who is registered, what their events really say, and how their streams are."""
+async def services(publishers: Publishers, request: Request) -> Response:
+    """Lists who is registered, what their events really say, and how their streams are."""
     listed, now = list(publishers), trio.current_time()
     if packed.wants_packed(request):
         verbose = b"verbose=1" in request.query.split(b"&")
         rows = (_packed_service(publisher, now, verbose) for publisher in listed)
-        return _packed_list("count", "services", len(listed), rows)
-    return Response(200, sliced(_services(listed, now)))
+        return await _packed_list("count", "services", len(listed), rows)
+    return Response(200, await whole(_services(listed, now)))
 
 
 def _packed_service(publisher: Publisher, now: float, verbose: bool) -> dict[str, Any]:
@@ -59,8 +59,10 @@ def _packed_service(publisher: Publisher, now: float, verbose: bool) -> dict[str
     return shown
 
 
-def _packed_list(count: str, name: str, length: int, rows: Iterable[Mapping[str, Any]]) -> Response:
-    """Streams an object of a number and a list of so many rows."""
+async def _packed_list(
+    count: str, name: str, length: int, rows: Iterable[Mapping[str, Any]]
+) -> Response:
+    """Answers with an object of a number and a list of so many rows."""
     packer = msgpack.Packer()
 
     def pieces() -> Iterator[bytes]:
@@ -71,7 +73,7 @@ def _packed_list(count: str, name: str, length: int, rows: Iterable[Mapping[str,
             if number % SLICE_ROWS == 0:
                 yield b""
 
-    return Response(200, sliced(pieces()), packed.FORM.content_type)
+    return Response(200, await whole(pieces()), packed.FORM.content_type)
 
 
 def _services(listed: list[Publisher], now: float) -> Iterator[bytes]:
@@ -128,12 +130,13 @@ def _is_unmatched(stats: Mapping[str, Any]) -> bool:
     return bool(stats["blocks"] + stats["waiting"] and stats["asked"] and not stats["matched"])
 
 
-def global_view(state: State, publishers: Publishers, request: Request) -> Response:
-    """Streams what blocks are kept apart by; the blocks themselves stay here."""
+async def global_view(state: State, publishers: Publishers, request: Request) -> Response:
+    """Lists what blocks are kept apart by; the blocks themselves stay here."""
     if packed.wants_packed(request):
         contexts = _packed_contexts(state, publishers)
-        return _packed_list("context_count", "contexts", len(contexts), contexts)
-    return Response(200, sliced(_contexts(list(publishers), list(state.partitions.values()))))
+        return await _packed_list("context_count", "contexts", len(contexts), contexts)
+    pieces = _contexts(list(publishers), list(state.partitions.values()))
+    return Response(200, await whole(pieces))
 
 
 def _contexts(listed: list[Publisher], partitions: list[Partition]) -> Iterator[bytes]:

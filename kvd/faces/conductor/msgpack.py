@@ -7,7 +7,6 @@ unknown, null is a value of a wrong type, and rows count tier by tier as the ind
 from __future__ import annotations
 
 import hashlib
-import pickle
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -290,6 +289,8 @@ def _root_digest(algorithm: str, seed: str) -> str:
     if algorithm == "sha256_cbor":
         return hashlib.sha256(bytes([0x60 + len(seed)]) + seed.encode()).hexdigest()
     if algorithm == "sha256":
+        import pickle  # here, as no other publisher needs it
+
         return hashlib.sha256(pickle.dumps(seed, protocol=5)).hexdigest()
     return ""
 

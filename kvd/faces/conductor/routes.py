@@ -33,7 +33,7 @@ from kvd.faces.conductor.members import (
 from kvd.http.hot import HotHandler
 from kvd.http.limits import LONG_BODY_LIMIT
 from kvd.http.messages import Request, Response
-from kvd.http.routes import Route, Scope
+from kvd.http.routes import Handler, Route, Scope
 from kvd.index.partitions import State
 from kvd.index.publishers import EVERY_INSTANCE, Described, Narrowing, Publishers
 from kvd.model import DEFAULT_TENANT
@@ -94,17 +94,19 @@ def routes(state: State, publishers: Publishers) -> tuple[Route, ...]:
         health_route(),
         _hot("/query", QueryHandler(state.sized, partial(_packed_query, state), state.served)),
         _hot("/query_by_hash", by_hash),
-        Route("POST", "/register", partial(register, publishers), any_type=True, scope=Scope.ADMIN),
-        Route(
-            "POST", "/unregister", partial(unregister, publishers), any_type=True, scope=Scope.ADMIN
-        ),
-        Route("GET", "/services", partial(services, publishers)),
-        Route("GET", "/global_view", partial(global_view, state, publishers)),
+        _admin("/register", partial(register, publishers)),
+        _admin("/unregister", partial(unregister, publishers)),
+        Route("GET", "/services", partial(services, publishers), hot=True),
+        Route("GET", "/global_view", partial(global_view, state, publishers), hot=True),
     )
 
 
 def _hot(path: str, handler: HotHandler) -> Route:
     return Route("POST", path, handler, True, LONG_BODY_LIMIT, any_type=True, scope=Scope.READ)
+
+
+def _admin(path: str, handler: Handler) -> Route:
+    return Route("POST", path, handler, hot=True, any_type=True, scope=Scope.ADMIN)
 
 
 # ---- questions: the msgpack dialect, and hashes that are missing

@@ -21,8 +21,14 @@ CALLS = "calls"  # who wants the engines that came by POST /upstreams
 
 def upstream_routes(upstreams: Upstreams) -> tuple[Route, ...]:
     return (
-        Route("POST", "/upstreams", partial(add, upstreams), scope=Scope.ADMIN),
-        Route("DELETE", "/upstreams/{worker_id}", partial(remove, upstreams), scope=Scope.ADMIN),
+        Route("POST", "/upstreams", partial(add, upstreams), hot=True, scope=Scope.ADMIN),
+        Route(
+            "DELETE",
+            "/upstreams/{worker_id}",
+            partial(remove, upstreams),
+            hot=True,
+            scope=Scope.ADMIN,
+        ),
     )
 
 

@@ -11,13 +11,13 @@ import trio
 from kvd.errors import Invalid
 from kvd.faces.common import bodies
 from kvd.faces.common.monitoring import health_route
-from kvd.faces.common.slices import sliced
+from kvd.faces.common.slices import sliced, whole
 from kvd.faces.indexer.handlers import HashQueryHandler, QueryHandler, TieredQueryHandler
 from kvd.faces.indexer.workers import listed
 from kvd.http.hot import HotHandler
 from kvd.http.limits import LONG_BODY_LIMIT
 from kvd.http.messages import Request, Response
-from kvd.http.routes import ConcurrencyLimit, Route, Scope
+from kvd.http.routes import ConcurrencyLimit, Handler, Route, Scope
 from kvd.index.dumps import binary_dump, text_dump
 from kvd.index.metrics import listener_families, state_families
 from kvd.index.partitions import State
@@ -66,23 +66,21 @@ def routes(
 ) -> tuple[Route, ...]:
     """Returns the face's routes over the daemon's state, with `test_endpoints` all of them."""
     control = (
-        Route("POST", "/test/pause_listener", partial(pause_listener, registry), scope=Scope.ADMIN),
-        Route(
-            "POST", "/test/resume_listener", partial(resume_listener, registry), scope=Scope.ADMIN
-        ),
+        _admin("/test/pause_listener", partial(pause_listener, registry)),
+        _admin("/test/resume_listener", partial(resume_listener, registry)),
     )
     return (
         health_route(),
         _hot("/query", QueryHandler(state, registry)),
         _hot("/query_by_hash", HashQueryHandler(state, registry)),
         _hot("/query_tiered_by_hash", TieredQueryHandler(state, registry)),
-        Route("POST", "/register", partial(register, registry), scope=Scope.ADMIN),
-        Route("POST", "/unregister", partial(unregister, registry), scope=Scope.ADMIN),
-        Route("GET", "/workers", partial(workers, state, registry)),
+        _admin("/register", partial(register, registry)),
+        _admin("/unregister", partial(unregister, registry)),
+        Route("GET", "/workers", partial(workers, state, registry), hot=True),
         dump_route(state, dumps),
-        Route("POST", "/register_peer", partial(register_peer, peers), scope=Scope.ADMIN),
-        Route("POST", "/deregister_peer", partial(deregister_peer, peers), scope=Scope.ADMIN),
-        Route("GET", "/peers", partial(list_peers, peers)),
+        _admin("/register_peer", partial(register_peer, peers)),
+        _admin("/deregister_peer", partial(deregister_peer, peers)),
+        Route("GET", "/peers", partial(list_peers, peers), hot=True),
         *(control if test_endpoints else ()),
     )
 
@@ -95,6 +93,10 @@ def dump_route(state: State, dumps: ConcurrencyLimit) -> Route:
 def _hot(path: str, handler: HotHandler) -> Route:
     # The server replaces LONG_BODY_LIMIT by the setting http_body_bytes (kvd.app.api_server).
     return Route("POST", path, handler, True, LONG_BODY_LIMIT, scope=Scope.READ)
+
+
+def _admin(path: str, handler: Handler) -> Route:
+    return Route("POST", path, handler, hot=True, scope=Scope.ADMIN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,8 +185,8 @@ def _rank(request: Request) -> tuple[int, int, str | None, str | None]:
     )
 
 
-def workers(state: State, registry: Registry, request: Request) -> Response:
-    """Streams a list of instances; `?model_name=`, `?tenant_id=` and its newer name narrow it."""
+async def workers(state: State, registry: Registry, request: Request) -> Response:
+    """Lists the instances; `?model_name=`, `?tenant_id=` and its newer name narrow it."""
     wanted = bodies.parameters(request)
     model_name = wanted.get("model_name")
     tenant_id = bodies.alias(wanted, *bodies.TENANT)
@@ -193,7 +195,7 @@ def workers(state: State, registry: Registry, request: Request) -> Response:
         for (partition, _), ranks in by_instance(registry.owned_by(INDEXER)).items()
         if model_name in (None, partition.model_name) and tenant_id in (None, partition.tenant_id)
     ]
-    return Response(200, sliced(listed(instances, trio.current_time())))
+    return Response(200, await whole(listed(instances, trio.current_time())))
 
 
 def dump(state: State, request: Request) -> Response:

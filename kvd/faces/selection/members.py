@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from functools import partial
-from hashlib import blake2b
 from typing import Any
 
 from kvd.errors import Invalid
@@ -73,7 +73,7 @@ def retry_of(request: Request, reservation_id: str | None) -> Retry | None:
     key = bodies.retry_key(request)
     if key is None:
         return None
-    content = blake2b(request.body, digest_size=16, person=request.path.encode()[:16])
+    content = hashlib.blake2b(request.body, digest_size=16, person=request.path.encode()[:16])
     return Retry((reservation_id, key), content.digest())
 
 

@@ -27,8 +27,8 @@ def selection_routes(
     bound = partial(partial, selections=selections)
     return (
         health_route(OK),
-        Route("GET", "/ready", bound(workers.ready, shared=shared), scope=Scope.OPEN),
-        Route("GET", "/workers", bound(workers.list_workers)),
+        Route("GET", "/ready", bound(workers.ready, shared=shared), True, scope=Scope.OPEN),
+        Route("GET", "/workers", bound(workers.list_workers), hot=True),
         _admin("POST", "/workers", bound(workers.post_worker), LONG_BODY_LIMIT),
         _admin("PUT", "/workers", bound(workers.put_workers), LONG_BODY_LIMIT),
         _admin("PATCH", "/workers/{worker_id}", bound(workers.patch_worker), LONG_BODY_LIMIT),
@@ -43,8 +43,13 @@ def selection_routes(
         ),
         _step("/reservations/{reservation_id}/output_block", bound(reservations.output_block)),
         _step("/reservations/{reservation_id}/report", bound(regret.report), DEFAULT_BODY_LIMIT),
-        Route("GET", "/regret", bound(regret.list_regret)),
-        Route("GET", "/reservations/{reservation_id}", bound(reservations.show_reservation)),
+        Route("GET", "/regret", bound(regret.list_regret), hot=True),
+        Route(
+            "GET",
+            "/reservations/{reservation_id}",
+            bound(reservations.show_reservation),
+            hot=True,
+        ),
         Route(
             "DELETE",
             "/reservations/{reservation_id}",
@@ -55,13 +60,13 @@ def selection_routes(
         Route("GET", "/loads", LoadsHandler(selections), hot=True),
         _question("/potential_loads", PotentialLoadsHandler(selections)),
         _question("/overlap_scores", OverlapScoresHandler(selections)),
-        Route("GET", "/busy_threshold", bound(tuning.list_thresholds)),
+        Route("GET", "/busy_threshold", bound(tuning.list_thresholds), hot=True),
         _admin("POST", "/busy_threshold", bound(tuning.post_thresholds)),
         _admin("DELETE", "/busy_threshold", bound(tuning.delete_thresholds)),
-        Route("GET", "/router_mode", bound(tuning.list_modes)),
+        Route("GET", "/router_mode", bound(tuning.list_modes), hot=True),
         _admin("POST", "/router_mode", bound(tuning.post_mode)),
         _admin("DELETE", "/router_mode", bound(tuning.delete_mode)),
-        Route("GET", "/policy", bound(tuning.list_policies)),
+        Route("GET", "/policy", bound(tuning.list_policies), hot=True),
         _admin("POST", "/policy", bound(tuning.post_policy)),
         _admin("DELETE", "/policy", bound(tuning.delete_policy)),
     )
@@ -79,4 +84,4 @@ def _step(path: str, handler: Handler, body_limit: int = LONG_BODY_LIMIT) -> Rou
 
 def _admin(method: str, path: str, handler: Handler, body_limit: int = DEFAULT_BODY_LIMIT) -> Route:
     """Returns the route of a change to workers or to routing."""
-    return Route(method, path, handler, body_limit=body_limit, scope=Scope.ADMIN)
+    return Route(method, path, handler, True, body_limit, scope=Scope.ADMIN)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from kvd.errors import NotFound
 from kvd.faces.common import bodies
 from kvd.faces.common.monitoring import health_route
-from kvd.faces.common.slices import sliced
+from kvd.faces.common.slices import whole
 from kvd.faces.slot_tracker.handlers import (
     AddHandler,
     FreeHandler,
@@ -42,9 +42,9 @@ def routes(slots: SlotTrackers, clock: Clock) -> tuple[Route, ...]:
     """Returns the face's routes over the daemon's slot trackers; ages are by `clock`."""
     return (
         health_route(),
-        Route("POST", "/register", partial(register, slots), scope=Scope.ADMIN),
-        Route("POST", "/unregister", partial(unregister, slots), scope=Scope.ADMIN),
-        Route("GET", "/workers", partial(workers, slots)),
+        Route("POST", "/register", partial(register, slots), hot=True, scope=Scope.ADMIN),
+        Route("POST", "/unregister", partial(unregister, slots), hot=True, scope=Scope.ADMIN),
+        Route("GET", "/workers", partial(workers, slots), hot=True),
         _step("/add", AddHandler(slots, clock)),
         _step("/prefill_complete", PrefillCompleteHandler(slots)),
         _step("/free", FreeHandler(slots)),
@@ -56,7 +56,7 @@ def routes(slots: SlotTrackers, clock: Clock) -> tuple[Route, ...]:
             hot=True,
             scope=Scope.READ,
         ),
-        Route("GET", "/requests/{request_id}", partial(show_request, slots, clock)),
+        Route("GET", "/requests/{request_id}", partial(show_request, slots, clock), hot=True),
     )
 
 
@@ -98,9 +98,9 @@ def unregister(slots: SlotTrackers, request: Request) -> Response:
     return Response(200, OK)
 
 
-def workers(slots: SlotTrackers, request: Request) -> Response:
-    """Streams a list of workers; `?model_name=`, `?tenant_id=` and its newer name narrow it."""
-    return Response(200, sliced(_listed(slots.workers(*bodies.filters(request)))))
+async def workers(slots: SlotTrackers, request: Request) -> Response:
+    """Lists the workers; `?model_name=`, `?tenant_id=` and its newer name narrow it."""
+    return Response(200, await whole(_listed(slots.workers(*bodies.filters(request)))))
 
 
 def _listed(rows: Iterable[WorkerRow]) -> Iterator[bytes]:

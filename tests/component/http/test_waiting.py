@@ -6,7 +6,7 @@ import pytest
 import trio
 
 from kvd.http.messages import Request, Response
-from kvd.http.routes import Route
+from kvd.http.routes import Route, Scope
 from tests.support.serving import eventually, serving
 
 pytestmark = pytest.mark.usefixtures("layers")
@@ -41,6 +41,7 @@ class Held:
 
         return (
             Route("GET", "/held/{name}", handle, hot=True),
+            Route("POST", "/held", handle, hot=True, scope=Scope.ADMIN),
             Route("GET", "/now", lambda request: Response(200, b"now", b"text/plain"), hot=True),
         )
 
@@ -67,6 +68,18 @@ async def test_others_are_served_while_one_waits() -> None:
         assert (await waiting.read_reply()).body == b"a%2Fb"
         assert (await waiting.read_reply()).body == b"now"
         assert held.undone == 0
+
+
+async def test_a_change_is_made_whether_its_client_waits_or_not() -> None:
+    held = Held()
+    async with serving(routes=held.routes()) as running, running.client() as other:
+        async with running.client() as leaving:
+            await leaving.send(b"POST /held HTTP/1.1\r\ncontent-length: 0\r\n\r\n")
+            await eventually(lambda: held.holding == 1)
+        assert (await other.request("GET", "/now")).body == b"now"
+        assert (held.holding, held.left) == (1, 0)
+        held.release.set()
+        await eventually(lambda: ("POST", "/held", 200) in running.observed)
 
 
 @pytest.mark.parametrize("reset", [False, True], ids=["closed", "reset"])
