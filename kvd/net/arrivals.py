@@ -48,7 +48,7 @@ class Arrivals:
     async def wait(self, fd: int, serve: Serve) -> None:
         """Calls `serve` whenever the descriptor is readable, and returns when it returns False.
 
-        It may cancel this wait and close the descriptor, but not raise.
+        It may end this wait and close the descriptor, but not raise.
         """
         assert fd not in self._waiting
         self._waiting[fd] = trio.lowlevel.current_task(), serve
@@ -59,6 +59,12 @@ class Arrivals:
             return trio.lowlevel.Abort.SUCCEEDED
 
         await trio.lowlevel.wait_task_rescheduled(forget)
+
+    def end(self, fd: int) -> None:
+        """Has the wait for a descriptor return, if there is one."""
+        if (waiting := self._waiting.get(fd)) is not None:
+            self._forget(fd)
+            trio.lowlevel.reschedule(waiting[0])
 
     def fileno(self) -> int:
         return self._epoll.fileno()
@@ -79,10 +85,9 @@ class Arrivals:
         waiting = self._waiting.get(fd)
         if waiting is None:  # the end of one before has ended this one
             return
-        task, serve = waiting
+        _, serve = waiting
         if not serve() and self._waiting.get(fd) is waiting:
-            self._forget(fd)
-            trio.lowlevel.reschedule(task)
+            self.end(fd)
 
     def _forget(self, fd: int) -> None:
         del self._waiting[fd]
