@@ -106,5 +106,8 @@ class Link(Protocol):
         After a `fill` this knows of every connection that its messages may have come over.
         """
 
+    async def aclose(self) -> None:
+        """Unsubscribes and hangs up; returns when the other end can know it."""
+
     def give_up(self, why: str) -> None:
         """Ends `watch`, with that reason."""

@@ -12,7 +12,6 @@ Two nested stretches of time, inside whatever task calls `LinkSessions.run`:
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn, Protocol
@@ -103,32 +102,40 @@ class LinkSessions:
     async def _session(self) -> str:
         """Reads over one link for as long as that is of use; returns why it is not any more."""
         linked = self._linked
-        async with contextlib.AsyncExitStack() as stack:
-            try:
-                address = await self._dialer.endpoint(linked.endpoint, self._attempts)
-                self._attempts += 1
-                link = self._link(stack, address)
-            except Unreachable as error:
-                return f"failed to connect ZMQ SUB socket to {linked.endpoint}: {error}"
-            except (OSError, zmq.ZMQError) as error:
-                why = zmq.strerror(error.errno or 0)
-                return f"failed to connect ZMQ SUB socket to {linked.endpoint}: {why}"
-            stack.enter_context(self._dialer.using(link, address))
-            linked.connecting()
-            runs: list[Callable[[], Awaitable[str]]]
-            runs = [link.watch, partial(self._reader.receive, link)]
-            if is_named(linked.endpoint):
-                runs.append(partial(self._moved, address))
-            why = await _first(*runs)
-            await self._reader.receive_rest(link)
-            return why
+        try:
+            address = await self._dialer.endpoint(linked.endpoint, self._attempts)
+            self._attempts += 1
+            link = await self._link(address)
+        except Unreachable as error:
+            return f"failed to connect ZMQ SUB socket to {linked.endpoint}: {error}"
+        except (OSError, zmq.ZMQError) as error:
+            why = zmq.strerror(error.errno or 0)
+            return f"failed to connect ZMQ SUB socket to {linked.endpoint}: {why}"
+        try:
+            with self._dialer.using(link, address):
+                return await self._read(link, address)
+        finally:
+            await link.aclose()
 
-    def _link(self, stack: contextlib.AsyncExitStack, address: str) -> Link:
+    async def _read(self, link: Link, address: str) -> str:
+        linked = self._linked
+        linked.connecting()
+        runs: list[Callable[[], Awaitable[str]]]
+        runs = [link.watch, partial(self._reader.receive, link)]
+        if is_named(linked.endpoint):
+            runs.append(partial(self._moved, address))
+        why = await _first(*runs)
+        await self._reader.receive_rest(link)
+        return why
+
+    async def _link(self, address: str) -> Link:
         linked, options, topics = self._linked, self._options, self._topics
         curve = self._dialer.curve(linked.server_key)
         if curve or not has_streams(address):
-            return ZmqLink(stack, self._context, linked, address, self._log, options, topics, curve)
-        return ZmtpLink(stack, linked, address, self._log, options, topics)
+            link = ZmqLink(linked, self._log, options)
+            await link.open(self._context, address, topics, curve)
+            return link
+        return ZmtpLink(linked, address, self._log, options, topics)
 
     async def _moved(self, address: str) -> str:
         linked = self._linked

@@ -81,27 +81,14 @@ class ForeignFd(NamedTuple):
 
 
 class ZmqLink:
-    """A connecting SUB socket and its monitor, closed by the stack it is given.
-
-    It connects to `address`, which is what the endpoint of who is linked means now. Only messages
-    whose first frame begins with one of `topics` come.
+    """A connecting SUB socket and its monitor.
 
     An event for a monitor without a reader would block libzmq's only I/O thread for good, and all
     listeners with it. So there is a reader before the first event, without a limit (events are
-    few), and monitoring ends before the reader does. Raises zmq.ZMQError.
+    few), and monitoring ends before the reader does.
     """
 
-    def __init__(
-        self,
-        stack: AsyncExitStack,
-        context: Context,
-        linked: Linked,
-        address: str,
-        log: StreamLog,
-        options: LinkOptions,
-        topics: tuple[bytes, ...] = (b"",),
-        curve: Mapping[int, int | bytes] = NO_CURVE,
-    ) -> None:
+    def __init__(self, linked: Linked, log: StreamLog, options: LinkOptions) -> None:
         self._linked = linked
         self._log = log
         self._options = options
@@ -111,23 +98,40 @@ class ZmqLink:
         self._give_up_at = math.inf
         self._connection: ForeignFd | None = None
         self._idle = trio.CancelScope()  # while nothing comes
+        self._opened = AsyncExitStack()  # what is closed again
 
-        stack.push_async_callback(self._gone)
-        first, *more = topics
-        subscribed = {zmq.SUBSCRIBE: first, **socket_options(address, options), **curve}
-        self.sub = stack.enter_context(closing(ZSocket(context, zmq.SUB, subscribed)))
-        for topic in more:
-            self.sub.socket.set(zmq.SUBSCRIBE, topic)
-        # A secret name: who registers it as an endpoint would take our place at the monitor.
-        monitoring = f"inproc://monitor-{os.urandom(16).hex()}"
-        pair = ZSocket(context, zmq.PAIR, {zmq.RCVHWM: 0})
-        self._monitor = stack.enter_context(closing(pair))
-        self._news = Inbox(InboxSpace())
-        self.sub.socket.monitor(monitoring, MONITORED)
-        stack.callback(self.sub.socket.monitor, None, 0)
-        self._monitor.socket.connect(monitoring)
-        self.sub.socket.connect(address)
-        stack.callback(self._unsubscribe, topics)
+    async def open(
+        self,
+        context: Context,
+        address: str,
+        topics: tuple[bytes, ...] = (b"",),
+        curve: Mapping[int, int | bytes] = NO_CURVE,
+    ) -> None:
+        """Connects to `address`, which is what the endpoint of who is linked means now.
+
+        Only messages whose first frame begins with one of `topics` come. Raises zmq.ZMQError.
+        """
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(self._gone)
+            first, *more = topics
+            subscribed = {zmq.SUBSCRIBE: first, **socket_options(address, self._options), **curve}
+            self.sub = stack.enter_context(closing(ZSocket(context, zmq.SUB, subscribed)))
+            for topic in more:
+                self.sub.socket.set(zmq.SUBSCRIBE, topic)
+            # A secret name: who registers it as an endpoint would take our place at the monitor.
+            monitoring = f"inproc://monitor-{os.urandom(16).hex()}"
+            pair = ZSocket(context, zmq.PAIR, {zmq.RCVHWM: 0})
+            self._monitor = stack.enter_context(closing(pair))
+            self._news = Inbox(InboxSpace())
+            self.sub.socket.monitor(monitoring, MONITORED)
+            stack.callback(self.sub.socket.monitor, None, 0)
+            self._monitor.socket.connect(monitoring)
+            self.sub.socket.connect(address)
+            stack.callback(self._unsubscribe, topics)
+            self._opened = stack.pop_all()
+
+    async def aclose(self) -> None:
+        await self._opened.aclose()
 
     async def watch(self) -> str:
         """Tells who is linked what libzmq does; returns why the socket is of no more use.

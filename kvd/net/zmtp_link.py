@@ -26,8 +26,6 @@ from kvd.net.streams import stream_socket, tune
 from kvd_core.zmq.subscriber import LOST, NO_HANDSHAKE, Subscriber
 
 if TYPE_CHECKING:
-    from contextlib import AsyncExitStack
-
     from kvd.net.arrivals import Serve
     from kvd.net.link import Linked, LinkOptions
     from kvd.net.streamlog import StreamLog
@@ -36,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class ZmtpLink:
-    """A subscription to `topics`, closed by the stack it is given."""
+    """A subscription to `topics`."""
 
     __slots__ = (
         "_address",
@@ -53,7 +51,6 @@ class ZmtpLink:
 
     def __init__(
         self,
-        stack: AsyncExitStack,
         linked: Linked,
         address: str,
         log: StreamLog,
@@ -70,7 +67,6 @@ class ZmtpLink:
         self._given_up = ""
         self._patience = trio.CancelScope()  # of what `watch` waits for
         self._unjoined = trio.CancelScope()  # while the owner waits, and nothing is connected
-        stack.callback(self._close)
 
     async def watch(self) -> str:
         """Keeps connected, and tells who is linked; returns why the link is of no more use."""
@@ -112,7 +108,7 @@ class ZmtpLink:
         self._end(subscriber.fault)
         return True
 
-    def _close(self) -> None:
+    async def aclose(self) -> None:
         """Unsubscribes, so that the other end counts this subscriber no more, and hangs up."""
         if self._subscriber is not None:
             self._subscriber.unsubscribe()
