@@ -13,8 +13,6 @@ from __future__ import annotations
 import errno
 import os
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 from ipaddress import ip_address
 from typing import TYPE_CHECKING, Protocol
 
@@ -125,14 +123,12 @@ class Dialer:
             if found != [used]:
                 return f"{host_port[0]} has moved to {', '.join(found)}"
 
-    @contextmanager
-    def using(self, link: Ends, endpoint: str) -> Iterator[None]:
-        """Knows a connection for as long as it lasts."""
+    def watch(self, link: Ends, endpoint: str) -> None:
+        """Has `recheck` look at a connection, too, until it is left."""
         self._links[link] = endpoint
-        try:
-            yield
-        finally:
-            del self._links[link]
+
+    def leave(self, link: Ends) -> None:
+        del self._links[link]
 
     async def recheck(self) -> None:
         """Gives up what may not be connected to any more."""

@@ -111,10 +111,11 @@ class LinkSessions:
         except (OSError, zmq.ZMQError) as error:
             why = zmq.strerror(error.errno or 0)
             return f"failed to connect ZMQ SUB socket to {linked.endpoint}: {why}"
+        self._dialer.watch(link, address)
         try:
-            with self._dialer.using(link, address):
-                return await self._read(link, address)
+            return await self._read(link, address)
         finally:
+            self._dialer.leave(link)
             await link.aclose()
 
     async def _read(self, link: Link, address: str) -> str:

@@ -15,7 +15,7 @@ class _Child:
 
     def __init__(self) -> None:
         self.scope = trio.CancelScope()
-        self.ended = trio.Event()
+        self.ended: trio.Event | None = None  # for those that wait for its end
 
 
 class Supervisor(Generic[Key]):
@@ -54,6 +54,8 @@ class Supervisor(Generic[Key]):
         if child is None:
             return False
         child.scope.cancel()
+        if child.ended is None:
+            child.ended = trio.Event()
         await child.ended.wait()
         return True
 
@@ -63,4 +65,5 @@ class Supervisor(Generic[Key]):
                 await run()
         finally:
             del self._children[key]
-            child.ended.set()
+            if child.ended is not None:
+                child.ended.set()
