@@ -78,8 +78,8 @@ class Churn {
   uint64_t chains_stored_ = 0;
 };
 
-// Time from publishing one block to finding it, `samples` times: on a server that is otherwise idle,
-// or in between chains of `chain_blocks`, at `rate` blocks/s.
+// Time from publishing one block to finding it, `samples` times: on a server that is otherwise
+// idle, or in between chains of `chain_blocks`, at `rate` blocks/s.
 inline void measure_fresh(Fleet& fleet, const DataSet& data, Churn& churn, long samples,
                           double rate, long chain_blocks) {
   constexpr double kApart = 0.003;  // seconds; both ends have gone back to sleep by then
@@ -100,8 +100,8 @@ inline void measure_sync(Fleet& fleet) {
   JsonLine().text("mode", "sync").number("seconds", now() - start).print();
 }
 
-// Obeys lines `churn RATE SECONDS BLOCKS`, `fresh SAMPLES [RATE BLOCKS]`, `sync`, `quit`; each answers
-// one line.
+// Obeys lines `churn RATE SECONDS BLOCKS`, `fresh SAMPLES [RATE BLOCKS]`, `sync`, `quit`; each
+// answers one line.
 inline void obey(Fleet& fleet, const DataSet& data) {
   Churn churn(fleet, data);
   for (std::string line; std::getline(std::cin, line) && line != "quit";) {
