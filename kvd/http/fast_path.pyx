@@ -520,9 +520,9 @@ def serve_between(list pollables not None, int others, runnable not None, BusyWa
             if now_ns() >= row_end or len(runnable):
                 break
             more = _serve_ready(watched, pollables)
+        if more:  # the row has taken all of its time: whether more has come is not known
+            poll(watched.data(), watched.size(), 0)
         left = min(end - end_stretch(), linger)
-        if more or len(runnable):
-            return served, poll(&watched.back(), 1, 0) > 0
-        if watched.back().revents:
-            return served, True
+        if watched.back().revents or len(runnable):
+            return served, watched.back().revents != 0
     return served, False

@@ -16,7 +16,7 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from kvd.http import idle_poll
+from kvd.http import front, idle_poll
 from kvd.http.busy_wait import BusyWait
 from kvd.http.fast_path import ALL, NOTHING, FastPath, serve_between
 from kvd.http.idle_poll import EPOLL, RUNNABLE, WAKE, busy_wait_families, polled_when_idle
@@ -67,7 +67,11 @@ def ask(running: Running, request: bytes, times: int, until: ThreadEvent | None 
         return asked
 
 
-async def test_requests_one_by_one_do_not_wake_trio() -> None:
+@pytest.mark.parametrize("budget_ns", [front.TURN_NS, 1])  # each request takes all of a row
+async def test_requests_one_by_one_do_not_wake_trio(
+    monkeypatch: pytest.MonkeyPatch, budget_ns: int
+) -> None:
+    monkeypatch.setattr(front, "TURN_NS", budget_ns)
     async with serving(**CALM) as running:
         with passes() as counted:
             assert await trio.to_thread.run_sync(ask, running, REQUEST, MANY) == MANY
