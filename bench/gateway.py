@@ -302,6 +302,7 @@ class Runs:
         self._rounds = rounds
         self._seeds = count(1)  # of texts that nobody has seen
         self.direct: dict[str, list[float]] = {}
+        self.spread: dict[str, float] = {}  # bounds of shares where all engines are used
         self.failed: list[str] = []
 
     def loads(self, rows: Sequence[Row]) -> None:
@@ -348,7 +349,11 @@ class Runs:
             ) as engines:
                 only = engines[0]
                 self._rounds_of(Target(only.server.address, 0), workload, only)
-                self.direct[workload.title] = [self._share([only])]
+                share, tokens = self._share([only]), only.figure("prompt_tokens")
+                self.direct[workload.title] = [share]
+                if workload.most_busy:  # every engine computes every system prompt
+                    more = (ENGINES - 1) * workload.prompts * SYSTEM_TOKENS
+                    self.spread[workload.title] = share - more / tokens
             for one in self._proxies:
                 for _ in range(self._rounds):
                     with (
@@ -397,6 +402,8 @@ def table(runs: Runs, found: Sequence[Proxy]) -> list[str]:
     for workload in WORKLOADS:
         if workload.title in runs.direct:
             cells = [number(runs.direct[workload.title][0], 3)]
+            if workload.title in runs.spread:
+                cells[0] += f" ({number(runs.spread[workload.title], 3)} on all engines)"
             for one in found:
                 busy = median(one.results[busiest(workload)])
                 cells.append(f"{median(one.results[workload.title]):.3f} ({busy:.2f})")
