@@ -23,11 +23,12 @@ CORE    := $(VENV)/.core-$(FLAVOUR)
 PYTEST  := $(VENV)/bin/python -m pytest -q -n auto --dist worksteal
 QUICK   := --quick
 # Runs tests beside the linters: a core is idle while the tests start, and at their end. What the
-# linters say comes last, and that they have found something fails the target as well.
+# linters have found comes last, and fails the target as well.
 define beside_linters
 @mkdir -p build
 @$(MAKE) --no-print-directory lint >build/lint.log 2>&1 & linters=$$!; \
-$(1); tests=$$?; wait $$linters; found=$$?; cat build/lint.log; exit $$((tests || found))
+$(1); tests=$$?; wait $$linters; found=$$?; \
+[ $$found = 0 ] || cat build/lint.log; exit $$((tests || found))
 endef
 CYTHON  := $(shell find kvd kvd_core -name '*.pyx' -o -name '*.pxd')
 SOURCES := $(CYTHON) $(shell find kvd kvd_core -name '*.hpp')
