@@ -80,6 +80,7 @@ class Sent(NamedTuple):
 
     events: bool
     chunked: bool
+    delimited: bool  # else its end is that of the connection
     persists: bool  # the client's connection, after a whole answer
 
 
@@ -408,7 +409,7 @@ class Forwarder:
             self._tokens.ask_later(attempt.later)
         attempt.let_go()
         request.let_go()
-        return Sent(answer.events, chunked, persists)
+        return Sent(answer.events, chunked, chunked or length is not None, persists)
 
     def _note_not_begun(self, attempt: Attempt, upstream: Upstream, ending: Ending) -> None:
         """Takes note of an engine that has not answered; raises what keeps others from a try."""
@@ -456,6 +457,8 @@ class Forwarder:
             broken = GatewayError(Reason.UPSTREAM_FAILED, "the engine broke off its answer")
             data = errors.event(broken, form, attempt.request_id, ending.tail)
             await request.send_piece(end + data, chunked=sent.chunked)
+        if not sent.delimited:
+            request.reset_at_end()
         return False  # without the end of the answer, so that the client sees it cut
 
     def _note_cached(self, attempt: Attempt, chosen: ChosenEngine, tail: bytes) -> None:

@@ -98,6 +98,13 @@ class RelayedRequest:
         await in_task()
         await self._transport.send(LAST_CHUNK if chunked else b"")
 
+    def reset_at_end(self) -> None:
+        """Has the client's connection end with a reset, by which it sees that its answer is cut.
+
+        Any other end would be that of the answer, where nothing else delimits it.
+        """
+        self._transport.stream.reset_at_end()
+
     async def unless_left(self, waiting: Awaitable[T]) -> T:
         """Awaits something, in a task, for as long as the client is there.
 

@@ -143,6 +143,10 @@ class TlsStream(ByteStream):
             with contextlib.suppress(OSError):  # it is gone
                 self._flush()
 
+    def reset_at_end(self) -> None:
+        super().reset_at_end()
+        self._finished = True  # without the end that TLS has
+
     def has_left(self) -> bool:
         if has_left(self.sock.fileno()):
             return True

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import struct
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ import trio
 from kvd.http.fast_path import has_left
 from kvd.http.limits import HttpLimits, HttpStats
 
+FORGETFUL = struct.pack("ii", 1, 0)  # SO_LINGER: a close is a reset
 # Bytes received at once: above 128 KiB malloc maps fresh pages for every call, 17 µs instead of 3.
 RECEIVE_BYTES = 64 * 1024
 # Pause between two looks for the end of a client that has sent more while its request waits: its
@@ -102,6 +104,10 @@ class ByteStream(ABC):
     @abstractmethod
     def finish(self) -> None:
         """Announces that nothing more will be sent; what is received after that is ignored."""
+
+    def reset_at_end(self) -> None:
+        """Has the end of the socket be a reset."""
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, FORGETFUL)
 
     @abstractmethod
     def has_left(self) -> bool:

@@ -5,6 +5,7 @@ A request of which no byte has reached its client never fails because one engine
 
 from __future__ import annotations
 
+import json
 import signal
 import socket
 from collections import Counter
@@ -253,3 +254,29 @@ async def test_a_stream_of_a_client_that_reads_slowly_is_whole(
         assert received.count(b"word19999") == 1
         assert running[0].server.aborted == 0
         await wait_metric(client, 'kvd_gateway_relayed_requests_total{outcome="complete"}', 1)
+
+
+@pytest.mark.parametrize("fault", [Fault.AFTER_EVENT, Fault.IN_EVENT, None])
+async def test_a_broken_stream_is_no_whole_one_to_http_1_0(
+    kvd_process: Start, fault: Fault | None
+) -> None:
+    """Nothing but the connection delimits it there: its end is a reset."""
+    async with serving(kvd_process, EngineOptions(step_s=0.01)) as (client, [engine]):
+        if fault is not None:
+            engine.server.options.faults.append(fault)
+        ids = json.dumps(list(range(100)))
+        body = b'{"model":"demo","stream":true,"max_tokens":4,"prompt":%b}' % ids.encode()
+        head = b"POST /v1/completions HTTP/1.0\r\ncontent-length: %d\r\n\r\n" % len(body)
+        base = client.http.base_url
+        assert base.port is not None
+        async with await trio.open_tcp_stream(base.host, base.port) as stream:
+            await stream.send_all(head + body)
+            said, is_reset = b"", False
+            try:
+                while piece := await stream.receive_some():
+                    said += piece
+            except trio.BrokenResourceError:
+                is_reset = True
+        assert b"word0" in said
+        assert is_reset == (fault is not None)
+        assert said.endswith(b"data: [DONE]\n\n") == (fault is None)
