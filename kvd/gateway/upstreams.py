@@ -338,9 +338,12 @@ class Upstreams:
 
     def stands_for(self, name: str) -> Served | None:
         """Returns what a name stands for: of several the first that has an engine which is well."""
-        found = self.names.get(name, [])
-        well = (served for served in found if self.serving(served))
-        return next(well, found[0] if found else None)
+        found = self.names.get(name)
+        if not found:
+            return None
+        if len(found) == 1:
+            return found[0]
+        return next((served for served in found if self.serving(served)), found[0])
 
     def all_known(self) -> bool:
         """Returns whether every engine has said what it serves."""
