@@ -272,9 +272,9 @@ class LiveRequests(Generic[Owner]):
             return
         removed = owner.ledger.remove_rank(number)
         self.removed += len(removed)
-        is_told = bool(self.steps.subscribers or self.moments.subscribers)
+        has_listeners = bool(self.steps.subscribers or self.moments.subscribers)
         for request_id in removed:
-            if is_told:
+            if has_listeners:
                 self._tell(owner.key, block_size, request_id, rank, Step.FREE)
                 self._observe(owner, request_id, Step.FREE, None, None)
             self._forget(request_id)

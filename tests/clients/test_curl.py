@@ -40,7 +40,7 @@ async def test_a_stream_arrives_unbuffered(gateway: Gateway) -> None:
 
 async def test_a_large_body_that_asks_first(gateway: Gateway) -> None:
     """Above 1 MiB curl sends `Expect: 100-continue`, and waits a second for the answer."""
-    text = "word " * 500_000
+    text = "word" * 500_000
     said = json.dumps({"model": "demo", "max_tokens": 1, "prompt": text}).encode()
     url = f"{gateway.url}/v1/completions"
     shown = await curl("-i", url, "--data-binary", "@-", body=said)

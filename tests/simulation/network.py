@@ -502,10 +502,19 @@ class SimulatedSubscriber:
 class SimulatedArrivals:
     """In the place of `kvd.net.arrivals.Arrivals`."""
 
+    def __init__(self) -> None:
+        self._waits: dict[SimulatedSubscriber, trio.CancelScope] = {}
+
     async def wait(self, subscriber: SimulatedSubscriber, serve: Callable[[], bool]) -> None:
-        await subscriber.readable()
-        while serve():
+        with trio.CancelScope() as self._waits[subscriber]:
             await subscriber.readable()
+            while serve():
+                await subscriber.readable()
+        self._waits.pop(subscriber, None)
+
+    def end(self, subscriber: SimulatedSubscriber) -> None:
+        if (wait := self._waits.pop(subscriber, None)) is not None:
+            wait.cancel()
 
 
 def is_plain(address: str) -> bool:

@@ -408,7 +408,7 @@ def test_others_run_while_many_ends_are_numbered() -> None:
         for number in range(many):
             replica.book(f"r{number}", 0, [number])
         await replica.outbox.drain()
-        before, ends = replica.mirror.own, replica.outbox.told
+        before, ends = replica.mirror.own, replica.outbox.shared_number
         for number in range(many):
             replica.slots.end(replica.tracker, f"r{number}")
         turns = 0
@@ -426,7 +426,7 @@ def test_others_run_while_many_ends_are_numbered() -> None:
         assert turns > many // NUMBERED_AT_ONCE // 2
         entries = list(replica.outbox.entries)
         assert [each.first for each in entries[1:]] == [each.last + 1 for each in entries[:-1]]
-        assert replica.outbox.told == ends
+        assert replica.outbox.shared_number == ends
 
     run(scenario)
 

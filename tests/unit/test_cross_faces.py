@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
 import msgpack
@@ -240,17 +240,13 @@ def test_sweeps_make_the_sequence_hashes_that_a_publisher_needs(fleet: Fleet) ->
     assert part.stats()["waiting"] == 0  # the fourth block's tokens are told by the question
 
 
-async def _joined(pieces: AsyncIterator[bytes]) -> bytes:
-    return b"".join([piece async for piece in pieces])
-
-
 def test_the_global_view_has_workers_too(fleet: Fleet) -> None:
     fleet.state.add_rank(RankKey(KEY, 8, 0), BLOCK_SIZE)
     fleet.state.add_rank(RankKey(KEY, 8, 1), BLOCK_SIZE)
     publishers = Publishers(fleet.state, None)  # type: ignore[arg-type]
-    viewed = conductor.global_view(fleet.state, publishers, Request("GET", "", b"", [], b""))
-    pieces = trio.run(_joined, cast(AsyncIterator[bytes], viewed.body))
-    assert json.loads(pieces) == {
+    request = Request("GET", "", b"", [], b"")
+    viewed = trio.run(conductor.global_view, fleet.state, publishers, request)
+    assert json.loads(cast(bytes, viewed.body)) == {
         "context_count": 1,
         "model_contexts": [
             {"model_name": "m", "lora_name": "", "block_size": BLOCK_SIZE, "additional_salt": "",

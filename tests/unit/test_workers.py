@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
-from typing import Any, cast
+from collections.abc import Iterator
+from typing import Any
 
 from kvd.faces.indexer import routes as indexer
 from kvd.faces.indexer.workers import SLICE_RANKS, listed
@@ -26,24 +26,25 @@ class Fleet:
             key = RankKey(PartitionKey("m", "t"), number % instances, number // instances)
             self.registry.register(key, SOMEWHERE, 16, None)
 
-    def pieces(self, query: bytes = b"") -> AsyncIterator[bytes]:
-        response = indexer.workers(
-            self.state, self.registry, Request("GET", "/workers", query, [], b"")
-        )
-        return cast(AsyncIterator[bytes], response.body)
+    def pieces(self) -> Iterator[bytes]:
+        """Yields the list, with an empty piece wherever others may run."""
+        instances = [
+            (self.state.partitions[partition], ranks)
+            for (partition, _), ranks in by_instance(self.registry.registrations()).items()
+        ]
+        return listed(instances, 0.0)
 
     async def listed(self, query: bytes = b"") -> Any:
-        return json.loads(b"".join([piece async for piece in self.pieces(query)]))
+        request = Request("GET", "/workers", query, [], b"")
+        response = await indexer.workers(self.state, self.registry, request)
+        assert isinstance(response.body, bytes)
+        return json.loads(response.body)
 
 
 def check_slices(fleet: Fleet) -> None:
     """Checks that others may run after every SLICE_RANKS ranks, or a few more."""
-    instances = [
-        (fleet.state.partitions[partition], ranks)
-        for (partition, _), ranks in by_instance(fleet.registry.registrations()).items()
-    ]
     stretch = longest = rests = 0
-    for piece in listed(instances, 0.0):
+    for piece in fleet.pieces():
         stretch = stretch + piece.count(b'"status"') if piece else 0
         longest = max(longest, stretch)
         rests += not piece
@@ -90,10 +91,10 @@ async def test_nobody() -> None:
 async def test_the_fleet_may_leave_meanwhile() -> None:
     fleet = Fleet(instances=50)
     pieces = fleet.pieces()
-    first = await anext(pieces)
+    first = next(pieces)
     for instance_id in range(50):
         await fleet.registry.unregister(instance_id, "m", "t", None)
-    rest = b"".join([piece async for piece in pieces])
+    rest = b"".join(pieces)
     assert len(json.loads(first + rest)) == 50
     assert await fleet.listed() == []
 
