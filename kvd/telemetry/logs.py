@@ -167,9 +167,13 @@ def set_output(level: str, form: str) -> None:
     _handler.style = replace(_handler.style, form=form)
 
 
-def flush() -> None:
-    """Writes lines whose reader was behind, as far as it takes them; to be called now and then."""
+def flush() -> bool:
+    """Writes lines whose reader was behind, as far as it takes them; to be called now and then.
+
+    Returns whether any still wait.
+    """
     _handler.writer.flush()
+    return _handler.writer.is_behind
 
 
 def finish() -> None:

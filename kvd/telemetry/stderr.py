@@ -49,6 +49,11 @@ class NonBlockingWriter:
         self._opened = contextlib.ExitStack()
         self._put: Put | None = None  # until the first line
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether lines wait for the reader."""
+        return bool(self._waiting)
+
     def write(self, line: bytes) -> None:
         """Writes a line now, later or never; never waits, never raises."""
         if self._waiting_bytes + len(line) > MAX_WAITING_BYTES:
