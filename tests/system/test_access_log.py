@@ -153,7 +153,9 @@ def test_a_pipe_that_nobody_reads_does_not_stop_the_daemon(stuck: tuple[int, int
     assert 0 < dropped < asked
     seen = b""
     while (notice := NOTICE.search(seen)) is None:  # with a reader everything that is left comes
-        seen = seen[-4096:] + os.read(reading, 65536)
+        piece = os.read(reading, 65536)
+        assert piece, "kvd has ended"
+        seen = seen[-4096:] + piece
     # The line of the question above may be one more.
     assert int(notice[1]) == dropped_at(port) in (dropped, dropped + 1)
 
