@@ -34,8 +34,8 @@ CYTHON  := $(shell find kvd kvd_core -name '*.pyx' -o -name '*.pxd')
 SOURCES := $(CYTHON) $(shell find kvd kvd_core -name '*.hpp')
 HEADERS := $(shell find kvd kvd_core bench -name '*.hpp') $(wildcard bench/*.cpp tests/fuzz/*.cpp)
 
-# Without compiled modules, every process would compile pytest's plugins and all of kvd again. They
-# are kept out of the tree, as was wished.
+# Where Python is told to write no compiled modules, every process would compile pytest's plugins and
+# all of kvd again. They are written to build/ then, beside the tree.
 ifneq ($(PYTHONDONTWRITEBYTECODE),)
 unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX := $(CURDIR)/build/pycache

@@ -236,7 +236,8 @@ class RemoteChoices:
         kvd.note_reached(len(self._records))
 
     async def _catalog(self, kvd: Kvd) -> list[dict[str, Any]]:
-        return _rows(await self._request(kvd, "GET", "/workers", limit=CATALOG_BYTES))
+        answer = await self._request(kvd, "GET", "/workers", limit=CATALOG_BYTES)
+        return _rows(answer, "GET /workers")
 
     async def _change(self, kvd: Kvd, method: str, path: str, body: bytes = b"") -> dict[str, Any]:
         """Changes a kvd's catalog; returns the worker, with reasons if it cannot be chosen."""
@@ -246,9 +247,9 @@ class RemoteChoices:
             return {"lifecycle": WorkerLifecycle.INCOMPLETE, "not_schedulable_reasons": reasons}
         if answer.status == 404 and method == "DELETE":  # another gateway was faster
             return {}
-        rows = _rows(answer)
+        rows = _rows(answer, f"{method} {path}")
         if len(rows) != 1:
-            raise Failed(f"its {method} {path} does not answer as that of a kvd does")
+            raise _no_kvd(f"{method} {path}")
         return rows[0]
 
     async def _resolve(self, kvd: Kvd) -> None:
@@ -497,8 +498,8 @@ def _placement(answer: Answer) -> Placement:
         raise Failed("the answer is not that of a kvd's selection service") from None
 
 
-def _rows(answer: Answer) -> list[dict[str, Any]]:
-    """Returns the workers in an answer: those of a list, or the only one."""
+def _rows(answer: Answer, asked: str) -> list[dict[str, Any]]:
+    """Returns the workers in the answer to a request: those of a list, or the only one."""
     if answer.status not in (200, 201):
         raise Failed(f"the kvd answers {answer.status}: {_refusal(answer)}")
     try:
@@ -508,7 +509,11 @@ def _rows(answer: Answer) -> list[dict[str, Any]]:
             return rows
     except (KeyError, RecursionError, TypeError, ValueError):
         pass  # not a catalog of workers
-    raise Failed("its GET /workers does not answer as that of a kvd does")
+    raise _no_kvd(asked)
+
+
+def _no_kvd(asked: str) -> Failed:
+    return Failed(f"its {asked} does not answer as that of a kvd does")
 
 
 def _refusal(answer: Answer) -> str:

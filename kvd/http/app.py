@@ -105,7 +105,7 @@ def build_app(
         view = _view(route, context.failures)
         endpoint = f"{route.method} {route.path}"
         app.add_url_rule(rule, endpoint, view, methods=[route.method])
-        if not route.answers_head:  # which Quart takes every GET to do
+        if route.method == "GET" and not route.answers_head:  # which Quart takes every GET to do
             for added in app.url_map.iter_rules(endpoint):
                 assert added.methods is not None
                 added.methods.discard("HEAD")

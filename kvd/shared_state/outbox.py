@@ -95,7 +95,8 @@ class Outbox:
         if self._journal.dropped != self._dropped:
             self._dropped = self._journal.dropped
             self.holes += 1
-            self._mirror.skip_own()  # in their front: what is recorded from now on is behind them
+            # The gap's number is before theirs: newer steps may come while these are numbered.
+            self._mirror.skip_own()
             self.introduce()
 
     def sent(self) -> None:
