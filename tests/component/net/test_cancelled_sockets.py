@@ -21,7 +21,7 @@ from kvd.net.replay import Replayer
 from kvd.net.turns import Turns
 from kvd.wire.dump import BINARY_DUMP, JSON_DUMP
 from tests.support.cancelling import every_checkpoint
-from tests.support.descriptors import open_descriptors
+from tests.support.descriptors import descriptors_now, open_descriptors
 from tests.support.listening import HASTY, HASTY_REPLAYS, Listening
 from tests.support.recovering import PARTITION, Replica
 from tests.support.replay_servers import ReplayServer, three_frames
@@ -67,7 +67,7 @@ async def test_a_listener_whose_gap_is_replayed(
         applied = [int(batch or b"-1") for batch in listening.applied]
         assert applied == list(range(len(applied)))  # in order, each once, none in between lost
         assert listening.listener.stats.lost == 0
-        await until(lambda: open_descriptors() <= before)
+        await until(lambda: descriptors_now() <= before)
     assert len(applied) == 10
 
 
@@ -90,7 +90,7 @@ async def test_a_recovery(form: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
             for partition in fresh.state.partitions.values():
                 assert partition.workers
                 partition.index.verify()
-            await until(lambda: open_descriptors() <= before)
+            await until(lambda: descriptors_now() <= before)
             assert await call() == url
             assert fresh.dumped() == peer.dumped()
 
@@ -136,4 +136,4 @@ async def test_a_listener_whose_engine_has_a_name(
                 both.start_soon(lead)
                 await cancelling.run(run)
             assert not dialer._links
-    await until(lambda: open_descriptors() <= before)
+    await until(lambda: descriptors_now() <= before)

@@ -12,7 +12,7 @@ import trio
 import zmq
 
 from kvd.net.turns import MAX_TURN_MESSAGES, ROUND_NS
-from tests.support.descriptors import open_descriptors
+from tests.support.descriptors import descriptors_now, open_descriptors
 from tests.support.listening import Listening
 from tests.support.zmtp_fakes import (
     NOT_MY_FAULT_S,
@@ -47,7 +47,7 @@ async def test_a_worker_may_come_up_later(publish: Publish, listen: Listen) -> N
     with reserved_endpoint() as endpoint:
         listening = listen(endpoint)
         descriptors = open_descriptors()
-        await until(lambda: open_descriptors() != descriptors)  # attempts are under way
+        await until(lambda: descriptors_now() != descriptors)  # attempts are under way
         assert listening.is_("pending")()
         worker = publish(endpoint)
         await worker.subscribed()
@@ -167,7 +167,7 @@ async def test_a_worker_that_comes_and_goes_costs_no_descriptors(
         worker.seq = life
         worker.send(b"alive")
         await until(lambda: len(listening.applied) == listener.stats.losses)
-    await until(lambda: open_descriptors() <= descriptors)
+    await until(lambda: descriptors_now() <= descriptors)
     assert (listener.stats.joins, listener.stats.failures) == (11, 0)
 
 
@@ -316,7 +316,7 @@ class TestCancelled:
         with trio.fail_after(NOT_MY_FAULT_S):
             await listening.ended.wait()
         assert 0 < listening.listener.stats.messages <= MAX_TURN_MESSAGES
-        await until(lambda: open_descriptors() <= before)
+        await until(lambda: descriptors_now() <= before)
 
     async def test_while_connecting_it_does_not_stall_the_others(
         self, publish: Publish, listen: Listen
@@ -343,7 +343,7 @@ class TestCancelled:
         listening = listen(endpoint, gate=gate)
         await until(lambda: reached(listening))
         await listening.stop()
-        await until(lambda: open_descriptors() <= before)
+        await until(lambda: descriptors_now() <= before)
 
     async def fail_once(self, listen: Listen) -> None:
         """Has opened what is open for as long as there is a process."""

@@ -11,7 +11,7 @@ import trio
 import zmq
 
 from kvd.net.replay import Replayer, ReplayOptions
-from tests.support.descriptors import open_descriptors
+from tests.support.descriptors import descriptors_now, open_descriptors
 from tests.support.listening import HASTY, HASTY_REPLAYS, Listening
 from tests.support.replay_servers import (
     Answer,
@@ -306,14 +306,14 @@ class TestCancelled:
 
     async def stop(self, made: Stream, before: int) -> None:
         await made.listening.stop()
-        await until(lambda: open_descriptors() <= before)
+        await until(lambda: descriptors_now() <= before)
 
     async def test_while_the_server_is_connected(self, stream: Callable) -> None:
         with reserved_endpoint() as endpoint:
             made = await stream(endpoint, ReplayOptions())
             before = open_descriptors()
             made.send(3)
-            await until(lambda: open_descriptors() > before)
+            await until(lambda: descriptors_now() > before)
             await self.stop(made, before)
 
     async def test_before_the_answer(self, stream: Callable, serve: Serve) -> None:

@@ -309,6 +309,7 @@ class Life:
         }
 
 
+@pytest.mark.slow("compares all answers after each step")
 @pytest.mark.parametrize("seed", range(LIVES // 4))
 def test_random_lives_while_sequence_hashes_are_made(seed: int) -> None:
     """In a partition that has blocks when the first publisher comes, and more meanwhile."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from itertools import accumulate
 from typing import Any
 
 import msgpack
@@ -91,17 +92,19 @@ def test_a_dump_under_churn_misses_nothing_that_stays(seed: int) -> None:
     """What a rank holds from before the dump until after it is in it, names and all."""
     rng = random.Random(seed)
     index, workers = make(1, 2, 3)
-    held: dict[tuple[int, int], dict[int, list[int]]] = {}
+    held: dict[tuple[int, int], dict[int, None]] = {}
+
+    def chained(name: int, local: int) -> int:
+        return hash((name, local)) & (2**64 - 1)
 
     def store() -> None:
         worker = rng.randrange(3)
         known = held.setdefault((worker, 0), {})
-        base = known[rng.choice(list(known))] if known and rng.random() < 0.8 else []
-        path = base + [rng.randrange(2)] * rng.choice((1, 3, 700, 1500))
-        names = [hash(tuple(path[: i + 1])) & (2**64 - 1) for i in range(len(base), len(path))]
-        parent = hash(tuple(base)) & (2**64 - 1) if base else None
-        workers[worker].store(0, names, path[len(base) :], parent)
-        known.update((name, path[: len(base) + i + 1]) for i, name in enumerate(names))
+        parent = rng.choice(list(known)) if known and rng.random() < 0.8 else None
+        local = [rng.randrange(2)] * rng.choice((1, 3, 700, 1500))
+        names = list(accumulate(local, chained, initial=parent or 0))[1:]
+        workers[worker].store(0, names, local, parent)
+        known.update(dict.fromkeys(names))
 
     def drop() -> None:
         (worker, _), known = rng.choice(list(held.items()))

@@ -102,9 +102,11 @@ def test_churn_at_a_branch_leaves_no_fragments() -> None:
     worker.store(0, list(range(1, 501)), list(range(1, 501)))
     for i in range(500, 0, -1):
         worker.store(0, [10_000 + i], [77], parent=i)
-        index.verify()
+        if i % 10 == 0:  # each one walks all of the tree
+            index.verify()
         worker.drop(0, [10_000 + i])
-        index.verify()
+        if i % 10 == 1:
+            index.verify()
     assert index.stats()["chains"] == 1
 
 
