@@ -88,7 +88,8 @@ class Upstream:
     facts: Facts | None = None
     problem: str | None = None  # why requests are not sent there, for operators
     failures: int = 0  # health checks in a row
-    asked_at: float = 0.0  # when it last said what it is, seconds of trio's clock
+    asked_at: float = 0.0  # when it was last asked what it is, seconds of trio's clock
+    ask_at: float = 0.0  # when it is to be asked next
     advice: str | None = None  # what would have more be known of it, for operators
     owners: set[str] = field(default_factory=set)  # who wants it
     following: trio.CancelScope = field(default_factory=trio.CancelScope)
@@ -141,9 +142,9 @@ class Upstream:
             self.failed.set()
 
     def ask_anew(self) -> None:
-        """Has it asked at once what it serves, but not more than once in ASK_ANEW_S."""
-        if trio.current_time() - self.asked_at >= ASK_ANEW_S:
-            self.asked_at = -math.inf
+        """Has it asked what it serves as soon as ASK_ANEW_S have passed since the last time."""
+        if self.ask_at > self.asked_at + ASK_ANEW_S:
+            self.ask_at = self.asked_at + ASK_ANEW_S
             self.failed.set()
 
     def fault_of(self, why: str) -> str:
@@ -370,9 +371,14 @@ class Upstreams:
                 await self._meet(upstream)
                 upstream.met.set()
                 await self._prove(upstream)
-            serving = upstream.standing is UpstreamState.SERVING
-            retry_s = RETRY_S if serving else min(2 * retry_s, HEALTH_S)
-            with trio.move_on_after(HEALTH_S if serving else retry_s):
+            now = trio.current_time()
+            if upstream.standing is UpstreamState.SERVING:
+                retry_s = RETRY_S
+                until = min(now + HEALTH_S, max(now + RETRY_S, upstream.ask_at))
+            else:
+                retry_s = min(2 * retry_s, HEALTH_S)
+                until = now + retry_s
+            with trio.move_on_at(until):
                 await upstream.failed.wait()
 
     async def _meet(self, upstream: Upstream) -> None:
@@ -415,11 +421,12 @@ class Upstreams:
     async def _ask(self, upstream: Upstream) -> Facts:
         """Asks an engine what it is, and has the selection service know it."""
         assert upstream.engine is not None
+        upstream.asked_at = trio.current_time()
+        upstream.ask_at = upstream.asked_at + REFRESH_S
         facts = await Probe(self._exchanges, upstream.engine, upstream.target, upstream.key).ask()
         if upstream.advice != DISAGREE or upstream.standing is not UpstreamState.SERVING:
             upstream.advice = facts.advice
         await self._register(upstream, facts)
-        upstream.asked_at = trio.current_time()
         self._name()
         return facts
 
@@ -457,7 +464,7 @@ class Upstreams:
                 upstream.note_gone(upstream.problem)
             return
         upstream.failures = 0
-        if trio.current_time() - upstream.asked_at >= REFRESH_S:
+        if trio.current_time() >= upstream.ask_at:
             try:
                 await self._ask(upstream)  # adapters come and go
             except (NotAnEngine, ExchangeFailed, KvdError) as error:
