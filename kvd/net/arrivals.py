@@ -35,7 +35,7 @@ class Arrivals:
 
     def __init__(self) -> None:
         self._epoll = select.epoll()
-        self._waiting: dict[int, tuple[trio.lowlevel.Task, Serve]] = {}
+        self._waiting: dict[int, _Wait] = {}
 
     async def run(self) -> NoReturn:
         with self._epoll, polled_when_idle(self, ROW_NS, goes_first=True) as between:
@@ -51,20 +51,15 @@ class Arrivals:
         It may end this wait and close the descriptor, but not raise.
         """
         assert fd not in self._waiting
-        self._waiting[fd] = trio.lowlevel.current_task(), serve
+        waiting = self._waiting[fd] = _Wait(self, fd, trio.lowlevel.current_task(), serve)
         self._epoll.register(fd, select.EPOLLIN)
-
-        def forget(_: object) -> trio.lowlevel.Abort:
-            self._forget(fd)
-            return trio.lowlevel.Abort.SUCCEEDED
-
-        await trio.lowlevel.wait_task_rescheduled(forget)
+        await trio.lowlevel.wait_task_rescheduled(waiting.abort)
 
     def end(self, fd: int) -> None:
         """Has the wait for a descriptor return, if there is one."""
         if (waiting := self._waiting.get(fd)) is not None:
-            self._forget(fd)
-            trio.lowlevel.reschedule(waiting[0])
+            self.forget(fd)
+            trio.lowlevel.reschedule(waiting.task)
 
     def fileno(self) -> int:
         return self._epoll.fileno()
@@ -85,13 +80,28 @@ class Arrivals:
         waiting = self._waiting.get(fd)
         if waiting is None:  # the end of one before has ended this one
             return
-        _, serve = waiting
-        if not serve() and self._waiting.get(fd) is waiting:
+        if not waiting.serve() and self._waiting.get(fd) is waiting:
             self.end(fd)
 
-    def _forget(self, fd: int) -> None:
+    def forget(self, fd: int) -> None:
         del self._waiting[fd]
         self._epoll.unregister(fd)
+
+
+class _Wait:
+    """A task that waits. A function with what it encloses would take twice as much per rank."""
+
+    __slots__ = ("_arrivals", "_fd", "serve", "task")
+
+    def __init__(self, arrivals: Arrivals, fd: int, task: trio.lowlevel.Task, serve: Serve) -> None:
+        self._arrivals = arrivals
+        self._fd = fd
+        self.task = task
+        self.serve = serve
+
+    def abort(self, _: object) -> trio.lowlevel.Abort:
+        self._arrivals.forget(self._fd)
+        return trio.lowlevel.Abort.SUCCEEDED
 
 
 _current: trio.lowlevel.RunVar[Arrivals | None] = trio.lowlevel.RunVar("arrivals", None)

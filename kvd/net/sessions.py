@@ -122,10 +122,10 @@ class LinkSessions:
         linked = self._linked
         linked.connecting()
         runs: list[Callable[[], Awaitable[str]]]
-        runs = [link.watch, partial(self._reader.receive, link)]
+        runs = [link.watch]
         if is_named(linked.endpoint):
             runs.append(partial(self._moved, address))
-        why = await _first(*runs)
+        why = await _first(partial(self._reader.receive, link), *runs)
         await self._reader.receive_rest(link)
         return why
 
@@ -143,8 +143,11 @@ class LinkSessions:
         return await self._dialer.moved(linked.endpoint, address, lambda: linked.connected)
 
 
-async def _first(*runs: Callable[[], Awaitable[str]]) -> str:
-    """Returns what the first of them to end returns; the others are cancelled."""
+async def _first(here: Callable[[], Awaitable[str]], *runs: Callable[[], Awaitable[str]]) -> str:
+    """Returns what the first of them to end returns; the others are cancelled.
+
+    `here` has no task of its own, which would take 1.3 KB of every rank.
+    """
     answers: list[str] = []
 
     async def run(one: Callable[[], Awaitable[str]]) -> None:
@@ -154,4 +157,5 @@ async def _first(*runs: Callable[[], Awaitable[str]]) -> str:
     async with trio.open_nursery() as nursery:
         for one in runs:
             nursery.start_soon(run, one)
+        await run(here)
     return answers[0]

@@ -66,7 +66,8 @@ class ZmtpLink:
         self._subscriber: Subscriber | None = None  # whose handshake is done
         self._given_up = ""
         self._patience = trio.CancelScope()  # of what `watch` waits for
-        self._unjoined = trio.CancelScope()  # while the owner waits, and nothing is connected
+        # While the owner waits, and nothing is connected.
+        self._unjoined: trio.CancelScope | None = None
 
     async def watch(self) -> str:
         """Keeps connected, and tells who is linked; returns why the link is of no more use."""
@@ -80,6 +81,7 @@ class ZmtpLink:
         else:
             with trio.CancelScope() as self._unjoined:
                 await trio.sleep_forever()
+            self._unjoined = None
 
     def give_up(self, why: str) -> None:
         """Ends `watch`, with that reason."""
@@ -183,7 +185,8 @@ class ZmtpLink:
         linked = self._linked
         self._subscriber = subscriber
         linked.joined()
-        self._unjoined.cancel()
+        if self._unjoined is not None:
+            self._unjoined.cancel()
         self._log.info("stream_joined", endpoint=linked.endpoint)
         await self._outlast_silence(subscriber)
         return subscriber.fault or LOST
