@@ -15,7 +15,7 @@ rank elsewhere, is judged again when anything leaves, here or on another face.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 import trio
 
@@ -31,6 +31,7 @@ from kvd.selection.speeds import Speeds
 from kvd.selection.streams import Streams
 from kvd.selection.tuning import Tuning
 from kvd.selection.worker_record import WorkerLifecycle, WorkerRecord
+from kvd.telemetry.stretches import UNREGISTRATION
 from kvd.wire.endpoints import Addresses
 from kvd.wire.event_stream import EventStream
 
@@ -181,7 +182,7 @@ class Workers:
                     self._join(entry.record)
                     joined = True
                 except KvdError as error:  # a bound of the state: nothing of it has been registered
-                    self._leave(entry.record, None)
+                    self._take_out(entry.record)
                     entry = CatalogEntry(entry.record, [str(error)], blocked=True)
             self._enter(entry)
         return joined
@@ -241,28 +242,38 @@ class Workers:
     async def _replace(self, old: CatalogEntry | None, new: CatalogEntry | None) -> CatalogEntry:
         """Replaces a worker in its fleet; ranks that stay as they are keep their bookings.
 
-        That is one step, after the listeners that it has no more have ended. Those that wait are
-        not looked at.
+        That is one step, after the listeners that it has no more have ended. What is booked on its
+        other ranks ends in slices, when they can be chosen no more. Those that wait are not looked
+        at.
         """
         before = None if old is None or old.reasons else old.record
         after = None if new is None or new.reasons else new.record
         # Shielded: a client that goes away must not leave half a worker behind.
         with trio.CancelScope(shield=True):
+            leaving: list[int] = []
             if before is not None:
                 await self._fall_silent(before, after)
-                self._leave(before, after)
+                self._take_out(before)
+                leaving = [each for each in before.ranks if not _stays(before, after, each)]
+            if new is None and old is not None:
+                del self.entries[old.record.worker_id]
+                self._blocked.discard(old.record.worker_id)
+            if before is not None and len(leaving) == len(before.ranks):
+                # First: its next fleet may be the same, with another ledger.
+                await self._drop_ranks(before, leaving)
+                leaving = []
             if after is not None:
                 try:
                     self._join(after)
                 except KvdError as error:  # another face was faster
                     await self._fall_silent(after, None)
-                    self._leave(after, None)
+                    self._take_out(after)
+                    await self._drop_ranks(after, after.ranks)
                     new = CatalogEntry(after, [str(error)], blocked=True)
+            if before is not None:
+                await self._drop_ranks(before, leaving)
         if new is not None:
             self._enter(new)
-        elif old is not None:
-            del self.entries[old.record.worker_id]
-            self._blocked.discard(old.record.worker_id)
         return new or old  # type: ignore[return-value]
 
     async def _fall_silent(self, record: WorkerRecord, after: WorkerRecord | None) -> None:
@@ -281,8 +292,8 @@ class Workers:
         for dp_rank in leaving:
             await self._registry.unregister(record.worker_id, *record.key, dp_rank, OWNER)
 
-    def _leave(self, record: WorkerRecord, after: WorkerRecord | None) -> None:
-        """Removes a worker from its fleet, and the bookings of ranks that it will not have."""
+    def _take_out(self, record: WorkerRecord) -> None:
+        """Removes a worker from its fleet: its ranks cannot be chosen any more."""
         candidates = self._candidates.get(record.key)
         if candidates is None:
             return
@@ -290,16 +301,24 @@ class Workers:
         for dp_rank in record.ranks:
             candidates.absent.pop((record.worker_id, dp_rank), None)
         candidates.changed()
-        leaving = [each for each in record.ranks if not _stays(record, after, each)]
-        for dp_rank in leaving:
-            self._drop_rank(candidates, record, dp_rank)
 
-    def _drop_rank(self, candidates: Candidates, record: WorkerRecord, dp_rank: int) -> None:
+    async def _drop_ranks(self, record: WorkerRecord, dp_ranks: Iterable[int]) -> None:
+        """Ends in slices what is booked on ranks that cannot be chosen any more."""
+        candidates = self._candidates.get(record.key)
+        if candidates is None:
+            return
+        for dp_rank in dp_ranks:
+            for _ in UNREGISTRATION.each(self._drop_rank(candidates, record, dp_rank)):
+                await trio.lowlevel.checkpoint()
+
+    def _drop_rank(
+        self, candidates: Candidates, record: WorkerRecord, dp_rank: int
+    ) -> Iterator[None]:
         rank = record.worker_id, dp_rank
         number = candidates.ledger.rank_of(*rank)
         if candidates.predictions is not None and number is not None:
             candidates.predictions.forget(number)
-        self._reservations.drop_rank(candidates, rank, record.block_size or 0)
+        yield from self._reservations.drop_rank(candidates, rank, record.block_size or 0)
 
     def _join(self, record: WorkerRecord) -> None:
         """Listens to a worker's ranks and makes them selectable; raises what `register` does."""

@@ -35,6 +35,9 @@ from kvd_core.ledger.ledger import Ledger, LiveRequest
 # Requests expired, or owners looked at, between two checkpoints: under 1 ms.
 EXPIRY_SLICE = 64
 
+# Requests that end with their rank between two checkpoints: under 1 ms where each is logged.
+REMOVAL_SLICE = 64
+
 # Requests of which observers are told in a second, about, unless one wants all of them. Each costs
 # 0.1 ms where requests come one by one.
 OBSERVED_PER_S = 50
@@ -261,16 +264,21 @@ class LiveRequests(Generic[Owner]):
         ease(owner.ledger)
         return True
 
-    def drop_rank(self, owner: Owner, rank: tuple[int, int], block_size: int) -> None:
+    def drop_rank(self, owner: Owner, rank: tuple[int, int], block_size: int) -> Iterator[None]:
         """Takes a rank out of the ledger, if it is there, and ends what is booked on it.
 
-        `block_size` is that of its worker, which the owner may have no more. The caller eases the
-        ledger, once for all ranks.
+        Rests at every yield, where the rank is there with what is left of its requests; nothing may
+        be booked on it any more. `block_size` is that of its worker, which the owner may have no
+        more. The caller eases the ledger, once for all ranks.
         """
         number = owner.ledger.rank_of(*rank)
         if number is None:
             return
-        removed = owner.ledger.remove_rank(number)
+        while self._drop_some(owner, rank, number, block_size) == REMOVAL_SLICE:
+            yield
+
+    def _drop_some(self, owner: Owner, rank: tuple[int, int], number: int, block_size: int) -> int:
+        removed = owner.ledger.remove_rank(number, REMOVAL_SLICE)
         self.removed += len(removed)
         has_listeners = bool(self.steps.subscribers or self.moments.subscribers)
         for request_id in removed:
@@ -278,6 +286,7 @@ class LiveRequests(Generic[Owner]):
                 self._tell(owner.key, block_size, request_id, rank, Step.FREE)
                 self._observe(owner, request_id, Step.FREE, None, None)
             self._forget(request_id)
+        return len(removed)
 
     # ---- what another process has booked
 

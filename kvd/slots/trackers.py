@@ -147,7 +147,8 @@ class SlotTrackers(LiveRequests[Tracker]):
             )
         self.changes += 1
         for dp_rank in ranks:
-            self.drop_rank(tracker, (worker_id, dp_rank), tracker.block_size)
+            for _ in self.drop_rank(tracker, (worker_id, dp_rank), tracker.block_size):
+                pass
         if not tracker.workers:
             del self.trackers[key]
             self.ended.update(ledger_stats(tracker.ledger))

@@ -14,6 +14,7 @@ from collections import namedtuple
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from cpython.object cimport PyObject
+from cpython.pyport cimport PY_SSIZE_T_MAX
 from cpython.ref cimport Py_DECREF
 from cpython.unicode cimport PyUnicode_DecodeUTF8
 from libcpp.memory cimport make_unique
@@ -159,22 +160,24 @@ cdef class Ledger:
             raise OverflowError(f"more than {MAX_RANKS} ranks")
         return books.add_rank(self.c, worker_id, dp_rank)
 
-    def remove_rank(self, LoadedRankId rank):
+    def remove_rank(self, LoadedRankId rank, Py_ssize_t limit=PY_SSIZE_T_MAX):
         """Removes a rank with its requests; returns their ids in order of admission.
 
+        At most `limit` of them: when as many came, there may be more, and the rank is there still.
         Other ledgers keep theirs, and what that weighs. KeyError if there is no such rank. O(free
-        of each of its requests).
+        of each).
         """
         self.own(rank)
         ids = []
         cdef RequestId request = self.c.chains[rank].first
-        while request != kNone:
+        while request != kNone and len(ids) < limit:
             ids.append(self.text_of(request))
             request = self.c.requests.all[request].next[<int>kByRank]
-        while self.c.chains[rank].first != kNone:
+        while self.c.chains[rank].first != request:
             books.end_request(self.c, self.c.chains[rank].first)
         self.removed += len(ids)
-        books.remove_rank(self.c, rank)
+        if len(ids) < limit:
+            books.remove_rank(self.c, rank)
         return ids
 
     def rank_of(self, uint64_t worker_id, uint32_t dp_rank):

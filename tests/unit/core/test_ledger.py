@@ -380,6 +380,23 @@ def test_a_removed_rank_takes_its_requests_along() -> None:
     assert ledger.stats()["bytes"] == start
 
 
+def test_a_rank_is_removed_in_slices() -> None:
+    ledger = Ledger()
+    rank, other = ledger.add_rank(1, 0), ledger.add_rank(2, 0)
+    for number in range(5):
+        ledger.add(str(number), rank, packed(1, number), 1, 0.0)
+    ledger.add("other", other, packed(1), 1, 0.0)
+    for left, ended in ((3, ["0", "1"]), (1, ["2", "3"])):
+        assert ledger.remove_rank(rank, 2) == ended
+        assert ledger.load(rank).requests == ledger.load(rank).prefill_tokens == left
+        ledger.verify()
+    assert ledger.remove_rank(rank, 1) == ["4"]
+    assert ledger.rank_of(1, 0) == rank  # as many came as might have
+    assert ledger.remove_rank(rank, 1) == []
+    assert ledger.rank_of(1, 0) is None and ledger.stats()["requests"] == 1
+    ledger.verify()
+
+
 # Rendering, input
 
 

@@ -16,6 +16,7 @@ from kvd.model import RankKey
 from kvd.selection.options import RouterOptions
 from kvd.selection.worker_record import MAX_DP_SIZE, WorkerRecord
 from kvd.selection.workers import RECONSIDERED
+from kvd.slots.live_requests import REMOVAL_SLICE
 from kvd.wire.lifecycle import Step
 from kvd_core.selector.settings import Settings
 from tests.support.budget import scaled
@@ -293,6 +294,50 @@ async def test_what_is_deleted_is_gone() -> None:
     await service.selections.workers.delete(2)
     assert not service.listeners.running and not service.state.partitions
     assert service.selections.candidates.keys() == {M}  # stays listed, without loads
+    service.check()
+
+
+async def test_what_is_booked_on_a_leaving_worker_ends_in_slices(nursery: trio.Nursery) -> None:
+    service = await ready(worker(1), worker(2))
+    many = 6 * REMOVAL_SLICE
+    for number in range(many):
+        service.reserve(str(number), (1, 0), [1, number], 8)
+    live, stats = service.selections.reservations.live, service.candidates().ledger.stats
+    nursery.start_soon(service.selections.workers.delete, 1)
+    seen = set()
+    while live:
+        await trio.lowlevel.checkpoint()
+        seen.add(len(live))
+        assert stats()["requests"] == len(live)
+        service.candidates().ledger.verify()
+        if len(live) < many:
+            assert 1 not in service.selections.workers.entries
+            assert service.select([1, 2])["worker_id"] == 2
+            with pytest.raises(NotFound):
+                service.reserve("late", (1, 0), [1])
+    assert len(seen) > 3  # of two tasks either runs first in a pass
+    await trio.testing.wait_all_tasks_blocked()
+    service.check()
+
+
+async def test_ranks_that_stay_serve_while_others_leave_in_slices(nursery: trio.Nursery) -> None:
+    service = await ready(TWO)
+    many = 6 * REMOVAL_SLICE
+    for number in range(many):
+        service.reserve(str(number), (1, 1), [1, number], 8)
+    service.reserve("stays", (1, 0), [1, 2], 8)
+    live = service.selections.reservations.live
+    nursery.start_soon(service.selections.workers.put, replace(TWO, data_parallel_size=1))
+    seen = set()
+    while len(live) > 1:
+        await trio.lowlevel.checkpoint()
+        seen.add(len(live))
+        answer = service.select([1, 2])
+        assert answer["worker_id"] == 1
+        assert answer["dp_rank"] == 0 or len(live) > many
+    assert len(seen) > 3
+    assert set(live) == {"stays"}
+    await trio.testing.wait_all_tasks_blocked()
     service.check()
 
 
