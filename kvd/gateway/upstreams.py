@@ -374,7 +374,9 @@ class Upstreams:
             now = trio.current_time()
             if upstream.standing is UpstreamState.SERVING:
                 retry_s = RETRY_S
-                until = min(now + HEALTH_S, max(now + RETRY_S, upstream.ask_at))
+                until = now + HEALTH_S
+                if upstream.failures == 0:  # else its next health check has its usual pause
+                    until = min(until, upstream.ask_at)
             else:
                 retry_s = min(2 * retry_s, HEALTH_S)
                 until = now + retry_s
