@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import tomllib
 from functools import cache
@@ -39,10 +40,10 @@ TYPES = {
     ".pxd": re.compile(r"^()cdef (?:struct|union|enum) (\w+):", re.MULTILINE),
 }
 TYPES[".pyx"] = TYPES[".pxd"]
-# A comment, a text, or a name: of C++, and of Python and Cython.
-REST = r'''"""(?:\\.|[^\\])*?"""|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|\b([A-Za-z_]\w*)'''
-CPP_TOKEN = re.compile(rf"//[^\n]*|{REST}", re.DOTALL)
-TOKEN = re.compile(rf"#[^\n]*|{REST}", re.DOTALL)
+# Of Cython and C++: a comment, a text, or a name.
+TOKEN = re.compile(
+    r'''(?:#|//)[^\n]*|"""(?:\\.|[^\\])*?"""|"(?:\\.|[^"\\\n])*"|\b([A-Za-z_]\w*)''', re.DOTALL
+)
 STATS = re.compile(r"self\.(\w+)(?:: [^=\n]+)? = (?:\w+\.)?\w+Stats\(")
 DECLARATIONS = [
     path
@@ -92,8 +93,14 @@ def everywhere() -> dict[str, set[str]]:
 
 def names_in(path: Path) -> set[str]:
     """Returns all names of a source file: what is defined there and what is used."""
-    token = CPP_TOKEN if path.suffix == ".hpp" else TOKEN
-    return set(token.findall(path.read_text())) - {""}
+    if path.suffix not in {".py", ".pyi"}:
+        return {name for name in TOKEN.findall(path.read_text()) if name}
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        for member in ("name", "id", "attr", "arg"):
+            if isinstance(name := getattr(node, member, None), str):
+                found.add(name)
+    return found
 
 
 def test_definitions_have_no_overloaded_words() -> None:
