@@ -147,6 +147,7 @@ class SlotTrackers(LiveRequests[Tracker]):
             )
         self.changes += 1
         for dp_rank in ranks:
+            # Without a rest: bookings ask the ledger alone which ranks there are.
             for _ in self.drop_rank(tracker, (worker_id, dp_rank), tracker.block_size):
                 pass
         if not tracker.workers:
