@@ -5,18 +5,20 @@ from __future__ import annotations
 import re
 import select
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from operator import attrgetter
 from threading import Event as ThreadEvent
+from threading import Semaphore, Thread
 from typing import Any
 
 import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from kvd.http import front, idle_poll
+from kvd.http import idle_poll
 from kvd.http.busy_wait import BusyWait
 from kvd.http.fast_path import ALL, NOTHING, FastPath, serve_between
 from kvd.http.idle_poll import EPOLL, RUNNABLE, WAKE, busy_wait_families, polled_when_idle
@@ -67,11 +69,7 @@ def ask(running: Running, request: bytes, times: int, until: ThreadEvent | None 
         return asked
 
 
-@pytest.mark.parametrize("budget_ns", [front.TURN_NS, 1])  # each request takes all of a row
-async def test_requests_one_by_one_do_not_wake_trio(
-    monkeypatch: pytest.MonkeyPatch, budget_ns: int
-) -> None:
-    monkeypatch.setattr(front, "TURN_NS", budget_ns)
+async def test_requests_one_by_one_do_not_wake_trio() -> None:
     async with serving(**CALM) as running:
         with passes() as counted:
             assert await trio.to_thread.run_sync(ask, running, REQUEST, MANY) == MANY
@@ -213,6 +211,7 @@ class Answering:
 
     def __init__(self, answers: int) -> None:
         self.heard = 0
+        self._turns = Semaphore(0)  # of messages that were heard
         self._answers = answers
         self._one, self._other = socket.socketpair()
         self._one.setblocking(False)
@@ -231,14 +230,21 @@ class Answering:
         self.heard += 1
         if self.heard <= self._answers:
             self._one.send(b"x")
+        self._turns.release()
         return ALL
 
-    def stay(self, budget_ns: int = 10**9) -> tuple[bool, bool]:
+    def send_after_each(self, messages: int) -> None:
+        """Sends the next message when one was heard, and the last one with another behind it."""
+        for left in range(messages, 0, -1):
+            self._turns.acquire()
+            self._one.send(b"xx" if left == 1 else b"x")
+
+    def stay(self, budget_ns: int = 10**9, linger_s: float = 0.01) -> tuple[bool, bool]:
         """Has it hear its first message; returns what `serve_between` does."""
         with self._one, self._other, self._others:
             self._one.send(b"x")
             others = self._others.fileno()
-            return serve_between([self], others, [], BusyWait(), 10.0, 0.01, budget_ns)
+            return serve_between([self], others, [], BusyWait(), 60.0, linger_s, budget_ns)
 
 
 def test_what_a_turn_has_asked_for_is_served_before_trio_wakes() -> None:
@@ -251,6 +257,19 @@ def test_others_wait_for_a_row_of_turns_at_most() -> None:
     answering = Answering(answers=10)
     assert answering.stay(budget_ns=1) == (True, True)
     assert answering.heard == 1
+
+
+def test_a_row_that_took_all_of_its_time_ends_no_stay_if_nothing_more_has_come() -> None:
+    """The next message comes when it sleeps: only then the other thread can run."""
+    answering = Answering(answers=0)
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(1000.0)
+    try:
+        Thread(target=answering.send_after_each, args=(5,), daemon=True).start()
+        assert answering.stay(budget_ns=1, linger_s=60.0) == (True, True)
+    finally:
+        sys.setswitchinterval(usual)
+    assert answering.heard == 1 + 5
 
 
 # ---- awake for the next request
