@@ -12,7 +12,7 @@ from types import TracebackType
 
 import trio
 
-from kvd.http.idle_poll import polled_when_idle
+from kvd.http.idle_poll import Turn, polled_when_idle
 from kvd.http.untasked import Signal, has_task, signalled
 from kvd.telemetry.stretches import RELAY
 from kvd_core.relay.relay import NO_CLIENT, SOME, Answer, Ending, ExchangeOutcome, Relay
@@ -69,7 +69,7 @@ class Exchanges:
         """Moves bytes until it is cancelled."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._sweep)
-            with polled_when_idle(self, TURN_NS) as between:
+            with polled_when_idle(self, Turn.ANSWERS, TURN_NS) as between:
                 while True:
                     await trio.lowlevel.wait_readable(self.fileno())
                     between.warm = True

@@ -22,7 +22,7 @@ from kvd.http.auth import is_local
 from kvd.http.connection import Connection, ListenerContext
 from kvd.http.context import ServerContext
 from kvd.http.fast_path import SOME
-from kvd.http.idle_poll import polled_when_idle
+from kvd.http.idle_poll import Turn, polled_when_idle
 from kvd.http.limits import HttpLimits
 from kvd.http.messages import JSON, Response
 from kvd.http.render import CLOSE_LINE, start_lines, whole_response
@@ -94,7 +94,9 @@ class Front(Server[Connection]):
     async def _run_fast_path(self) -> None:
         """Serves what comes on parked connections."""
         fast_path = self._listener.fast_path
-        with polled_when_idle(fast_path, TURN_NS, self.limits.busy_wait_us) as between:
+        with polled_when_idle(
+            fast_path, Turn.REQUESTS, TURN_NS, self.limits.busy_wait_us
+        ) as between:
             while True:
                 await trio.lowlevel.wait_readable(fast_path.fileno())
                 between.warm = True

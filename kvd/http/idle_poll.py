@@ -10,8 +10,9 @@ A pass of trio costs a sleeping process some 30 µs of CPU beside the system cal
 cold; what a request needs is 15. So while requests come one by one and no task can run, the process
 sleeps here, on the same set of descriptors, and serves its pollables: whatever has an epoll
 set of its own, as the fast paths of HTTP, the relay of a gateway and the links to engines have.
-They have turns: a client that asks again at once keeps no event waiting. Events go first, so that
-an answer knows what has come before its question.
+They have turns: a client that asks again at once keeps no event waiting. Events go before
+requests, so that an answer knows what has come before its question. What engines answer goes before
+both: it is for clients that have waited for all of a prefill, and events come with it.
 
 1. Nothing is late: any other descriptor, a deadline, or a task that a request has made runnable
    ends the stay, and trio looks at everything anew.
@@ -21,8 +22,10 @@ an answer knows what has come before its question.
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import IntEnum
 from operator import attrgetter
 from typing import NoReturn, Protocol
 
@@ -45,6 +48,14 @@ RUNNABLE = "_core._run.GLOBAL_RUN_CONTEXT.runner.runq"
 log = get_logger(__name__)
 
 _current: trio.lowlevel.RunVar[IdlePoller | None] = trio.lowlevel.RunVar("idle_poller", None)
+
+
+class Turn(IntEnum):
+    """Who is served first, of pollables that are ready at a time."""
+
+    ANSWERS = 0  # of engines, which are relayed
+    EVENTS = 1
+    REQUESTS = 2
 
 
 class Pollable(Protocol):
@@ -72,7 +83,8 @@ class IdlePoller(trio.abc.Instrument):
         self._token = trio.lowlevel.current_trio_token()
         self._budget_ns = budget_ns
         self.awake = BusyWait()
-        self.pollables: list[Pollable] = []
+        self.pollables: list[Pollable] = []  # by their turns
+        self.turns: list[Turn] = []
         self.warm = False  # something has been served since the last stay without anything
 
     def serve_row(self) -> int:
@@ -103,12 +115,12 @@ class IdlePoller(trio.abc.Instrument):
 
 @contextmanager
 def polled_when_idle(
-    pollable: Pollable, budget_ns: int, busy_wait_us: int = 0, *, goes_first: bool = False
+    pollable: Pollable, turn: Turn, budget_ns: int, busy_wait_us: int = 0
 ) -> Iterator[IdlePoller]:
     """Has `pollable` served between the passes of this run of trio, for the time of the context.
 
     No row of requests takes much longer than `budget_ns` nanoseconds. For the next one it may stay
-    awake for `busy_wait_us` microseconds. One that `goes_first` has its turn before the others.
+    awake for `busy_wait_us` microseconds.
     """
     here = _current.get()
     if here is None:
@@ -117,11 +129,14 @@ def polled_when_idle(
         if here.usable:
             trio.lowlevel.add_instrument(here)
     here.awake.allow(busy_wait_us)
-    here.pollables.insert(0 if goes_first else len(here.pollables), pollable)
+    at = bisect(here.turns, turn)
+    here.turns.insert(at, turn)
+    here.pollables.insert(at, pollable)
     try:
         yield here
     finally:
-        here.pollables.remove(pollable)
+        at = here.pollables.index(pollable)
+        del here.pollables[at], here.turns[at]
         if not here.pollables:
             if here.usable:
                 trio.lowlevel.remove_instrument(here)

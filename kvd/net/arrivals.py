@@ -19,7 +19,7 @@ from typing import NoReturn
 import trio
 
 from kvd.http.fast_path import ALL, NOTHING, SOME
-from kvd.http.idle_poll import polled_when_idle
+from kvd.http.idle_poll import Turn, polled_when_idle
 
 # Time of a row of turns before other tasks run.
 ROW_NS = 500_000
@@ -38,7 +38,7 @@ class Arrivals:
         self._waiting: dict[int, _Wait] = {}
 
     async def run(self) -> NoReturn:
-        with self._epoll, polled_when_idle(self, ROW_NS, goes_first=True) as between:
+        with self._epoll, polled_when_idle(self, Turn.EVENTS, ROW_NS) as between:
             while True:
                 await trio.lowlevel.wait_readable(self.fileno())
                 between.warm = True
