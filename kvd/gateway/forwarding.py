@@ -334,13 +334,14 @@ class Forwarder:
         async with request.borrow() as client_fd:
             with beside or NOBODY, self._begin(chosen, head, body, client_fd) as exchange:
                 del head, body  # what is long is kept by `attempt`, while it may be sent again
+                own = self._own_lines(attempt, chosen)  # while the engine is at work
                 answer = await (beside.begins(exchange) if beside else exchange.begins())
                 if answer is None:
                     sent, ending = None, exchange.ending()
                 else:
                     if self._is_declined(attempt, chosen.upstream, answer, takes_over=takes_over):
                         return None
-                    sent = self._forward(request, attempt, chosen, exchange, answer)
+                    sent = self._forward(request, attempt, chosen, exchange, answer, own)
                     del answer
                     ending = await exchange.ends()
                     if beside is not None and ending.outcome is ExchangeOutcome.COMPLETE:
@@ -389,15 +390,14 @@ class Forwarder:
         chosen: ChosenEngine,
         exchange: Exchange,
         answer: Answer,
+        own: bytes,
     ) -> Sent:
-        """Sends an answer on, and forgets what has led to it."""
-        said, form = read_head(answer.head), attempt.asked.api.errors
-        lines = paced(said) + rendered(id_headers(form, attempt.request_id))
-        if self._tells:
-            lines += _decision_lines(attempt, chosen)
+        """Sends an answer on, with `own` lines in its head, and forgets what has led to it."""
+        said = read_head(answer.head)
+        lines = paced(said) + own
         if answer.events:
             lines += UNBUFFERED
-            exchange.fill(errors.FILLERS[form])
+            exchange.fill(errors.FILLERS[attempt.asked.api.errors])
         length = len(answer.held) if answer.whole else said.length
         head, chunked, persists = request.answer_head(said.status, lines, length)
         exchange.forward(head, chunked=chunked)
@@ -410,6 +410,11 @@ class Forwarder:
         attempt.let_go()
         request.let_go()
         return Sent(answer.events, chunked, chunked or length is not None, persists)
+
+    def _own_lines(self, attempt: Attempt, chosen: ChosenEngine) -> bytes:
+        """Returns the lines that the gateway adds to the head of an answer."""
+        lines = rendered(id_headers(attempt.asked.api.errors, attempt.request_id))
+        return lines + _decision_lines(attempt, chosen) if self._tells else lines
 
     def _note_not_begun(self, attempt: Attempt, upstream: Upstream, ending: Ending) -> None:
         """Takes note of an engine that has not answered; raises what keeps others from a try."""
