@@ -21,7 +21,14 @@ from trio.testing import wait_all_tasks_blocked
 from kvd.http import idle_poll
 from kvd.http.busy_wait import BusyWait
 from kvd.http.fast_path import ALL, NOTHING, FastPath, serve_between
-from kvd.http.idle_poll import EPOLL, RUNNABLE, WAKE, busy_wait_families, polled_when_idle
+from kvd.http.idle_poll import (
+    EPOLL,
+    RUNNABLE,
+    WAKE,
+    Turn,
+    busy_wait_families,
+    polled_when_idle,
+)
 from kvd.http.messages import Request, Response
 from kvd.http.permits import PermitRules
 from kvd.http.routes import Route
@@ -327,15 +334,28 @@ def fast_path_with(wake: Any) -> FastPath:
     return FastPath({}, [], print, print, print, wake, print, PermitRules())
 
 
+async def test_answers_have_their_turn_before_events_and_these_before_requests() -> None:
+    requests, more, events, answers = (fast_path_with(print) for _ in range(4))
+    with (
+        polled_when_idle(requests, Turn.REQUESTS, 1) as here,
+        polled_when_idle(answers, Turn.ANSWERS, 1),
+        polled_when_idle(more, Turn.REQUESTS, 1),
+    ):
+        with polled_when_idle(events, Turn.EVENTS, 1):
+            assert here.pollables == [answers, events, requests, more]
+        assert here.pollables == [answers, requests, more]
+        assert here.turns == [Turn.ANSWERS, Turn.REQUESTS, Turn.REQUESTS]
+
+
 async def test_the_instrument_goes_with_the_last_fast_path() -> None:
-    with polled_when_idle(fast_path_with(print), 1) as here:
-        with polled_when_idle(fast_path_with(print), 1) as same:
+    with polled_when_idle(fast_path_with(print), Turn.REQUESTS, 1) as here:
+        with polled_when_idle(fast_path_with(print), Turn.REQUESTS, 1) as same:
             assert same is here
             assert len(here.pollables) == 2
         assert len(here.pollables) == 1
     with pytest.raises(KeyError):
         trio.lowlevel.remove_instrument(here)
-    with polled_when_idle(fast_path_with(print), 1) as another:
+    with polled_when_idle(fast_path_with(print), Turn.REQUESTS, 1) as another:
         assert another is not here
 
 
@@ -346,7 +366,7 @@ def test_a_bug_between_passes_ends_the_run() -> None:
     async def main() -> None:
         one, other = socket.socketpair()
         fast_path = fast_path_with(wake)
-        with one, other, polled_when_idle(fast_path, 10**6) as here:
+        with one, other, polled_when_idle(fast_path, Turn.REQUESTS, 10**6) as here:
             fast_path.add(other.fileno())
             assert fast_path.park(object(), other.fileno()) is None
             here.warm = True
