@@ -45,7 +45,6 @@ cdef class FastPath:
     cdef _relayed(self, connection, route)
     cdef bytes _reported(self, connection, route, int status, double seconds, bytes response)
     cdef _serve_other(self, connection, int fd, route, Text captured, error)
-    cdef bint _granted(self, connection, route)
     cdef _find(self, Text* captured)
     cdef bint _suits(self, HotHandler handler, const Text& captured)
     cdef _send_answer(self, int fd, bytes head, bytes body, HotHandler handler)

@@ -296,17 +296,14 @@ cdef class FastPath:
                 route is not None
                 and self._head.size + self._head.length == <size_t>got
                 and self._head.length <= <size_t>route.body_limit
-                and self._granted(connection, route)
+                and self._permits.core.judge(
+                    self._head.claims, route.scope, connection.checks_host
+                ) == Verdict.granted
             ):
                 outcome = self._answer(connection, fd, route, captured)
                 if outcome is not _LEFT:
                     return outcome
         return Handoff(PyBytes_FromStringAndSize(self._buffer, got), b"", True)
-
-    cdef bint _granted(self, connection, route):
-        return self._permits.core.judge(
-            self._head.claims, route.scope, connection.checks_host
-        ) == Verdict.granted
 
     cdef _find(self, Text* captured):
         """Returns the route with a placeholder that the head's path leads to, None without one."""

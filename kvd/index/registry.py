@@ -183,7 +183,7 @@ class Registry(ListenedRegistrations):
         if position is not None and endpoint == listener.endpoint:
             listener.take_over(position)
         elif position is not None:
-            listener.drop_restored()
+            listener.batches.drop_restored()
 
     def give_up(self, restored: Iterable[tuple[PartitionKey, InstanceId]]) -> int:
         """Drops what was restored of instances that nobody has registered; returns how many."""

@@ -69,19 +69,14 @@ class Arrivals:
         end_ns = perf_counter_ns() + budget_ns
         ready = self._epoll.poll(0, AT_ONCE)
         for fd, _ in ready:
-            self._serve(fd)
+            waiting = self._waiting.get(fd)  # None: serving one before it has ended its wait
+            if waiting is not None and not waiting.serve() and self._waiting.get(fd) is waiting:
+                self.end(fd)
             if perf_counter_ns() > end_ns:
                 return SOME
         if not ready:
             return NOTHING
         return SOME if len(ready) == AT_ONCE else ALL
-
-    def _serve(self, fd: int) -> None:
-        waiting = self._waiting.get(fd)
-        if waiting is None:  # the end of one before has ended this one
-            return
-        if not waiting.serve() and self._waiting.get(fd) is waiting:
-            self.end(fd)
 
     def forget(self, fd: int) -> None:
         del self._waiting[fd]

@@ -136,10 +136,6 @@ class EventStream:
         else:
             self.batches.await_proof(can_be_proved=self.replay_endpoint is not None)
 
-    def drop_restored(self) -> None:
-        """Drops what a dump has told of its ranks, and no batch since."""
-        self.batches.drop_restored()
-
     @property
     def addresses(self) -> Addresses:
         return Addresses(self.endpoint, self.replay_endpoint, self.server_key)
