@@ -185,7 +185,13 @@ def text(bound: Bound) -> str:
     return f"{value:,}"
 
 
-UNITS = {"s": ("_S", "SECONDS"), "ns": ("_NS",), "µs": ("_US",), "bytes": ("_BYTES", "Bytes")}
+UNITS = {
+    "/s": ("_PER_S",),
+    "s": ("_S", "SECONDS"),
+    "ns": ("_NS",),
+    "µs": ("_US",),
+    "bytes": ("_BYTES", "Bytes"),
+}
 
 
 def in_bytes(value: int) -> str:

@@ -12,7 +12,7 @@ InstanceId = int | str  # unsigned 64-bit on the Dynamo faces, text on the Moonc
 
 DEFAULT_TENANT = "default"
 
-# Models and tenants that a face knows, unless it is told otherwise: empty ones cost 31 KB in the
+# Models and tenants that a face knows, unless configured otherwise: empty ones cost 31 KB in the
 # index, 640 MB in all, and 3 KB in the slot tracker. Real fleets have some hundred.
 MAX_PARTITIONS = 16_384
 

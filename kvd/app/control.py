@@ -5,7 +5,7 @@
 
 The socket is in the folder that the service manager makes for the service, and for nobody but the
 service's user, and root, to connect to: so the daemon reads with its own rights and credentials,
-and the command ends with what came of it, which a signal could not tell.
+and the command ends with what came of it, which a signal could not say.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ SWEEP_STEPS = 8192
 SWEEP_PAUSE_S = 0.25
 LINES_PAUSE_S = 0.05  # the same while lines of the log wait for their reader
 
-EXPIRY_PAUSE_S = 1.0  # pause between two looks for requests that are too old
+EXPIRY_PAUSE_S = 1.0  # pause between two checks for requests that are too old
 
 DECISION_LOG_CLOSE_S = 2.0  # that the disk has at the end, to write what waits
 
@@ -109,9 +109,9 @@ JOIN_S = 5.0
 # Longest wait of one of several processes, before it serves, for what the engines say they are.
 MEET_S = 5.0
 
-# Little here is cyclic garbage, and a full collection looks at all that listeners are made of:
-# 40 ms at 400 of them. Allocations for a small collection; small ones for a middle one, which looks
-# at what these have left: 12,000 objects, 2 to 5 ms; and those for a full one.
+# Little here is cyclic garbage, and a full collection visits all that listeners are made of:
+# 40 ms at 400 of them. Allocations for a small collection; small ones for a middle one, which
+# visits what these have left: 12,000 objects, 2 to 5 ms; and those for a full one.
 GC_THRESHOLDS = (2_000, 5, 2_500)
 
 log = get_logger(__name__)
@@ -263,7 +263,7 @@ class _Daemon:
             None if shared_journal is None else Deduplicator(shared_journal, trio.current_time)
         )
         if shared_journal is not None:
-            shared_journal.pause()  # what is restored was told of before
+            shared_journal.pause()  # what is restored was reported before
         journals = [each for each in (journal, shared_journal) if each is not None]
         ledgers = Ledgers(config.max_requests, config.max_request_blocks, journals)
         accounts = ledgers, journal, deduplicator
@@ -373,7 +373,7 @@ class _Daemon:
         return self._targets | {"upstream": UpstreamTarget(self._parts.gateway.upstreams, CALLS)}
 
     async def finish(self) -> None:
-        """Keeps and tells what there is at the end, when nothing changes any more."""
+        """Saves and publishes the last state, when nothing changes any more."""
         await self._shared.finish()
         await self._keeper.finish()
 
@@ -408,7 +408,7 @@ class _Daemon:
                 await trio.sleep(LINES_PAUSE_S if is_behind else SWEEP_PAUSE_S)
 
     async def _expire(self) -> None:
-        """Looks every second for what is too old, of no use, too full, or never matches."""
+        """Checks every second for what is too old, of no use, too full, or never matches."""
         parts = self._parts
         index_full = IndexFullLog(parts.state.budget)
         unmatched = UnmatchedLog(parts.state)
@@ -503,7 +503,7 @@ class _Daemon:
                 log.info("serving", version=VERSION, face=face.name, bind=bind)
             self._serving.set()
             serving.start_soon(self._announce)
-            # All objects of now stay: the garbage collector need never look at them again.
+            # All objects of now stay: the garbage collector need never visit them again.
             gc.collect()
             gc.freeze()
             gc.set_threshold(*GC_THRESHOLDS)
@@ -514,7 +514,7 @@ class _Daemon:
             stop.set()
 
     async def _announce(self) -> None:
-        """Tells systemd that the faces serve, with what a peer knew if there is one."""
+        """Notifies systemd that the faces serve, with what a peer knew if there is one."""
         await self._recovered.wait()
         if not self._stop.is_asked:
             await self._reloader.announce()

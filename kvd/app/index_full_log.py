@@ -19,7 +19,7 @@ class IndexFullLog:
 
     def __init__(self, budget: Budget) -> None:
         self._budget = budget
-        self._refused = self._crowded = 0  # at the last look
+        self._refused = self._crowded = 0  # at the last check
         self._refused_before = 0  # this time began
         self._last: float | None = None  # when some had been refused; None: there is room
 

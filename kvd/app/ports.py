@@ -44,7 +44,7 @@ class Ports:
         self.sync = ReplicaSync(config, self.outgoing, self.dialer, self.keys, self.space)
         self.served = ServedModels(config.serve, config.owners)
         self.apis = Apis(config, self.served)
-        self.control: socket.socket | None = None  # None: no place for one is set
+        self.control: socket.socket | None = None  # None: no address for it is set
 
     async def open(
         self,

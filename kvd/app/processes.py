@@ -8,8 +8,8 @@
 
 The parent opens the shared port before it forks, so that an address in use is one line at the
 start, and keeps the sockets: connections that a killed process had not taken yet wait for the next
-one. It runs no loop and no thread, and so may fork at any time. Each process tells it what it
-would tell the service manager; the parent tells that one.
+one. It runs no loop and no thread, and so may fork at any time. Each process sends it what it
+would send the service manager; the parent notifies that one.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Child:
     name: str
     config: Config
     listening: list[Named]
-    notices: socket.socket  # what it tells its service manager
+    notices: socket.socket  # what it sends its service manager
     due_at: float | None = 0.0  # when it is to be started; None: it runs, or is not to run
     pid: int | None = None
     restarts: int = 0
@@ -305,7 +305,7 @@ class _Supervisor:
                 child.signal(signal.SIGTERM)
 
     def _hear(self, child: Child) -> None:
-        """Takes the next thing that a process tells its service manager, if there is one."""
+        """Takes the next thing that a process sends its service manager, if there is one."""
         try:
             said = child.notices.recv(MESSAGE_BYTES)
         except BlockingIOError:

@@ -68,7 +68,7 @@ class Reloader:
         self._outcomes = {"applied": 0, "refused": 0}
 
     async def announce(self) -> None:
-        """Tells the service manager that kvd has started."""
+        """Notifies the service manager that kvd has started."""
         self._announced = True
         await sdnotify.tell_ready()
 

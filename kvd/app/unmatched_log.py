@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from kvd.index.partitions import State
 from kvd.telemetry.logs import get_logger
 
-CHECK_SLICE = 256  # partitions looked at between two checkpoints: 0.1 ms
+CHECK_SLICE = 256  # partitions examined between two checkpoints: 0.1 ms
 
 log = get_logger(__name__)
 

@@ -21,7 +21,7 @@ from kvd.faces.common.schemas import DIAGNOSE_PATH
 
 WELL, ILL, UNREACHABLE = 0, 1, 2  # exit codes
 
-# Time for an answer: the daemon looks at engines for ten seconds at most.
+# Time for an answer: the daemon probes engines for ten seconds at most.
 TIMEOUT_S = 30.0
 REDRAWN_S = 0.2  # pause between two drawings of the progress
 

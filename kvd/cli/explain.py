@@ -38,7 +38,7 @@ MEMBERS = {
     "lora_name": "lora_name",
     "cache_salt": "cache_salt",
 }
-# Why a match ends; what has happened is told with its time.
+# Why a match ends; what has happened is shown with its time.
 REASONS = {
     "end_of_prompt": "all of it",
     "evicted": "evicted",

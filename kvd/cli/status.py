@@ -3,7 +3,7 @@
     /metrics of every face ── interval ── /metrics again ──> sizes, rates
     /workers (indexer), /loads (slot tracker), /services (conductor) ──> who, how much, how well
 
-Nothing is asked that others could not ask; the daemon does not know that it is looked at.
+Nothing is asked that others could not ask; the daemon does not know that it is watched.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvd.wire.event_stream import StreamHealth
 
 EXACT, INEXACT, UNREACHABLE = 0, 1, 2  # exit codes
 
-SHORTEST_S = 0.01  # shortest pause between two looks of `kvd status`
+SHORTEST_S = 0.01  # shortest pause between two samples of `kvd status`
 MOST_LINES = 20  # streams that are not exact listed in the text; the others are counted
 
 # Lists of each face, and what becomes of them.
@@ -80,7 +80,7 @@ class FaceStatus:
         }
 
     def gained(self, name: str) -> float:
-        """Returns by how much a counter grew from the first to the second look."""
+        """Returns by how much a counter grew from the first to the second sample."""
         return sum(
             value - self.before.get(key, 0.0)
             for key, value in self.after.items()
@@ -106,7 +106,7 @@ Check = Callable[[FaceStatus, FaceClient], None]
 
 
 def _try(check: Check, face: FaceStatus, client: FaceClient) -> None:
-    """Looks at a face that has answered so far."""
+    """Asks a face that has answered so far."""
     if face.error is None:
         try:
             check(face, client)
@@ -231,7 +231,7 @@ def _face(face: FaceStatus, interval_s: float) -> dict[str, Any]:
 
 
 def exit_code(shown: Mapping[str, Any]) -> int:
-    """Returns what scripts look at: does all answer, can all be believed, chosen, and matched."""
+    """Returns what scripts read: does all answer, can all be believed, chosen, and matched."""
     if any("error" in face for face in shown["faces"].values()):
         return UNREACHABLE
     inexact = sum(count for state, count in shown["streams"].items() if state != StreamHealth.EXACT)

@@ -39,7 +39,7 @@ from kvd.wire.event_stream import StreamHealth
 
 LEFT, NO_TERMINAL = 0, 1  # exit codes
 
-KEYS_S = 0.2  # longest wait for a key before the size of the terminal, and signals, are looked at
+KEYS_S = 0.2  # longest wait for a key before the size of the terminal, and signals, are checked
 ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 BARS = "▁▂▃▄▅▆▇█"
 ASCII_BARS = "_.:-=+*#"  # where the terminal's encoding has not those
@@ -57,7 +57,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class PictureAnswer:
-    """The result of the last look: a picture, or the reason why there is none."""
+    """The result of the last request: a picture, or the reason why there is none."""
 
     picture: Json | None
     where: str
@@ -122,7 +122,7 @@ def _keys(ended: Event) -> Iterator[int]:
 
 
 def run(binds: Mapping[str, Bind], client: FaceClient, interval_s: float) -> int:
-    """Shows pictures until it is told to stop, and returns the exit code."""
+    """Shows pictures until it is asked to stop, and returns the exit code."""
     console = Console()
     # Nothing would be seen in one that cannot move its cursor (TERM=dumb).
     if not (console.is_terminal and sys.stdin.isatty()) or console.is_dumb_terminal:
@@ -157,7 +157,7 @@ def _screen(console: Console) -> Live:
 
 
 def _show(console: Console, live: Live, asker: Asker, keys: int, ended: Event) -> None:
-    """Draws what has changed until q is pressed, or a signal has told it to end."""
+    """Draws what has changed until q is pressed, or a signal has asked it to end."""
     drawn: object = None
     last: Json | None = None
     scrolled = 0

@@ -254,7 +254,7 @@ class RankOverlap:
 
 @dataclass(frozen=True, slots=True)
 class SharedCache:
-    """A cache that workers share, which kvd does not look at here."""
+    """A cache that workers share; kvd reports none here."""
 
     enabled: bool
     total_hit_blocks: int

@@ -87,7 +87,7 @@ class StartError(Exception):
 
 
 class AddressError(StartError):
-    """kvd cannot listen where it was told to; the next try may find the address free, or there."""
+    """kvd cannot listen on a configured address; it may be free, or there, at the next try."""
 
     exit_code = 1
 
@@ -120,7 +120,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Everything the daemon is told; a reload makes another one.
+    """All settings of the daemon; a reload makes another one.
 
     A field with the name of a setting is its value, None for one that is off; `build` makes the
     others.

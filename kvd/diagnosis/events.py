@@ -83,7 +83,7 @@ def _check_lost(stream: StreamEvidence) -> Iterator[Finding]:
 
 
 def _check_replay(stream: StreamEvidence) -> Iterator[Finding]:
-    """Yields what a look at the replay endpoint has shown, before it is needed."""
+    """Yields what a probe of the replay endpoint has shown, before it is needed."""
     probe, where = stream.replay_probe, stream.replay_endpoint
     if probe is None or not stream.is_connected:
         return

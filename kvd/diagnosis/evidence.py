@@ -91,7 +91,7 @@ class Side:
     prompts: int = 0
     salted: int = 0
     adapted: int = 0
-    telling: int = 0  # by engines that would have told of a salt
+    telling: int = 0  # by engines that would have announced a salt
     first_tokens: frozenset[int] = frozenset()  # of the last of them
 
 
@@ -228,5 +228,5 @@ class Evidence:
     replicas: tuple[ReplicaEvidence, ...] = ()
     traffic: ReplicaTraffic = ReplicaTraffic()
     shared: SharedEvidence | None = None
-    unwritten: Mapping[str, Growth] = field(default_factory=dict)  # failed writes, by their place
+    unwritten: Mapping[str, Growth] = field(default_factory=dict)  # failed writes, by content
     clock_lead_s: float = 0.0  # the most that a replica's clock was ahead lately

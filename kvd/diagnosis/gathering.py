@@ -1,7 +1,7 @@
 """Gathers evidence from the parts of the daemon.
 
 Streams that show no sign of anything are passed over, and long walks rest between slices, so that
-a look costs the routing nothing to speak of.
+a diagnosis costs the routing nothing to speak of.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Gathering:
             self._growth.take(self._event_counts(), now)
 
     def endpoints(self) -> list[str]:
-        """Returns the addresses that a look may say something about."""
+        """Returns the addresses that a probe may say something about."""
         replicas = self._parts.replicas
         found = [each.endpoint for each in replicas.all() if not each.connected]
         for listener in self._listeners():

@@ -39,7 +39,7 @@ def check_model(model: ModelEvidence) -> Iterator[Finding]:
 
 def _check_salts(model: ModelEvidence) -> Iterator[Finding]:
     asked, announced = model.asked, model.announced
-    # Engines that do not tell of salts are matched without.
+    # Engines that do not announce salts are matched without.
     tells = announced.salted > 0 or announced.telling == announced.prompts
     if tells:
         yield from _one_sided(

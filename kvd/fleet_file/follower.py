@@ -38,7 +38,7 @@ from kvd.telemetry.logs import get_logger
 from kvd.telemetry.metrics import Family, by_label
 from kvd.wire.egress import AllowedNetworks, EgressPolicy
 
-# Pause between two looks at the fleet file. A change counts when two looks find it the same: an
+# Pause between two checks of the fleet file. A change counts when two of them find the same: an
 # editor may still be writing it.
 CHECK_EVERY_S = 1.0
 
@@ -168,7 +168,7 @@ class FleetFileFollower:
             self._reloading = False
 
     async def prepare(self, allowed: AllowedNetworks) -> Prepared:
-        """Reads the file for connections to these places; raises StartError."""
+        """Reads the file, with addresses in these networks allowed; raises StartError."""
         try:
             written = await self._written(allowed)
         except StartError:
@@ -218,7 +218,7 @@ class FleetFileFollower:
                 last.append(name)
             elif entry is None or not self._can_change(name, entry):
                 await self._remove(name)
-        # Changes of held entries come before new entries, which may need the place of one.
+        # Changes of held entries come before new entries, which may need the room of one.
         new = [name for name, entry in wanted.items() if self._is_other(name, entry)]
         for number, name in enumerate(sorted(new, key=lambda name: name not in self._held), 1):
             await self._add(name, wanted[name])

@@ -48,7 +48,7 @@ class FleetFileEntry:
 
     table: str
     number: int  # in its table, from 1
-    key: Hashable  # what tells it from all others of its table
+    key: Hashable  # what distinguishes it from all others of its table
     wanted: Any  # what the face registers: a Rank, a Worker, a WorkerRecord, ...
 
     def __str__(self) -> str:

@@ -8,20 +8,20 @@
     requests    what a request wants: model, prompt, session, limits
     multipart   fields of multipart bodies
     tokens      the prompt's token ids, from the request or from an engine
-    chains      which conversation a request goes on with, where nobody says its tokens
-    choices     who chooses and books: this process, or
-    remote      kvds elsewhere, which are told of engines, and by
+    chains      which conversation a request continues, where its tokens are not known
+    choices     who chooses and books: the interface, and this process
+    remote      choices of other kvds, at which engines are registered
     booking_steps
-                what becomes of bookings
+                further steps of bookings on their way to those kvds
     siblings    other gateway processes, asked what they count
-    attempts    a request's way from engine to engine: who of the well and untried serves it next
+    attempts    retries: which healthy engine, not tried yet, serves a request next
     pools       two engines for one request: one computes the prompt, another one answers
-    forwarding  one request: a choice, tries, the answer on its way, the booking's end
+    forwarding  one request from its head to its end: choice, retries and when they end, answer
     answers     what an engine's answer says beside its content: a refusal, a fault, cached tokens
     heads       heads of requests and answers, as they go on to the other side
     exchanges   the relay (kvd_core.relay) for tasks that wait
     errors      the gateway's own errors, in the form that clients of each API know
-    stats       what has become of requests, counted
+    stats       outcomes of requests, counted
 
 Choices are those of kvd.selection, here or elsewhere, of which every upstream is a worker. Bytes of
 answers pass from engine to client without Python.

@@ -22,7 +22,7 @@ MODEL_GONE = re.compile(
 
 
 class EventError(NamedTuple):
-    """An error that an engine tells in an event."""
+    """An error that an engine reports in an event."""
 
     status: int
     data: bytes  # a JSON object

@@ -1,6 +1,6 @@
 """Chooses the next engine for a request among the healthy ones not tried yet.
 
-    crew of its engines (pools) ──> way ──> Question ──> Placement, booked ──> Chosen
+    crew of its engines (pools) ──> way ──> Question ──> Placement, booked ──> ChosenEngine
 
 What is known of a request while engines are tried is its Attempt.
 """
@@ -61,7 +61,7 @@ class Attempt:
     failed: str | None = None  # why the last one that failed did
     lacks_room: bool = False  # and that was for want of a descriptor or a port here
     later: Later | None = None  # the tokens to ask for once the answer has begun
-    prompt: tuple[Prompt, int] | None = None  # as a pool has looked at it, by this block size
+    prompt: tuple[Prompt, int] | None = None  # as a pool has matched it, by this block size
     prefill_body: bytes | None = None  # for a prefill engine of vLLM, once it is needed
     # The answer to the last prompt that was to be handed over and was not.
     prefill_failure: Answer | Ending | None = None
@@ -225,7 +225,7 @@ class EngineChooser:
         way: Way | None,
         crew: Crew,
     ) -> ChosenEngine | None:
-        """Returns who is placed; None if that has gone or cannot serve it alone."""
+        """Returns the engine of a placement; None if it has left, or cannot serve all of it."""
         tokens = attempt.tokens
         computes = placement.prefill or placement
         # Engines may have come and gone while the request was queued.
@@ -262,7 +262,7 @@ def _shortest_context(engines: Sequence[Upstream]) -> float:
 def _priority_jump(asked: ClientRequest, kind: EngineKind) -> float:
     """Returns how many seconds older a request counts while it waits.
 
-    What it tells the engines counts as it does there: with vLLM lower numbers go first.
+    The priority that engines are sent counts as it does there: with vLLM lower numbers go first.
     """
     if asked.priority_jump is not None:
         return asked.priority_jump

@@ -1,12 +1,12 @@
-"""Tells a kvd what becomes of bookings: many requests in a row over one connection.
+"""Sends a kvd the further steps of bookings: many requests in a row over one connection.
 
     put ──> waiting ──> a row of requests, sent at once ──> as many answers, of which none is read
                  ^                  │ no answer in time, or the connection broke
                  └─── in front ─────┘
 
 Nobody waits for a step, and there are two or three for each request of a client: exchanges of their
-own would cost more than the choice. A row is told again as a whole after a fault; to end a booking
-that has ended is an answer as good as any.
+own would cost more than the choice. After a fault a row is sent again as a whole: to end a booking
+that has ended already does no harm.
 """
 
 from __future__ import annotations

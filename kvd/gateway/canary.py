@@ -29,7 +29,7 @@ BLOCKS = 3  # of the prompt
 TRIES = 2  # before an engine's events are not believed
 ANSWER_S = 10.0  # for one answer: an engine that has just started may compile first
 SEEN_S = 5.0  # for its events to be heard
-POLL_S = 0.02  # pause between two looks
+POLL_S = 0.02  # pause between two checks whether its blocks are indexed
 MAX_TOKENS = 4096  # of the prompt: engines with larger blocks prove nothing
 ANSWER_BYTES = 256 * 1024  # of an engine's answer to one of its questions
 
@@ -48,8 +48,8 @@ class Canary:
     ) -> bool | None:
         """Returns whether an engine's events are of its tokens.
 
-        None where that cannot be told: it publishes none, a kvd elsewhere hears them, or it does
-        not generate from token ids.
+        None where that cannot be found out: it publishes none, a kvd elsewhere hears them, or it
+        does not generate from token ids.
         """
         if not facts.events or facts.role is not None:
             return None

@@ -67,7 +67,7 @@ class Placement(NamedTuple):
     dp_rank: int
     prefill_tokens: int  # of the prompt, not expected to be cached there
     by_load: bool = False  # no kvd has answered: chosen by what this process knows of loads
-    by_session: bool = False  # where its session is; a kvd elsewhere does not tell
+    by_session: bool = False  # where its session is; a kvd elsewhere does not say so
     prefill: Placement | None = None  # who prefills, where that is another one
 
 

@@ -20,7 +20,7 @@ from kvd.wire.endpoints import tcp_endpoint
 from kvd.wire.urls import DnsName, parse_dns
 
 MAX_ADDRESSES = 1024  # of a name that are followed, the lowest ones
-# Time that those which came have to say what they are before those that have gone are left.
+# Time that new engines of a name have to say what they are before those gone from it are left.
 MEET_S = 10.0
 
 log = get_logger(__name__)
@@ -80,7 +80,7 @@ class FollowedName:
             except Unreachable as error:  # a name may be gone while its service is made anew
                 self._note(str(error))
             else:
-                # Engines bind to IPv4 unless told otherwise; an engine counts once.
+                # Engines bind to IPv4 unless configured otherwise; an engine counts once.
                 chosen = [each for each in found if ":" not in each] or found
                 chosen = sorted(set(chosen))[:MAX_ADDRESSES]
                 scheme = "https:" if name.tls else "http:"

@@ -155,7 +155,7 @@ def is_whole(form: ErrorForm, tail: bytes) -> bool:
 def ended(tail: bytes, *, whole: bool) -> bytes | None:
     """Returns what ends the event that a stream broke off in, behind its `tail`.
 
-    None: its data would be taken for whole then; nothing more can be told. A line that does not
+    None: its data would be taken for whole then; nothing more can be said. A line that does not
     begin in the tail, which is not the `whole` stream then, is taken for data.
     """
     if not tail or tail.endswith((b"\n\n", b"\r\n\r\n", b"\r\r")):

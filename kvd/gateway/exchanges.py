@@ -21,7 +21,7 @@ from kvd_core.relay.relay import NO_CLIENT, SOME, Answer, Ending, ExchangeOutcom
 TURN_NS = 500_000
 # Time for a connection to an engine.
 CONNECT_S = 2.0
-# Pause between two looks for exchanges that take too long.
+# Pause between two checks for exchanges that take too long.
 SWEEP_S = 0.25
 
 

@@ -52,9 +52,9 @@ from kvd.http.relayed import RelayedRequest
 from kvd.http.untasked import in_task
 from kvd_core.relay.relay import Answer, Ending, ExchangeOutcome
 
-NOBODY = nullcontext()  # who prefills beside an engine that does so itself
-NOT_BOOKED = ""  # of a reservation that is none
-MAX_TRIES = 3  # engines that one request is sent to
+NOBODY = nullcontext()  # in place of a prefill engine, where the answering one prefills itself
+NOT_BOOKED = ""  # the reservation id of a request that is not booked
+MAX_TRIES = 3  # engines that one request is sent to; then its retries end
 JSON_LINE = b"content-type: application/json\r\n"
 # Of a stream, for who stands between the gateway and the client.
 UNBUFFERED = b"cache-control: no-cache\r\nx-accel-buffering: no\r\n"
@@ -104,7 +104,7 @@ class Forwarder:
     ) -> None:
         """Prefill engines compute prompts of which `remote_tokens` are cached by no other.
 
-        Clients are told of decisions if it `tells`.
+        With `tells`, answers carry the `x-kvd-` headers that name the decision.
         """
         self._upstreams = upstreams
         self._choices = choices
@@ -300,7 +300,7 @@ class Forwarder:
     async def _without_prefill(
         self, request: RelayedRequest, attempt: Attempt, prefill: EngineRank, said: Answer | Ending
     ) -> bool | None:
-        """Takes note of a prefill that has failed; passes on what all engines would answer."""
+        """Notes a prefill that has failed; passes its answer on if every engine would give it."""
         if isinstance(said, Ending):
             self._note_not_begun(attempt, prefill.upstream, said)
             cause = prefill.upstream.outcome_of(said).name.lower()
@@ -417,7 +417,7 @@ class Forwarder:
         return lines + _decision_lines(attempt, chosen) if self._tells else lines
 
     def _note_not_begun(self, attempt: Attempt, upstream: Upstream, ending: Ending) -> None:
-        """Takes note of an engine that has not answered; raises what keeps others from a try."""
+        """Notes an engine that has not answered; raises where no other engine may be tried."""
         outcome = upstream.outcome_of(ending)
         if outcome is ExchangeOutcome.CLIENT_GONE:
             raise ConnectionResetError("the client left before its answer")
@@ -506,7 +506,7 @@ class Forwarder:
 
 
 def _tenant(request: RelayedRequest) -> str:
-    """Returns what tells the sessions of a client from those of others, where each has a key."""
+    """Returns what sets a client's sessions apart from those of others, where each has a key."""
     if not request.is_checked:
         return ""
     shown = b"\0".join(value for name, value in request.headers if name in KEY_HEADERS)
@@ -514,7 +514,7 @@ def _tenant(request: RelayedRequest) -> str:
 
 
 def _unanswered(attempt: Attempt, text: str) -> GatewayError:
-    """Returns what a client is told whose request no engine has answered."""
+    """Returns the error of a request that no engine has answered."""
     if attempt.lacks_room:  # the engines may be well
         return GatewayError(Reason.OVERLOADED, "the gateway has no file descriptor or port left")
     if not attempt.tried:  # those that there were have just left
@@ -527,7 +527,7 @@ def _is_vllm(rank: EngineRank) -> bool:
 
 
 def _decision_lines(attempt: Attempt, chosen: ChosenEngine) -> bytes:
-    """Returns the lines of the headers by which a client is told who serves it and why."""
+    """Returns the lines of the headers that name the engine and why it was chosen."""
     who = chosen.upstream.url.encode(), chosen.decision.encode()
     lines = b"x-kvd-endpoint: %b\r\nx-kvd-decision: %b\r\n" % who
     rung = Rung.NONE

@@ -17,7 +17,7 @@ from kvd.gateway.errors import GatewayError, Reason
 from kvd.http.messages import Headers, content_type
 
 MULTIPART = "multipart/form-data"
-MAX_PARTS = 64  # parts of a form that are looked at
+MAX_PARTS = 64  # parts of a form that are read
 MAX_PART_HEAD = 4096  # bytes of a part's head
 MAX_VALUE = 1024  # bytes of a field's value that are read
 _BOUNDARY = re.compile(rb'boundary=(?:"([^"]{1,70})"|([^\s;"]{1,70}))', re.IGNORECASE)

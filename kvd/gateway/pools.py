@@ -299,7 +299,7 @@ class Beside:
         body: bytes,
         fault: Callable[[Answer], int | None],
     ) -> None:
-        """`fault` tells the status with which an engine has failed, None if it has not."""
+        """`fault` returns the status with which an engine has failed, None if it has not."""
         engine = engine_rank.upstream.engine
         assert engine is not None
         # Its room says its rank.

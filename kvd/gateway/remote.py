@@ -1,15 +1,15 @@
-"""Choices of kvds elsewhere: asked one after the other, and told which engines there are.
+"""Choices of kvds elsewhere: asked one after the other; engines are registered at each.
 
     choose ──> the first kvd that is up ──> booked there
                   │ gone, or late
                   v
                the next one ──> ... ──> none is left: by the load that this process knows of
 
-    DOWN ── reached, told all engines ──> UP ── a question fails ──> DOWN, reached again at once
+    DOWN ── reached, engines registered ──> UP ── a question fails ──> DOWN, reached again at once
 
-A kvd that was restarted knows no engine: it is told them again when it refuses for want of them, or
-when the next look at its catalog shows it. What happens to a booking is told in order, by requests
-that nobody waits for; a kvd that misses some ends the booking when it is too old.
+A kvd that was restarted knows no engine: they are registered again when it refuses for want of
+them, or when the next read of its catalog shows it. Further steps of a booking are sent in order,
+by requests that nobody waits for; a kvd that misses some ends the booking when it is too old.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from kvd_core.relay.relay import Answer
 from kvd_core.selector.selector import Pool, Prompt
 
 DEFAULT_DEADLINE_S = 1.0  # for the answer to a question, on its way and in kvd's queue
-CHECK_S = 5.0  # pause between two looks at a kvd's catalog
+CHECK_S = 5.0  # pause between two reads of a kvd's catalog
 # Pause before the second try to reach a kvd that is down; each next one is twice as long, up to a
 # second: it is asked for its catalog alone, and meanwhile requests go by load.
 RETRY_S = 0.1
 MAX_RETRY_S = 1.0
 REFUSALS_LOGGED_S = 30.0  # pause between two log lines about questions that one kvd refuses
-TELL_S = 10.0  # time for a look at the catalog and for telling what is missing there
+TELL_S = 10.0  # time to read the catalog and to register what is missing there
 ANSWER_BYTES = 64 * 1024  # of an answer about one request
 CATALOG_BYTES = 64 * 1024 * 1024  # of an answer about workers, 600 bytes each and 200 a rank
 U32_MAX = 2**32 - 1
@@ -93,11 +93,11 @@ class Kvd:
     reasons: dict[int, list[str]] = field(default_factory=dict)  # why it cannot choose a worker
     shared: set[str] = field(default_factory=set)  # models of which it has workers of others
     changing: trio.Lock = field(default_factory=trio.Lock)
-    checked_at: float = -1.0  # when the last look at its catalog began, and
+    checked_at: float = -1.0  # when the last read of its catalog began, and
     changed_at: float = (
         -1.0
     )  # when the last one ended that found it to lack something; trio's clock
-    failed: trio.Event = field(default_factory=trio.Event)  # it is to be looked at now
+    failed: trio.Event = field(default_factory=trio.Event)  # its catalog is to be read now
     met: trio.Event = field(default_factory=trio.Event)  # it has been asked once
     up: trio.Event = field(default_factory=trio.Event)
 
@@ -176,7 +176,7 @@ class RemoteChoices:
             if kvd.problem is None:
                 await self._try_tell(kvd, trio.current_time())
             else:
-                kvd.failed.set()  # it may just be told what there was before
+                kvd.failed.set()  # a round under way may register what there was before
 
     def _sort(self) -> None:
         found: dict[str, set[int]] = {}
@@ -196,9 +196,9 @@ class RemoteChoices:
                 await kvd.failed.wait()
 
     async def _try_tell(self, kvd: Kvd, since: float) -> bool:
-        """Has a kvd know the engines, if no look at it has begun after `since`.
+        """Has a kvd know the engines, unless a read of its catalog has begun after `since`.
 
-        Says whether it has been told of one after that.
+        Returns whether an engine has been registered there since.
         """
         async with kvd.changing:
             if kvd.checked_at <= since:
@@ -478,7 +478,7 @@ def body_of(
 
 
 def described(record: WorkerRecord) -> dict[str, Any]:
-    """Returns what a kvd is told of an engine."""
+    """Returns the body that registers an engine at a kvd."""
     row = record.shown(WorkerLifecycle.SCHEDULABLE, [])
     del row["lifecycle"]
     return {name: value for name, value in row.items() if value not in (None, (), {})}

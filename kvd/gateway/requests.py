@@ -42,8 +42,8 @@ class Api(StrEnum):
 _FORMS = {Api.MESSAGES: ErrorForm.ANTHROPIC, Api.RESPONSES: ErrorForm.RESPONSES}
 
 
-# Members of a body that tell an engine whom to connect to or which of its ranks serves: a client
-# that chose them would have power over the fleet.
+# Members of a body that name whom an engine is to connect to, or which of its ranks serves: a
+# client that chose them would have power over the fleet.
 FLEET_MEMBERS = (
     "kv_transfer_params",
     "ec_transfer_params",

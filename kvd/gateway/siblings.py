@@ -55,7 +55,7 @@ class Siblings:
             try:
                 engine = self._engines[name]
                 answer = await self._exchanges.ask(engine, head, b"", TEXT_BYTES)
-            except ExchangeFailed:  # it has just ended; who asks is told
+            except ExchangeFailed:  # it has just ended; the answer says so
                 return None
             return answer.held if answer.status == 200 else None
         return None

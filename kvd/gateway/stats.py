@@ -30,7 +30,7 @@ class Decision(StrEnum):
     """The rule that decided which engine serves a request."""
 
     OVERLAP = "overlap"  # the cached part of its tokens, and load
-    PREDICTED = "predicted"  # the same, by what the engine was sent before: it tells no events
+    PREDICTED = "predicted"  # the same, by what the engine was sent before: it publishes no events
     SESSION = "session"
     LOAD = "load"
     FALLBACK = "fallback"  # the load that this process knows of: no kvd has answered

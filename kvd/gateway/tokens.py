@@ -60,7 +60,7 @@ TOKENS, TOKEN_IDS = 0, 1  # arrays of the scanner
 
 
 class TokenReader:
-    """Reads objects that have tokens; one that was just read and is looked at is not read again."""
+    """Reads objects that have tokens; one that was read last is not read again."""
 
     def __init__(self) -> None:
         self.scanner = BodyScanner({"tokens": "u32?", "token_ids": "u32?"})
@@ -185,7 +185,7 @@ class Tokens:
         pool: Pool,
         engines: Sequence[Upstream],
     ) -> Later | None:
-        """Remembers a prompt that the pool has just looked at, or returns what to ask for later."""
+        """Remembers a prompt that the pool has just matched, or returns what to ask for later."""
         if not remembers(asked):
             return None
         if tokens.rung is not Rung.MEMORY:

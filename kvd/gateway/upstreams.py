@@ -417,7 +417,7 @@ class Upstreams:
             return
         log.warning("upstream_events_disagree", url=upstream.url)
         upstream.advice = DISAGREE
-        with suppress(NotAnEngine, KvdError):  # its next health check tells
+        with suppress(NotAnEngine, KvdError):  # its next health check finds out
             await self._register(upstream, facts)
 
     async def _ask(self, upstream: Upstream) -> Facts:

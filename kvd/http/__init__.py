@@ -20,7 +20,7 @@ render, writer, answer, errors
                              a response to bytes; a handler's outcome or failure to a response
 table                        the route of a raw path, found once for each request
 app, cold, asgi, middleware  the Quart application of the cold routes, when it is loaded, how a
-                             request gets there, and who is told of it
+                             request gets there, is counted and logged
 auth, permits, pages         tokens, hosts and origins: is this request allowed, and what may
                              pages of other origins read
 context                      what every connection of a face shares

@@ -67,10 +67,9 @@ class Segments(Segment):
 
 
 class ReadRule(QuartRule):
-    """A rule that paths are held against, and no URL is ever written by.
+    """A rule that matches paths and never builds URLs.
 
-    Werkzeug compiles two functions that would write some, which took most of an application's
-    start.
+    Werkzeug compiles two functions to build them, which took most of an application's start.
     """
 
     def _compile_builder(self, append_unknown: bool = True) -> Callable[..., tuple[str, str]]:

@@ -146,7 +146,7 @@ class AsgiExchange:
                 await self.writer.end()
                 self._ended.set()
         except OSError as error:
-            # An application could not tell this from a failure of its own: end it quietly.
+            # An application would take this for a failure of its own: end it quietly.
             self._lost = error
             self._scope.cancel()
         self._extend()

@@ -1,7 +1,7 @@
 # distutils: language = c++
 """Waits for the next request without sleeping, for as long as that costs less than to wake up.
 
-    wait ──> does it pay? ── yes ──> look, look, look ... ──> something came
+    wait ──> does it pay? ── yes ──> poll, poll, poll ... ──> something came
                  │ no                       │ nothing in time: lost
                  └──────────> sleep <───────┘
 
@@ -39,9 +39,9 @@ cdef int64_t kMs = 1000000
 cdef int64_t kMostCredit = 2 * kMs     # lost at once: some forty waits
 cdef int64_t kWakeNs = 60000           # that a wait asleep is longer than one awake
 cdef double kWeight = 1 / 8.0          # of the last wait
-cdef int64_t kCheckNs = 20 * kMs        # pause between two looks whether the machine is busy
+cdef int64_t kCheckNs = 20 * kMs        # pause between two checks whether the machine is busy
 cdef long kSwitches = 2                # times that the core is taken away meanwhile, if it is
-cdef int64_t kLeastPauseNs = 250 * kMs    # without waits after a look that found it busy; twice
+cdef int64_t kLeastPauseNs = 250 * kMs    # without waits after a check that found it busy; twice
 cdef int64_t kMostPauseNs = 16000 * kMs   # as long each time that the next one does so, too
 
 

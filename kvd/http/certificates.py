@@ -50,7 +50,7 @@ def load_credentials(files: TlsFiles) -> TlsCredentials:
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot use {files.client_ca}: {error}") from None
     context.verify_mode = ssl.CERT_REQUIRED
-    # The context does not tell of those that are no authorities but stand for themselves.
+    # The context does not list those that are no authorities but stand for themselves.
     return TlsCredentials(
         context, frozenset(b"".join(block.split()) for block in _PEM.findall(said))
     )

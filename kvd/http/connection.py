@@ -185,7 +185,7 @@ class Connection(Transport):
         try:
             if await self._open():
                 await self._serve()
-        except* OSError:  # reset, or a send without progress: nobody is left to tell
+        except* OSError:  # reset, or a send without progress: nobody is left to answer
             stats.client_gone += 1
         except* Exception:
             stats.bugs += 1
@@ -493,10 +493,10 @@ class Connection(Transport):
         return persists
 
     async def _deliver(self, data: bytes, undo: Undo) -> None:
-        """Sends an answer, and undoes what it tells of if the client has left or it cannot be sent.
+        """Sends an answer, and undoes what it reports if the client has left or it cannot be sent.
 
         A client that has shut down its sending side has left: until something is sent to it nobody
-        can tell it from one that is gone.
+        can distinguish it from one that is gone.
         """
         try:
             if undo is not None and self.stream.has_left():

@@ -28,7 +28,7 @@ class ServerContext:
     def note_refused(
         self, method: str, route: Route | None, refusal: Refusal, headers: Headers
     ) -> None:
-        """Tells of a request that is refused before its handler, and completes the refusal."""
+        """Reports a request that is refused before its handler, and completes the refusal."""
         if self.observe is not None and route is not None:
             self.observe(route.path, method, refusal.status, 0.0)
         if self.access.on:

@@ -4,7 +4,7 @@ Clients of some faces are promised a code besides, `"reason"`, wherever a reques
 the handler, which says it itself, or in the server, which has one for each status then.
 
 Some faces take bodies of other forms than JSON, and fail in the form of the body, if the server has
-come so far as to look for a route.
+come so far as to find the route.
 """
 
 from __future__ import annotations

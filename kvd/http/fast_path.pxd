@@ -37,7 +37,7 @@ cdef class FastPath:
     cdef bint _dry  # the last receive found nothing
     # Of the head of a 200 and of a 201 answer, before its length; None: ask `serve`.
     cdef public bytes lines, created_lines
-    cdef public bint logged  # whether answers are told to `log` as well
+    cdef public bint logged  # whether answers are reported to `log` as well
 
     cdef int _serve_until(self, int64_t end) except -1
     cdef _step(self, connection, int fd)

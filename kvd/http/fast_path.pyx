@@ -18,8 +18,8 @@ module knows nothing of the words of errors, refusals, deadlines or unusual HTTP
 1. A parked connection has no bytes that were received and not consumed, nor any left to receive.
 2. Nothing is lost: what was received and not served is handed to the task, in order.
 3. The set is edge-triggered: an edge on a connection that is not parked is ignored, and `park`
-   looks for what came meanwhile. A receive that leaves room in the buffer has emptied the socket,
-   but for an end of the stream that came along: that the set tells in the same edge.
+   receives what came meanwhile. A receive that leaves room in the buffer has emptied the socket,
+   but for an end of the stream that came along, which the same edge reports.
 
 Costs per request, beside the answer: the two system calls, a share of an epoll_wait, under 1 µs.
 """
@@ -174,16 +174,16 @@ cdef class FastPath:
         `patterns` are those with a placeholder: what their requests begin with before it, what
         follows it, and the route. A route has `body_limit` (bytes), `handler`, `scope` and `waits`.
         What `permits` do not grant is left to the task, which refuses it; a connection has
-        `checks_host` (http/permits.hpp). What a HotHandler answers is told to `note(connection,
+        `checks_host` (http/permits.hpp). What a HotHandler answers is reported to `note(connection,
         route, status, seconds)`, and while `logged` is set to `log(connection, route, status,
-        seconds, size, headers)`, which returns further lines for the head of the answer. For the
-        rest `serve(connection, route, captured, query, headers, body, error)` returns the response,
-        whether the connection persists, and what takes back what it has done if its client has left
-        or cannot be sent it, or None; `error` is what the HotHandler has raised, None if it was not
-        asked. What has to wait is left to the task.
-        A connection that is not parked any more is told so by `wake(connection, outcome)`. Of a
-        request whose answer is relayed `relay(connection, PlainRequest)` is told, which returns
-        what its task is to be woken with, or None: then the relay's end parks the connection again.
+        seconds, size, headers)`, which returns further lines for the head of the answer. For other
+        handlers `serve(connection, route, captured, query, headers, body, error)` returns the
+        response, whether the connection persists, and what takes back what it has done if its
+        client has left or cannot be sent it, or None; `error` is what the HotHandler has raised,
+        None if it was not asked. What has to wait is left to the task. When a connection is not
+        parked any more, `wake(connection, outcome)` wakes its task. A request whose answer is
+        relayed goes to `relay(connection, PlainRequest)`, which returns what the task is to be
+        woken with, or None: then the relay's end parks the connection again.
         """
         self._routes = routes
         self._patterns = patterns
@@ -284,7 +284,7 @@ cdef class FastPath:
             return None if self._dry else OSError(errno, os.strerror(errno))
         if got == 0:
             return Handoff(b"", b"", False)
-        # A full buffer may hide more behind it, of which the set will not tell.
+        # A full buffer may hide more behind it, which no further edge would report.
         cdef Text captured
         if got < kBuffer and read_plain_head(self._buffer, got, self._head):
             captured.begin = NULL
@@ -355,7 +355,7 @@ cdef class FastPath:
             return error
 
     cdef _relayed(self, connection, route):
-        """Has a whole request be served whose answer is relayed; returns as `_step`, or _TAKEN."""
+        """Hands a whole request to the relay; returns as `_step`, or _TAKEN."""
         cdef Text path = self._head.route
         cdef size_t method = <const char*>memchr(path.begin, c" ", path.size) + 1 - path.begin
         path.begin += method
@@ -368,7 +368,7 @@ cdef class FastPath:
         return _TAKEN if outcome is None else outcome
 
     cdef bytes _reported(self, connection, route, int status, double seconds, bytes response):
-        """Tells of an answer that is about to be sent; returns the lines of its head."""
+        """Counts and logs an answer that is about to be sent; returns the lines of its head."""
         self._note(connection, route, status, seconds)
         lines = self.created_lines if status == kCreated else self.lines
         if self.logged:
@@ -416,7 +416,7 @@ cdef class FastPath:
         return self._send(fd, self._buffer, out + size - self._buffer, True, undoing)
 
     cdef _send(self, int fd, const char* data, size_t size, bint persists, undoing):
-        """Sends a response; `undoing` is a HotHandler that books, a function or None."""
+        """Sends a response; `undoing` is a HotHandler that adds a request, a function or None."""
         cdef ssize_t sent = -1
         cdef int failure = ECONNRESET
         if undoing is None or not _left(fd):
@@ -469,10 +469,10 @@ cdef vector[pollfd] _watching(list pollables):
 
 
 cdef bint _serve_ready(vector[pollfd]& watched, list pollables) except -1:
-    """Gives each for which something has come a turn; returns whether there was one.
+    """Gives each pollable that is readable a turn; returns whether there was one.
 
-    What one has to do for one client after another keeps no other waiting. Beside the descriptors
-    of the pollables there may be more behind them, of which is then known whether they are ready.
+    A turn is short, so that one with many clients keeps no other waiting. `watched` may have
+    further descriptors behind those of the pollables: then it is known whether these are ready.
     """
     cdef bint served = False
     cdef Py_ssize_t i = 0

@@ -109,7 +109,7 @@ class Front(Server[Connection]):
             self._tick()
 
     def _tick(self) -> None:
-        """Ends connections that wait for a request for too long, and tells the others the time."""
+        """Ends connections that wait for a request for too long; renews the date of answers."""
         shared, fast_path = self._shared, self._listener.fast_path
         shared.now, shared.date_line = trio.current_time(), date_line(time.time())
         fast_path.logged = self._listener.access.on

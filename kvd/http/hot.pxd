@@ -17,9 +17,10 @@ cdef class HotHandler:
     # On the fast path it is None: there is no query, no Idempotency-Key, and the body is JSON.
     cdef bytes answer(self, const char* body, size_t size, Text captured, request)
 
-    # A function that takes back what the last answer has done, None if nothing is to be; of one
-    # that adds a request.
+    # Of a handler that adds a request: a function that takes back what the last answer has done,
+    # or None where there is nothing to take back.
     cdef undoing(self)
 
-    # The response to a request that `answer` has left, or what becomes it; of one that `waits`.
+    # Of a handler that `waits`: the response to a request that `answer` has left, or an awaitable
+    # of it.
     cdef waiting(self, request)

@@ -15,7 +15,7 @@ requests, so that an answer knows what has come before its question. What engine
 both: it is for clients that have waited for all of a prefill, and events come with it.
 
 1. Nothing is late: any other descriptor, a deadline, or a task that a request has made runnable
-   ends the stay, and trio looks at everything anew.
+   ends the stay, and trio polls everything anew.
 2. A process for which nothing comes never stays: trio sleeps as usual.
 3. Nothing depends on it: with a trio that has renamed what is used here, requests wake trio.
 """

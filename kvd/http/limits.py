@@ -1,4 +1,4 @@
-"""The bounds of an HTTP listener, and the plain counters that tell when one was reached."""
+"""The bounds of an HTTP listener, and the plain counters that show when one was reached."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ def file_remover(sock: socket.socket) -> Callable[[], None]:
 
 
 def _identity(path: str) -> tuple[int, ...]:
-    """Returns what tells a file from others of its name: numbers of inodes are used again."""
+    """Returns what identifies a file among others of its name: numbers of inodes are used again."""
     found = os.lstat(path)
     return found.st_dev, found.st_ino, found.st_ctime_ns
 

@@ -21,7 +21,7 @@ from kvd.http.table import Found, RouteTable
 
 
 def surrounded(app: AsgiApp, table: RouteTable, context: ServerContext) -> AsgiApp:
-    """Returns `app` with every request told to the context, and bounded as its route says."""
+    """Returns `app` with every request reported to the context, and bounded as its route says."""
 
     async def surrounded_app(scope: HTTPScope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -63,7 +63,7 @@ def _admitted(found: Found | None) -> Iterator[ConcurrencyLimit | None]:
 def _observed(
     context: ServerContext, scope: HTTPScope, path: str | None, send: Send
 ) -> Iterator[Send]:
-    """Tells of a request as it is answered, and logs it once that is over.
+    """Reports a request as it is answered, and logs it once that is over.
 
     Only requests to a path that a route has are observed.
     """
@@ -92,7 +92,7 @@ def _observed(
         yield telling_send
     finally:
         if not status:
-            answered(503)  # the server answers in the application's place
+            answered(503)  # the server answers instead of the application
         if logs:
             access.note(scope["method"], path, status, perf_counter() - started, size, headers)
 

@@ -1,6 +1,6 @@
 """Access of pages of other origins to a face (Fetch, "CORS protocol").
 
-A page of an allowed origin is told so in every answer, and when it asks beforehand:
+Every answer to a page of an allowed origin says so, and so does the one to a preflight request:
 
     OPTIONS /v1/chat/completions                 204
     origin: https://chat.example                 access-control-allow-origin: https://chat.example

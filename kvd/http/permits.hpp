@@ -4,11 +4,12 @@
 //   Host: 127.0.0.1:8090             where a browser thinks it is: not at a stranger's name
 //   Origin: https://a.example        whose page has a browser ask
 //
-// 1. Every token is compared to its last byte, whatever is shown: time tells nothing of them.
+// 1. Every token is compared to its last byte, whatever is shown: the time taken says nothing of
+//    them.
 // 2. A claim that comes twice is refused: two readers could take different ones.
 // 3. A page of this server itself may ask: its origin is the host that the request names. Where no
 //    token is asked for, that must be a name that no stranger's page can have.
-// 4. Without tokens nothing is asked of `Authorization`; then names are looked at (`checks_host`),
+// 4. Without tokens nothing is asked of `Authorization`; then names are judged (`checks_host`),
 //    because a page can have its own name lead to the loopback interface.
 //
 // Cost: 30 ns with a token, 5 ns for each further one; nothing is allocated.

@@ -8,7 +8,7 @@ from http import HTTPStatus
 from kvd.http.messages import Headers, Response
 
 CLOSE_LINE = b"connection: close\r\n"
-KEEP_ALIVE_LINE = b"connection: keep-alive\r\n"  # HTTP/1.0 clients need to be told
+KEEP_ALIVE_LINE = b"connection: keep-alive\r\n"  # HTTP/1.0 clients expect a close without it
 CHUNKED_LINE = b"transfer-encoding: chunked\r\n"
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 LAST_CHUNK = b"0\r\n\r\n"

@@ -90,7 +90,7 @@ class Route:
             object.__setattr__(self, "body_limit", 0)
 
 
-# Told of every request to a path that some route has, whatever its outcome, just before it is
+# Called for every request to a path that some route has, whatever its outcome, just before it is
 # answered: path, method, status, seconds since the request was there as a whole.
 Observer = Callable[[str, str, int, float], None]
 

@@ -26,7 +26,7 @@ UNSENT_BYTES = 256 * 1024
 YOUNG_SECONDS = 0.25
 
 
-# Connections looked for at once where others need room: a look at 1,024 takes 0.2 ms.
+# Connections that one search finds to end for others; a search among 1,024 takes 0.2 ms.
 DISPLACED_AT_ONCE = 64
 # Pause between two searches for connections to displace, if the first has found none: a flood gets
 # no search for each connection.
@@ -43,7 +43,7 @@ class ClientConnection(Protocol):
         """Ends it if it is between requests."""
 
     def dispensability(self) -> tuple[bool, int, float] | None:
-        """Returns what sorts first who can be closed with the least harm; None: nobody may."""
+        """Returns a key: the lowest can be closed with the least harm; None: it must stay."""
 
     def give_way(self) -> None:
         """Ends it for another one."""
@@ -60,7 +60,7 @@ class Server(ABC, Generic[C]):
         self.limits = limits
         self._running: dict[C, float] = {}  # when each was accepted
         self._displaced: set[C] = set()  # of these, who ends for others that have come
-        # Connections that could do so, as of the last look, the first one last.
+        # Connections that could do so, as of the last search, the first one last.
         self._dispensable: list[tuple[tuple[bool, int, float], C]] = []
         self._check_after = -inf
 

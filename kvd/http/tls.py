@@ -100,7 +100,7 @@ class TlsStream(ByteStream):
         self._sealed = b""  # out of `_outgoing`, and not taken by the kernel yet
         self._sealing = 0  # bytes of data that are in there
         self._vain = 0  # received since there was data
-        self._ahead = b""  # data that came while the client's end was looked for
+        self._ahead = b""  # data that came while the client's end was searched for
         self._finished = False
 
     async def open(self) -> None:

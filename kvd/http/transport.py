@@ -5,7 +5,7 @@
       what is known of a client
 
 Each wait of a task ends with a trio deadline, which a request that arrives in one piece never sets.
-Only the wait between two requests has none: a timer for each would cost 5 µs, so one task looks at
+Only the wait between two requests has none: a timer for each would cost 5 µs, so one task checks
 all connections a few times per deadline. It shuts the socket down for receiving, so what a client
 sent before is still read.
 """
@@ -30,8 +30,8 @@ from kvd.http.limits import HttpLimits, HttpStats
 FORGETFUL = struct.pack("ii", 1, 0)  # SO_LINGER: a close is a reset
 # Bytes received at once: above 128 KiB malloc maps fresh pages for every call, 17 µs instead of 3.
 RECEIVE_BYTES = 64 * 1024
-# Pause between two looks for the end of a client that has sent more while its request waits: its
-# place in the queue is free that much later, and a look is one system call.
+# Pause between two checks for the end of a client that has sent more while its request waits: its
+# slot in the queue is free that much later, and a check is one system call.
 END_PAUSE_S = 0.1
 
 
@@ -61,9 +61,9 @@ class Shared:
 
     limits: HttpLimits
     stats: HttpStats
-    tick: float  # seconds between two looks at idle connections
-    now: float = 0.0  # trio clock of the last look, seconds
-    date_line: bytes = b""  # rendered, of the last look
+    tick: float  # seconds between two sweeps over idle connections
+    now: float = 0.0  # trio clock of the last sweep, seconds
+    date_line: bytes = b""  # rendered, of the last sweep
     body_bytes: int = 0  # of bodies being received, beyond their first read
     stopping: bool = False
 
@@ -212,7 +212,7 @@ class Transport:
             self._shut(socket.SHUT_RD)
 
     def dispensability(self) -> tuple[bool, int, float] | None:
-        """Returns what sorts first who can be closed with the least harm; None: nobody may do so.
+        """Returns a key: the lowest can be closed with the least harm; None: it must not be closed.
 
         Strangers come first; of these, and of the others, who is between two requests, who has not
         sent a whole head, who has been answered and goes on sending; and of these the oldest.
@@ -246,7 +246,7 @@ class Transport:
             self._shut(socket.SHUT_RD)
 
     def _unread(self) -> bool:
-        """Returns whether something of the client's is here that nobody will look at."""
+        """Returns whether something of the client's is here that nobody will read."""
         if self.buffer or self.stream.has_more():
             return True
         try:

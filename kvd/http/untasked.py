@@ -1,11 +1,11 @@
-"""Coroutines that run without a task of trio for as long as they only wait for what callbacks tell.
+"""Coroutines that run without a task of trio as long as they wait for callbacks only.
 
-    step ──> told(signal) ── signal.tell() ──> step ──> ... ──> the result
+    step ──> signalled(signal) ── signal.tell() ──> step ──> ... ──> the result
        └───> in_task() ──> `rest`, awaited in a task, runs what is left
 
-To wake a task costs a pass of trio. So the coroutine of a relayed request is stepped by the bearer
-of the news. It says `await in_task()` before anything that wants a task: deadlines, nurseries,
-waits for sockets. What forgets to say so fails at once, because trio finds no task there.
+To wake a task costs a pass of trio. So whoever calls `Signal.tell` runs the coroutine of a relayed
+request on, itself. The coroutine awaits `in_task()` before anything that wants a task: deadlines,
+nurseries, waits for sockets. Without that it fails at once, because trio finds no task there.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class Signal:
         self._subscriber()
 
 
-IN_TASK: Final = Signal()  # never told: the coroutine wants a task
+IN_TASK: Final = Signal()  # never signalled: the coroutine wants a task
 
-# The place of trio's running task, which has no public name. Without it, code that forgets
-# `in_task` would find the task that steps.
+# Where trio keeps its running task, which has no public name. Were it not cleared, code that
+# forgets `in_task` would find the task that steps.
 RUN = "_core._run.GLOBAL_RUN_CONTEXT"
 try:
     _run: Any = attrgetter(RUN)(trio)

@@ -40,8 +40,8 @@ def binary_dump(state: State) -> Iterator[bytes]:
 def _dump_head(partition: Partition, written: set[str]) -> bytes:
     """Opens one partition's entry under a name that is not among those written.
 
-    The usual name cannot tell `a:b` of `c` from `a` of `b:c`, and a reader would keep one of two
-    equal ones; the members always can.
+    The usual name does not distinguish `a:b` of `c` from `a` of `b:c`, and a reader would keep one
+    of two equal ones; the members always can.
     """
     key = partition.key
     name = str(key)

@@ -8,7 +8,7 @@
       └ partitions: (model, tenant) ──> the one of these that faces with workers know
 
 A partition lives as long as it has a worker or a publisher. The conductor answers over all of them,
-whoever has told of the blocks. Faces with workers know one partition of a model and tenant: its
+whoever has announced the blocks. Faces with workers know one partition of a model and tenant: its
 block size is fixed by the first registered worker. Publishers of other block sizes have partitions
 of their own beside it. A publisher's instance whose id is a number is linked to the worker of that
 id in the partition that these faces know: what it holds counts there.
@@ -31,7 +31,7 @@ from kvd_core.conductor.conductor import DEFAULT_SEED, Conductor, Source
 from kvd_core.index.chronicle import Chronicle
 from kvd_core.index.prefix_index import Budget, Dump, IngestStats, PrefixIndex, Stream, Worker
 
-# Partitions looked at in one call of State.sweep, about 0.1 ms; the others have their turn in later
+# Partitions examined in one call of State.sweep, about 0.1 ms; the others have their turn in later
 # ones.
 SWEPT_PARTITIONS = 256
 
@@ -56,7 +56,7 @@ TOTALS: tuple[
 
 # Questions without any match before that is reported. Prompts rarely differ from their first block
 # on as often as this: they are hashed by another rule, or cut into blocks of another size, than
-# those that engines tell of.
+# those that engines announce.
 UNMATCHED_QUESTIONS = 100
 
 U64_MAX = 2**64 - 1
@@ -141,7 +141,7 @@ class State:
         self._hash_seed = hash_seed  # of sequence hashes
         self.ingest = IngestStats()
         self.refused_partitions = 0
-        self.instance_id = uuid4().hex  # tells this process from its peers
+        self.instance_id = uuid4().hex  # distinguishes this process from its peers
         self.replaced_partitions = 0  # recovered ones that gave way to another block size
         self.ended_totals = dict.fromkeys(TOTALS, 0)  # of partitions that are no more
         self.unconfirmed: set[tuple[PartitionKey, InstanceId]] = set()  # see confirm()
@@ -318,7 +318,7 @@ class State:
     def confirm(self, key: PartitionKey, instance_id: InstanceId) -> None:
         """Notes that the instance's stream has passed the origin of its restored blocks.
 
-        Until then an event that tells of a restored block again is not taken for a second copy.
+        Until then an event that announces a restored block again is not taken for a second copy.
         """
         self.unconfirmed.discard((key, instance_id))
         partition = self.partitions.get(key)
@@ -338,7 +338,7 @@ class State:
         ]
 
     def _is_restored(self, partition: Partition, instance_id: InstanceId) -> bool:
-        """Returns whether a dump has told of the instance, and nobody since."""
+        """Returns whether the instance is known from a dump alone."""
         return (partition.key, instance_id) in self.unconfirmed
 
     def remove_stray(

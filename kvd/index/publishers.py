@@ -230,7 +230,7 @@ class Publishers(ListenedRegistrations):
     # ---- what another process has left (docs/state.md)
 
     def heir(self, key: PublisherKey, endpoint: str, position: StreamPosition) -> Publisher | None:
-        """Returns who may go on from a place: the same publisher at the same address."""
+        """Returns who may go on from a position: the same publisher at the same address."""
         found = self.find(key)
         if found is None or found.listener.endpoint != endpoint or not position.expected:
             return None

@@ -3,8 +3,8 @@
     register ──> State.add_rank ──> EventStream ──> Listeners.start     (net: a supervised task)
     unregister ──> Listeners.stop, awaited ──> State.remove_rank
 
-A rank's place in its engine's event stream outlives the registration: a worker that is registered
-again at the same endpoint goes on where it was, and what it missed shows as a gap.
+A rank's position in its engine's event stream outlives the registration: a worker that is
+registered again at the same endpoint goes on where it was, and what it missed shows as a gap.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class Registry(ListenedRegistrations):
         # size, in tokens.
         self._left_pairs: dict[PartitionKey, tuple[float, int]] = {}
         self.forgotten_positions = 0
-        self.departures: Observers[[]] = Observers()  # told when something has left
-        # Told when the connection to a rank's engine has been made or lost.
+        self.departures: Observers[[]] = Observers()  # called when something has left
+        # Called when the connection to a rank's engine has been made or lost.
         self.links: Observers[[RankKey]] = Observers()
         self._grown = trio.Event()  # set and replaced by every registration
 

@@ -25,7 +25,7 @@ from kvd_core.index.prefix_index import Worker
 # Blocks stored between two checkpoints: 0.1 to 0.7 ms.
 SLICE_BLOCKS = 2048
 
-# Entries and workers looked at, or made, between two checkpoints: about 1 ms at 8 us each.
+# Entries and workers examined, or made, between two checkpoints: about 1 ms at 8 us each.
 SLICE_WORKERS = 128
 
 

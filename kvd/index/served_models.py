@@ -1,7 +1,7 @@
 """The models and tenants that this process serves, and the owners of the others.
 
 A fleet that is too much for one kvd is divided by model and tenant: nothing is shared between two
-of them, neither blocks nor load. Each kvd is told what it serves, and may be told who serves the
+of them, neither blocks nor load. Settings say what each kvd serves, and may say who serves the
 rest.
 """
 

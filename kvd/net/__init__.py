@@ -10,7 +10,7 @@ replay, turns                batches that are missing, asked for from the engine
                              server
 dialing, probing             names to addresses that may be connected to; why an engine cannot
                              be reached
-replication, publisher       events of requests, told to replicas and heard from them
+replication, publisher       events of requests, sent to replicas and received from them
 recovery, fetch              the state of a peer at the start; one document from a peer that
                              may be hostile
 curve, zsocket, supervisor, streamlog

@@ -29,7 +29,7 @@ Serve = Callable[[], bool]
 
 
 class Arrivals:
-    """Tells links of one run of trio when something has come."""
+    """Wakes links of one run of trio when something has come."""
 
     __slots__ = ("_epoll", "_waiting")
 

@@ -1,7 +1,7 @@
 """Messages of an engine that its listener has not taken yet, with the connections they came over.
 
     Link.fill ── take_in ──> Inbox (kvd_core.zmq.drain)  ── hand_over ──> EventStream.take
-    Link.hear ─────────────> places among its messages ─────────────> EventStream.pass_over
+    Link.hear ─────────────> positions among its messages ──────────> EventStream.pass_over
 
 What an engine publishes while kvd does not read is dropped there, with nobody to say so. So the
 link is emptied in every turn, also while nothing can be applied, into an inbox that has bounds: of
@@ -9,8 +9,8 @@ the stream, and of all streams together. What is beyond them is dropped, except 
 shows as a gap.
 
 A connection that is lost or made changes what a batch means: it may be another engine's. Batches
-that have come before wait longer than the news does. So a change has its place among the messages,
-and the stream hears of it when it gets there (`EventStream.subscribe`). A link tells of a
+that have come before wait longer than the news does. So a change has a position among the messages,
+and the stream hears of it when it gets there (`EventStream.subscribe`). A link reports a
 connection before it hands over that connection's first message. So what was taken in before a
 connection was heard of is not that one's; what is taken in and then followed by the news may be.
 """
@@ -43,7 +43,7 @@ class Backlog:
     def __init__(self, listener: EventStream, space: InboxSpace, options: LinkOptions) -> None:
         self._listener = listener
         self._inbox = Inbox(space, options.queue_messages, options.queue_bytes)
-        # Each before the message of that place; few, for which a deque would take 0.7 KB.
+        # Each before the message of that number; few, for which a deque would take 0.7 KB.
         self._changes: list[tuple[int, Change]] = []
         self._taking_in = False
         self._lost = False  # a connection, some of whose messages libzmq may still hold
@@ -96,7 +96,7 @@ class Backlog:
         self._listener.unsubscribe()
 
     def _queue_change(self, change: Change) -> None:
-        """Puts a change of the connection to its place among the messages.
+        """Puts a change of the connection to its position among the messages.
 
         Messages of a connection that is lost may still be on their way from libzmq, until it holds
         none and no other connection has been heard of.

@@ -84,10 +84,10 @@ class Dialer:
         return sorted(allowed, key=lambda text: ":" in text)
 
     async def endpoint(self, named: str, turn: int = 0) -> str:
-        """Returns the endpoint to connect to in the place of a named one; raises Unreachable.
+        """Returns the endpoint to connect to for a named one; raises Unreachable.
 
         Of several addresses the next one has its turn at every attempt; those of IPv6 have none
-        where there are others, as engines bind to IPv4 unless told otherwise.
+        where there are others, as engines bind to IPv4 unless configured otherwise.
         """
         host_port = host_and_port(named)
         if host_port is None:
@@ -124,7 +124,7 @@ class Dialer:
                 return f"{host_port[0]} has moved to {', '.join(found)}"
 
     def watch(self, link: Ends, endpoint: str) -> None:
-        """Has `recheck` look at a connection, too, until it is left."""
+        """Has `recheck` check a connection, too, until it is left."""
         self._links[link] = endpoint
 
     def leave(self, link: Ends) -> None:

@@ -1,4 +1,4 @@
-"""A subscription's link to a publisher: what its owner has, and what it tells.
+"""A subscription's link to a publisher: what its owner calls, and what it reports.
 
     ZmtpLink   without security, over TCP or a Unix socket: kvd speaks ZMTP itself
     ZmqLink    CURVE, or inside the process: libzmq speaks
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Linked(Protocol):
-    """An owner of a connection, told what becomes of it; moments are monotonic seconds."""
+    """An owner of a connection, which is notified of its changes; times are monotonic seconds."""
 
     @property
     def endpoint(self) -> str: ...
@@ -66,7 +66,7 @@ class LinkOptions:
 
 
 def tell_lost(linked: Linked, log: StreamLog, why: str) -> None:
-    """Tells who is linked that a connection ended or broke off early; the log, if it was made."""
+    """Reports to the owner that a connection ended or broke off early; logs it, if it was made."""
     why = f"{why}: {linked.endpoint}"
     if linked.connected:
         log.warning("stream_lost", error=why)
@@ -82,7 +82,7 @@ class Link(Protocol):
     """Connected again and again, until that is of no more use."""
 
     async def watch(self) -> str:
-        """Tells who is linked what becomes of it; returns why the link is of no more use."""
+        """Reports to the owner what becomes of it; returns why the link is of no more use."""
 
     async def wait(self, serve: Callable[[], bool] = nothing) -> None:
         """Returns when there may be a message, or the connection is another one.
@@ -101,7 +101,7 @@ class Link(Protocol):
         """Takes messages of any shape, as `kvd_core.zmq.drain.fill_frames`."""
 
     def hear(self) -> bool:
-        """Tells who is linked what has become of it up to now; returns whether it was anything.
+        """Reports to the owner what has become of it up to now; returns whether it was anything.
 
         After a `fill` this knows of every connection that its messages may have come over.
         """

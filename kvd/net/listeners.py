@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from kvd.net.zsocket import Context
     from kvd.wire.event_stream import EventStream
 
-# Pause between two looks at the health of streams; the log omits changes that last less.
+# Pause between two checks of the health of streams; the log omits changes that last less.
 HEALTH_EVERY_S = 1.0
-HEALTH_SLICE = 256  # listeners looked at between two checkpoints: 0.4 ms
+HEALTH_SLICE = 256  # listeners examined between two checkpoints: 0.4 ms
 
 log = get_logger(__name__)
 
@@ -117,7 +117,7 @@ class ListenerTasks:
             await self._check_health()
 
     async def _check_health(self) -> None:
-        """Looks once, and ends: who is named in a frame that sleeps would stay, with its index."""
+        """Checks once, and ends: who is named in a frame that sleeps would stay, with its index."""
         for at, listener in enumerate(list(self._health), 1):
             if at % HEALTH_SLICE == 0:
                 await trio.lowlevel.checkpoint()

@@ -79,12 +79,12 @@ class PubSocket:
     def send(self, frames: list[bytes]) -> bool:
         """Sends to all subscribers with room in their queues; returns whether that was all so far.
 
-        libzmq tells of a full queue once: its subscriber misses this message and, without another
+        libzmq reports a full queue once: its subscriber misses this message and, without another
         word, those that follow until half of the queue is sent. Nobody else misses anything.
         """
         sock = self._socket.socket
         if sock.closed:
-            return True  # at the very end nobody is told any more
+            return True  # at the very end nothing is sent any more
         try:
             sock.send_multipart(frames, zmq.NOBLOCK)
             return True

@@ -35,10 +35,10 @@ ACCEPT = BINARY_DUMP + b", " + JSON_DUMP + b";q=0.5"
 # have some thousand; an answer has a row for each rank that matches.
 MAX_RANKS = 65_536
 
-# Time after which an instance has told again what its restored blocks came from: its first batch
-# has all before it replayed, and what had queued is applied in milliseconds.
+# Time after which an instance has announced its restored blocks again: its first batch has all
+# before it replayed, and what had queued is applied in milliseconds.
 CONFIRMED_AFTER_S = 10.0
-CONFIRM_EVERY_S = 1.0  # pause between two looks for restored instances that are heard
+CONFIRM_EVERY_S = 1.0  # pause between two checks for restored instances that are heard
 
 log = get_logger(__name__)
 

@@ -34,7 +34,7 @@ class ReplayOptions:
     total_s: float = 30.0  # waiting for its turn included; 10,000 batches take about 0.3 s
     spare_s: float = 10.0  # after one that brought nothing: else every gap would wait for `idle_s`
     max_messages: int = (
-        1_000_000  # of one answer; engines keep 10,000 batches unless told otherwise
+        1_000_000  # of one answer; engines keep 10,000 batches unless configured otherwise
     )
     max_bytes: int = 1 << 30  # of one answer: these 10,000 at 100 KB each
     at_once: int = 64  # of all listeners: three descriptors each, and one turn of the loop

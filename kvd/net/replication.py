@@ -1,4 +1,4 @@
-"""Tells other replicas what becomes of requests here, and hears from them.
+"""Sends other replicas what becomes of requests here, and receives the same from them.
 
     publish ──> Publisher, one PUB socket ──> every replica that subscribes
     Replica, each a task: link ──> decode ──> apply
@@ -92,11 +92,11 @@ class Replication:
         nursery.start_soon(self._say_absent, absent_every_s)
 
     def publish(self, event: Lifecycle) -> None:
-        """Tells all replicas; never waits."""
+        """Sends to all replicas; never waits."""
         self._send(TOPIC, encode(event, self.router_id))
 
     def publish_binding(self, bound: Bound) -> None:
-        """Tells all replicas what a session is bound to; never waits."""
+        """Sends all replicas what a session is bound to; never waits."""
         self._send(affinity.TOPIC, affinity.encode(bound))
 
     def _send(self, topic: bytes, payload: bytes) -> None:

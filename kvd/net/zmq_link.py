@@ -5,7 +5,7 @@ beyond the limit, broken framing, a peer of the wrong type (libzmq issue 4196). 
 two apart: after DISCONNECTED, CONNECT_RETRIED follows within a millisecond or never (seen with
 libzmq 4.3.5 on twelve kinds of misbehaving publishers). Without it the link is of no more use.
 
-libzmq tells the monitor of a connection before it hands over that connection's first message. So
+libzmq reports a connection to the monitor before it hands over that connection's first message. So
 a caller that holds a message and then calls `hear` knows of every connection it may have come over.
 """
 
@@ -39,7 +39,7 @@ ANSWER_MESSAGES = 100_000
 
 # Time to wait for the end of a connection, which takes 0.3 ms on an idle machine.
 GONE_S = 0.1
-GONE_EVERY_S = 0.0005  # pause between two looks whether that connection has ended
+GONE_EVERY_S = 0.0005  # pause between two checks whether that connection has ended
 
 MONITOR_FRAMES = 2  # of its messages: the event with a value, and an address
 MONITOR_EVENT = struct.Struct("=Hi")  # first frame of libzmq's monitor messages: event, value
@@ -63,7 +63,7 @@ NO_CURVE: Mapping[int, int | bytes] = MappingProxyType({})
 
 
 class ForeignFd(NamedTuple):
-    """A descriptor that libzmq closes; its inode tells it from a later one of the same number."""
+    """A descriptor that libzmq closes; a later one of the same number has another inode."""
 
     number: int
     inode: int
@@ -118,7 +118,7 @@ class ZmqLink:
             self.sub = stack.enter_context(closing(ZSocket(context, zmq.SUB, subscribed)))
             for topic in more:
                 self.sub.socket.set(zmq.SUBSCRIBE, topic)
-            # A secret name: who registers it as an endpoint would take our place at the monitor.
+            # A secret name: who registers it as an endpoint would replace us at the monitor.
             monitoring = f"inproc://monitor-{os.urandom(16).hex()}"
             pair = ZSocket(context, zmq.PAIR, {zmq.RCVHWM: 0})
             self._monitor = stack.enter_context(closing(pair))
@@ -134,7 +134,7 @@ class ZmqLink:
         await self._opened.aclose()
 
     async def watch(self) -> str:
-        """Tells who is linked what libzmq does; returns why the socket is of no more use.
+        """Reports to the owner what libzmq does; returns why the socket is of no more use.
 
         That is when libzmq will do nothing more, or the link has been given up.
         """
@@ -142,7 +142,7 @@ class ZmqLink:
             self.hear()
             with trio.CancelScope(deadline=self._give_up_at) as self._patience:
                 await self._monitor.wait_readable()
-            # Look once more: it may have been this loop, not libzmq, that was late.
+            # Check once more: it may have been this loop, not libzmq, that was late.
             if self._patience.cancelled_caught and not self.hear():
                 break
         return f"{self._given_up or self._fault or 'protocol error'}: {self._linked.endpoint}"
@@ -171,12 +171,12 @@ class ZmqLink:
         self._patience.cancel()
 
     def hear(self) -> bool:
-        """Tells who is linked what libzmq has done up to now; returns whether it was anything."""
+        """Reports to the owner what libzmq has done up to now; returns whether it was anything."""
         heard, news = False, self._news
         # In every turn of a listener: that there is nothing costs 1 us, where pyzmq takes 6.
         socket = self._monitor.socket.underlying
         while fill_frames(news, socket, MONITOR_FRAMES, MAX_TAKEN_IN, ROUND_NS):
-            pass  # to its end: only then does its descriptor tell of the next one
+            pass  # to its end: only then does its descriptor report the next one
         while (frames := news.take_frames()) is not None:
             self._tell(*MONITOR_EVENT.unpack(frames[0]))
             heard = True
@@ -215,7 +215,7 @@ class ZmqLink:
         """Returns when the connection of the closed socket has ended, or does not within GONE_S.
 
         libzmq sends the last words and hangs up in threads of its own, milliseconds later on a
-        busy machine. A caller that is told of a listener's end may build on it at once.
+        busy machine. A caller that is notified of a listener's end may build on it at once.
         """
         connection = self._connection
         with trio.CancelScope(shield=True, deadline=trio.current_time() + GONE_S):
@@ -229,7 +229,7 @@ class ZmqLink:
 def socket_options(endpoint: str, options: LinkOptions) -> dict[int, int | bytes]:
     return {
         # With IPv6 on, libzmq takes a host name's IPv6 address if there is one, and engines bind
-        # to IPv4 unless told otherwise: so only for hosts written as IPv6 addresses.
+        # to IPv4 unless configured otherwise: so only for hosts written as IPv6 addresses.
         zmq.IPV6: int(is_ipv6(endpoint)),
         zmq.RCVHWM: 0,
         zmq.MAXMSGSIZE: options.max_message_bytes,

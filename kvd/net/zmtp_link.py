@@ -3,10 +3,10 @@
     watch  ── connect ── handshake ── joined; PING after silence ── lost ── pause ──┐
        ^                                                                            │
        └────────────────────────────────────────────────────────────────────────────┘
-    owner  ── wait ── fill (kvd_core.zmq.subscriber) ── hear: tells of an end that it has met
+    owner  ── wait ── fill (kvd_core.zmq.subscriber) ── hear: reports an end that `fill` has met
 
 There is one connection at a time, and what becomes of it is seen where its messages are: all that
-came over it is read before its end is told, and the next one is made afterwards.
+came over it is read before its end is reported, and the next one is made afterwards.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class ZmtpLink:
         self._unjoined: trio.CancelScope | None = None
 
     async def watch(self) -> str:
-        """Keeps connected, and tells who is linked; returns why the link is of no more use."""
+        """Keeps connected, and reports to the owner; returns why the link is of no more use."""
         why = await self._keep_connected()
         return f"{self._given_up}: {self._linked.endpoint}" if self._given_up else why
 
@@ -103,7 +103,7 @@ class ZmtpLink:
         return self._subscriber.fill_frames(inbox, most, max_messages, budget_ns)
 
     def hear(self) -> bool:
-        """Tells who is linked that the connection has ended, if it has; returns whether it has."""
+        """Reports to the owner that the connection has ended, if it has; returns whether it has."""
         subscriber = self._subscriber
         if subscriber is None or subscriber.fault is None:
             return False

@@ -4,9 +4,9 @@
                                                    │
     faces  <── restore: the oldest first, with its age
 
-A journal holds what was booked when it was begun, and each step since. Steps that are told twice,
-or of what has ended, change nothing, so the records of one journal may be followed by those of the
-next.
+A journal holds what was booked when it was begun, and each step since. Steps that are recorded
+twice, or of what has ended, change nothing, so the records of one journal may be followed by those
+of the next.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from kvd_core.ledger.journal import ENDED, Booked, OtherRecord, Stepped
 # Requests, sessions and answers that come back between two checkpoints: about 1 ms.
 SLICE = 32
 
-WHOLE = ord("W")  # a journal has told of all that was booked when it began
-HOLE = ord("H")  # records before this journal were lost: what it tells holds only as a whole
+WHOLE = ord("W")  # a journal has recorded all that was booked when it began
+HOLE = ord("H")  # records before this journal were lost: it holds only as a whole
 SHARED = ord("T")  # so has the server of the shared state, of all that was booked before a time
 
 LedgerName = tuple[Face, PartitionKey, int]  # face, model and tenant, block size
@@ -71,12 +71,12 @@ class KeptRequests:
         self.held: dict[str, Bound] = {}  # by reservation: what it keeps bound
         self.answers: dict[tuple[str | None, str], KeptAnswer] = {}
         self.shared_at: float | None = None  # see kvd.persistence.journal
-        # Reservations, and when each was booked by the clock that has told of it last.
+        # Reservations, and when each was booked by the clock of its last record.
         self._reserved: dict[tuple[PartitionKey, str | None], tuple[float, Live]] = {}
         self._ledgers: dict[int, LedgerName] = {}
         self._instance_id = ""
         self._has_all = False  # some journal so far has begun with all that was booked
-        self._is_whole = False  # what was booked when the journal began has all been told
+        self._is_whole = False  # what was booked when the journal began has all been read
         self._renewed: set[object] = set()  # by this journal, before it was whole
         self._translate: ClockTranslation | None = None
         # The state of the journals before a hole, until the one behind it has been whole.
@@ -104,8 +104,8 @@ class KeptRequests:
     def end(self) -> None:
         """Ends a journal; may be called before the first one.
 
-        What began behind a hole and is not whole is forgotten: with what was told before, it would
-        be a state that never was.
+        What began behind a hole and is not whole is forgotten: with what was recorded before, it
+        would be a state that never was.
         """
         if self._before_hole is not None:
             vars(self).update(self._before_hole)
@@ -134,7 +134,7 @@ class KeptRequests:
             raise Damaged(f"it has a record of the unknown kind {record.kind}")
 
     def _take_booking(self, live: Live, record: Booked) -> None:
-        """Takes a booking, or what is told of it again in another journal.
+        """Takes a booking, or its record in a further journal.
 
         It keeps its time then: no two readings of clocks agree, and answers go by it.
         """
@@ -155,7 +155,7 @@ class KeptRequests:
             self._renewed.add(what)
 
     def _forget_unrenewed(self) -> None:
-        """Forgets what only earlier journals have told: it ended where these had no room."""
+        """Forgets what only earlier journals have recorded: it ended where these had no room."""
         self._is_whole = self._has_all = True
         self._before_hole = None
         self.live = {name: each for name, each in self.live.items() if name in self._renewed}
@@ -169,7 +169,7 @@ class KeptRequests:
     def _name(self, number: int) -> LedgerName | None:
         """Returns which ledger it is; None for one that the journal is still to introduce.
 
-        What lives of that one is told then.
+        Its live requests are recorded behind that.
         """
         name = self._ledgers.get(number)
         if name is None and self._is_whole:
@@ -240,7 +240,7 @@ class Restored:
     sessions: int = 0
     answers: int = 0
     expired: int = 0  # requests that were too old
-    dropped: int = 0  # those without a place any more
+    dropped: int = 0  # those whose rank is there no more
 
 
 def restore(

@@ -1,7 +1,7 @@
 """Translates moments across a restart: between clocks of two processes, and of two boots.
 
 Ages of what is booked are kept by a clock that another process does not share. On the same boot the
-monotonic clock tells how long that was ago, whatever became of the wall clock; after another boot
+monotonic clock shows how long that was ago, whatever became of the wall clock; after another boot
 only the wall clock does, and what it says to be in the future is new.
 """
 

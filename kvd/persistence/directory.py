@@ -140,7 +140,7 @@ class NewFile:
         self._frames += 1
 
     def finish(self) -> int:
-        """Has it take its place, for good; returns its bytes."""
+        """Replaces the old file by it, for good; returns its bytes."""
         try:
             self._put(frame(END, packed(self._frames)))
             os.fsync(self._file)

@@ -1,11 +1,11 @@
 """Holdings of the conductor's publishers in a snapshot: stream positions and blocks.
 
-    places, numbers of events ── in slices ──┐
+    positions, numbers of events ─ in slices ┐
     what each conductor's holders have ──────┴──> frames of the snapshot
     frames ──> staged ──> matched with who is registered ──> blocks ──> publishers go on
 
 A publisher is found again by its key and address; what others held is left out, and they are
-replayed from their beginning. Inside a dump it is known by its place among those of its model,
+replayed from their beginning. Inside a dump it is known by its index among those of its model,
 tenant and block size (kvd_core/conductor/kept_holdings.hpp).
 """
 
@@ -28,12 +28,12 @@ from kvd.wire.standard_events import KeptPublication
 from kvd_core.conductor.kept_holdings import HoldingsDump, HoldingsRestore
 from kvd_core.dump.recovery import BINARY_HEAD, DumpReader, StagedEntry, binary_end, binary_entry
 
-PUBLISHERS = ord("P")  # kind of a frame with places of publishers, SLICE_PUBLISHERS at most
+PUBLISHERS = ord("P")  # kind of a frame with positions of publishers, SLICE_PUBLISHERS at most
 NUMBERS = ord("N")  # kind of a frame with numbers of a publisher's events, SLICE_STREAMS at most
 HOLDINGS = ord("B")  # kind of a frame with a piece of the dump
 KINDS = (PUBLISHERS, NUMBERS, HOLDINGS)
 
-SLICE_PUBLISHERS = 16  # looked at between two checkpoints: about 0.2 ms
+SLICE_PUBLISHERS = 16  # publishers examined between two checkpoints: about 0.2 ms
 SLICE_STREAMS = 256  # the same, of one publisher's streams of events
 SLICE_STEPS = 4096  # of 0.1 us, that blocks are brought back in between two checkpoints
 

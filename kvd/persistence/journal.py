@@ -58,7 +58,7 @@ log = get_logger(__name__)
 
 
 class SharedUntil:
-    """Up to when the server of the shared state has been told of all that is booked here.
+    """Up to when all that is booked here has been sent to the server of the shared state.
 
     What was booked later, and is known to nobody after a restart, has not ended elsewhere.
     """
@@ -215,7 +215,7 @@ class JournalWriter:
         except MemoryError:  # more waits than may: a hole, so another one is begun
             return
         await self.flush()
-        if self._has_failed and is_behind_hole:  # as a part it tells nothing, and takes room
+        if self._has_failed and is_behind_hole:  # as a part it is of no use, and takes room
             await trio.to_thread.run_sync(self._directory.drop_journal, number)
         if self._has_failed or self._has_hole():
             return

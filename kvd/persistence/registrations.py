@@ -43,7 +43,7 @@ ROWS = ord("T")  # kind of a frame of registrations, SLICE of them at most
 SAID = ord("U")  # kind of a frame of what was said of a model, or of one tenant of it
 PEERS = ord("V")  # kind of a frame of peers
 
-SLICE = 32  # registrations looked at, or made again, between two checkpoints: about 1 ms
+SLICE = 32  # registrations examined, or made again, between two checkpoints: about 1 ms
 
 # Marks a store of which only a client has said that it serves all: no fleet file can have it.
 SHARED = "shared"

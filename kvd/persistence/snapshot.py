@@ -1,12 +1,13 @@
-"""The index in a file: where each stream was, and a dump of what it had told by then, or later.
+"""The index in a file: the position of each stream, and a dump of what it had announced.
 
-    places of all streams, in slices ──┐
+    positions of streams, in slices ───┐
     dump, in slices ───────────────────┼──> index.new ── fsync, rename ──> index
     publishers, the same (holdings.py) ┘
-    index ──> checked whole, staged ──> planned ──> blocks ──> streams go on at their places
+    index ──> checked whole, staged ──> planned ──> blocks ──> streams go on at their positions
 
-Places are taken before the dump begins, so what a dump has more than its places is told again by
-the replay that begins there, and does no harm. The dump is that of `GET /dump` in its binary form.
+Positions are taken before the dump begins, so blocks in the dump that were stored behind them are
+announced again by the replay that begins there, which does no harm. The dump is that of `GET /dump`
+in its binary form.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ from kvd.persistence.holdings import Holdings, HoldingsReader
 from kvd.wire.position import KeptLosses, StreamPosition
 from kvd_core.dump.recovery import DumpReader, StagedEntry
 
-POSITIONS = ord("K")  # kind of a frame with places of streams, SLICE_POSITIONS at most
+POSITIONS = ord("K")  # kind of a frame with positions of streams, SLICE_POSITIONS at most
 DUMP = ord("D")  # kind of a frame with a piece of the dump
 
-SLICE_POSITIONS = 32  # streams looked at between two checkpoints: about 0.3 ms
+SLICE_POSITIONS = 32  # streams examined between two checkpoints: about 0.3 ms
 PIECE_BYTES = 256 * 1024  # of a dump that are one frame, read between two checkpoints: 0.5 ms
 WRITE_BYTES = 1024 * 1024  # of a snapshot that a thread writes at once
 READ_BYTES = 4 * 1024 * 1024  # and reads

@@ -54,8 +54,8 @@ GRACE_S = 60.0
 # replays, a quarter of an hour of a busy engine.
 FRESH_S = 600.0
 
-# Pause between two looks whether registrations have changed; one that is younger dies with a killed
-# process.
+# Pause between two checks whether registrations have changed; one that is younger dies with a
+# killed process.
 REGISTRATIONS_S = 0.1
 
 # Share of its time that the loop may write registrations or snapshots: at 5 % the pause between two
@@ -178,7 +178,7 @@ class Keeper:
                 await trio.lowlevel.checkpoint()
         except UnreadJournal as error:
             await self._refuse(Content.JOURNAL, error.path, error.why)
-            # Without it the others would tell of what has ended.
+            # Without it the others would bring back what has ended.
             await trio.to_thread.run_sync(self._directory.drop_journals)
         else:
             self._writer.shared_until.at = bookings.shared_at
@@ -207,7 +207,7 @@ class Keeper:
 
     @property
     def shared_until(self) -> SharedUntil:
-        """Up to when the shared state has been told of what is booked here."""
+        """Up to when what is booked here has been sent to the shared state."""
         return self._writer.shared_until
 
     def leave_index(self) -> None:
@@ -256,7 +256,7 @@ class Keeper:
         self.stats.blocks = blocks
 
     async def _refuse(self, content: Content, path: Path, error: Exception) -> None:
-        """Puts a file aside that cannot be believed, so that it is there to be looked at."""
+        """Puts a file aside that cannot be believed, so that it can be examined."""
         self.stats.outcomes[content] = FileOutcome.REFUSED
         reason = error.strerror if isinstance(error, OSError) else str(error)
         kept = path.with_name(content + REFUSED)

@@ -1,4 +1,4 @@
-"""Tells the C library's allocator what this process is like, and has it give back what is free.
+"""Tunes the C library's allocator for this process, and has it give back what is free.
 
 A heap of the C library keeps what has been freed in it. After a burst of small messages that is
 mostly the heap of libzmq's I/O thread, into which they were received: 80 MB after a million.
@@ -23,8 +23,8 @@ LARGEST_REUSED_BYTES = 16 * 1024 * 1024
 # Free memory kept at the end of each heap; no trim gives back that of a thread.
 KEPT_FREE_BYTES = 8 * 1024 * 1024
 
-CHECK_EVERY_S = 3.0  # pause between two looks at the heaps
-CHECK_SHARE = 0.001  # share of the time that these looks may take
+CHECK_EVERY_S = 3.0  # pause between two checks of the heaps
+CHECK_SHARE = 0.001  # share of the time that these checks may take
 # Free memory beyond that of the last trim that is worth another one.
 WORTH_TRIMMING_BYTES = 4 * 1024 * 1024
 
@@ -68,7 +68,7 @@ class Heaps:
 
     def __init__(self) -> None:
         self._libc = glibc()
-        self._free = 0  # bytes, when last looked
+        self._free = 0  # bytes, at the last check
         self._floor = 0  # bytes that were free after the last trim and have been ever since
         self._trims = 0
 
@@ -83,7 +83,7 @@ class Heaps:
             pause = max(CHECK_EVERY_S, used_s / CHECK_SHARE)
 
     def check(self) -> float:
-        """Trims if enough is free that was not before the last trim, and was at the last look.
+        """Trims if enough is free that was not before the last trim, and was at the last check.
 
         Returns the seconds of CPU time that this took.
 
@@ -102,7 +102,7 @@ class Heaps:
         return time.thread_time() - begun
 
     def metrics(self) -> Iterator[Family]:
-        """Yields the heaps' free memory at the last look, and how often it was given back."""
+        """Yields the heaps' free memory at the last check, and how often it was given back."""
         help = "Free bytes held by the C library's heaps, resident or not"
         yield gauge("kvd_heap_free_bytes", help, self._free)
         help = "Number of times that the C library's heaps returned free memory to the system"

@@ -1,4 +1,4 @@
-"""Tells systemd how the daemon is doing."""
+"""Notifies systemd of the daemon's state."""
 
 from __future__ import annotations
 

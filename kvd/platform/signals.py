@@ -1,6 +1,6 @@
 """Signals that a task reads, instead of handlers that interrupt whatever runs.
 
-They are blocked from then to the end of the process, and a signalfd tells of them. A handler in
+They are blocked from then to the end of the process, and a signalfd reports them. A handler in
 Python runs between any two steps, its own among them: signals that come faster than it returns nest
 it until a RecursionError ends the daemon. A blocked signal is pending once, however often it is
 sent; it waits for a reader that is not there yet, and after the last one it does nothing.
@@ -30,7 +30,7 @@ _PR_SET_NAME = 15
 class Signals:
     """Some signals, for one task that waits for them; with none there is nothing to wait for.
 
-    The kernel tells the lowest number first. Where one may come without end, and must not hide
+    The kernel reports the lowest number first. Where one may come without end, and must not hide
     another, each has a `Signals` of its own.
     """
 

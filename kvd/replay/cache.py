@@ -1,4 +1,4 @@
-"""The prefix cache of a simulated engine, as vLLM keeps it, and what it tells of.
+"""The prefix cache of a simulated engine, as vLLM keeps it, and the events it publishes.
 
     blocks     [ pinned by running requests | idle, least recently used first ]   named, by id
                [ anonymous: being prefilled, not full, or output              ]
@@ -43,7 +43,7 @@ class CacheLease:
 
 @dataclass(eq=False, slots=True)
 class Cache:
-    """Blocks by id; `publish` is told of every change at its simulated second."""
+    """Blocks by id; `publish` is called with every change at its simulated second."""
 
     capacity: int  # blocks
     publish: Callable[[Event, float], None]

@@ -64,7 +64,7 @@ class Engine:
     cache: Cache
     block_size: int  # tokens
     speed: Speed
-    prefilled: Callable[[Job], None]  # told when a prompt's first token is there
+    prefilled: Callable[[Job], None]  # called when a prompt's first token is there
     finished: Callable[[Job], None]
     now: float = 0.0
     busy_s: float = 0.0
@@ -134,7 +134,7 @@ class Engine:
                 self.prefilling.to_prefill -= steps * self.speed.chunk_tokens
         self.now = now
 
-    # ---- from one place to the next
+    # ---- from one step to the next
 
     def _begin(self) -> None:
         """Starts the prefill of the first that waits, if there is room for it."""

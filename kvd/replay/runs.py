@@ -16,7 +16,7 @@ from kvd.replay.routers import Routing
 from kvd.replay.simulation import SimulatedFleet, replay
 from kvd.replay.traffic import Traffic
 
-POLLED_S = 0.1  # pause between two looks at how far the processes of `kvd replay` are
+POLLED_S = 0.1  # pause between two checks how far the processes of `kvd replay` are
 
 # Of a process that replays: requests replayed by all of them.
 _served: Synchronized[int]
@@ -51,7 +51,7 @@ class Case:
 def run_all(cases: Sequence[Replay], jobs: int, report: Callable[[int], None]) -> list[Figures]:
     """Returns the figures of all cases, replayed by so many processes; raises ReplayError.
 
-    `report` is told how many more requests have been replayed.
+    `report` is called with how many more requests have been replayed.
     """
     if jobs == 1 or len(cases) == 1:
         return [case.run(report) for case in cases]

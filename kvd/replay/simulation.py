@@ -56,7 +56,7 @@ def replay(
     router: Router,
     report: Callable[[int], None] = lambda served: None,
 ) -> ReplayOutcome:
-    """Returns when every request has been served; `report` is told how many more have come.
+    """Returns when every request has been served; `report` is called with how many more have come.
 
     O(requests x (blocks of a prompt + engines)), some 0.1 ms a request.
     """

@@ -1,4 +1,4 @@
-"""Keeps requests known through replica sync from being told again through the shared state.
+"""Keeps requests known through replica sync from being sent again through the shared state.
 
     ZMQ event ──> Deduplicator.apply ──> a face, while the journal of the shared state is paused
 
@@ -29,7 +29,7 @@ class Deduplicator:
         self._clock = clock
 
     def note_end(self, key: PartitionKey, request_id: str) -> None:
-        """Notes the end of a request of which the stream has told, or a client here."""
+        """Notes the end of a request, read in the stream or asked for by a client here."""
         now = self._clock()
         self._ended.pop((key, request_id), None)
         self._ended[key, request_id] = now

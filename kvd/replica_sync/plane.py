@@ -1,4 +1,4 @@
-"""Takes part in replica sync: tells other replicas of requests, and applies what they tell.
+"""Takes part in replica sync: sends other replicas events of requests, and applies theirs.
 
     open     the port and who may subscribe: one in use ends the start with one line
     start    slots and selections publish; each replica that is registered is listened to
@@ -98,8 +98,8 @@ class ReplicaSync:
     ) -> Replicas:
         """Returns the replicas, those of the settings registered; without a port there are none.
 
-        Where state is shared through a server, too, `deduplicator` keeps what replicas tell here
-        from being told there again.
+        Where state is shared through a server, too, `deduplicator` keeps what replicas send here
+        from being sent there again.
         """
         sync = self._config.replica_sync
         if sync is None or self._publisher is None:

@@ -6,7 +6,7 @@
 Without a port of its own a process takes part in nothing: then there are no links, and no replica
 can be registered.
 
-What replicas tell is taken for one face only, since all weigh on the same ranks.
+What replicas send is taken for one face only, since all weigh on the same ranks.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class Affinity:
         """Changes of bindings are recorded in the `journal`, if there is one."""
         self.sessions: Sessions[Key] = Sessions(ttl_s, max_sessions)
         self.leases: dict[str, tuple[Key, Binding]] = {}  # by reservation id
-        self.bindings: Observers[[Bound]] = Observers()  # told of bindings made here
+        self.bindings: Observers[[Bound]] = Observers()  # notified of bindings made here
         self.lead_s = 0.0  # by which the last replica whose clock was ahead of ours was so
         self.led_at = -math.inf  # when that was heard
         self._writer_id = writer_id

@@ -140,7 +140,7 @@ class Candidates:
         return bool(record.without_kv_events) or not self._options.uses_kv_events
 
     def _partition(self) -> Partition | None:
-        """Returns what events tell of its workers, None without events."""
+        """Returns what is indexed of its workers by events, None without events."""
         return self._state.partitions.get(self.key) if self._options.uses_kv_events else None
 
     def piece(self, chosen: int) -> bytes:
@@ -223,7 +223,7 @@ class Candidates:
         return array("d", (by_worker[each.worker_id] for each in self.pool.candidates)).tobytes()
 
     def targets(self, affinity: tuple[int, int | None], eligible: bytes | None) -> bytes | None:
-        """Narrows a mask to what a request would like best; None if none of that may serve it."""
+        """Narrows a mask to an affinity target; None if no rank of it may serve the request."""
         worker_id, dp_rank = affinity
         mask = bytes(
             each.worker_id == worker_id

@@ -18,8 +18,8 @@ cdef class ImmediateSelection:
     cdef Draws draws
     cdef ChoiceStats choice_stats
     cdef dict live                 # Candidates by reservation id
-    cdef list replicas, observers  # those told of steps (kvd.slots.live_requests)
-    cdef Sample sample             # of requests that observers are told of
+    cdef list replicas, observers  # those notified of steps (kvd.slots.live_requests)
+    cdef Sample sample             # of requests whose steps observers get
     cdef readonly double booked_at  # seconds, when the last booking was made
 
     # Says whether a selection can be served here; `reservation_id` is None if nothing is booked.
@@ -38,7 +38,7 @@ cdef class ImmediateSteps:
     cdef dict live
     cdef list replicas, observers
     cdef Sample sample
-    cdef dict leases         # of sessions, by reservation id: their end is told
+    cdef dict leases         # of sessions, by reservation id: replicas learn their end
     cdef string prefill_id   # scratch: the id of a booking
 
     # Ends the prefill of a reservation, once or again; raises NotFound.

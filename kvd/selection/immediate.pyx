@@ -1,10 +1,10 @@
 # distutils: language = c++
 """Selections that need no more than the choice and the ledger: nobody waits before them, no replica
-is to be told, no session is bound. Every other is the scheduler's (kvd.selection.scheduler).
-Likewise steps of reservations that only the ledger has to know of; every other is that of
+is to be notified, no session is bound. All others go through kvd.selection.scheduler.
+Likewise steps of reservations that only the ledger has to know of; all others go through
 kvd.selection.reservations.
 
-Costs: 1 µs beside looking, choosing and booking; the scheduler takes 14 µs.
+Costs: 1 µs beside matching, choosing and booking; the scheduler takes 14 µs.
 """
 from cython.operator cimport dereference as deref
 

@@ -27,7 +27,7 @@ min(512 (W - O), 512 cap) + 512 a A + (512 a / u) P in tokens: saturation 512 ca
 512 a and queued 512 a / u, with a 4, cap 32, u 8192, and tuned 0.883, 68, 4552. It counts whole
 units of the device; here tokens count, and blocks of lower tiers as everywhere.
 
-No row weighs blocks in use: where prompts are long they only tell how much a rank caches of them.
+No row weighs blocks in use: where prompts are long they only show how much a rank caches of them.
 Under kvd a session stays with its rank while that has at most 1.177 (mean + 1) live requests, the
 bound of [3]'s sticky sessions; the others set none.
 

@@ -10,7 +10,7 @@
 2. A queue that cannot move blocks no other one. (On the original, requests with constraints share
    one queue, and its head holds up those behind it whose workers are idle.)
 3. A queue without waiting selections does not exist.
-4. A queue sleeps once its first selection has been told to wait, and keeps the ranks that it waits
+4. A queue sleeps once its first selection cannot be served, and keeps the ranks that it waits
    for. It is awake when one of those has changed or another selection is first; until then the
    answer would be the same.
 
@@ -78,7 +78,7 @@ class _ConstraintQueue(Generic[T]):
 
     heap: list[Waiting[T]] = field(default_factory=list)
     live: int = 0
-    awaits: int = ANYONE  # bits of those that its first has been told to wait for
+    awaits: int = ANYONE  # bits of the ranks that its first waits for
 
     def first(self) -> Waiting[T]:
         while not self.heap[0].queued:

@@ -1,4 +1,4 @@
-"""A request of the selection service: the ranks it may go to, its settings, its place in line."""
+"""A request of the selection service: the ranks it may go to, its settings, its urgency."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class QueuedRequest:
     waiting: Waiting[QueuedRequest] | None = None
     receipt: Receipt[Any] | None = None  # of what is booked with the answer
     again: PromptLookup | None = None  # at its tokens, by any block size; None: it came hashed
-    goes_on: bool = False  # it was the last of many to be served, and others are to be after it
+    goes_on: bool = False  # its task is to go on with the queue (`Scheduler.drain_queue`)
 
     def resolve(self, answer: SelectReply | KvdError) -> None:
         if isinstance(answer, SelectReply):

@@ -299,7 +299,7 @@ class Scheduler:
         settings: Settings,
         ranks: Ranks,
     ) -> Iterator[ChoiceAttempt]:
-        """Yields by what a rank is chosen: what the request would like best, then all others."""
+        """Yields attempts to choose a rank: its session's, its affinity target's, then all."""
         _, eligible, factors = ranks
         if phase is not Phase.PREFILL:  # a session is where its requests decode
             bound = self._bound(candidates, ask, settings, ranks)
@@ -456,12 +456,12 @@ class Scheduler:
     def drain_queue(self, candidates: Candidates) -> None:
         """Serves waiting selections of one fleet whose ranks have changed, in order.
 
-        When SERVED_AT_ONCE have been, the last of them has the next served once its task runs.
+        After SERVED_AT_ONCE it stops; the task of the last one goes on with the queue when it runs.
         """
         if not len(candidates.queue):
             return
         changed = candidates.pool.changed()
-        if changed is None:  # others are there now
+        if changed is None:  # the pool is a new one
             self._end_hashed(candidates)
         candidates.queue.wake(ANYONE if changed is None else int.from_bytes(changed, "little"))
         with SELECTIONS:
@@ -518,7 +518,7 @@ class Scheduler:
         self._stats.rehashed += 1
 
     def _all_busy(self, candidates: Candidates, ask: SelectRequest) -> bool:
-        """Returns whether all ranks are busy, which needs no look at the prompt."""
+        """Returns whether all ranks are busy, which needs no match of the prompt."""
         phase = Phase.PREFILL if ask.phase is Phase.BOTH else ask.phase
         eligible = candidates.eligible(ask.constraints_in(phase), phase)
         return candidates.pool.refusal(in_phase(ask.settings, phase), eligible) == selector.BUSY

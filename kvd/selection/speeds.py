@@ -45,7 +45,7 @@ FADES_S = 3600.0  # seconds without an observation that halve the confidence
 CONFIDENT = 0.5  # least confidence of a line that is used
 STREAK = 10  # observations in a row on one side that make an engine another one
 FAR = 0.25  # of what was predicted: how far they lie from it at least
-NARROW = 0.1  # of the median: where all x lie closer together no slope can be told
+NARROW = 0.1  # of the median: where all x lie closer together no slope can be fitted
 MAX_OBSERVED = 4096  # requests under way that are observed; the oldest are forgotten for others
 
 
@@ -157,7 +157,7 @@ class Speeds:
         regret: Regret,
         sample: Sample,
     ) -> None:
-        """Observed requests are counted in `sample`; what became of them is told to `regret`."""
+        """Observed requests are counted in `sample`; their outcomes are reported to `regret`."""
         self._candidates = candidates
         self._clock = clock
         self._regret = regret
@@ -224,7 +224,7 @@ class Speeds:
             self._lines_of(seen.rank).decode.add(seen.requests, step_s, moment.at)
 
     def note_output(self, request_id: str, tokens: int) -> None:
-        """Takes the length of an output that its caller tells before the request is freed."""
+        """Takes the length of an output, which the caller reports before it frees the request."""
         seen = self._observed.get(request_id)
         if seen is None or seen.complete_at is None or tokens <= 0:
             return

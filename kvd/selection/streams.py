@@ -10,7 +10,7 @@
 
 1. Each rank is judged by itself, whatever the others of its worker do.
 2. A rank can be chosen again in the step that makes its connection again; the pool stays.
-3. Who waits is looked at whenever a rank goes or comes back.
+3. Selections that wait are judged again whenever a rank goes or comes back.
 
 A connection is evidence that the engine runs: engines publish from the process that serves. A
 connection that was never made says nothing: its address may be wrong, or a firewall may block it.
@@ -27,7 +27,7 @@ from kvd.selection.options import RouterOptions
 from kvd.wire.event_stream import EventStream
 from kvd.wire.stream_link import ListenerStatus
 
-CHECK_SLICE = 64  # absent ranks looked at between two checkpoints
+CHECK_SLICE = 64  # absent ranks examined between two checkpoints
 
 
 class Streams:

@@ -67,7 +67,7 @@ class Tuning:
     def set_ahead(self, key: TuningKey, changes: Mapping[str, Any]) -> Mapping[str, Any]:
         """Does the same where there may not have been workers yet, and returns the changes.
 
-        Raises Conflict if any of them has been said of the place. How many places there are is
+        Raises Conflict if any of them has been set for the key. How many keys there are is
         bounded by the caller.
         """
         said = self._changes.get(key, {})
@@ -77,9 +77,9 @@ class Tuning:
         return changes
 
     def replace(self, key: TuningKey, names: Iterable[str], changes: Mapping[str, Any]) -> None:
-        """Has these changes be said of a place, and those of `names` no more; raises ValueError.
+        """Sets these changes for a key, and takes back those of `names`; raises ValueError.
 
-        The caller bounds the number of places.
+        The caller bounds the number of keys.
         """
         self._settings.replace(**changes)
         left = set(names) - changes.keys()
@@ -87,7 +87,7 @@ class Tuning:
         self.take_back(key, left)
 
     def holds(self, key: TuningKey, changes: Mapping[str, Any]) -> bool:
-        """Returns whether exactly these changes hold for a place, by all of their names."""
+        """Returns whether exactly these changes hold for a key, by all of their names."""
         said = self._changes.get(key, {})
         return all(name in said and said[name] == value for name, value in changes.items())
 
@@ -114,16 +114,16 @@ class Tuning:
         self.take_back(key, names)
 
     def all_said(self) -> list[tuple[TuningKey, dict[str, Any]]]:
-        """Returns all changes, by what they are of."""
+        """Returns all changes with their keys."""
         return [(key, dict(changes)) for key, changes in self._changes.items()]
 
     def said(self, names: tuple[str, ...]) -> list[TuningKey]:
-        """Returns where any of these has been changed, models before their tenants."""
+        """Returns the keys that change any of these names, models before their tenants."""
         keys = [key for key, changes in self._changes.items() if changes.keys() & set(names)]
         return sorted(keys, key=_in_order)
 
     def where_set(self, names: tuple[str, ...]) -> list[TuningKey]:
-        """Returns where any of these is set: changed, or everywhere if it is so by default."""
+        """Returns the keys where any of these is set: changed, or all models if set by default."""
         keys = set(self.said(names))
         if any(self._settings.members[name] is not None for name in names):
             keys |= {(key.model_name, None) for key in self._candidates}

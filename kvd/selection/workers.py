@@ -1,7 +1,7 @@
 """The catalog of the selection service, and its changes.
 
     POST, PUT, PATCH, DELETE ──> judged ──> leaves its fleet, joins it anew ──> those that wait
-                                   │                 │                           are looked at
+                                   │                 │                           are served
                                    v                 v
                               Entry: reasons    listeners, ledger ranks, pool
 
@@ -243,8 +243,8 @@ class Workers:
         """Replaces a worker in its fleet; ranks that stay as they are keep their bookings.
 
         That is one step, after the listeners that it has no more have ended. What is booked on its
-        other ranks ends in slices, when they can be chosen no more. Those that wait are not looked
-        at.
+        other ranks ends in slices, when they can be chosen no more. Selections that wait
+        are not served here.
         """
         before = None if old is None or old.reasons else old.record
         after = None if new is None or new.reasons else new.record

@@ -3,9 +3,9 @@
     here, by calls ── new or other than agreed ──> catalog <── the same, by others
     here           <── add, remove ──────────────── other than agreed
 
-`agreed` is what was the same here and there after the last look. What differs from it here was
-changed here and is written; what differs there was changed by another process and is done here. A
-removal stays in the catalog for GONE_S, so that a process that was away for less hears of it.
+`agreed` is what was the same here and there after the last comparison. What differs from it here
+was changed here and is written; what differs there was changed by another process and is done here.
+A removal stays in the catalog for GONE_S, so that a process that was away for less hears of it.
 What a server that was emptied has lost stays agreed and is written again, but never over what
 another process has said since: a worker that is removed meanwhile would come back.
 
@@ -101,7 +101,7 @@ class Catalog:
         self._restored: set[Field] = set()  # what a state directory has brought, until agreed
         self._unread: set[Field] = set()  # what the catalog has in a form that is not read here
         self._lost: set[Field] = set()  # agreed, and to be written again
-        self._changes: int | None = None  # of the registrations, when they were looked at
+        self._changes: int | None = None  # of the registrations, when they were compared
         self._seen: bytes | None = None  # the name of the catalog's last change then
 
     @property
@@ -162,7 +162,7 @@ class Catalog:
         return found
 
     async def _take(self, there: dict[Field, CatalogRow]) -> None:
-        """Does here what others have changed since the last look."""
+        """Does here what others have changed since the last comparison."""
         here = await self._here()
         for number, (field, row) in enumerate(there.items(), 1):
             mine = here.get(field)
@@ -180,7 +180,7 @@ class Catalog:
                 await trio.lowlevel.checkpoint()
         self._lost = self._agreed.keys() - there.keys() - self._unread  # the server was emptied
         if self._lost:
-            self._changes = None  # `_write` is to look at what is here again
+            self._changes = None  # `_write` is to compare what is here again
 
     async def _do(self, field: Field, mine: CatalogRow | None, row: CatalogRow) -> None:
         self._agreed[field] = row
@@ -225,7 +225,7 @@ class Catalog:
         self._registrations.say((model_name, tenant_id), before, after)
 
     async def _write(self, client: Client, keys: Keys, write: Write) -> bool:
-        """Writes what clients have changed here since the last look; False if that was refused.
+        """Writes what clients have changed here since then; False if that was refused.
 
         It is agreed once others can have heard of it.
         """

@@ -44,7 +44,7 @@ class LedgerName(NamedTuple):
 
 
 class Position(NamedTuple):
-    """A place in the stream, as the server numbers it."""
+    """A position in the stream, as the server numbers it."""
 
     ms: int
     number: int
@@ -177,7 +177,7 @@ def last_of(fields: Mapping[Any, Any], writer: str) -> int | None:
 
 
 def packed_dots(dots: list[Dot | None]) -> bytes:
-    """Returns them as a list of writers, and for each dot the place there and the number."""
+    """Returns them as a list of writers, and for each dot the index there and the number."""
     writers = list(dict.fromkeys(dot.writer for dot in dots if dot is not None))
     indexes = {writer: index for index, writer in enumerate(writers)}
     flat = [None if dot is None else [indexes[dot.writer], dot.number] for dot in dots]
@@ -268,7 +268,7 @@ class ViewHead:
 
 
 class Outputs(NamedTuple):
-    """Output blocks of one request that one writer has told of."""
+    """Output blocks of one request that one writer has reported."""
 
     writer: str
     number: int  # of the last step that is in here
@@ -284,7 +284,7 @@ class Piece:
     own: int  # number of the writer's last own step
     ledgers: Mapping[int, LedgerName] = field(default_factory=dict)
     records: bytes = b""  # bookings, and bindings of sessions
-    dots: list[Dot | None] = field(default_factory=list)  # one a booking; None: not to be told
+    dots: list[Dot | None] = field(default_factory=list)  # one a booking; None: not to be sent
     # One for each booking: the writers of its output blocks; None: that of the view, up to `own`.
     outputs: list[list[Outputs] | None] = field(default_factory=list)
     # Live bookings without a rank here: a face, model, tenant, request id and dot each.

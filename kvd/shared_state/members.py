@@ -19,7 +19,7 @@ from kvd.shared_state.entries import FORM, Unreadable, number_of, understanding,
 from kvd.shared_state.keys import Keys
 from kvd.shared_state.server import Client
 
-MAX_MEMBERS = 1024  # that are looked at; more is a fault
+MAX_MEMBERS = 1024  # entries of processes that are read; more is a fault
 
 
 @dataclass(frozen=True, slots=True)

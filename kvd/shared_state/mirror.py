@@ -17,10 +17,11 @@ them has, the other one's numbers say whether it is new or gone.
    taken until its view has been merged.
 2. Where two writers book the same id, the first in the stream stands, on all replicas.
 3. A step is of one booking, by its dot. One that comes before it is held for a while.
-4. A step counts for a request if it came after what was known of it: behind the place in the stream
-   up to which the view that told of it had read, or numbered behind that writer's own last step.
+4. A step counts for a request if it came after what was known of it: behind the position in the
+   stream up to which the view that described it had read, or numbered behind that writer's own last
+   step.
 5. What has no rank here waits for one, with all that becomes of it.
-6. Of a request's output blocks each process knows how many each other writer has told of, up to
+6. Of a request's output blocks each process knows how many each other writer has reported, up to
    which of its steps; all else that the ledger has are its own. So two counts merge, too.
 
 Costs: a step some 10 µs, a booking with its hashes 20 µs; 400 bytes a live request.
@@ -69,7 +70,7 @@ SCRATCH_BYTES = 64 * 1024 * 1024  # of one slice of an export; the longest booki
 
 SLICE = 32  # records taken between two checkpoints: under 1 ms
 
-# The place of a step of our own that was made on what replica sync alone had told: no view has it.
+# The position of a step of our own on a booking known from replica sync alone: no view has it.
 NEWEST = Position(2**63, 0)
 
 # Requests that wait for their rank to be registered here. Beyond that they are left out, and the
@@ -98,7 +99,7 @@ class Name(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """From where on steps of a request count: those before are in what was told of it."""
+    """From where on steps of a request count: those before are in its description."""
 
     position: Position
     writer: str
@@ -124,7 +125,7 @@ class Known:
     seen: Seen
     face: Face | None  # where it is booked here; None: it waits for a rank
     waiting: RequestWithoutRank | None = None
-    outputs: dict[str, Outputs] = field(default_factory=dict)  # that other writers have told of
+    outputs: dict[str, Outputs] = field(default_factory=dict)  # that other writers have reported
 
     @property
     def foreign_outputs(self) -> int:
@@ -178,7 +179,7 @@ class Mirror:
     ) -> None:
         """`journal` is where the faces record; it is paused while steps of others are taken.
 
-        Requests that `deduplicator` knows are told of by replica sync, and not from here.
+        Requests that `deduplicator` knows are sent by replica sync, and not from here.
         """
         self.writer = writer
         self.own = 0  # number of the last step of this process
@@ -196,7 +197,7 @@ class Mirror:
         self._serves = serves
         self._clock = clock
         self._deduplicator = deduplicator
-        self._restored: set[Name] = set()  # of which nobody has told yet
+        self._restored: set[Name] = set()  # which nobody else has described yet
         self._early: dict[Dot | Name, list[tuple[float, ForeignStep]]] = {}
         self._held = 0  # steps in there
 
@@ -211,7 +212,7 @@ class Mirror:
     def stepped_here(self, ledger: LedgerName, step: Stepped) -> Dot | None:
         """Notes a step that has the number `own`, and returns of which booking it is.
 
-        None: only replica sync has told of that, and the stream is still to.
+        None: that is known from replica sync alone, and not yet from the stream.
         """
         name = Name(ledger.face, ledger.key, step.request_id)
         found = self._find(name)
@@ -346,7 +347,7 @@ class Mirror:
             self._heard_at[writer] = self._clock()
 
     def heard_lately(self) -> dict[str, int]:
-        """Returns the numbers of those that have told something not long ago."""
+        """Returns the numbers of those that have sent something not long ago."""
         since = self._clock() - FORGET_S / 2
         return {each: self.numbers[each] for each, at in self._heard_at.items() if at >= since}
 
@@ -405,7 +406,7 @@ class Mirror:
         self._step(name, step)
 
     def outputs_of(self, known: Known, booked: Booked) -> list[Outputs] | None:
-        """Returns who has told of the output blocks of a booking; None: this process of all."""
+        """Returns who has reported the output blocks of a booking; None: this process alone."""
         if not known.outputs:
             return None
         own = Outputs(self.writer, self.own, max(0, booked.output_blocks - known.foreign_outputs))
@@ -588,7 +589,7 @@ class Mirror:
             self._affinity.apply(bound)
 
     def _quietly(self, what: Callable[..., Any], *arguments: Any) -> None:
-        """Does something of which others are not told: they have said it."""
+        """Does something that is not sent to others, because it came from them."""
         self._journal.pause()
         try:
             what(*arguments)

@@ -20,7 +20,7 @@ class NoSharedState:
         """Returns at once."""
 
     async def finish(self) -> None:
-        """Tells nobody."""
+        """Sends nothing."""
 
     async def addresses(self, wait_s: float) -> list[str]:
         """Returns no addresses, without waiting."""

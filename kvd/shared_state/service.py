@@ -62,7 +62,7 @@ class SharedState:
     ) -> None:
         """`journal` is where the ledgers record, for this alone; it is paused until `prepare`.
 
-        What was booked before `shared_until` says so was told of before this process began.
+        What was booked before `shared_until` was sent before this process began.
         """
         faces: Faces = {Face.SLOT_TRACKER: slots, Face.SELECTION: selections.reservations}
         writer = token_hex(8)

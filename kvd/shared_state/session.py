@@ -41,7 +41,7 @@ from kvd.shared_state.server import Client, time_of
 from kvd.shared_state.views import Views, read_head, read_pieces
 from kvd.telemetry.logs import get_logger
 
-POLL_S = 0.005  # pause between two looks for steps to be written, and after some were read
+POLL_S = 0.005  # pause between two checks for steps to be written, and after some were read
 FLUSH_S = 0.01  # pause between two writes: each command is 0.2 ms of CPU, however much it has
 ENTRIES_AT_ONCE = 64  # entries that are read at once: at most 4 MiB, but for bookings of millions
 
@@ -51,12 +51,12 @@ STREAM_BYTES = 64 * 1024 * 1024
 MIN_ENTRIES, MAX_ENTRIES = 1024, 65_536
 
 VIEW_EVERY_S = 60.0  # a view is as old as that at most, where anything has changed
-PRUNE_S = 30.0  # pause between two looks for what has ended unseen: 2 us a live request
+PRUNE_S = 30.0  # pause between two checks for what has ended unseen: 2 us a live request
 
-TICK = 0.1  # leases between two looks at who is there, and between two words of our own
+TICK = 0.1  # leases between two checks who is there, and between two signs of life of our own
 NEWS = 0.1  # leases that the server waits for news at most
 ASK_AGAIN = 0.2  # leases between two wishes for the view of one writer
-GIVE_UP = 1.0  # leases after which is given up what a process that is gone has not told
+GIVE_UP = 1.0  # leases after which missing steps of a process that is gone are given up
 WRITE_AGAIN = 0.1  # leases after the server has refused to write
 
 log = get_logger(__name__)
@@ -81,12 +81,12 @@ class SessionStats:
 class KnownFleet:
     """Knowledge about the fleet that outlives a session."""
 
-    served: ServedModels  # which is told what the others serve
+    served: ServedModels  # which is given what the others serve
     members: dict[str, Member] = field(default_factory=dict)
     stats: SessionStats = field(default_factory=SessionStats)
     has_joined: bool = False  # all that others had at our start is in here
     has_settled: bool = False  # what was restored here is known to all, or has been dropped
-    shared_at: float | None = None  # up to when the server had been told what was restored here
+    shared_at: float | None = None  # up to when what was restored here had been sent to the server
     is_connected: bool = False
     refusals: dict[str, str] = field(default_factory=dict)  # what is not taken, and why
 
@@ -98,7 +98,7 @@ class KnownFleet:
         )
 
     def note_restored(self, shared_at: float | None) -> None:
-        """Notes up to when the server was told of what was restored; None: never."""
+        """Notes up to when what was restored had been sent to the server; None: never."""
         self.shared_at = shared_at
 
 
@@ -144,7 +144,7 @@ class Session:
         self._source: dict[str, str] = {}  # writers that lack, and whose view has more of them
         self._entry_bytes = 1024.0  # mean of what was read lately
         self._has_said_unreadable = False
-        self._holes = outbox.holes  # those of which our view is to tell
+        self._holes = outbox.holes  # those that our view is to describe
         self._rebooked_at: int | None = None  # changes of registrations, when all was last tried
         self._server_s = 0.0  # the server's clock less ours
 
@@ -201,7 +201,7 @@ class Session:
     async def _settle(self) -> None:
         """Decides on what is booked here and known to nobody, once all others have been heard.
 
-        Where others share their state, what they were told of has ended while this process was
+        Where others share their state, what had been sent to them has ended while this process was
         away. All else is ours.
         """
         mirror = self._mirror
@@ -215,7 +215,7 @@ class Session:
         self._standing.has_settled = True
 
     async def _among_news(self, work: Iterator[None]) -> None:
-        """Does what tells known bookings from others, while clients make new ones."""
+        """Sorts known bookings from others, while clients make new ones."""
         await self._outbox.drain()
         for _ in work:
             await trio.lowlevel.checkpoint()
@@ -226,7 +226,7 @@ class Session:
         await self._tell()
 
     async def _end(self) -> Position:
-        """Returns the place of the last entry of the stream."""
+        """Returns the position of the last entry of the stream."""
         last = await self._client.xrevrange(self._keys.ops, count=1)
         return Position.of(last[0].identifier) if last else BEGINNING
 
@@ -387,7 +387,7 @@ class Session:
                 await self._try(self._client.xadd(self._keys.ops, field_values=ask), "stream")
 
     def _give_up(self, writer: str) -> None:
-        """Waits no longer for a process that is gone; what others have of it, their views tell."""
+        """Waits no longer for a process that is gone; what others have of it, their views show."""
         del self._mirror.behind[writer]
         self._source.pop(writer, None)
         self._behind_since.pop(writer, None)
@@ -424,7 +424,7 @@ class Session:
         return writer not in mirror.behind
 
     async def _catch_up(self, position: Position) -> None:
-        """Takes again what the stream has from a place on, up to where it has been read."""
+        """Takes again what the stream has from a position on, up to where it has been read."""
         end = self._mirror.position
         while position < end:
             start = Position(position.ms, position.number + 1)

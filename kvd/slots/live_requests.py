@@ -4,12 +4,12 @@
       ├ owners: (model, tenant) ──> Tracker or Candidates: a ledger, its block size, its workers
       ├ steps    ──> replicas       each step that a client has taken here
       ├ moments  ──> observers      each step with its time, from any source
-      └ early                       ends that replicas told of before the beginnings
+      └ early                       ends that replicas sent before the beginnings
 
-    client   booking ──> prefill complete ──> free              told to replicas and observers
-    replica  ADD     ──> MarkPrefillCompleted ──> Free          told to observers
-    here                  expiry by age                         told to observers
-                          its rank is removed                   told to replicas and observers
+    client   booking ──> prefill complete ──> free              sent to replicas, observed
+    replica  ADD     ──> MarkPrefillCompleted ──> Free          observed
+    here                  expiry by age                         observed
+                          its rank is removed                   sent to replicas, observed
 
 A face books in its own way and says so by `begun`; the rest of a request's life is here. Compiled
 handlers book, complete and free in the ledger themselves where no one has subscribed
@@ -32,13 +32,13 @@ from kvd_core.base.sampling import Sample
 from kvd_core.ledger import ledger
 from kvd_core.ledger.ledger import Ledger, LiveRequest
 
-# Requests expired, or owners looked at, between two checkpoints: under 1 ms.
+# Requests expired, or owners examined, between two checkpoints: under 1 ms.
 EXPIRY_SLICE = 64
 
 # Requests that end with their rank between two checkpoints: under 1 ms where each is logged.
 REMOVAL_SLICE = 64
 
-# Requests of which observers are told in a second, about, unless one wants all of them. Each costs
+# Requests a second whose steps observers get, about, unless one wants all of them. Each costs
 # 0.1 ms where requests come one by one.
 OBSERVED_PER_S = 50
 
@@ -71,7 +71,7 @@ class Moment(NamedTuple):
     key: PartitionKey
     request_id: str
     live: LiveRequest | None
-    mirrored: bool = False  # a replica told of it
+    mirrored: bool = False  # it came from a replica
 
 
 @dataclass(slots=True, eq=False)
@@ -108,8 +108,8 @@ class LiveRequests(Generic[Owner]):
     ) -> None:
         """Drops requests older than `expiry_s`; `clock` returns seconds and never goes back."""
         self.expiry_s = expiry_s
-        self.steps: Observers[[Lifecycle]] = Observers()  # told of the steps of clients
-        # Told of all steps of the requests in the sample, within each step.
+        self.steps: Observers[[Lifecycle]] = Observers()  # notified of the steps of clients
+        # Notified of all steps of the requests in the sample, within each step.
         self.moments: Observers[[Moment]] = Observers()
         self.sample = Sample(OBSERVED_PER_S)
         self.early = EarlySteps()
@@ -147,9 +147,9 @@ class LiveRequests(Generic[Owner]):
         expected_output_tokens: int | None = None,
         lora_name: str | None = None,
     ) -> None:
-        """Tells of a request that the face has booked on a rank (worker id, dp rank).
+        """Notifies replicas and observers of a request booked on a rank (worker id, dp rank).
 
-        `hashes` returns its sequence hashes as native u64s, and is called if replicas are told.
+        `hashes` returns its sequence hashes as native u64s, and is called if there are replicas.
         """
         if self.steps.subscribers:
             content = hashes(), tokens, expected_output_tokens, lora_name
@@ -157,7 +157,7 @@ class LiveRequests(Generic[Owner]):
         self.observe_begin(owner, request_id)
 
     def observe_begin(self, owner: Owner, request_id: str, *, mirrored: bool = False) -> None:
-        """Tells observers of a request that has been booked."""
+        """Notifies observers of a request that has been booked."""
         if self.watches(request_id):
             live = owner.ledger.request(request_id)
             assert live is not None
@@ -192,7 +192,7 @@ class LiveRequests(Generic[Owner]):
         return None
 
     def _took(self, owner: Owner, request_id: str, step: Step, live: LiveRequest | None) -> None:
-        """Tells of a client's step; `live` is the request before it."""
+        """Notifies replicas and observers of a client's step; `live` is the request before it."""
         if live is not None:
             rank = live.worker_id, live.dp_rank
             self._tell(owner.key, owner.block_size, request_id, rank, step)
@@ -218,7 +218,7 @@ class LiveRequests(Generic[Owner]):
     def _observe(
         self, owner: Owner, request_id: str, step: Step, at: float | None, live: LiveRequest | None
     ) -> None:
-        """Tells observers of a step, which is taken now unless `at` says when."""
+        """Notifies observers of a step, which is taken now unless `at` says when."""
         if self.watches(request_id):
             at = self._clock() if at is None else at
             self.moments.tell(Moment(at, step, owner.key, request_id, live))
@@ -226,7 +226,7 @@ class LiveRequests(Generic[Owner]):
     # ---- bookings whose clients have left
 
     def undoing(self, owner: Owner, request_id: str, booked_at: float) -> Callable[[], None]:
-        """Returns what takes back a booking that is told to one client."""
+        """Returns what takes back a booking whose answer goes to one client."""
         return partial(self.take_back, Receipt(owner, request_id, booked_at))
 
     def take_back(self, receipt: Receipt[Owner]) -> None:
@@ -242,7 +242,7 @@ class LiveRequests(Generic[Owner]):
     def expire(self, now: float) -> Iterator[None]:
         """Drops what is older than the expiry age; rests at every yield.
 
-        Replicas do the same with their own clocks and are not told.
+        Replicas do the same with their own clocks and are not notified.
         """
         before = now - self.expiry_s
         for number, key in enumerate(list(self._owners), 1):
@@ -303,7 +303,7 @@ class LiveRequests(Generic[Owner]):
         return self._owners[key].ledger
 
     def rebook(self, event: Lifecycle, at: float, retry_key: str | None = None) -> Outcome:
-        """Books a request that was booked at an earlier time; nobody is told.
+        """Books a request that was booked at an earlier time; nobody is notified.
 
         Requests of an owner come the oldest first. Changes nothing unless it is APPLIED.
         """
@@ -311,7 +311,7 @@ class LiveRequests(Generic[Owner]):
         return found if isinstance(found, Outcome) else self._admit(*found, event, at, retry_key)
 
     def _find_rank(self, event: Lifecycle) -> tuple[Owner, int] | Outcome:
-        """Returns whose request it is, and its rank there; or why there is no such place."""
+        """Returns whose request it is, and its rank there; or why there is none."""
         owner = self._owners.get(event.partition)
         if owner is None or not owner.workers:
             return Outcome.UNKNOWN_MODEL
@@ -337,7 +337,7 @@ class LiveRequests(Generic[Owner]):
     # ---- steps of replicas
 
     def apply(self, event: Lifecycle, now: float) -> Outcome:
-        """Takes a step that a replica tells of; changes nothing unless it is APPLIED."""
+        """Takes a step that a replica has sent; changes nothing unless it is APPLIED."""
         found = self._find_rank(event)
         if isinstance(found, Outcome):
             return found

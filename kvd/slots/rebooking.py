@@ -2,7 +2,7 @@
 
     Booked ──> Booking ── later steps ──> Booking ──> `rebook` ──> a face's ledger
 
-What a journal or a replica tells of a request is its booking and what came after it.
+What a journal or a replica has of a request is its booking and what came after it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def rebook(
     booking: Booking,
     admitted_at: float,
 ) -> Outcome:
-    """Books a request with its age and all that became of it; nobody is told.
+    """Books a request with its age and all that became of it; nobody is notified.
 
     Changes nothing unless it is APPLIED.
     """

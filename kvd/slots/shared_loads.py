@@ -43,7 +43,7 @@ class Ledgers:
         self._loads: WeakValueDictionary[tuple[PartitionKey, int], Loads] = WeakValueDictionary()
 
     def open(self, face: Face, key: PartitionKey, block_size: int) -> Ledger:
-        """Returns a face's new ledger, which weighs on others of the same place and block size."""
+        """Returns a face's new ledger, which weighs on others of the same key and block size."""
         loads = self._loads.get((key, block_size))
         if loads is None:
             loads = self._loads[key, block_size] = Loads()

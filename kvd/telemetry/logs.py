@@ -91,7 +91,7 @@ class LogEntry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """The look of lines: their form, and whether the journal reads them."""
+    """The form of lines, and whether the journal reads them."""
 
     form: str = "logfmt"
     journal: bool = False

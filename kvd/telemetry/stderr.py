@@ -3,7 +3,7 @@
     line ──> waiting, MAX_WAITING_BYTES ──> as much as the reader takes at once
                    │ full, or it cannot be written
                    v
-              dropped, counted, and told of by a line as soon as there is room for one
+              dropped, counted, and reported by a line as soon as there is room for one
 
 The thread that logs is the one that answers requests: a pipe that nobody empties, or a journal that
 is busy, must not hold it up. How that is avoided depends on what the descriptor is:
@@ -41,7 +41,7 @@ class NonBlockingWriter:
     def __init__(self, descriptor: int, notice: Callable[[int], bytes]) -> None:
         """`notice` words that so many lines were dropped."""
         self.dropped = 0
-        self._reported = 0  # of these, told of
+        self._reported = 0  # of these, reported
         self._notice = notice
         self._waiting: deque[bytes] = deque()
         self._waiting_bytes = 0

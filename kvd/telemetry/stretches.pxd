@@ -1,7 +1,7 @@
 # distutils: language = c++
 """Data sheet of stretches: what compiled code says of the loop. All of it is of the loop's thread.
 
-A call takes some 20 ns, a look at the clock.
+A call takes some 20 ns: one reading of the clock.
 """
 from libc.stdint cimport int64_t
 

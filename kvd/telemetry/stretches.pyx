@@ -15,7 +15,7 @@ Code that begins long work names its cause; there is one loop in a process, and 
    kCheckNs too much: the rest is what the kernel gave to others.
 
 The longest stretch of a cause is remembered for a minute at least and two at most, so that a
-reader that looks once a minute misses none.
+reader that reads once a minute misses none.
 """
 import gc
 from contextlib import contextmanager
@@ -39,7 +39,7 @@ cdef enum:
     kDeepest = 16  # causes within causes; deeper ones count as the last of these
 
 cdef int64_t kWindowNs = 60 * <int64_t>1000000000  # in which the longest stretches are sought
-# Between two looks at the thread's CPU clock before a stretch; a look takes 0.6 µs.
+# Between two readings of the thread's CPU clock before a stretch; a reading takes 0.6 µs.
 cdef int64_t kCheckNs = 1000 * <int64_t>1000
 
 
@@ -65,7 +65,7 @@ cdef int64_t _start = 0, _since = 0        # its begin; the last change of the c
 cdef int64_t _spent[kCauses]
 cdef int _entered[kDeepest]
 cdef int _depth = 0                        # of these; the first is OTHER
-cdef int64_t _cpu = 0, _checked_at = 0      # the last look at the CPU clock, and when that was
+cdef int64_t _cpu = 0, _checked_at = 0      # the last reading of the CPU clock, and when that was
 
 
 cdef int64_t now_ns() noexcept nogil:
@@ -230,7 +230,7 @@ CAUSES = (
 
 
 class _Polls(trio.abc.Instrument):
-    """Tells where trio polls."""
+    """Marks where trio polls."""
 
     def after_io_wait(self, timeout):
         begin_stretch()

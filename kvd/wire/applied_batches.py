@@ -117,7 +117,7 @@ class AppliedBatches:
         self._joined_at = expected
         self._holes: list[range] = []  # numbers lost before the held batch
         self._restored = False  # what came before the first batch is a dump's word
-        self.unproved = False  # the engine is to show that it is that of another process's place
+        self.unproved = False  # the engine is to show that it is the one another process followed
         self._losses = Losses()
         if expected:
             self._losses.lose("registered again", expected)
@@ -235,7 +235,7 @@ class AppliedBatches:
             self.drop_restored()
 
     def drop_restored(self) -> None:
-        """Drops what a dump has told of these ranks, and no batch since."""
+        """Drops blocks of these ranks that are known from a dump alone."""
         self._stats.superseded += self._stream.drop_restored()
 
     def _learn(self, seq: int, shown: int) -> None:
@@ -291,7 +291,7 @@ class AppliedBatches:
         self.cursor.rejoined()
 
     def await_proof(self, *, can_be_proved: bool) -> None:
-        """The engine is not known to be that of another process's place until it has shown it."""
+        """The engine is not known to be the one another process followed until it has shown it."""
         if can_be_proved:
             self.unproved = True
         else:

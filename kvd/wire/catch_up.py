@@ -290,7 +290,7 @@ class CatchUp:
         is_same_link = self._link.connected and self._asked_at == self._stats.losses
         identity.advance(IdentityEvent.ENDED if is_same_link else IdentityEvent.DROPPED)
         is_same = identity.check is IdentityCheck.NONE
-        # An engine that has shown nothing may have kept nothing: only its next batch tells.
+        # An engine that has shown nothing may have kept nothing: only its next batch says more.
         if is_same and is_marked and self._brought <= FEW and cursor.last is not None:
             batches.complete()
         else:

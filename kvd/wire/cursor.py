@@ -1,4 +1,4 @@
-"""Tells from sequence numbers whether a stream of event batches is complete, and whose it is.
+"""Decides by sequence numbers whether a stream of event batches is complete, and whose it is.
 
 Every message of an engine carries a number one higher than the one before; PUB/SUB may lose some.
 An engine that is started again begins anew at 0, and nothing else says that its cache is another.
@@ -56,7 +56,7 @@ class Verdict(Enum):
 
 
 class Cursor:
-    """The place in one engine's stream of batches."""
+    """The position in one engine's stream of batches."""
 
     __slots__ = ("_doubt_below", "_recent", "_row", "_row_at", "brought", "expected")
 
@@ -123,7 +123,7 @@ class Cursor:
     def holds(self, seq: int, payload: bytes) -> bool:
         """Returns whether this very batch was accepted, as far as the last 128 are remembered.
 
-        Those of the engine before a restart are, until the new one's take their places.
+        Those of the engine before a restart are, until the new one's replace them.
         """
         return self._recent.holds(seq, payload)
 

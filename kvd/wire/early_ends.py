@@ -1,6 +1,6 @@
 """Ends of requests that come before their beginnings.
 
-A request may be booked through one replica and ended through another. Each tells of its own steps
+A request may be booked through one replica and ended through another. Each sends its own steps
 in order, but nothing orders those of two: a replica that has stalled, or hears one of them later
 than the other, may read the end first.
 
@@ -9,10 +9,10 @@ than the other, may read the end first.
                  C: completed r2   A: add r2
                  noted    ──────>  booked without tokens to prefill
 
-1. Only what replicas tell is noted, and only their ADDs are judged by it: what clients book here is
+1. Only what replicas send is noted, and only their ADDs are judged by it: what clients book here is
    booked.
 2. A note meets an ADD of the same request, worker and rank, once.
-3. It meets none by the replica that told of the end: its steps come in order, so that ADD is
+3. It meets none by the replica that sent the end: its steps come in order, so that ADD is
    a later one.
 4. A note is as old as EARLY_STEPS_S at most; beyond MAX_EARLY_STEPS the oldest goes.
 
@@ -40,7 +40,7 @@ OUTDATED_AT_ONCE = 16
 
 @dataclass(slots=True)
 class _Note:
-    router_id: int  # who told of the end
+    router_id: int  # who sent the end
     freed: bool  # or only its prefill has been completed
     at: float
 

@@ -1,7 +1,7 @@
 """Decides which addresses kvd may connect to, whoever named them.
 
 Clients and files name engines, replay servers, replicas and peers, and kvd connects from inside a
-network that they may not reach themselves. So every address is looked at twice: as it is written,
+network that they may not reach themselves. So every address is checked twice: as it is written,
 when it is named, and as it is resolved, just before a connection is made to exactly that number.
 
     private     loopback, RFC 1918, RFC 6598 (pods of some clouds), RFC 4193
@@ -115,7 +115,7 @@ class EgressPolicy:
         self.allow(allowed)
 
     def allow(self, allowed: AllowedNetworks) -> None:
-        """Lets other places be connected to from now on."""
+        """Lets other addresses be connected to from now on."""
         self.allowed = allowed
         self.ipc = IPC in self.allowed
         self._networks = tuple(

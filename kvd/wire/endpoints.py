@@ -2,9 +2,9 @@
 
 Rules and texts are those of Dynamo's standalone indexer 1.6.1, as seen on a live one:
 `tcp://HOST:PORT` with a u16 port (0 passes) and IPv6 hosts in brackets, `ipc://` and `inproc://`
-with any address. On top of them kvd refuses what libzmq would read differently than it looks: a
-NUL byte cuts the rest off, a `;` splits source from destination, blanks and control characters are
-never part of an address. What passes may still not be connectable (port 0): that shows in the
+with any address. On top of them kvd refuses what libzmq would read differently than it is written:
+a NUL byte cuts the rest off, a `;` splits source from destination, blanks and control characters
+are never part of an address. What passes may still not be connectable (port 0): that shows in the
 listener's status. A replica's address is refused then; there the original takes a port 0. In the
 place of a user and a password that an address is given, the texts have stars.
 """

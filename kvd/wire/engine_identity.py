@@ -1,4 +1,4 @@
-"""Tells whether the engine that speaks is the one that was heard before.
+"""Decides whether the engine that speaks is the one that was heard before.
 
 A connection that broke may have been made again to another process. Its replay server is asked for
 the last accepted batch: an answer with that batch comes from the same engine, one with another
@@ -12,7 +12,7 @@ what it is. An UNKNOWN engine speaks on, and with its next gap it is checked aga
     ----------   ------   --------   --------   --------   -----------------------------------------
     NONE                                        either     nothing has cast doubt on the engine
     DUE          yes                            either     the next batch is held, or it is asked
-    PROVING               yes        yes        either     a batch is held, its replay is to tell
+    PROVING               yes        yes        either     a batch is held, its replay is to show it
     CONFIRMING                       yes        SAME       the engine is clear; whose is that batch?
     ASKING       yes      yes                   either     an idle engine is asked
     ANSWERED     yes                            either     the same, and it has answered
@@ -55,7 +55,7 @@ class IdentityCheck(Enum):
 class Identity(Enum):
     """Knowledge about the engine since the last check."""
 
-    SAME = "same"  # the one that was heard before, as far as anything tells
+    SAME = "same"  # the one that was heard before, as far as anything shows
     UNKNOWN = "unknown"  # it has been asked, and has not shown that it is the same
 
 
@@ -68,7 +68,7 @@ class IdentityEvent(Enum):
     ASKED = "asked"  # an idle engine is asked
     PROVED = "proved"  # it has said the last accepted batch
     RESTARTED = "restarted"  # it is another one
-    GIVEN_UP = "given_up"  # it has answered without what would tell, or not at all
+    GIVEN_UP = "given_up"  # it has answered without what would show it, or not at all
     CONFIRMED = "confirmed"  # the batch of the held number is its own
     DROPPED = "dropped"  # the held batch is, or the connection over which it was asked
     ENDED = "ended"  # the answer of an idle engine has
@@ -106,7 +106,7 @@ CHECK_AFTER: dict[tuple[IdentityCheck, IdentityEvent], IdentityCheck] = {
     (_C.CONFIRMING_DOUBTED, _E.GIVEN_UP): _C.DUE,
     (_C.CONFIRMING_DOUBTED, _E.CONFIRMED): _C.DUE,
     (_C.CONFIRMING_DOUBTED, _E.DROPPED): _C.DUE,
-    # Over which connection it was asked tells, at the end, whether the answer still counts.
+    # At the end, the connection it was asked over decides whether the answer still counts.
     (_C.ASKING, _E.DOUBTED): _C.ASKING,
     (_C.ASKING, _E.PROVED): _C.ANSWERED,
     (_C.ASKING, _E.RESTARTED): _C.ANSWERED,
@@ -173,7 +173,7 @@ class EngineIdentity:
 
     @property
     def is_in_doubt(self) -> bool:
-        """Returns whether the replay before the next held batch is to tell who it is."""
+        """Returns whether the replay before the next held batch is to show who it is."""
         return self.check is IdentityCheck.DUE or self.is_unknown
 
     @property

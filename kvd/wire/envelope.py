@@ -39,7 +39,7 @@ MAX_BACKENDS = 4096
 STORED, REMOVED, CLEARED = "stored", "removed", "cleared"
 _TYPES = (STORED, REMOVED, CLEARED)
 
-_CONTENT = (  # members of an event beside its envelope, and what tells it from a repeated one
+_CONTENT = (  # members kept of an event; `timestamp` sets it apart from a repeated one
     "timestamp",
     "seq_hashes",
     "block_hashes",

@@ -11,7 +11,7 @@ first ones of the stream have said, under the same numbers, and whatever follows
                                                          if any of these says something else
                                      n, n+1, n+2         nearer to the last: repeated
 
-An event costs a look into a dict of streams. No clock, no sockets, no logging.
+An event costs a lookup in a dict of streams. No clock, no sockets, no logging.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _EventPosition:
 
 
 class KeptStream(NamedTuple):
-    """A stream's place, as one process tells it to the one that takes its place."""
+    """A stream's position, as one process hands it to its successor."""
 
     stream: Stream
     first: int
@@ -172,7 +172,7 @@ class EventOrder:
 
 
 def _mark(event: StandardEvent) -> int:
-    """Returns what tells an event from another of its number: when it was, and what it is about."""
+    """Returns what identifies an event among others of its number: its time and its content."""
     said = event.event
     blocks = said.get("seq_hashes") or said.get("block_hashes") or said.get("object_key")
     ends = (blocks[0], blocks[-1]) if isinstance(blocks, list) else blocks

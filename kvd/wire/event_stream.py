@@ -1,7 +1,7 @@
 """An event stream of an engine as others see it: status, health, position.
 
 A listener reads the event stream of one (worker, rank). The task that owns the socket,
-`kvd.net.listener.run_listener`, tells this what happens; four parts share what follows from it:
+`kvd.net.listener.run_listener`, reports here what happens; four parts share what follows from it:
 
     EventStream ─┬─ link: StreamLink              what the socket does; status; who says nothing
                  ├─ identity: EngineIdentity      is the engine the same as before?
@@ -212,7 +212,7 @@ class EventStream:
         identity.speaker = publisher
 
     def refuse(self, reason: str) -> None:
-        """Counts a message of a wrong shape; the stream's place stays where it is."""
+        """Counts a message of a wrong shape; the stream's position stays as it is."""
         self.stats.refused += 1
         self.stats.bad_frames[reason] = self.stats.bad_frames.get(reason, 0) + 1
 

@@ -39,7 +39,7 @@ MAX_EVENT_BYTES = 1024 * 1024  # longest standard event: 100,000 hashes, or 300,
 # Maps and arrays of a standard event, 0.3 µs each; an empty one costs a byte.
 MAX_CONTAINERS = 16_384
 MAX_EVENTS = 16_384  # events of a payload, some 40 µs each; an empty one costs a byte
-MAX_TEXT_BYTES = 4096  # longest name that is kept to tell streams apart, as in registrations
+MAX_TEXT_BYTES = 4096  # longest name that is kept to distinguish streams, as in registrations
 
 # No msgpack batch begins with one of these: as msgpack they are the numbers 9 to 123.
 _JSON_STARTS = b"{[ \t\r\n"

@@ -99,7 +99,7 @@ class Lifecycle:
 
     `hashes` are the sequence hashes of its blocks as native u64s. `prefill_tokens` are those that
     count until the prefill is complete. `face` is None where nobody said. `router_id` names who has
-    told of it, 0 is nobody: this process, until it has been sent.
+    sent it, 0 is nobody: this process, until it has been sent.
     """
 
     partition: PartitionKey
@@ -125,7 +125,7 @@ class Outcome(StrEnum):
     UNKNOWN_RANK = "unknown_rank"
     BLOCK_SIZE = "block_size"  # another than the one registered here
     DUPLICATE = "duplicate"  # an ADD of a request that lives
-    ENDED = "ended"  # an ADD of a request that another replica has told the end of before
+    ENDED = "ended"  # an ADD of a request whose end another replica has sent before
     UNKNOWN_REQUEST = "unknown_request"
     OTHER_WORKER = "other_worker"  # the request lives on another worker or rank
     FULL = "full"  # a bound is reached

@@ -1,7 +1,7 @@
 """Permanent losses of a stream: the ranks that lack something, and on which tiers.
 
 A port may carry several ranks, and nothing says whose a missing batch was: so all of them lack it,
-those too that have not been heard yet. A clear tells that a rank holds nothing on some tiers, so
+those too that have not been heard yet. A clear says that a rank holds nothing on some tiers, so
 what was missed there no longer matters; to other ranks and tiers it says nothing.
 
     lost, by its number     every rank, all tiers          ranks heard later, too

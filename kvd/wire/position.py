@@ -16,7 +16,7 @@ class KeptLosses(NamedTuple):
 
 
 class StreamPosition(NamedTuple):
-    """A stream's place: what its next batch and its engine are told by."""
+    """A stream's position: by it its next batch and its engine are recognised."""
 
     expected: int  # number of the next batch
     digests: bytes  # of the last batches, see kvd_core/base/recent.hpp

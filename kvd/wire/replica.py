@@ -39,7 +39,7 @@ class ReplicaStats:
 
 
 class Replica:
-    """Another process, by the address where it publishes; the task that listens tells how it is."""
+    """Another process, by the address where it publishes; the task that listens sets its state."""
 
     __slots__ = ("_stats", "connected", "endpoint", "last_error", "received", "server_key")
 

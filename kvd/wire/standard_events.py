@@ -39,11 +39,11 @@ from kvd.wire.kv_events import MARK, U32_MAX, Event, RawEvent
 from kvd_core.conductor.conductor import Source
 from kvd_core.index.prefix_index import FLAWED, NO_ROOM, SLICE_STEPS, UNFINISHED, Slice
 
-# Costs in steps of 0.1 us, and the work on an event between two looks at the budget.
-_STEPS_AN_EVENT = 200  # its envelope, and finding its place in its stream
+# Costs in steps of 0.1 us, and the work on an event between two checks of the budget.
+_STEPS_AN_EVENT = 200  # its envelope, and finding its position in its stream
 _BYTES_A_STEP = 4  # of an event that is read
 _JSON_BYTES_A_PART, _JSON_BYTES_A_STEP = 32_768, 6
-_HASHES_A_PART, _STEPS_A_HASH = 4096, 2  # whose values are looked at
+_HASHES_A_PART, _STEPS_A_HASH = 4096, 2  # whose values are read
 _TOKENS_A_PART, _TOKENS_A_STEP = 16_384, 2
 _BLOCKS_A_PART, _STEPS_A_BLOCK = 2048, 8  # that are stored with tokens; longer events are several
 _NAMES_A_PART = 64  # that are stored without; the core counts the steps
@@ -392,7 +392,7 @@ class StandardEventStream:
             yield from self._store_blocks(event, medium, hashes, tokens, parent)
 
     def _store_names(self, event: StandardEvent, medium: str, hashes: list[int]) -> _Slices:
-        # Of an object's adapter and salt its engine has told, unless the event does.
+        # An object's adapter and salt are those of its engine, unless the event names others.
         scope = self._identity.lora_name, self._identity.cache_salt
         by_engine = kv_events.names_object(event.event) and scope == event.stream[:2]
         for at in range(0, len(hashes), _NAMES_A_PART):

@@ -76,7 +76,7 @@ LINK_AFTER: dict[tuple[LinkState, LinkEvent], LinkState] = {
     (LinkState.PENDING, LinkEvent.LOST): LinkState.PENDING,
     (LinkState.PENDING, LinkEvent.FAILED): LinkState.FAILED,
     (LinkState.PENDING, LinkEvent.PAUSED): LinkState.PAUSED,
-    # A link tells of each loss before the next connection; without it, that is still a new one.
+    # A link reports each loss before the next connection; without it, that is still a new one.
     (LinkState.JOINED, LinkEvent.JOINED): LinkState.JOINED,
     (LinkState.JOINED, LinkEvent.LOST): LinkState.BROKEN,
     (LinkState.JOINED, LinkEvent.FAILED): LinkState.FAILED,

@@ -22,7 +22,7 @@ class StreamStats:
     strays: int = 0  # messages in replays that were no answer to what was asked
     spared_replays: int = 0  # not requested because the server had just been silent
     restarts: int = 0  # engines that were started again
-    superseded: int = 0  # times that an engine's own history took the place of a peer's blocks
+    superseded: int = 0  # times that an engine's own history replaced a peer's blocks
     flawed: int = 0  # batches that could not be understood wholly
     joins: int = 0  # connections on which the worker answered
     losses: int = 0  # of these, how many broke

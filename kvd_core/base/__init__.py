@@ -10,5 +10,5 @@ steps.hpp              how much a slice of long work may still do
 chains.hpp             chains of blocks that go on in each other: the way down, split, merge
 recent                 digests of a stream's last batches
 draws                  random numbers in bulk
-sampling               which requests observers are told of
+sampling               which requests observers get
 """

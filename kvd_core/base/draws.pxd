@@ -11,7 +11,7 @@ cdef class Draws:
 
     cdef uint64_t peek(self, Py_ssize_t at) except? 0  # a number that stays, the `at`th from now
     cdef str peek_uuid(self, Py_ssize_t at)            # likewise, of two numbers
-    cdef void take(self, Py_ssize_t count) noexcept    # numbers that were looked at
+    cdef void take(self, Py_ssize_t count) noexcept    # numbers that `peek` has shown
     # Between `mark` and `unmark`, `rewind` has all numbers drawn once more that were taken since.
     cdef void mark(self) noexcept
     cdef void rewind(self) noexcept

@@ -1,7 +1,7 @@
 # distutils: language = c++
 """Random numbers drawn in bulk, so that one costs no call of Python.
 
-They are those of the given source, in order: who looks at one with `peek` and does not take it
+They are those of the given source, in order: who reads one with `peek` and does not take it
 leaves it to the next.
 """
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE

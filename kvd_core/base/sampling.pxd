@@ -3,7 +3,7 @@
 
 cdef class Sample:
     cdef long rate          # requests a second
-    cdef long taken         # since the last look
+    cdef long taken         # since the last question
     cdef readonly long mask  # of the hash; 0: all are taken
     cdef bint is_whole
 

@@ -1,8 +1,8 @@
-"""Samples the requests that observers are told of, where telling of all would cost too much.
+"""Samples the requests whose steps observers get, where all of them would cost too much.
 
 A request is taken if the hash of its id ends with enough zeros, so all its steps are or none. When
 more are taken than the rate allows, the mask grows by a bit at once; when few are, it loses one at
-the next look. Cost: the hash of an id, some 50 ns.
+the next question. Cost: the hash of an id, some 50 ns.
 """
 from cpython.object cimport PyObject_Hash
 

@@ -11,7 +11,7 @@
 // A namespace (adapter and salt) is what its names add to the seed of local hashes, so it is part
 // of the path in the tree. A block that has no place yet waits for it. So the order of events does
 // not matter, but for two: a hash that becomes ambiguous later keeps what it meant, and a block
-// whose parent tells of its salt later was hashed without it (counted: parked_unsalted).
+// whose parent announces its salt later was hashed without it (counted: parked_unsalted).
 //
 // The class is here, with its short members. The rest of it, by subject, comes with this header:
 //
@@ -121,9 +121,9 @@ class Conductor final : public Placements {
   // `resolve_waiting` has to follow.
   StoreOutcome store(Source* source, RankId id, const StoredBlocks& e);
 
-  // Blocks told by hash alone, from `from` on until the steps are used up, one at least. Returns
-  // how far it has come, kNone when they are refused because the index is full. `resolve_waiting` has
-  // to follow.
+  // Blocks announced by hash alone, from `from` on until the steps are used up, one at least.
+  // Returns how far it has come, kNone when they are refused because the index is full.
+  // `resolve_waiting` has to follow.
   uint32_t store_named(Source* source, RankId id, const uint64_t* hashes, uint32_t from, uint32_t n,
                        LayerId layer, uint64_t space, bool by_engine, bool has_parent,
                        Steps& steps);
@@ -140,7 +140,7 @@ class Conductor final : public Placements {
   // The block before a run that was kept, kNone while it is unknown.
   BlockId parent_of_kept(RankId id, uint64_t parent, uint64_t space, uint64_t above) const;
 
-  // Until then what is told again of the source's blocks is no second copy.
+  // Until then what is announced again of the source's blocks is no second copy.
   void settled(const Source& source) {
     for (const Holder& holder : source.holders) index_.rank(holder.id).restored = false;
   }
@@ -176,9 +176,9 @@ class Conductor final : public Placements {
 
   // ---- questions
 
-  // Gives blocks told by sequence hash alone their places behind `last`, the last one of a prompt
-  // in a namespace that the tree has (kNone: it has none); kExplainedAtOnce at most. False without
-  // any.
+  // Gives blocks announced by sequence hash alone their places behind `last`, the last one of a
+  // prompt in a namespace that the tree has (kNone: it has none); kExplainedAtOnce at most. False
+  // without any.
   bool place_by_prompt(BlockId last, const uint64_t* locals, const uint64_t* plain, size_t from,
                        size_t n, uint64_t space);
 
@@ -205,9 +205,10 @@ class Conductor final : public Placements {
     return held;
   }
 
-  // ---- told by the index Virtual, so they have their bodies here: each module that includes a
-  // class with one that is only declared in it would emit the class's table, and all that this
-  // leads to.
+  // ---- called by the index
+  //
+  // They are virtual, so they have their bodies here: a module that includes a class with a virtual
+  // method that is only declared would emit the class's table, and all that this leads to.
 
   void placed(const Store& s, const BlockId* blocks) override {
     if (waiters_.empty()) return;

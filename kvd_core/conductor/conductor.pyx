@@ -411,7 +411,7 @@ cdef class Source:
     def settled(self):
         """Notes that the publisher has passed its restored position.
 
-        Until then what it tells again of a restored block is no second copy.
+        Until then what it announces again of a restored block is no second copy.
         """
         if self.c != NULL:
             self.conductor.c.settled(deref(self.c))

@@ -34,7 +34,7 @@ constexpr std::pair<std::string_view, std::string_view> kFoldedMedia[] = {
 };
 // Longest name of a medium, which becomes a member of every answer.
 constexpr size_t kMaxMediumBytes = 64;
-// Hashes told in several groups and without tokens, between two looks at the steps.
+// Hashes announced in several groups and without tokens, between two checks of the steps.
 constexpr uint32_t kNamesAtOnce = 64;
 
 // What became of events beside being applied.
@@ -155,7 +155,7 @@ class EngineEvents {
     return to;
   }
 
-  // Everything of the rank, whoever has told of it, on all media unless one is named.
+  // Everything of the rank, whoever has announced it, on all media unless one is named.
   void cleared(const ClearedEvent& e, Steps& steps) {
     ++counters.events;
     const LayerId layer = e.has_tier ? layer_of(e.medium) : 0;

@@ -1,4 +1,4 @@
-// What a publisher's event does: blocks behind a parent, or told by hash alone; removals; clears.
+// What a publisher's event does: blocks behind a parent, or known by hash alone; removals; clears.
 //
 //   stored, with tokens    parent none, or it means a block ─> put behind it              PLACED
 //                          else its sequence hash is known, and in the tree ─> the same
@@ -196,7 +196,7 @@ inline bool Conductor::credit(Source& source, RankId id, uint64_t hash, LayerId 
                               uint64_t space, bool by_engine, bool copy) {
   const uint64_t name = name_of(source, hash, space, by_engine);
   uint32_t slot = slot_of(source, id, hash, space, by_engine);
-  // A holder's own name stands, even where it has told of it in another namespace.
+  // A holder's own name stands, even where it has announced it in another namespace.
   if (slot == Names::kAbsent) slot = index_.ranks_[id].names.find(name, keys());
   if (slot != Names::kAbsent) {
     const uint32_t value = index_.ranks_[id].names.value(slot);
@@ -210,8 +210,7 @@ inline bool Conductor::credit(Source& source, RankId id, uint64_t hash, LayerId 
     return true;
   }
   if (!index_.budget_->fits(1)) return false;
-  // What is parked may be asked about a thousand times: only for what is new is it looked
-  // elsewhere.
+  // A name that is parked may come a thousand times: what it means is searched for only once.
   const bool known = knows(index_.ranks_[id], name);
   const BlockId block = known ? kNone : meaning_or_standard(source, id, hash, space, by_engine);
   if (block != kNone) {

@@ -15,11 +15,12 @@
 // to.
 //
 // The tree's path is met first, chain by chain as in index/match.hpp; behind its end, blocks that
-// nobody has told the tokens of are looked up one by one, up to the first that nobody holds.
+// nobody has announced the tokens of are looked up one by one, up to the first that nobody holds.
 //
 // Costs: path O(blocks), runs on the path x their members, rows; one look-up a block behind the
 // path while anything waits. What the index counts of questions changes, and blocks that nobody
-// has told the tokens of get their places where a prompt shows them (Conductor::place_by_prompt).
+// has announced the tokens of get their places where a prompt shows them
+// (Conductor::place_by_prompt).
 #pragma once
 
 #include <algorithm>
@@ -316,7 +317,7 @@ class Holdings {
     });
   }
 
-  static bool serves(const Worker&, uint64_t) { return true; }  // only events tell of its adapters
+  static bool serves(const Worker&, uint64_t) { return true; }  // only events name its adapters
 
   // Takes `pieces_` as those of one rank. As in index/match.hpp no tier goes back to one above.
   Reaches walk(uint32_t dp_rank) {

@@ -1,4 +1,4 @@
-// What publishers hold, as a process leaves it to the one that takes its place.
+// What publishers hold, as a process leaves it to its successor.
 //
 //   KeptHoldings          runs of every holder         as `Dump` writes them, with sequence hashes
 //                         'W'  names beside the first  that a block has with its holder
@@ -10,10 +10,10 @@
 //                                else ─> waits, and is tried once
 //
 // A holder's id is a JSON text, "PUBLISHER/BACKEND/r" or, without a rank, "PUBLISHER/BACKEND/-";
-// the publisher is its place in a list that both processes have.
+// the publisher is its index in a list that both processes have.
 //
 // What lies before a block that nobody holds is not written: the block waits until a prompt or an
-// event tells of it, which is when it counts again in any case. Second copies are not written.
+// event announces it, which is when it counts again in any case. Second copies are not written.
 //
 // Invariant: writing changes nothing; it may be left and gone on with while publishers come and go,
 // as a dump may (dump/dump.hpp). A block that is held or waits all the time is written at least

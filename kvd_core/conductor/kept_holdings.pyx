@@ -2,7 +2,7 @@
 """Publishers' holdings, written by one process and restored by its successor.
 
 `conductor/kept_holdings.hpp` has the picture and the costs, `dump/format.hpp` the form. Publishers
-are named by their places in a list of sources; None stands there for one of another partition, or
+are named by their indices in a list of sources; None stands there for one of another partition, or
 that the later process does not have.
 """
 

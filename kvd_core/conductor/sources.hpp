@@ -187,7 +187,7 @@ inline void Conductor::show(const Instance& instance) {
       }
     }
   }
-  // What nothing but a conductor tells of is salted where its events say so.
+  // What nothing but a conductor knows of is salted where its events say so.
   for (const auto& rank : ranks) {
     if (!index_.rank(rank.second).listed) index_.rank(rank.second).salted = true;
   }

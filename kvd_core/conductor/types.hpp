@@ -25,8 +25,8 @@
 
 namespace kvd {
 
-// Blocks of a partition told without tokens or parent, once it has publishers of the standard: a
-// store alone, without its engines, tells of nothing else. Some 300 MB. More are refused.
+// Blocks of a partition announced without tokens or parent, once it has publishers of the standard:
+// a store alone, without its engines, announces nothing else. Some 300 MB. More are refused.
 constexpr size_t kMaxWaiting = size_t{1} << 20;
 // Backends and ranks of one source; those that hold nothing are forgotten when there are more. The
 // bound keeps a mad publisher from making one a number.
@@ -71,7 +71,7 @@ struct Instance;
 
 struct Source {
   Instance* instance;
-  // Of questions, for those who look why none finds what it holds.
+  // Of questions, to find out why none finds what it holds.
   uint64_t matched;       // that have found their first block with it
   uint64_t last_matched;  // `Instance::asked` at the last of them
   uint64_t asked_before;  // `Instance::asked` as it came

@@ -1,6 +1,6 @@
-// What publishers tell of that has no place in the tree yet, and how it gets one.
+// What publishers announce that has no place in the tree yet, and how it gets one.
 //
-//   waiters_   key of hash 501   CREDIT  rank 6, name 501   told without tokens: counts as the
+//   waiters_   key of hash 501   CREDIT  rank 6, name 501   without tokens: counts as the
 //                                                           block of sequence hash 501 until that
 //                                                           is known
 //              key of hash 77    CHILD   rank 5, name 78    78 is the block behind 77
@@ -98,7 +98,7 @@ inline void Conductor::park_run(Source& source, RankId id, const StoredBlocks& e
     Store one{s.names + i, s.locals + i, 1,      true, i == 0 ? e.parent : e.hashes[i - 1], s.layer,
               0,           s.plain + i,  s.space};
     set_aside(source, id, e.hashes[i], one, above, e.by_engine);
-    // Another publisher may have told of the block before, under the same hash.
+    // Another publisher may have announced the block before, under the same hash.
     if (i != 0) await(sequences().key(s.space, one.parent));
   }
 }
@@ -160,7 +160,7 @@ inline void Conductor::await(uint64_t key) {
 }
 
 // A hash means something now; an engine's own also to a publisher of its instance, or of every
-// instance, that told of it by the hash alone, which waits in the namespace of that registration.
+// instance, that announced it by the hash alone, which waits in the namespace of that registration.
 inline void Conductor::announce(const Source& source, uint64_t space, uint64_t hash,
                                 bool by_engine) {
   if (waiters_.empty()) return;

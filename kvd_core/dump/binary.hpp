@@ -2,7 +2,7 @@
 //
 //   "KVDDUMP1"                                     the last byte is the version
 //   'P' u32 block_size  u32 n [model]  u32 n [tenant]             an entry; its runs follow
-//   'K' ..  'R' ..                                what a rank has told, a run (`dump/format.hpp`)
+//   'K' ..  'R' ..                                a rank's traits, a run (`dump/format.hpp`)
 //   'W' ..  'M' ..                                of publishers: what waits for its place, a medium
 //   'E' u64 blocks                                                the end, and how many there were
 //

@@ -11,8 +11,8 @@
 //
 // Device blocks come as one event per rank and unbroken run between two forks, which is how
 // Dynamo's indexer merges them; in the text, lower tiers come as one event per block, as there.
-// Names are the rank's own. Cache groups beside the main one, salts, and what ranks' streams have
-// told are in the binary form only.
+// Names are the rank's own. Cache groups beside the main one, salts, and the traits of
+// ranks are in the binary form only.
 //
 // Chains are bounded, runs are not. A run that goes on in the next chain is written there and then,
 // and `taken_` notes how far, so that the visit to that chain begins behind it.
@@ -137,10 +137,10 @@ class Dump {
  private:
   static constexpr uint32_t kBatch = 256;  // blocks named before they are written
   // Work of a call, about 0.3 ms: blocks that are written, chains and ranks that have nothing to be
-  // dumped, and names looked through.
+  // dumped, and names searched.
   static constexpr int64_t kStepsASlice = 4096;
   static constexpr size_t kStepsABlock = 2;
-  static constexpr size_t kPieceBytes = 16 * 1024;  // of a run between two looks at the steps
+  static constexpr size_t kPieceBytes = 16 * 1024;  // of a run between two checks of the steps
   static constexpr size_t kStepsAVisit = 8, kStepsAName = 3, kStepsALookup = 6, kStepsATable = 2048;
 
   Dump(Index& index, std::unique_ptr<DumpFormat> format, bool binary)
@@ -386,9 +386,9 @@ class Dump {
     return index_.keys().block(value) == block && (index_.keys().layers(value) >> layer & 1) != 0;
   }
 
-  // Goes on with looking through the rank's names for those that are not the blocks' own. A table
-  // that has grown meanwhile is begun anew. One that was looked through in parts, and still lacks
-  // the name, has changed: then it is looked through at once.
+  // Goes on with searching the rank's names for those that are not the blocks' own. A table
+  // that has grown meanwhile is begun anew. One that was searched in parts, and still lacks
+  // the name, has changed: then it is searched at once.
   void collect(Steps& steps) {
     const Names& all = index_.rank(rank_).names;
     auto& names = other_names_[rank_];
@@ -436,7 +436,7 @@ class Dump {
   std::unordered_map<uint64_t, BlockId> taken_;  // (first block of a chain, rank) -> last written
   BlockId unnamed_ = kNone;  // a block of the rank whose name is being looked for
   uint64_t collected_ = 0;   // `key` of the one that was looked for last
-  uint32_t slots_ = 0;       // of the rank's names, while these are looked through,
+  uint32_t slots_ = 0;       // of the rank's names, while these are searched,
   uint32_t slot_ = 0;        // and which is next
   size_t lookups_ = 0;       // names in `other_names_`, since the steps were counted
   std::unordered_map<RankId, OtherNames> other_names_;

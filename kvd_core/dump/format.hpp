@@ -5,7 +5,7 @@
 //            {"block_hash":101,"tokens_hash":14643705804678351452,"mm_extra_info":null}, ..]}},
 //            "dp_rank":0}}                                    one event a run, ~91 bytes a block
 //
-//   binary   'K' ..                             before a rank's first run: what its stream has told
+//   binary   'K' ..                             before a rank's first run: its traits
 //            'R' flags tier group dp_rank parent term worker n | name local | name local | ..
 //                                                 one record or more a run, 16 bytes a block
 //
@@ -26,7 +26,7 @@
 // each block has its own behind its local hash. The tier may be a medium. Behind the runs of a
 // partition:
 //
-//   u8  'W'       u8  flags   1 its content is known, 2 an engine's own event has told of it,
+//   u8  'W'       u8  flags   1 its content is known, 2 an engine's own event has announced it,
 //                             4 its sequence hash is certain
 //   u8  tier      u32 group   of a block that has no place yet, or a further name of one that has
 //   u32 dp_rank   u64 bytes of the worker's text
@@ -48,7 +48,7 @@
 //   device
 //
 // A longer run, one whose term changes, and one that was left in the middle, goes on in another
-// record whose parent is the last block of the one before. Of a rank that has told nothing there is
+// record whose parent is the last block of the one before. Of a rank without traits there is
 // no 'K'.
 #pragma once
 
@@ -106,7 +106,7 @@ struct RunHead {
 class DumpFormat {
  public:
   virtual ~DumpFormat() = default;
-  // What a rank's stream has told, before the rank's first run.
+  // A rank's traits (index/types.hpp), before its first run.
   virtual void rank(const std::string& owner, const RankTraits& traits, std::string& out) = 0;
   virtual void open(const RunHead& head, std::string& out) = 0;
   // Blocks of one run.

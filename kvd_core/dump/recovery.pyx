@@ -3,8 +3,8 @@
 The forms are described in `dump/format.hpp`, the stage in `dump/staged.hpp`. Reading changes no
 index; applying cannot fail halfway. Both go in slices that the caller chooses.
 
-What came with a dump is told again by the events that made it, when they are still on their way.
-So a rank that took blocks from a dump is `settling`: what its stream announces again is not a
+What came with a dump is announced again by the events that made it, when they are still on their
+way. So a rank that took blocks from a dump is `settling`: what its stream announces again is not a
 second copy of the block, until `Worker.settled` says that the stream has caught up.
 """
 
@@ -106,12 +106,12 @@ cdef class StagedEntry:
 
     @property
     def model_name(self):
-        """The model, None where only the key tells."""
+        """The model, None where only the key names it."""
         return self.c.model.decode() if self.c.has_model else None
 
     @property
     def tenant_id(self):
-        """The tenant, None where only the key tells."""
+        """The tenant, None where only the key names it."""
         return self.c.tenant.decode() if self.c.has_tenant else None
 
     @property

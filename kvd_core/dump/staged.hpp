@@ -91,7 +91,7 @@ struct RunOf {
   uint64_t above = 0;
 };
 
-// A rank, and what its stream had told.
+// A rank, and its traits.
 struct StagedRank {
   struct StagedWindow {
     uint32_t group;
@@ -187,7 +187,7 @@ class Stage {
     }
   }
 
-  // Says what a rank's stream had told.
+  // Sets a rank's traits.
   void add_rank(const std::string& worker_id, StagedRank staged) {
     StagedEntry& entry = entries_.back();
     StagedRank& known = rank(entry.workers[worker_number(entry, worker_id)].ranks, staged.dp_rank);
@@ -336,7 +336,7 @@ class Restore {
     }
   };
 
-  // Gives a worker's ranks what their streams had told, and room for their names: tables of equal
+  // Gives a worker's ranks their traits, and room for their names: tables of equal
   // ranks that grow by and by all grow at once. Returns what that costs, in blocks.
   template <class To>
   size_t teach(Index& index, To& to) {
@@ -353,7 +353,7 @@ class Restore {
     return cost;
   }
 
-  // What the rank's own stream has told already stands.
+  // What the rank's own stream has taught already stands.
   static void teach(Index& index, RankId rank, const StagedRank& staged) {
     RankTraits& traits = index.rank(rank);
     traits.salted |= staged.salted;

@@ -31,7 +31,7 @@ class DumpText {
     if (!json_.complete()) Stage::refuse("the dump is cut off");
   }
 
-  // ---- told by the JSON
+  // ---- called by the JSON reader
 
   void open(bool object) {
     const Nesting next = below(object);

@@ -1,4 +1,4 @@
-// What tells blocks of equal tokens apart: a cache salt, and the images or sounds they hold.
+// What distinguishes blocks of equal tokens: a cache salt, and the images or sounds they hold.
 //
 //   extra_keys      [nil, ["adapter", ["<64 hex digits>", -12], "salt"], ...]    one entry a block
 //   block_mm_infos  [nil, {"mm_objects": [{"mm_hash": u64}, ...]}, ...]          likewise

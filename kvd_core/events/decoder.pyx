@@ -93,7 +93,7 @@ cdef class _Seen:
 
 
 def decode(bytes payload not None):
-    """Returns what a sink is told about one payload, as a Batch; never fails on its content.
+    """Returns all that a sink is given of one payload, as a Batch; never fails on its content.
 
     begun is False when the batch is refused whole; rank is None when the payload names none.
     Stored events: hashes, parent (or None), tokens, pairs, block_size (0 absent), tier, kind,

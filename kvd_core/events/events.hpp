@@ -40,10 +40,11 @@ namespace kvd {
 // limited far below.
 constexpr size_t kMaxPayloadBytes = size_t{1} << 31;
 
-// Blocks of an event applied between two looks at what the slice may still do. An event of more
-// blocks with tokens counts as several: to tell a second copy, the blocks have to be seen together.
+// Blocks of an event applied between two checks of what the slice may still do. An event of more
+// blocks with tokens counts as several: to recognise a second copy, the blocks have to be seen
+// together.
 constexpr uint32_t kBlocksAtOnce = 8192;
-constexpr uint32_t kHashesAtOnce = 512;  // hashes without tokens applied between two such looks
+constexpr uint32_t kHashesAtOnce = 512;  // hashes without tokens applied between two such checks
 // What that takes, in steps of 0.1 us.
 constexpr size_t kStepsABlock = 5;
 constexpr size_t kStepsAName = 8;

@@ -2,10 +2,10 @@
 //
 //   [ts, events, rank, id, ...]   or   {"publisher_id": id, ...}        id: a bin of 16 bytes
 //
-// Anything else in its place says nothing. (What only ends like the expected id passes for it:
+// Anything else there says nothing. (What only ends like the expected id passes for it:
 // nobody but its publisher can write that.)
 //
-// Costs: a look at the first byte where a batch has no place for one, as most have; a look at the
+// Costs: a test of the first byte where a batch has no room for one, as most have; a test of the
 // last 18 where the id is the expected one; else everything before the id is skipped over.
 #pragma once
 

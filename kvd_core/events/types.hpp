@@ -66,7 +66,7 @@ struct ClearedEvent {
 };
 
 enum class Reason : uint8_t {
-  TOO_LARGE,    // above kMaxPayloadBytes; not looked at
+  TOO_LARGE,    // above kMaxPayloadBytes; not read
   NOT_MSGPACK,  // the byte 0xc1
   TRUNCATED,    // a value runs past the payload's end
   TRAILING,     // bytes after the batch; its events count

@@ -1,4 +1,4 @@
-// The tree, a level at a time, for people who walk it: which chains go on below a place, and who
+// The tree, a level at a time, for people who walk it: which chains go on below a block, and who
 // holds how much of each.
 //
 //   below P      9 ── [d e f] ──┬─ ..      DEVICE  rank 2: 3 blocks, rank 7: 1
@@ -9,8 +9,8 @@
 // one before. Between two pages the tree may change: a chain is named by its node and its first
 // hash, and one that is not there any more, or elsewhere, is not found.
 //
-// Costs: a chain O(runs, and members of their sets), of which `kMost` are looked at; a page so many
-// chains, or fewer when kPageMost members have been looked at. Nothing is changed.
+// Costs: a chain O(runs, and members of their sets), of which `kMost` are counted; a page so many
+// chains, or fewer when kPageMost members have been counted. Nothing is changed.
 #pragma once
 
 #include <algorithm>
@@ -34,7 +34,7 @@ struct Branch {
   uint64_t first = 0;            // the local hash of its first block
   uint32_t blocks = 0;           // of the chain
   uint32_t children = 0;         // chains that go on behind it
-  bool whole = true;             // whether all who hold it have been looked at
+  bool whole = true;             // whether all who hold it have been counted
   std::vector<Holding> holders;  // by tier, those of most blocks first
 };
 
@@ -45,7 +45,7 @@ inline uint64_t held_on(const Index& index, RankId rank, uint32_t tier) {
 
 class Branches {
  public:
-  // Members of rank sets looked at for one chain: 20 µs.
+  // Members of rank sets counted for one chain: 20 µs.
   static constexpr size_t kMost = 2048;
   // The same for a page: under 1 ms.
   static constexpr size_t kPageMost = 65536;

@@ -1,4 +1,4 @@
-// What a rank's stream tells of its cache groups, and what an event is about.
+// What a rank's stream says of its cache groups, and what an event is about.
 //
 //   group 0   full attention       the prefix itself (the main group)
 //   group 1   sliding window 128   a prefix is reusable if this still holds its last blocks

@@ -96,7 +96,7 @@ class Index {
   const Budget& budget() const { return *budget_; }
   PromptStats& asked() { return asked_; }          // by questions
   PromptStats& announced() { return announced_; }  // by engines
-  Seeds& seeds() { return seeds_; }                // of the prompts that engines have told of
+  Seeds& seeds() { return seeds_; }                // of the prompts that engines have stored
   const Seeds& seeds() const { return seeds_; }
   const Chronicle* chronicle() const { return chronicle_.get(); }  // null: nothing is noted
   uint64_t held(LayerId tier) const { return held_[tier]; }
@@ -216,8 +216,8 @@ class Index {
 
   bool windowed() const { return windowed_; }  // some rank may have windows
 
-  // Notes that an engine has told of so many blocks of a lower tier at once: as long as they are
-  // always as many, they are its chunk.
+  // Notes that an engine has announced so many blocks of a lower tier at once: as long as the
+  // number is always the same, it is the engine's chunk.
   void note_chunk(RankId id, uint32_t blocks) {
     uint32_t& chunk = ranks_[id].chunk;
     chunk = chunk == 0 || chunk == blocks ? blocks : 1;
@@ -249,7 +249,7 @@ class Index {
     return sequenced() && resolve_waiting(steps);
   }
 
-  // Has a question's local hashes place blocks of which only the sequence hash was told; whether
+  // Has a question's local hashes place blocks of which only the sequence hash is known; whether
   // the prompt leads further now.
   bool place_by_prompt(BlockId last, const uint64_t* locals, size_t from, size_t n) const {
     return placements_ != nullptr && placements_->place_by_prompt(last, locals, from, n);
@@ -278,7 +278,7 @@ class Index {
   // Takes a layer from the block that the rank calls `name`.
   void remove(RankId id, uint64_t name, LayerId layer);
   // The same where the engine says how many copies it has left: as many are kept, whatever was
-  // told.
+  // announced.
   void remove(RankId id, uint64_t name, LayerId layer, uint32_t left);
 
   // Whether nothing is known of the rank's cache: no block, no copy, nothing set aside.
@@ -343,7 +343,7 @@ class Index {
   static constexpr size_t kStepsAChain = 16;
   static constexpr size_t kStepsASegment = 8;
   static constexpr size_t kStepsASequence = 2;
-  static constexpr int64_t kStepsAStore = 64;  // of sweeping in the place of refusing
+  static constexpr int64_t kStepsAStore = 64;  // of sweeping instead of refusing
 
   // Chain by chain, what comes before always first; whatever is stored between two calls meets a
   // block with a sequence hash above it and has its own, or is still to come here.

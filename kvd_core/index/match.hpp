@@ -18,8 +18,8 @@
 // it can reuse is the worker's if that has less.
 //
 // Costs: path O(blocks), compared as plain arrays; then O(runs on the path x their members).
-// Nothing in the index changes, not even a counter; but blocks of which only the sequence hash was
-// told get their places in the tree where a prompt shows them (Index::place_by_prompt).
+// Nothing in the index changes, not even a counter; but blocks of which only the sequence hash is
+// known get their places in the tree where a prompt shows them (Index::place_by_prompt).
 #pragma once
 
 #include <algorithm>

@@ -1,8 +1,8 @@
 // Blocks that ranks are thought to cache because a prompt was sent to them, kept beside what their
-// events tell: between a booking and the first event of its prompt nothing else says so.
+// events announce: between a booking and the first event of its prompt nothing else says so.
 //
 //   booked on rank 7:  a1 77 03        chained: 5e 0c d9     one entry a (rank, chained hash)
-//   events of rank 7:  a1              look: 1 block by its events, 3 with what is predicted
+//   events of rank 7:  a1              depth: 1 by its events, 3 with what is predicted
 //
 //   oldest ──────────────────────────────────────────> newest       in order of expiry
 //   (7, d9) (7, 0c) (7, 5e)   (9, 41) (9, 5e)

@@ -1,8 +1,8 @@
 # distutils: language = c++
-"""Blocks that ranks are thought to cache, where no events tell what they cache.
+"""Blocks that ranks are thought to cache, where no events announce what they cache.
 
 The structure and its costs are in `index/predicted.hpp`. An index keeps its own beside what events
-tell (`PrefixIndex.predict`); these stand alone, and ranks are named by the numbers of a ledger.
+announce (`PrefixIndex.predict`); these stand alone, and ranks are named by the numbers of a ledger.
 """
 
 

@@ -35,14 +35,14 @@ cdef extern from "index/index.hpp" namespace "kvd" nogil:
         uint64_t max                # of blocks, and of names
         uint64_t blocks             # in trees
         uint64_t names              # of live ranks
-        uint64_t refused            # blocks told that there was no room for
+        uint64_t refused            # announced blocks that there was no room for
         uint64_t crowded            # of those, where too many wait already
 
     cppclass CPromptStats "kvd::PromptStats":
         uint64_t prompts            # by their tokens
         uint64_t salted
         uint64_t adapted
-        uint64_t telling            # by engines that would have told of a salt
+        uint64_t telling            # by engines that would have announced a salt
         uint32_t first[16]          # of the last of them, their first tokens
         void note(uint32_t, cbool, cbool, cbool)
 
@@ -65,7 +65,7 @@ cdef extern from "index/index.hpp" namespace "kvd" nogil:
         cbool listed                # registered: shown without a match too
         cbool salted
         cbool offloads
-        cbool settling              # took blocks from a dump its stream may tell of once more
+        cbool settling              # took blocks from a dump that its stream may announce again
         cbool restored              # took blocks from a dump, no batch has spoken for it since
         uint32_t dp_rank
 

@@ -28,9 +28,9 @@ UNFINISHED = kUnfinished
 NO_ROOM = kNoRoom
 NEW_RANK = kNewRank
 ALL_TIERS = kAllTiers
-# What a batch may take of the loop at once, about 2 ms: then others have their turn.
+# Steps of a batch that are applied before other tasks run, about 2 ms.
 SLICE_STEPS = 20_000
-# What prompts said (see index/prompt_stats.hpp).
+# Counts of what prompts had (see index/prompt_stats.hpp).
 PromptStats = namedtuple("PromptStats", ("prompts", "salted", "adapted", "telling", "first_tokens"))
 IGNORED = ("medium", "remote", "kind", "group", "block_size", "tokens", "too_many_ranks", "full")
 
@@ -45,14 +45,14 @@ cdef uint64_t seed_of(str lora_name, str cache_salt) except? 0:
 
 
 cdef object said_by(const CPromptStats* side):
-    """A side as a PromptStats."""
+    """Returns the counts of one side as a PromptStats."""
     cdef size_t i, kept = min(side.prompts, sizeof(side.first) // sizeof(side.first[0]))
     first = [side.first[i] for i in range(kept)]
     return PromptStats(side.prompts, side.salted, side.adapted, side.telling, first)
 
 
 cdef int resolve_waiting(CIndex& index) except -1:
-    """Does all that placed blocks have set off elsewhere."""
+    """Places all blocks that waited for those just placed."""
     cdef CSteps* all = new CSteps(INT64_MAX)
     try:
         index.resolve_waiting(all[0])
@@ -126,12 +126,12 @@ cdef class Budget:
 
     @property
     def refused(self):
-        """Blocks told that there was no room for, each time that they were."""
+        """Announced blocks that there was no room for, counted at each announcement."""
         return self.c.get().refused
 
     @property
     def crowded(self):
-        """Of the refused ones, those where too many of a partition wait for their place already."""
+        """Of the refused ones, those where too many of a partition wait to be placed."""
         return self.c.get().crowded
 
 
@@ -211,7 +211,7 @@ cdef class PrefixIndex:
         """Answers with the matches of a prompt, as JSON bytes (see `index/answer.hpp`).
 
         `array` is the position of the u32 token array in the scanner. A salted query counts
-        salted blocks on ranks whose stream tells salts, and unsalted blocks on the others.
+        salted blocks on ranks whose stream announces salts, and unsalted blocks on the others.
         """
         cdef size_t n = 0
         cdef const uint32_t* tokens = scanner.u32(array, &n)
@@ -246,7 +246,7 @@ cdef class PrefixIndex:
         return PyBytes_FromStringAndSize(text.data(), text.size())
 
     cdef size_t match_hashes(self, BodyScanner scanner, int array) except? -1:
-        """Looks a list of local hashes up; returns how many they are."""
+        """Matches a list of local hashes; returns how many they are."""
         cdef size_t n = 0
         cdef const uint64_t* hashes = scanner.u64(array, &n)
         self.match_scratch.reset(deref(self.c))
@@ -559,7 +559,7 @@ cdef class Stream:
         return self.worker.index is not None and self.c.restored()
 
     def goes_on(self, bytes payload not None):
-        """Returns whether a batch, not yet applied, speaks of blocks that only a dump has told of.
+        """Returns whether a batch, not yet applied, names blocks that are known from a dump alone.
 
         They are parents in it, or removed, without having been stored in it: no engine begins so.
         """

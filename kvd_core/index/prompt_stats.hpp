@@ -1,9 +1,9 @@
 // What prompts have said of themselves: those that questions were about, and those that engines
-// have told of. Where the two sides differ, nothing matches, and here is how they differ.
+// have stored. Where the two sides differ, nothing matches, and here is how they differ.
 //
 //   prompts   all of them, by their tokens; questions by hash say nothing
 //   salted    of these, with a cache salt       adapted   of these, with an adapter
-//   telling   of these, by engines that would have told of a salt
+//   telling   of these, by engines that would have announced a salt
 //   first     of the last kKept, their first tokens, one after the other round the array
 //   seeds     what adapters and salts of engines' prompts add to the seed of local hashes
 //
@@ -17,7 +17,7 @@
 namespace kvd {
 
 struct PromptStats {
-  // First tokens kept: enough to tell a template of one side from that of the other.
+  // First tokens kept: enough to distinguish a template of one side from that of the other.
   static constexpr uint32_t kKept = 16;
 
   uint64_t prompts = 0;
@@ -35,7 +35,7 @@ struct PromptStats {
   }
 };
 
-// The last kKept pairs of adapter and salt that engines have told of, each once.
+// The last kKept pairs of adapter and salt that engines have announced, each once.
 struct Seeds {
   static constexpr uint32_t kKept = 32;  // pairs: an explanation hashes the prompt by each
 

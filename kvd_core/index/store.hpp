@@ -81,7 +81,7 @@ inline bool Index::store_named(RankId id, const uint64_t* names, uint32_t n, Lay
 
 // ---- room
 
-// Whether the budget has room for what a run behind `at` would add; what is told again adds
+// Whether the budget has room for what a run behind `at` would add; what is announced again adds
 // nothing. Where it has not, names that mean other blocks lose these all the same: they are gone.
 inline bool Index::affords(RankId id, const Store& s, Position at) {
   if (budget_->fits(s.n)) return true;
@@ -211,8 +211,8 @@ inline void Index::name_blocks(RankId id, const Store& s) {
   hold_gained(id, s);
 }
 
-// Whether a Stored of blocks that are all held already tells of second copies. What came with a
-// dump is told again by the events that made it; counted twice it would outlive its removal.
+// Whether a Stored of blocks that are all held already means second copies. What came with a
+// dump is announced again by the events that made it; counted twice it would outlive its removal.
 inline bool Index::is_copy(RankId id, uint32_t n, bool has_parent, Origin origin) const {
   if (ranks_[id].settling) return false;
   if (origin != Origin::UNSAID) return origin == Origin::NEW;

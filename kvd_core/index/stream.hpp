@@ -140,7 +140,7 @@ class Stream {
     }
   }
 
-  // Whether a batch speaks of blocks that only a dump has told of: as parents, or as removed. No
+  // Whether a batch names blocks that are known from a dump alone: as parents, or as removed. No
   // engine begins with that.
   bool goes_on(const uint8_t* payload, size_t size) {
     batch_.drop();  // it has the same scratch
@@ -228,7 +228,7 @@ class Stream {
   }
 
  private:
-  // A sink that looks for names that are known without having been told in the batch.
+  // A sink that searches for known names that the batch itself has not stored.
   struct GoesOn {
     Stream& stream;
     RankId rank = kNone;
@@ -279,7 +279,8 @@ class Stream {
     cleared_ |= tiers;
     if (cleared_ == kAllTiers) outcome_ &= ~kNoRoom;
     rank_ = worker_.clear(index_, index_.rank(rank_).dp_rank, mask);
-    // Nothing that came with a dump is left, so whatever is told from now on is told once.
+    // Nothing that came with a dump is left, so whatever is announced from now on is announced
+    // once.
     if (index_.holds_nothing(rank_)) traits().settling = false;
   }
 
@@ -329,7 +330,7 @@ class Stream {
     if (is_further_group(traits(), e.group)) return whole_prefix_target(e);
     if (e.n_tokens != 0) {
       if (traits().main_group < 0) traits().main_group = e.group < 0 ? 0 : e.group;
-      // Only vLLM numbers groups, and it tells of what it offloads a chunk an event.
+      // Only vLLM numbers groups, and it announces what it offloads a chunk an event.
       if (e.group >= 0 && e.tier != Tier::DEVICE && e.n_hashes != 0)
         index_.note_chunk(rank_, e.n_hashes);
       return {static_cast<LayerId>(e.tier), false};

@@ -11,7 +11,7 @@
 //   not yet ──stored──> held ──removed──> evicted ──stored──> held ──cleared──> cleared
 //
 // "Not yet" is "never stored" at the end if no change of the rank was overwritten, else it is not
-// known. Of a run that was stored, the first block and, if the prompt has it, the last tell that it
+// known. Of a run that was stored, the first block and, if the prompt has it, the last show that it
 // is the prompt's. Where the prompt leaves a run in its middle, or ends there, it is not known how
 // much of it was the same: what a clear then means for a block between is not known either.
 //
@@ -40,7 +40,7 @@ inline const Seeds& seeds_of(const Index& index) { return index.seeds(); }
 
 // The local hashes of a prompt that is known by its sequence hashes, as far as the tree has it.
 //
-// Of the chains that go on behind one, kMostSiblings are looked at: 0.1 ms.
+// Of the chains that go on behind one, kMostSiblings are tried: 0.1 ms.
 inline std::vector<uint64_t> locals_of(const Tree& tree, const uint64_t* sequences, size_t n) {
   constexpr size_t kMostSiblings = 4096;
   const auto follows = [&](size_t at, uint64_t local) {
@@ -102,8 +102,8 @@ class Trace {
     uint8_t tiers;  // as of a Change
   };
 
-  // A prompt by its local hashes; those with its salt are for ranks whose streams tell salts, and
-  // count if `salted` is not null. At most `most_steps` steps are kept, the newest.
+  // A prompt by its local hashes; those with its salt are for ranks whose streams announce salts,
+  // and count if `salted` is not null. At most `most_steps` steps are kept, the newest.
   Trace(const Index& index, const uint64_t* plain, const uint64_t* salted, uint32_t n,
         size_t most_steps)
       : index_(index), n_(n), most_steps_(most_steps), is_salted_(salted != nullptr) {
@@ -173,7 +173,7 @@ class Trace {
 
   enum BlockState : uint8_t { kNotYet, kHeld, kWasEvicted, kWasCleared, kWasRestarted };
 
-  // What has become of a block on a tier, as far as that has been told.
+  // What has become of a block on a tier, as far as that is known.
   struct Story {
     uint32_t depth;  // blocks before it
     uint8_t tier;

@@ -171,8 +171,9 @@ cdef class Trace:
                  size_t most_steps):
         """Takes a prompt by its local hashes, as bytes of native 64-bit integers.
 
-        Those with its salt are for ranks whose streams tell salts; None where it has none. At most
-        `most_steps` things that have happened are kept, the newest. ValueError for two lengths.
+        Those with its salt are for ranks whose streams announce salts; None where it has none. At
+        most `most_steps` things that have happened are kept, the newest. ValueError for two
+        lengths.
         """
         cdef const uint64_t* of_salt = NULL
         cdef uint32_t blocks = <uint32_t>(PyBytes_GET_SIZE(plain) // sizeof(uint64_t))
@@ -193,7 +194,7 @@ cdef class Trace:
         self.ranks[rank] = (worker.worker_id, dp_rank)
 
     def go_on(self, uint64_t changes):
-        """Looks at so many changes; True while there are more, else all is known."""
+        """Goes through so many changes; True while there are more, else all is known."""
         return self.c.get().go_on(changes)
 
     cdef object seconds(self, uint32_t ticks):

@@ -146,7 +146,7 @@ struct Node {
   uint32_t& free_link() { return next; }
 };
 
-// A place in the tree: the block before `offset` of `node` is the last one matched.
+// A position in the tree: the block before `offset` of `node` is the last one matched.
 struct Position {
   NodeId node;
   uint32_t offset;

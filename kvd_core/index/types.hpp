@@ -1,7 +1,7 @@
 // What an index is made of besides the tree and the names: its layers and bounds, what is kept of a
-// rank, what a store says, and who is told of it.
+// rank, what a store says, and what is called for each placed block.
 //
-//   rank 7 ─┬─ traits    what its stream has told: cache groups, windows, salts; outlive a clear
+//   rank 7 ─┬─ traits    what its stream has shown: cache groups, windows, salts; outlive a clear
 //           ├─ names     engine hash -> block (index/names.hpp)
 //           ├─ held      blocks by tier and kind of layer
 //           └─ rare      once it needs one of them:
@@ -69,8 +69,8 @@ struct Budget {
   uint64_t max = UINT64_MAX;  // of blocks, and of names
   uint64_t blocks = 0;
   uint64_t names = 0;
-  uint64_t refused = 0;  // blocks told that there was no room for,
-  uint64_t crowded = 0;  // of those, where too many wait for their place already
+  uint64_t refused = 0;  // announced blocks that there was no room for,
+  uint64_t crowded = 0;  // of those, where too many wait to be placed
 
   bool fits(uint64_t new_blocks, uint64_t new_names) const {
     return fit(blocks, new_blocks) && fit(names, new_names);
@@ -107,7 +107,7 @@ struct IndexStats {
   uint64_t self_references = 0;  // events refused: a name repeated, or equal to its parent
 };
 
-// What a stream has told about one of its cache groups.
+// What a stream has said about one of its cache groups.
 struct CacheGroup {
   int32_t id;
   GroupKind kind;
@@ -131,7 +131,7 @@ struct Parked {
   uint64_t space = 0;      // namespace
   uint64_t plain = 0;      // local hash by the seed of sequence hashes
   uint64_t sequence = 0;   // sequence hash, 0 unknown
-  bool by_engine = false;  // an engine's own event has told of it
+  bool by_engine = false;  // an engine's own event has announced it
   bool certain = false;    // it had a place with that sequence hash, in another process
   // The others of its rank that wait for the same parent; null where it waits for none
   // (publishers').
@@ -141,7 +141,7 @@ struct Parked {
 };
 
 // Parked blocks, oldest first, among entries of such as are parked no longer. These are taken out
-// bit by bit: `kept_` has the entries before those of `rest_` that have been looked at.
+// bit by bit: `kept_` has the entries before those of `rest_` that have been checked.
 class ParkedQueue {
  public:
   struct Entry {
@@ -203,21 +203,21 @@ struct RareState {
   size_t exceptions() const { return copies.size() + shared.size(); }
 };
 
-// What a rank's stream has told, beside its blocks. What a match reads of each rank that it meets
+// What a rank's stream has shown, beside its blocks. What a match reads of each rank that it meets
 // lies together behind a cache line's beginning, with `Rank::live`: with hundreds of ranks a match
 // takes as long as it touches cache lines.
 struct RankTraits {
   std::vector<CacheGroup> groups;
   int32_t main_group = -1;      // the full-attention group whose blocks are the prefix
   bool numbers_groups = false;  // its stream numbers cache groups
-  bool plain = false;           // its stream has told of blocks without numbering groups
+  bool plain = false;           // its stream has stored blocks without numbering groups
   bool listed = false;          // registered, so it is shown without a match too
   bool offloads = false;        // its stream names lower-tier blocks by hash alone
   uint32_t dp_rank = 0;
   uint32_t heard_from = kNone;  // the dp rank whose stream has spoken for it
   uint32_t owner = kNone;       // in the chronicle (index/chronicle.hpp)
   uint64_t noted = 0;           // changes of it there, overwritten ones included
-  bool settling = false;        // took blocks from a dump; its stream may tell of them once more
+  bool settling = false;        // took blocks from a dump; its stream may announce them again
   bool restored = false;        // took blocks from a dump, and no batch has spoken for it since
   bool alias_only = false;  // a worker's, for a conductor's to be seen as only (index/worker.hpp)
 
@@ -272,14 +272,14 @@ struct Store {
   const uint64_t* sequences = nullptr;  // sequence hashes that another process knew, 0 unknown
 };
 
-// Told of blocks as they are placed, while sequence hashes are kept.
+// Called for blocks as they are placed, while sequence hashes are kept.
 class Placements {
  public:
   virtual ~Placements() = default;
   virtual void placed(const Store& s, const BlockId* blocks) = 0;
   // Blocks that were there before have their sequence hashes now, if they can have any.
   virtual void sequenced(const BlockId* blocks, uint32_t n) = 0;
-  // Goes on with what that has set off; false while there is more.
+  // Goes on placing what waited for these; false while there is more.
   virtual bool resolve_waiting(Steps& steps) = 0;
   // A question has met a prompt up to block `from`, which `last` is before (kNone: none). Gives
   // those behind it their places that are known by sequence hash alone; false when there are none.

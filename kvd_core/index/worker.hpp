@@ -44,7 +44,7 @@ struct Worker {
     return id;
   }
 
-  // Removes a rank, and those that nothing but its stream has told of: nobody would speak for them.
+  // Removes a rank, and those that only its stream has named: nobody would speak for them.
   void retire(Index& index, uint32_t dp_rank) {
     const auto goes = [&](const std::pair<uint32_t, RankId>& entry) {
       const RankTraits& rank = index.rank(entry.second);
@@ -55,7 +55,7 @@ struct Worker {
     ranks.erase(std::remove_if(ranks.begin(), ranks.end(), goes), ranks.end());
   }
 
-  // The rank, if there is one, goes on without its blocks and without what its stream has told:
+  // The rank, if there is one, goes on without its blocks and without its traits:
   // they are invisible at once, whatever their number, and `Index::sweep` frees them.
   void renew(Index& index, uint32_t dp_rank) {
     const RankId old = find(dp_rank);

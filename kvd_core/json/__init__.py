@@ -4,6 +4,6 @@ scan, scan.hpp               a body in one pass: integer arrays into memory, a f
                              Python
 scan_ints.hpp, scan_text.hpp
                              arrays of integers, 64 bytes at a time; strings
-stream.hpp                   JSON in pieces of any size, told to a sink
+stream.hpp                   JSON in pieces of any size, handed to a sink
 text.hpp                     JSON written
 """

@@ -5,7 +5,7 @@
 //    `---key----'   |     `-skip-'    `---key---'  `-- Column<uint32_t> -'              |
 //              Value{text}         (a bit a level)                                Value{null}
 //
-//   json/scan.hpp       objects, arrays, numbers; who is known; what is said about a bad body
+//   json/scan.hpp       objects, arrays, numbers; known members; what is wrong with a bad body
 //   json/scan_ints.hpp  the integers of an array, 64 bytes at a time
 //   json/scan_text.hpp  strings
 //
@@ -87,7 +87,7 @@ class BodyScan {
   }
 
  private:
-  using Bytes = const uint8_t*;  // a place in the body; nullptr: failed, message_ says why
+  using Bytes = const uint8_t*;  // a position in the body; nullptr: failed, message_ says why
 
   struct Array {
     std::string name;

@@ -390,7 +390,7 @@ inline void put(uint64_t& mask, uint32_t base, uint32_t* to, std::index_sequence
   ((to[I] = base + lowest(mask | uint64_t{1} << 63), mask &= mask - 1), ...);
 }
 
-// Appends base + the place of each bit; writes up to USUAL places too many rather than to branch.
+// Appends base + the index of each bit; writes up to USUAL entries too many rather than to branch.
 template <unsigned USUAL>
 inline uint32_t* put_positions(uint64_t mask, uint32_t base, uint32_t* to) {
   uint32_t* const end = to + count_bits(mask);

@@ -29,7 +29,7 @@ struct TextEnd {
   bool escaped;         // has escapes
 };
 
-// The first byte from p on that needs a look: quote, backslash, control character, beyond ASCII.
+// The first byte from p on that is not plain: quote, backslash, control character, beyond ASCII.
 inline const uint8_t* plain_run(const uint8_t* p, const uint8_t* end) {
 #if defined(__SSE2__)
   const __m128i quote = _mm_set1_epi8('"'), slash = _mm_set1_epi8('\\');

@@ -1,4 +1,4 @@
-// Reads JSON that arrives in pieces of any size. Strict RFC 8259; nothing is built, a sink is told.
+// Reads JSON in pieces of any size and calls a sink for its parts. Strict RFC 8259.
 //
 //   pieces    {"m:default":{"block_si | ze":16,"events":[{"wor | ..
 //                             `-kept-'   joined with the next piece before it is read

@@ -228,7 +228,7 @@ cdef inline void add_output(Book* book, RequestId id, double fraction) noexcept 
 
 
 cdef inline void close(Book* book) noexcept nogil:
-    # Takes everything away: others may go on with the loads. Nobody is told.
+    # Takes everything away, unrecorded; other ledgers may go on with the loads.
     book.records[0] = book.records[1] = NULL
     while book.requests.by_age.first != kNone:
         end_request(book, book.requests.by_age.first)

@@ -33,7 +33,7 @@ struct RankRef {
   double weight;      // of each block, 1 unless a fraction was given
 };
 
-// The owner keeps count of all buffers' bytes: what changes it is told where.
+// The owner counts the bytes of all buffers: what changes them is handed that count.
 class RankRefs {
  public:
   RankRefs() = default;

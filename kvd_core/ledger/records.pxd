@@ -12,9 +12,9 @@
 
 A change of these is another FORMAT of the file (kvd/persistence/frames.py).
 
-`ledger` is the number under which the ledger has been told of. `admitted` is in seconds of the
-clock that the ledger was given. What a request holds is its path in the trie, so one that has been
-booked long ago can be told of as well as a new one.
+`ledger` is the number by which the journal knows the ledger. `admitted` is in
+seconds of the clock that the ledger was given. What a request holds is its path in the trie, so one
+that has been booked long ago can be recorded as well as a new one.
 
 Costs: 'B' O(blocks), a copy; the others O(bytes of the id). Nothing here fails: what finds no room
 is dropped and counted (record_buffer.hpp).

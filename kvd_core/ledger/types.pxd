@@ -138,7 +138,7 @@ cdef struct Book:  # see book.pxd
     vector[Listed] order   # ranks by (worker, dp rank)
     uint64_t outputs       # output blocks of all requests
     LedgerStats stats
-    RecordBuffer* records[2]  # kJournals told of each step; NULL: nobody is
+    RecordBuffer* records[2]  # of kJournals that record each step; NULL: none
     uint32_t number           # the ledger's, in these records
 
 

@@ -129,7 +129,7 @@ class Beginnings {
   };
   using Order = std::list<Known>;
 
-  static constexpr size_t kEntryBytes = 152;  // an entry's node, and its place in the table
+  static constexpr size_t kEntryBytes = 152;  // an entry's node, and its index in the table
 
   void forget(typename Order::iterator entry) {
     bytes_ -= kEntryBytes + entry->value.bytes();

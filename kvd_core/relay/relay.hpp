@@ -17,10 +17,10 @@
 // A client that does not read stops its engine: when kWindow bytes wait for it, the engine's socket
 // is not read until it has taken them. A client that ends its stream has left.
 //
-// A body without a length or chunks ends with its connection. Of a stream of events that says
-// little: an engine that dies looks like one that has said all, so Python is told kClosed and looks
-// at the last event. A connection that is reset has not ended its body, unless its engine did not
-// want the whole request.
+// A body without a length or chunks ends with its connection. For a stream of events that proves
+// little: an engine that dies ends it as one does that has said all. So Python gets kClosed, and
+// judges by the last event. A connection that is reset has not ended its body, unless its engine
+// did not want the whole request.
 //
 // Engine connections are kept for the next request to the same engine, at most `idle_ns` long. They
 // stay in the epoll set, so that none has to be put there for each request; one that has news while
@@ -35,8 +35,9 @@
 //      or kept for others; it stays until `drop`, so that Python can read what became of it;
 //   3. a notice is given at most once per kind: READY, then END;
 //   4. a connection is kept only for the address that it was made to;
-//   5. an engine's connection has a line while it is open, in use or kept; its number tells it from
-//      those that had its descriptor before, also in events that were fetched before they closed;
+//   5. an engine's connection has a line while it is open, in use or kept; its number distinguishes
+//      it from those that had its descriptor before, also in events that were fetched before they
+//      closed;
 //   6. what the client has taken is kept nowhere, but for the end of its payload (`tail`).
 //
 // Costs: begin 3 system calls on a kept connection, 5 on a new one; a receive of payload 2, plus
@@ -105,7 +106,7 @@ enum class ExchangeOutcome : uint8_t {
   kClientStalled,  // the client took nothing for too long
   kNoRoom,         // no descriptor, port or memory is left here for a connection
   kClosed          // its connection has ended, and with that a stream that was delimited by nothing
-                   // else: what has been forwarded tells whether it was whole
+                   // else: what has been forwarded shows whether it was whole
 };
 
 enum class Framing : uint8_t { kAsIs, kChunks };
@@ -822,7 +823,7 @@ class Relay {
 
   void end(ExchangeId id, ExchangeOutcome outcome) {
     Exchange& x = at(id);
-    // A client is told how a broken answer ends only behind what it has been sent.
+    // The end of a broken answer is sent to the client only behind what it has been sent before.
     const bool tells = outcome == ExchangeOutcome::kBroken ||
                        outcome == ExchangeOutcome::kMalformed ||
                        outcome == ExchangeOutcome::kSilence || outcome == ExchangeOutcome::kClosed;
@@ -862,7 +863,7 @@ class Relay {
     watch(x.client_fd, id | kClientSide, events, x.client_watched, x.client_events);
   }
 
-  // Without events a descriptor leaves the set: a hangup would be told over and over.
+  // Without events a descriptor leaves the set: a hangup would be reported over and over.
   void watch(int fd, uint64_t tag, uint32_t events, bool& watched, uint32_t& current) {
     if (events == 0) return unwatch(fd, watched, current);
     if (watched && current == events) return;

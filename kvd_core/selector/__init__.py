@@ -5,9 +5,9 @@ settings              weights and thresholds of a choice
 choice.pxd            who may be chosen, and who is; the modes
 cost.pxd              the cost of a candidate
 rows.pxd              what a match has found, as JSON
-pool.hpp, types.hpp   a look at the index; the state of every candidate; pool.pxd and types.pxd
+pool.hpp, types.hpp   what the index says; the state of every candidate; pool.pxd and types.pxd
                       declare them for Cython
-loads.pxd             a look at the ledger
+loads.pxd             what the ledger says
 choice_stats          sums over choices, for metrics
 
 What people change is Cython, what walks trees is C++. choice.pxd, cost.pxd, loads.pxd and rows.pxd

@@ -280,7 +280,7 @@ cdef inline bint keeps_sessions(
 # ---- thresholds
 
 cdef inline bint is_blind(const Scale* s) noexcept nogil:
-    # The mode does not look at the load of the prompt's candidates in tokens.
+    # The mode does not weigh what candidates cache or their load in tokens.
     return s.settings.mode != kKv and s.settings.mode != kDirect
 
 

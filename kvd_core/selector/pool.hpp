@@ -76,8 +76,8 @@ class Pool {
   }
   // The candidates of the same worker are those from its `first` up to here.
   uint32_t end_of_worker(const Candidate& c) const { return candidates_[c.first].end; }
-  // Notes the prompt as cached by a candidate, if predictions are kept; what its events tell needs
-  // none.
+  // Notes the prompt as cached by a candidate, if predictions are kept; what its events announce
+  // needs none.
   void predict(size_t at, double now) {
     const Candidate& c = candidates_[at];
     Predicted* predicted = c.caches == nullptr ? own_ : index_->predicted();

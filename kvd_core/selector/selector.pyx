@@ -3,14 +3,14 @@
 """Chooses the rank that should serve a prompt.
 
 `selector/choice.pxd` has the rules of choosing, `selector/cost.pxd` what a choice costs,
-`selector/rows.pxd` the JSON; `selector/pool.hpp` is the C++ that looks into the index,
-`selector/loads.pxd` looks into the ledger.
+`selector/rows.pxd` the JSON; `selector/pool.hpp` is the C++ that asks the index,
+`selector/loads.pxd` asks the ledger.
 
 One thread owns a pool, with its index and ledger. Nothing here does I/O, reads a clock or draws
 random numbers.
 
-Loops are aligned: else a pass over the candidates takes up to 8 % longer, by where the code around
-has put it.
+The compiler aligns loops here: else a pass over the candidates takes up to 8 % longer, depending on
+the code around it.
 """
 
 from collections import namedtuple
@@ -229,7 +229,7 @@ cdef class Pool:
         """Tokens per block."""
         return self.c.block_size()
 
-    # ---- looking
+    # ---- matching a prompt
 
     @property
     def blocks(self):
@@ -264,9 +264,10 @@ cdef class Pool:
                      str cache_salt=None, unique=None, *, bint eagle=False):
         """Does the same with the token ids of a scanned body; their number is the prompt's length.
 
-        A salted prompt can use salted blocks of ranks whose stream tells salts, and unsalted blocks
-        of the others. `unique`, a random u64, makes its sequence hashes differ from all others:
-        the prompt then shares no block in use. `eagle` hashes pairs of tokens, as EAGLE engines do.
+        A salted prompt can use salted blocks of ranks whose stream announces salts, and unsalted
+        blocks of the others. `unique`, a random u64, makes its sequence hashes differ from all
+        others: the prompt then shares no block in use. `eagle` hashes pairs of tokens, as EAGLE
+        engines do.
         """
         cdef size_t n = 0
         cdef const uint32_t* tokens = scanner.u32(array, &n)

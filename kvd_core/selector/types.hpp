@@ -14,7 +14,7 @@
 
 namespace kvd::selector {
 
-// Tokens of a prompt: what the ledger books for one request.
+// Tokens of a prompt: what the ledger accepts for one request.
 constexpr uint64_t kMaxIslTokens = ledger::kMaxTokens;
 // Hashes for which memory is kept between prompts: 512 KiB, prompts of a million tokens in blocks
 // of 16. What a longer one took is given back with the next.

@@ -56,7 +56,7 @@ struct Libzmq {
   int (*msg_more)(const ZmqMessage*) = nullptr;
   int (*msg_close)(ZmqMessage*) = nullptr;
 
-  // Looks the functions up in a module that is loaded already; returns what is wrong, or null.
+  // Finds the functions in a module that is loaded already; returns what is wrong, or null.
   const char* load(const char* module_path) {
     void* module = dlopen(module_path, RTLD_NOW | RTLD_NOLOAD);
     if (!module) return "pyzmq's extension module is not loaded";

@@ -57,8 +57,8 @@ cdef class InboxSpace:
 cdef class Inbox:
     """Messages of one stream that wait, within bounds of its own and of the space.
 
-    `pushed` and `popped` count what has ever come in and gone out: a place in the order of arrival.
-    `dropped` counts what found no room.
+    `pushed` and `popped` count what has ever come in and gone out: a position in the order of
+    arrival. `dropped` counts what found no room.
     """
 
     def __cinit__(self, InboxSpace space not None, uint64_t max_messages=0, uint64_t max_bytes=0):
@@ -100,7 +100,7 @@ cdef class Inbox:
         self.inbox.seal()
 
     def begin(self):
-        """Has `first` be the place of the first message that is pushed from now on."""
+        """Has `first` be the position of the first message that is pushed from now on."""
         self.inbox.begin()
 
     @property
@@ -115,7 +115,7 @@ cdef class Inbox:
         """Has `take(seq, payload)` take messages; returns whether it stopped before there was none.
 
         `speaker` is who has published the message before the first, as 16 bytes, or none where that
-        did not say; a message of another one is told of before, with `meet(publisher)`.
+        did not say; before a message of another one `meet(publisher)` is called.
 
         Stops after a message for which `take` returns True, after `max_messages` messages, or after
         the first that ends later than `budget_ns` from the start. What `take` raises passes

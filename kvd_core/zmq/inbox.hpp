@@ -13,12 +13,12 @@
 //
 // Invariants
 //   1. What waits is within the bounds of its inbox and of the space, in messages and in bytes.
-//   2. What finds no room takes the place of the newest that waits, if it fits there: what is kept
+//   2. What finds no room replaces the newest that waits, if it fits there: what is kept
 //      is a beginning without holes and the end, so that the end shows what is missing. Only what
 //      arrived since the last `seal` can be replaced.
 //   3. If even that has no room, `has_hole` says so until the next message is kept.
-//   4. `popped() + messages() == pushed()`; these are places in the order of arrival, which nothing
-//      ever changes, so that others can note one.
+//   4. `popped() + messages() == pushed()`; these are positions in the order of arrival, which
+//      nothing ever changes, so that others can note one.
 //
 // Costs: push and pop a memcpy each, 30 to 60 ns for 250 bytes; nothing is allocated but blocks,
 // and the one block that an almost empty inbox needs comes from the spare ones.
@@ -125,7 +125,7 @@ class Inbox {
   // What waits now stays, whatever comes.
   void seal() { newest_ = nullptr; }
 
-  // The lowest place of what was pushed since `begin`; `pushed()` if nothing was.
+  // The lowest position of what was pushed since `begin`; `pushed()` if nothing was.
   void begin() { first_ = pushed_; }
   uint64_t first() const { return first_; }
 

@@ -103,7 +103,7 @@ cdef class Subscriber:
         self.socket.ping()
 
     def unsubscribe(self):
-        """Tells the other end that nothing more is wanted."""
+        """Unsubscribes: the other end learns that nothing more is wanted."""
         self.socket.unsubscribe()
 
     def fill(self, Inbox inbox not None, refuse, int max_messages, int64_t budget_ns):

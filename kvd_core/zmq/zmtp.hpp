@@ -10,7 +10,7 @@
 //             between the frames of a message, too
 //
 // What was read stands in one view: bytes from `begin()` on are not used up, those up to `scanned`
-// are whole frames of the message that is not wholly there yet, which are not looked at again.
+// are whole frames of the message that is not wholly there yet, which are not read again.
 //
 //   used up │ frame frame │ part of a frame
 //           ^ begin       ^ begin + scanned
@@ -172,7 +172,7 @@ class ZmtpSubscriber {
     return value;
   }
 
-  // Looks at as much of the greeting as is there: noise may be shorter.
+  // Checks as much of the greeting as is there: noise may be shorter.
   bool greet(const uint8_t* at, size_t left) {
     const bool wrong =
         (left > 0 && at[0] != 0xff) || (left > 9 && !(at[9] & 1)) || (left > 10 && at[10] < 3);

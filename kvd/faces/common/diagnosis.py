@@ -15,14 +15,14 @@ from kvd.http.routes import ConcurrencyLimit, Route
 if TYPE_CHECKING:
     from kvd.diagnosis.doctor import Doctor
 
-# Diagnoses under way, of all faces: each walks over all streams, and may look at engines.
+# Diagnoses under way, of all faces: each walks over all streams, and may probe engines.
 MAX_DIAGNOSES = 4
 
 PROBES = {"": False, "0": False, "1": True}
 
 
 async def diagnose(doctor: Doctor, request: Request) -> Response:
-    """Answers what is wrong, in the order of the chain; `?probe=1` has engines looked at."""
+    """Answers what is wrong, in the order of the chain; `?probe=1` has engines probed."""
     given = parse_qs(request.query.decode("latin-1"), keep_blank_values=True).get("probe", [""])
     if given[-1] not in PROBES or len(given) > 1:
         raise BadRequest("the parameter `probe` is 0 or 1")

@@ -140,7 +140,7 @@ async def global_view(state: State, publishers: Publishers, request: Request) ->
 
 
 def _contexts(listed: list[Publisher], partitions: list[Partition]) -> Iterator[bytes]:
-    """Yields those of publishers, and of workers, whose adapters only their events tell."""
+    """Yields those of publishers, and of workers, whose adapters only their events name."""
     contexts: set[_Context] = set()
     for number, publisher in enumerate(listed, 1):
         described = publisher.described

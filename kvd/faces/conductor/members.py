@@ -102,7 +102,7 @@ def checked(described: Described) -> Described:
 
 
 def usable(value: str | None, name: str, check: Callable[[str], None]) -> None:
-    """Has `check` look at an address or key, if there is one; names it where that finds a fault."""
+    """Has `check` judge an address or key, if there is one; names it where that finds a fault."""
     if value is None:
         return
     try:

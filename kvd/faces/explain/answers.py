@@ -44,7 +44,7 @@ UNITS = {Basis.REQUESTS: "requests", Basis.TURNS: None, Basis.CHANCE: None}
 
 
 class Narrator:
-    """Tells what was found about one prompt."""
+    """Words what was found about one prompt."""
 
     def __init__(self, prompt: HashedPrompt, traces: Traces, now: float) -> None:
         self._prompt = prompt
@@ -169,7 +169,7 @@ class Narrator:
     def _ended(
         self, traced_rank: TracedRank, row: Explained | None, blocks: int, announced: int
     ) -> dict[str, Any]:
-        """Returns why a rank caches no more than so many blocks, of which events told so many."""
+        """Returns why a rank caches only `blocks`, of which `announced` come from events."""
         traced = self._traces.rows.get(traced_rank)
         why = {"at_block": blocks, "tier": None, "age_s": None, "elsewhere_blocks": None}
         if blocks == self._prompt.blocks:

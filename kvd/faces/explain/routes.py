@@ -51,7 +51,7 @@ class Explainer:
         weighed = self._weigh(question)
         partition = self.state.partitions.get(question.key)
         if weighed and not self.selections.options.uses_kv_events:
-            partition = None  # what ranks cache is not told, but predicted
+            partition = None  # what ranks cache is not announced, but predicted
         if partition is None and not weighed:
             partition = self.state.partition(*question.key)  # raises who serves it, or NotFound
         size = self._block_size(question, partition)

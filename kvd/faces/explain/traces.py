@@ -14,9 +14,9 @@ from kvd.index.partitions import Partition, State
 from kvd_core.index.prefix_index import TIERS
 from kvd_core.index.trace import Happened, Trace, Traced, seeds
 
-SLICE_CHANGES = 16_384  # changes looked at between two checkpoints, 0.3 ms
+SLICE_CHANGES = 16_384  # changes examined between two checkpoints, 0.3 ms
 MAX_STEPS = 4096  # changes of the prompt's blocks that are kept, before they are gathered
-MAX_TENANTS = 16  # other tenants of the model that are looked at
+MAX_TENANTS = 16  # other tenants of the model that are searched
 GATHERED_S = 1.0  # changes of neighbouring blocks within this are shown as one
 
 TracedRank = tuple[int | str, int]  # worker id, dp rank

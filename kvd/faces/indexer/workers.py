@@ -12,7 +12,7 @@ from kvd.model import RankKey
 from kvd.wire.event_stream import EventStream, StreamHealth
 from kvd.wire.stream_link import ListenerStatus
 
-# Ranks looked at or written between two checkpoints: at most about 1 ms.
+# Ranks examined or written between two checkpoints: at most about 1 ms.
 SLICE_RANKS = 64
 
 # An instance shows the most alarming status of its listeners.

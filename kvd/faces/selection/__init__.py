@@ -6,7 +6,7 @@ handlers                     selections, the end of reservations and of their pr
                              overlaps; prompts of bodies; compiled
 choosing                     unusual members of a selection to a `SelectRequest`, and its wait
 prompts                      what is wrong with a prompt, and one that has waited
-reservations                 reservations made by name, shown and told of output
+reservations                 reservations made by name, shown, and given output blocks
 workers, records             the catalog of workers: its routes, and records read and written
 tuning                       busy thresholds, router modes and policies, changed at run time
 members                      members that several routes read

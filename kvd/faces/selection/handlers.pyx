@@ -3,7 +3,7 @@
 
 A selection without unusual members is chosen and booked here, in one go:
 
-    body ──> PromptReader ──> usual, none before it in the queue, no replica to tell?
+    body ──> PromptReader ──> usual, none before it in the queue, no replica to notify?
                                 │ yes              │ no
                                 v                  v
                kvd.selection.immediate ── no rank ─> kvd.selection.scheduler ──> answer, or a wait

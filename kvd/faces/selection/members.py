@@ -80,7 +80,7 @@ def retry_of(request: Request, reservation_id: str | None) -> Retry | None:
 def booked(
     status: int, answer: bytes, receipt: Receipt[Candidates], selections: Selections
 ) -> Response:
-    """Returns the response that tells of a booking, which ends if it does not reach its client."""
+    """Returns the response that reports a booking, which ends if it does not reach its client."""
     return Response(status, answer, undo=partial(selections.reservations.take_back, receipt))
 
 

@@ -1,4 +1,4 @@
-"""Prompts in bodies: what is wrong with them, and how one is looked at that has waited."""
+"""Prompts in bodies: what is wrong with them, and how one that has waited is matched again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ARRAYS: dict[str, Any] = {
     "sequence_hashes": "hash64?",
     "token_ids": "u32?",
 }
-# Its own, for prompts that have waited: the others may hold a body that is about to be looked at.
+# Its own, for prompts that have waited: the others may hold a body that is about to be matched.
 LATER = BodyScanner({"token_ids": "u32?"})
 
 

@@ -12,7 +12,7 @@ cdef class SlotHandler(HotHandler):
     cdef BodyReader body
     cdef object slots   # kvd.slots.trackers.SlotTrackers
     cdef dict trackers  # its trackers by (model, tenant); each has a Ledger as `ledger`
-    cdef list replicas, observers  # those told of steps (kvd.slots.live_requests)
+    cdef list replicas, observers  # those notified of steps (kvd.slots.live_requests)
 
     # The tracker that the body names; raises NotFound.
     cdef object tracker(self)
@@ -27,7 +27,7 @@ cdef class AddHandler(SlotHandler):
 cdef class StepHandler(SlotHandler):
     # Takes the step of a request that only the ledger has to know of.
     cdef int take(self, Ledger ledger, RequestId live) except -1
-    # Takes it where others are told of it, or says why it cannot be taken.
+    # Takes it where others are notified of it, or says why it cannot be taken.
     cdef int tell(self, tracker, str request_id) except -1
 
 cdef class PrefillCompleteHandler(StepHandler):

@@ -2,7 +2,7 @@
 """The slot tracker's hot handlers: steps in the life of a request, loads and projections.
 
 A step that only the ledger has to know of is taken here. `SlotTrackers` takes one that replicas or
-observers are told of or that has an Idempotency-Key, and words why a step cannot be taken.
+observers are notified of or that has an Idempotency-Key, and words why a step cannot be taken.
 
 Costs: 0.5 µs beside scanning the body and the ledger's work.
 """

@@ -22,5 +22,5 @@ from kvd.index.partitions import State
 
 
 def ui_routes(picture: Picture, state: State) -> tuple[Route, ...]:
-    """Returns the routes that every face has for people who look."""
+    """Returns the routes of the page at /ui, which every face has."""
     return (*page_routes(), picture.route(), branches_route(state))

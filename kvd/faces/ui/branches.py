@@ -1,7 +1,7 @@
 """The prefix tree, a level at a time: GET /branches.
 
 A branch is a chain of blocks that some ranks hold; what it is called, `9-91c07ad203fe55aa`, is good
-until the tree has changed there. Prompts cannot be told from it: a hash is of a block's tokens.
+until the tree has changed there. Prompts cannot be read from it: a hash is of a block's tokens.
 """
 
 from __future__ import annotations

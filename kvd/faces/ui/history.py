@@ -1,6 +1,6 @@
 """The last minutes of the picture, in rings that are filled only while it is read.
 
-    read ──> wakes the task ──> a sample every SAMPLE_S ──> nobody has looked for SAMPLED_S: all is
+    read ──> wakes the task ──> a sample every SAMPLE_S ──> nobody has read for SAMPLED_S: all is
                                                             forgotten, nothing is subscribed to
 
     POINTS   |  .  .  |  .  .  |     requests/s, events/s, live, queued, shares: of all
@@ -27,7 +27,7 @@ from kvd.wire.lifecycle import Step
 
 SAMPLE_S = 2.0  # seconds between two samples
 POINTS = 60  # samples kept: two minutes
-# Seconds after the last look until nothing is sampled any more: longer than browsers let a page in
+# Seconds after the last read until nothing is sampled any more: longer than browsers let a page in
 # the background wait.
 SAMPLED_S = 70.0
 MAX_DECISIONS = 32  # last choices shown, 0.5 kB each

@@ -1,7 +1,7 @@
 """A live picture of kvd as one bounded JSON document: GET /picture.
 
 It is written piece by piece, so that others run between, and costs what it shows: at most MAX_RANKS
-rows, MAX_MODELS models, MAX_DOUBTFUL streams. All streams are looked at.
+rows, MAX_MODELS models, MAX_DOUBTFUL streams. All streams are counted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The ranks that any face knows, each once: its stream, its place in choices, its load, its blocks.
+"""The ranks that any face knows, each once: its stream, its part in choices, its load, its blocks.
 
     selection catalog ─┐
     registrations      ├──> RankKey ──> row    registrations are those of indexer and selections
