@@ -33,7 +33,7 @@ nothing is wrong; 1: there are findings; 2: kvd cannot be asked. `--json` writes
 `{"findings": [{"name", "severity", "subject", "evidence", "remedy"}]}`.
 
 `GET /diagnose` is on every face and needs the scope `read`. With `?probe=1`, which `kvd doctor`
-sends unless told `--no-probe`, kvd connects to registered addresses that it has no connection to,
+sends without `--no-probe`, kvd connects to registered addresses that it has no connection to,
 and to replay endpoints: once each, 2 s for an answer, 10 s in all, 1,024 addresses
 (`kvd_diagnosis_probes_left_out_total` counts those beyond). Four diagnoses run at once; more are
 503. Bookings are counted of 4,096 workers (others: `kvd_diagnosis_bookings_uncounted_total`).

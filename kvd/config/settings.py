@@ -808,7 +808,7 @@ SHARED_STATE_SETTINGS = section(
         "URL",
         "base URL at which other replicas reach this indexer: new replicas recover the index from "
         "it, and answers with status 421 name it",
-        when_unset="other replicas are not told",
+        when_unset="other replicas do not learn it",
     ),
     state_lease_s=Setting(
         parsers.parse_lease,
