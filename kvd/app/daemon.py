@@ -97,7 +97,7 @@ SWEEP_STEPS = 8192
 # Pause between two sweeps when nothing is left to free: each takes 0.3 ms of an idle process, whose
 # caches are cold, and an event that comes meanwhile waits.
 SWEEP_PAUSE_S = 0.25
-LINES_PAUSE_S = 0.05  # the same while lines of the log wait for their reader
+LINES_PAUSE_S = 0.05  # the pause while lines of the log wait for their reader
 
 EXPIRY_PAUSE_S = 1.0  # pause between two checks for requests that are too old
 
@@ -408,7 +408,7 @@ class _Daemon:
                 await trio.sleep(LINES_PAUSE_S if is_behind else SWEEP_PAUSE_S)
 
     async def _expire(self) -> None:
-        """Checks every second for what is too old, of no use, too full, or never matches."""
+        """Checks every second for what is too old, unused, too full, or never matches."""
         parts = self._parts
         index_full = IndexFullLog(parts.state.budget)
         unmatched = UnmatchedLog(parts.state)

@@ -64,7 +64,7 @@ class FaceClient:
     ) -> None:
         """Takes what faces may want: a bearer token, a certificate of ours, its key if elsewhere.
 
-        `certfile` is the one that the daemon's TLS is by. Raises OSError for files of no use.
+        `certfile` is the one that the daemon's TLS is by. Raises OSError for unusable files.
         """
         self._headers = {"Authorization": f"Bearer {token.decode()}"} if token else {}
         self._tls = ssl.create_default_context()

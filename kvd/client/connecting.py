@@ -84,7 +84,7 @@ class ConnectionSettings:
         return {"headers": headers, "trust_env": False, "follow_redirects": False}
 
     def transport_options(self, address: Address) -> dict[str, Any]:
-        """Returns what httpx's transports take; raises OSError for files of no use."""
+        """Returns what httpx's transports take; raises OSError for unusable files."""
         # Without TLS no certificates are read, which takes as long as many calls.
         verify = self._tls() if address.has_tls else False
         return {"verify": verify, "uds": address.socket, "trust_env": False}
@@ -108,7 +108,7 @@ def limits(connections: int) -> httpx.Limits:
 def read_token(token: str | None, token_file: Where | None) -> str | None:
     """Returns the token, if there is one.
 
-    Raises ValueError for two of them or one that cannot be, OSError for a file of no use.
+    Raises ValueError for two of them or one that cannot be, OSError for an unusable file.
     """
     if token_file is not None:
         if token is not None:

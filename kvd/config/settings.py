@@ -603,7 +603,7 @@ BIND_SETTINGS = section(
     gateway_bind=binds("addresses of the gateway", OFF),
 )
 
-# Processes of a gateway: more than a machine has cores for are of no use.
+# Processes of a gateway: more than a machine has cores for gain nothing.
 MAX_PROCESSES = 256
 
 GATEWAY_SETTINGS = section(

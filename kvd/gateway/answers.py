@@ -40,7 +40,7 @@ def lacks_model(answer: Answer) -> bool:
 
 
 def fault(answer: Answer) -> int | None:
-    """Returns the status of an error that an answer is, None if it is none."""
+    """Returns the status of an answer that is an error, None for any other."""
     if is_stream(answer):
         error = first_error(answer.held)
         return None if error is None else error.status

@@ -450,9 +450,9 @@ class RemoteChoices:
         help = "Number of kvds elsewhere, by state"
         yield by_label("kvd_gateway_kvds", "gauge", help, "standing", standings)
         steps = self._steps.values()
-        help = "Number of steps of bookings that wait to be told to a kvd elsewhere"
+        help = "Number of steps of bookings that wait to be sent to a kvd elsewhere"
         yield gauge("kvd_gateway_waiting_steps", help, sum(map(len, steps)))
-        help = "Number of steps of bookings never told to a kvd elsewhere because too many waited"
+        help = "Number of steps of bookings never sent to a kvd elsewhere because too many waited"
         dropped = sum(each.dropped for each in steps)
         yield counter("kvd_gateway_dropped_steps_total", help, dropped)
 

@@ -45,7 +45,7 @@ class UpstreamTls:
     insecure: bool = False  # any certificate will do
 
     def context(self) -> ssl.SSLContext:
-        """Reads the files; raises ValueError, which names them, if they are of no use."""
+        """Reads the files; raises ValueError, which names them, if they are unusable."""
         try:
             context = ssl.create_default_context(cafile=self.ca)
         except (OSError, ValueError) as error:

@@ -59,7 +59,7 @@ class Authorizer:
         self.set_policy(policy)
 
     def add_hostnames(self, names: Iterable[str]) -> None:
-        """Takes names that the face listens under for its own."""
+        """Accepts host names under which the face listens."""
         self._names = tuple(names)
         self.set_policy(self._policy)
 

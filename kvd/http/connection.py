@@ -102,7 +102,7 @@ class ListenerContext:
     async def serve_waiting(
         self, shared: Shared, head: Head, found: Found, body: bytes, checks_host: bool
     ) -> tuple[bytes, bool, Undo]:
-        """Does the same for an asynchronous handler, which has `handler_s`."""
+        """Does what `serve` does for an asynchronous handler, which has `handler_s`."""
         started = perf_counter()
         response = self._too_long
         with trio.move_on_after(shared.limits.handler_s) as scope:
@@ -311,7 +311,7 @@ class Connection(Transport):
         return not self._retired
 
     async def _fill_parked(self) -> bool:
-        """Does the same; meanwhile the connection is the fast path's."""
+        """Does what `_fill` does; meanwhile the connection is parked in the fast path."""
         while not self.buffer and self._rest is None:
             outcome = self._listener.fast_path.park(self, self.fd)
             if outcome is not None:

@@ -106,7 +106,7 @@ cdef enum:
 NOTHING, ALL, SOME = kNothing, kAll, kSome
 
 cdef enum:
-    kTurnNs = 10 * 1000  # of a pollable in a row: one request, or one of each connection
+    kTurnNs = 10 * 1000  # of one pollable's turn: one request, or one of each connection
     kEvents = 16  # taken from the set at once
     kRunnable = 8  # tasks that end a row: each may take 0.2 ms, and a pass of trio runs them all
     kStreak = 8  # requests of one connection in a row before others have their turn

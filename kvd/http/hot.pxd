@@ -4,8 +4,8 @@ from kvd.http.permits cimport Text
 
 
 cdef class HotHandler:
-    cdef bint bodiless      # it is for requests without a body
-    cdef bint adds_request  # which is taken back where the client has left before its answer
+    cdef bint bodiless      # it serves requests without a body
+    cdef bint adds_request  # an answer adds one, which `undoing` takes back if its client has left
     cdef public bint waits  # it may leave a request to its task, which calls the handler and awaits
     cdef int status         # of the last answer: 200 or 201
 

@@ -44,7 +44,7 @@ def response_head(
 
 
 def framed_head(status: int, head: bytes, length: int | None, lines: bytes) -> bytes:
-    """Does the same with a `head` that is rendered as far as its own headers go."""
+    """Returns a response head whose own headers `head` has rendered; see `response_head`."""
     if length is None or status in BODILESS:
         return b"%b%b\r\n" % (head, lines)
     return b"%bcontent-length: %d\r\n%b\r\n" % (head, length, lines)

@@ -167,7 +167,7 @@ class Server(ABC, Generic[C]):
             if (rank := connection.dispensability()) and connection not in self._displaced
         )
         found = nsmallest(DISPLACED_AT_ONCE, ranked, key=itemgetter(0))
-        # More strangers come meanwhile, and go before anybody known: of these one at a time.
+        # Known clients are ended one at a time: strangers that come meanwhile go before them.
         strangers = [each for each in found if not each[0][0]]
         self._dispensable = (strangers or found[:1])[::-1]
         self._check_after = -inf if found else trio.current_time() + CHECK_AGAIN_S

@@ -58,7 +58,7 @@ class RouteTable:
         return None
 
     def label(self, path: bytes) -> str | None:
-        """Returns the path of the routes that a raw one leads to, whatever the method."""
+        """Returns the route's path for a raw one, by any method; None if there is no route."""
         each = (self.find(method, path) for method in self._methods)
         return next((found.route.path for found in each if found is not None), None)
 

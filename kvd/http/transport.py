@@ -214,8 +214,8 @@ class Transport:
     def dispensability(self) -> tuple[bool, int, float] | None:
         """Returns a key: the lowest can be closed with the least harm; None: it must not be closed.
 
-        Strangers come first; of these, and of the others, who is between two requests, who has not
-        sent a whole head, who has been answered and goes on sending; and of these the oldest.
+        Strangers sort before known clients; among each, connections between two requests, then
+        those without a whole head, then those answered that go on sending; the oldest first.
         """
         known = self.standing is ClientTrust.KNOWN
         if self.phase is ConnectionPhase.IDLE and self.standing is not ClientTrust.NEW:

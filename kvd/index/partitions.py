@@ -137,7 +137,7 @@ class State:
         self.max_partitions = max_partitions
         self.partitions: dict[PartitionKey, Partition] = {}
         self.sized: dict[SizedKey, Partition] = {}
-        self._sizes: dict[PartitionKey, list[Partition]] = {}  # the same, oldest first
+        self._sizes: dict[PartitionKey, list[Partition]] = {}  # all of them by key, oldest first
         self._hash_seed = hash_seed  # of sequence hashes
         self.ingest = IngestStats()
         self.refused_partitions = 0

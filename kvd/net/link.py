@@ -42,7 +42,7 @@ class Linked(Protocol):
         """The connection broke, or broke off early; the link tries again."""
 
     def failed(self, why: str, now: float) -> None:
-        """The link is of no more use; another one follows."""
+        """The link can no longer be used; another one follows."""
 
     def crashed(self) -> None:
         """A message met a bug."""
@@ -79,10 +79,10 @@ def nothing() -> bool:
 
 
 class Link(Protocol):
-    """Connected again and again, until that is of no more use."""
+    """A link to a publisher, which connects again and again until it can no longer be used."""
 
     async def watch(self) -> str:
-        """Reports to the owner what becomes of it; returns why the link is of no more use."""
+        """Reports to the owner what happens; returns why the link can no longer be used."""
 
     async def wait(self, serve: Callable[[], bool] = nothing) -> None:
         """Returns when there may be a message, or the connection is another one.
@@ -101,7 +101,7 @@ class Link(Protocol):
         """Takes messages of any shape, as `kvd_core.zmq.drain.fill_frames`."""
 
     def hear(self) -> bool:
-        """Reports to the owner what has become of it up to now; returns whether it was anything.
+        """Reports to the owner what has happened up to now; returns whether anything has.
 
         After a `fill` this knows of every connection that its messages may have come over.
         """

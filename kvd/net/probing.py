@@ -42,7 +42,7 @@ class Prober:
 
     def note_state(self, listener: EventStream, now: float) -> None:
         """Takes note of a listener as it is now."""
-        # A failed one says by itself why: its name or address is of no use.
+        # A failed one says by itself why: its name or address is unusable.
         if listener.connected or listener.status is ListenerStatus.FAILED:
             self.forget(listener)
         else:

@@ -76,7 +76,7 @@ class RecoveryStats:
 
 
 class _Passed(Exception):
-    """The peer is of no use, without fault."""
+    """The peer has nothing to recover from, without fault."""
 
     def __init__(self, attempt: RecoveryOutcome) -> None:
         super().__init__(attempt)
@@ -142,7 +142,7 @@ async def _attempt(
 async def _dump_of(
     url: str, state: State, limits: RecoveryLimits, dialer: Dialer, token: bytes
 ) -> list[StagedEntry]:
-    """Returns a peer's whole dump; ValueError when it is none."""
+    """Returns a peer's whole dump; raises ValueError for an answer that is not one."""
     reader: DumpReader | None = None
 
     def begin(headers: Headers) -> Sink:

@@ -35,7 +35,7 @@ class LinkReader(Protocol):
     """Takes the messages of a link."""
 
     async def receive(self, link: Link) -> str:
-        """Takes messages for ever, or until the link is of no more use, and returns why."""
+        """Takes messages for ever, or until the link can no longer be used; returns why not."""
 
     async def receive_rest(self, link: Link) -> None:
         """Takes what had arrived before the link became useless."""
@@ -100,7 +100,7 @@ class LinkSessions:
         return why
 
     async def _session(self) -> str:
-        """Reads over one link for as long as that is of use; returns why it is not any more."""
+        """Reads over one link for as long as it can be used; returns why it cannot any more."""
         linked = self._linked
         try:
             address = await self._dialer.endpoint(linked.endpoint, self._attempts)

@@ -3,7 +3,8 @@
 libzmq connects again by itself after a plain loss, but never after a protocol error: a frame
 beyond the limit, broken framing, a peer of the wrong type (libzmq issue 4196). Its events tell the
 two apart: after DISCONNECTED, CONNECT_RETRIED follows within a millisecond or never (seen with
-libzmq 4.3.5 on twelve kinds of misbehaving publishers). Without it the link is of no more use.
+libzmq 4.3.5 on twelve kinds of misbehaving publishers). Without it the link cannot be used any
+more.
 
 libzmq reports a connection to the monitor before it hands over that connection's first message. So
 a caller that holds a message and then calls `hear` knows of every connection it may have come over.
@@ -107,7 +108,7 @@ class ZmqLink:
         topics: tuple[bytes, ...] = (b"",),
         curve: Mapping[int, int | bytes] = NO_CURVE,
     ) -> None:
-        """Connects to `address`, which is what the endpoint of who is linked means now.
+        """Connects to `address`, to which the owner's endpoint leads now.
 
         Only messages whose first frame begins with one of `topics` come. Raises zmq.ZMQError.
         """
@@ -134,7 +135,7 @@ class ZmqLink:
         await self._opened.aclose()
 
     async def watch(self) -> str:
-        """Reports to the owner what libzmq does; returns why the socket is of no more use.
+        """Reports to the owner what libzmq does; returns why the socket cannot be used any more.
 
         That is when libzmq will do nothing more, or the link has been given up.
         """
@@ -171,7 +172,7 @@ class ZmqLink:
         self._patience.cancel()
 
     def hear(self) -> bool:
-        """Reports to the owner what libzmq has done up to now; returns whether it was anything."""
+        """Reports to the owner what libzmq has done up to now; returns whether it did anything."""
         heard, news = False, self._news
         # In every turn of a listener: that there is nothing costs 1 us, where pyzmq takes 6.
         socket = self._monitor.socket.underlying
@@ -204,7 +205,7 @@ class ZmqLink:
     def _unsubscribe(self, topics: tuple[bytes, ...]) -> None:
         """Unsubscribes before the connection ends.
 
-        An engine that only loses a connection still counts the subscriber when it looks next: it
+        An engine that only loses a connection counts the subscriber for a while: it
         takes libzmq two exchanges between its threads to forget one. What the engine sends on the
         strength of that count, to a listener that is just coming back, would reach nobody.
         """

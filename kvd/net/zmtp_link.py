@@ -5,7 +5,7 @@
        └────────────────────────────────────────────────────────────────────────────┘
     owner  ── wait ── fill (kvd_core.zmq.subscriber) ── hear: reports an end that `fill` has met
 
-There is one connection at a time, and what becomes of it is seen where its messages are: all that
+There is one connection at a time, and its end is seen where its messages are read: all that
 came over it is read before its end is reported, and the next one is made afterwards.
 """
 
@@ -70,7 +70,7 @@ class ZmtpLink:
         self._unjoined: trio.CancelScope | None = None
 
     async def watch(self) -> str:
-        """Keeps connected, and reports to the owner; returns why the link is of no more use."""
+        """Keeps connected, and reports to the owner; returns why the link can be used no more."""
         why = await self._keep_connected()
         return f"{self._given_up}: {self._linked.endpoint}" if self._given_up else why
 

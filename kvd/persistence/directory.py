@@ -63,7 +63,7 @@ class StateDirectory:
                     path.unlink()
 
     def drop_journal(self, number: int) -> None:
-        """Removes a journal that is of no use."""
+        """Removes a journal that is not needed."""
         with suppress(OSError):  # what counts is why it is of none; the next start passes over it
             self.journal(number).unlink()
 

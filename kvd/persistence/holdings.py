@@ -34,7 +34,7 @@ HOLDINGS = ord("B")  # kind of a frame with a piece of the dump
 KINDS = (PUBLISHERS, NUMBERS, HOLDINGS)
 
 SLICE_PUBLISHERS = 16  # publishers examined between two checkpoints: about 0.2 ms
-SLICE_STREAMS = 256  # the same, of one publisher's streams of events
+SLICE_STREAMS = 256  # streams of one publisher examined between two checkpoints
 SLICE_STEPS = 4096  # of 0.1 us, that blocks are brought back in between two checkpoints
 
 

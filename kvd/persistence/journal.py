@@ -183,7 +183,7 @@ class JournalWriter:
         self._close()
 
     async def begin(self) -> None:
-        """Begins a journal with all that is booked now; then those before it are of no more use."""
+        """Begins a journal with all that is booked now; those before it are not needed then."""
         if self._has_failed:  # what has waited meanwhile has nowhere to go
             self.stats.lost_bytes += len(self._journal.take())
         await self.flush()  # to the one before: it may be needed still

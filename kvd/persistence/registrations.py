@@ -185,7 +185,7 @@ async def register_again(
 ) -> Again:
     """Registers what was kept; what cannot be registered any more is logged and passed over.
 
-    Raises Damaged before anything is registered, if a frame is none of this file's.
+    Raises Damaged before anything is registered, if a frame does not belong in this file.
     """
     rows: list[tuple[str, dict[str, Any], str]] = []
     said: list[tuple[TuningKey, dict[str, Any]]] = []

@@ -98,7 +98,7 @@ class CoreRouter:
         self._reserve(request, chosen, now)
 
     def judge(self, request: RecordedRequest, chosen: int, now: float) -> bool:
-        """Does the same, and says whether nothing costs less."""
+        """Books what another router has chosen; returns whether no rank costs less."""
         self._match(request)
         costs = [row.cost for row in self.pool.explain(self.settings)]
         self._reserve(request, chosen, now)

@@ -50,7 +50,7 @@ class Candidates:
         self.absent: dict[tuple[int, int], Absence] = {}  # by worker and dp rank
         self.queue: SelectionQueue[QueuedRequest] = SelectionQueue(options.queue_policy)
         self._pool: Pool | None = None
-        self._former: Pool | None = None  # whose turns the next one goes on with
+        self._former: Pool | None = None  # the pool before, whose turns the next one takes over
         self._masks: dict[Phase | None, bytes | None] = {}
         self.whole: bytes | None = None  # the pool's mask for whole requests, None: all ranks
         self._silent: int | None = None
@@ -85,7 +85,7 @@ class Candidates:
             _mark(self._pool, rank, absence)
 
     def lacks(self, eligible: bytes | None) -> bool:
-        """Returns whether a rank of the pool's mask cannot be chosen as its engine has gone."""
+        """Returns whether a rank of the mask cannot be chosen because its engine has gone."""
         ranks = [rank for rank, absence in self.absent.items() if not absence.reachable]
         found = [self.pool.find(*rank) for rank in ranks]
         return any(at is not None and (eligible is None or eligible[at] != 0) for at in found)

@@ -27,7 +27,7 @@ class Readiness:
         self.peers = peers
         self.recovery = Recovery.RUNNING if peers else Recovery.OFF
         self.recovered_blocks = 0
-        self.enough = min_initial_workers == 0  # have been there at once
+        self.enough = min_initial_workers == 0  # so many workers have been there at one time
 
     def note_recovery(self, outcome: Recovery, blocks: int) -> None:
         """Notes that recovery has ended, and how many blocks it has brought."""

@@ -65,7 +65,7 @@ class Tuning:
         self._say(key, changes, whole)
 
     def set_ahead(self, key: TuningKey, changes: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Does the same where there may not have been workers yet, and returns the changes.
+        """Changes settings of a key that may not have had workers yet; returns the changes.
 
         Raises Conflict if any of them has been set for the key. How many keys there are is
         bounded by the caller.

@@ -62,7 +62,7 @@ class Replayed(NamedTuple):
 
 
 def read_answer(frames: list[bytes]) -> Replayed | None:
-    """Returns an answer's message, None where it is none."""
+    """Returns the message in an answer's frames, None where they are malformed."""
     if len(frames) not in ANSWER_FRAMES or frames[0] or len(frames[-2]) not in NUMBER_BYTES:
         return None
     number, payload = frames[-2], frames[-1]

@@ -49,8 +49,8 @@ _BLOCKS_A_PART, _STEPS_A_BLOCK = 2048, 8  # that are stored with tokens; longer 
 _NAMES_A_PART = 64  # that are stored without; the core counts the steps
 _REMOVALS_A_PART, _STEPS_A_REMOVAL = 1024, 5
 
-# Of a publisher that holds nothing, events that were another's or ignored before it is said to be
-# of no use; and how many of all events these have to be: an engine may begin with a clear.
+# Of a publisher that holds nothing, events that were another's or ignored before it is reported as
+# unused; and how many of all events these have to be: an engine may begin with a clear.
 UNUSED_EVENTS, UNUSED_SHARE = 16, 15 / 16
 
 _Slices = Generator[None, None, None]  # yields where a slice ends

@@ -5,7 +5,7 @@
     PENDING    the engine has not answered on this socket    pending     no
     JOINED     it answers                                    active *    yes
     BROKEN     it did; the link tries to connect again       active *    no
-    FAILED     the socket is of no more use                  failed      no
+    FAILED     the socket can no longer be used              failed      no
     PAUSED     nobody listens, by request                    paused      no
 
     * pending until the gate is open
@@ -66,7 +66,7 @@ class LinkEvent(Enum):
     CONNECTING = "connecting"  # there is a new socket
     JOINED = "joined"  # the engine answers
     LOST = "lost"  # the connection broke, or broke off early; the link tries again
-    FAILED = "failed"  # the socket is of no more use
+    FAILED = "failed"  # the socket can no longer be used
     PAUSED = "paused"  # nobody listens any more, by request
 
 

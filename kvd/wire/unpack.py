@@ -19,7 +19,7 @@ class Bounds:
 
 
 def unpack(payload: bytes, bounds: Bounds) -> object:
-    """Returns the one value of a payload; raises ValueError where it is none or beyond bounds.
+    """Returns the one value of a payload; raises ValueError for other bytes or beyond bounds.
 
     All arrays together may hold one full array's elements and what maps may hold. A map with one
     key twice is refused.

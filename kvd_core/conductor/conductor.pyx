@@ -124,7 +124,7 @@ cdef class Conductor:
         self, BodyScanner scanner, int array, str lora_name, str cache_salt, str tenant,
         str instance
     ):
-        """The same for a list of sequence hashes from the root.
+        """Answers as `query_tokens` for a list of sequence hashes from the root.
 
         What `sequence` has not done yet is done first: O(blocks of the index).
         """
@@ -151,7 +151,7 @@ cdef class Conductor:
         return self.tiers(lora_name, instance)
 
     def tiers_of_hashes(self, bytes hashes not None, str lora_name, str cache_salt, str instance):
-        """The same for sequence hashes from the root, 8 bytes each, as far as they are there."""
+        """Returns tiers for known sequence hashes from the root, 8 bytes each."""
         self.holdings.by_sequences(
             deref(self.c),
             <const uint64_t*>PyBytes_AS_STRING(hashes),

@@ -568,7 +568,7 @@ class EventReader {
   Cursor& in_;
   Scratch& scratch_;
 
-  // The event being read, whatever its type. It is read in its last place: it is large.
+  // The event being read, whatever its type. It is read where it stays: it is large.
   PendingStored* pending_ = nullptr;  // scratch_.stored.back()
   StoredEvent* event_ = nullptr;      // in it
   Type type_ = Type::NONE;

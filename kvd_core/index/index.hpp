@@ -301,7 +301,7 @@ class Index {
     return it == rank.rare->parked.end() ? 0 : it->second.term;
   }
 
-  // The same of a placed block.
+  // The inherited hash term of a placed block; 0 without one.
   uint64_t term_at(BlockId block) const {
     if (terms_.empty()) return 0;
     const auto it = terms_.find(block);

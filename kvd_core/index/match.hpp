@@ -85,7 +85,7 @@ class Match {
 
   static bool is_workers(const Rank& rank) { return rank.live && !rank.published && !rank.hidden; }
 
-  // Calls each(rank) for the ranks that a member of a set is seen as: as a rule itself.
+  // Calls each(rank) for the ranks that a member of a set counts as: usually for itself.
   template <class Each>
   static void each_seen(const Index& index, RankId member, const Rank& rank, Each&& each) {
     if (rank.alias_of == kNone) {

@@ -55,7 +55,7 @@ struct NameKeys {
   }
   uint64_t hash_of(uint32_t value) const { return hash(name(value)); }
 
-  // Whether a value of a record may be asked about, which may have been given back meanwhile.
+  // Whether the records reach as far as the one of a value, which may have been freed meanwhile.
   bool is_there(uint32_t value) const { return (value & ~kRecordBit) < records.end(); }
 };
 
@@ -94,7 +94,7 @@ class Names {
     if ((value & NameKeys::kRecordBit) != 0) records.give(value & ~NameKeys::kRecordBit);
   }
 
-  // Makes room for so many, unless there are some.
+  // Makes room for so many names in an empty table; does nothing in any other.
   void reserve(uint32_t count) {
     if (size() == 0 && count != 0) table_.reserve(count);
   }

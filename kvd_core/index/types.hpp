@@ -46,9 +46,9 @@ constexpr LayerId kMaxLayers = 32;
 constexpr LayerMask kAllLayers = 0xffffffffu;
 // Media that are none of the tiers take layers like cache groups, as tiers from here on.
 constexpr uint32_t kFirstMedium = 16;
-// Of `RankTraits::alias_of`: as each of `Index::aliases_of`.
-constexpr RankId kMany = 0xfffffffeu;
-constexpr RankId kAll = 0xfffffffdu;  // as every worker's rank
+// Values of `RankTraits::alias_of` beside a rank: which ranks a conductor's rank counts as.
+constexpr RankId kMany = 0xfffffffeu;  // each of `Index::aliases_of`
+constexpr RankId kAll = 0xfffffffdu;   // every rank of every worker
 
 // Parked blocks of one partition. 64 Ki blocks are ~8 MB: minutes of a broken stream, not hours.
 constexpr size_t kMaxParked = 65536;
@@ -219,7 +219,7 @@ struct RankTraits {
   uint64_t noted = 0;           // changes of it there, overwritten ones included
   bool settling = false;        // took blocks from a dump; its stream may announce them again
   bool restored = false;        // took blocks from a dump, and no batch has spoken for it since
-  bool alias_only = false;  // a worker's, for a conductor's to be seen as only (index/worker.hpp)
+  bool alias_only = false;      // exists only for a conductor's rank to count as (index/worker.hpp)
 
   alignas(64) std::vector<Window> windows;
   // A conductor's rank counts for workers as the rank that it stands for, kMany, kAll, or not at

@@ -26,14 +26,16 @@ struct Worker {
     return it != ranks.end() && it->first == dp_rank ? it->second : kNone;
   }
 
-  // The rank, made when it is new; kNone when the worker has too many. It is the worker's own.
+  // The rank, made when it is new; kNone when the worker has too many. It is the worker's own from
+  // then on.
   RankId rank(Index& index, uint32_t dp_rank) {
     const RankId id = alias_rank(index, dp_rank);
     if (id != kNone) index.rank(id).alias_only = false;
     return id;
   }
 
-  // The same for a conductor's, to be seen as: one that is new is the worker's only for that.
+  // The rank that a conductor's rank counts as (`Index::set_alias`), made when it is new: then the
+  // worker has it for that alone, until `rank` asks for it.
   RankId alias_rank(Index& index, uint32_t dp_rank) {
     const RankId known = find(dp_rank);
     if (known != kNone || ranks.size() == kMaxRanksPerWorker) return known;

@@ -381,7 +381,7 @@ class Relay {
   // Empties a text with its memory: `clear` keeps that, for as long as a stream may last.
   static void give_back(std::string& text) { std::string().swap(text); }
 
-  // Returns the size of the address, 0 if the text is none.
+  // Returns the size of the address, 0 if the text is not one.
   static socklen_t read_address(const char* host, uint16_t port, sockaddr_storage& address) {
     auto* v4 = reinterpret_cast<sockaddr_in*>(&address);
     if (inet_pton(AF_INET, host, &v4->sin_addr) == 1) {
@@ -620,7 +620,7 @@ class Relay {
     x.completes = x.decoder.complete();
     if (x.phase == ExchangePhase::kHolding) {
       x.held.append(data, n);
-      const bool forwarded = x.client_fd != kNoSocket;  // else the first event is of no use
+      const bool forwarded = x.client_fd != kNoSocket;  // else nobody reads the first event
       const bool event =
           forwarded && x.head.events && first_event(x.held.data(), x.held.size()) != 0;
       if (x.completes || event || x.held.size() >= x.hold) make_ready(id);

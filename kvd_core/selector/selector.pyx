@@ -238,7 +238,7 @@ cdef class Pool:
 
     def match(self, bytes local_hashes not None, bytes sequence_hashes not None,
               uint64_t isl_tokens):
-        """Finds out how all candidates stand to a prompt.
+        """Finds what each candidate caches and works on of a prompt.
 
         Hashes are the bytes of native 64-bit integers. OverflowError for more than MAX_ISL_TOKENS.
         O(blocks + candidates + ranks that match).
@@ -252,7 +252,7 @@ cdef class Pool:
 
     def match_body(self, BodyScanner scanner not None, int local_hashes, int sequence_hashes,
                    uint64_t isl_tokens):
-        """Does the same with two arrays of a scanned body, named by their positions."""
+        """Matches the hashes in two arrays of a scanned body, named by their positions."""
         cdef size_t locals_ = 0, rolling = 0
         cdef const uint64_t* local = scanner.u64(local_hashes, &locals_)
         cdef const uint64_t* sequence = scanner.u64(sequence_hashes, &rolling)
@@ -262,7 +262,7 @@ cdef class Pool:
 
     def match_tokens(self, BodyScanner scanner not None, int array, str lora_name=None,
                      str cache_salt=None, unique=None, *, bint eagle=False):
-        """Does the same with the token ids of a scanned body; their number is the prompt's length.
+        """Matches the token ids of a scanned body; their number is the prompt's length.
 
         A salted prompt can use salted blocks of ranks whose stream announces salts, and unsalted
         blocks of the others. `unique`, a random u64, makes its sequence hashes differ from all
@@ -279,7 +279,7 @@ cdef class Pool:
         self.match_prompt()
 
     def match_again(self, Prompt prompt not None):
-        """Does the same with a prompt that was held, by this pool or an earlier one."""
+        """Matches a prompt that was held, by this pool or an earlier one."""
         self.c.prompt().take(prompt.c)
         self.match_prompt()
 
@@ -524,7 +524,7 @@ cdef class Pool:
 
     def explained(self, Py_ssize_t candidate, Settings settings not None, bytes eligible=None,
                   bytes factors=None):
-        """The same of one candidate."""
+        """All terms of the cost of one candidate, as Explained."""
         cdef size_t i = self.at(candidate)
         cdef const uint8_t* mask = self.mask_of(eligible)
         cdef PoolSums sums = self.sums_of(&settings.c, mask)
@@ -590,7 +590,7 @@ cdef class Pool:
 
     cpdef bytes render_answer(self, bytes opening, bytes members, Py_ssize_t candidate,
                               Settings settings):
-        """The same as a whole object: `opening` and `members` begin it, up to a comma."""
+        """Returns an answer as a JSON object: `opening`, `members`, then as `render_choice`."""
         if self.index is not None:
             self.note_asked()
         return self.rendered(kAnswer, settings, self.at(candidate), opening, members)

@@ -48,9 +48,9 @@ struct CandidateState {
 
   CandidateState() : decoding(0) {}
 };
-// A pass over the candidates takes as long as there are bytes of these.
+// A pass over the candidates takes time in proportion to these bytes.
 static_assert(sizeof(CandidateState) == 40);
-// What all ledgers have booked together can be counted.
+// `decoding` has bits for the requests of all ledgers together.
 static_assert(uint64_t{ledger::kMaxLedgers} * ledger::kMaxRequests < 1u << 24);
 
 // Blocks of the prompt that are cached on any tier.

@@ -28,7 +28,6 @@ cdef extern from "zmq/sub_socket.hpp" namespace "kvd" nogil:
         void begin()
         void park() except +
         void shake() except +
-        void send() except +
         void ping() except +
         void unsubscribe() except +
 
@@ -78,7 +77,7 @@ cdef class Subscriber:
 
     @property
     def has_unsent(self):
-        """Returns whether it is to `send` when the socket is writable."""
+        """Returns whether bytes wait for the socket to be writable; `shake` sends them."""
         return self.socket.has_unsent()
 
     @property
@@ -93,10 +92,6 @@ cdef class Subscriber:
     def shake(self):
         """Goes on with the handshake, as far as it has come."""
         self.socket.shake()
-
-    def send(self):
-        """Sends what is unsent, as far as there is room."""
-        self.socket.send()
 
     def ping(self):
         """Asks the other end for a sign of life."""

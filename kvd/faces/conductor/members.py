@@ -137,7 +137,7 @@ def model_name(members: Members, called: str) -> str:
 
 
 def kept_model_name(members: Members, called: str) -> str:
-    """The same of a registration, which keeps it."""
+    """Returns the model name of a registration, which keeps it; raises Invalid as `named`."""
     return named(model_name(members, called), called)
 
 

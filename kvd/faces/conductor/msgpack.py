@@ -122,7 +122,7 @@ def read_question(body: bytes, array: str, width: int) -> tuple[Topic | None, by
 
 
 def read_publisher(body: bytes) -> Described:
-    """Returns the publisher that a registration describes; its addresses may be of no use.
+    """Returns the publisher that a registration describes; its addresses may be unusable.
 
     A store that is registered in this dialect serves every instance.
     """

@@ -168,7 +168,7 @@ def register(publishers: Publishers, request: Request) -> Response:
 
 
 def read_publisher(body: bytes) -> Described:
-    """Returns the publisher that a registration describes; its addresses may be of no use."""
+    """Returns the publisher that a registration describes; its addresses may be unusable."""
     members = scan(REGISTER, body)
     described = Described(
         endpoint=required(members, "endpoint"),

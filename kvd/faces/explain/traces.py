@@ -132,7 +132,7 @@ def _gathered(happened: Iterable[Happened]) -> Iterator[Event]:
 
 
 def _joined(one: Event, two: Event) -> Event | None:
-    """Returns two events as one, None if they are none."""
+    """Returns two events as one, None if they cannot be joined."""
     same = (one.kind, one.worker_id, one.dp_rank, one.tiers) == (
         *(two.kind, two.worker_id, two.dp_rank, two.tiers),
     )
