@@ -13,7 +13,7 @@ class Choice(Face[How]):
     """The rank that was chosen for a request, which is booked there.
 
     `selection` is the whole answer. After the end of its block `freed` says whether the daemon has
-    been told; if not, the reservation lasts until it expires.
+    freed it; if not, the reservation lasts until it expires.
     """
 
     def __init__(self, asker: Asker, reservation_id: str, selection: Selection) -> None:
