@@ -59,25 +59,22 @@ def by_label(name: str, type: str, help: str, label: str, values: Mapping[str, f
 
 
 def render(families: Iterable[Family | None]) -> Iterator[bytes]:
-    """Yields the text family by family, and nothing (b"") where they rest, or one is long."""
+    """Yields the text, and nothing (b"") where families rest and after BREATH lines or so."""
+    lines: list[str] = []
     for family in families:
         if family is None:
             yield b""
-        else:
-            yield from _family(family)
-
-
-def _family(family: Family) -> Iterator[bytes]:
-    lines = [f"# HELP {family.name} {family.help}", f"# TYPE {family.name} {family.type}"]
-    for suffix, labels, value in family.samples:
-        if len(lines) > BREATH:
-            yield _joined(lines)
-            yield b""
-            lines = []
-        text = ",".join(f'{name}="{_escaped(value)}"' for name, value in labels)
-        lines.append(
-            f"{family.name}{suffix}{{{text}}} {value}" if text else f"{family.name}{suffix} {value}"
-        )
+            continue
+        lines.append(f"# HELP {family.name} {family.help}")
+        lines.append(f"# TYPE {family.name} {family.type}")
+        for suffix, labels, value in family.samples:
+            if len(lines) >= BREATH:
+                yield _joined(lines)
+                yield b""
+                lines = []
+            text = ",".join(f'{name}="{_escaped(value)}"' for name, value in labels)
+            name = f"{family.name}{suffix}{{{text}}}" if text else f"{family.name}{suffix}"
+            lines.append(f"{name} {value}")
     yield _joined(lines)
 
 

@@ -12,12 +12,13 @@ import trio
 
 from kvd.errors import BadRequest, Conflict, KvdError, Unavailable
 from kvd.faces.selection.choice_metrics import choice_families
+from kvd.faces.selection.speed_metrics import speed_families
 from kvd.selection.options import RouterMode, RouterOptions
 from kvd.selection.phases import Phase
 from kvd.selection.requests import Constraints, QueuedRequest, Retry
 from kvd.selection.stats import PHASES, SelectionOutcome
 from kvd.selection.worker_record import Role
-from kvd.telemetry.metrics import RequestMetrics, render
+from kvd.telemetry.metrics import BREATH, RequestMetrics, render
 from kvd_core.base.hashing import sequence_hashes
 from kvd_core.selector.choice_stats import CHOICE_PHASES, MODES, OUTCOMES
 from kvd_core.selector.choice_stats import PHASES as CORE_PHASES
@@ -255,6 +256,19 @@ async def test_loads_rank_by_rank_while_there_are_few() -> None:
     assert found[f"kvd_selection_decode_blocks{rank}"] == 2
     assert found[f"kvd_selection_rank_requests{rank}"] == 1
     assert not any("worker_id" in name for name in samples(service, most_ranks=1))
+
+
+async def test_speeds_rank_by_rank_are_looked_up_with_rests_between() -> None:
+    ranks = 3 * BREATH
+    service = await ready(batched(1, data_parallel_size=ranks, prefill_tokens_per_s=500.0))
+    families = list(speed_families(service.selections, ranks))
+    assert families.count(None) == 3
+    found = parse(b"".join(render(families)).decode())
+    name = "kvd_selection_prefill_tokens_per_second"
+    speeds = {each: speed for each, speed in found.items() if each.startswith(name)}
+    assert set(speeds.values()) == {500.0} and len(speeds) == ranks
+    families = list(speed_families(service.selections, ranks - 1))
+    assert None not in families and name not in b"".join(render(families)).decode()
 
 
 def test_a_running_kvd_counts_both_ways(kvd_process: Callable[..., Server]) -> None:

@@ -6,6 +6,7 @@ import re
 import ssl
 from collections.abc import Callable, Iterator
 from dataclasses import fields
+from itertools import pairwise
 from pathlib import Path
 
 import httpx
@@ -201,8 +202,17 @@ def test_thousands_of_series_come_in_pieces_with_rests_between() -> None:
     pieces = list(render(families()))
     lines = [piece.count(b"\n") for piece in pieces]
     assert sum(lines) > 5000
-    assert max(lines) <= 102  # a family of these, and its two lines of help
+    assert max(lines) <= BREATH + 2  # a family begins with two lines of help
     assert lines.count(0) >= 5000 // BREATH  # rests while listeners and partitions are read
+
+
+def test_many_short_families_come_in_pieces_with_rests_between() -> None:
+    pieces = list(render(counter(f"kvd_{number}_total", "One", 1) for number in range(200)))
+    lines = [piece.count(b"\n") for piece in pieces]
+    assert sum(lines) == 600
+    assert max(lines) <= BREATH + 2
+    assert lines.count(0) >= 600 // (BREATH + 2)
+    assert all(not (one and other) for one, other in pairwise(lines))  # a rest after each piece
 
 
 def test_helpers_make_whole_families() -> None:

@@ -170,20 +170,16 @@ def _as_on_the_router(choice_stats: ChoiceStats, requests: RequestMetrics) -> It
 
 
 def _ranks(selections: Selections, most_ranks: int) -> Iterator[Family | None]:
-    candidates = sorted(selections.candidates.items())
-    number = sum(
-        len(record.ranks) for _, candidates in candidates for record in candidates.workers.values()
-    )
-    absent = sum(
-        not each.reachable for _, candidates in candidates for each in candidates.absent.values()
-    )
+    every = selections.candidates.values()
+    number = sum(len(record.ranks) for one in every for record in one.workers.values())
+    absent = sum(not each.reachable for one in every for each in one.absent.values())
     yield gauge("kvd_selection_ranks", "Number of ranks that can be chosen", number - absent)
     help = "Number of ranks that cannot be chosen because their event connection is lost"
     yield gauge("kvd_selection_absent_ranks", help, absent)
     if number <= most_ranks:
         ranks = [
             (key, candidates.ledger, worker_id, dp_rank)
-            for key, candidates in candidates
+            for key, candidates in sorted(selections.candidates.items())
             for worker_id, record in sorted(candidates.workers.items())
             for dp_rank in record.ranks
         ]

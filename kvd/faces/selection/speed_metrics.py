@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from kvd.selection.regret import Account, Rank
 from kvd.selection.service import Selections
-from kvd.telemetry.metrics import Family, Labels, by_label, counter
+from kvd.telemetry.metrics import BREATH, Family, Labels, by_label, counter
 
 
-def speed_families(selections: Selections, most_ranks: int) -> Iterator[Family]:
+def speed_families(selections: Selections, most_ranks: int) -> Iterator[Family | None]:
     """Yields them; rank by rank only where there are at most `most_ranks`."""
     help = "Number of choices with a limit on the time to the first token, by outcome"
     name = "kvd_selection_slo_choices_total"
@@ -18,9 +18,8 @@ def speed_families(selections: Selections, most_ranks: int) -> Iterator[Family]:
     yield counter("kvd_selection_observed_forgotten_total", help, selections.speeds.forgotten)
     help = "Number of reports left out of the accounts of ranks at their limit"
     yield counter("kvd_selection_regret_unplaced_total", help, selections.regret.unplaced)
-    accounts = list(selections.regret.rows())
-    if len(accounts) <= most_ranks:
-        yield from _accounts(accounts)
+    if len(selections.regret.accounts) <= most_ranks:
+        yield from _accounts(list(selections.regret.rows()))
     speeds = selections.speeds
     ranks = [
         (key, record.worker_id, dp_rank)
@@ -30,7 +29,12 @@ def speed_families(selections: Selections, most_ranks: int) -> Iterator[Family]:
     ]
     if len(ranks) > most_ranks:
         return
-    found = [(_labels(rank), speed) for rank in ranks if (speed := speeds.prefill(rank))]
+    found = []
+    for number, rank in enumerate(ranks, 1):
+        if speed := speeds.prefill(rank):  # its line may have to be fitted anew
+            found.append((_labels(rank), speed))
+        if number % BREATH == 0:
+            yield None
     help = "Prompt tokens a second that a rank computes, as learned or given"
     rows = [("", labels, 1.0 / speed.token_s) for labels, speed in found]
     yield Family("kvd_selection_prefill_tokens_per_second", "gauge", help, rows)
