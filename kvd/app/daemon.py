@@ -111,8 +111,8 @@ MEET_S = 5.0
 
 # Little here is cyclic garbage, and a full collection visits all that listeners are made of:
 # 40 ms at 400 of them. Allocations for a small collection; small ones for a middle one, which
-# visits what these have left: 12,000 objects, 2 to 5 ms; and those for a full one.
-GC_THRESHOLDS = (2_000, 5, 2_500)
+# visits what these have left: 6,000 objects, 1 to 3 ms; and those for a full one.
+GC_THRESHOLDS = (1_000, 5, 5_000)
 
 log = get_logger(__name__)
 
