@@ -70,6 +70,7 @@ class SlotTrackerTarget(_Target):
     async def add(
         self, wanted: slot_tracker.RegisteredWorker, *, over: bool = False
     ) -> range | None:
+        await self._slots.settled(wanted.key)
         self._slots.register(*wanted)
         return self._found(wanted)
 
@@ -77,7 +78,7 @@ class SlotTrackerTarget(_Target):
         return self._found(wanted) is known
 
     async def remove(self, wanted: slot_tracker.RegisteredWorker) -> None:
-        self._slots.unregister(wanted.key, wanted.worker_id)
+        await self._slots.unregister(wanted.key, wanted.worker_id)
 
     def _found(self, wanted: slot_tracker.RegisteredWorker) -> range | None:
         tracker = self._slots.trackers.get(wanted.key)

@@ -35,7 +35,8 @@ from kvd_core.ledger.ledger import Ledger, LiveRequest
 # Requests expired, or owners examined, between two checkpoints: under 1 ms.
 EXPIRY_SLICE = 64
 
-# Requests that end with their rank between two checkpoints: under 1 ms where each is logged.
+# Requests that end with their rank, or ranks of one worker that go, between two checkpoints: under
+# 1 ms where each is logged.
 REMOVAL_SLICE = 64
 
 # Requests a second whose steps observers get, about, unless one wants all of them. Each costs

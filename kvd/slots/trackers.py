@@ -4,7 +4,8 @@
       └ trackers: (model, tenant) ──> Tracker
                                         ├ ledger    kvd_core: live requests, loads, projections;
                                         │           other faces may weigh on these (shared_loads)
-                                        └ workers   worker id ──> its data-parallel ranks
+                                        ├ workers   worker id ──> its data-parallel ranks
+                                        └ leaving   those whose requests are being ended
 
 A tracker lives from its first worker to its last; its block size is fixed by the first. What
 becomes of a booked request, here and on replicas, is in live_requests.py.
@@ -19,11 +20,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import trio
+
 from kvd.errors import BadRequest, Conflict, Invalid, NotFound, Unavailable
 from kvd.index.served_models import EVERYTHING, ServedModels
 from kvd.model import MAX_PARTITIONS, PartitionKey
-from kvd.slots.live_requests import LiveRequests, ease
+from kvd.slots.live_requests import REMOVAL_SLICE, LiveRequests, ease
 from kvd.slots.shared_loads import Ledgers
+from kvd.telemetry.stretches import UNREGISTRATION
 from kvd.wire.lifecycle import Face
 from kvd_core.json.scan import BodyScanner
 from kvd_core.ledger import ledger
@@ -50,6 +54,8 @@ class Tracker:
     block_size: int  # tokens per block
     ledger: Ledger = field(default_factory=Ledger)
     workers: dict[int, range] = field(default_factory=dict)  # by worker id: its dp ranks
+    # Unregistered ones whose requests are being ended, by worker id: set when that is done.
+    leaving: dict[int, trio.Event] = field(default_factory=dict)
     row_prefix: bytes = b""  # rendered members that name the tracker in a row of loads
 
     def __post_init__(self) -> None:
@@ -59,7 +65,7 @@ class Tracker:
     def rank(self, worker_id: int, dp_rank: int) -> int:
         """Returns the ledger's number of a registered rank or raises NotFound."""
         rank = self.ledger.rank_of(worker_id, dp_rank)
-        if rank is None:
+        if rank is None or worker_id in self.leaving:
             raise NotFound(f"worker {worker_id} dp_rank {dp_rank} not found")
         return rank
 
@@ -104,7 +110,10 @@ class SlotTrackers(LiveRequests[Tracker]):
     def register(
         self, key: PartitionKey, worker_id: int, block_size: int, dp_start: int, dp_size: int
     ) -> None:
-        """Registers a worker with its contiguous ranks; nothing has changed when it raises."""
+        """Registers a worker with its contiguous ranks; nothing has changed when it raises.
+
+        One that was registered before must have left, for which `settled` waits.
+        """
         if block_size == 0:
             raise BadRequest("block_size must be greater than 0")
         if not 0 < dp_size <= MAX_DP_SIZE:
@@ -117,7 +126,7 @@ class SlotTrackers(LiveRequests[Tracker]):
                 f"block_size mismatch for model={key.model_name} tenant_id={key.tenant_id}: "
                 f"existing={tracker.block_size}, requested={block_size}"
             )
-        if worker_id in tracker.workers:
+        if worker_id in tracker.workers or worker_id in tracker.leaving:
             raise Conflict(
                 f"worker {worker_id} already registered for model={key.model_name} "
                 f"tenant_id={key.tenant_id}"
@@ -137,8 +146,24 @@ class SlotTrackers(LiveRequests[Tracker]):
             raise Unavailable(f"the limit of {self.max_trackers} models and tenants is reached")
         return Tracker(key, block_size, self._ledgers.open(self.face, key, block_size))
 
-    def unregister(self, key: PartitionKey, worker_id: int) -> None:
+    async def settled(self, key: PartitionKey) -> None:
+        """Returns when none of its workers is leaving: then each can be registered again."""
+        while (tracker := self.trackers.get(key)) is not None and tracker.leaving:
+            await next(iter(tracker.leaving.values())).wait()
+
+    async def unregister(self, key: PartitionKey, worker_id: int) -> None:
         """Removes a worker with its live requests, here and on the replicas, or raises NotFound."""
+        # Shielded: a client that goes away must not leave half a worker behind.
+        with trio.CancelScope(shield=True):
+            for _ in UNREGISTRATION.each(self.leave(key, worker_id)):
+                await trio.lowlevel.checkpoint()
+
+    def leave(self, key: PartitionKey, worker_id: int) -> Iterator[None]:
+        """Does what `unregister` does; rests at every yield.
+
+        From the first one on the worker is registered no more and nothing can be booked on it; its
+        ranks are there with what is left of their requests. A tracker goes with the last of it.
+        """
         tracker = self.tracker(*key)
         ranks = tracker.workers.pop(worker_id, None)
         if ranks is None:
@@ -146,14 +171,17 @@ class SlotTrackers(LiveRequests[Tracker]):
                 f"worker {worker_id} not found for model={key.model_name} tenant_id={key.tenant_id}"
             )
         self.changes += 1
-        for dp_rank in ranks:
-            # Without a rest: bookings ask the ledger alone which ranks there are.
-            for _ in self.drop_rank(tracker, (worker_id, dp_rank), tracker.block_size):
-                pass
-        if not tracker.workers:
+        left = tracker.leaving[worker_id] = trio.Event()
+        for number, dp_rank in enumerate(ranks, 1):
+            yield from self.drop_rank(tracker, (worker_id, dp_rank), tracker.block_size)
+            if number % REMOVAL_SLICE == 0:
+                yield
+        del tracker.leaving[worker_id]
+        if not tracker.workers and not tracker.leaving:
             del self.trackers[key]
             self.ended.update(ledger_stats(tracker.ledger))
         ease(tracker.ledger)
+        left.set()
 
     def select(self, model_name: str | None, tenant_id: str | None) -> list[Tracker]:
         """Returns the trackers of a model and a tenant, None for any, sorted."""

@@ -15,12 +15,15 @@ from urllib.parse import quote
 import httpx
 import pytest
 import trio
+import trio.testing
 
+from kvd.errors import NotFound
 from kvd.faces.slot_tracker import routes as slot_tracker
 from kvd.faces.slot_tracker.metrics import LEDGER_COUNTERS, REFUSALS, slot_families
 from kvd.http.messages import Request, Response
 from kvd.model import PartitionKey
 from kvd.replica_sync.replicas import COUNTERS, Replicas
+from kvd.slots.live_requests import REMOVAL_SLICE
 from kvd.slots.trackers import MAX_DP_SIZE, SlotTrackers
 from kvd.telemetry.metrics import render
 from kvd.wire.fields import Refused
@@ -493,12 +496,43 @@ async def test_workers_may_leave_while_they_are_listed() -> None:
         for _ in range(2):  # after which it has begun
             await trio.lowlevel.checkpoint()
         for worker_id in range(2000):
-            slots.unregister(key, worker_id)
+            await slots.unregister(key, worker_id)
     body = answers[0].body
     assert isinstance(body, bytes)
     rows = json.loads(body)
     assert [row["worker_id"] for row in rows] == list(range(len(rows)))
     assert 0 < len(rows) < 2000
+
+
+async def test_a_worker_that_comes_back_while_it_leaves_is_empty(nursery: trio.Nursery) -> None:
+    """Also if whoever has unregistered it goes away. Until then nothing is booked on it."""
+    slots = SlotTrackers(300)
+    routes = {route.path: route.handler for route in slot_tracker.routes(slots, lambda: 0.0)}
+
+    def ask(path: str, members: dict[str, Any]) -> Any:
+        return routes[path](Request("POST", path, b"", [], json.dumps(members).encode()))
+
+    async def answered(path: str, members: dict[str, Any]) -> None:
+        answers.append((path, (await ask(path, members)).status))
+
+    async def meanwhile() -> None:
+        with pytest.raises(NotFound):
+            ask("/add", BOOKED | {"request_id": "late"})
+        await answered("/register", REGISTERED)
+
+    answers: list[tuple[str, int]] = []
+    await answered("/register", REGISTERED)
+    for number in range(6 * REMOVAL_SLICE):
+        assert ask("/add", BOOKED | {"request_id": str(number)}).status == 201
+    with trio.CancelScope() as client:
+        client.cancel()
+        nursery.start_soon(meanwhile)
+        await answered("/unregister", {"model_name": MODEL, "worker_id": WORKER})
+    await trio.testing.wait_all_tasks_blocked()
+    assert answers == [("/register", 201), ("/unregister", 200), ("/register", 201)]
+    loads = json.loads(slots.render_loads(None, None))
+    assert [row["active_decode_blocks"] for row in loads] == [0, 0]
+    assert ask("/add", BOOKED | {"request_id": "0"}).status == 201
 
 
 @pytest.mark.parametrize("path", ["/workers", "/loads"])

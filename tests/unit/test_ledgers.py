@@ -123,7 +123,7 @@ def test_whoever_waits_hears_of_what_ends() -> None:
     list(slots.expire(11.0))
     assert heard == [5, 4, 3, 0]
     add("a")
-    slots.unregister(KEY, 7)
+    list(slots.leave(KEY, 7))
     assert heard == [5, 4, 3, 0, 0]
 
 

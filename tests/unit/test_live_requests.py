@@ -59,7 +59,7 @@ class Slots:
         self.slots.undoing(self.slots.tracker(*KEY), name, self.now)()
 
     async def remove(self) -> None:
-        self.slots.unregister(KEY, 1)
+        await self.slots.unregister(KEY, 1)
 
 
 class Selection(Service):

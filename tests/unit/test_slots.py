@@ -14,7 +14,7 @@ import pytest
 from kvd.errors import BadRequest, Conflict, Invalid, KvdError, NotFound, Unavailable
 from kvd.faces.slot_tracker.metrics import slot_families
 from kvd.model import MAX_PARTITIONS, PartitionKey
-from kvd.slots.live_requests import EXPIRY_SLICE
+from kvd.slots.live_requests import EXPIRY_SLICE, REMOVAL_SLICE
 from kvd.slots.trackers import MAX_DP_SIZE, SlotTrackers, Tracker, WorkerRow
 from kvd.telemetry.metrics import render
 from kvd.wire.lifecycle import Face, Lifecycle, Outcome, Step
@@ -83,13 +83,65 @@ def test_a_tracker_lives_from_its_first_worker_to_its_last() -> None:
     for worker in (7, 8):
         with refused(Conflict):
             slots.register(KEY, 9, BLOCK + 1, 0, 1)
-        slots.unregister(KEY, worker)
+        list(slots.leave(KEY, worker))
     assert not slots.trackers
-    for call in (lambda: slots.tracker(*KEY), lambda: slots.unregister(KEY, 7)):
+    for call in (lambda: slots.tracker(*KEY), lambda: list(slots.leave(KEY, 7))):
         with refused(NotFound):
             call()
     slots.register(KEY, 9, BLOCK + 1, 0, 1)
     assert list(slots.workers(None, None)) == [WorkerRow(KEY, 9, BLOCK + 1, range(1))]
+
+
+def test_nothing_is_booked_on_a_worker_whose_requests_end_in_slices() -> None:
+    slots = Slots()
+    slots.register(KEY, 8, BLOCK, 0, 1)
+    names = [str(number) for number in range(2 * REMOVAL_SLICE + 1)]
+    for number, name in enumerate(names):
+        slots.book(name, 1, number, rank=number % 2)
+    ledger = slots.tracker(*KEY).ledger
+    left = [slots.requests()]
+    for _ in slots.leave(KEY, 7):
+        left.append(slots.requests())
+        ledger.verify()
+        assert [row.worker_id for row in slots.workers(None, None)] == [8]
+        for refusal in (lambda: slots.book("late", 2), lambda: list(slots.leave(KEY, 7))):
+            with refused(NotFound):
+                refusal()
+        with refused(Conflict):
+            slots.register(KEY, 7, BLOCK, 0, 2)
+        assert slots.apply(event(Step.ADD, "late", 7, 0, 1), 0.0) is Outcome.UNKNOWN_WORKER
+        slots.end(slots.tracker(*KEY), names[-1])  # a client may
+        assert slots.book(f"beside {len(left)}", 1, worker=8)
+    assert left == [len(names), REMOVAL_SLICE + 1, 1]  # which is beside
+    assert slots.loads() == [(8, 0, 96, 1)]
+    assert {each.request_id for each in slots.told if each.step is Step.FREE} == set(names)
+    slots.register(KEY, 7, BLOCK, 0, 2)
+    assert slots.loads() == [(7, 0, 0, 0), (7, 1, 0, 0), (8, 0, 96, 1)]
+    assert slots.book(names[0], 2)
+    ledger.verify()
+
+
+def test_a_tracker_stays_until_the_last_of_its_workers_has_left() -> None:
+    slots = Slots()
+    slots.register(KEY, 8, BLOCK, 0, 1)
+    for number in range(REMOVAL_SLICE):
+        slots.book(str(number), number)
+    leaving = slots.leave(KEY, 7)
+    next(leaving)
+    list(slots.leave(KEY, 8))
+    assert not list(slots.workers(None, None))
+    with refused(Conflict):
+        slots.register(KEY, 9, BLOCK + 1, 0, 1)
+    list(leaving)
+    slots.register(KEY, 9, BLOCK + 1, 0, 1)
+    assert slots.loads() == [(9, 0, 0, 0)]
+
+
+def test_many_ranks_leave_with_rests_between() -> None:
+    slots = Slots()
+    slots.register(KEY, 8, BLOCK, 0, 2 * REMOVAL_SLICE + 1)
+    assert len(list(slots.leave(KEY, 8))) == 2
+    assert slots.loads() == [(7, 0, 0, 0), (7, 1, 0, 0)]
 
 
 REGISTRATIONS = {
@@ -125,7 +177,7 @@ def test_trackers_have_a_bound() -> None:
             slots.register(PartitionKey("m", "one more"), 7, BLOCK, 0, 1)
     slots.register(PartitionKey("m", "0"), 8, BLOCK, 0, 1)  # one that there is
     assert slots.refused_trackers == 2
-    slots.unregister(PartitionKey("m", "1"), 7)
+    list(slots.leave(PartitionKey("m", "1"), 7))
     slots.register(PartitionKey("m", "one more"), 7, BLOCK, 0, 1)
     rests = sum(1 for _ in slots.expire(1000.0))
     assert rests == MAX_PARTITIONS // EXPIRY_SLICE
@@ -156,7 +208,7 @@ def test_counters_of_trackers_that_ended_go_on() -> None:
         pass
     expected = {"added": 3, "repeated": 1, "freed": 1, "expired": 1, "removed": 0, "exists": 1}
     assert counts(slots) == expected
-    slots.unregister(KEY, 7)
+    list(slots.leave(KEY, 7))
     assert counts(slots) == expected | {"removed": 1}
     slots.register(KEY, 7, BLOCK, 0, 2)
     slots.book("new", 1)
@@ -179,8 +231,8 @@ def test_a_scrape_survives_what_happens_while_it_rests() -> None:
         families = slot_families(slots, 1000)
         for _ in range(rests):
             next(families)
-        slots.unregister(PartitionKey("m", "7"), 1)
-        slots.unregister(KEY, 7)
+        list(slots.leave(PartitionKey("m", "7"), 1))
+        list(slots.leave(KEY, 7))
         parse(b"".join(render(families)).decode())
         slots.register(PartitionKey("m", "7"), 1, BLOCK, 0, 2)
         slots.register(KEY, 7, BLOCK, 0, 2)
@@ -256,14 +308,14 @@ def test_trackers_may_end_and_begin_anew_while_expiry_rests() -> None:
         slots.book(str(number), number)
     expiring = slots.expire(EXPIRY_S + 1)
     next(expiring)
-    slots.unregister(KEY, 7)
+    list(slots.leave(KEY, 7))
     next(expiring, None)
     assert slots.tracker(*other)
     slots.register(KEY, 7, BLOCK, 0, 2)
     for number in range(EXPIRY_SLICE):
         slots.book(str(number), number, now=EXPIRY_S)
     for _ in expiring:
-        slots.unregister(other, 1)
+        list(slots.leave(other, 1))
     assert slots.requests() == EXPIRY_SLICE
 
 
@@ -273,7 +325,7 @@ def test_a_tracker_that_began_anew_expires_what_is_old() -> None:
         slots.book(str(number), number)
     expiring = slots.expire(EXPIRY_S + 1)
     next(expiring)
-    slots.unregister(KEY, 7)
+    list(slots.leave(KEY, 7))
     slots.register(KEY, 7, BLOCK, 0, 2)
     slots.book("old", 1, now=0.5)
     slots.book("new", 1, now=EXPIRY_S)
@@ -334,10 +386,10 @@ def test_unregistering_frees_every_request_of_the_worker_on_replicas() -> None:
     slots.book("ours", 1, rank=1)
     slots.apply(event(Step.ADD, "theirs", 7, 0, 1), 0.0)
     slots.told.clear()
-    slots.unregister(KEY, 7)
+    list(slots.leave(KEY, 7))
     assert slots.told == [event(Step.FREE, "theirs", 7, 0), event(Step.FREE, "ours", 7, 1)]
     assert slots.loads() == [(8, 0, 48, 1)]
-    slots.unregister(KEY, 8)
+    list(slots.leave(KEY, 8))
     assert slots.told[2:] == [event(Step.FREE, "elsewhere", 8, 0)]
 
 

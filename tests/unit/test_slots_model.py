@@ -78,7 +78,7 @@ class Replica:
 
     def unregister(self, key: tuple[str, str], worker: int) -> None:
         expected = self.model.unregister(key, worker)
-        self.check(expected, lambda: self.slots.unregister(PartitionKey(*key), worker))
+        self.check(expected, lambda: list(self.slots.leave(PartitionKey(*key), worker)))
 
     def add(self, key: tuple[str, str], name: str, worker: int, retry_key: str | None) -> None:
         place = worker, self.rng.randrange(2)

@@ -88,6 +88,8 @@ cdef class AddHandler(SlotHandler):
         tracker = self.tracker()
         cdef Ledger ledger = tracker.ledger
         admission.rank = ledger.find_rank(worker_id, dp_rank)
+        if tracker.leaving and worker_id in tracker.leaving:
+            admission.rank = kNone  # of which its ledger does not know
         admission.hashes = self.body.u64(0, &admission.blocks)
         admission.now = self.clock()
         admission.expected = kNone

@@ -75,8 +75,10 @@ class RegisteredWorker(NamedTuple):
     dp_size: int
 
 
-def register(slots: SlotTrackers, request: Request) -> Response:
-    slots.register(*read_worker(request.body))
+async def register(slots: SlotTrackers, request: Request) -> Response:
+    worker = read_worker(request.body)
+    await slots.settled(worker.key)
+    slots.register(*worker)
     return Response(201, OK)
 
 
@@ -92,9 +94,10 @@ def read_worker(body: bytes) -> RegisteredWorker:
     )
 
 
-def unregister(slots: SlotTrackers, request: Request) -> Response:
+async def unregister(slots: SlotTrackers, request: Request) -> Response:
     members = bodies.scan(UNREGISTER, request.body)
-    slots.unregister(_partition_key(members), bodies.uint(members, "worker_id", bodies.U64_MAX))
+    worker_id = bodies.uint(members, "worker_id", bodies.U64_MAX)
+    await slots.unregister(_partition_key(members), worker_id)
     return Response(200, OK)
 
 

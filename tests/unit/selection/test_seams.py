@@ -210,7 +210,7 @@ class Life:
         while reservations.live:
             reservations.free(next(iter(reservations.live)))
         for worker_id in [*self.slots.trackers[M].workers] if self.slots.trackers else []:
-            self.slots.unregister(M, worker_id)
+            await self.slots.unregister(M, worker_id)
         self.service.now += EXPIRY_S
         self.service.expire()
         self.check()
