@@ -34,6 +34,7 @@ from kvd.selection.worker_record import WorkerLifecycle, WorkerRecord
 from kvd.telemetry.stretches import UNREGISTRATION
 from kvd.wire.endpoints import Addresses
 from kvd.wire.event_stream import EventStream
+from kvd_core.ledger import ledger
 
 # Workers judged again between two checkpoints, each against all ranks of its fleet.
 RECONSIDERED = 64
@@ -243,8 +244,8 @@ class Workers:
         """Replaces a worker in its fleet; ranks that stay as they are keep their bookings.
 
         That is one step, after the listeners that it has no more have ended. What is booked on its
-        other ranks ends in slices, when they can be chosen no more. Selections that wait
-        are not served here.
+        other ranks ends in slices, when they can be chosen no more and the new ones can. Selections that
+        wait are served only in between.
         """
         before = None if old is None or old.reasons else old.record
         after = None if new is None or new.reasons else new.record
@@ -258,8 +259,7 @@ class Workers:
             if new is None and old is not None:
                 del self.entries[old.record.worker_id]
                 self._blocked.discard(old.record.worker_id)
-            if before is not None and len(leaving) == len(before.ranks):
-                # First: its next fleet may be the same, with another ledger.
+            if before is not None and after is not None and not self._fits_beside(before, after):
                 await self._drop_ranks(before, leaving)
                 leaving = []
             if after is not None:
@@ -270,11 +270,23 @@ class Workers:
                     self._take_out(after)
                     await self._drop_ranks(after, after.ranks)
                     new = CatalogEntry(after, [str(error)], blocked=True)
-            if before is not None:
+            if new is not None:
+                self._enter(new)
+            if before is not None and leaving:
+                if new is not None and not new.reasons:
+                    self._on_change()
                 await self._drop_ranks(before, leaving)
-        if new is not None:
-            self._enter(new)
         return new or old  # type: ignore[return-value]
+
+    def _fits_beside(self, before: WorkerRecord, after: WorkerRecord) -> bool:
+        """Returns whether a worker's new ranks can be there while the old ones still are."""
+        candidates = self._candidates.get(after.key)
+        if candidates is None:
+            return True
+        if candidates.ledger_block_size != after.block_size:
+            # In place of the ledger comes another one, in which no old booking would be found.
+            return after.key != before.key
+        return candidates.ledger.stats()["ranks"] + len(after.ranks) <= ledger.MAX_RANKS
 
     async def _fall_silent(self, record: WorkerRecord, after: WorkerRecord | None) -> None:
         """Returns once the listeners have ended that the changed worker will not have."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -14,10 +15,12 @@ from hypothesis import strategies as st
 from kvd.errors import Conflict, Invalid, KvdError, NotFound, Unavailable
 from kvd.model import RankKey
 from kvd.selection.options import RouterOptions
+from kvd.selection.requests import QueuedRequest
 from kvd.selection.worker_record import MAX_DP_SIZE, WorkerRecord
 from kvd.selection.workers import RECONSIDERED
 from kvd.slots.live_requests import REMOVAL_SLICE
 from kvd.wire.lifecycle import Step
+from kvd_core.ledger import ledger
 from kvd_core.selector.settings import Settings
 from tests.support.budget import scaled
 from tests.support.cancelling import every_checkpoint
@@ -338,6 +341,101 @@ async def test_ranks_that_stay_serve_while_others_leave_in_slices(nursery: trio.
     assert len(seen) > 3
     assert set(live) == {"stays"}
     await trio.testing.wait_all_tasks_blocked()
+    service.check()
+
+
+OTHERS = worker(1, data_parallel_start_rank=2, data_parallel_size=2)
+
+
+def booked(service: Service, *ranks: tuple[int, int]) -> int:
+    """Books so much on these ranks that it ends in many slices; returns the number."""
+    many = 6 * REMOVAL_SLICE
+    for number in range(many):
+        service.reserve(str(number), ranks[number % len(ranks)], [1, number], 8)
+    return many
+
+
+async def test_other_ranks_of_a_worker_serve_while_the_old_ones_leave(
+    nursery: trio.Nursery,
+) -> None:
+    service = await ready(TWO)
+    many = booked(service, (1, 0), (1, 1))
+    live = service.selections.reservations.live
+    nursery.start_soon(service.selections.workers.put, OTHERS)
+    seen = set()
+    while live:
+        await trio.lowlevel.checkpoint()
+        seen.add(len(live))
+        service.candidates().ledger.verify()
+        if len(live) < many:
+            assert service.select([1, 2])["dp_rank"] in (2, 3)
+            assert service.selections.workers.entries[1].record == OTHERS
+            with pytest.raises(NotFound):
+                service.reserve("late", (1, 0), [1])
+    assert len(seen) > 3
+    await trio.testing.wait_all_tasks_blocked()
+    service.check()
+
+
+async def test_a_worker_serves_another_model_while_its_old_reservations_end(
+    nursery: trio.Nursery,
+) -> None:
+    service = await ready(TWO, worker(2))
+    many = booked(service, (1, 0), (1, 1))
+    live = service.selections.reservations.live
+    moved = worker(1, N, block_size=2 * BLOCK_SIZE)
+    nursery.start_soon(service.selections.workers.put, moved)
+    while live:
+        await trio.lowlevel.checkpoint()
+        if len(live) < many:
+            assert service.select([1, 2], key=N)["worker_id"] == 1
+            assert service.select([1, 2])["worker_id"] == 2
+    await trio.testing.wait_all_tasks_blocked()
+    service.check()
+
+
+async def test_those_that_wait_get_new_ranks_before_the_old_ones_have_left(
+    nursery: trio.Nursery,
+) -> None:
+    busy = {"max_num_batched_tokens": 100}
+    service = Service(RouterOptions(Settings(queue_threshold=1.0)))
+    await service.selections.workers.put(replace(TWO, **busy))
+    booked(service, (1, 0), (1, 1))
+    live = service.selections.reservations.live
+    held = service.select([1, 2])
+    assert isinstance(held, QueuedRequest)
+    nursery.start_soon(service.selections.scheduler.wait, held)
+    nursery.start_soon(service.selections.workers.put, replace(OTHERS, **busy))
+    while held.answer is None:
+        await trio.lowlevel.checkpoint()
+    assert live
+    assert isinstance(held.answer, bytes) and json.loads(held.answer)["dp_rank"] in (2, 3)
+    await trio.testing.wait_all_tasks_blocked()
+    assert not live
+    service.check()
+
+
+@pytest.mark.parametrize("why", ["another block size", "no room for both"])
+async def test_new_ranks_come_after_the_old_ones_where_both_do_not_fit(
+    why: str, nursery: trio.Nursery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = await ready(TWO)
+    booked(service, (1, 0), (1, 1))
+    live = service.selections.reservations.live
+    after = OTHERS
+    if why == "another block size":  # in whose ledger no old reservation would be found
+        after = replace(TWO, block_size=2 * BLOCK_SIZE)
+    else:
+        monkeypatch.setattr(ledger, "MAX_RANKS", 3)
+    nursery.start_soon(service.selections.workers.put, after)
+    while live:
+        await trio.lowlevel.checkpoint()
+        assert service.candidates().workers in ({}, {1: TWO}) or not live
+        for name in live:
+            service.selections.reservations.find(name)
+    await trio.testing.wait_all_tasks_blocked()
+    assert service.selections.workers.entries[1].record == after
+    assert service.select([1, 2])["worker_id"] == 1
     service.check()
 
 
