@@ -495,7 +495,8 @@ def serve_between(list pollables not None, int others, runnable not None, BusyWa
     """
     cdef vector[pollfd] watched = _watching(pollables)
     cdef pollfd last
-    cdef int64_t end = now_ns() + <int64_t>(seconds * 1e9)
+    # What trio has done until now is a stretch, of which the sleep in here is no part.
+    cdef int64_t end = end_stretch() + <int64_t>(seconds * 1e9)
     cdef int64_t linger = <int64_t>(linger_s * 1e9)
     cdef int64_t left = min(end - now_ns(), linger)
     cdef int64_t row_end

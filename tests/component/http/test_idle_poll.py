@@ -34,6 +34,7 @@ from kvd.http.permits import PermitRules
 from kvd.http.routes import Route
 from kvd.net.arrivals import arrivals
 from kvd.telemetry.metrics import render
+from kvd.telemetry.stretches import stretch_counts, stretches_counted
 from tests.support.exposition import parse
 from tests.support.loglines import logged
 from tests.support.serving import PATIENT, ROUTES, Running, eventually, serving
@@ -280,6 +281,20 @@ def test_a_row_that_took_all_of_its_time_ends_no_stay_if_nothing_more_has_come()
 
 
 # ---- awake for the next request
+
+
+async def test_what_trio_did_before_a_stay_is_a_stretch_without_the_stay() -> None:
+    def counted() -> int:
+        return sum(sum(each.buckets) for each in stretch_counts())
+
+    one, other = socket.socketpair()
+    with one, other, stretches_counted():
+        await trio.lowlevel.checkpoint()
+        before = counted()
+        assert serve_between([], other.fileno(), [], BusyWait(), 1.0, 0.001, 1) == (False, False)
+        assert counted() == before + 1
+        await trio.lowlevel.checkpoint()
+        assert counted() == before + 1
 
 
 def test_prompt_requests_are_waited_for_awake() -> None:
