@@ -244,8 +244,8 @@ class Workers:
         """Replaces a worker in its fleet; ranks that stay as they are keep their bookings.
 
         That is one step, after the listeners that it has no more have ended. What is booked on its
-        other ranks ends in slices, when they can be chosen no more and the new ones can. Selections that
-        wait are served only in between.
+        other ranks ends in slices, when they can be chosen no more and the new ones can. Selections
+        that wait are served only in between.
         """
         before = None if old is None or old.reasons else old.record
         after = None if new is None or new.reasons else new.record
