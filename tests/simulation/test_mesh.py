@@ -10,7 +10,7 @@ from kvd.wire.lifecycle import Outcome
 from tests.simulation.mesh import Mesh
 from tests.support.budget import scaled
 
-SEEDS = scaled(12)  # 0.1 s each
+SEEDS = scaled(5)  # 0.1 s each
 REQUESTS = 60
 WHILES = 2  # of which each uses the ids of the one before again
 

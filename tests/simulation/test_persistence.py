@@ -332,7 +332,7 @@ async def lives(folder: Path, clocks: Clocks, seed: int) -> None:
             spoilt = spoil(folder / "state", random) if random.randrange(3) == 0 else ""
 
 
-@pytest.mark.parametrize("seed", range(scaled(40)))
+@pytest.mark.parametrize("seed", range(scaled(16)))
 def test_what_comes_back_was_so_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:

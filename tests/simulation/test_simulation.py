@@ -12,7 +12,7 @@ from tests.simulation.__main__ import count
 from tests.simulation.world import run_seed
 from tests.support.budget import scaled
 
-SEEDS = range(scaled(4))  # 0.5 s each
+SEEDS = range(scaled(3))  # 0.5 s each
 EVENTS = (
     "compared",
     "compared_restored",

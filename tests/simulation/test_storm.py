@@ -32,7 +32,7 @@ KEYS = [
     for tenant, instance_id, dp_rank in (("a", 1, 0), ("a", 1, 1), ("b", 1, 0), ("a", 2, 0))
 ]
 CLIENTS = 3
-EXAMPLES = scaled(40)  # 20 ms each
+EXAMPLES = scaled(16)  # 20 ms each
 
 # Seconds, or so many turns of the loop: recovery, replays and stops all take some.
 # Mostly none, as calls that meet are what matters.

@@ -1,4 +1,4 @@
-"""Scales the random tests: `make soak` sets KVD_TEST_BUDGET=30, for thirty times as much."""
+"""Scales the random tests: `make soak` sets KVD_TEST_BUDGET=75, for 75 times as much."""
 
 from __future__ import annotations
 

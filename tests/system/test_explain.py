@@ -161,7 +161,7 @@ def test_whatever_is_asked_is_explained_as_it_is_chosen(patient: Patient) -> Non
     (engine,) = ranks(patient, 4)
     engine.serve(prompt(13, 3))
     wait_blocks(patient, prompt(13, 3), "4", 3)
-    for number in range(scaled(60)):
+    for number in range(scaled(24)):
         asked = a_question(chance)
         answer = patient.clients["selection"].post("/explain", json=asked)
         select = patient.clients["selection"].post("/select", json=asked)  # it may take a turn

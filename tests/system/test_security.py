@@ -46,7 +46,7 @@ keeper   admin       {ADMIN}
 """
 ROUTES = all_routes()
 ALL = [(face, route) for face in FACES for route in ROUTES[face]]
-MUTATED = scaled(500)  # requests, over all faces
+MUTATED = scaled(200)  # requests, over all faces
 
 
 @pytest.fixture(scope="module")

@@ -255,7 +255,7 @@ def fleet(standing: Standing) -> Iterator[Fleet]:
 
 def test_replicas_agree_on_what_any_of_them_books(fleet: Fleet) -> None:
     for _ in range(3):
-        fleet.steps(scaled(60))
+        fleet.steps(scaled(24))
         fleet.settle()
 
 

@@ -410,7 +410,7 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
         wait(lambda: _kept(kvd.state / "registrations") >= 2)
         booked: dict[str, float] = {}  # when
         number = 0
-        for _ in range(scaled(4)):
+        for _ in range(scaled(2)):
             until = time.monotonic() + random.uniform(0.0, 0.6)
             while time.monotonic() < until:
                 number += 1

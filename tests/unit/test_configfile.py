@@ -61,7 +61,7 @@ def test_every_setting_is_a_key_and_comes_back(tmp_path: Path) -> None:
         assert resolve({CONFIG: str(path)}, {})[setting.name] == EffectiveSetting(value, str(path))
 
 
-@settings(max_examples=scaled(100))
+@settings(max_examples=scaled(40))
 @given(setting=st.sampled_from(SETTINGS), data=st.data())
 def test_every_misspelling_is_refused(
     setting: Setting, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
@@ -231,7 +231,7 @@ SAID = st.fixed_dictionaries(
 
 
 @pytest.mark.slow("draws a value for every setting")
-@settings(max_examples=scaled(20))
+@settings(max_examples=scaled(8))
 @given(said=SAID)
 def test_whatever_is_said_where_holds_by_one_rule(
     said: dict[str, dict[str, str]], tmp_path_factory: pytest.TempPathFactory

@@ -269,7 +269,7 @@ BOTH = usual(model_name='"roles"', phase='"both"', reservation_id='"c"')
 
 
 @pytest.mark.slow("two services live through each example")
-@settings(max_examples=scaled(20))
+@settings(max_examples=scaled(8))
 @given(LIVES, MODES)
 @example([(RESERVE, BOOKED), (RESERVE, BOOKED), (COMPLETE, b"c"), (FREE, b"c"), (FREE, b"c")], KV)
 @example([(RESERVE, usual()), (SELECT, usual()), (RESERVE, usual())], KV)
@@ -302,7 +302,7 @@ def test_what_is_served_at_once_is_what_the_scheduler_serves(
 
 
 @pytest.mark.slow("two services live through each example")
-@settings(max_examples=scaled(20))
+@settings(max_examples=scaled(8))
 @given(LIVES)
 def test_with_sessions_and_predictions_too(requests: list[tuple[str, bytes]]) -> None:
     more = {"session_affinity_ttl_s": 10, "predicted_ttl_s": 10.0}
@@ -342,7 +342,7 @@ MORE = st.lists(st.one_of(QUESTIONS, STEPS, MORE_STEPS, CHANGES), min_size=1, ma
 
 
 @pytest.mark.slow("two services live through each example")
-@settings(max_examples=scaled(20))
+@settings(max_examples=scaled(8))
 @given(MORE, OPTIONS)
 @example([("put", (50, "m", DEFAULT_TENANT)), (RESERVE, BOOKED), (FREE, b"c")], {"mode": KV})
 @example([("track", 0), ("add", 0), (SELECT, usual()), (PROJECT, usual())], {"mode": KV})
@@ -365,7 +365,7 @@ def test_with_all_options_and_changes_too(
 
 
 @pytest.mark.slow("three services live through each example")
-@settings(max_examples=scaled(20))
+@settings(max_examples=scaled(8))
 @given(LIVES)
 def test_steps_that_others_are_told_of_are_the_same_steps(
     requests: list[tuple[str, bytes]],

@@ -109,7 +109,7 @@ def with_members(**members: str) -> bytes:
     return written(USUAL | members)
 
 
-@settings(max_examples=scaled(25))
+@settings(max_examples=scaled(10))
 @given(LIVES)
 @example([("/add", with_members())] * 2)
 @example([("/add", with_members(request_id='"a"')), ("/free", with_members(request_id='"a"'))])

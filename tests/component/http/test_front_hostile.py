@@ -17,7 +17,7 @@ from tests.support.serving import BIG, SOON, Client, Running, eventually, servin
 
 pytestmark = pytest.mark.usefixtures("layers")
 
-MUTATED = {"plain": scaled(600), "tls": scaled(90)}  # a handshake takes milliseconds
+MUTATED = {"plain": scaled(240), "tls": scaled(36)}  # a handshake takes milliseconds
 
 GARBAGE = {
     "not http": b"hello\r\n\r\n",

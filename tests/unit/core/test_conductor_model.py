@@ -16,7 +16,7 @@ from tests.models.conductor_model import ConductorModel, Holder, sequence_hashes
 from tests.support.budget import scaled
 from tests.support.dumps import binary_of, holdings_of, read
 
-LIVES = scaled(12)
+LIVES = scaled(5)
 BLOCK_SIZE = 2
 DEPTH = 5
 MEDIA = ("GPU", "CPU", "DISK", "CXL", "EXTERNAL")

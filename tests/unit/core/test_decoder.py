@@ -541,7 +541,7 @@ def test_any_bytes_give_a_value(payload):
     check_any(payload)
 
 
-@settings(max_examples=scaled(150))
+@settings(max_examples=scaled(60))
 @given(st.sampled_from(PAYLOADS), st.data())
 def test_mutated_recordings_give_a_value(payload, data):
     mutated = bytearray(payload)
@@ -635,7 +635,7 @@ EVENTS = mostly(st.one_of(map_events(), array_events()))
 
 
 @pytest.mark.slow("draws nested events of any shape")
-@settings(max_examples=scaled(40), deadline=None)
+@settings(max_examples=scaled(16), deadline=None)
 @given(st.lists(EVENTS, max_size=4), mostly(st.one_of(st.none(), st.integers(0, 9))), st.booleans())
 def test_events_of_any_members_mean_what_the_model_says(events, rank, as_map):
     value: Any = [1.5, events, rank]

@@ -401,7 +401,7 @@ def test_damage_is_refused_or_harmless(seed: int, binary: bool) -> None:
     one.store(0, list(range(50)), list(range(50)))
     two.store(0, [1, 3], [1, 3])
     data = dumped(index, binary)
-    for _ in range(scaled(200)):
+    for _ in range(scaled(80)):
         damaged = bytearray(data)
         for _ in range(rng.choice((1, 1, 4))):
             damaged[rng.randrange(len(data))] = rng.randrange(256)

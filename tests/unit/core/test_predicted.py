@@ -295,7 +295,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=scaled(75))
+@settings(max_examples=scaled(30))
 @given(STEPS)
 def test_it_does_what_the_model_does(steps: list[tuple[str, int, list[int]]]) -> None:
     fleet = Fleet(3)

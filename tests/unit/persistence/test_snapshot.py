@@ -72,7 +72,7 @@ def spoilt(data: bytes, random: Random) -> bytes:
     return bytes(changed)
 
 
-@pytest.mark.parametrize("seed", range(scaled(30)))
+@pytest.mark.parametrize("seed", range(scaled(12)))
 async def test_a_snapshot_is_read_whole_or_not_at_all(tmp_path: Path, seed: int) -> None:
     random = Random(seed)
     state = filled(random)

@@ -625,7 +625,7 @@ async def step(service: Service, kind: str, *rest: Any) -> None:
 
 
 @pytest.mark.slow("checks all of the state after each change")
-@settings(deadline=None, max_examples=scaled(40))
+@settings(deadline=None, max_examples=scaled(16))
 @given(st.booleans(), st.lists(STEPS, max_size=25))
 def test_any_row_of_changes_leaves_all_in_agreement(
     uses_events: bool, steps: list[tuple[Any, ...]]

@@ -94,7 +94,7 @@ class Model:
         return [min(each, default=len(path)) for each in missing]
 
 
-@settings(max_examples=scaled(75))
+@settings(max_examples=scaled(30))
 @given(st.lists(STEPS, max_size=40))
 def test_they_are_what_the_model_says(steps: list[tuple[Any, ...]]) -> None:
     fleet, model, now = Fleet(), Model(), 100.0

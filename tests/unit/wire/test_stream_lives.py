@@ -20,7 +20,7 @@ from tests.support.batch_sinks import NoStream
 from tests.support.budget import scaled
 
 STEPS = 400
-SEEDS = scaled(40)  # ten thousand of them have passed
+SEEDS = scaled(16)  # ten thousand of them have passed
 
 
 class Applied(list[bytes], NoStream):

@@ -169,7 +169,7 @@ def test_a_publisher_is_forgotten_at_a_restart() -> None:
 # ---- random lives
 
 STEPS = 60
-SEEDS = scaled(150)
+SEEDS = scaled(60)
 
 
 class Told(Applied):
