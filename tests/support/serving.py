@@ -159,7 +159,8 @@ class Client:
 
     async def request(self, method: str, path: str, body: bytes = b"", **headers: str) -> Reply:
         """Sends a request and returns the reply; `content_type` etc. are its headers."""
-        lines = [f"{method} {path} HTTP/1.1", "host: kvd"]
+        lines = [f"{method} {path} HTTP/1.1"]
+        headers = {"host": "kvd", **headers}
         if body or method == "POST":
             headers = {"content_type": "application/json", **headers}
             lines.append(f"content-length: {len(body)}")

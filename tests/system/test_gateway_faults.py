@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import httpx
 import pytest
@@ -33,6 +34,7 @@ from tests.support.gateways import (
     wait_serving,
 )
 from tests.support.processes import Server
+from tests.support.serving import Client as ByteClient
 from tests.support.zmtp_fakes import until
 
 Start = Callable[..., Server]
@@ -235,6 +237,21 @@ async def test_what_cannot_be_a_request_is_refused(
         assert (await client.chat(PROMPT)).status == 200
 
 
+class SlowlyRead:
+    """A connection that is read in small pieces, with a pause now and then."""
+
+    def __init__(self, below: trio.SocketStream) -> None:
+        self.send_all = below.send_all
+        self._receive_some = below.receive_some
+        self._pieces = 0
+
+    async def receive_some(self) -> bytes | bytearray:
+        self._pieces += 1
+        if self._pieces % 64 == 0:
+            await trio.sleep(0.005)
+        return await self._receive_some(4096)
+
+
 @pytest.mark.parametrize("behind_tls", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_stream_of_a_client_that_reads_slowly_is_whole(
@@ -245,13 +262,13 @@ async def test_a_stream_of_a_client_that_reads_slowly_is_whole(
     flags = trusting(certificate)
     async with serving(kvd_process, EngineOptions(), flags=flags, tls=tls) as (client, running):
         body = {"model": "demo", "prompt": [1, 2, 3], "max_tokens": tokens, "stream": stream}
-        received = bytearray()
-        async with client.http.stream("POST", "/v1/completions", json=body) as response:
-            async for piece in response.aiter_raw(4096):
-                received += piece
-                if len(received) % (64 * 4096) == 0:
-                    await trio.sleep(0.005)
-        assert received.count(b"word19999") == 1
+        base = client.http.base_url
+        assert base.port is not None
+        async with await trio.open_tcp_stream(base.host, base.port) as connection:
+            reader = ByteClient(cast("trio.SocketStream", SlowlyRead(connection)))
+            content = json.dumps(body).encode()
+            reply = await reader.request("POST", "/v1/completions", content, host="localhost")
+        assert reply.body.count(b"word19999") == 1
         assert running[0].server.aborted == 0
         await wait_metric(client, 'kvd_gateway_relayed_requests_total{outcome="complete"}', 1)
 

@@ -20,41 +20,37 @@ code = main(sys.argv[1:])
 print([name for name in {LATE} if name in sys.modules])
 sys.exit(code)
 """
-COMMANDS = {
-    "indexer": "indexer",
-    "slot-tracker": "slot-tracker",
-    "selection": "select-service",
-    "conductor": "conductor",
-}
+FACES = ("indexer", "slot-tracker", "selection", "conductor")
 
 
-def served(folder: Path, face: str) -> Server:
-    """Starts a face that says at its end what it has loaded."""
-    port = find_free_port()
-    command = [sys.executable, "-c", SERVES, COMMANDS[face], "--port", str(port)]
-    server = Server(command, folder, port, clean_environment())
+def served(folder: Path) -> tuple[Server, dict[str, str]]:
+    """Starts a daemon that says at its end what it has loaded; returns where its faces are, too."""
+    ports = {face: find_free_port() for face in FACES}
+    binds = (f"--{face}-bind=127.0.0.1:{port}" for face, port in ports.items())
+    command = [sys.executable, "-c", SERVES, "serve", *binds]
+    server = Server(command, folder, ports["indexer"], clean_environment())
     server.wait_healthy()
-    return server
+    return server, {face: f"http://127.0.0.1:{port}" for face, port in ports.items()}
 
 
 def test_a_daemon_that_is_asked_for_hot_routes_alone_does_not_load_the_application(
     tmp_path: Path,
 ) -> None:
-    for face in COMMANDS:
-        server = served(tmp_path, face)
-        with httpx.Client(base_url=server.base_url, trust_env=False, verify=False) as client:
+    server, urls = served(tmp_path)
+    for face, url in urls.items():
+        with httpx.Client(base_url=url, trust_env=False, verify=False) as client:
             for route in all_routes()[face]:
                 if route.hot and not route.path.startswith("/test/"):
                     path = route.path.replace("{", "").replace("}", "")
                     body = {} if route.method == "GET" else {"json": {}}
                     answered = client.request(route.method, path, **body)
                     assert answered.status_code not in (405, 500), (route.method, path)
-        assert server.stop() == 0, server.stderr
-        assert (face, server.stdout) == (face, "[]\n")
+    assert server.stop() == 0, server.stderr
+    assert server.stdout == "[]\n"
 
 
 def test_the_first_cold_request_loads_the_application(tmp_path: Path) -> None:
-    server = served(tmp_path, "indexer")
+    server, _ = served(tmp_path)
     dump = httpx.get(f"{server.base_url}/dump", trust_env=False, verify=False)
     assert dump.json() == {}
     assert server.stop() == 0, server.stderr

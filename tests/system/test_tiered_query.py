@@ -20,7 +20,7 @@ from kvd.http.messages import Request, Response
 from kvd.http.routes import Route
 from kvd.index.partitions import State
 from kvd.index.peers import Peers
-from kvd.index.registry import LEFT_PAIR_S, MAX_LEFT_PAIRS, Registry
+from kvd.index.registry import LEFT_PAIR_S, Registry
 from kvd.model import PartitionKey, RankKey
 from kvd_core.index.prefix_index import TIERS
 from tests.support.idle_listeners import IdleListeners
@@ -196,16 +196,18 @@ async def test_a_pair_whose_last_worker_has_just_left_matches_nothing(
 
 
 async def test_pairs_that_were_left_are_remembered_within_a_bound(
-    autojump_clock: trio.testing.MockClock,
+    autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    bound = 100
+    monkeypatch.setattr("kvd.index.registry.MAX_LEFT_PAIRS", bound)
     _, registry, _ = made()
-    for number in range(MAX_LEFT_PAIRS + 1):
+    for number in range(bound + 1):
         place = PartitionKey("m", str(number))
         registry.register(RankKey(place, 7, 0), "tcp://127.0.0.1:1", BLOCK, None)
         await registry.unregister(7, *place, None)
     assert registry.block_size_left(PartitionKey("m", "0")) is None
     assert registry.block_size_left(PartitionKey("m", "1")) == BLOCK
-    assert registry.block_size_left(PartitionKey("m", str(MAX_LEFT_PAIRS))) == BLOCK
+    assert registry.block_size_left(PartitionKey("m", str(bound))) == BLOCK
 
 
 @pytest.fixture(scope="module")
