@@ -9,10 +9,8 @@ header. Its meaning is the comment above it or on its line; a bound without one 
 from __future__ import annotations
 
 import ast
-import io
 import re
 import sys
-import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -97,21 +95,18 @@ def dotted(path: Path) -> str:
 
 def of_module(path: Path) -> Iterator[Bound]:
     source = path.read_text()
-    remarks = {
-        token.start[0]: token.string.removeprefix("#").strip()
-        for token in tokenize.generate_tokens(io.StringIO(source).readline)
-        if token.type == tokenize.COMMENT
-    }
+    lines = source.splitlines()
     group, end = "", 0  # what stands above the first of several lines holds for all of them
     for node in ast.parse(source).body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             name, value = node.targets[0].id, number(node.value)
             if value is not None and name.isupper() and not name.startswith("_"):
-                above = alone_above(source.splitlines(), node.lineno, "#")
+                above = alone_above(lines, node.lineno, "#")
                 group = above or (group if node.lineno == end + 1 else "")
                 end = node.end_lineno or 0
                 if not PRESCRIBED.fullmatch(name):
-                    said = f"{above} {remarks.get(node.lineno, '')}".strip()
+                    remark = lines[node.lineno - 1].partition("#")[2].strip()  # numbers have none
+                    said = f"{above} {remark}".strip()
                     yield Bound(dotted(path), name, value, said or group)
 
 

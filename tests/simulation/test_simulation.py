@@ -41,7 +41,8 @@ def test_what_is_called_exact_is() -> None:
     assert [name for name in EVENTS if not totals[name]] == []
 
 
-def test_a_seed_always_has_the_same_life() -> None:
+def test_a_seed_always_has_the_same_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.simulation.world.STEPS", 100)
     told: list[list[str]] = [[], []]
     totals: list[collections.Counter[str]] = [collections.Counter(), collections.Counter()]
     for lines, sums in zip(told, totals, strict=True):

@@ -117,10 +117,15 @@ def test_a_wrong_command_line_names_the_command_and_no_password(
         assert error.startswith(said) and error.count("\n") == 1
 
 
-@pytest.mark.parametrize("limit", [10, 20, LEAST - 1])
-def test_too_few_descriptors_are_one_line(limit: int) -> None:
+ALONE = ("indexer", "slot-tracker", "select-service", "conductor")
+
+
+@pytest.mark.parametrize(
+    ("limit", "commands"), [(10, ("serve",)), (20, ("serve",)), (LEAST - 1, ("serve", *ALONE))]
+)
+def test_too_few_descriptors_are_one_line(limit: int, commands: tuple[str, ...]) -> None:
     few = ["prlimit", f"--nofile={limit}:{limit}"]
-    faces = [[face] for face in ("serve", "indexer", "slot-tracker", "select-service", "conductor")]
+    faces = [[command] for command in commands]
     said = f"kvd: {limit} descriptors are too few, kvd needs {LEAST} (ulimit -n)\n"
     assert run_each(faces, under=few) == [Ended(os.EX_CONFIG, "", said)] * len(faces)
 

@@ -62,14 +62,14 @@ async def test_an_engine_is_killed_under_load(
         load = Load(client)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(load.run)
-            await load.until(40)
+            await load.until(20)
             for victim in engines[:2]:
                 at = load.answered
                 victim.end()
-                await load.until(at + 60)
+                await load.until(at + 40)
                 if comes_back:
                     await trio.to_thread.run_sync(victim.start)
-                    await load.until(at + 90)
+                    await load.until(at + 60)
             load.end()
         assert load.outcomes.keys() <= {"whole", "cut"}
         assert load.outcomes["cut"] <= CLIENTS * 2
@@ -125,7 +125,7 @@ async def test_all_engines_end_and_come_back_one_by_one(kvd_process: Start, tmp_
         load = Load(client)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(load.run)
-            await load.until(40)
+            await load.until(20)
             for each in engines:
                 each.end()
                 await trio.to_thread.run_sync(each.start)
@@ -175,7 +175,7 @@ async def test_engines_that_close_idle_connections_at_once(
 ) -> None:
     """A kept connection closes under a request now and then; nobody notices."""
     async with serving(kvd_process, EngineOptions(idle_s=idle_ms / 1000)) as (client, _):
-        for number in range(60):
+        for number in range(36):
             answered = await client.chat(PROMPT, stream=bool(number % 2))
             assert (answered.status, answered.clean) == (200, True)
             await trio.sleep(idle_ms / 1000 * (number % 3) / 2)  # about when it closes

@@ -451,15 +451,15 @@ async def test_engines_of_a_pool_are_killed_under_load(
         load = Load(client)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(load.run)
-            await load.until(30)
+            await load.until(20)
             one, other = engines[:2] if side == "prefill" else engines[2:]
             one.end()
-            await load.until(80)
+            await load.until(60)
             await trio.to_thread.run_sync(one.start)
             await wait_serving(client, 4)
             at = load.answered
             other.end()
-            await load.until(at + 60)
+            await load.until(at + 40)
             load.end()
         if side == "prefill":
             assert load.outcomes.keys() == {"whole"}

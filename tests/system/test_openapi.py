@@ -29,7 +29,7 @@ from tests.support.ports import find_free_port
 from tests.support.processes import Server, clean_environment
 from tests.support.running import running_kvd
 
-EXAMPLES = scaled(3)  # of each route and mode
+EXAMPLES = scaled(2)  # of each route and mode
 SETTINGS = settings(
     max_examples=EXAMPLES,
     derandomize=True,
