@@ -36,7 +36,7 @@ BATCH = 40  # tokens: three prompts make a rank busy
 TOKENS = list(range(16))
 PLACE = {"model_name": M.model_name, "tenant_id": M.tenant_id}
 CLIENTS = 64
-REQUESTS = 24  # of each
+REQUESTS = 16  # of each
 
 Leave = Callable[[socket.socket], None]
 

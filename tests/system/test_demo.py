@@ -302,32 +302,19 @@ def test_the_demo_answers_what_it_prints_and_ends_on_ctrl_c(start: Start) -> Non
     assert "Traceback" not in demo.stderr
 
 
-def test_a_sigterm_ends_both(start: Start) -> None:
-    demo = start()
-    demo.wait_up()
+def test_answers_that_tell_no_expectation_are_inexact_and_a_sigterm_ends_both(
+    start: Start,
+) -> None:
+    """As of prompts that an engine on a busy machine has not tokenized in time."""
+    demo = start("--gateway-decision-headers=false")
+    demo.wait_live()
     daemon = demo.daemon()
+    turns, exact = _live_figures(demo.stdout)
+    assert turns >= 1 and exact == 0
     assert demo.stop(signal.SIGTERM) == 0
     assert has_ended(daemon)
     assert "event=stopped" in demo.stderr
     assert "Traceback" not in demo.stderr
-
-
-def test_answers_that_tell_no_expectation_are_inexact(start: Start) -> None:
-    """As of prompts that an engine on a busy machine has not tokenized in time."""
-    demo = start("--gateway-decision-headers=false")
-    demo.wait_live()
-    turns, exact = _live_figures(demo.stdout)
-    assert turns >= 1 and exact == 0
-    assert demo.stop(signal.SIGTERM) == 0
-    assert "Traceback" not in demo.stderr
-
-
-def test_no_daemon_is_left_behind(start: Start) -> None:
-    demo = start()
-    demo.wait_up()
-    daemon = demo.daemon()
-    assert demo.stop(signal.SIGKILL) == -signal.SIGKILL
-    assert has_ended(daemon)
 
 
 @pytest.mark.parametrize(
@@ -344,13 +331,16 @@ def test_a_daemon_that_ends_ends_the_demo(start: Start, number: signal.Signals, 
 
 
 def test_an_address_in_use_is_said_and_ends_the_demo(start: Start) -> None:
-    """Another daemon there is not taken for the demo's own."""
+    """Another daemon there is not taken for the demo's own, which leaves none behind."""
     first = start()
     first.wait_up()
+    daemon = first.daemon()
     second = start("--indexer-bind", f"127.0.0.1:{first.port}")
     assert second.process.wait(START_DEADLINE_S) == 1
     assert "in use" in second.stderr
     assert "kvd is up" not in second.stdout
+    assert first.stop(signal.SIGKILL) == -signal.SIGKILL
+    assert has_ended(daemon)
 
 
 @pytest.mark.parametrize(
