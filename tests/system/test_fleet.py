@@ -237,7 +237,7 @@ async def test_what_clients_have_registered_is_theirs(tmp_path: Path) -> None:
     assert faces.there() == theirs
     # Once they have left the entries are good.
     await faces.registry.unregister(1, "m", None, None)
-    faces.slots.unregister(M, 1)
+    await faces.slots.unregister(M, 1)
     await faces.workers.delete(2)
     await faces.replicas.deregister("tcp://127.0.0.1:1")
     await faces.read(*entries[:3], entries[4])
@@ -248,7 +248,7 @@ async def test_what_a_client_removes_comes_back_with_the_next_change(tmp_path: P
     faces = Faces(tmp_path)
     await faces.read(rank(1), tracked(1), worker(2, 2))
     await faces.registry.unregister(1, "m", None, None)
-    faces.slots.unregister(M, 1)
+    await faces.slots.unregister(M, 1)
     await faces.workers.delete(2)
     await faces.read(rank(1), tracked(1), worker(2, 2))
     assert faces.states()["registered"] == 3
