@@ -124,7 +124,7 @@ class ListenerTasks:
             if listener in self._health:
                 self._say_health(listener)
                 self._check_quiet(listener)
-        self._prober.start(trio.current_time())
+        await self._prober.start(trio.current_time())
 
     def _check_quiet(self, listener: EventStream) -> None:
         now = trio.current_time()

@@ -25,6 +25,7 @@ AFTER_S = 1.0
 AGAIN_S = 10.0  # pause between two probes of one engine
 # Probes under way; a host that does not answer takes the whole time of one.
 PROBES_AT_ONCE = 64
+PROBES_A_PASS = 8  # that begin in one pass of the loop: some 0.2 ms each
 
 
 class Prober:
@@ -35,9 +36,7 @@ class Prober:
         self._nursery = nursery
         self._dialer = dialer
         self._timeout_s = timeout_s
-        self._due: dict[
-            EventStream, float
-        ] = {}  # when a listener is to be probed, monotonic seconds
+        self._due: dict[EventStream, float] = {}  # when it is to be probed, monotonic seconds
         self._under_way = 0
 
     def note_state(self, listener: EventStream, now: float) -> None:
@@ -51,10 +50,14 @@ class Prober:
     def forget(self, listener: EventStream) -> None:
         self._due.pop(listener, None)
 
-    def start(self, now: float) -> None:
-        """Starts the probes that are due; those that have been probed come last."""
+    async def start(self, now: float) -> None:
+        """Starts the probes that are due, some in a pass; those that have been probed come last."""
         due = [listener for listener, moment in self._due.items() if moment <= now]
-        for listener in due[: PROBES_AT_ONCE - self._under_way]:
+        for number, listener in enumerate(due[: PROBES_AT_ONCE - self._under_way]):
+            if number and number % PROBES_A_PASS == 0:
+                await trio.lowlevel.checkpoint()
+            if listener not in self._due:  # it has connected meanwhile, or left
+                continue
             del self._due[listener]
             self._due[listener] = now + AGAIN_S
             self._under_way += 1
