@@ -66,6 +66,11 @@ class Candidates:
         """Tokens per block of its workers; None without any."""
         return next((record.block_size for record in self.workers.values()), None)
 
+    def has_rank(self, worker_id: int, dp_rank: int) -> bool:
+        """Returns whether a worker has a rank; the ledger has those, too, that are leaving."""
+        record = self.workers.get(worker_id)
+        return record is not None and dp_rank in record.ranks
+
     def changed(self, silent: int | None = None) -> None:
         """Notes that the workers, or what they cache in, have changed.
 

@@ -56,6 +56,9 @@ class LedgerOwner(Protocol):
     @property
     def ledger(self) -> Ledger: ...
 
+    def has_rank(self, worker_id: int, dp_rank: int) -> bool:
+        """Returns whether a worker has a rank; the ledger has those, too, that are leaving."""
+
 
 Owner = TypeVar("Owner", bound=LedgerOwner)
 
@@ -321,7 +324,9 @@ class LiveRequests(Generic[Owner]):
         if event.worker_id not in owner.workers:
             return Outcome.UNKNOWN_WORKER
         rank = owner.ledger.rank_of(event.worker_id, event.dp_rank)
-        return Outcome.UNKNOWN_RANK if rank is None else (owner, rank)
+        if rank is None or not owner.has_rank(event.worker_id, event.dp_rank):
+            return Outcome.UNKNOWN_RANK
+        return owner, rank
 
     def _admit(
         self, owner: Owner, rank: int, event: Lifecycle, at: float, retry_key: str | None = None

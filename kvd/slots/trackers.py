@@ -62,10 +62,13 @@ class Tracker:
         model, tenant = (json.dumps(name) for name in self.key)
         self.row_prefix = f'"model_name":{model},"tenant_id":{tenant},'.encode()
 
+    def has_rank(self, worker_id: int, dp_rank: int) -> bool:
+        return dp_rank in self.workers.get(worker_id, ())
+
     def rank(self, worker_id: int, dp_rank: int) -> int:
         """Returns the ledger's number of a registered rank or raises NotFound."""
         rank = self.ledger.rank_of(worker_id, dp_rank)
-        if rank is None or worker_id in self.leaving:
+        if rank is None or not self.has_rank(worker_id, dp_rank):
             raise NotFound(f"worker {worker_id} dp_rank {dp_rank} not found")
         return rank
 

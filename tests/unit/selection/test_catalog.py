@@ -19,7 +19,8 @@ from kvd.selection.requests import QueuedRequest
 from kvd.selection.worker_record import MAX_DP_SIZE, WorkerRecord
 from kvd.selection.workers import RECONSIDERED
 from kvd.slots.live_requests import REMOVAL_SLICE
-from kvd.wire.lifecycle import Step
+from kvd.wire.lifecycle import Lifecycle as Event
+from kvd.wire.lifecycle import Outcome, Step
 from kvd_core.ledger import ledger
 from kvd_core.selector.settings import Settings
 from tests.support.budget import scaled
@@ -436,6 +437,24 @@ async def test_new_ranks_come_after_the_old_ones_where_both_do_not_fit(
     await trio.testing.wait_all_tasks_blocked()
     assert service.selections.workers.entries[1].record == after
     assert service.select([1, 2])["worker_id"] == 1
+    service.check()
+
+
+async def test_replicas_book_nothing_on_ranks_that_leave(nursery: trio.Nursery) -> None:
+    """Its end there would be the end of the request on the replica, too."""
+    service = await ready(TWO)
+    many = booked(service, (1, 0), (1, 1))
+    reservations = service.selections.reservations
+    nursery.start_soon(service.selections.workers.put, OTHERS)
+    seen = set()
+    while reservations.live:
+        await trio.lowlevel.checkpoint()
+        if 0 < len(reservations.live) < many:
+            for dp_rank in TWO.ranks:
+                add = Event(M, BLOCK_SIZE, "theirs", 1, dp_rank, Step.ADD, b"", 8, router_id=1)
+                seen.add(reservations.apply(add, service.now))
+    assert seen == {Outcome.UNKNOWN_RANK}
+    await trio.testing.wait_all_tasks_blocked()
     service.check()
 
 
