@@ -236,9 +236,10 @@ class JournalWriter:
         owners += [(Face.SLOT_TRACKER, each) for each in self._slots.owners()]
         owners += [(Face.SELECTION, each) for each in self._selections.reservations.owners()]
         for face, owner in owners:
-            if owner.block_size is None or not owner.ledger.number:
+            block_size = owner.ledger_block_size
+            if block_size is None or not owner.ledger.number:
                 continue  # it has had no worker, so nothing is booked
-            self._ledgers.introduce(self._journal, owner.ledger, face, owner.key, owner.block_size)
+            self._ledgers.introduce(self._journal, owner.ledger, face, owner.key, block_size)
             after: int | None = 0
             while after is not None:
                 after = owner.ledger.export(self._journal, after, EXPORT_BYTES)

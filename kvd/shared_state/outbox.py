@@ -66,8 +66,8 @@ class Outbox:
         """Records which ledgers there are: the journal was paused, or full, when they came."""
         for kind, face in self._faces.items():
             for owner in face.owners():
-                if owner.block_size is not None and owner.ledger.number:
-                    of = owner.ledger, kind, owner.key, owner.block_size
+                if owner.ledger_block_size is not None and owner.ledger.number:
+                    of = owner.ledger, kind, owner.key, owner.ledger_block_size
                     self._opened.introduce(self._journal, *of)
 
     async def drain(self) -> None:

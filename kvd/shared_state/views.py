@@ -118,14 +118,14 @@ class Views:
     async def _pieces(self) -> AsyncGenerator[Piece, None]:
         for kind, face in self._faces.items():
             for owner in list(face.owners()):
-                after: int | None = 0 if owner.block_size else None
+                after: int | None = 0 if owner.ledger_block_size else None
                 while after is not None:
                     async with self._at_rest:
                         now = trio.current_time()
                         await self._outbox.drain()
                         after = owner.ledger.export(self._scratch, after, ENTRY_BYTES)
                         records = self._scratch.take()
-                        ledger = LedgerName(kind, owner.key, owner.block_size or 0)
+                        ledger = LedgerName(kind, owner.key, owner.ledger_block_size or 0)
                         piece = self._piece(now, {owner.ledger.number: ledger}, records)
                     if records:
                         yield piece

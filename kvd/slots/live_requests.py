@@ -52,6 +52,8 @@ class LedgerOwner(Protocol):
     @property
     def block_size(self) -> int | None: ...  # tokens; None without workers
     @property
+    def ledger_block_size(self) -> int | None: ...  # that stays without workers, too
+    @property
     def workers(self) -> Collection[int]: ...
     @property
     def ledger(self) -> Ledger: ...

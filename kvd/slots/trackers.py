@@ -62,6 +62,10 @@ class Tracker:
         model, tenant = (json.dumps(name) for name in self.key)
         self.row_prefix = f'"model_name":{model},"tenant_id":{tenant},'.encode()
 
+    @property
+    def ledger_block_size(self) -> int:
+        return self.block_size
+
     def has_rank(self, worker_id: int, dp_rank: int) -> bool:
         return dp_rank in self.workers.get(worker_id, ())
 

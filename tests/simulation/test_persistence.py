@@ -35,6 +35,7 @@ from kvd.persistence.journal import JournalWriter
 from kvd.persistence.reading import UnreadJournal, bookings_of
 from kvd.selection.options import RouterOptions
 from kvd.selection.requests import Retry
+from kvd.slots.live_requests import REMOVAL_SLICE
 from kvd.slots.shared_loads import Ledgers
 from kvd.slots.trackers import SlotTrackers
 from kvd_core.json.scan import BodyScanner
@@ -395,6 +396,38 @@ def test_a_journal_stays_until_the_next_has_all(tmp_path: Path) -> None:
         assert [number for number, _ in process.directory.journals()] == [2]
         process.die()
         assert await has_it(tmp_path)
+
+    trio.run(main)
+
+
+@pytest.mark.parametrize("is_leaving", [False, True])
+def test_a_journal_may_begin_while_a_fleet_has_no_worker(is_leaving: bool, tmp_path: Path) -> None:
+    """Also while what is booked on the last one ends in slices."""
+
+    async def main() -> None:
+        process = await booked_and_written(tmp_path)
+        workers = process.service.selections.workers
+        for number in range(2 * REMOVAL_SLICE):
+            process.service.reserve(str(number), (1, 0), [1], 8)
+        await workers.delete(2)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(workers.delete, 1)
+            if is_leaving:
+                while process.service.candidates().workers:
+                    await trio.lowlevel.checkpoint()
+                assert process.service.selections.reservations.live
+                await process.writer.begin()
+        if not is_leaving:
+            await process.writer.begin()
+        await workers.put(worker(1))
+        process.service.reserve("later", (1, 0), [1], 8)
+        await process.writer.flush()
+        await process.writer.sync()
+        process.die()
+        process = Process(tmp_path, 1)
+        await process.start()
+        assert list(process.service.selections.reservations.live) == ["later"]
+        process.die()
 
     trio.run(main)
 
