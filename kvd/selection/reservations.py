@@ -274,7 +274,7 @@ def _decayed(candidates: Candidates, reservation_id: str) -> float | None:
     if live is None or live.expected_output_tokens is None:
         return None
     blocks = live.output_blocks + 1
-    return output_weight(blocks, candidates.block_size or 1, live.expected_output_tokens)
+    return output_weight(blocks, candidates.ledger_block_size or 1, live.expected_output_tokens)
 
 
 def _admitted(outcome: int, reservation_id: str) -> None:

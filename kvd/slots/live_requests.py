@@ -159,7 +159,7 @@ class LiveRequests(Generic[Owner]):
         """
         if self.steps.subscribers:
             content = hashes(), tokens, expected_output_tokens, lora_name
-            self._tell(owner.key, owner.block_size, request_id, rank, Step.ADD, *content)
+            self._tell(owner.key, owner.ledger_block_size, request_id, rank, Step.ADD, *content)
         self.observe_begin(owner, request_id)
 
     def observe_begin(self, owner: Owner, request_id: str, *, mirrored: bool = False) -> None:
@@ -201,7 +201,7 @@ class LiveRequests(Generic[Owner]):
         """Notifies replicas and observers of a client's step; `live` is the request before it."""
         if live is not None:
             rank = live.worker_id, live.dp_rank
-            self._tell(owner.key, owner.block_size, request_id, rank, step)
+            self._tell(owner.key, owner.ledger_block_size, request_id, rank, step)
             self._observe(owner, request_id, step, None, live)
 
     def _tell(

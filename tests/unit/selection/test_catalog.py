@@ -458,6 +458,26 @@ async def test_replicas_book_nothing_on_ranks_that_leave(nursery: trio.Nursery) 
     service.check()
 
 
+async def test_replicas_are_notified_of_steps_while_the_last_worker_leaves(
+    nursery: trio.Nursery,
+) -> None:
+    """A step with another block size than theirs would be dropped there."""
+    service = await ready(TWO)
+    booked(service, (1, 1))
+    reservations = service.selections.reservations
+    nursery.start_soon(service.selections.workers.delete, 1)
+    while service.candidates().workers:
+        await trio.lowlevel.checkpoint()
+    last = list(reservations.live)[-1]
+    reservations.prefill_complete(last)
+    reservations.free(last)
+    steps = [each for each in service.told if each.request_id == last]
+    assert [each.step for each in steps] == [Step.ADD, Step.PREFILL_COMPLETE, Step.FREE]
+    assert {each.block_size for each in steps} == {BLOCK_SIZE}
+    await trio.testing.wait_all_tasks_blocked()
+    service.check()
+
+
 @pytest.mark.parametrize("later", range(1, 7))
 async def test_bookings_can_be_ended_while_their_worker_changes(
     later: int, nursery: trio.Nursery
