@@ -99,7 +99,7 @@ class DecisionLog:
         line |= {"event": END, "request": moment.request_id}
         if moment.live is None:
             return line | {"dropped": True}  # too old, or its rank was removed
-        block_size = self._candidates[moment.key].block_size or 0
+        block_size = self._candidates[moment.key].ledger_block_size or 0
         return line | {"output_tokens": moment.live.output_blocks * block_size or None}
 
     def _choice(self, moment: Moment, live: LiveRequest) -> dict[str, object]:

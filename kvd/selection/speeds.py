@@ -217,7 +217,7 @@ class Speeds:
             return
         candidates = self._candidates.get(moment.key)
         tokens = moment.live.output_blocks * (
-            0 if candidates is None else candidates.block_size or 0
+            0 if candidates is None else candidates.ledger_block_size or 0
         )
         if tokens:
             step_s = (moment.at - seen.complete_at) / tokens
