@@ -407,7 +407,7 @@ def test_a_journal_may_begin_while_a_fleet_has_no_worker(is_leaving: bool, tmp_p
     async def main() -> None:
         process = await booked_and_written(tmp_path)
         workers = process.service.selections.workers
-        for number in range(2 * REMOVAL_SLICE):
+        for number in range(8 * REMOVAL_SLICE):
             process.service.reserve(str(number), (1, 0), [1], 8)
         await workers.delete(2)
         async with trio.open_nursery() as nursery:
