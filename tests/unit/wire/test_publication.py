@@ -435,7 +435,7 @@ def test_images_are_kept_out(fleet: Fleet) -> None:
 def test_texts_that_are_no_unicode_cost_their_event(fleet: Fleet) -> None:
     one = fleet.add()
     payload = msgpack.packb([0.5, [stored(STANDARD, lora_name="?")], None])
-    assert one.apply(payload.replace(b"\xa1?", b"\xa1\xff")) == FLAWED
+    assert apply_whole(one, payload.replace(b"\xa1?", b"\xa1\xff")) == FLAWED
     assert one.bad == {"text": 1}
 
 
@@ -457,7 +457,7 @@ def test_any_bytes_are_fine(fleet: Fleet) -> None:
         for _ in range(rng.randrange(4)):
             payload[rng.randrange(len(payload))] = rng.randrange(256)
         del payload[rng.choice((len(payload), rng.randrange(len(payload) + 1))) :]
-        assert rng.choice(publications).apply(bytes(payload)) in (0, FLAWED)
+        assert apply_whole(rng.choice(publications), bytes(payload)) in (0, FLAWED)
     fleet.rows()
     known = {reason for each in publications for reason in each.bad}
     assert all(len(reason) < 32 for reason in known) and len(known) < 64
@@ -476,7 +476,7 @@ def test_texts_of_events_are_bounded(fleet: Fleet) -> None:
 def test_texts_that_are_no_unicode_do_not_advance_their_stream(fleet: Fleet) -> None:
     one = fleet.add()
     payload = msgpack.packb([0.5, [stored(STANDARD, event_id=9, medium="?")], None])
-    assert one.apply(payload.replace(b"\xa1?", b"\xa1\xff")) == FLAWED
+    assert apply_whole(one, payload.replace(b"\xa1?", b"\xa1\xff")) == FLAWED
     tell(one, stored(STANDARD, event_id=9))
     assert (one.bad, one.order.stale, one.order.gaps) == ({"text": 1}, 0, 0)
 
