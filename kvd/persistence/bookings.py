@@ -240,7 +240,7 @@ class Restored:
     sessions: int = 0
     answers: int = 0
     expired: int = 0  # requests that were too old
-    dropped: int = 0  # those whose rank is there no more
+    dropped: int = 0  # those whose rank is gone
 
 
 def restore(

@@ -64,7 +64,7 @@ class StateDirectory:
 
     def drop_journal(self, number: int) -> None:
         """Removes a journal that is not needed."""
-        with suppress(OSError):  # what counts is why it is of none; the next start passes over it
+        with suppress(OSError):  # the next start passes over one that stays
             self.journal(number).unlink()
 
     def create_journal(self, header: Header) -> tuple[int, int]:

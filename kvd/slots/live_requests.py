@@ -50,9 +50,7 @@ class LedgerOwner(Protocol):
     @property
     def key(self) -> PartitionKey: ...
     @property
-    def block_size(self) -> int | None: ...  # tokens; None without workers
-    @property
-    def ledger_block_size(self) -> int | None: ...  # that stays without workers, too
+    def ledger_block_size(self) -> int | None: ...  # tokens; None before the first worker
     @property
     def workers(self) -> Collection[int]: ...
     @property
@@ -321,7 +319,7 @@ class LiveRequests(Generic[Owner]):
         owner = self._owners.get(event.partition)
         if owner is None or not owner.workers:
             return Outcome.UNKNOWN_MODEL
-        if owner.block_size != event.block_size:
+        if owner.ledger_block_size != event.block_size:
             return Outcome.BLOCK_SIZE
         if event.worker_id not in owner.workers:
             return Outcome.UNKNOWN_WORKER

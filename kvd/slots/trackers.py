@@ -166,7 +166,7 @@ class SlotTrackers(LiveRequests[Tracker]):
                 await trio.lowlevel.checkpoint()
 
     def leave(self, key: PartitionKey, worker_id: int) -> Iterator[None]:
-        """Does what `unregister` does; rests at every yield.
+        """Removes a worker with its live requests; rests at every yield. Raises NotFound.
 
         From the first one on the worker is registered no more and nothing can be booked on it; its
         ranks are there with what is left of their requests. A tracker goes with the last of it.

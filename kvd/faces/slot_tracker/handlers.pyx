@@ -89,7 +89,7 @@ cdef class AddHandler(SlotHandler):
         cdef Ledger ledger = tracker.ledger
         admission.rank = ledger.find_rank(worker_id, dp_rank)
         if tracker.leaving and worker_id in tracker.leaving:
-            admission.rank = kNone  # of which its ledger does not know
+            admission.rank = kNone  # the ledger has its ranks until all of its requests have ended
         admission.hashes = self.body.u64(0, &admission.blocks)
         admission.now = self.clock()
         admission.expected = kNone
