@@ -1,4 +1,4 @@
-"""What an engine's answer says, beside its content: a refusal, a fault, cached tokens."""
+"""Reads what an engine's answer tells the gateway: a refusal, a fault, cached tokens."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import NamedTuple
 from kvd.gateway.heads import EngineHead
 from kvd_core.relay.relay import Answer
 
-# Statuses with which an engine says that it has done nothing, and another one may.
+# Statuses by which an engine says that it has not served a request; another engine may.
 NOT_DONE = frozenset((429, 502, 503, 504))
 # Errors of Anthropic's API name no status.
 ANTHROPIC_STATUSES = {"overloaded_error": 503, "rate_limit_error": 429}
-# In the usage of an answer; an engine that keeps it for itself says null.
+# In the usage of an answer; null if the engine does not report it.
 CACHED_TOKENS = re.compile(rb'"cached_tokens":\s*(\d{1,9})\b')
-# In the body of a 404: vLLM says so in "param" since 0.14.
+# In the body of a 404 for an unknown model; vLLM sets "param" since 0.14.
 MODEL_GONE = re.compile(
     rb'"param":\s*"model"|"model_not_found"|The model `[^`]{1,1000}` does not exist'
 )
@@ -29,13 +29,13 @@ class EventError(NamedTuple):
 
 
 def refuses(answer: Answer) -> str | None:
-    """Returns what an engine has refused with if another one may do better, else None."""
+    """Returns the status of a refusal after which another engine may do better, else None."""
     whole = answer.whole or is_stream(answer)
     return str(status) if whole and (status := fault(answer)) in NOT_DONE else None
 
 
 def lacks_model(answer: Answer) -> bool:
-    """Returns whether an engine does not serve any more what it has said that it serves."""
+    """Returns whether an engine says that it does not serve the requested model."""
     return answer.status == 404 and answer.whole and MODEL_GONE.search(answer.held) is not None
 
 
@@ -48,14 +48,14 @@ def fault(answer: Answer) -> int | None:
 
 
 def is_stream(answer: Answer) -> bool:
-    """Returns whether an answer is a stream that has begun well, as far as its head says."""
+    """Returns whether an answer is, by its head, a stream that has begun well."""
     return answer.events and answer.status == 200
 
 
 def first_error(held: bytes) -> EventError | None:
     """Returns the error that is the first event of a stream, None if that is no error.
 
-    Engines that have begun to answer with 200 say in this way that they are overloaded.
+    Engines that have already sent status 200 report in this way that they are overloaded.
     """
     if b'"error"' not in held:
         return None
@@ -79,7 +79,7 @@ def _status_of(error: dict[str, object]) -> object:
 
 
 def paced(said: EngineHead) -> bytes:
-    """Returns the headers of an answer; one that refuses for now says when to come again."""
+    """Returns the headers of an answer, with `retry-after` if its 429 or 503 lacks one."""
     if said.status not in (429, 503) or b"\nretry-after:" in b"\n" + said.lines:
         return said.lines
     return said.lines + b"retry-after: 1\r\n"

@@ -2,7 +2,7 @@
 
     crew of its engines (pools) ──> way ──> Question ──> Placement, booked ──> ChosenEngine
 
-What is known of a request while engines are tried is its Attempt.
+An Attempt is all that is known of a request while engines are tried.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvd.selection.phases import Phase
 from kvd_core.relay.relay import Answer, Ending
 from kvd_core.selector.selector import Pool, Prompt
 
-# The rest of a request that is kept while its answer is on its way, by API.
+# Stands in for a request, by API, once its answer is on its way: only the API is still needed.
 ANSWERED = {api: ClientRequest(api, None, False, {}) for api in Api}
 
 
@@ -38,9 +38,9 @@ class ChosenEngine(NamedTuple):
     dp_rank: int
     reservation_id: str
     decision: Decision
-    matched_tokens: int  # of a prompt whose tokens are known
+    matched_tokens: int  # 0 for a prompt whose tokens are not known
     way: Way | None  # None: its model has no prefill engine
-    prefill: EngineRank | None  # who computes the prompt for `upstream`, None: itself
+    prefill: EngineRank | None  # the rank that computes the prompt for `upstream`; None: itself
 
 
 @dataclass(slots=True)
@@ -56,20 +56,20 @@ class Attempt:
     path: bytes
     while_wanted: WhileWanted
     tried: frozenset[int] = frozenset()  # worker ids
-    refused: Answer | None = None  # what the last one that refused has said
-    refused_again: bool = False  # after another one had: nobody else is tried
-    failed: str | None = None  # why the last one that failed did
-    lacks_room: bool = False  # and that was for want of a descriptor or a port here
+    refused: Answer | None = None  # the answer of the last engine that refused
+    refused_again: bool = False  # a second engine has refused: no further one is tried
+    failed: str | None = None  # why the last engine that failed did so
+    lacks_room: bool = False  # that was because this process has no descriptor or port left
     later: Later | None = None  # the tokens to ask for once the answer has begun
-    prompt: tuple[Prompt, int] | None = None  # as a pool has matched it, by this block size
+    prompt: tuple[Prompt, int] | None = None  # as a pool matched it, and the pool's block size
     prefill_body: bytes | None = None  # for a prefill engine of vLLM, once it is needed
-    # The answer to the last prompt that was to be handed over and was not.
+    # How the last exchange ended that should have handed over the prompt and did not.
     prefill_failure: Answer | Ending | None = None
     bound: int | None = None  # the only worker that may still be tried; None: any
-    session: str | None = None  # which it goes by where its tokens are not known
+    session: str | None = None  # decides where the prompt's tokens are not known
 
     def let_go(self) -> None:
-        """Forgets what another try would need, which may be most of what a long answer costs."""
+        """Frees what only another try would need: it may be most of a long answer's memory."""
         self.asked = ANSWERED[self.asked.api]
         self.body, self.prefill_body, self.path = b"", None, b""
         self.tokens, self.prompt, self.later = None, None, None
@@ -78,13 +78,13 @@ class Attempt:
 
     @property
     def tokens_needed(self) -> int:
-        """Returns the context that its prompt and its answer need, as far as that is known."""
+        """Returns the context that the prompt and its answer need, as far as that is known."""
         if self.prompt_tokens is None:
             return 0
         return self.prompt_tokens + (self.asked.expected_output_tokens or 1)
 
     def held_by(self, engines: Sequence[Upstream]) -> Sequence[Upstream]:
-        """Returns the engines with a context that is long enough; all, to refuse it, if none is."""
+        """Returns the engines whose context is long enough; all, to refuse it, if none's is."""
         return [one for one in engines if self.tokens_needed <= _context(one)] or engines
 
     def may_try(self, upstream: Upstream) -> bool:
@@ -104,9 +104,9 @@ class EngineChooser:
         remote_tokens: int,
         prefix: str,
     ) -> None:
-        """Prefill engines compute prompts of which `remote_tokens` are cached by no other.
+        """A prompt goes to a prefill engine if every other would compute `remote_tokens` of it.
 
-        Reservations are named by `prefix`, which no other process has.
+        Names of reservations begin with `prefix`, which no other process has.
         """
         self._upstreams = upstreams
         self._choices = choices
@@ -114,15 +114,15 @@ class EngineChooser:
         self._tokens = tokens
         self._remote_tokens = remote_tokens
         self._prefix = prefix
-        # Of requests that have not been tried, by model and by whether they generate; and the
-        # tokens of a request that all of these engines take.
+        # For requests not tried yet, by model and whether they generate: the engines that serve,
+        # their crew, and the tokens of the longest request that all of them take.
         self._crews: dict[tuple[Served, bool], tuple[Sequence[Upstream], Crew, float]] = {}
         self._counter = count(1)
 
     async def choose(self, attempt: Attempt) -> ChosenEngine | None:
-        """Chooses and books; None if nobody is left.
+        """Chooses and books an engine; returns None if none is left.
 
-        Raises GatewayError, or OSError once the choice is not wanted any more.
+        Raises GatewayError, or OSError if the client leaves meanwhile.
         """
         serving = self._upstreams.serving(attempt.served)
         crew = self._crew(attempt, serving)
@@ -155,7 +155,7 @@ class EngineChooser:
         kind = attempt.served, attempt.path in LIMITS
         known = self._crews.get(kind)
         if known is None or known[0] is not serving:
-            if known is not None:  # an engine has changed, and with it what any model has
+            if known is not None:  # an engine has changed, so any model's crew may have
                 self._crews.clear()
             crew = crew_of(serving, attempt.path)
             known = self._crews[kind] = serving, crew, _shortest_context(serving)
@@ -164,7 +164,7 @@ class EngineChooser:
         return crew_of(attempt.held_by(serving), attempt.path)
 
     def _way(self, attempt: Attempt, crew: Crew) -> Way | None:
-        """Returns the way a prompt is computed; None: its model has no prefill engine."""
+        """Returns the way a prompt is computed, None if its model has no prefill engine."""
         if attempt.path not in LIMITS or not self._upstreams.prefills(attempt.served):
             return None
         if not crew.pairs or (attempt.prefill_failure is not None and crew.alone):
@@ -202,7 +202,7 @@ class EngineChooser:
         )
 
     def _match(self, attempt: Attempt, engines: Sequence[Upstream], pool: Pool) -> None:
-        """Puts the prompt before a pool, and has it remembered, the first time."""
+        """Matches the prompt against a pool; on the first try it is also remembered."""
         if attempt.prompt is not None and attempt.prompt[1] == pool.block_size:
             return pool.match_again(attempt.prompt[0])
         tokens, asked, served = attempt.tokens, attempt.asked, attempt.served
@@ -225,7 +225,7 @@ class EngineChooser:
         way: Way | None,
         crew: Crew,
     ) -> ChosenEngine | None:
-        """Returns the engine of a placement; None if it has left, or cannot serve all of it."""
+        """Returns the engine of a placement; None if it has left, or lacks a prefill engine."""
         tokens = attempt.tokens
         computes = placement.prefill or placement
         # Engines may have come and gone while the request was queued.
@@ -260,9 +260,9 @@ def _shortest_context(engines: Sequence[Upstream]) -> float:
 
 
 def _priority_jump(asked: ClientRequest, kind: EngineKind) -> float:
-    """Returns how many seconds older a request counts while it waits.
+    """Returns by how many seconds a request counts as older while it waits.
 
-    The priority that engines are sent counts as it does there: with vLLM lower numbers go first.
+    `priority` means what it means to the engine: with vLLM lower numbers go first.
     """
     if asked.priority_jump is not None:
         return asked.priority_jump

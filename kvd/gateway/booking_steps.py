@@ -1,12 +1,12 @@
 """Sends a kvd the further steps of bookings: many requests in a row over one connection.
 
-    put ──> waiting ──> a row of requests, sent at once ──> as many answers, of which none is read
+    put ──> waiting ──> a row of requests, sent at once ──> as many answers, counted but not read
                  ^                  │ no answer in time, or the connection broke
                  └─── in front ─────┘
 
-Nobody waits for a step, and there are two or three for each request of a client: exchanges of their
-own would cost more than the choice. After a fault a row is sent again as a whole: to end a booking
-that has ended already does no harm.
+No task waits for a step, and each client's request has two or three: an exchange for each would
+cost more than the choice. After a fault the whole row is sent again: ending a booking twice does no
+harm.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import trio
 
 # Steps that wait for a kvd, about 200 bytes each; those beyond are dropped.
 MAX_STEPS = 65_536
-# Requests on their way at a time: they and their answers fit into the sockets' buffers.
+# Requests sent before their answers are awaited: both fit into the sockets' buffers.
 MAX_ROW = 64
-RECEIVE_BYTES = 64 * 1024  # of answers, at once
+RECEIVE_BYTES = 64 * 1024  # bytes of answers that are received at once
 
 Connect = Callable[[], Awaitable[trio.SocketStream]]
 
@@ -35,7 +35,7 @@ class BookingSteps:
     """The steps for one kvd, in order."""
 
     def __init__(self, connect: Connect, deadline_s: float) -> None:
-        """`connect` raises OSError. A row that is not answered in `deadline_s` has failed."""
+        """`connect` raises OSError. A row fails if it is not answered within `deadline_s`."""
         self.dropped = 0
         self._connect = connect
         self._deadline_s = deadline_s
@@ -47,7 +47,7 @@ class BookingSteps:
         return len(self._waiting)
 
     def put(self, request: bytes) -> None:
-        """Has a request be sent, head and body."""
+        """Queues a request, head and body; drops it if MAX_STEPS wait already."""
         if len(self._waiting) >= MAX_STEPS:
             self.dropped += 1
             return
@@ -55,9 +55,9 @@ class BookingSteps:
         self._some.set()
 
     async def send(self) -> None:
-        """Sends what waits, once there is something, and whatever comes meanwhile.
+        """Waits for a step, and sends steps until none waits.
 
-        Raises StepsFailed; what has not been answered by then waits still.
+        Raises StepsFailed; steps that have not been answered stay queued.
         """
         if not self._waiting:
             self._some = trio.Event()

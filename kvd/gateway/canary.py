@@ -4,8 +4,8 @@
                                                                                    │ its KV events
     the ids' blocks are found at that engine in the index? <── within SEEN_S ──────┘
 
-An event endpoint that is another engine's, or another block size, would have every choice go wrong
-without a sign. The text is new each time: of blocks that are cached already an engine says nothing.
+If an event endpoint is another engine's, or the block size is another one, every choice goes wrong
+without a sign. The text is new each time, as engines publish nothing for blocks already cached.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from kvd.selection.worker_record import WorkerRecord
 from kvd_core.json.scan import BodyScanner
 from kvd_core.selector.selector import Pool
 
-BLOCKS = 3  # of the prompt
-TRIES = 2  # before an engine's events are not believed
-ANSWER_S = 10.0  # for one answer: an engine that has just started may compile first
-SEEN_S = 5.0  # for its events to be heard
-POLL_S = 0.02  # pause between two checks whether its blocks are indexed
-MAX_TOKENS = 4096  # of the prompt: engines with larger blocks prove nothing
-ANSWER_BYTES = 256 * 1024  # of an engine's answer to one of its questions
+BLOCKS = 3  # blocks of the prompt
+TRIES = 2  # tries before an engine's events are not believed
+ANSWER_S = 10.0  # time for one answer: an engine that has just started may compile first
+SEEN_S = 5.0  # time for the engine's events to come
+POLL_S = 0.02  # pause between two checks whether the prompt's blocks are indexed
+MAX_TOKENS = 4096  # tokens of the prompt: engines with larger blocks are not tested
+ANSWER_BYTES = 256 * 1024  # bytes of an engine's answer to one question
 
 SCANNER = BodyScanner({"token_ids": "u32"})
 
@@ -46,10 +46,10 @@ class Canary:
     async def agrees(
         self, engine: int, authority: bytes, key: bytes, record: WorkerRecord, facts: Facts
     ) -> bool | None:
-        """Returns whether an engine's events are of its tokens.
+        """Returns whether an engine's events agree with its tokens.
 
-        None where that cannot be found out: it publishes none, a kvd elsewhere hears them, or it
-        does not generate from token ids.
+        Returns None if that cannot be found out: the engine publishes no events, a kvd elsewhere
+        receives them, or the engine does not generate from token ids.
         """
         if not facts.events or facts.role is not None:
             return None
@@ -81,15 +81,15 @@ class Canary:
         return await self._seen(record, size, body)
 
     async def _heard(self, record: WorkerRecord) -> bool:
-        """Waits until its events can be heard; False if that takes too long, or is not known."""
+        """Waits for a connection to its events; False if that takes too long or is not known."""
         with trio.move_on_after(SEEN_S):
-            while (hears := self._choices.hears(record)) is False:  # noqa: ASYNC110 - once at its start
+            while (hears := self._choices.hears(record)) is False:  # noqa: ASYNC110 - once at start
                 await trio.sleep(POLL_S)
             return hears is True
         return False
 
     async def _seen(self, record: WorkerRecord, block_size: int, body: bytes) -> bool:
-        """Waits until all but the last token are known to be cached there."""
+        """Waits until the index has all tokens but the last at this engine; False if late."""
 
         def lookup(pool: Pool) -> None:
             SCANNER.scan(body)
@@ -113,13 +113,13 @@ class Canary:
     async def _ask(
         self, engine: int, authority: bytes, key: bytes, path: str, members: dict[str, Any]
     ) -> Any:
-        """Returns what an engine answers, None if it does not do so in time and with success."""
+        """Returns an engine's answer, None if it does not answer in time and with success."""
         body = json.dumps(members).encode()
         head = own_head("POST", path, authority, len(body), key)
         with trio.move_on_after(ANSWER_S):
             try:
                 answer = await self._exchanges.ask(engine, head, body, ANSWER_BYTES)
                 return json.loads(answer.held) if answer.status == 200 else None
-            except (ExchangeFailed, ValueError, RecursionError):  # it proves nothing then
+            except (ExchangeFailed, ValueError, RecursionError):  # proves nothing
                 return None
         return None

@@ -1,13 +1,14 @@
-"""Finds the conversation that a request continues, where no token ids of its prompt are given.
+"""Finds the conversation that a request continues, if the tokens of its prompt are not known.
 
     named     a session that the client names, or a response that it goes on from
-    text      the longest beginning of its messages that was seen before: the session of that one
-    new       a session of its own, made of its text
+    text      the session of the conversation with whose messages the request's messages begin; of
+              several the longest
+    new       a session of its own, made from its text
 
-A session is bound to an engine by kvd.selection.affinity, which leaves one that has too many
-requests. A response is known where it is kept: by the engine that made it alone.
+kvd.selection.affinity binds a session to an engine, and leaves an engine that has too many
+requests. A response is known only to the engine that made it.
 
-The text is that of the request as it stands, but for marks that clients move from turn to turn.
+The text is taken from the request unchanged, except for marks that clients move from turn to turn.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from kvd_core.prompts.conversations import Strands
 
 # Memory for beginnings of conversations without token ids: about 100,000.
 TEXT_BYTES = 16 * 1024 * 1024
-MAX_RESPONSES = 262_144  # responses of which it is known who keeps them, about 200 bytes each
-RESPONSE_S = 3600.0  # time for which that is known
-# The id of a response at the beginning of its answer, or in the first event of one.
+MAX_RESPONSES = 262_144  # responses whose engine is remembered, about 200 bytes each
+RESPONSE_S = 3600.0  # time for which the engine of a response is remembered
+# The id of a response, at the beginning of its answer or in its first event.
 RESPONSE_ID = re.compile(rb'"id"\s*:\s*"(resp_[\w.:-]{1,200})"')
 
 # The member of each API that has the messages, and the members with which the prompt begins.
@@ -35,10 +36,10 @@ CHAINED = {
     Api.MESSAGES: ("messages", ("tools", "system")),
     Api.RESPONSES: ("input", ("tools", "instructions")),
 }
-# Ask an engine to cache up to here; every turn has it at its end, and loses it with the next.
+# Asks an engine to cache the prompt up to here. Clients move it to the end of each new turn.
 MARK = re.compile(rb'"cache_control"\s*:\s*(?:\{[^{}]*\}|null)')
 COMMA = re.compile(rb"\s*,")
-# Begins a text of the system prompt that is another one with every request, and that vLLM drops.
+# Begins a text of the system prompt that differs in every request, and that vLLM drops.
 BILLING = "x-anthropic-billing-header"
 
 
@@ -47,14 +48,14 @@ class Chains:
 
     def __init__(self, stats: GatewayStats, clock: Callable[[], float]) -> None:
         self.strands = Strands(TEXT_BYTES)
-        self.responses: OrderedDict[str, tuple[int, float]] = OrderedDict()  # worker, its end
+        self.responses: OrderedDict[str, tuple[int, float]] = OrderedDict()  # worker, expiry time
         self._stats = stats
         self._clock = clock
 
     def session(self, asked: ClientRequest, served: Served, tenant: str) -> str | None:
-        """Returns the session that a request belongs to, None if its text says nothing of one.
+        """Returns the session that a request belongs to, None if its text cannot show one.
 
-        Two of the same name or text are different ones if they are of different tenants.
+        Sessions with the same name or text are different if their tenants are.
         """
         if asked.session is not None:
             return f"{tenant}{asked.session}"
@@ -74,7 +75,7 @@ class Chains:
         return None if strand is None else f"text-{strand:016x}"
 
     def note_answer(self, asked: ClientRequest, worker_id: int, held: bytes) -> None:
-        """Notes where a response is kept, by the beginning of its answer."""
+        """Notes the worker that keeps a response, whose id is at the beginning of the answer."""
         found = RESPONSE_ID.search(held) if asked.api is Api.RESPONSES else None
         if found is None:
             return
@@ -94,7 +95,7 @@ class Chains:
 
 
 def lasting(span: bytes) -> bytes:
-    """Returns what the next turn will have, too, of a span as Anthropic's clients send it."""
+    """Returns the part of a span from an Anthropic client that the next turn will repeat."""
     if b'"cache_control"' in span:
         span = _without_marks(span)
     if BILLING.encode() in span:
@@ -104,7 +105,7 @@ def lasting(span: bytes) -> bytes:
 
 def _without_marks(span: bytes) -> bytes:
     pieces, at = [], 0
-    for found in MARK.finditer(span):  # no text can have it: a quote in there is escaped
+    for found in MARK.finditer(span):  # none is inside a text, whose quotes are escaped
         piece = span[at : found.start()].rstrip(b", \t\r\n")
         at = found.end()
         if piece.endswith(b"{") and (comma := COMMA.match(span, at)):  # it was the first member
@@ -116,7 +117,7 @@ def _without_marks(span: bytes) -> bytes:
 def _without_billing(span: bytes) -> bytes:
     try:
         said = json.loads(span)
-    except (ValueError, RecursionError):  # a number of more digits than Python reads, or too deep
+    except (ValueError, RecursionError):  # a number has too many digits for Python, or too deep
         return span
     if isinstance(said, str):
         return b"" if said.startswith(BILLING) else span
@@ -126,7 +127,7 @@ def _without_billing(span: bytes) -> bytes:
 
 
 def _bills(block: object) -> bool:
-    """Returns whether a block of the system prompt, or a message of the system, is for accounts."""
+    """Returns whether a block of the system prompt, or a system message, is a billing header."""
     if not isinstance(block, dict):
         return False
     text = block.get("text") or (block.get("role") == "system" and block.get("content"))

@@ -1,4 +1,4 @@
-"""The interface by which the gateway chooses and books: this process, or another kvd (`remote`).
+"""The interface by which the gateway chooses and books: in this process, or by a kvd (`remote`).
 
 Question ──> choose ──> Placement, booked under the question's id
                            │ note_prefilled, note_cached, free: steps of the booking's life
@@ -29,10 +29,10 @@ T = TypeVar("T")
 
 
 class WhileWanted(Protocol):
-    """Awaits something in a task, and gives it up once nobody wants the answer any more."""
+    """Awaits something in a task, and gives up once nobody wants the answer any more."""
 
     async def __call__(self, waiting: Awaitable[T], /) -> T:
-        """Returns what is awaited; raises OSError if it was given up."""
+        """Returns the result; raises OSError on giving up."""
 
 
 async def always_wanted(waiting: Awaitable[T]) -> T:
@@ -40,19 +40,19 @@ async def always_wanted(waiting: Awaitable[T]) -> T:
 
 
 class Question(NamedTuple):
-    """A prompt that wants a rank."""
+    """Asks for a rank that serves a prompt."""
 
     model: str
     adapter: str | None
     block_size: int  # tokens, of the engines that serve the model
-    lookup: PromptLookup  # puts the prompt before a pool
+    lookup: PromptLookup  # matches the prompt against a pool
     reservation_id: str
     allowed: frozenset[int]  # workers that could serve it and have not been tried yet
-    session: str | None  # decides where nothing better is known
+    session: str | None  # decides where the tokens are not known
     priority_jump: float = 0.0  # seconds that it counts as older while it waits
     expected_output_tokens: int | None = None
     phase: Phase | None = None  # of disaggregated serving; None: the whole request
-    while_wanted: WhileWanted = always_wanted  # what the choice waits for is awaited by it
+    while_wanted: WhileWanted = always_wanted  # awaits whatever the choice has to wait for
 
     @property
     def key(self) -> PartitionKey:
@@ -65,54 +65,54 @@ class Placement(NamedTuple):
 
     worker_id: int
     dp_rank: int
-    prefill_tokens: int  # of the prompt, not expected to be cached there
-    by_load: bool = False  # no kvd has answered: chosen by what this process knows of loads
-    by_session: bool = False  # where its session is; a kvd elsewhere does not say so
-    prefill: Placement | None = None  # who prefills, where that is another one
+    prefill_tokens: int  # tokens of the prompt that are not expected to be cached there
+    by_load: bool = False  # no kvd has answered: chosen by the loads that this process knows
+    by_session: bool = False  # its session is there; a kvd elsewhere does not report this
+    prefill: Placement | None = None  # the rank that prefills, if it is another one
 
 
 class Choices(Protocol):
-    """Chooses and books. Steps of bookings neither wait nor fail: their end comes anyway."""
+    """Chooses and books. Steps of a booking neither wait nor fail: a booking ends in any case."""
 
     async def run(self) -> None:
         """Keeps the choices going until it is cancelled."""
 
     async def met(self) -> None:
-        """Waits until the part or kvd that chooses has been asked once, whatever the outcome."""
+        """Waits until each kvd elsewhere has been asked once, whatever the outcome."""
 
     async def register(self, record: WorkerRecord) -> list[str]:
-        """Has an engine be chosen, as it is described now; returns why it cannot be, [] if it can.
+        """Lets an engine be chosen, with this description; returns why it cannot be, [] if it can.
 
-        Raises KvdError for a description that is refused.
+        Raises KvdError if the description is refused.
         """
 
     async def deregister(self, worker_id: int) -> None:
-        """Has an engine not be chosen any more, if it ever was."""
+        """Removes an engine from the choices, if it is registered."""
 
     async def choose(self, question: Question) -> Placement:
         """Chooses and books, at once or when a rank is free; raises KvdError if there is none.
 
-        Raises OSError, and nothing is booked, if the choice is not wanted any more.
+        Raises OSError, without a booking, if the choice is no longer wanted.
         """
 
     def least_prefill_tokens(self, question: Question) -> int:
-        """Returns the tokens of a prompt that each of its engines would have to compute, at least.
+        """Returns the fewest tokens of a prompt that any of its engines would have to compute.
 
-        Those of all of it where what is cached is not known here.
+        If this process does not know what is cached, these are all tokens of the prompt.
         """
 
     def hears(self, record: WorkerRecord) -> bool | None:
-        """Returns whether an engine's events are listened to; None where that is not known here."""
+        """Returns whether an engine's events are received; None if this process does not know."""
 
     def note_prefilled(self, reservation_id: str) -> None:
-        """Takes note of a request's first token, or of the end of its prefill elsewhere."""
+        """Notes that a request's first token has come, or that its prefill elsewhere has ended."""
 
     def note_cached(
         self, reservation_id: str, prompt: int, expected: int, cached: int, *, prefill: bool = False
     ) -> None:
-        """Takes the cached tokens of a prompt, as they were expected and as its engine says.
+        """Notes a prompt's cached tokens: those expected, and those that its engine reports.
 
-        With `prefill` that is the engine that prefills for another one, before the end of that.
+        With `prefill` the prefill engine reports them; this comes before `note_prefilled`.
         """
 
     def free(self, reservation_id: str) -> None:
@@ -122,14 +122,14 @@ class Choices(Protocol):
         """Returns the kvds that choose, for /status; None if this process does."""
 
     def families(self) -> Iterator[Family]:
-        """Yields metrics of the way to those kvds."""
+        """Yields metrics of the questions to those kvds."""
 
 
 class LocalChoices:
     """Choices of the selection service in this process."""
 
     def __init__(self, selections: Selections, registry: Registry) -> None:
-        """The `registry` has the listeners of their engines."""
+        """`registry` has the listeners of the engines."""
         self._selections = selections
         self._registry = registry
         self._at_once, self._steps = ImmediateSelection(selections), ImmediateSteps(selections)
@@ -150,12 +150,12 @@ class LocalChoices:
         return (await workers.put(record)).reasons
 
     async def deregister(self, worker_id: int) -> None:
-        with suppress(NotFound):  # it never was one
+        with suppress(NotFound):  # it was never registered
             await self._selections.workers.delete(worker_id)
 
     async def choose(self, question: Question) -> Placement:
         selections, key = self._selections, question.key
-        candidates = selections.candidates.get(key)  # none while its only worker is made anew
+        candidates = selections.candidates.get(key)  # None while its only worker is put anew
         everybody = candidates is not None and question.allowed == candidates.workers.keys()
         session = None if selections.affinity is None else question.session
         usual = everybody and question.phase is None
@@ -192,7 +192,7 @@ class LocalChoices:
 
     def least_prefill_tokens(self, question: Question) -> int:
         candidates = self._selections.candidates.get(question.key)
-        if candidates is None or not candidates.workers:  # it is being made anew
+        if candidates is None or not candidates.workers:  # the only worker is being put anew
             return 0
         question.lookup(candidates.pool)
         mask = candidates.pool.mask(question.allowed)
@@ -228,7 +228,7 @@ class LocalChoices:
 
 
 def placement(answer: bytes) -> Placement:
-    """Reads the answer to a selection; raises KeyError, TypeError or ValueError for any other."""
+    """Reads the answer to a selection; raises KeyError, TypeError or ValueError if it is none."""
     said = json.loads(answer)
     if not isinstance(said, dict):
         raise TypeError("not an object")

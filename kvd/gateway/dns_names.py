@@ -19,8 +19,8 @@ from kvd.telemetry.logs import get_logger
 from kvd.wire.endpoints import tcp_endpoint
 from kvd.wire.urls import DnsName, parse_dns
 
-MAX_ADDRESSES = 1024  # of a name that are followed, the lowest ones
-# Time that new engines of a name have to say what they are before those gone from it are left.
+MAX_ADDRESSES = 1024  # addresses of a name that are followed: the lowest ones
+# Time for new engines of a name to say what they are before those gone from the name are left.
 MEET_S = 10.0
 
 log = get_logger(__name__)
@@ -28,11 +28,11 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """An engine, or a name that leads to some, as an operator says it."""
+    """An engine, or a name that leads to engines, as an operator gives it."""
 
     url: str  # http://HOST:PORT or https:, or a name as `parse_dns` reads it
     prefills: bool = False  # it computes prompts for others
-    server_name: str | None = None  # in the certificate of one behind TLS; None: the URL's host
+    server_name: str | None = None  # in an engine's certificate; None: the URL's host
 
     @property
     def name(self) -> DnsName | None:
@@ -41,7 +41,7 @@ class Wanted:
 
 
 class Followed(Protocol):
-    """What stands for an engine that is wanted."""
+    """An engine that is followed because it is wanted."""
 
     @property
     def met(self) -> trio.Event:
@@ -49,7 +49,7 @@ class Followed(Protocol):
 
 
 class Wanting(Protocol):
-    """Keeps connections to single engines."""
+    """Follows the engines that are wanted."""
 
     def want(self, wanted: Wanted, owner: str) -> Followed: ...
     def unwant(self, wanted: Wanted, owner: str) -> None: ...
@@ -67,7 +67,7 @@ class FollowedName:
     met: trio.Event = field(default_factory=trio.Event)  # it has been looked up once
 
     async def run(self, upstreams: Wanting, dialer: Dialer) -> None:
-        """Keeps the engines those of the name, until nobody wants them any more."""
+        """Keeps the engines those of the name, until no owner wants the name any more."""
         with self.following:
             await self._keep(upstreams, dialer)
 
@@ -77,10 +77,10 @@ class FollowedName:
         while True:
             try:
                 found = await dialer.addresses(name.host)
-            except Unreachable as error:  # a name may be gone while its service is made anew
+            except Unreachable as error:  # a name may be gone while its service is recreated
                 self._note(str(error))
             else:
-                # Engines bind to IPv4 unless configured otherwise; an engine counts once.
+                # IPv4 is preferred, as engines bind to it by default: each must count once.
                 chosen = [each for each in found if ":" not in each] or found
                 chosen = sorted(set(chosen))[:MAX_ADDRESSES]
                 scheme = "https:" if name.tls else "http:"
@@ -90,9 +90,10 @@ class FollowedName:
             await trio.sleep(dialer.lookup_every_s)
 
     async def _change(self, urls: set[str], name: DnsName, upstreams: Wanting) -> None:
-        """Has these be the engines.
+        """Makes these URLs the engines of the name.
 
-        Who has gone serves until those that came have been met: they may be all there are.
+        Engines that are gone serve until the new ones have been asked what they are, as there may
+        be no others.
         """
         problem = None
         came: list[Followed] = []

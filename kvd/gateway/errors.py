@@ -1,9 +1,9 @@
-"""The gateway's own errors, in the form of the API that was asked.
+"""The gateway's own errors, in the form of the API that the client uses.
 
 OpenAI's:     {"error": {"message", "type", "param", "code"}}
 Anthropic's:  {"type": "error", "error": {"type", "message"}, "request_id"}
 
-What an engine says is never worded anew: clients recover by the text of its errors.
+An engine's errors are never reworded: clients recover by their text.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class ErrorForm(Enum):
     """The form of an API's error responses."""
 
     OPENAI = "openai"
-    RESPONSES = "responses"  # OpenAI's too, with events of their own
+    RESPONSES = "responses"  # OpenAI's as well, but with other events in streams
     ANTHROPIC = "anthropic"
 
 
@@ -63,7 +63,7 @@ class Reason(Enum):
     OVERLOADED = ReasonAnswer(503, "server_error", "overloaded", "overloaded_error", 1)
 
 
-# With which reason the server itself refuses; others of 4xx are BAD_REQUEST.
+# The reasons for which the HTTP server itself refuses, by status; other 4xx are BAD_REQUEST.
 OF_STATUS = {
     401: Reason.INVALID_API_KEY,
     403: Reason.NOT_PERMITTED,
@@ -77,7 +77,7 @@ OF_STATUS = {
 }
 
 
-# Bytes that are sent while a stream is silent, and that clients ignore.
+# Bytes that are sent while a stream is silent; clients ignore them.
 FILLERS = {
     ErrorForm.OPENAI: b": keep-alive\n\n",
     ErrorForm.RESPONSES: b": keep-alive\n\n",
@@ -85,7 +85,7 @@ FILLERS = {
 }
 
 
-# The last event of a stream, as far as the end of what was sent shows it: its data may be long.
+# A stream's last event, recognized by the tail of what was sent, as its data may be long.
 LAST_EVENTS = {
     ErrorForm.OPENAI: re.compile(rb"(?:^|[\r\n])data: ?\[DONE\]\s*$"),
     ErrorForm.RESPONSES: re.compile(
@@ -127,7 +127,7 @@ def anthropic_error(error: GatewayError, request_id: str) -> dict[str, object]:
 
 
 def id_headers(form: ErrorForm, request_id: bytes) -> Headers:
-    """Returns the headers by which a client of an API knows its request."""
+    """Returns the headers by which a client of an API identifies its request."""
     headers = [(b"x-request-id", request_id)]
     return [*headers, (b"request-id", request_id)] if form is ErrorForm.ANTHROPIC else headers
 
@@ -135,28 +135,28 @@ def id_headers(form: ErrorForm, request_id: bytes) -> Headers:
 def response(
     error: GatewayError, form: ErrorForm, request_id: bytes, status: int | None = None
 ) -> Response:
-    """Returns the answer to a request that is refused, with the status of its reason or another."""
+    """Returns the answer to a refused request; `status` replaces the one of its reason."""
     anthropic = form is ErrorForm.ANTHROPIC
     members = anthropic_error(error, request_id.decode()) if anthropic else openai_error(error)
     reason = error.reason.value
     headers = [(b"x-kvd-error", reason.code.encode()), *id_headers(form, request_id)]
     if reason.retry_after_s is not None:
         headers.append((b"retry-after", b"%d" % reason.retry_after_s))
-    if error.reason is Reason.UPSTREAM_TIMEOUT:  # the work has probably been done once
+    if error.reason is Reason.UPSTREAM_TIMEOUT:  # the engine has probably done the work
         headers.append((b"x-should-retry", b"false"))
     return Response(status or reason.status, json.dumps(members).encode(), headers=headers)
 
 
 def is_whole(form: ErrorForm, tail: bytes) -> bool:
-    """Returns whether a stream's last event has been sent: all that clients look for."""
+    """Returns whether a stream's last event has been sent: clients look for nothing else."""
     return tail.endswith((b"\n", b"\r")) and LAST_EVENTS[form].search(tail) is not None
 
 
 def ended(tail: bytes, *, whole: bool) -> bytes | None:
-    """Returns what ends the event that a stream broke off in, behind its `tail`.
+    """Returns the bytes that end the event within which a stream broke off, by its `tail`.
 
-    None: its data would be taken for whole then; nothing more can be said. A line that does not
-    begin in the tail, which is not the `whole` stream then, is taken for data.
+    Returns None if clients would then take cut data for whole: nothing more can be sent. Unless the
+    tail is the `whole` stream, a line that began before it counts as data.
     """
     if not tail or tail.endswith((b"\n\n", b"\r\n\r\n", b"\r\r")):
         return b""

@@ -1,7 +1,7 @@
-"""The relay for tasks: an exchange with an engine, awaited where it begins and where it ends.
+"""Lets tasks use the relay: await an engine's answer where it begins and where it ends.
 
-One task moves bytes whenever the relay's epoll set is readable; tasks of requests sleep until their
-answer begins and until it has ended.
+One task moves bytes whenever the relay's epoll set is readable. The tasks of requests sleep until
+their answer begins, and again until it has ended.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from kvd.http.untasked import Signal, has_task, signalled
 from kvd.telemetry.stretches import RELAY
 from kvd_core.relay.relay import NO_CLIENT, SOME, Answer, Ending, ExchangeOutcome, Relay
 
-# Time of a row of events before other tasks run.
+# Time for which the relay serves its events in a row before other tasks run.
 TURN_NS = 500_000
-# Time for a connection to an engine.
+# Time to connect to an engine.
 CONNECT_S = 2.0
 # Pause between two checks for exchanges that take too long.
 SWEEP_S = 0.25
@@ -42,10 +42,10 @@ class RelayLimits:
     """Time limits of an exchange, in seconds."""
 
     connect_s: float = CONNECT_S
-    silence_s: float = 600.0  # without a byte of the engine's: a long prefill is silent
+    silence_s: float = 600.0  # without a byte from the engine, which is silent in a long prefill
     client_s: float = 60.0  # without a byte taken by the client
-    idle_s: float = 3.0  # engines close kept connections after 5 s
-    filler_s: float = 30.0  # proxies on the way give up a silent stream after 60 s; 0: never
+    idle_s: float = 3.0  # of a kept connection: engines close theirs after 5 s
+    filler_s: float = 30.0  # proxies give up a silent stream after 60 s; 0: no filler
 
 
 class ExchangeFailed(Exception):
@@ -80,7 +80,7 @@ class Exchanges:
         return self.relay.fileno()
 
     def serve_ready(self, budget_ns: int, /) -> int:
-        """Moves what has come, for some time at most; returns NOTHING, ALL or SOME."""
+        """Moves the bytes that have come, within a time budget; returns NOTHING, ALL or SOME."""
         with RELAY:
             return self.relay.serve_ready(budget_ns)
 
@@ -92,7 +92,7 @@ class Exchanges:
     def begin(
         self, engine: int, head: bytes, body: bytes, hold: int, client_fd: int = NO_CLIENT
     ) -> Exchange:
-        """Sends a request to an engine; the answer waits, in at most `hold` bytes, to be taken."""
+        """Sends a request to an engine; at most `hold` bytes of the answer wait to be forwarded."""
         return Exchange(self, self.relay.begin(engine, client_fd, head, body, hold))
 
     async def ask(self, engine: int, head: bytes, body: bytes, limit: int) -> Answer:
@@ -122,7 +122,7 @@ class Exchanges:
         await trio.lowlevel.wait_task_rescheduled(forget)
 
     def drop(self, exchange: int) -> None:
-        """Forgets an exchange, and the waiter for its notice that has no task."""
+        """Drops an exchange, and the signal that waits for its notice if there is one."""
         self._waiting.pop(exchange, None)
         self.relay.drop(exchange)
 
@@ -168,11 +168,11 @@ class Exchange:
         self._all.relay.forward(self._id, head, chunked)
 
     def fill(self, filler: bytes) -> None:
-        """Has this sent whenever a stream says nothing for `filler_s`."""
+        """Sends `filler` to the client whenever a stream is silent for `filler_s`."""
         self._all.relay.fill(self._id, filler, self._all.filler_s)
 
     async def ends(self) -> Ending:
-        """Waits for the end of what is forwarded, and says how it went."""
+        """Waits until the exchange has ended; returns how it went."""
         while not self._all.relay.ended(self._id):
             await self._all.noticed(self._id)
         return self.ending()

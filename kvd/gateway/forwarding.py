@@ -1,12 +1,12 @@
-"""The way of one request: tokens, choice, attempts, the relayed answer, the end of the booking.
+"""Serves one request: read its tokens, choose an engine, relay the answer, free the booking.
 
     read ─> tokens ─> choose and book ─> send ─> the answer begins ─> forward ─> end, free
                           ^                          │ nothing begun, or 429, 502, 503, 504
                           └──── another engine <─────┘
 
-Where a model has prefill engines, two may be chosen and booked (pools).
-Another engine is tried only while the client has been sent nothing, at most MAX_TRIES in all. An
-answer of 500 is passed on: a prompt that breaks an engine must not meet the next one.
+If the model has prefill engines, two engines may be chosen and booked (pools). Another engine is
+tried only while nothing has been sent to the client, and at most MAX_TRIES in all. An answer with
+status 500 is passed on: a prompt that breaks one engine must not meet the next.
 """
 
 from __future__ import annotations
@@ -52,17 +52,18 @@ from kvd.http.relayed import RelayedRequest
 from kvd.http.untasked import in_task
 from kvd_core.relay.relay import Answer, Ending, ExchangeOutcome
 
-NOBODY = nullcontext()  # in place of a prefill engine, where the answering one prefills itself
+# Stands in for a prefill engine where the engine that answers also does the prefill.
+NOBODY = nullcontext()
 NOT_BOOKED = ""  # the reservation id of a request that is not booked
 MAX_TRIES = 3  # engines that one request is sent to; then its retries end
 JSON_LINE = b"content-type: application/json\r\n"
-# Of a stream, for who stands between the gateway and the client.
+# Keeps proxies between the gateway and its client from buffering a stream.
 UNBUFFERED = b"cache-control: no-cache\r\nx-accel-buffering: no\r\n"
-# Payload that is held before a client is sent anything: answers that are no streams mostly fit.
+# Payload held before anything is sent to the client; most answers other than streams fit in it.
 HOLD_BYTES = 64 * 1024
-# APIs whose streams have a last event; others end with their connection.
+# APIs whose streams have a last event; streams of other APIs end with their connection.
 ENDED_BY_EVENTS = frozenset((Api.CHAT, Api.COMPLETIONS, Api.MESSAGES, Api.RESPONSES))
-# Outcomes of which another engine knows nothing.
+# Outcomes after which another engine may be tried: this one has not begun to answer.
 NOT_BEGUN = frozenset(
     (
         ExchangeOutcome.UNREACHABLE,
@@ -80,8 +81,8 @@ class Sent(NamedTuple):
 
     events: bool
     chunked: bool
-    delimited: bool  # else its end is that of the connection
-    persists: bool  # the client's connection, after a whole answer
+    delimited: bool  # by chunks or a length; else it ends with the connection
+    persists: bool  # whether the client's connection stays open after a whole answer
 
 
 Serve = Callable[[Api, RelayedRequest, bytes], Awaitable[bool]]
@@ -102,7 +103,7 @@ class Forwarder:
         *,
         tells: bool = True,
     ) -> None:
-        """Prefill engines compute prompts of which `remote_tokens` are cached by no other.
+        """A prompt goes to a prefill engine if every other would compute `remote_tokens` of it.
 
         With `tells`, answers carry the `x-kvd-` headers that name the decision.
         """
@@ -127,7 +128,7 @@ class Forwarder:
         return self._serve_any(api, request, self._serve)
 
     def serve_stored(self, request: RelayedRequest) -> Awaitable[bool]:
-        """Serves a request about a response that an engine keeps, in the same way."""
+        """Serves a request about a stored response, at the engine that keeps it."""
         return self._serve_any(Api.RESPONSES, request, self._serve_stored)
 
     async def _serve_any(self, api: Api, request: RelayedRequest, serve: Serve) -> bool:
@@ -173,7 +174,7 @@ class Forwarder:
         raise _unanswered(attempt, f"no engine has answered: {attempt.failed or 'none is left'}")
 
     async def _attempt(self, api: Api, request: RelayedRequest, request_id: bytes) -> Attempt:
-        """Finds out what a request wants; raises GatewayError."""
+        """Reads a request, finds its model, engines and tokens; raises GatewayError."""
         asked = read(api, request.headers, request.body)
         served = self._served(asked.model)
         engines = self._upstreams.serving(served)
@@ -199,7 +200,7 @@ class Forwarder:
         return attempt
 
     def _goes_on_elsewhere(self, attempt: Attempt) -> bool:
-        """Returns whether the model's name stands for another one now, whose engines are left."""
+        """Returns whether the requested name now stands for another model, with other engines."""
         if attempt.refused is not None or attempt.prefill_failure is not None:
             return False
         return self._upstreams.stands_for(attempt.served.name) != attempt.served
@@ -227,9 +228,10 @@ class Forwarder:
         raise _unanswered(attempt, f"the engine has not answered: {attempt.failed}")
 
     def _keeper(self, asked: ClientRequest, engines: Sequence[Upstream]) -> int | None:
-        """Returns the worker that keeps what a request goes on from; raises GatewayError.
+        """Returns the worker that keeps the previous response of a request, None if any may serve.
 
-        None of vLLM and SGLang knows the responses of another; of other servers that is not known.
+        Raises GatewayError if that worker is unknown or gone. A vLLM or SGLang engine knows only
+        its own responses; other servers may share them.
         """
         if asked.api is not Api.RESPONSES or asked.previous is None:
             return None
@@ -243,7 +245,7 @@ class Forwarder:
         return keeper
 
     def _served(self, name: str | None) -> Served:
-        """Returns what a model's name stands for; raises GatewayError."""
+        """Returns the model that a name stands for; raises GatewayError."""
         if not name:
             name = self._upstreams.only_name()
             if name is None:
@@ -259,7 +261,7 @@ class Forwarder:
         raise GatewayError(Reason.MODEL_NOT_FOUND, text, param="model")
 
     def _refuse_if_unknown(self, name: str) -> None:
-        """Raises GatewayError if a model may be one of an engine that is still to be asked."""
+        """Raises GatewayError if an engine that is still to be asked may have the model."""
         if not self._upstreams.all_known():
             text = f"no engine is known to serve {name}, but not all have said what they serve"
             raise GatewayError(Reason.NO_UPSTREAM, text)
@@ -267,7 +269,7 @@ class Forwarder:
     async def _send_both(
         self, request: RelayedRequest, attempt: Attempt, chosen: ChosenEngine, prefill: EngineRank
     ) -> bool | None:
-        """Sends the request to both engines that were chosen; None if others may be tried."""
+        """Sends the request to both chosen engines; returns None if others may be tried."""
         await in_task()
         if _is_vllm(prefill):
             return await self._send_in_turn(request, attempt, chosen, prefill)
@@ -281,7 +283,7 @@ class Forwarder:
     async def _send_in_turn(
         self, request: RelayedRequest, attempt: Attempt, chosen: ChosenEngine, prefill: EngineRank
     ) -> bool | None:
-        """Sends the request to the engine that takes over, once the other one has computed it."""
+        """Has the prefill engine compute the prompt, then the other engine take over and answer."""
         assert attempt.prefill_body is not None
         said = await compute(
             self._exchanges, request, prefill, attempt.request_id, attempt.prefill_body
@@ -300,7 +302,7 @@ class Forwarder:
     async def _without_prefill(
         self, request: RelayedRequest, attempt: Attempt, prefill: EngineRank, said: Answer | Ending
     ) -> bool | None:
-        """Notes a prefill that has failed; passes its answer on if every engine would give it."""
+        """Notes a failed prefill; passes its answer on if every engine would give the same."""
         if isinstance(said, Ending):
             self._note_not_begun(attempt, prefill.upstream, said)
             cause = prefill.upstream.outcome_of(said).name.lower()
@@ -325,16 +327,16 @@ class Forwarder:
         *,
         takes_over: bool = False,
     ) -> bool | None:
-        """Sends a body to the engine that answers; None if another try may be made.
+        """Sends a body to the engine that answers; returns None if another try may be made.
 
-        An engine that answers 500 where it `takes_over` may have found nothing to take. It is the
-        only one that is asked once more, to compute the prompt itself.
+        If an engine answers 500 while it `takes_over`, it may have found nothing to take over. The
+        next try goes to the same engine, which then computes the prompt itself.
         """
         head = chosen.upstream.head(request, attempt.request_id, len(body), chosen.dp_rank)
         async with request.borrow() as client_fd:
             with beside or NOBODY, self._begin(chosen, head, body, client_fd) as exchange:
-                del head, body  # what is long is kept by `attempt`, while it may be sent again
-                own = self._own_lines(attempt, chosen)  # while the engine is at work
+                del head, body  # frees them: `attempt` keeps what another try needs
+                own = self._own_lines(attempt, chosen)  # made while the engine is at work
                 answer = await (beside.begins(exchange) if beside else exchange.begins())
                 if answer is None:
                     sent, ending = None, exchange.ending()
@@ -346,7 +348,7 @@ class Forwarder:
                     ending = await exchange.ends()
                     if beside is not None and ending.outcome is ExchangeOutcome.COMPLETE:
                         await beside.ends()
-        # Raised here, where no nursery of a lent socket makes a group of it.
+        # Errors are raised out here: the nursery of `borrow` would wrap them in a group.
         if sent is None:
             if beside is None or beside.failure is None:
                 self._note_not_begun(attempt, chosen.upstream, ending)
@@ -362,7 +364,7 @@ class Forwarder:
     def _is_declined(
         self, attempt: Attempt, upstream: Upstream, answer: Answer, *, takes_over: bool
     ) -> bool:
-        """Says whether an answer is kept from the client, because another try may do better."""
+        """Returns whether to withhold an answer from the client, as another try may do better."""
         if takes_over and fault(answer) == 500:
             self._stats.prefill_failures["not_taken_over"] += 1
             attempt.prefill_failure, attempt.bound = answer, upstream.worker_id
@@ -375,7 +377,7 @@ class Forwarder:
             return False
         if attempt.refused is None:
             self._stats.retries[refusal] += 1
-        elif is_stream(answer):  # it is said with its status
+        elif is_stream(answer):  # passed on as an answer with the status of its error
             attempt.refused_again = True
         else:
             return False
@@ -392,7 +394,7 @@ class Forwarder:
         answer: Answer,
         own: bytes,
     ) -> Sent:
-        """Sends an answer on, with `own` lines in its head, and forgets what has led to it."""
+        """Forwards an answer, with `own` lines in its head, and frees what only a retry needs."""
         said = read_head(answer.head)
         lines = paced(said) + own
         if answer.events:
@@ -417,7 +419,7 @@ class Forwarder:
         return lines + _decision_lines(attempt, chosen) if self._tells else lines
 
     def _note_not_begun(self, attempt: Attempt, upstream: Upstream, ending: Ending) -> None:
-        """Notes an engine that has not answered; raises where no other engine may be tried."""
+        """Notes an engine that has not answered; raises if no other engine may be tried."""
         outcome = upstream.outcome_of(ending)
         if outcome is ExchangeOutcome.CLIENT_GONE:
             raise ConnectionResetError("the client left before its answer")
@@ -438,7 +440,10 @@ class Forwarder:
         sent: Sent,
         ending: Ending,
     ) -> bool:
-        """Takes note of how an answer has ended; says whether the client's connection persists."""
+        """Counts how an answer ended; returns whether the client's connection persists.
+
+        The client of a stream that broke off is sent an event that says so.
+        """
         if ending.outcome is ExchangeOutcome.COMPLETE:
             self._stats.ended[Ended.COMPLETE] += 1
             self._note_cached(attempt, chosen, ending.tail)
@@ -447,7 +452,7 @@ class Forwarder:
             raise ConnectionResetError("the client left during its answer")
         form = attempt.asked.api.errors
         is_whole = sent.events and errors.is_whole(form, ending.tail)
-        if ending.outcome is ExchangeOutcome.CLOSED:  # as such streams end, and broken ones too
+        if ending.outcome is ExchangeOutcome.CLOSED:  # how other APIs' streams end, whole or broken
             is_whole = is_whole or attempt.asked.api not in ENDED_BY_EVENTS
         if not is_whole or ending.outcome is not ExchangeOutcome.CLOSED:
             chosen.upstream.note_gone("it broke off an answer")
@@ -464,21 +469,21 @@ class Forwarder:
             await request.send_piece(end + data, chunked=sent.chunked)
         if not sent.delimited:
             request.reset_at_end()
-        return False  # without the end of the answer, so that the client sees it cut
+        return False  # the end of the answer is not sent, so that the client sees it cut
 
     def _note_cached(self, attempt: Attempt, chosen: ChosenEngine, tail: bytes) -> None:
-        """Counts what was expected to be cached, beside what the engine says if it does."""
+        """Counts the tokens expected to be cached, and those that the engine reports, if any."""
         if attempt.prompt_tokens is None:
             return
         self._stats.prompt_tokens += attempt.prompt_tokens
         self._stats.matched_tokens += chosen.matched_tokens
-        # The engine that takes over reports all that was handed over as cached.
+        # An engine that takes over reports all tokens handed over to it as cached.
         cached = cached_tokens(tail) if chosen.prefill is None else None
         if cached is not None:
             self._note_reported(attempt, chosen, cached)
 
     def _note_reported(self, attempt: Attempt, chosen: ChosenEngine, cached: int) -> None:
-        """Counts what the engine that computed a prompt says of its cached tokens."""
+        """Counts the cached tokens that the engine which computed a prompt reports."""
         if attempt.prompt_tokens is None:
             return
         count, expected = attempt.prompt_tokens, chosen.matched_tokens
@@ -490,10 +495,10 @@ class Forwarder:
     async def _pass_refusal(
         self, request: RelayedRequest, attempt: Attempt, answer: Answer
     ) -> bool:
-        """Answers with what the last engine said that refused, as it said it.
+        """Passes on the answer of the last engine that refused.
 
-        What it said as the first event of a stream becomes an answer of that status, by which
-        clients know that they may come again.
+        An error in the first event of a stream becomes an answer with the status of that error, so
+        that clients know that they may retry.
         """
         said, body = read_head(answer.head), answer.held
         if is_stream(answer) and (error := first_error(body)) is not None:
@@ -506,7 +511,7 @@ class Forwarder:
 
 
 def _tenant(request: RelayedRequest) -> str:
-    """Returns what sets a client's sessions apart from those of others, where each has a key."""
+    """Returns a prefix by the client's key, which tells its sessions from those of others."""
     if not request.is_checked:
         return ""
     shown = b"\0".join(value for name, value in request.headers if name in KEY_HEADERS)
@@ -517,7 +522,7 @@ def _unanswered(attempt: Attempt, text: str) -> GatewayError:
     """Returns the error of a request that no engine has answered."""
     if attempt.lacks_room:  # the engines may be well
         return GatewayError(Reason.OVERLOADED, "the gateway has no file descriptor or port left")
-    if not attempt.tried:  # those that there were have just left
+    if not attempt.tried:  # all engines have just left
         return GatewayError(Reason.NO_UPSTREAM, "no engine can be used now")
     return GatewayError(Reason.UPSTREAM_FAILED, text)
 

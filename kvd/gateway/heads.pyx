@@ -1,9 +1,9 @@
 # distutils: language = c++
-"""Heads of requests and answers, as they go on to the other side (RFC 9110 §7.6.1).
+"""Rewrites heads of requests for engines, and heads of answers for clients (RFC 9110 §7.6.1).
 
-Fields that belong to one connection are dropped, with those that `connection` names; so are fields
-with which a client would choose an engine's rank, which are the gateway's to set. All others pass
-as they came.
+Fields that belong to one connection are dropped, and so are those that `connection` names. Fields
+by which a client would choose an engine or a rank are dropped as well: only the gateway sets them.
+All others pass unchanged.
 """
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from libcpp.string cimport string
@@ -29,9 +29,9 @@ HOP_BY_HOP = frozenset(
         b"expect",
     )
 )
-# Written anew for each side.
+# The gateway writes these itself.
 OURS = frozenset((b"host", b"content-length", b"x-request-id"))
-# Header fields that name an engine or a rank to servers that believe them.
+# Header fields by which some servers let a client choose an engine or a rank.
 FLEET_HEADERS = frozenset(
     (
         b"x-data-parallel-rank",
@@ -48,7 +48,7 @@ NOT_RETURNED = HOP_BY_HOP | frozenset(
 )
 KEY_HEADERS = frozenset((b"authorization", b"x-api-key"))  # show a client's key
 cdef frozenset NONE = frozenset()
-MAX_REQUEST_ID = 128  # bytes of a client's x-request-id that is kept
+MAX_REQUEST_ID = 128  # bytes of the longest x-request-id of a client that is kept
 # The head of an engine's answer: the lines of the headers that go on to the client, and the length
 # of the body, None where the engine does not give it.
 EngineHead = namedtuple("EngineHead", ("status", "lines", "length"))
@@ -79,8 +79,8 @@ def request_head(str method not None, bytes target not None, list headers not No
                  frozenset without not None=NONE):
     """Returns the head of a client's request as an engine gets it.
 
-    `target` is path and query; `more` are headers of the gateway's own, which win; those named in
-    `without` are left out.
+    `target` is path and query. `more` are headers of the gateway's own, which replace the client's;
+    headers named in `without` are left out.
     """
     cdef string head
     cdef bytes name, value
@@ -120,9 +120,9 @@ cdef bint begins_with(bytes text, bytes beginning):
 
 
 def credentials(request, bytes key not None):
-    """Returns which key an engine is shown, if not what the client shows, and what is left out.
+    """Returns the headers that show an engine a key, and the client's headers to leave out.
 
-    A key that was checked here is the gateway's own, and nobody else's to see.
+    A key that the gateway has checked is meant for the gateway alone, and is not forwarded.
     """
     if request.is_checked:
         return [(b"authorization", b"Bearer " + key)] if key else [], KEY_HEADERS
@@ -132,7 +132,7 @@ def credentials(request, bytes key not None):
             return [], NONE
         if name == b"x-api-key":
             api_key = value
-    # Engines read no other header.
+    # The only header from which engines read a key.
     return [(b"authorization", b"Bearer " + api_key)] if api_key is not None else [], NONE
 
 

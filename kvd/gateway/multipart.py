@@ -6,7 +6,7 @@
     content-disposition: form-data; name="model" CRLF CRLF whisper-1 CRLF
     --b-- CRLF
 
-Parts are found by their boundary, at which most of a body is passed over at the speed of memory.
+Parts are found by searching for their boundary, which skips most of a body at memory speed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NAME = re.compile(rb'(?im)^content-disposition:\s*form-data\s*;(?:.*;)?\s*name=
 
 
 def field_of(headers: Headers, body: bytes, name: str) -> str | None:
-    """Returns a field's value, None if it is not there; raises GatewayError for other bodies."""
+    """Returns a field's value, None if it is missing; raises GatewayError for other bodies."""
     if content_type(headers) != MULTIPART:
         raise GatewayError(Reason.INVALID_FORM, f"the body must be {MULTIPART}")
     said = next(value for each, value in headers if each == b"content-type")

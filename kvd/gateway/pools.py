@@ -1,4 +1,4 @@
-"""Two engines for one request: one computes the prompt, the other takes that over and answers.
+"""Two engines for one request: one computes the prompt, the other takes it over and answers.
 
     vLLM     request, one token ──> prefill ── kv_transfer_params
                                                        v
@@ -9,16 +9,16 @@
 
     way        when
     remote     a prefill engine and one that takes over from it are well
-    short      what no other engine caches of the prompt is sooner computed than handed over
+    short      another engine caches so much that computing the rest is faster than handing over
     unsuited   the answer needs what only the computing engine knows, or would be computed twice
-    fallback   no prefill engine could be used, or the one that was chosen has failed
+    fallback   no prefill engine could be used, or the chosen one has failed
 
-The last three are served by one engine that computes its prompts itself, as every vLLM engine can.
-One of SGLang's that runs for decoding cannot: where there is no other, each request is handed over,
-and one whose prefill fails meets another prefill engine.
+In the last three cases one engine also computes the prompt, as every vLLM engine can. SGLang's
+decode engines cannot: if a model has no others, every request is handed over, and after a failed
+prefill it gets another prefill engine.
 
-Who prefills is chosen by cached tokens and the tokens being prefilled, who decodes by the blocks in
-use (kvd.selection.phases), in one step; both are booked.
+Both engines are chosen and booked in one step (kvd.selection.phases): the prefill engine by cached
+tokens and the tokens being prefilled, the engine that answers by the blocks in use.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ from kvd.wire.hosts import literal
 from kvd_core.json.scan import BodyScanner
 from kvd_core.relay.relay import Answer, Ending, ExchangeOutcome
 
-# Prompts of fewer tokens, beside what is cached, are computed where they are answered.
+# Prompts with fewer tokens that are not cached are computed by the engine that answers.
 DEFAULT_REMOTE_TOKENS = 2048
-# Of a prefill engine's answer: block numbers of a million tokens, several times.
+# Bytes of a prefill engine's answer: several times the block numbers of a million tokens.
 HANDED_BYTES = 16 * 1024 * 1024
-# Time for the end of one engine of SGLang when the other one has failed or is done, seconds.
+# Time for one engine of an SGLang pair to end after the other has failed or is done, seconds.
 LOST_S = 1.0
 
-# By path that generates: the members that bound the length of an answer; the first is always sent.
+# For each path that generates, the members that limit the answer; the first is always sent.
 LIMITS = {
     b"/v1/chat/completions": ("max_tokens", "max_completion_tokens"),
     b"/v1/completions": ("max_tokens",),
     b"/v1/messages": ("max_tokens",),
     b"/v1/responses": ("max_output_tokens",),
 }
-# Members that a prefill engine of vLLM is not sent: its answer is one token, read by nobody.
+# Members that a prefill engine of vLLM is not sent: its answer is one token, which nobody reads.
 NOT_FOR_PREFILL = (
     "stream_options",
     "min_tokens",
@@ -70,7 +70,7 @@ NOT_FOR_PREFILL = (
     "store",
     "n",
 )
-# With these only the engine that has computed the prompt can answer, or one that has kept a state.
+# With these members only the engine that computed the prompt, or keeps a state, can answer.
 UNSUITED = ("echo", "prompt_logprobs", "use_beam_search", "previous_response_id", "background")
 HAND_OVER = {
     "do_remote_decode": True,
@@ -82,9 +82,9 @@ HAND_OVER = {
 }
 PARAMS = "kv_transfer_params"
 SCANNER = BodyScanner({}, (), (PARAMS,))
-# Rooms are whole numbers below 2^63; of a request with n answers each has one, from this one on.
+# Bits of a room's number. Rooms are below 2^63; a request with n answers has n rooms in a row.
 ROOM_BITS = 62
-RANDOM = SystemRandom()  # other gateways have rooms with the same engines
+RANDOM = SystemRandom()  # other gateways choose rooms at the same engines
 
 log = get_logger(__name__)
 
@@ -98,16 +98,16 @@ class EngineRank(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Crew:
-    """The engines that may serve a request now, by what of it they can."""
+    """The engines that may serve a request now, by what they can do of it."""
 
     prefills: Sequence[Upstream]
-    takers: Sequence[Upstream]  # that take over from these
-    alone: Sequence[Upstream]  # that serve all of it
-    alone_ids: frozenset[int]  # the workers that these are
+    takers: Sequence[Upstream]  # engines that take over from the prefill engines
+    alone: Sequence[Upstream]  # engines that can serve the whole request
+    alone_ids: frozenset[int]  # their worker ids
 
     @property
     def pairs(self) -> Sequence[Upstream]:
-        """All that can serve it by two, none if there is no such two."""
+        """All engines that can serve it in pairs, empty if there is no pair."""
         return [*self.prefills, *self.takers] if self.prefills and self.takers else []
 
 
@@ -142,18 +142,18 @@ def _takes_over(upstream: Upstream) -> bool:
 
 
 def _only_decodes(upstream: Upstream) -> bool:
-    """Returns whether an engine refuses a prompt that nobody hands over to it."""
+    """Returns whether an engine refuses a prompt that no prefill engine hands over."""
     return _kind(upstream) is EngineKind.SGLANG and upstream.role is Role.DECODE
 
 
 def prefill_body(path: bytes, body: bytes) -> bytes | None:
-    """Returns what a prefill engine of vLLM is sent for a request; None: it is unsuited.
+    """Returns the body for a prefill engine of vLLM, None if the request is unsuited.
 
-    Its members are those of the request, but for one token in one piece.
+    It is that of the request, changed to ask for one token and no stream.
     """
     try:
         members: dict[str, Any] = json.loads(body)
-    except (ValueError, RecursionError):  # what the engine makes of it is its own to say
+    except (ValueError, RecursionError):  # the engine that answers will judge it
         return None
     prompt = members.get("prompt")
     several = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
@@ -172,9 +172,9 @@ def prefill_body(path: bytes, body: bytes) -> bytes | None:
 
 
 def handed_over(answer: Answer) -> bytes | None:
-    """Returns what a prefill engine says for the one that takes over, None if it keeps nothing.
+    """Returns a prefill engine's parameters for the engine that takes over, None if it has none.
 
-    It stays the JSON that it is: only the engines know what it means.
+    They stay JSON: only the engines know what they mean.
     """
     if answer.status != 200 or not answer.whole:
         return None
@@ -186,9 +186,9 @@ def handed_over(answer: Answer) -> bytes | None:
 
 
 def judge_host(params: bytes, prefill: Upstream, decode: Upstream) -> None:
-    """Warns, once, of a prefill engine that names a host which only its own machine reaches.
+    """Warns, once, if a prefill engine names a host that only its own machine reaches.
 
-    Another engine computes the prompt once more then, or fails, and nothing else shows why.
+    The other engine then computes the prompt again, or fails, and nothing else shows why.
     """
     if prefill.host_judged or prefill.address == decode.address:
         return
@@ -196,21 +196,21 @@ def judge_host(params: bytes, prefill: Upstream, decode: Upstream) -> None:
     try:
         host = str(json.loads(params).get("remote_host"))
         address = literal(host)
-    except (ValueError, RecursionError):  # who takes over by it says what is wrong
+    except (ValueError, RecursionError):  # the engine that takes over says what is wrong
         return
     if host == "localhost" or (address is not None and address.is_loopback):
         log.warning("prefill_unreachable", url=prefill.url, host=host)
 
 
 def taking_over(asked: ClientRequest, body: bytes, params: bytes) -> bytes:
-    """Returns a request for the engine that takes over by these parameters."""
+    """Returns the body for the engine that takes over, with these parameters added."""
     return _with(asked, body, b'"%b":%b' % (PARAMS.encode(), params))
 
 
 def meeting(asked: ClientRequest, body: bytes, engine_rank: EngineRank) -> bytes:
-    """Returns a request for both engines of SGLang, which says where they meet.
+    """Returns the body for both engines of an SGLang pair, which says where they meet.
 
-    Raises GatewayError where its prompts cannot be counted.
+    Raises GatewayError if its prompts cannot be counted.
     """
     facts = engine_rank.upstream.facts
     assert facts is not None
@@ -230,9 +230,9 @@ def meeting(asked: ClientRequest, body: bytes, engine_rank: EngineRank) -> bytes
 
 
 def _room(engine_rank: EngineRank) -> int:
-    """Returns a bootstrap room that is no other request's.
+    """Returns a bootstrap room that no other request has.
 
-    Modulo the number of ranks, it is the rank that prefills.
+    Its number modulo the number of ranks is the rank that prefills.
     """
     ranks = engine_rank.upstream.facts.ranks if engine_rank.upstream.facts is not None else range(1)
     turn = RANDOM.getrandbits(ROOM_BITS) // len(ranks)
@@ -248,7 +248,7 @@ def _prompts(asked: ClientRequest) -> int | None:
 
 
 def _parsed(body: bytes) -> Any:
-    """Returns what a body or a member of it says; raises GatewayError for what none can mean."""
+    """Parses a body or a member of it; raises GatewayError if it is not valid."""
     try:
         return json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -256,8 +256,8 @@ def _parsed(body: bytes) -> Any:
 
 
 def _with(asked: ClientRequest, body: bytes, more: bytes) -> bytes:
-    """Returns a request with more members, its own as they stand but for those that are ours."""
-    if not asked.spans.keys().isdisjoint(FLEET_MEMBERS):  # null, or it would have been refused
+    """Returns a body with more members, its own unchanged but without any of FLEET_MEMBERS."""
+    if not asked.spans.keys().isdisjoint(FLEET_MEMBERS):  # these are null: else it was refused
         members = _parsed(body)
         kept = {name: value for name, value in members.items() if name not in FLEET_MEMBERS}
         body = json.dumps(kept, separators=(",", ":")).encode()
@@ -272,9 +272,9 @@ async def compute(
     request_id: bytes,
     body: bytes,
 ) -> Answer | Ending:
-    """Has a prefill engine of vLLM compute a prompt; returns what it says, or why it does not.
+    """Has a prefill engine of vLLM compute a prompt; returns its answer, or how it failed.
 
-    A client that leaves meanwhile ends it.
+    If the client leaves meanwhile, the prefill is aborted.
     """
     upstream = engine_rank.upstream
     assert upstream.engine is not None
@@ -285,9 +285,9 @@ async def compute(
 
 
 class Beside:
-    """A prefill engine of SGLang at work while another one waits to take over.
+    """A prefill engine of SGLang at work while the engine that answers waits to take over.
 
-    Its request is sent where its context begins, and given up where that ends.
+    Entering the context sends its request, leaving the context aborts it.
     """
 
     def __init__(
@@ -302,12 +302,12 @@ class Beside:
         """`fault` returns the status with which an engine has failed, None if it has not."""
         engine = engine_rank.upstream.engine
         assert engine is not None
-        # Its room says its rank.
+        # The room determines the rank.
         head = engine_rank.upstream.head(request, request_id, len(body), None)
         self._begin = partial(exchanges.begin, engine, head, body, HANDED_BYTES)
         self._fault = fault
         self._said: Answer | Ending | None = None  # None: it is at work
-        self.failure: Answer | Ending | None = None  # why the other one has nothing to take over
+        self.failure: Answer | Ending | None = None  # why there is nothing to take over
 
     def __enter__(self) -> Beside:
         self._exchange = self._begin()
@@ -322,12 +322,12 @@ class Beside:
         self._exchange.__exit__(kind, error, traceback)
 
     async def begins(self, other: Exchange) -> Answer | None:
-        """Waits for how the other engine's answer begins.
+        """Waits for the beginning of the answer from the engine that takes over, the other one.
 
-        Returns None if that has ended without one, or if there is nothing for it to take over. An
-        engine that has lost the other one answers with 500: then it is the other one's end that
-        counts, which comes as soon. So does an answer to a prompt that was handed over before its
-        engine broke off.
+        Returns None if that engine ends without an answer, or has nothing to take over. An engine
+        that has lost its partner answers with 500, and the partner's own end, which comes as soon,
+        tells which of the two has failed. If the prefill engine broke off, the prompt may have been
+        handed over before, and then the answer comes as soon as well.
         """
         answer, begun = None, False
         async with trio.open_nursery() as nursery:
@@ -353,7 +353,7 @@ class Beside:
         return self._said is not None and self._said.outcome is ExchangeOutcome.BROKEN
 
     async def ends(self) -> None:
-        """Waits a little for the end of its answer, so that its connection is kept."""
+        """Waits a little for the end of its answer, so that its connection can be kept."""
         await self._wait(LOST_S)
 
     async def _wait(self, seconds: float) -> None:
@@ -361,7 +361,7 @@ class Beside:
             await self._await_answer(scope)
 
     async def _await_answer(self, scope: trio.CancelScope) -> None:
-        """Waits for all of its answer, and ends the scope if that is a failure."""
+        """Waits for its whole answer, and cancels the scope if that is a failure."""
         if self._said is None:
             self._said = await self._exchange.begins() or self._exchange.ending()
         if isinstance(self._said, Ending) or self._fault(self._said) is not None:

@@ -1,12 +1,12 @@
 """Asks an engine what it is: models, block size, ranks, where it publishes its KV events.
 
-    GET /version       vLLM, or something else
-    GET /server_info   SGLang, or something else again
+    GET /version       is it vLLM?
+    GET /server_info   else, is it SGLang?
     GET /v1/models     names, context length, adapters
     vLLM: GET /kv_event_sources (0.31 and later) and the labels of vllm:cache_config_info
     POST .../render    token ids of a whole request, where the engine has it; else POST /tokenize
 
-Sources: vLLM 0.10 to 0.33 and SGLang 0.5.23, as their packages are published.
+Sources: the published packages of vLLM 0.10 to 0.33 and of SGLang 0.5.23.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from kvd.selection.worker_record import Role
 from kvd.wire.urls import Target
 from kvd_core.relay.relay import Answer
 
-PROBE_S = 5.0  # time for one question
-PROBE_BYTES = 4 * 1024 * 1024  # of one answer: metrics of an engine with many adapters
-DEFAULT_BLOCK_SIZE = 16  # tokens, of an engine that does not say and publishes nothing
+PROBE_S = 5.0  # time for the answer to one question
+PROBE_BYTES = 4 * 1024 * 1024  # bytes of one answer: metrics of an engine with many adapters
+DEFAULT_BLOCK_SIZE = 16  # tokens, for an engine that does not report its block size
 
 CACHE_CONFIG = re.compile(r"^vllm:cache_config_info\{(.*)\} 1(?:\.0)?$", re.MULTILINE)
 LABEL = re.compile(r'(\w+)="([^"]*)"')
 WHOLE = re.compile(r"[0-9]{1,18}")
 SGLANG_ROLES = {"prefill": Role.PREFILL, "decode": Role.DECODE}  # by disaggregation_mode
-MAX_RANKS = 4096  # of one engine, by what it says
+MAX_RANKS = 4096  # ranks that one engine may report
 
 
 class NotAnEngine(Exception):
@@ -50,7 +50,7 @@ class EngineKind(StrEnum):
     OPENAI = "openai"  # some server with OpenAI's API
 
 
-# Flags with which an engine publishes its events; vLLM reports the endpoint since 0.31.
+# Flags with which an engine publishes its events; vLLM reports their endpoint since 0.31.
 EVENT_FLAGS: Mapping[EngineKind, str] = {
     EngineKind.VLLM: """--kv-events-config '{"enable_kv_cache_events": true, "publisher": "zmq", """
     """"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5657"}'""",
@@ -80,9 +80,9 @@ class Facts:
     ranks: range
     events: Mapping[int, str]  # by rank: where it publishes
     replays: Mapping[int, str]
-    renders: bool  # it says the tokens of a whole request
-    role: Role | None = None  # of an engine that is run for one phase and says so (SGLang)
-    bootstrap_port: int | None = None  # where prefill engines of SGLang meet those that decode
+    renders: bool  # it returns the tokens of a whole request
+    role: Role | None = None  # the phase that it is run for, if it reports one (SGLang)
+    bootstrap_port: int | None = None  # where decode engines meet a prefill engine of SGLang
 
     @property
     def names(self) -> list[str]:
@@ -90,7 +90,7 @@ class Facts:
 
     @property
     def advice(self) -> str | None:
-        """Returns the flag that has it publish KV events, in a sentence; None if it does."""
+        """Returns a sentence with the flag that makes it publish KV events; None if it does."""
         if self.events or self.kind not in EVENT_FLAGS:
             return None
         flag = EVENT_FLAGS[self.kind]
@@ -98,7 +98,7 @@ class Facts:
 
     @property
     def context(self) -> int | None:
-        """Returns the tokens of the longest request that it takes, None if it does not say."""
+        """Returns the tokens of the longest request that it takes, None if it does not say so."""
         return self.models[0].max_model_len
 
 
@@ -212,7 +212,7 @@ class Probe:
         return events, replays
 
     def _reachable(self, endpoint: str) -> str:
-        """Returns an endpoint as it is reached from here: `*` is the host of the URL."""
+        """Returns an endpoint as it is reached from here: `*` becomes the host of the URL."""
         try:
             parts = urlsplit(endpoint)
             port = parts.port

@@ -1,4 +1,4 @@
-"""Choices of kvds elsewhere: asked one after the other; engines are registered at each.
+"""Has other kvds choose: they are asked in turn, and the engines are registered at each.
 
     choose ──> the first kvd that is up ──> booked there
                   │ gone, or late
@@ -7,9 +7,10 @@
 
     DOWN ── reached, engines registered ──> UP ── a question fails ──> DOWN, reached again at once
 
-A kvd that was restarted knows no engine: they are registered again when it refuses for want of
-them, or when the next read of its catalog shows it. Further steps of a booking are sent in order,
-by requests that nobody waits for; a kvd that misses some ends the booking when it is too old.
+A kvd that was restarted knows no engines. They are registered again when it refuses a question for
+lack of them, or when the next read of its catalog shows that they are missing. Further steps of a
+booking are sent in order, and no task waits for them; a kvd that misses some ends the booking when
+it is too old.
 """
 
 from __future__ import annotations
@@ -40,16 +41,16 @@ from kvd_core.ledger.ledger import Ledger
 from kvd_core.relay.relay import Answer
 from kvd_core.selector.selector import Pool, Prompt
 
-DEFAULT_DEADLINE_S = 1.0  # for the answer to a question, on its way and in kvd's queue
+DEFAULT_DEADLINE_S = 1.0  # time for the answer to a question, with the wait in that kvd's queue
 CHECK_S = 5.0  # pause between two reads of a kvd's catalog
 # Pause before the second try to reach a kvd that is down; each next one is twice as long, up to a
-# second: it is asked for its catalog alone, and meanwhile requests go by load.
+# second. They are short, as a try only reads the catalog, and meanwhile requests go by load.
 RETRY_S = 0.1
 MAX_RETRY_S = 1.0
 REFUSALS_LOGGED_S = 30.0  # pause between two log lines about questions that one kvd refuses
 TELL_S = 10.0  # time to read the catalog and to register what is missing there
-ANSWER_BYTES = 64 * 1024  # of an answer about one request
-CATALOG_BYTES = 64 * 1024 * 1024  # of an answer about workers, 600 bytes each and 200 a rank
+ANSWER_BYTES = 64 * 1024  # bytes of an answer about one request
+CATALOG_BYTES = 64 * 1024 * 1024  # bytes of an answer about workers: 600 each and 200 a rank
 U32_MAX = 2**32 - 1
 NOT_YET = "it has not been reached yet"
 
@@ -66,7 +67,7 @@ class Failed(Exception):
 
 
 class RemoteRefused(Failed):
-    """A kvd does not take this question; others it may."""
+    """A kvd refuses this question, but may answer others."""
 
 
 class RemoteBooking(NamedTuple):
@@ -79,7 +80,7 @@ class RemoteBooking(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Kvd:
-    """One kvd."""
+    """One kvd elsewhere."""
 
     url: str
     host: str  # a Unix socket's path begins with a slash
@@ -87,22 +88,24 @@ class Kvd:
     authority: bytes
     engine: int | None = None  # its number in the relay, once its address is known
     address: str | None = None
-    problem: str | None = NOT_YET  # why it is not asked; None: it is
-    # By this process, by worker id.
+    problem: str | None = NOT_YET  # why it is not asked; None: it is up
+    # What this process has registered there, by worker id.
     registered: dict[int, WorkerRecord] = field(default_factory=dict)
-    reasons: dict[int, list[str]] = field(default_factory=dict)  # why it cannot choose a worker
-    shared: set[str] = field(default_factory=set)  # models of which it has workers of others
+    # Why it cannot choose a worker, by worker id.
+    reasons: dict[int, list[str]] = field(default_factory=dict)
+    # Models for which it also has workers that are not this gateway's.
+    shared: set[str] = field(default_factory=set)
     changing: trio.Lock = field(default_factory=trio.Lock)
-    checked_at: float = -1.0  # when the last read of its catalog began, and
-    changed_at: float = (
-        -1.0
-    )  # when the last one ended that found it to lack something; trio's clock
+    # When the last read of its catalog began, and when the last one ended that found an engine
+    # missing; trio's clock.
+    checked_at: float = -1.0
+    changed_at: float = -1.0
     failed: trio.Event = field(default_factory=trio.Event)  # its catalog is to be read now
     met: trio.Event = field(default_factory=trio.Event)  # it has been asked once
     up: trio.Event = field(default_factory=trio.Event)
 
     def note_failed(self, why: str) -> None:
-        """Takes it out until it is reached, which is tried at once."""
+        """Marks it as down until it is reached, which is tried at once."""
         if self.problem != why:
             log.warning("kvd_lost", url=self.url, reason=why)
         if self.problem is None:
@@ -118,7 +121,7 @@ class Kvd:
 
 
 class RemoteChoices:
-    """Choices of the first of some kvds that answers."""
+    """Choices by the first of several kvds that answers."""
 
     def __init__(
         self,
@@ -128,7 +131,7 @@ class RemoteChoices:
         deadline_s: float = DEFAULT_DEADLINE_S,
         token: bytes = b"",
     ) -> None:
-        """A kvd that does not answer within `deadline_s` is left for the next one."""
+        """If a kvd does not answer within `deadline_s`, the next one is asked."""
         self._kvds = [_kvd(url) for url in urls]
         self._steps = {kvd: BookingSteps(partial(_connect, kvd), deadline_s) for kvd in self._kvds}
         self._exchanges = exchanges
@@ -137,7 +140,7 @@ class RemoteChoices:
         self._token = token
         self._records: dict[int, WorkerRecord] = {}
         self._of_model: dict[str, frozenset[int]] = {}
-        self._pools: dict[int, Pool] = {}  # by block size; without ranks: they hash
+        self._pools: dict[int, Pool] = {}  # by block size; without ranks, only to hash prompts
         self._bookings: dict[str, RemoteBooking] = {}
         self._loads: Counter[tuple[int, int]] = Counter()  # bookings of this process, by rank
         self._turn = 0
@@ -171,12 +174,12 @@ class RemoteChoices:
         await self._tell_all()
 
     async def _tell_all(self) -> None:
-        """Has the kvds that are up know the engines now, and the others when they are reached."""
+        """Updates the engines at the kvds that are up, at the others when they are reached."""
         for kvd in self._kvds:
             if kvd.problem is None:
                 await self._try_tell(kvd, trio.current_time())
             else:
-                kvd.failed.set()  # a round under way may register what there was before
+                kvd.failed.set()  # an update under way may still register the former engines
 
     def _sort(self) -> None:
         found: dict[str, set[int]] = {}
@@ -196,9 +199,9 @@ class RemoteChoices:
                 await kvd.failed.wait()
 
     async def _try_tell(self, kvd: Kvd, since: float) -> bool:
-        """Has a kvd know the engines, unless a read of its catalog has begun after `since`.
+        """Updates the engines at a kvd, unless its catalog has been read after `since`.
 
-        Returns whether an engine has been registered there since.
+        Returns whether an engine has been missing, and was registered, after `since`.
         """
         async with kvd.changing:
             if kvd.checked_at <= since:
@@ -306,29 +309,29 @@ class RemoteChoices:
         return pool.hold()
 
     async def _ask(self, kvd: Kvd, question: Question, prompt: Prompt) -> tuple[Placement, str]:
-        """Asks one kvd; returns also the id that the request is booked under there.
+        """Asks one kvd; returns its choice, and the id of the booking there.
 
-        Raises Failed, or Unavailable where it says that nobody is free.
+        Raises Failed, or Unavailable if the kvd says that no rank is free.
         """
         while True:
             alone = question.allowed == self._of_model.get(question.model)
             unlimited = alone and question.model not in kvd.shared
-            self._asked += 1  # each time another id: what ends one booking must not end the next
+            self._asked += 1  # a new id each time: the end of one booking must not end the next
             booked_as = f"{question.reservation_id}.{self._asked}"
             body = body_of(question, booked_as, prompt, None if unlimited else question.allowed)
             since = trio.current_time()
-            is_booked = True  # as far as is known
+            is_booked = True  # it may be, until the answer says otherwise
             try:
                 answer = await self._request(kvd, "POST", "/select_and_reserve", body)
                 is_booked = answer.status == 200
                 if answer.status == 503:
-                    if await self._try_tell(kvd, since):  # it was restarted meanwhile
+                    if await self._try_tell(kvd, since):  # it had been restarted
                         continue
                     raise Unavailable(_refusal(answer))
                 placement = _placement(answer)
                 named = {placement.worker_id, (placement.prefill or placement).worker_id}
                 if named <= question.allowed:
-                    is_booked = False  # its end is not for here
+                    is_booked = False  # the caller will end the booking
                     return placement, booked_as
             finally:
                 if is_booked:
@@ -338,9 +341,9 @@ class RemoteChoices:
             kvd.shared.add(question.model)
 
     def _by_load(self, question: Question, prompt: Prompt) -> Placement:
-        """Returns the rank with the fewest requests of this process; of equal ones the next.
+        """Returns the rank with the fewest requests of this process, equal ones in turn.
 
-        Who prefills for it is the next one of those that do.
+        Ranks that prefill for it are taken in turn.
         """
         self._turn += 1
         phase = question.phase
@@ -384,7 +387,7 @@ class RemoteChoices:
     def note_cached(
         self, reservation_id: str, prompt: int, expected: int, cached: int, *, prefill: bool = False
     ) -> None:
-        # The length may be a guess, and the engine knows better.
+        # The length may be an estimate, and the engine reports more.
         said = {"prompt_tokens": max(prompt, cached), "cached_tokens": cached}
         path = PREFILL_SUFFIX + "/report" if prefill else "/report"
         self._put_step(reservation_id, "POST", path, _dumps(said).encode())
@@ -423,7 +426,7 @@ class RemoteChoices:
     async def _request(
         self, kvd: Kvd, method: str, path: str, body: bytes = b"", limit: int = ANSWER_BYTES
     ) -> Answer:
-        """Returns a kvd's answer; raises Failed for none, and for those of a kvd that is ill."""
+        """Returns a kvd's answer; raises Failed without one, or if it shows a fault of that kvd."""
         assert kvd.engine is not None
         head = own_head(method, path, kvd.authority, len(body), self._token)
         try:
@@ -517,7 +520,7 @@ def _no_kvd(asked: str) -> Failed:
 
 
 def _refusal(answer: Answer) -> str:
-    """Returns what a kvd says of a request that it refuses."""
+    """Returns a kvd's reason for refusing a request."""
     try:
         return str(json.loads(answer.held)["error"])
     except (KeyError, RecursionError, TypeError, ValueError):

@@ -1,7 +1,7 @@
-"""Reads a client's request: the model, the prompt as it stands there, the session.
+"""Reads a client's request: the model, the prompt, the session.
 
-The body is read in one pass and goes on byte for byte; nothing of it is made anew. Long members,
-as the messages of a conversation, stay the JSON that they are.
+The body is read in one pass and forwarded byte for byte. Long members, such as the messages of a
+conversation, stay JSON.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvd.gateway.multipart import field_of
 from kvd.http.messages import Headers
 from kvd_core.json.scan import BodyScanner
 
-# Longest session key that is kept as it is; of a longer one only a digest counts.
+# Longest session key that is kept as it is; a longer one is replaced by a digest.
 MAX_SESSION_BYTES = 256
 U32_MAX = 2**32 - 1
 
@@ -30,7 +30,7 @@ class Api(StrEnum):
     COMPLETIONS = "completions"
     MESSAGES = "messages"
     RESPONSES = "responses"
-    FORM = "form"  # a body of multipart/form-data, as files of audio come in
+    FORM = "form"  # a body of multipart/form-data, in which audio files come
     OTHER = "other"
 
     @property
@@ -42,8 +42,8 @@ class Api(StrEnum):
 _FORMS = {Api.MESSAGES: ErrorForm.ANTHROPIC, Api.RESPONSES: ErrorForm.RESPONSES}
 
 
-# Members of a body that name whom an engine is to connect to, or which of its ranks serves: a
-# client that chose them would have power over the fleet.
+# Members of a body that say to which host an engine connects, or which of its ranks serves: a
+# client that could set them would have power over the fleet.
 FLEET_MEMBERS = (
     "kv_transfer_params",
     "ec_transfer_params",
@@ -69,7 +69,7 @@ FIELDS = (
     "nvext",
     "priority",
 )
-# Members that decide about a prompt's tokens, handed to an engine's tokenizer as they stand.
+# Members that determine a prompt's tokens; they go to an engine's tokenizer unchanged.
 CHAT_MEMBERS = (
     "messages",
     "tools",
@@ -84,18 +84,18 @@ CHAT_MEMBERS = (
 PROMPT_MEMBERS = ("prompt", "add_special_tokens")
 # Names of a conversation's parts in the other APIs.
 OTHER_MEMBERS = ("system", "instructions", "input")
-# Members with which /tokenize of an engine is known to say other tokens than are computed.
+# Members with which an engine's /tokenize is known to return other tokens than it computes.
 UNLISTED = ("documents", "reasoning_effort", "truncate_prompt_tokens")
 SPANS = tuple(
     dict.fromkeys((*CHAT_MEMBERS, *PROMPT_MEMBERS, *OTHER_MEMBERS, *UNLISTED, *FLEET_MEMBERS))
 )
 
-# Of a member of FIELDS that is an object or an array: its Python values are made while all others
-# wait. Engines' clients send a few hundred bytes.
+# Bytes of a member of FIELDS that is an object or an array: all other requests wait while it is
+# parsed. Clients of engines send a few hundred bytes.
 MAX_NESTED_BYTES = 256 * 1024
-# Of several prompts, to find the longest one; where there are more, tokens are not known.
+# Prompts of token ids in a request, to find the longest one; of more the tokens are not known.
 MAX_PROMPTS = 4096
-MAX_TEXTS_BYTES = 1024 * 1024  # of several prompts that are texts
+MAX_TEXTS_BYTES = 1024 * 1024  # bytes of several text prompts, to find the longest one
 
 SCANNER = BodyScanner({}, FIELDS, SPANS, MAX_NESTED_BYTES)
 
@@ -109,7 +109,7 @@ SESSION_HEADERS = (
     b"x-smg-routing-key",
 )
 AGENT_HEADER = b"x-claude-code-agent-id"
-PRIORITY_HEADER = b"x-vllm-priority"  # wins over the member of the body, as at the engine
+PRIORITY_HEADER = b"x-vllm-priority"  # wins over `priority` in the body, as in the engine
 _NUMBER = re.compile(rb"-?\d{1,9}")
 READ_HEADERS = frozenset((*SESSION_HEADERS, AGENT_HEADER, PRIORITY_HEADER))
 SESSION_MEMBERS = frozenset(("session_id", "prompt_cache_key", "conversation", "metadata"))
@@ -121,13 +121,13 @@ class ClientRequest(NamedTuple):
     api: Api
     model: str | None  # None: not said
     stream: bool
-    spans: Mapping[str, bytes]  # members that decide about the tokens, as JSON
+    spans: Mapping[str, bytes]  # members that determine the tokens, as JSON
     session: str | None = None
     salt: str | None = None
     previous: str | None = None  # id of the response that this one follows
     expected_output_tokens: int | None = None
-    priority: int = 0  # in the terms of the engine
-    priority_jump: float | None = None  # seconds that the request counts as older, if it says so
+    priority: int = 0  # as the engine reads it
+    priority_jump: float | None = None  # seconds by which the request asks to count as older
 
     @property
     def messages(self) -> bytes:
@@ -136,7 +136,7 @@ class ClientRequest(NamedTuple):
 
     @property
     def token_ids(self) -> bytes | None:
-        """The ids of the prompt's tokens as a JSON array, where the request has them itself."""
+        """The ids of the prompt's tokens as a JSON array, None if the request has none."""
         prompt = self.spans.get("prompt")
         if prompt is None or not prompt.startswith(b"["):
             return None
@@ -149,7 +149,7 @@ class ClientRequest(NamedTuple):
 
     @property
     def prompt_text(self) -> bytes | None:
-        """The text of the prompt as a JSON string."""
+        """The text of the prompt as a JSON string, None if the prompt is no text."""
         prompt = self.spans.get("prompt", b"")
         if prompt.startswith(b"["):
             return longest_text(prompt)
@@ -157,9 +157,9 @@ class ClientRequest(NamedTuple):
 
 
 def longest_ids(prompts: bytes) -> bytes | None:
-    """Returns the longest of several prompts of token ids: it decides who serves all of them.
+    """Returns the longest of several prompts of token ids: it decides which engine serves all.
 
-    What is between their brackets is not read here.
+    The text between the brackets is not checked here.
     """
     if prompts.count(b"[") > MAX_PROMPTS:
         return None
@@ -169,12 +169,12 @@ def longest_ids(prompts: bytes) -> bytes | None:
 
 
 def longest_text(prompts: bytes) -> bytes | None:
-    """Returns the longest of several prompts that are texts, None if they are not."""
+    """Returns the longest of several text prompts, None if any is no text."""
     if len(prompts) > MAX_TEXTS_BYTES:
         return None
     try:
         each = json.loads(prompts)
-    except ValueError:  # beside them a number of more digits than Python reads
+    except ValueError:  # a number among them has more digits than Python parses
         return None
     if not each or not all(isinstance(text, str) for text in each):
         return None
@@ -216,9 +216,9 @@ def read(api: Api, headers: Headers, body: bytes) -> ClientRequest:
 
 
 def _said(headers: Headers) -> dict[bytes, bytes]:
-    """Returns the headers that are read here, of which most requests have none.
+    """Returns the headers that this module reads; most requests have none of them.
 
-    The first of a name wins.
+    Of several headers with one name the first wins.
     """
     return {name: value for name, value in reversed(headers) if name in READ_HEADERS}
 
@@ -247,12 +247,12 @@ def session_of(said: Mapping[bytes, bytes], members: Mapping[str, object]) -> st
 
 
 def _conversation(conversation: object) -> object:
-    """Returns the id of a conversation that a server keeps, by itself or in an object."""
+    """Returns the id of a stored conversation, which comes alone or in an object."""
     return conversation.get("id") if isinstance(conversation, dict) else conversation
 
 
 def _claude_session(user_id: object) -> str | None:
-    """Returns the session in the user id that older Claude Code sends."""
+    """Returns the session in the user id that older versions of Claude Code send."""
     if not isinstance(user_id, str) or "_session_" not in user_id:
         return None
     return user_id.rpartition("_session_")[2]
@@ -284,11 +284,11 @@ def _count(value: object) -> int | None:
 def _expected_output(members: Mapping[str, object], hints: Mapping[str, Any]) -> int | None:
     """Returns how long a client expects the output to be, at most as long as it allows.
 
-    An output is never longer than allowed, so a small limit says much. A large one does no harm:
-    the load of an output fades towards its expected end, and very little on the way to a far one.
+    A small limit says much, as no output is longer. A large one does no harm: the load of an output
+    fades towards its expected end, and hardly at all if that is far away.
     """
     limit = None
-    # As engines have it, the first of these wins.
+    # The first of these wins, as in the engines.
     for name in ("max_completion_tokens", "max_tokens", "max_output_tokens"):
         if name in members and (limit := _count(members[name])) is not None:
             break
@@ -304,7 +304,7 @@ def _priority(header: bytes, members: Mapping[str, object]) -> int:
 
 
 def _priority_jump(hints: Mapping[str, Any]) -> float | None:
-    """Returns what hints of agents say, as the selection service reads them."""
+    """Reads the hints of an agent as the selection service does."""
     for name in ("latency_sensitivity", "priority"):
         said = hints.get(name)
         if isinstance(said, int | float) and not isinstance(said, bool):

@@ -1,7 +1,7 @@
-"""Gateway processes that share a port, and the kvd that chooses for them: what each says of itself.
+"""Collects metrics of gateway processes that share a port, and of the kvd that chooses for them.
 
-A client of the shared port meets any of them. For an operator one process answers for all: it asks
-the others over their own Unix sockets.
+A client of the shared port reaches any one of them. That process answers an operator for all: it
+asks the others over their own Unix sockets.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from kvd.gateway.exchanges import ExchangeFailed, Exchanges
 from kvd.gateway.heads import own_head
 from kvd.telemetry.metrics import Family, counter
 
-ANSWER_S = 1.0  # time for what another process says of itself
-TEXT_BYTES = 64 * 1024 * 1024  # of that
+ANSWER_S = 1.0  # time in which another process returns its metrics
+TEXT_BYTES = 64 * 1024 * 1024  # bytes of another process's metrics
 KVD = "kvd"  # the process that chooses
 
 
@@ -27,16 +27,16 @@ class ProcessIdentity:
     name: str
     sockets: Mapping[str, str]  # paths, by the name of the process that listens there
     restarts: int  # of this process since the service was started
-    token: bytes = field(repr=False, default=b"")  # that opens the sockets
+    token: bytes = field(repr=False, default=b"")  # which the processes at these sockets accept
 
     def families(self) -> Iterator[Family]:
-        """Yields what /metrics says of this process."""
+        """Yields the metrics of the process itself."""
         help = "Number of times the process has been started again after it ended"
         yield counter("kvd_process_restarts_total", help, self.restarts)
 
 
 class Siblings:
-    """The other processes, for one that is asked what all say."""
+    """Asks the other processes for their metrics."""
 
     def __init__(self, identity: ProcessIdentity, exchanges: Exchanges) -> None:
         self.identity = identity
@@ -48,20 +48,20 @@ class Siblings:
         }
 
     async def metrics(self, name: str) -> bytes | None:
-        """Returns what a process says of itself; None if it does not answer in time."""
+        """Returns the metrics of one process; None if it does not answer in time."""
         path = f"/metrics?process={name}"
         head = own_head("GET", path, b"localhost", 0, self.identity.token)
         with trio.move_on_after(ANSWER_S):
             try:
                 engine = self._engines[name]
                 answer = await self._exchanges.ask(engine, head, b"", TEXT_BYTES)
-            except ExchangeFailed:  # it has just ended; the answer says so
+            except ExchangeFailed:  # it has just ended, which kvd_process_up shows
                 return None
             return answer.held if answer.status == 200 else None
         return None
 
     async def every_metrics(self, own: bytes) -> dict[str, bytes | None]:
-        """Returns what each process says of itself, `own` for this one, in a fixed order."""
+        """Returns the metrics of each process, `own` for this one, in a fixed order."""
         found: dict[str, bytes | None] = {self.identity.name: own}
 
         async def ask(name: str) -> None:

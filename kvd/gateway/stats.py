@@ -30,17 +30,17 @@ class Decision(StrEnum):
     """The rule that decided which engine serves a request."""
 
     OVERLAP = "overlap"  # the cached part of its tokens, and load
-    PREDICTED = "predicted"  # the same, by what the engine was sent before: it publishes no events
+    PREDICTED = "predicted"  # the same, but its cache is predicted: it publishes no events
     SESSION = "session"
     LOAD = "load"
-    FALLBACK = "fallback"  # the load that this process knows of: no kvd has answered
+    FALLBACK = "fallback"  # the load that this process knows, as no kvd has answered
 
 
 class Way(StrEnum):
     """The way a prompt was computed for a model with prefill engines (kvd.gateway.pools)."""
 
     REMOTE = "remote"  # a prefill engine
-    SHORT = "short"  # and the rest: the engine that answers
+    SHORT = "short"  # in this and the following: the engine that answers
     UNSUITED = "unsuited"
     FALLBACK = "fallback"
 
@@ -59,7 +59,7 @@ class GatewayStats:
     rung_failures: Counter[str] = field(default_factory=Counter)  # by rung that gave no tokens
     prompt_tokens: int = 0  # of requests whose tokens are known
     matched_tokens: int = 0  # of these, expected to be cached where they were sent
-    # The same expectation for requests whose engine reported what was cached, and that.
+    # For requests whose engine reported its cached tokens: those expected, and those reported.
     reported_matched_tokens: int = 0
     reported_cached_tokens: int = 0
     responses_forgotten: int = 0  # ids of responses that made room for others

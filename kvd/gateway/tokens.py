@@ -1,15 +1,15 @@
-"""Finds a prompt's token ids: a sequence of sources, from exact and cheap to costly or approximate.
+"""Finds a prompt's token ids, in the first of these sources that has them.
 
     ids        the request has them
-    memory     a beginning of the conversation was seen before: its blocks are known, and about how
-               many tokens follow
-    render     an engine says the tokens of the whole request (vLLM with --enable-scale-out)
-    tokenize   an engine says those of the prompt or the messages
-    none       who serves is decided by session and load
+    memory     the beginning of the conversation was seen before: its blocks are known, and about
+               how many tokens follow
+    render     an engine returns the tokens of the whole request (vLLM with --enable-scale-out)
+    tokenize   an engine returns the tokens of the prompt or the messages
+    none       session and load decide which engine serves
 
-Engines are asked in turn, each question with a deadline. There are no chat templates here: an
-engine's template is the only one that is always right. A turn that is served from memory is asked
-for afterwards, off its way, so that the next turn is known up to here.
+Engines are asked in turn, each question with a deadline. kvd applies no chat templates: only the
+engine's own is always right. After a turn was served from memory its tokens are asked for in the
+background, so that the next turn is known up to the end of this one.
 """
 
 from __future__ import annotations
@@ -34,37 +34,37 @@ from kvd_core.json.scan import BodyScanner
 from kvd_core.prompts.conversations import Conversations, Recalled
 from kvd_core.selector.selector import Pool
 
-DEFAULT_TOKENIZE_S = 0.1  # time for the tokens of a text, from any source
-MAX_ASKED = 2  # engines that are asked for them, one after the other
+DEFAULT_TOKENIZE_S = 0.1  # time in which engines may return the tokens of a prompt
+MAX_ASKED = 2  # engines that are asked for the tokens of a prompt, one after the other
 RENDER_PATHS = {
     Api.CHAT: "/v1/chat/completions/render",
     Api.COMPLETIONS: "/v1/completions/render",
     Api.MESSAGES: "/v1/messages/render",
     Api.RESPONSES: "/v1/responses/render",
 }
-# The first version of vLLM that has them, where it had others before.
+# The first version of vLLM with these paths; it has had the others for longer.
 RENDERED_SINCE = {Api.MESSAGES: (0, 29), Api.RESPONSES: (0, 30)}
-TOKENIZED = (Api.CHAT, Api.COMPLETIONS)  # /tokenize knows no others
+TOKENIZED = (Api.CHAT, Api.COMPLETIONS)  # the APIs that /tokenize supports
 # Bytes of an engine's answer to a question for tokens: a million ids.
 TOKENS_BYTES = 16 * 1024 * 1024
-# Turns whose tokens are still to be asked for off their way; what is beyond is not remembered.
+# Turns whose tokens are still to be asked for in the background; further ones are not remembered.
 MAX_LATER = 256
-ASKING_LATER = 1  # at a time: where requests are many, asking for all would cost them more
-LATER_S = 0.25  # that each of them has at least, and at most twice
-BYTES_PER_TOKEN = 4  # of messages whose tokens nobody has said, for their weight alone
+ASKING_LATER = 1  # such turns at a time: under load, more would slow down the requests
+LATER_S = 0.25  # time for the tokens of such a turn, at least; at most twice as long
+BYTES_PER_TOKEN = 4  # of text whose tokens are not known, to estimate how much work it is
 
-# Members that decide about a chat's tokens beside its messages.
+# Members other than the messages that determine a chat's tokens.
 DECIDING = frozenset((*CHAT_MEMBERS, *UNLISTED)) - {"messages"}
 
-TOKENS, TOKEN_IDS = 0, 1  # arrays of the scanner
+TOKENS, TOKEN_IDS = 0, 1  # numbers of the scanner's arrays
 
 
 class TokenReader:
-    """Reads objects that have tokens; one that was read last is not read again."""
+    """Reads JSON objects with tokens; does not read the same one twice in a row."""
 
     def __init__(self) -> None:
         self.scanner = BodyScanner({"tokens": "u32?", "token_ids": "u32?"})
-        self._read: bytes | None = None  # of which the scanner's arrays are
+        self._read: bytes | None = None  # the body whose tokens are in the scanner's arrays
         self._members: dict[str, object] = {}
 
     def members(self, body: bytes) -> dict[str, object]:
@@ -76,7 +76,7 @@ class TokenReader:
         return self._members
 
     def match(self, body: bytes, pool: Pool, adapter: str | None, salt: str | None) -> None:
-        """Puts the tokens of an object before a pool, and forgets it: it may be long."""
+        """Matches the tokens of an object against a pool, and forgets it, as it may be long."""
         array = TOKENS if "tokens" in self.members(body) else TOKEN_IDS
         self._read = None
         pool.match_tokens(self.scanner, array, adapter, salt)
@@ -94,12 +94,12 @@ class PromptTokens(Protocol):
     def count(self) -> int: ...
 
     def match(self, pool: Pool, adapter: str | None, salt: str | None) -> None:
-        """Puts the prompt before a pool; raises KvdError for one that is too long."""
+        """Matches the prompt against a pool; raises KvdError if it is too long."""
 
 
 @dataclass(frozen=True, slots=True)
 class SaidTokens:
-    """The tokens of a prompt as a JSON object that has them under one of two names."""
+    """The tokens of a prompt in a JSON object, as `tokens` or as `token_ids`."""
 
     rung: Rung
     body: bytes
@@ -122,7 +122,7 @@ class RecalledTokens:
 
 
 class Later(NamedTuple):
-    """A turn whose tokens are asked for off its way."""
+    """A turn whose tokens are asked for in the background."""
 
     asked: ClientRequest
     served: Served
@@ -141,7 +141,7 @@ class Tokens:
         memory_bytes: int,
         tokenize_s: float = DEFAULT_TOKENIZE_S,
     ) -> None:
-        """Remembers nothing with `memory_bytes` 0; engines have `tokenize_s` seconds in all."""
+        """Remembers nothing if `memory_bytes` is 0; engines have `tokenize_s` seconds in all."""
         self.conversations = Conversations(memory_bytes)
         self._exchanges = exchanges
         self._stats = stats
@@ -151,10 +151,7 @@ class Tokens:
         self._asking: set[Untasked] = set()  # without a task: they only wait for the relay
 
     async def run(self) -> None:
-        """Gives up asking for turns that were served from memory where it takes too long.
-
-        Until it is cancelled.
-        """
+        """Gives up background questions that take too long, until it is cancelled."""
         before: set[Untasked] = set()
         try:
             while True:
@@ -168,7 +165,7 @@ class Tokens:
     async def of(
         self, asked: ClientRequest, served: Served, body: bytes, engines: Sequence[Upstream]
     ) -> PromptTokens | None:
-        """Returns what is known of a request's prompt, None if nobody says it in time."""
+        """Returns the tokens of a request's prompt, None if no source has them in time."""
         found = self._recall(asked, served)
         if found is None:
             await in_task()
@@ -185,19 +182,19 @@ class Tokens:
         pool: Pool,
         engines: Sequence[Upstream],
     ) -> Later | None:
-        """Remembers a prompt that the pool has just matched, or returns what to ask for later."""
+        """Remembers a prompt that the pool has just matched, or returns a turn to ask for later."""
         if not remembers(asked):
             return None
         if tokens.rung is not Rung.MEMORY:
             self._remember(asked, served, pool, tokens.count)
             return None
         assert isinstance(tokens, RecalledTokens)
-        if tokens.recalled.rest <= 1:  # the bracket at their end
+        if tokens.recalled.rest <= 1:  # only the bracket at the end of the messages is new
             return None
         return Later(asked, served, body, pool, engines)
 
     def ask_later(self, later: Later) -> None:
-        """Has the tokens of a turn asked for whose answer has begun: no client waits for them."""
+        """Asks for the tokens of a turn in the background, now that its answer has begun."""
         if len(self._later) >= MAX_LATER:
             self._stats.not_remembered += 1
             return
@@ -263,7 +260,7 @@ class Tokens:
         for upstream in (engines[(self._turn + at) % len(engines)] for at in range(MAX_ASKED)):
             try:
                 return await self._ask_engine(asked, body, upstream)
-            except ExchangeFailed as error:  # the next one may be there
+            except ExchangeFailed as error:  # the next engine may answer
                 upstream.note_gone(str(error))
         return None
 
@@ -306,12 +303,12 @@ def renders(facts: Facts, asked: ClientRequest) -> bool:
 
 
 def remembers(asked: ClientRequest) -> bool:
-    """Returns whether a conversation can be remembered: a salt would make it unique."""
+    """Returns whether a conversation can be remembered: none with a salt, whose blocks differ."""
     return asked.api is Api.CHAT and asked.salt is None and "messages" in asked.spans
 
 
 def context_of(asked: ClientRequest, served: Served) -> bytes:
-    """Returns what beside the messages decides about the tokens."""
+    """Returns everything except the messages that determines the tokens."""
     members = [
         b"%b:%b" % (name.encode(), value)  # in the scanner's order, whatever the body's is
         for name, value in asked.spans.items()
@@ -321,9 +318,9 @@ def context_of(asked: ClientRequest, served: Served) -> bytes:
 
 
 def question(asked: ClientRequest) -> bytes | None:
-    """Returns the body for /tokenize: the members that decide about the tokens, as they stand.
+    """Returns the body for /tokenize: the members that determine the tokens, unchanged.
 
-    Of several prompts that are texts it is the longest one; None if there is no text.
+    Of several text prompts it has the longest. Returns None if there is no text.
     """
     spans = dict(asked.spans)
     if asked.api is not Api.CHAT:
@@ -336,13 +333,13 @@ def question(asked: ClientRequest) -> bytes | None:
 
 
 def unwrapped(body: bytes) -> bytes:
-    """Returns the first object of a list of them, as completions are rendered; else the body."""
+    """Returns the object in a list of one, as rendered completions are; else the body itself."""
     stripped = body.strip()
     return stripped[1:-1] if stripped.startswith(b"[") else stripped
 
 
 def said_tokens(rung: Rung, body: bytes) -> SaidTokens | None:
-    """Returns the tokens in an object, None if it does not hold the ids of one prompt's."""
+    """Returns the tokens in a JSON object, None if it does not have the ids of one prompt."""
     try:
         members = READER.members(body)
     except (TypeError, ValueError):

@@ -1,12 +1,12 @@
-"""TLS to engines: the relay's connections to one engine, each passed on encrypted.
+"""TLS to engines: passes each of the relay's connections to an engine on, encrypted.
 
     relay ── abstract Unix socket of this process ── a task per connection ── TLS ──> engine
 
-The relay moves bytes between plain sockets, and all its rules hold here as well: a connection that
-ends without a byte may be tried elsewhere, one that is not read stops the engine, one that the
-relay closes aborts the request. So a tunnel says nothing of its own: where there is no engine, or
-one that cannot be believed, the connection ends; `problem` says why, and `unanswered` what the
-relay calls a plain connection that fails so.
+The relay moves bytes between plain sockets, and all its rules hold here as well: if a connection
+ends without a byte, another engine may be tried; if it is not read, the engine has to wait; if the
+relay closes it, the request is aborted. So a tunnel sends nothing of its own: where there is no
+engine, or its certificate is not valid, the connection just ends. `problem` says why, and
+`unanswered` is the outcome that a plain connection with this fault would have.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ import trio
 from kvd.wire.urls import Target
 from kvd_core.relay.relay import ExchangeOutcome
 
-RECEIVE_BYTES = 64 * 1024  # in one piece, as in the relay
-BACKLOG = 1024  # connections that wait to be taken: as many as the relay keeps to one engine
+RECEIVE_BYTES = 64 * 1024  # bytes received in one piece, as in the relay
+BACKLOG = 1024  # connections that wait to be accepted: as many as the relay keeps to one engine
 CREDENTIALS = struct.Struct("3i")  # of a peer: process, user, group
-# Of a connection that lacks something here, which says nothing about the engine.
+# Errors of a connection that this machine has no room for: they say nothing about the engine.
 LACKS_ROOM = frozenset(
     (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM)
 )
@@ -36,7 +36,7 @@ LACKS_ROOM = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class UpstreamTls:
-    """The settings by which engines are believed, and by which they believe the gateway."""
+    """The settings by which the gateway verifies engines, and shows them who it is."""
 
     ca: Path | None = None  # None: the system's authorities
     certfile: Path | None = None  # shown to engines that ask for one
@@ -71,9 +71,9 @@ class Tunnel:
         self, target: Target, context: ssl.SSLContext, server_name: str, connect_s: float
     ) -> None:
         """A connection with its handshake may take `connect_s`. Raises OSError without a socket."""
-        self.address = target.host  # of the engine, to be set before anything connects
+        self.address = target.host  # the engine's IP address is set before anything connects
         self.problem: str | None = None  # why the last connection has failed
-        # What the end of a connection without a byte means: the relay takes each for the same.
+        # Why a connection ends without a byte, which the relay cannot tell.
         self.unanswered = ExchangeOutcome.NO_ANSWER
         self._port = target.port
         self._context = context
@@ -81,7 +81,7 @@ class Tunnel:
         self._connect_s = connect_s
         self._listening = trio.CancelScope()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.bind("")  # Linux finds an abstract name that nobody has
+        self._socket.bind("")  # Linux chooses an unused abstract name
         self._socket.listen(BACKLOG)
 
     @property
@@ -98,7 +98,7 @@ class Tunnel:
                 await trio.serve_listeners(self._serve, [listener], handler_nursery=connections)
 
     def leave(self) -> None:
-        """Takes no new connection."""
+        """Accepts no new connections."""
         self._listening.cancel()
 
     async def _serve(self, near: trio.SocketStream) -> None:
@@ -125,7 +125,7 @@ class Tunnel:
             with trio.fail_after(self._connect_s):
                 await plain.connect((self.address, self._port))
                 stream = trio.SocketStream(plain)  # without Nagle
-                # Engines end connections without saying so in TLS; answers have a length or chunks.
+                # Engines send no close_notify at the end; answers have a length or chunks.
                 far = trio.SSLStream(
                     stream, self._context, server_hostname=self._server_name, https_compatible=True
                 )
@@ -149,7 +149,7 @@ async def _pass_on(
 
 
 def _is_ours(near: trio.SocketStream) -> bool:
-    """Returns whether this process has connected: others would speak with its certificate."""
+    """Returns whether this process has connected: others would use the gateway's certificate."""
     said = near.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
     assert isinstance(said, bytes)
     return bool(CREDENTIALS.unpack(said)[0] == os.getpid())
@@ -170,7 +170,7 @@ def _reason(error: Exception) -> str:
 
 
 def outcome_of(error: Exception) -> ExchangeOutcome:
-    """Returns what the relay calls the end of a plain connection that fails in the same way."""
+    """Returns the relay's outcome for a plain connection that fails in the same way."""
     if isinstance(error, trio.TooSlowError):
         return ExchangeOutcome.CONNECT_TIME
     if not isinstance(error, OSError) or isinstance(error, ssl.SSLError):
@@ -180,5 +180,5 @@ def outcome_of(error: Exception) -> ExchangeOutcome:
 
 
 def _ask_nobody() -> NoReturn:
-    """Stands for the passphrase, for which OpenSSL would ask on the terminal."""
+    """Fails in place of OpenSSL's question for a passphrase on the terminal."""
     raise ValueError("the key has a passphrase")

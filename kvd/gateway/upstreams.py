@@ -4,10 +4,10 @@
        ^                     └── refused, reset, 3 failed health checks ──^
        └──────────── well again: asked anew, as another engine may be there now
 
-An upstream is a worker of the selection service, by an id made of its URL, so that it is the same
-worker after a restart and for every gateway. It stays for as long as anybody wants it: the
-settings, the fleet file, a call, or a name that leads to it (`kvd.gateway.dns_names`). Then it is
-sent nothing new, and what it is answering goes on.
+Every upstream is a worker of the selection service. The worker's id is made from the URL, so it is
+the same after a restart and for every gateway. An upstream stays as long as an owner wants it: the
+settings, the fleet file, a call, or a name that leads to it (`kvd.gateway.dns_names`). After that
+it gets no new requests, and finishes its answers.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ from kvd_core.relay.relay import Ending, ExchangeOutcome
 HEALTH_S = 5.0  # pause between two health checks of an engine
 # Pause before the second try to reach an engine that is out; each next one is twice as long.
 RETRY_S = 0.1
-HEALTH_TIMEOUT_S = 3.0
-MAX_FAILURES = 3  # health checks in a row before a serving engine is out
-REFRESH_S = 30.0  # pause between two questions to a serving engine of what it serves
-# Shortest pause between two of them, where requests find that it serves something else.
+HEALTH_TIMEOUT_S = 3.0  # time for the answer to a health check
+MAX_FAILURES = 3  # failed health checks in a row before a serving engine is out
+REFRESH_S = 30.0  # pause before a serving engine is asked again what it serves
+# Shortest such pause, where a request has shown that the engine serves something else.
 ASK_ANEW_S = 1.0
-HEALTH_BYTES = 64 * 1024  # of an answer to a health check
-# Engines and names that lead to engines, some 2 KB each; beyond them nobody is followed.
+HEALTH_BYTES = 64 * 1024  # bytes of an answer to a health check
+# Engines and names that lead to engines, some 2 KB each; further ones are refused.
 MAX_UPSTREAMS = 4096
 
 DEFAULT_TLS = UpstreamTls()
-SETTINGS = "settings"  # who wants the engines that the settings name
+SETTINGS = "settings"  # the owner of the engines that the settings name
 DISAGREE = (
     "tokens and events do not agree: what it computed for a prompt of its own tokens was not in "
     "its events, so what it caches is predicted. Is its event endpoint another engine's?"
@@ -80,22 +80,23 @@ class Upstream:
     key: bytes = b""  # its API key, shown with requests of the gateway's own
     prefills: bool = False  # the operator says that it computes prompts for others
     server_name: str | None = None  # in its certificate; None: the host of the URL
-    host_judged: bool = False  # whether others reach the host that it names for that
+    host_judged: bool = False  # whether the host that it names for handing over was checked
     engine: int | None = None  # its number in the relay, once its address is known
-    tunnel: Tunnel | None = None  # the way there, once the address of one with TLS is known
+    tunnel: Tunnel | None = None  # the way to an engine with TLS, once its address is known
     address: str | None = None
     standing: UpstreamState = UpstreamState.UNKNOWN
     facts: Facts | None = None
     problem: str | None = None  # why requests are not sent there, for operators
-    failures: int = 0  # health checks in a row
+    failures: int = 0  # failed health checks in a row
     asked_at: float = 0.0  # when it was last asked what it is, seconds of trio's clock
     ask_at: float = 0.0  # when it is to be asked next
-    advice: str | None = None  # what would have more be known of it, for operators
+    advice: str | None = None  # what to change so that kvd learns more of it, for operators
     owners: set[str] = field(default_factory=set)  # who wants it
     following: trio.CancelScope = field(default_factory=trio.CancelScope)
-    failed: trio.Event = field(default_factory=trio.Event)  # a request found it gone
+    # Wakes its task: a request has found it gone, or serving something else.
+    failed: trio.Event = field(default_factory=trio.Event)
     met: trio.Event = field(default_factory=trio.Event)  # it has been asked once, with any outcome
-    # Called when it is well or out, or says what it is.
+    # Called when its state changes, or what it says of itself.
     changed: Callable[[], None] = field(default=lambda: None)
 
     @property
@@ -114,12 +115,12 @@ class Upstream:
     ) -> bytes:
         """Returns the head of a client's request as this engine gets it.
 
-        Its body has `length` bytes; with None for its rank the engine chooses that itself.
+        The body has `length` bytes. If `dp_rank` is None, the engine chooses the rank itself.
         """
         assert self.facts is not None
         own, without = credentials(request, self.key)
         if dp_rank is not None and len(self.facts.ranks) > 1:
-            rank = dp_rank - self.facts.ranks.start  # it counts its own from 0
+            rank = dp_rank - self.facts.ranks.start  # the engine numbers its ranks from 0
             own.append((b"x-data-parallel-rank", b"%d" % rank))
         return request_head(
             request.method,
@@ -133,7 +134,7 @@ class Upstream:
         )
 
     def note_gone(self, why: str) -> None:
-        """Takes it out until a health check succeeds, which comes at once."""
+        """Marks it as out until a health check succeeds; the next one follows at once."""
         if self.standing is UpstreamState.SERVING:
             why = self.fault_of(why)
             log.warning("upstream_out", url=self.url, reason=why)
@@ -142,17 +143,17 @@ class Upstream:
             self.failed.set()
 
     def ask_anew(self) -> None:
-        """Has it asked what it serves as soon as ASK_ANEW_S have passed since the last time."""
+        """Has it asked what it serves as soon as ASK_ANEW_S have passed since it was last asked."""
         if self.ask_at > self.asked_at + ASK_ANEW_S:
             self.ask_at = self.asked_at + ASK_ANEW_S
             self.failed.set()
 
     def fault_of(self, why: str) -> str:
-        """Returns what is wrong with it: with TLS the relay hears only that a connection ended."""
+        """Returns what is wrong with it; with TLS the tunnel knows more than the relay."""
         return why if self.tunnel is None else self.tunnel.problem or why
 
     def outcome_of(self, ending: Ending) -> ExchangeOutcome:
-        """Returns how an exchange with it went, in the same way."""
+        """Returns how an exchange with it went; with TLS the tunnel knows why none was answered."""
         if self.tunnel is None or ending.outcome is not ExchangeOutcome.NO_ANSWER:
             return ending.outcome
         return self.tunnel.unanswered
@@ -161,9 +162,9 @@ class Upstream:
 class Served(NamedTuple):
     """The model that a name in a request stands for."""
 
-    model: str  # of the fleet in the selection service
+    model: str  # the base model, by which the selection service knows the fleet
     adapter: str | None = None
-    alias: str | None = None  # another name of the model, which not all of its engines may have
+    alias: str | None = None  # another name of the model, which some of its engines may lack
 
     @property
     def name(self) -> str:
@@ -175,7 +176,7 @@ class _Engines(NamedTuple):
     """The engines of a model."""
 
     serving: tuple[Upstream, ...]  # those that are well
-    prefills: bool  # whether any are meant to prefill for others, well or not
+    prefills: bool  # whether any engine, well or not, is meant to prefill for others
 
 
 class Upstreams:
@@ -193,15 +194,15 @@ class Upstreams:
         *,
         proves: bool = True,
     ) -> None:
-        """The `wanted` ones are those of the settings; `tls` is for those with https: URLs.
+        """`wanted` are the engines of the settings; `tls` is for engines with https: URLs.
 
-        Each one that publishes events is asked to prove that its tokens agree with them, unless
-        `proves` is False.
+        Unless `proves` is False, each engine that publishes events is tested whether these agree
+        with its tokens.
         """
         self.each: dict[int, Upstream] = {}
         self.followed: dict[Wanted, FollowedName] = {}
         self.refused = 0  # beyond MAX_UPSTREAMS
-        self.changes = 0  # of who wants which engines
+        self.changes = 0  # how often an owner has begun or ceased to want an engine or a name
         self._exchanges = exchanges
         self._choices = choices
         self._dialer = dialer
@@ -211,11 +212,11 @@ class Upstreams:
         self._connect_s = connect_s
         self._canary = Canary(exchanges, choices) if proves else None
         self._changing = trio.Lock()
-        # What each name that clients may use stands for: engines that have it for another model,
-        # or as an adapter, are others' fleets.
+        # What each name that clients may use stands for. Engines may have the same name for
+        # different models, or for an adapter: each of these has its own fleet.
         self.names: dict[str, list[Served]] = {}
-        self._by_served: dict[Served, _Engines] = {}  # until any engine changes
-        # Engines and names that have come wait here for the task that follows them.
+        self._by_served: dict[Served, _Engines] = {}  # a cache, cleared when any engine changes
+        # The tasks that follow new engines and names, on their way to the nursery of `run`.
         self._put_task, self._tasks = trio.open_memory_channel[Callable[[], Awaitable[None]]](
             math.inf
         )
@@ -234,7 +235,7 @@ class Upstreams:
     async def all_met(self) -> None:
         """Waits until every name has been looked up and every engine asked once what it is.
 
-        It returns also where a question failed.
+        A lookup or a question that failed counts as well.
         """
         for name in list(self.followed.values()):
             await name.met.wait()
@@ -244,10 +245,10 @@ class Upstreams:
     # ---- who comes and goes
 
     def want(self, wanted: Wanted, owner: str) -> Upstream | FollowedName:
-        """Has an engine, or those behind a name, be followed; returns what stands for it.
+        """Follows an engine, or the engines behind a name, on behalf of an owner.
 
-        Raises Conflict if the owner has said so before, or where it has another role; Unavailable
-        beyond MAX_UPSTREAMS.
+        Raises Conflict if the owner wants it already, or if it is followed with another role;
+        Unavailable beyond MAX_UPSTREAMS.
         """
         found = self._find(wanted)
         if found is None:
@@ -261,9 +262,9 @@ class Upstreams:
         return found
 
     def unwant(self, wanted: Wanted, owner: str) -> None:
-        """Has an engine, or those behind a name, be left, if nobody else wants it.
+        """Stops following an engine, or the engines behind a name, if no other owner wants it.
 
-        What it is answering goes on. Raises NotFound for one that the owner does not want.
+        Its answers under way go on. Raises NotFound if this owner does not want it.
         """
         found = self._find(wanted)
         if found is None:
@@ -287,7 +288,7 @@ class Upstreams:
         found.following.cancel()
 
     def holds(self, wanted: Wanted, owner: str) -> Upstream | FollowedName | None:
-        """Returns what stands for what an owner wants, None if it does not."""
+        """Returns the engine or name that an owner wants, None if this owner does not want it."""
         found = self._find(wanted)
         return found if found is not None and owner in found.owners else None
 
@@ -312,7 +313,7 @@ class Upstreams:
         return found
 
     def serving(self, served: Served) -> Sequence[Upstream]:
-        """Returns the engines that serve a model and are well: the same object until any does."""
+        """Returns the healthy engines that serve a model: the same object until any changes."""
         return self._engines_of(served).serving
 
     def prefills(self, served: Served) -> bool:
@@ -325,7 +326,7 @@ class Upstreams:
             serving: list[Upstream] = []
             prefills = False
             for one in self:
-                serves = one.facts is None or _serves(one.facts, served)  # it may, or it does
+                serves = one.facts is None or _serves(one.facts, served)  # unknown engines may
                 prefills = prefills or (serves and one.role is Role.PREFILL)
                 if serves and one.facts is not None and one.standing is UpstreamState.SERVING:
                     serving.append(one)
@@ -333,12 +334,12 @@ class Upstreams:
         return found
 
     def only_name(self) -> str | None:
-        """Returns the one base model there is, None for any other number of them."""
+        """Returns the only base model, None if there is none or several."""
         bases = {served.model for each in self.names.values() for served in each}
         return next(iter(bases)) if len(bases) == 1 else None
 
     def stands_for(self, name: str) -> Served | None:
-        """Returns what a name stands for: of several the first that has an engine which is well."""
+        """Returns what a name stands for: of several models the first with a healthy engine."""
         found = self.names.get(name)
         if not found:
             return None
@@ -353,7 +354,7 @@ class Upstreams:
     async def _watch(self, upstream: Upstream) -> None:
         with upstream.following:
             await self._keep_known(upstream)
-        async with self._changing:  # nobody wants it any more; it may be there again meanwhile
+        async with self._changing:  # it has been left, but may be wanted again meanwhile
             if upstream.worker_id not in self.each:
                 await self._choices.deregister(upstream.worker_id)
         if upstream.engine is not None:
@@ -375,7 +376,7 @@ class Upstreams:
             if upstream.standing is UpstreamState.SERVING:
                 retry_s = RETRY_S
                 until = now + HEALTH_S
-                if upstream.failures == 0:  # else its next health check has its usual pause
+                if upstream.failures == 0:  # after a failure the next health check comes first
                     until = min(until, upstream.ask_at)
             else:
                 retry_s = min(2 * retry_s, HEALTH_S)
@@ -384,7 +385,7 @@ class Upstreams:
                 await upstream.failed.wait()
 
     async def _meet(self, upstream: Upstream) -> None:
-        """Reaches an engine and asks it what it is."""
+        """Resolves an engine's address, checks its health and asks it what it is."""
         try:
             await self._resolve(upstream)
             if (fault := await self._fault(upstream)) is not None:
@@ -407,7 +408,7 @@ class Upstreams:
         )
 
     async def _prove(self, upstream: Upstream) -> None:
-        """Has an engine show that its events are of its tokens; else its cache is predicted."""
+        """Tests whether an engine's events agree with its tokens; if not, predicts its cache."""
         facts = upstream.facts
         if self._canary is None or facts is None or upstream.standing is not UpstreamState.SERVING:
             return
@@ -417,11 +418,11 @@ class Upstreams:
             return
         log.warning("upstream_events_disagree", url=upstream.url)
         upstream.advice = DISAGREE
-        with suppress(NotAnEngine, KvdError):  # its next health check finds out
+        with suppress(NotAnEngine, KvdError):  # its next health check finds the problem
             await self._register(upstream, facts)
 
     async def _ask(self, upstream: Upstream) -> Facts:
-        """Asks an engine what it is, and has the selection service know it."""
+        """Asks an engine what it is, and registers it at the selection service."""
         assert upstream.engine is not None
         upstream.asked_at = trio.current_time()
         upstream.ask_at = upstream.asked_at + REFRESH_S
@@ -447,7 +448,7 @@ class Upstreams:
         upstream.address = address
 
     def _tunnel(self, upstream: Upstream) -> Tunnel:
-        """Opens the way to an engine with TLS; raises Unreachable."""
+        """Opens the tunnel to an engine with TLS; raises Unreachable."""
         name = self._tls.server_name or upstream.server_name or upstream.target.host
         try:
             context = self._tls_context = self._tls_context or self._tls.context()
@@ -455,7 +456,7 @@ class Upstreams:
         except (OSError, ValueError) as error:
             raise Unreachable(str(error)) from None
         upstream.tunnel = tunnel
-        self._put_task.send_nowait(tunnel.run)  # it outlives who is left: answers go on
+        self._put_task.send_nowait(tunnel.run)  # outlives an engine that is left: answers go on
         return tunnel
 
     async def _check(self, upstream: Upstream) -> None:
@@ -473,7 +474,7 @@ class Upstreams:
                 upstream.note_gone(str(error))
 
     async def _fault(self, upstream: Upstream) -> str | None:
-        """Asks for its health, which costs it nothing; returns what is wrong, None: it is well."""
+        """Asks an engine for its health, a cheap question; returns what is wrong, None if well."""
         assert upstream.engine is not None
         path = (
             "/ready" if upstream.facts and upstream.facts.kind is EngineKind.SGLANG else "/health"
@@ -505,7 +506,7 @@ class Upstreams:
             upstream.changed()
 
     def _check_role(self, upstream: Upstream, facts: Facts) -> None:
-        """Raises NotAnEngine for one that cannot hand over to any other of its model."""
+        """Raises NotAnEngine for a prefill engine that cannot hand over to others of its model."""
         if not upstream.prefills and facts.role is not Role.PREFILL:
             return
         if facts.kind is EngineKind.OPENAI:
@@ -523,7 +524,7 @@ class Upstreams:
                 raise NotAnEngine(f"{text}: all prefill engines of a model must be of one kind")
 
     def _name(self) -> None:
-        """Finds what each name stands for now."""
+        """Finds out anew what each name stands for."""
         self.names = {}
         for upstream in self:
             if upstream.facts is None:
@@ -547,7 +548,7 @@ def _serves(facts: Facts, served: Served) -> bool:
 
 
 def worker_id_of(target: Target) -> int:
-    """Returns the id of the worker at an address: 53 bits, which every reader of JSON keeps."""
+    """Returns the id of the worker at an address: 53 bits, which any JSON parser reads exactly."""
     digest = hashlib.blake2b(target.authority.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 11
 
@@ -560,7 +561,7 @@ def _upstream(wanted: Wanted, key: bytes, changed: Callable[[], None]) -> Upstre
 
 
 def record_of(upstream: Upstream, facts: Facts) -> WorkerRecord:
-    """Returns the worker that an engine is."""
+    """Returns the record that describes an engine as a worker."""
     record = WorkerRecord(
         worker_id=upstream.worker_id,
         model_name=facts.models[0].name,
@@ -573,7 +574,7 @@ def record_of(upstream: Upstream, facts: Facts) -> WorkerRecord:
         role=Role.PREFILL if upstream.prefills else facts.role,
     )
     events: Mapping[int, str] = facts.events
-    if len(events) < len(facts.ranks):  # what it caches is predicted from what it is sent
+    if len(events) < len(facts.ranks):  # its cache is predicted from the prompts it is sent
         return replace(record, without_kv_events=True)
     if len(facts.ranks) == 1:
         rank = facts.ranks.start
