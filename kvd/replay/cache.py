@@ -4,8 +4,8 @@
                [ anonymous: being prefilled, not full, or output              ]
     capacity   named + anonymous <= capacity
 
-1. Who runs pins the whole prefix of its prompt, so a pinned block has no idle ancestor.
-2. Pins are taken off a prompt from its end, so an idle block comes before its ancestors: what is
+1. A running request pins the whole prefix of its prompt, so a pinned block has no idle ancestor.
+2. A prompt is unpinned from its end, so an idle block comes before its ancestors: the block that is
    evicted first is always a leaf.
 
 All calls are O(blocks of a prompt).
@@ -43,17 +43,17 @@ class CacheLease:
 
 @dataclass(eq=False, slots=True)
 class Cache:
-    """Blocks by id; `publish` is called with every change at its simulated second."""
+    """Blocks by id; `publish` is called with every change and its simulated second."""
 
     capacity: int  # blocks
     publish: Callable[[Event, float], None]
-    pins: dict[int, int] = field(default_factory=dict)  # of all named blocks
+    pins: dict[int, int] = field(default_factory=dict)  # how many, of each named block
     idle: OrderedDict[int, None] = field(default_factory=OrderedDict)
     anonymous: int = 0
 
     @property
     def in_use(self) -> int:
-        """Returns how many blocks running requests have."""
+        """Returns how many blocks running requests hold."""
         return len(self.pins) - len(self.idle) + self.anonymous
 
     def held(self, blocks: Sequence[int]) -> int:
@@ -65,7 +65,7 @@ class Cache:
         return len(blocks)
 
     def lease(self, cached: Sequence[int], others: int, now: float) -> CacheLease | None:
-        """Pins blocks that are cached and makes room for others; None without enough room."""
+        """Pins cached blocks and makes room for others; returns None without enough room."""
         pins, idle = self.pins, self.idle
         free = self.capacity - len(pins) - self.anonymous
         if free < others:
@@ -98,7 +98,7 @@ class Cache:
         self.anonymous -= len(new)
 
     def release(self, lease: CacheLease) -> None:
-        """Takes back what a request had; what is named stays cached."""
+        """Frees the blocks of a request; named blocks stay cached."""
         pins, idle = self.pins, self.idle
         for block in reversed(lease.pinned):
             left = pins[block] - 1

@@ -1,8 +1,8 @@
-"""kvd's decision log as recorded requests.
+"""Reads kvd's decision log as recorded requests.
 
-A request arrives when it was booked. Its output is what engines reported, else what its client
-expected, else what fits between the end of its prefill and its own end at ASSUMED_INTERVAL_S a
-token, else one token.
+A request arrives when it was booked. The length of its output is the one that its engine reported,
+else the one that its client expected, else the time between the end of its prefill and its end at
+ASSUMED_INTERVAL_S a token, else one token.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvd.selection.decisions import CHOICE, END, PREFILL_COMPLETE
 from kvd.selection.phases import PREFILL_SUFFIX
 from kvd.telemetry.rotating import files_of
 
-ASSUMED_INTERVAL_S = 0.03  # between output tokens of which nothing is known but their time
+ASSUMED_INTERVAL_S = 0.03  # between output tokens, where only the time of all of them is known
 
 Row = Mapping[str, Any]
 
@@ -81,7 +81,7 @@ class _Lives:
     def take(self, row: Row) -> None:
         name, event = row["request"], row["event"]
         if event == CHOICE:
-            # The other part of a request whose prefill another worker does.
+            # Else it is the prefill part of a request that another worker answers.
             if not name.endswith(PREFILL_SUFFIX):
                 self.live[name] = life = _Life(row)
                 self.all.append(life)
@@ -97,7 +97,7 @@ def is_line(row: Row) -> bool:
 
 
 def read(path: Path, limit: int | None, model: str | None) -> Recording:
-    """Returns what a log holds with the files before it; raises ReplayError."""
+    """Returns the requests of a log and of the files before it; raises ReplayError."""
     lives = _Lives()
     damaged = 0
     try:
@@ -126,7 +126,7 @@ def read(path: Path, limit: int | None, model: str | None) -> Recording:
 
 
 def _lines(path: Path) -> Iterator[Row | None]:
-    """Yields the lines of all files; None for one that a full disk or a killed kvd has cut."""
+    """Yields the lines of all files, None for a line that a full disk or a killed kvd has cut."""
     for file in files_of(path):
         for line in lines_of(file):
             try:
@@ -136,7 +136,7 @@ def _lines(path: Path) -> Iterator[Row | None]:
 
 
 def _of_one_model(path: Path, lives: Iterable[_Life], model: str | None) -> list[_Life]:
-    """Returns the requests of the model that is named, or has most, and of its main tenant."""
+    """Returns the requests of the named model, else the most frequent one, and its main tenant."""
     keys = Counter((life.choice["model"], life.choice["tenant"]) for life in lives)
     wanted = [(count, key) for key, count in keys.items() if model in (None, key[0])]
     if not wanted:

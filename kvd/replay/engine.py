@@ -4,10 +4,10 @@
                   FIFO       chunks of a step's budget    one token a step
 
 A step takes  step_s + step_s_per_request * batch + step_s_per_token * tokens of the blocks in use,
-as decoding reads all of these, and  chunk / prefill_tokens_per_s  more while a prefill is under
-way, of which it does one chunk. Between two events none of that changes, so progress is linear and
-nothing is computed step by step. A token to prefill costs the same at the end of a long prompt as
-at its start.
+as decoding reads all of these. While a prefill is under way, each step also does one chunk of it,
+and takes  chunk / prefill_tokens_per_s  longer. Between two events none of this changes, so
+progress is linear and nothing is computed step by step. Prefilling a token costs the same at the
+end of a long prompt as at its start.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class Speed:
     """The speed of an engine."""
 
     prefill_tokens_per_s: float = 10_000.0
-    chunk_tokens: int = 2048  # prefilled in a step that decodes, too
+    chunk_tokens: int = 2048  # prefilled in each step, beside decoding
     step_s: float = 0.015
     step_s_per_request: float = 0.0001
-    step_s_per_token: float = 0.00001 / 512  # in use: 330 kB of a large model, at 16 TB/s
+    step_s_per_token: float = 0.00001 / 512  # per token in use: 330 kB, read at 16 TB/s
     max_batch: int = 256  # requests
 
     def times(self, factor: float) -> Speed:
-        """Returns the speed of an engine that does everything so many times as fast."""
+        """Returns the speed of an engine that does everything `factor` times as fast."""
         return replace(
             self,
             prefill_tokens_per_s=self.prefill_tokens_per_s * factor,
@@ -64,12 +64,12 @@ class Engine:
     cache: Cache
     block_size: int  # tokens
     speed: Speed
-    prefilled: Callable[[Job], None]  # called when a prompt's first token is there
-    finished: Callable[[Job], None]
+    prefilled: Callable[[Job], None]  # called when a request's first token has come
+    finished: Callable[[Job], None]  # called when its last token has come
     now: float = 0.0
     busy_s: float = 0.0
     prefilled_tokens: int = 0
-    steps: float = 0.0  # decoded since the start
+    steps: float = 0.0  # taken since the start
     waiting: deque[Job] = field(default_factory=deque)
     prefilling: Job | None = None
     decoding: list[tuple[float, int, Job]] = field(default_factory=list)  # a heap by last step
@@ -88,12 +88,12 @@ class Engine:
         return job
 
     def due_s(self) -> float:
-        """Returns when something will end next; infinity while idle."""
+        """Returns when the next prefill or request will end; infinity while idle."""
         prefill, decode = self._due()
         return self.now + min(prefill, decode)
 
     def work(self, now: float) -> None:
-        """Ends what is due at `now`, which `due_s` has said."""
+        """Ends the prefill or request that is due at `now`, the time that `due_s` returned."""
         prefill, decode = self._due()
         self._advance(now)
         if decode <= prefill:
@@ -115,7 +115,7 @@ class Engine:
         return step_s
 
     def _due(self) -> tuple[float, float]:
-        """Returns the seconds until the prefill ends, and until the first request does."""
+        """Returns the seconds until the prefill ends, and until the next request does."""
         step_s = self._step_s()
         prefill = decode = inf
         if self.prefilling is not None:
@@ -137,7 +137,7 @@ class Engine:
     # ---- from one step to the next
 
     def _begin(self) -> None:
-        """Starts the prefill of the first that waits, if there is room for it."""
+        """Starts the prefill of the first waiting request, if there is room for it."""
         if self.prefilling is not None or not self.waiting:
             return
         if len(self.decoding) >= self.speed.max_batch:

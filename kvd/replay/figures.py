@@ -15,17 +15,17 @@ LONG_PROMPT = 32_768  # tokens from which prompts of a replay have a figure of t
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One replay; times are simulated seconds, not-a-number where nobody was asked."""
+    """The figures of one replay; times are simulated seconds, NaN where there is none."""
 
-    cached: float  # share of all prompt tokens, cached where they were sent
+    cached: float  # share of all prompt tokens that was cached where they were sent
     ttft_mean: float  # from the arrival to the first token
     ttft_p50: float
     ttft_p90: float
     ttft_p99: float
     ttft_p90_long: float  # of prompts of LONG_PROMPT tokens or more
-    token_interval: float  # between the tokens of a request, the mean of their means
+    token_interval: float  # between the tokens of a request: the mean of all requests' means
     whole: float  # from the arrival to the last token, mean
-    prefilled: float  # tokens of the engine that had most, by the mean
+    prefilled: float  # tokens that the busiest engine prefilled, divided by the engines' mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class FigureRow:
 
     name: str  # of the member of Figures
     title: str
-    form: str  # of its value
+    form: str  # how its value is formatted
     more_is_better: bool = False
 
 
@@ -77,7 +77,7 @@ def measure(
 
 
 def measure_recorded(requests: Sequence[RecordedRequest], recorded: Sequence[Recorded]) -> Figures:
-    """Returns what was really seen, of a decision log: cached tokens are those foreseen."""
+    """Returns the figures that a decision log has recorded; its cached tokens are expected ones."""
     known = [each.first_token_s if each.first_token_s is not None else nan for each in recorded]
     intervals = [
         (each.end_s - each.first_token_s) / (request.output_tokens - 1)
@@ -119,7 +119,7 @@ def _figures(
 
 
 def _percentile(ranked: Sequence[float], share: int) -> float:
-    """Returns the smallest that at least so many of a hundred do not exceed."""
+    """Returns the smallest value that at least `share` percent of the values do not exceed."""
     return ranked[ceil(share * len(ranked) / 100) - 1] if ranked else nan
 
 
@@ -128,7 +128,7 @@ def means(rounds: Sequence[Figures]) -> Figures:
 
 
 def ratios(rounds: Sequence[Figures], base: Sequence[Figures]) -> list[Figures]:
-    """Returns each round's figures by those of the same round of another policy."""
+    """Returns each round's figures divided by those of another policy in the same round."""
     return [
         Figures(
             *(

@@ -1,8 +1,8 @@
-"""Traces in Mooncake's form: one JSON object a line, prompts as chains of 512-token blocks.
+"""Reads traces in Mooncake's form: one JSON object a line, prompts as chains of 512-token blocks.
 
     {"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [block, ...]}
 
-The last id of a prompt may stand for a block that is not full; such blocks are cached by nobody.
+The last id of a prompt may stand for a block that is not full; no engine caches such a block.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 from kvd.replay.recording import RecordedRequest, Recording, ReplayError, from_zero, rows
 
 BLOCK_SIZE = 512  # tokens of a block of Mooncake's traces
-SPREAD_S = 3.0  # that a timestamp of Mooncake's traces stands for, and its requests came within
+SPREAD_S = 3.0  # time for which a timestamp of Mooncake's traces stands: its requests came then
 
 U64_MAX = 2**64 - 1
-_MIX = 0x9E3779B97F4A7C15  # 2^64 by the golden ratio, odd: ids stay different
+_MIX = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio; odd, so that ids stay different
 
 
 def read(path: Path, limit: int | None) -> Recording:
@@ -43,5 +43,5 @@ def _request(number: int, row: Mapping[str, Any]) -> RecordedRequest:
 
 
 def mixed(number: int) -> int:
-    """Returns an id with evenly spread bits, as hashes have; others for other numbers."""
+    """Returns an id with evenly spread bits, as hashes have; a different one for each number."""
     return (number + 1) * _MIX & U64_MAX

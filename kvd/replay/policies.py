@@ -10,12 +10,12 @@ from kvd_core.selector.settings import KV, LEAST_LOADED, RANDOM, ROUND_ROBIN, Se
 
 MODES = {"round-robin": ROUND_ROBIN, "random": RANDOM, "least-loaded": LEAST_LOADED}
 NAMES = (*RouterPolicy, *MODES)
-TEMPERATURE = "temperature="  # what a policy's text may end with, beside its weights
+TEMPERATURE = "temperature="  # may begin the last part of a policy's text, after its weights
 
 
 @dataclass(frozen=True, slots=True)
 class Chooser:
-    """A policy with some weights of its own, or a mode, by what it is called."""
+    """A policy, with weights of its own or without, or a mode, by its text."""
 
     text: str
 
@@ -23,14 +23,14 @@ class Chooser:
         return self.text
 
     def settings(self) -> Settings:
-        """Returns what it is to the core; raises ValueError."""
+        """Returns its settings for the core; raises ValueError."""
         if self.text in MODES:
             return Settings(mode=MODES[self.text])
         policy, _, temperature = self.text.partition("," + TEMPERATURE)
         return Settings(mode=KV, temperature=float(temperature or 0), **Policy.parse(policy).row)
 
 
-DEFAULT = Chooser("dynamo"), Chooser("kvd")  # of a replay that names none
+DEFAULT = Chooser("dynamo"), Chooser("kvd")  # where a replay names no policies
 
 
 def parse(text: str) -> Chooser:

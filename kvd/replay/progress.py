@@ -1,4 +1,4 @@
-"""A bar on standard error that says how far a command is, where a person reads it."""
+"""A progress bar on standard error, where that is a terminal."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 import time
 from typing import TextIO
 
-WIDTH = 30  # of the bar, in characters
+WIDTH = 30  # characters of the bar
 REDRAWN_S = 0.1  # pause between two drawings of the bar
 
 
@@ -29,7 +29,7 @@ class Bar:
             self._to.flush()
 
     def close(self) -> None:
-        """Takes the bar away."""
+        """Removes the bar."""
         if self._shown:
             self._to.write("\r\x1b[K")
             self._to.flush()

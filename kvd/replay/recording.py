@@ -1,6 +1,6 @@
 """Recorded requests, whatever the form of their file.
 
-An id of a block stands for the block and all that is before it, so equal ids are equal prefixes.
+The id of a block stands for the block and everything before it, so equal ids are equal prefixes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 
 class ReplayError(Exception):
-    """Nothing can be replayed as it was asked for; the text says why."""
+    """A replay cannot be made as it was asked for; the text says why."""
 
 
 class RecordedRequest(NamedTuple):
@@ -22,7 +22,7 @@ class RecordedRequest(NamedTuple):
     arrival_s: float
     input_tokens: int
     output_tokens: int
-    blocks: tuple[int, ...]  # the full ones, by id
+    blocks: tuple[int, ...]  # ids of the full blocks
     hashes: bytes  # the ids as native u64s
 
 
@@ -30,8 +30,8 @@ class Recorded(NamedTuple):
     """The outcome of a request as recorded; None is unknown."""
 
     cached_tokens: int
-    first_token_s: float | None  # seconds after the arrival, as is the next
-    end_s: float | None
+    first_token_s: float | None  # seconds after the arrival
+    end_s: float | None  # seconds after the arrival
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +40,15 @@ class Recording:
 
     requests: Sequence[RecordedRequest]  # by arrival, the first at 0
     block_size: int  # tokens
-    spread_s: float  # how exact arrivals are
+    spread_s: float  # a request arrived at most so long after its recorded arrival
     engines: int | None = None  # candidates of the largest choice, where choices are recorded
-    recorded: Sequence[Recorded] = ()  # of each request, or nothing
+    recorded: Sequence[Recorded] = ()  # one for each request, or empty
     left_out: int = 0  # requests of other models and tenants
     damaged: int = 0  # lines that cannot be read
 
 
 class Windows(StrEnum):
-    """Selects the requests that count, by the time of recording; all are replayed."""
+    """Selects the requests that count, by their recorded arrival; all are replayed."""
 
     ALL = "all"
     ODD = "odd"  # the first, the third...
@@ -81,17 +81,17 @@ def _row(path: Path, number: int, line: str) -> dict[str, Any]:
 
 
 def from_zero(requests: Sequence[RecordedRequest]) -> list[RecordedRequest]:
-    """Returns requests as many seconds earlier as make the first arrive at 0."""
+    """Returns requests with arrivals shifted so that the first one is at 0."""
     begin = requests[0].arrival_s if requests else 0.0
     return [request._replace(arrival_s=request.arrival_s - begin) for request in requests]
 
 
 def reusable_share(requests: Sequence[RecordedRequest], block_size: int) -> float:
-    """Returns the share of prompt tokens that one cache without bounds would have had."""
+    """Returns the share of prompt tokens that a single unbounded cache would have had."""
     seen: set[int] = set()
     hits = 0
     for request in requests:
-        # The last token is always computed: its output is wanted.
+        # The last token is always computed, as its output is needed.
         usable = (request.input_tokens - 1) // block_size
         for block in request.blocks[:usable]:
             if block not in seen:

@@ -1,6 +1,6 @@
-"""Routers of a replay: kvd's selector in this process, alone or several, heard at once or late.
+"""Routers of a replay: one or several of kvd's selectors, which get events at once or late.
 
-Delayed    events wait for their time          (none: events are heard at once)
+Delayed    events wait for their time          (none: events come at once)
   └ Several    each request asks one of them   (none: one router)
       └ CoreRouter    index, ledger and pool of kvd_core
 """
@@ -31,12 +31,12 @@ class Routing:
 
     policy: Chooser
     routers: int = 1
-    synced: bool = True  # routers hear of each other's bookings, at once
+    synced: bool = True  # routers know each other's bookings, at once
     delay_s: tuple[float, float] = (0.0, 0.0)  # of KV events, drawn from this range
-    joins_s: float | None = None  # from when the last engine can be chosen
+    joins_s: float | None = None  # when the last engine joins; None: it is there from the start
 
     def router(self, fleet: SimulatedFleet, seed: int) -> Router:
-        """Returns a router for a fleet; `seed` decides among equals, and what else is drawn.
+        """Returns a router for a fleet; `seed` decides among equals, and all else that is random.
 
         Raises ReplayError.
         """
@@ -56,7 +56,7 @@ class Routing:
 
 
 class CoreRouter:
-    """Routes as kvd does with these settings, in any of its modes; nothing is held in a queue."""
+    """Routes as kvd does with these settings, in any of its modes, but without a queue."""
 
     def __init__(
         self, fleet: SimulatedFleet, settings: Settings, seed: int, joins_s: float | None = None
@@ -66,7 +66,7 @@ class CoreRouter:
         self.ledger = Ledger()
         self._random = Random(seed)
         self._joins_s = joins_s
-        # The engines that may be chosen until then.
+        # The engines that may be chosen before the last one joins.
         self._before = bytes([1] * (fleet.engines - 1) + [0])
         self._workers = [self.index.add_worker(number) for number in range(fleet.engines)]
         for worker in self._workers:
@@ -78,7 +78,7 @@ class CoreRouter:
         self.pool = Pool(self.index, self.ledger, fleet.block_size, ranks)
 
     def hear(self, engine: int, event: Event, now: float) -> None:
-        # An id names a block and what is before it, so it is the engine's hash and the local one.
+        # An id names a block and all before it, so it serves as engine hash and as local hash.
         if isinstance(event, Stored):
             self._workers[engine].store(0, event.blocks, event.blocks, event.parent)
         else:
@@ -93,12 +93,12 @@ class CoreRouter:
         return chosen
 
     def mirror(self, request: RecordedRequest, chosen: int, now: float) -> None:
-        """Books what another router has chosen."""
+        """Books another router's choice."""
         self._match(request)
         self._reserve(request, chosen, now)
 
     def judge(self, request: RecordedRequest, chosen: int, now: float) -> bool:
-        """Books what another router has chosen; returns whether no rank costs less."""
+        """Books another router's choice; returns whether no rank costs less."""
         self._match(request)
         costs = [row.cost for row in self.pool.explain(self.settings)]
         self._reserve(request, chosen, now)
@@ -120,13 +120,13 @@ class CoreRouter:
 
 
 class Several:
-    """Routers behind one address: each request asks one, by chance; all hear all KV events."""
+    """Routers behind one address: each request asks one at random; all get all KV events."""
 
     def __init__(self, routers: Sequence[CoreRouter], seed: int, *, synced: bool) -> None:
         self._routers = routers
         self._random = Random(seed)
         self._synced = synced
-        self._asked: dict[str, CoreRouter] = {}  # by request, without sync
+        self._asked: dict[str, CoreRouter] = {}  # by request; empty with sync
 
     def hear(self, engine: int, event: Event, now: float) -> None:
         for router in self._routers:
@@ -163,7 +163,7 @@ class _Late(NamedTuple):
 
 
 class Delayed:
-    """Has a router hear each engine's events late, in their order."""
+    """Passes events on to a router late, those of each engine in order."""
 
     def __init__(
         self, router: Router, engines: int, delay_s: tuple[float, float], seed: int

@@ -1,4 +1,4 @@
-"""Replays in several processes, each of them a case of its own."""
+"""Runs several replays at once, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvd.replay.traffic import Traffic
 
 POLLED_S = 0.1  # pause between two checks how far the processes of `kvd replay` are
 
-# Of a process that replays: requests replayed by all of them.
+# In a process that replays: the requests that all of these processes have replayed.
 _served: Synchronized[int]
 
 
@@ -30,7 +30,7 @@ class Replay(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One replay of a policy; those of one seed have the same requests, whatever the policy."""
+    """One replay of a policy; cases with the same seed have the same requests."""
 
     traffic: Traffic
     fleet: SimulatedFleet
@@ -49,7 +49,7 @@ class Case:
 
 
 def run_all(cases: Sequence[Replay], jobs: int, report: Callable[[int], None]) -> list[Figures]:
-    """Returns the figures of all cases, replayed by so many processes; raises ReplayError.
+    """Returns the figures of all cases, replayed by up to `jobs` processes; raises ReplayError.
 
     `report` is called with how many more requests have been replayed.
     """
@@ -74,7 +74,7 @@ def run_all(cases: Sequence[Replay], jobs: int, report: Callable[[int], None]) -
 def _begin(served: Synchronized[int]) -> None:
     global _served
     _served = served
-    # An interrupt is the parent's business: it cancels what has not begun.
+    # The parent handles an interrupt: it cancels the cases that have not begun.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 

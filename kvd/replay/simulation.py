@@ -1,4 +1,4 @@
-"""Replays requests in simulated time: arrivals are routed, engines work, routers hear of it."""
+"""Replays requests in simulated time: routes arrivals, lets engines work, passes events on."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Router(Protocol):
         """Takes a KV event of an engine."""
 
     def route(self, request: RecordedRequest, held: Callable[[], list[int]], now: float) -> int:
-        """Chooses an engine and books the request there; `held` returns the truth of all caches."""
+        """Chooses an engine and books the request there; `held` says what each cache really has."""
         ...
 
     def prefill_complete(self, request: RecordedRequest) -> None: ...
@@ -38,7 +38,7 @@ class SimulatedFleet:
     capacity: int = 2000  # blocks of each engine
     block_size: int = 512  # tokens
     speed: Speed = field(default_factory=Speed)
-    factors: tuple[float, ...] = (1.0,)  # of the engines' speeds, in turns
+    factors: tuple[float, ...] = (1.0,)  # for the speeds of the engines, in turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ def replay(
     router: Router,
     report: Callable[[int], None] = lambda served: None,
 ) -> ReplayOutcome:
-    """Returns when every request has been served; `report` is called with how many more have come.
+    """Serves all requests and returns how; `report` is called with how many more have arrived.
 
     O(requests x (blocks of a prompt + engines)), some 0.1 ms a request.
     """

@@ -8,11 +8,11 @@ from math import isnan
 
 from kvd.replay.figures import ROWS, Figures, means, ratios
 
-# Ratios of replays that differ from 1 by less are noise: the order of requests alone moves means by
-# as much.
+# Ratios of replays that differ from 1 by less are noise: the order of requests alone moves means
+# that much.
 EQUAL_WITHIN = 0.02
 
-Rounds = Mapping[str, Sequence[Figures]]  # by policy, in one order of rounds
+Rounds = Mapping[str, Sequence[Figures]]  # by policy; all have their rounds in the same order
 
 
 def table(rounds: Rounds) -> list[str]:
@@ -37,7 +37,7 @@ def comparison(rounds: Rounds, base: str) -> list[str]:
 
 
 def span(values: Sequence[float]) -> str:
-    """Returns the mean of ratios with their range, marked = where that is noise."""
+    """Returns the mean of ratios with their range, marked = where its distance from 1 is noise."""
     mean = sum(values) / len(values)
     if isnan(mean):
         return "–"

@@ -25,25 +25,25 @@ from kvd.telemetry.rotating import files_of
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Requests of a file, and what is made of them."""
+    """The requests of a file, and how they are changed for a replay."""
 
     path: Path
     limit: int | None = None  # requests
-    model: str | None = None  # of a decision log: the most frequent one
+    model: str | None = None  # in a decision log; None: the most frequent one
     windows: Windows = Windows.ALL
-    window_s: float = 300.0  # as recorded
-    spread_s: float | None = None  # as the recording says
+    window_s: float = 300.0  # in recorded time
+    spread_s: float | None = None  # None: that of the recording
     speed_up: float = 1.0
     output_scale: float = 1.0
     unique_prompts: bool = False  # no prompt shares anything with another
 
     def requests(self, seed: int) -> list[RecordedRequest]:
-        """Returns the requests of one round; rounds differ in arrivals that are not exact."""
+        """Returns the requests of one round; rounds differ where arrivals are not exact."""
         held = _spread(self.recording(), self.spread_s, Random(seed))
         return [self._changed(number, request) for number, request in enumerate(held)]
 
     def counts(self, request: RecordedRequest) -> bool:
-        """Returns whether a request is of the windows that count."""
+        """Returns whether a request is in the windows that count."""
         if self.windows is Windows.ALL:
             return True
         number = int(request.arrival_s * self.speed_up // self.window_s)
@@ -63,10 +63,10 @@ class Traffic:
         return request._replace(blocks=tuple(own), hashes=own.tobytes())
 
 
-@lru_cache(maxsize=4)  # rounds and policies replay the same
+@lru_cache(maxsize=4)  # all rounds and policies replay the same file
 def read(path: Path, limit: int | None = None, model: str | None = None) -> Recording:
-    """Returns what a file holds, in either form; raises ReplayError."""
-    # The newest file of a log may be empty still.
+    """Returns the content of a file, in either form; raises ReplayError."""
+    # The newest file of a log may still be empty.
     files = files_of(path)[::-1] or [path]
     first = next(chain.from_iterable(map(rows, files)), None)
     if first is None:
@@ -81,9 +81,9 @@ def read(path: Path, limit: int | None = None, model: str | None = None) -> Reco
 def _spread(
     recording: Recording, given_s: float | None, random: Random
 ) -> Iterator[RecordedRequest]:
-    """Yields requests by arrival, each moved by chance towards the next other arrival.
+    """Yields requests by arrival, each moved at random towards the next later arrival.
 
-    So equal arrivals come in any order, and nobody overtakes who came before.
+    So requests with equal arrivals come in any order, and none overtakes an earlier one.
     """
     spread_s = recording.spread_s if given_s is None else given_s
     requests = recording.requests
