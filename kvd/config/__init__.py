@@ -1,4 +1,4 @@
-"""From flags, environment variables and files to one checked `Config`.
+"""Turns flags, environment variables and files into one checked `Config`.
 
     settings     the table of settings. Flag, variable, key, help and documentation of a setting
                  follow from its row; the member that it sets, and its default, stand in the
@@ -6,10 +6,10 @@
     parsers      `Setting`, and how the text of a setting becomes its value
     load         `load`: flags over variables over the file, checked as a whole; raises
                  `StartError`
-    workers      what --workers says
+    workers      the entries of --workers
     file, toml   the configuration file: read, and written for `kvd config show`
     tokens       the file of bearer tokens
-    reload       what a running daemon takes over when its files have changed
+    reload       what a running daemon applies when its files have changed
 
-Nothing here knows the faces or the fleet file: those are checked by the commands that use them.
+Nothing here knows the faces or the fleet file: the commands that use those check them.
 """

@@ -19,13 +19,13 @@ from kvd.config.parsers import Setting
 from kvd.config.settings import SETTINGS
 from kvd.wire.urls import masked
 
-MAX_BYTES = 1024 * 1024  # longest configuration file: some thousand workers have room
+MAX_BYTES = 1024 * 1024  # longest configuration file: room for some thousand workers
 
 BY_NAME = {setting.name: setting for setting in SETTINGS}
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Returns the settings that a file makes, parsed.
+    """Returns the parsed settings of a file.
 
     Raises OSError, and ValueError with one line that names the key and what is allowed.
     """
@@ -39,7 +39,7 @@ def read(path: Path) -> dict[str, Any]:
 def _value(key: str, said: object) -> Any:  # typed by the table's own parse function
     setting = BY_NAME.get(key)
     if setting is None:
-        from difflib import get_close_matches  # here, as it takes 0.14 MB that few need
+        from difflib import get_close_matches  # imported here: it takes 0.14 MB, few need it
 
         like = get_close_matches(key, BY_NAME, n=1)
         raise ValueError(f"{key}: no such setting" + (f"; did you mean {like[0]}?" if like else ""))
@@ -50,7 +50,7 @@ def _value(key: str, said: object) -> Any:  # typed by the table's own parse fun
 
 
 def _text(setting: Setting, said: object) -> str:
-    """Returns what the setting's flag would say."""
+    """Returns a value as the text that the setting's flag would have."""
     if setting.many or (setting.listed and isinstance(said, list)):
         if not isinstance(said, list) or not all(isinstance(each, str) for each in said):
             raise ValueError(f"expected an array of {setting.metavar.partition(',...')[0]} texts")
@@ -67,7 +67,7 @@ def _text(setting: Setting, said: object) -> str:
 
 
 def render(values: Mapping[str, tuple[object, str]]) -> str:
-    """Returns settings as a file, each with the remark that comes along; None is commented out."""
+    """Returns settings as a file, each with its remark; a value of None is commented out."""
     lines = []
     for name, (value, remark) in values.items():
         line = f"# {name} =" if value is None else f"{name} = {rendered(value)}"

@@ -1,8 +1,8 @@
 """Turns flags, environment and file into one frozen, validated `Config`.
 
 The command line wins over the environment, the environment over the file, the file over the
-default; an empty variable counts as unset. What cannot be used is refused with one line that names
-it.
+default; an empty variable counts as unset. A setting that cannot be used is refused with one line
+that names it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from kvd.wire.state_address import StateServer, parse_address
 from kvd.wire.urls import masked
 from kvd_core.selector.settings import Settings
 
-# The original's name and spellings for what its own end-to-end tests switch on.
+# The original's variable, which its own end-to-end tests set to one of YES.
 TEST_ENDPOINTS = "DYN_KV_INDEXER_TEST_ENDPOINTS"
 Parsed = TypeVar("Parsed")
 Made = TypeVar("Made")
@@ -59,7 +59,7 @@ YES = ("1", "true", "yes", "on")
 # Files of TLS, by the names of their settings.
 TLS_FILES = ("tls_certfile", "tls_keyfile", "tls_client_ca")
 
-MAX_PASSWORD_BYTES = 4096  # of a file with the password of a server
+MAX_PASSWORD_BYTES = 4096  # bytes of a file with the password of a server
 
 # Files of secrets, by the names of their settings.
 SECRETS = (
@@ -73,21 +73,22 @@ SECRETS = (
     "state_password_file",
 )
 
-# The configuration file: what the command line calls it, and its variable.
+# What the command line calls the configuration file, and a command's own defaults; and the
+# variable that names the file.
 CONFIG = "config"
 DEFAULTS = "defaults"
 CONFIG_VARIABLE = ENV_PREFIX + "CONFIG"
-SERVICE_FILE = Path("/etc/kvd/kvd.toml")  # that of systemd/kvd.service
+SERVICE_FILE = Path("/etc/kvd/kvd.toml")  # the configuration file of systemd/kvd.service
 
 
 class StartError(Exception):
     """kvd cannot start; the text is the one line that the operator reads."""
 
-    exit_code: ClassVar[int] = os.EX_CONFIG  # starting again is of use once they are mended
+    exit_code: ClassVar[int] = os.EX_CONFIG  # starting again is useless before settings change
 
 
 class AddressError(StartError):
-    """kvd cannot listen on a configured address; it may be free, or there, at the next try."""
+    """kvd cannot listen on a configured address, which may be free, or exist, at the next try."""
 
     exit_code = 1
 
@@ -96,8 +97,8 @@ class AddressError(StartError):
 class Prepared:
     """One part of a reload: read and checked, so that nothing can keep it from taking effect."""
 
-    changed: tuple[str, ...]  # settings of which the value, or what is in the file, is another one
-    commit: Callable[[], None]  # has it hold; neither waits nor fails
+    changed: tuple[str, ...]  # settings whose value has changed, or the content of their file
+    commit: Callable[[], None]  # makes it take effect; neither waits nor fails
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,19 +112,18 @@ class ReplicaSyncOptions:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Keys on ZMQ, as their files say."""
+    """The keys for ZMQ, from their files."""
 
-    secret: str | None = field(repr=False)  # our own; None makes one when it is needed
+    secret: str | None = field(repr=False)  # our own; None: one is made when it is needed
     # Public keys of replicas that may subscribe; None: any may, unencrypted.
     replicas: frozenset[str] | None
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """All settings of the daemon; a reload makes another one.
+    """All settings of the daemon; a reload makes another `Config`.
 
-    A field with the name of a setting is its value, None for one that is off; `build` makes the
-    others.
+    A field with the name of a setting has its value, None if it is off; `build` makes the others.
     """
 
     indexer_bind: Binds | None
@@ -132,21 +132,21 @@ class Config:
     conductor_bind: Binds | None
     gateway_bind: Binds | None
     upstreams: tuple[str, ...] | None  # URLs of the engines behind the gateway
-    prefills: tuple[str, ...] | None  # URLs of those that compute prompts for these
-    gateway_canary: bool  # engines with KV events prove that these are of their tokens
-    upstream_key: bytes = field(repr=False)  # shown to all of them; empty: none
-    upstream_tls: UpstreamTls  # for those with https: URLs
+    prefills: tuple[str, ...] | None  # URLs of engines that compute prompts for those
+    gateway_canary: bool  # whether engines are tested for KV events that match their tokens
+    upstream_key: bytes = field(repr=False)  # shown to all engines; empty: none
+    upstream_tls: UpstreamTls  # for engines with https: URLs
     gateway_remote_prefill_tokens: int
     gateway_processes: int
-    gateway_kvd: tuple[str, ...] | None  # where the gateway's kvds are; None: in this process
+    gateway_kvd: tuple[str, ...] | None  # URLs of the kvds that choose; None: this process does
     gateway_kvd_s: float
-    gateway_kvd_token: bytes = field(repr=False)  # shown to them; empty: none
+    gateway_kvd_token: bytes = field(repr=False)  # shown to those kvds; empty: none
     gateway_body_bytes: int
     gateway_memory_bytes: int
     gateway_tokenize_s: float
     gateway_decision_headers: bool
     relay: RelayLimits
-    tls: TlsFiles | None  # of all binds that want it
+    tls: TlsFiles | None  # for all addresses with TLS
     unix_rights: UnixRights
     policy: AccessPolicy
     allow_unauthenticated: bool
@@ -158,9 +158,9 @@ class Config:
     metrics_ranks: int
     replica_sync: ReplicaSyncOptions | None
     workers: tuple[StaticWorker, ...]
-    catalog: tuple[WorkerRecord, ...]  # those of the workers that say where they serve
+    catalog: tuple[WorkerRecord, ...]  # those of the workers that have a URL
     peers: tuple[str, ...]  # base URLs, to be asked in this order
-    peers_token: bytes = field(repr=False)  # shown to them; empty: none
+    peers_token: bytes = field(repr=False)  # shown to the peers; empty: none
     recovery_delay_s: float
     min_initial_workers: int
     http: HttpLimits
@@ -192,7 +192,7 @@ class Config:
     decision_log_files: int
     access_log: bool
     test_endpoints: bool  # whether the indexer face can pause and resume listeners
-    values: Mapping[str, Any]  # of all settings, by name: what this was made of
+    values: Mapping[str, Any]  # of all settings, by name, from which this was made
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,10 +204,10 @@ class EffectiveSetting:
 
 
 def resolve(given: Mapping[str, object], environ: Mapping[str, str]) -> dict[str, EffectiveSetting]:
-    """Returns what holds for every setting; raises `StartError` with the one line that explains.
+    """Returns every setting's value and source; raises `StartError` with one line that explains.
 
-    `given` holds what the command line said, parsed already, by setting name; None is unsaid. A
-    command has defaults of its own under DEFAULTS.
+    `given` has the parsed flags of the command line by setting name, None for those not given, and
+    a command's own defaults under DEFAULTS.
     """
     path, filed = _file(given, environ)
     return {each.name: _resolve(each, given, environ, path, filed) for each in SETTINGS}
@@ -216,9 +216,9 @@ def resolve(given: Mapping[str, object], environ: Mapping[str, str]) -> dict[str
 def read(given: Mapping[str, object], environ: Mapping[str, str]) -> dict[str, Any]:
     """Returns the value of every setting; takes and raises what `resolve` does.
 
-    Raises StartError also for files of TLS without an address that has it. Those that a flag names
-    need one of this command's. Those of a file or of the environment, which commands share, may be
-    for an address there that this command does not serve.
+    Raises StartError also if there are files for TLS, but no address with TLS. If a flag names the
+    files, it must be an address of this command. If the environment or the configuration file does,
+    which commands share, it may be an address there that this command does not serve.
     """
     path, filed = _file(given, environ)
     values = {each.name: _resolve(each, given, environ, path, filed).value for each in SETTINGS}
@@ -235,7 +235,7 @@ def read(given: Mapping[str, object], environ: Mapping[str, str]) -> dict[str, A
 def _file(
     given: Mapping[str, object], environ: Mapping[str, str]
 ) -> tuple[Path | None, dict[str, Any]]:
-    """Returns the file of settings and what it says, if there is one."""
+    """Returns the configuration file and its settings, None and no settings without a file."""
     name = given.get(CONFIG) or environ.get(CONFIG_VARIABLE)
     if not name:
         return None, {}
@@ -246,7 +246,7 @@ def _file(
 
 @contextmanager
 def reading(path: Path, name: str | None = None) -> Iterator[None]:
-    """Names the file in what is wrong with it, and the setting of a file that is not there."""
+    """Turns errors with a file into StartErrors, which name it, and the setting if unreadable."""
     try:
         yield
     except OSError as error:
@@ -298,7 +298,7 @@ def without_effect(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 
 
 def outweighed(config: Config) -> Iterator[tuple[str, str]]:
-    """Yields settings of Dynamo's function that the policy does not go by, each with the reason."""
+    """Yields settings of Dynamo's cost function that the policy ignores, each with the reason."""
     policy = config.values["router_policy"]
     if policy.preset is RouterPolicy.DYNAMO or config.selection_bind is None:
         return
@@ -332,7 +332,7 @@ def build(values: Mapping[str, Any], environ: Mapping[str, str]) -> Config:
     workers = _workers(values, outgoing)
     if plain["indexer_bind"] is None and plain["selection_bind"] is not None:
         for one in workers:
-            if one.serves_at is None:  # nobody would have it
+            if one.serves_at is None:  # no face would use it
                 raise StartError(
                     "--workers: the selection service needs the URL of instance "
                     f"{one.key.instance_id}: ID=ENDPOINT;http://HOST:PORT"
@@ -418,7 +418,7 @@ def _policy(values: Mapping[str, Any], environ: Mapping[str, str]) -> AccessPoli
 
 
 def read_token(name: str, path: Path | None) -> bytes:
-    """Returns the token that is alone in a file, none without one; raises `StartError`."""
+    """Returns the token that alone is in a file, empty without a file; raises `StartError`."""
     if path is None:
         return b""
     with reading(path, name):
@@ -426,7 +426,7 @@ def read_token(name: str, path: Path | None) -> bytes:
 
 
 def exposed_secrets(config: Config) -> list[Path]:
-    """Returns the files of secrets that everybody on this machine may read."""
+    """Returns the files of secrets that every user of this machine may read."""
     return [path for name in SECRETS if (path := config.values[name]) and _readable_by_all(path)]
 
 
@@ -436,7 +436,7 @@ def _readable_by_all(path: Path) -> bool:
         folders = [each.stat().st_mode for each in whole.parents]
         return bool(whole.stat().st_mode & S_IROTH) and all(each & S_IXOTH for each in folders)
     except OSError:
-        return False  # gone since it was read, or closed to us: reading it says so
+        return False  # gone since it was read, or not for us: an attempt to read it says so
 
 
 def _router(values: Mapping[str, Any]) -> RouterOptions:

@@ -1,4 +1,4 @@
-"""Settings, and the parsers of their texts; a ValueError names what is expected."""
+"""`Setting`, and the parsers of settings' texts; a ValueError says what is expected."""
 
 from __future__ import annotations
 
@@ -87,11 +87,11 @@ class Binds:
 
 
 TLS_PREFIX = "tls:"
-MAX_GROUP = 2**32 - 2  # chown(2) takes the number above for none at all
+MAX_GROUP = 2**32 - 2  # to chown(2) the next number means no group
 
 
 class Off(StrEnum):
-    """The value of a setting that is switched off, apart from any text."""
+    """The value of a setting that is switched off, distinct from any text."""
 
     OFF = "off"
 
@@ -126,26 +126,26 @@ def parse_face_binds(text: str) -> Binds | Off:
 
 
 def parse_file_mode(text: str) -> str:
-    """Reads the mode of a file as `chmod` does, with its leading zero."""
+    """Reads the mode of a file as `chmod` does, but requires the leading zero."""
     if not re.fullmatch("0[0-7]{3}", text):
         raise ValueError('expected a mode of four octal digits: "0660"')
     return text
 
 
 def parse_path(text: str) -> Path:
-    """Reads the name of a file, which may be anything but nothing."""
+    """Reads the name of a file, which may be any text but an empty one."""
     if not text or "\0" in text:
         raise ValueError("expected the name of a file")
     return Path(text)
 
 
 def parse_folder(text: str) -> Path:
-    """Reads the name of a folder; of several between colons, as systemd gives them, the first."""
+    """Reads the name of a folder; of a list with colons, as systemd passes it, the first."""
     return parse_path(text.partition(":")[0])
 
 
 def parse_name(text: str) -> str:
-    """Reads what a model or a tenant is called."""
+    """Reads the name of a model or a tenant."""
     if not is_name(text):
         raise ValueError("the name contains control characters")
     return text
@@ -169,7 +169,7 @@ def parse_hosts(text: str) -> tuple[str, ...]:
 
 
 def parse_origins(text: str) -> tuple[str, ...]:
-    """Splits origins as browsers write them: scheme and host, and a port that is not usual."""
+    """Splits origins as browsers write them: scheme, host, and port if it is not the default."""
     for origin in (origins := parse_list(text)):
         if not re.fullmatch(r"null|[a-z][a-z0-9+.-]*://[A-Za-z0-9._:\[\]-]{1,253}", origin):
             raise ValueError(f"{origin!r} is not an origin such as https://a.example:8443")
@@ -198,7 +198,7 @@ def parse_tcp_bind(text: str) -> TcpBind:
 
 
 def parse_host(text: str) -> str:
-    """Reads where to listen: an address, an IPv6 one with its zone, or a name."""
+    """Reads a host to listen on: an address, IPv6 perhaps with a zone, or a name."""
     if text == "*":
         raise ValueError("write 0.0.0.0 for every IPv4 address, or [::] for every IPv6 address")
     literal(text.partition("%")[0] if ":" in text else text)
@@ -224,7 +224,7 @@ def parse_positive(text: str) -> int:
 
 
 def at_least(minimum: int) -> Parse:
-    """Returns what reads a whole number from `minimum` on."""
+    """Returns a parser of whole numbers from `minimum` on."""
 
     def parse(text: str) -> int:
         value = parse_u64(text)
@@ -236,7 +236,7 @@ def at_least(minimum: int) -> Parse:
 
 
 def within(minimum: int, maximum: int) -> Parse:
-    """Returns what reads a whole number from `minimum` to `maximum`."""
+    """Returns a parser of whole numbers from `minimum` to `maximum`."""
 
     def parse(text: str) -> int:
         with suppress(ValueError):
@@ -248,7 +248,7 @@ def within(minimum: int, maximum: int) -> Parse:
 
 
 def real(what: str, minimum: float, maximum: float) -> Parse:
-    """Returns what reads a number from `minimum` to `maximum`, as TOML writes it."""
+    """Returns a parser of numbers from `minimum` to `maximum`, as TOML writes them."""
 
     def parse(text: str) -> float:
         with suppress(ValueError):
@@ -261,13 +261,13 @@ def real(what: str, minimum: float, maximum: float) -> Parse:
 
 parse_seconds = real("seconds,", 0.001, 86400)
 parse_pause = real("seconds,", 0, 3600)
-parse_lease = real("seconds,", 1, 3600)  # a shorter one would end in a pause of the loop
+parse_lease = real("seconds,", 1, 3600)  # a shorter lease could end while the loop is busy
 parse_weight = real("a number", 0, MAX_WEIGHT)
 parse_share = real("a number", 0, 1)
 
 
 def or_off(parse: Parse, *words: str) -> Parse:
-    """Returns what reads OFF, or one of these words for it, or else as `parse` does."""
+    """Returns a parser that reads OFF, or one of `words` for it, and all else as `parse` does."""
     return lambda text: OFF if text == OFF or text.lower() in words else parse(text)
 
 
@@ -292,7 +292,7 @@ def parse_advertised(text: str) -> str:
 
 
 def parse_prefix(text: str) -> str:
-    """Checks what begins the names of keys on a server."""
+    """Checks a prefix for the names of keys on a server."""
     if not re.fullmatch(r"[A-Za-z0-9._:-]{1,64}", text):
         raise ValueError("expected up to 64 of A-Z a-z 0-9 . _ : -")
     return text
@@ -307,7 +307,7 @@ def parse_switch(text: str) -> bool:
 
 
 def one_of(values: Iterable[str]) -> Parse:
-    """Returns what reads one of some words, in any case."""
+    """Returns a parser of some words, in any case."""
     known = {str(value): value for value in values}
 
     def parse(text: str) -> str:
@@ -319,12 +319,12 @@ def one_of(values: Iterable[str]) -> Parse:
 
 
 def parse_list(text: str) -> tuple[str, ...]:
-    """Splits at commas; blanks around and between do not count."""
+    """Splits at commas; drops blanks around entries, and empty entries."""
     return tuple(filter(None, map(str.strip, text.split(","))))
 
 
 def parse_peers(text: str) -> tuple[str, ...]:
-    """Splits, counts each but once, and checks that all are URLs to fetch from."""
+    """Reads URLs between commas, keeps each once, and checks that all can be fetched from."""
     urls = _each_once(text)
     for number, url in enumerate(urls, 1):
         try:
@@ -351,14 +351,14 @@ def parse_owners(text: str) -> tuple[str, ...]:
 
 
 def owner_of(entry: str) -> tuple[ServedKey, str]:
-    """Returns what MODEL[@TENANT]=URL says; raises ValueError."""
+    """Splits MODEL[@TENANT]=URL; raises ValueError."""
     named, _, url = entry.partition("=")
     parse_url(url)
     return served_key(named), url
 
 
 def served_key(text: str) -> ServedKey:
-    """Reads MODEL or MODEL@TENANT; a model whose name has an `@` needs its tenant, too."""
+    """Reads MODEL or MODEL@TENANT; a model with an `@` in its name needs a tenant as well."""
     model_name, at, tenant_id = text.rpartition("@")
     key = (model_name, tenant_id) if at else (text, None)
     if not all(key[: 1 + bool(at)]):
@@ -378,7 +378,7 @@ def parse_upstreams(text: str) -> tuple[str, ...]:
 
 
 def parse_kvds(text: str) -> tuple[str, ...]:
-    """Reads where kvds are asked, between commas."""
+    """Reads URLs of kvds, between commas."""
     urls = parse_list(text)
     for url in urls:
         parse_kvd(url)
@@ -392,7 +392,7 @@ def parse_replica_port(text: str) -> int:
 
 
 def parse_replica_peers(text: str) -> tuple[str, ...]:
-    """Splits like parse_peers and checks every endpoint."""
+    """Reads endpoints between commas, keeps each once, and checks them."""
     endpoints = _each_once(text)
     for endpoint in endpoints:
         try:
@@ -410,7 +410,7 @@ def _each_once(text: str) -> tuple[str, ...]:
 
 
 def parse_outgoing(text: str) -> AllowedNetworks:
-    """Splits, and reads networks and the words for some; none at all is no outgoing connection."""
+    """Reads networks, or words for some, between commas; none allow no outgoing connection."""
     return parse_networks(parse_list(text))
 
 
@@ -418,20 +418,20 @@ def parse_outgoing(text: str) -> AllowedNetworks:
 class Setting:
     """One setting: how a text becomes its value, and its default.
 
-    The value is a member of the options of class `of`, by the name `field`, unless `of` is None:
-    then it is the field of `Config` that has the setting's name, or `kvd.config.load` makes
-    something of it. OFF there is None.
+    If `of` is a class of options, the setting sets its member `field`. Else it sets the field of
+    `Config` with the setting's name, or `kvd.config.load` makes another field of it. An OFF becomes
+    None there.
     """
 
     parse: Parse
     metavar: str  # the unit or form of the value
     help: str
     default: Any = None
-    when_unset: str = ""  # what holds where the default is None, for help and documentation
+    when_unset: str = ""  # what a default of None means, for help and documentation
     live: bool = False  # whether a reload changes it in a running daemon
     common: bool = False  # whether the short help shows it
     also: str | None = None  # another name of its flag
-    env: str = ENV_PREFIX  # its variable, or what that begins with
+    env: str = ENV_PREFIX  # its variable, or the prefix of its name, which ends in _
     also_env: tuple[str, ...] = ()  # further variables
     empty_is_wrong: bool = False  # whether an empty variable is an error; else it counts as unset
     default_env: str | None = None  # a variable of systemd that gives the default
@@ -473,7 +473,7 @@ class Setting:
 
     @property
     def variables(self) -> tuple[str, ...]:
-        """All that are read, its own first."""
+        """All variables that are read, its own first."""
         return (self.variable, *self.also_env)
 
     @property

@@ -1,4 +1,4 @@
-"""Reads the settings again, for a daemon that is running."""
+"""Reads the settings again for a running daemon."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ def _digest(name: str, config: Config) -> object:
     return None if config.tls is None else config.tls.digests.get(name)
 
 
-# Files of secrets, and what a configuration has of them.
+# Files of secrets, by setting, and what a configuration holds of their content: those that a reload
+# reads again, and those that take a restart.
 READ_AGAIN: dict[str, Callable[[Config], object]] = {
     "tokens_file": lambda config: config.policy.tokens,
     "replica_sync_client_keys": lambda config: config.curve.replicas,
@@ -28,11 +29,11 @@ READ_ONCE: dict[str, Callable[[Config], object]] = {
 
 @dataclass(frozen=True, slots=True)
 class Reloaded:
-    """A configuration to go on with."""
+    """A configuration for a running daemon to go on with."""
 
     config: Config
-    changed: tuple[str, ...]  # settings that are not as before
-    waiting: tuple[str, ...]  # those that take a restart: `config` has them as they were
+    changed: tuple[str, ...]  # settings that have changed in `config`
+    waiting: tuple[str, ...]  # settings that take a restart: `config` has their old values
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,28 +46,28 @@ class ConfigReader:
 
     @property
     def has_file(self) -> bool:
-        """Returns whether there is a file of settings."""
+        """Returns whether there is a configuration file."""
         return bool(self.given.get(CONFIG) or self.environ.get(CONFIG_VARIABLE))
 
     def completed(self, config: Config) -> Config:
-        """Returns a configuration that takes the processes' own tokens, too."""
+        """Returns a configuration that also accepts the tokens of the daemon's own processes."""
         tokens = (*config.policy.tokens, *self.own_tokens)
         return replace(config, policy=replace(config.policy, tokens=tokens))
 
     def again(self, running: Config) -> Reloaded:
-        """Returns what the file says now, as far as a running daemon can follow.
+        """Returns what the files say now, as far as a running daemon can apply it.
 
-        Raises StartError for a configuration that no daemon could start with.
+        Raises StartError if no daemon could start with that configuration.
         """
         said = read(self.given, self.environ)
         wanted = build(said, self.environ)
         differ = [each for each in SETTINGS if said[each.name] != running.values[each.name]]
-        # Addresses wait for a restart, and those with TLS need its files until then.
+        # Changed addresses wait for a restart, and until then those with TLS need its files.
         held = TLS_FILES if wanted.tls is None and running.tls is not None else ()
         taken = [each.name for each in differ if each.live and each.name not in held]
         changes = {name: said[name] for name in taken}
         config = self.completed(build({**running.values, **changes}, self.environ))
-        # The same file may say something else.
+        # A file of the same name may have other content.
         changed = dict.fromkeys([*changes, *_other(READ_AGAIN, config, running)])
         waiting = [each.name for each in differ if each.name not in changes]
         waiting = list(dict.fromkeys([*waiting, *_other(READ_ONCE, config, running)]))

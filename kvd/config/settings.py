@@ -1,4 +1,4 @@
-"""The settings of the daemon: everything that is known about one stands in its row here.
+"""The settings of the daemon: each has one row here, with everything about it.
 
 `--indexer-bind` of the command line is `KVD_INDEXER_BIND` in the environment and `indexer_bind`
 in the configuration file and in code. `kvd.config.load` reads the rows and makes the `Config`.
@@ -45,24 +45,24 @@ DEFAULT_SELECTION_BIND = TcpBind("127.0.0.1", 8092)
 DEFAULT_CONDUCTOR_BIND = TcpBind("127.0.0.1", 13333)
 DEFAULT_GATEWAY_BIND = TcpBind("127.0.0.1", 8080)
 
-# Dumps under way: replicas that start at once. Each takes 0.2 ms of every pass of the loop, and
+# Dumps under way, for replicas that start at once. Each takes 0.2 ms of every pass of the loop, and
 # watches every chain that changes; a client that does not read is closed after 5 s.
 MAX_DUMPS = 8
 
-# Stores, evictions and clears that are remembered: 2 MB, and at most 8 MB, which an explanation
-# reads in some milliseconds.
+# Stores, evictions and clears that are remembered: by default 2 MB of them, at most 8 MB, which an
+# explanation reads in some milliseconds.
 DEFAULT_CHRONICLE, MAX_CHRONICLE = 65_536, 262_144
 
-# Heads up to these are read on the fast path, whatever is said here (kvd/http/plain_head.hpp).
+# The fast path reads heads up to these bounds, whatever the settings (kvd/http/plain_head.hpp).
 LEAST_HEAD_BYTES, LEAST_HEADERS = 4096, 48
 
-# Microseconds in which a client on this machine or beside it has its next request there.
+# Microseconds in which the next request of a client on this machine, or near it, arrives.
 MAX_BUSY_WAIT_US = 1000
 
 I32_MAX = 2**31 - 1  # libzmq's bounds are of this type
-DYN = "DYN_"  # what the variables of Dynamo's router begin with
+DYN = "DYN_"  # the prefix of variables of Dynamo's router
 
-# Rows of the usual types; the others name their parser and the form of their value.
+# Rows of the usual types; other rows name their parser and the form of their value.
 binds = partial(Setting, parsers.parse_face_binds, "[tls:]HOST:PORT|unix:PATH,...|off", common=True)
 count = partial(Setting, parsers.within(1, I32_MAX), "N")
 file = partial(Setting, parsers.parse_path, "FILE")
@@ -73,10 +73,10 @@ cost = partial(Setting, of=Settings, env=DYN, live=True)  # how the core weighs 
 
 
 def section(of: type | None = None, prefix: str = "", **rows: Setting) -> tuple[Setting, ...]:
-    """Returns the settings of these names.
+    """Returns the settings, each with its name.
 
-    Where `of` has a member of a setting's name without `prefix`, or of the name in its `field`,
-    the setting is that member, and the member's default is the setting's.
+    If `of` has a member with the name in a setting's `field`, or with its name without `prefix`,
+    the setting sets that member, and takes its default unless the row has one.
     """
     made = []
     for name, row in rows.items():
@@ -603,7 +603,7 @@ BIND_SETTINGS = section(
     gateway_bind=binds("addresses of the gateway", OFF),
 )
 
-# Processes of a gateway: more than a machine has cores for gain nothing.
+# Processes of a gateway: more processes than cores gain nothing.
 MAX_PROCESSES = 256
 
 GATEWAY_SETTINGS = section(
@@ -900,7 +900,7 @@ FACE_SETTINGS = (
 _AS_ORIGINAL = {"router_last_token": False, "router_policy": Policy(RouterPolicy.DYNAMO)}
 
 # Settings of `kvd select-service`, with its own names for the addresses and peers. By default it
-# chooses as the original does, to the last tie.
+# chooses exactly as the original does, even between equals.
 SELECT_SERVICE_SETTINGS = (
     *REPLICA_SETTINGS,
     *(
@@ -910,8 +910,8 @@ SELECT_SERVICE_SETTINGS = (
     *(setting for setting in DAEMON_SETTINGS if setting.is_borrowed),
 )
 
-# Options of Dynamo's router that nothing here corresponds to, by flag without the dashes, and why.
-# They are taken, so that one command line and one environment do for both, and warned of.
+# Options of Dynamo's router without an equivalent here, by flag without the dashes, and why. kvd
+# accepts them with a warning, so that one command line and one environment do for both.
 _NO_NATS = "kvd has no event store; --peers names the indexers to recover from"
 _NO_CACHE = "kvd caches no selections; retries need an Idempotency-Key"
 _NO_KEYS = "kvd hashes prompts without a key"

@@ -5,7 +5,7 @@
     gateway-new   read,lifecycle   b6JmZp0yVQf4tT1xWc9EKg   # both hold meanwhile
     operator      read,admin       Zk1p_8sHRW2uC5nXyB3vDQ
 
-A complaint names the line and, if it is that far, the name, but never a token.
+An error names the line and, if that could be read, the name, but never a token.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from kvd.http.permits import MAX_TOKEN_BYTES
 from kvd.http.routes import Scope
 
 MAX_BYTES = 64 * 1024  # longest file of tokens
-MAX_TOKENS = 64  # tokens of a file: each is compared with every request, 5 ns
-# Shortest token: a random one of these characters has 95 bits and cannot be guessed.
+MAX_TOKENS = 64  # tokens of a file: every request is compared with each, at 5 ns
+# Shortest token: a random one of so many characters has 95 bits and cannot be guessed.
 MIN_TOKEN_BYTES = 16
 
 # The folder in which systemd puts /etc/kvd/credentials/tokens: see systemd/kvd.service.
@@ -38,7 +38,7 @@ _SCOPES = {
 
 
 def credential(environ: Mapping[str, str]) -> Path | None:
-    """Returns the file of tokens that the service manager has passed, if it has."""
+    """Returns the file of tokens that the service manager has passed, None without one."""
     if folder := environ.get(CREDENTIALS_VARIABLE):
         path = Path(folder, CREDENTIAL)
         try:
@@ -52,7 +52,7 @@ def credential(environ: Mapping[str, str]) -> Path | None:
 
 
 def read(path: Path) -> tuple[Token, ...]:
-    """Returns the tokens of a file; raises OSError, and ValueError with one line of complaint."""
+    """Returns the tokens of a file; raises OSError, and ValueError with a text of one line."""
     with path.open("rb") as file:
         data = file.read(MAX_BYTES + 1)
     if len(data) > MAX_BYTES:
@@ -60,7 +60,7 @@ def read(path: Path) -> tuple[Token, ...]:
     try:
         lines = data.decode().splitlines()
     except UnicodeDecodeError:
-        raise ValueError("the file is not UTF-8") from None  # and not a word of what it is
+        raise ValueError("the file is not UTF-8") from None  # without any of its content
     tokens = [token for number, line in enumerate(lines, 1) if (token := _token(number, line))]
     if not 1 <= len(tokens) <= MAX_TOKENS:
         raise ValueError(f"the file has {len(tokens)} tokens, expected 1 to {MAX_TOKENS}")
@@ -74,9 +74,9 @@ def read(path: Path) -> tuple[Token, ...]:
 
 
 def read_one(path: Path) -> bytes:
-    """Returns the token that is all of a file; raises OSError and ValueError."""
+    """Returns the token that alone is in a file; raises OSError and ValueError."""
     with path.open("rb") as file:
-        data = file.read(2 * MAX_TOKEN_BYTES)  # beyond that it is none anyway
+        data = file.read(2 * MAX_TOKEN_BYTES)  # anything longer is no token
     secret = data.decode("latin-1").strip()
     _check(secret)
     return secret.encode()

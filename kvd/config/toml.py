@@ -7,7 +7,7 @@ from typing import Any
 
 
 def parse(data: bytes) -> dict[str, Any]:
-    """Returns what a document says; raises ValueError with one line that says what is wrong."""
+    """Returns the content of a document; raises ValueError with one line that explains."""
     try:
         return tomllib.loads(data.decode())
     except RecursionError:

@@ -1,4 +1,4 @@
-"""The workers of --workers: registrations made before the ports open."""
+"""Reads --workers: registrations made before the ports open."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class StaticWorker:
     endpoint: str
     block_size: int  # tokens per block
     replay_endpoint: str | None = None
-    serves_at: str | None = None  # URL; with one it is in the selection service's catalog, too
+    serves_at: str | None = None  # URL, with which it is in the selection service's catalog too
 
 
 def parse_workers(
@@ -48,7 +48,7 @@ def _entry(
 ) -> tuple[int, int, tuple[str, str | None, str | None]]:
     """Splits `id[:rank]=endpoint[;replay endpoint][;URL]`; blanks around the parts do not count.
 
-    No address has a semicolon in it.
+    No address contains a semicolon.
     """
     name, equals, addresses = (part.strip() for part in entry.partition("="))
     if not equals:
@@ -77,9 +77,9 @@ def _number(what: str, text: str, maximum: int) -> int:
 
 
 def catalog_of(workers: tuple[StaticWorker, ...]) -> tuple[WorkerRecord, ...]:
-    """Returns the workers with a URL as the selection service describes them.
+    """Returns the workers with a URL, as records of the selection service.
 
-    Raises ValueError for ranks of an instance that do not fit together.
+    Raises ValueError if ranks of an instance do not fit together.
     """
     ranks: dict[int, dict[int, StaticWorker]] = {}
     for one in workers:

@@ -1,21 +1,21 @@
-"""Keeps the fleet as its file says, while the daemon runs.
+"""Keeps the fleet as the fleet file describes it, while the daemon runs.
 
     every CHECK_EVERY_S:  stat ── as it was: nothing
                                  └ changed, and at rest ── read ── refused: the old fleet stays
     a reload: prepare, take ─────────────────────────────────┤
                                                              │
     held: what was registered for    reconcile <── entries ──┘
-    the file, and is still there       1. who is not in it any more, or quite another, is removed
-                                       2. who has changed is changed in place
-                                       3. who is new is added
-                                       4. engines behind the gateway that are not in it any more
-                                          are left once the new ones can serve: the file may
-                                          have replaced all there are
+    the file, and is still there       1. remove entries that have gone, or have changed too much
+                                       2. change entries in place
+                                       3. add new entries
+                                       4. leave engines behind the gateway that have gone, once
+                                          the new ones can serve: the file may have replaced
+                                          all there are
 
-What clients have registered is theirs: an entry that one of them has registered fails, and one that
-a client has removed or replaced since is not held any more. Entries that stay as they are keep
-their blocks, streams and bookings. An entry that fails is tried again at the next change, and at a
-reload. A reload that is refused leaves out the file as it was then, until it changes again.
+Clients' registrations are theirs: an entry fails if a client has registered the same, and it is no
+longer held once a client has removed or replaced it. Entries that have not changed keep their
+blocks, streams and bookings. A failed entry is tried again at the next change of the file, and at a
+reload. If a reload is refused, this version of the file is skipped until the file changes again.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from kvd.telemetry.logs import get_logger
 from kvd.telemetry.metrics import Family, by_label
 from kvd.wire.egress import AllowedNetworks, EgressPolicy
 
-# Pause between two checks of the fleet file. A change counts when two of them find the same: an
-# editor may still be writing it.
+# Pause between two checks of the fleet file. A change counts once two checks have found the same:
+# an editor may still be writing the file.
 CHECK_EVERY_S = 1.0
 
 SETTING = "fleet_file"
@@ -55,22 +55,22 @@ Signature = tuple[int, ...] | str  # of a file, or why it cannot be read
 class RegistrationTarget(Protocol):
     """Registers the entries of one table; what `add` returns stands for the registration."""
 
-    removes_last: bool  # whether what goes stays until what came can do its work
+    removes_last: bool  # whether removed entries stay until the new ones can do their work
 
     async def can_serve(self) -> None:
-        """Waits until what came can do the work of what goes, or has had the time to say so."""
+        """Waits until new entries can do the work of removed ones, or have had time for that."""
 
     def can_change(self, before: Any, after: Any) -> bool:
         """Returns whether an entry can be changed without being removed first."""
 
     async def add(self, wanted: Any, *, over: bool = False) -> object:
-        """Registers an entry, or changes it in place, and returns what stands for it.
+        """Registers an entry, or changes it in place if `over`; returns what stands for it.
 
         Raises KvdError; then nothing has changed.
         """
 
     def holds(self, wanted: Any, known: object) -> bool:
-        """Returns whether that registration is still there."""
+        """Returns whether the registration that `known` stands for is still there."""
 
     async def remove(self, wanted: Any) -> None:
         """Unregisters it; raises NotFound."""
@@ -86,7 +86,7 @@ class Registered:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """The content of the file, without a fault."""
+    """The content of a file without faults."""
 
     entries: list[FleetFileEntry]
     signature: Signature
@@ -97,7 +97,7 @@ class Written:
 
 
 class FleetFileFollower:
-    """The entries of one file on the targets of faces that are served."""
+    """Registers the entries of one file at the faces that are served."""
 
     def __init__(
         self,
@@ -111,13 +111,13 @@ class FleetFileFollower:
         self._targets = targets
         self._check_every_s = check_every_s
         self._held: dict[tuple[str, Hashable], Registered] = {}
-        self._failed: dict[tuple[str, Hashable], str] = {}  # and why
+        self._failed: dict[tuple[str, Hashable], str] = {}  # why, by entry
         self._elsewhere = 0  # entries of faces that are off, and of models served elsewhere
         self._asked = trio.Event()
-        self._taken: Written | None = None  # of a reload, to be applied
-        self._said: dict[tuple[str, Hashable], Any] = {}  # by the file that was applied last
+        self._taken: Written | None = None  # what a reload has read, to be applied
+        self._said: dict[tuple[str, Hashable], Any] = {}  # what the last applied file said
         self._reloading = False
-        self._applied: Signature = ""  # of the file that was read last, good or not
+        self._applied: Signature = ""  # of the file that was read last, refused or not
         self.reads = {"applied": 0, "refused": 0}
 
     async def run(self) -> NoReturn:
@@ -136,7 +136,7 @@ class FleetFileFollower:
                 await self.read()
 
     async def read(self) -> None:
-        """Reads the file and has the fleet be as it says, or says why not."""
+        """Reads the file and applies it, or logs why it is refused."""
         self._applied = await _signature(self._path)
         try:
             written = await self._written(self._outgoing.allowed)
@@ -157,7 +157,7 @@ class FleetFileFollower:
 
     @contextlib.asynccontextmanager
     async def reloading(self) -> AsyncIterator[None]:
-        """Follows nothing meanwhile; where it ends by a StartError, the file counts as read."""
+        """Suspends the checks of the file; after a StartError the file counts as read."""
         self._reloading = True
         try:
             yield
@@ -178,7 +178,7 @@ class FleetFileFollower:
         return Prepared(changed, partial(self._take, written))
 
     def _take(self, written: Written) -> None:
-        """Has the fleet be soon as a file says."""
+        """Has a file applied soon, by `run`."""
         self._taken, self._applied = written, written.signature
         self._asked.set()
 
@@ -188,7 +188,7 @@ class FleetFileFollower:
         entries: list[FleetFileEntry] = []
         try:
             rows = await trio.to_thread.run_sync(self._rows, abandon_on_cancel=True)
-            # The file is checked with a rule of its own, which counts nothing.
+            # A policy of its own, so that addresses refused in the file are not counted.
             for entry in fleetfile.entries(rows, EgressPolicy(allowed)):
                 entries.append(entry)
                 if len(entries) % SLICE_ENTRIES == 0:
@@ -218,7 +218,7 @@ class FleetFileFollower:
                 last.append(name)
             elif entry is None or not self._can_change(name, entry):
                 await self._remove(name)
-        # Changes of held entries come before new entries, which may need the room of one.
+        # Held entries are changed before new ones are added, which may need the freed room.
         new = [name for name, entry in wanted.items() if self._is_other(name, entry)]
         for number, name in enumerate(sorted(new, key=lambda name: name not in self._held), 1):
             await self._add(name, wanted[name])
@@ -254,8 +254,8 @@ class FleetFileFollower:
 
     async def _remove(self, name: tuple[str, Hashable]) -> None:
         held, target = self._held.pop(name), self._targets[name[0]]
-        if target.holds(held.wanted, held.known):  # still: others may have been removed before it
-            with contextlib.suppress(NotFound):  # a client is faster
+        if target.holds(held.wanted, held.known):  # a client may have removed it meanwhile
+            with contextlib.suppress(NotFound):  # a client was faster
                 await target.remove(held.wanted)
 
     async def _add(self, name: tuple[str, Hashable], entry: FleetFileEntry) -> None:
@@ -270,7 +270,7 @@ class FleetFileFollower:
             self._held[name] = Registered(entry.wanted, known)
 
     def families(self) -> Iterator[Family]:
-        """Yields what metrics say."""
+        """Yields metrics of entries and reads."""
         states = {
             "registered": len(self._held),
             "failed": len(self._failed),
@@ -283,7 +283,7 @@ class FleetFileFollower:
 
 
 async def _signature(path: Path) -> Signature:
-    """Returns what changes when a file, or a symbolic link on the way to it, does."""
+    """Returns a value that changes when the file, or a symbolic link on the way to it, does."""
     try:
         found = await trio.to_thread.run_sync(os.stat, path, abandon_on_cancel=True)
     except OSError as error:

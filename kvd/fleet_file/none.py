@@ -1,4 +1,4 @@
-"""Stands for the fleet file where none is set, so that nobody has to ask whether there is one."""
+"""Stands in for the follower where no fleet file is set, so that callers need not distinguish."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fleet file: who is in the fleet, without calls. TOML, an array of tables for each face.
+"""Reads the fleet file, which registers a fleet without calls: TOML, an array of tables a face.
 
     [[indexer]]                     # the members of POST /register there
     instance_id = 1
@@ -13,8 +13,8 @@
     [[upstream]]                    # of POST /upstreams, and names (dns:NAME:PORT)
     [[replica]]                     # of POST /replica_sync/register_peer
 
-Entries are read by what reads the bodies of these calls. Here is no clock and nothing that waits;
-`rows` touches nothing that is shared, so that it may run in a thread of its own.
+The readers of these calls' bodies also read the entries. Nothing here waits or uses a clock; `rows`
+touches nothing that is shared, so that it may run in a thread of its own.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from kvd.selection.worker_record import WorkerRecord
 from kvd.wire.curve import check_server_key
 from kvd.wire.egress import EgressPolicy
 
-# Longest fleet file: 40,000 ranks have room, twice as many as can be listened to.
+# Longest fleet file: it has room for 40,000 ranks, twice as many as can be listened to.
 MAX_BYTES = 8 * 1024 * 1024
 
 
@@ -138,7 +138,7 @@ def load(path: Path, outgoing: EgressPolicy) -> list[FleetFileEntry]:
 
 
 def read(path: Path) -> bytes:
-    """Returns what a file says, whole; raises OSError, and ValueError beyond MAX_BYTES."""
+    """Returns the bytes of a file; raises OSError, and ValueError beyond MAX_BYTES."""
     with path.open("rb") as file:
         data = file.read(MAX_BYTES + 1)
     if len(data) > MAX_BYTES:
@@ -147,7 +147,7 @@ def read(path: Path) -> bytes:
 
 
 def rows(data: bytes) -> list[FleetFileRow]:
-    """Returns the entries as they are written; ValueError names a table that cannot be."""
+    """Returns the entries as they are written; ValueError names a table that is not valid."""
     return list(_rows(toml.parse(data)))
 
 
@@ -162,7 +162,7 @@ def _rows(document: dict[str, Any]) -> Iterator[FleetFileRow]:
 
 
 def entries(written: list[FleetFileRow], outgoing: EgressPolicy) -> Iterator[FleetFileEntry]:
-    """Yields what the entries mean; ValueError names table, entry and member."""
+    """Yields the entries as their faces read them; ValueError names table, entry and member."""
     seen: dict[tuple[str, Hashable], FleetFileEntry] = {}
     for row in written:
         try:
@@ -196,7 +196,7 @@ def _entry_name(table: str, number: int) -> str:
 
 
 def _no_such(what: str, name: str, known: object) -> str:
-    from difflib import get_close_matches  # here, as it takes 0.14 MB that few need
+    from difflib import get_close_matches  # imported here: it takes 0.14 MB, and few need it
 
     like = get_close_matches(name, list(known), n=1)  # type: ignore[call-overload]
     return f"{name}: no such {what}" + (f"; {like[0]}?" if like else "")

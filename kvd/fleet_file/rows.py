@@ -1,4 +1,4 @@
-"""Registrations as rows of a fleet file: what `parse` reads, from what faces have registered.
+"""Writes the registrations of the faces as rows of a fleet file, which `parse` reads.
 
 Rank, Worker, WorkerRecord, Described, Wanted, Peer ──> members of an entry of its table
 """
@@ -95,7 +95,7 @@ def _given(**members: str | None) -> Members:
 
 
 def _plain(value: object) -> object:
-    """Returns a value as JSON has it."""
+    """Returns a value in types that JSON has."""
     if isinstance(value, Mapping):
         return {str(key): each for key, each in value.items()}
     return list(value) if isinstance(value, tuple) else value

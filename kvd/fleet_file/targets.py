@@ -1,7 +1,7 @@
 """Registration of fleet-file entries: one target for each table of the file.
 
-What `add` returns stands for the registration. It is the very object that the face keeps, so that
-one which a client has made since, however equal, is another one.
+What `add` returns stands for the registration: it is the very object that the face keeps. A
+registration that a client has made since is another object, however equal.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from kvd.slots.trackers import SlotTrackers
 from kvd.telemetry.logs import get_logger
 from kvd.wire.replica import Replica
 
-FILE = "fleet file"  # who wants the engines of the fleet file
+FILE = "fleet file"  # the owner of the engines that the fleet file names
 
 log = get_logger(__name__)
 
 
 class _Target:
-    """Changes nothing in place, and has what goes make room for what comes."""
+    """Changes nothing in place; removed entries go before new ones come."""
 
     removes_last = False
 
     async def can_serve(self) -> None:
-        """Returns at once: what is registered serves."""
+        """Returns at once: new entries serve from the start."""
 
     def can_change(self, before: Any, after: Any) -> bool:
         return False
@@ -107,7 +107,7 @@ class SelectionTarget(_Target):
 
 
 class PolicyTarget(_Target):
-    """Policies of models and tenants, also of those whose workers come later."""
+    """Policies of models and tenants, which may come before their workers."""
 
     def __init__(self, tuning: Tuning) -> None:
         self._tuning = tuning
@@ -123,7 +123,7 @@ class PolicyTarget(_Target):
 
 
 class UpstreamTarget(_Target):
-    """Engines behind the gateway, which an owner wants."""
+    """Engines behind the gateway, on behalf of an owner."""
 
     removes_last = True
 
@@ -132,7 +132,7 @@ class UpstreamTarget(_Target):
         self._owner = owner
 
     async def can_serve(self) -> None:
-        """Waits until each engine has said once what it is, or not within MEET_S."""
+        """Waits until each engine has been asked once what it is, for at most MEET_S."""
         with trio.move_on_after(MEET_S):
             await self._upstreams.all_met()
 
