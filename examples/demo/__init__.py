@@ -8,6 +8,6 @@
     display    what the terminal shows
 
 Nothing here imports kvd. The engines are those of `examples.engine`; kvd asks them what they are,
-listens to their KV events and is their gateway. The demo talks to it as any client would, and holds
-what kvd expected to be cached against what the engine says that it had.
+listens to their KV events and is their gateway. The demo talks to kvd as any client would, and
+compares the cached tokens that kvd expected with those that the engine reports.
 """

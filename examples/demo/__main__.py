@@ -21,10 +21,10 @@ from examples.demo.daemon import Daemon
 from examples.demo.display import Addresses
 from examples.demo.traffic import run_traffic, simulated_engines
 
-# Of each address: its flag, where it is by default, and what it is.
+# For each address: its flag, its default, and what it is the address of.
 GATEWAY = ("gateway-bind", "127.0.0.1:8080", "gateway")
 INDEXER = ("indexer-bind", "127.0.0.1:8090", "KV indexer")
-HANG_UP_S = 5.0  # at most this long after a daemon's last answer its process ends
+HANG_UP_S = 5.0  # time for a daemon's process to end after it has hung up
 EXIT_REFUSED = 1
 EXIT_INTERRUPTED = 130  # what a shell reports for SIGINT
 
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error(f"the demo needs a --{flag} of HOST:PORT, not {bind}")
     try:
         return trio.run(run, binds, others)
-    except KeyboardInterrupt:  # the second one, or before the first was waited for
+    except KeyboardInterrupt:  # a second signal, or one before signals were awaited
         return EXIT_INTERRUPTED
 
 
@@ -59,12 +59,12 @@ def is_host_and_port(bind: str) -> bool:
     try:
         url = urlsplit(f"http://{bind}")
         return bool(url.hostname and url.port) and url.netloc == bind
-    except ValueError:  # what stands after a colon is no port
+    except ValueError:  # the text after a colon is no port
         return False
 
 
 async def run(binds: tuple[str, str], others: Sequence[str]) -> int:
-    """Runs the demo, given where gateway and KV indexer are to be; returns the exit code."""
+    """Runs the demo with gateway and KV indexer at these addresses; returns the exit code."""
     refusal = None
     gateway, indexer = binds
     addresses = Addresses(f"http://{gateway}", f"http://{indexer}")
@@ -79,7 +79,7 @@ async def run(binds: tuple[str, str], others: Sequence[str]) -> int:
                     await daemon.ready()
                     try:
                         refusal = await run_traffic(addresses, engines)
-                    except* HungUp:  # a daemon that ends hangs up, and its end cancels this
+                    except* HungUp:  # the daemon is ending, and its end cancels this
                         await trio.sleep(HANG_UP_S)
                         raise
                     nursery.cancel_scope.cancel()

@@ -15,15 +15,15 @@ RECEIVE_BYTES = 65_536
 
 
 class HungUp(Exception):
-    """The daemon is not there, or not any more."""
+    """The daemon cannot be reached, or has closed the connection."""
 
 
 class Refused(Exception):
-    """The daemon's answer is an error, which it words itself."""
+    """The daemon's answer is an error, in the daemon's own words."""
 
 
 class Answer:
-    """One response; the methods are what httptools calls while it parses it."""
+    """One response; httptools calls the `on_` methods while it parses."""
 
     def __init__(self) -> None:
         self.headers: dict[str, str] = {}
@@ -43,7 +43,7 @@ class Answer:
         return json.loads(self.body)
 
     def shown(self) -> str:
-        """Returns its head, without what every server says, and its body."""
+        """Returns its `x-` headers and its body."""
         lines = [f"{name}: {value}" for name, value in self.headers.items() if "x-" in name]
         return "\n".join([*lines, "", self.body.decode()])
 

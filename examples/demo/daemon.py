@@ -19,15 +19,15 @@ _libc = ctypes.CDLL(None)
 
 
 class Daemon:
-    """One child; make it on the main thread, as it ends when the thread that made it does.
+    """One child process; make it on the main thread, as it ends with the thread that made it.
 
     It has a process group of its own: Ctrl-C reaches the demo alone, which then ends the engines
     before the daemon. When the demo dies, however it does, the kernel sends the child a SIGTERM.
     """
 
     def __init__(self, arguments: Sequence[str]) -> None:
-        # The daemon tells its service manager when it serves (sd_notify(3)), so no other process
-        # that has the address is taken for it.
+        # The daemon notifies its service manager once it serves (sd_notify(3)), so that no other
+        # process at the same address is mistaken for it.
         self._notices = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         self._notices.bind("")  # the kernel picks an abstract address
         address: bytes = self._notices.getsockname()
@@ -48,13 +48,13 @@ class Daemon:
                 return
 
     async def ended(self) -> int:
-        """Waits for the end; returns the exit code, as a shell does for one by a signal."""
+        """Waits for the end; returns the exit code, after a signal the one that a shell reports."""
         await trio.lowlevel.wait_readable(self._end)
         code = self._process.wait()
         return code if code >= 0 else 128 - code
 
     async def stop(self) -> int:
-        """Has the daemon finish if it has not yet, and returns what `ended` does."""
+        """Ends the daemon if it still runs; returns what `ended` does."""
         self._process.terminate()
         return await self.ended()
 
@@ -65,7 +65,7 @@ class Daemon:
 
 
 def _end_with_parent(parent: int) -> None:
-    """Is called in the child before it becomes kvd."""
+    """Runs in the child before it becomes kvd."""
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:  # it died before this call
+    if os.getppid() != parent:  # the parent died before this call
         os.kill(os.getpid(), signal.SIGTERM)

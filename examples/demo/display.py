@@ -42,10 +42,10 @@ def parse_event_stats(metrics: str) -> EventStats:
 
 @dataclass(slots=True)
 class Traffic:
-    """What the demo itself has counted: its turns and how good the daemon's choices were."""
+    """The demo's own counts: its turns, and how well the daemon predicted cached tokens."""
 
     turns: int = 0
-    right: int = 0  # turns of which kvd expected as many cached tokens as the engine had
+    right: int = 0  # turns for which kvd expected as many cached tokens as the engine had
     prompt_tokens: int = 0
     cached_tokens: int = 0
 
@@ -89,7 +89,7 @@ def _curl(flags: str, url: str, body: dict[str, object]) -> str:
 
 
 class LiveLine:
-    """Keeps one line up to date on a terminal, or writes one now and then to anything else."""
+    """Keeps one line up to date on a terminal; elsewhere writes a new line now and then."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
@@ -97,7 +97,7 @@ class LiveLine:
         self.period_s = 0.5 if self._tty else 5.0
 
     def show(self, text: str) -> None:
-        """Shows `text`; on a terminal the next line of any kind, a log's too, goes over it."""
+        """Shows `text`; on a terminal the next line of any kind, also of a log, overwrites it."""
         self._out.write(f"{text}\x1b[K\r" if self._tty else f"{text}\n")
         self._out.flush()
 
@@ -106,7 +106,7 @@ def live_text(before: EventStats, now: EventStats, seconds: float, traffic: Traf
     """Returns the live line for the `seconds` that lie between the two readings."""
     events = (now.events - before.events) / seconds
     cached = 100 * traffic.cached_tokens // max(traffic.prompt_tokens, 1)
-    return (  # short enough for 80 columns, as a wrapped line cannot be written over
+    return (  # short enough for 80 columns, as a wrapped line cannot be overwritten
         f"{events:.0f} events/s, {now.blocks} blocks, "
         f"{cached}% cached, {traffic.right}/{traffic.turns} answers exact"
     )

@@ -34,14 +34,14 @@ PREFILL_S = 100e-6  # per prompt token that an engine computes
 STEP_S = 2e-3  # per token that it generates
 ANSWER_TOKENS = 12
 TURN_PAUSE_S = 0.05  # time for a step's events to reach the index before the next turn
-STATUS_PAUSE_S = 0.05  # between two questions whether the engines can be used
+STATUS_PAUSE_S = 0.05  # between two checks whether the engines can be used
 WARM_UP_TURNS = 24  # enough for every system prompt to be cached somewhere
 SAMPLE_TOKENS = 5 * BLOCK_SIZE  # a whole system prompt and more, yet short enough to paste
 SEED = 1  # the same conversations at every start
 
 
 class Driver:
-    """A client of the gateway: one conversation's turn after the other."""
+    """A client of the gateway, which sends one turn of a conversation after the other."""
 
     def __init__(self, client: Client) -> None:
         self.traffic = Traffic()
@@ -49,9 +49,9 @@ class Driver:
         self._workload = Workload(Random(SEED))
 
     async def turn(self) -> tuple[dict[str, object], Answer]:
-        """Has the next turn of some conversation answered; returns what was asked, and the answer.
+        """Sends the next turn of a conversation; returns the request and the answer.
 
-        What kvd expected to be cached is held against what the engine says that it had.
+        Compares the cached tokens that kvd expected with those that the engine reports.
         """
         conversation = self._workload.ask()
         request: dict[str, object] = {
@@ -65,7 +65,7 @@ class Driver:
         used = members["usage"]
         cached = used["prompt_tokens_details"]["cached_tokens"]
         self.traffic.turns += 1
-        # No number is expected where the engines did not tokenize the prompt in time.
+        # kvd expects no number if the engines did not tokenize the prompt in time.
         self.traffic.right += answer.headers.get("x-kvd-matched-tokens") == str(cached)
         self.traffic.prompt_tokens += used["prompt_tokens"]
         self.traffic.cached_tokens += cached
@@ -76,7 +76,7 @@ class Driver:
 async def run_traffic(
     addresses: Addresses, engines: Sequence[EngineServer], out: TextIO = sys.stdout
 ) -> str:
-    """Runs until cancelled; returns only if the daemon refuses to serve, with what it says.
+    """Runs until cancelled; returns only if the daemon refuses to serve, with its error.
 
     Cancel it before the daemon stops answering.
     """
@@ -115,7 +115,7 @@ def sample(messages: Any) -> list[int]:
 async def all_serving(client: Client) -> list[str]:
     """Waits until the gateway serves with every engine; returns a line for each.
 
-    Raises Refused if it cannot use one.
+    Raises Refused if the gateway cannot use one of them.
     """
     while True:
         rows = (await client.request("GET", "/status")).json()["upstreams"]

@@ -1,6 +1,6 @@
 """Makes up the demo's traffic: conversations that share system prompts and grow turn by turn.
 
-Texts have no apostrophes: they are shown between those, to be pasted into a shell.
+Texts have no apostrophes: they are shown between apostrophes, to be pasted into a shell.
 """
 
 from __future__ import annotations
@@ -70,6 +70,6 @@ class Workload:
         return Conversation([system], self._random.randint(1, MAX_TURNS))
 
     def _question(self) -> str:
-        """Two sentences and a number, so that two conversations hardly ever stay the same."""
+        """Returns two sentences and a number, so that conversations hardly ever stay the same."""
         first, second = self._random.sample(QUESTIONS, 2)
         return f"{first} {self._random.randrange(10_000)} {second}"

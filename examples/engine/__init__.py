@@ -1,8 +1,8 @@
 """An engine to try kvd with: OpenAI's API and Anthropic's, a prefix cache, KV events; no model.
 
-    server      connections and requests, with the faults that it is told to have
-    api         answers in the words of each API, whole and as streams
-    kept        responses that others go on from
+    server      connections and requests, with the faults that a test wants
+    api         answers in the form of each API, whole and as streams
+    kept        responses that later requests continue
     transfers   prompts that one engine computes for another
     caches      prefix caches that publish KV events
     tokenizer   texts and messages as token ids

@@ -24,7 +24,7 @@ class Usage:
     """Tokens of one request."""
 
     prompt: int
-    cached: int  # of these
+    cached: int  # tokens of the prompt
     completion: int
 
 
@@ -34,9 +34,9 @@ class Form(ABC):
 
     request_id: str
     model: str
-    # Members that bound the answer's length, the first one that is there.
+    # Members that limit the answer's length; the first one that is present counts.
     limits: ClassVar[tuple[str, ...]] = ("max_tokens",)
-    ends: ClassVar[bytes] = DONE  # behind the last event
+    ends: ClassVar[bytes] = DONE  # the very last event of a stream
 
     @abstractmethod
     def whole(self, text: str, used: Usage) -> Members:
@@ -52,7 +52,7 @@ class Form(ABC):
 
     @abstractmethod
     def closing(self, text: str, used: Usage, *, with_usage: bool) -> Iterator[bytes]:
-        """Yields the events behind the last token, but for the last of all, `ends`."""
+        """Yields the events after the last token, except the very last one, `ends`."""
 
     @staticmethod
     def error(status: int, text: str, kind: str = "server_error") -> Members:
@@ -126,7 +126,7 @@ class Completion(_Completions):
 
 
 class Messages(Form):
-    """Anthropic's `/v1/messages`: events with names, and none behind the last."""
+    """Anthropic's `/v1/messages`: events with names, and no `[DONE]`."""
 
     ends = b'event: message_stop\ndata: {"type": "message_stop"}\n\n'
 

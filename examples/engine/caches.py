@@ -45,7 +45,7 @@ class Block:
 
 
 class Engine(ABC):
-    """A bounded prefix cache that tells what it stores and removes.
+    """A bounded prefix cache that reports what it stores and removes.
 
     Both tiers are ordered from least to most recently used, and a block is always used after
     its children; so the first of the order is a leaf.
@@ -180,7 +180,7 @@ class SglangEngine(Engine):
 
 
 def chains(victims: Sequence[Block]) -> list[list[Block]]:
-    """Joins blocks that were evicted child, then parent into runs, each root first."""
+    """Joins blocks that were evicted in the order child, parent into runs, each root first."""
     runs: list[list[Block]] = []
     for block in victims:
         if runs and runs[-1][0].parent == block.digest:
@@ -202,7 +202,7 @@ class Publisher:
         self._sequence = 0
 
     async def subscribed(self) -> None:
-        """Waits for a subscriber; what is published before would be lost."""
+        """Waits for a subscriber; events that are published before are lost."""
         while True:
             try:
                 self._socket.recv(zmq.NOBLOCK)

@@ -1,4 +1,4 @@
-"""The responses that a simulated engine keeps, as those that follow them want."""
+"""The responses that a simulated engine keeps, for requests that continue them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class KeptResponses:
         self._kept: OrderedDict[str, tuple[dict[str, Any], list[Any]]] = OrderedDict()
 
     def conversation(self, members: dict[str, Any]) -> list[Any] | None:
-        """Returns all that a request goes on from, and says; None if that is not kept."""
+        """Returns the conversation that a request continues, and its input; None if unknown."""
         previous = members.get("previous_response_id")
         if previous is not None and previous not in self._kept:
             return None
@@ -33,6 +33,6 @@ class KeptResponses:
         return self._kept[name][0] if name in self._kept else None
 
     def forget(self, name: str) -> dict[str, Any] | None:
-        """Forgets a response; returns what says so, None if it was not kept."""
+        """Forgets a response; returns the answer that confirms it, None if it was not kept."""
         gone = self._kept.pop(name, None)
         return None if gone is None else {"id": name, "object": "response", "deleted": True}

@@ -11,18 +11,18 @@ class Fault(StrEnum):
     """What goes wrong with one request; each is used up by the next request that generates."""
 
     CLOSE = "close"  # the connection is reset before a byte of the answer
-    AFTER_HEAD = "after-head"  # closed behind the head
-    AFTER_EVENT = "after-event"  # closed behind the first event, or the first half of the body
+    AFTER_HEAD = "after-head"  # closed after the head
+    AFTER_EVENT = "after-event"  # closed after the first event, or the first half of the body
     IN_EVENT = "in-event"  # closed in the middle of the second event
     AFTER_DONE = "after-done"  # closed between [DONE] and the end of the body
     SILENCE = "silence"  # no answer at all
     HALF_CLOSED = "half-closed"  # no answer, and nothing more is sent; the connection stays open
     GARBAGE = "garbage"  # something that is not HTTP
-    LONG_HEAD = "long-head"  # a head longer than any that is read
+    LONG_HEAD = "long-head"  # a head longer than any reader accepts
     ERROR_EVENT = "error-event"  # status 200, and an error as the first event of the stream
     BYTES = "bytes"  # the answer comes byte by byte
-    KEEPS_NOTHING = "keeps-nothing"  # of a prompt that it computes for another engine (vllm)
-    FORGETS = "forgets"  # what it has just said that it keeps for another engine (vllm)
+    KEEPS_NOTHING = "keeps-nothing"  # it offers nothing of a prompt to the other engine (vllm)
+    FORGETS = "forgets"  # it forgets a prompt that it has just offered to another engine (vllm)
     REFUSE_429 = "429"
     REFUSE_500 = "500"
     REFUSE_503 = "503"
@@ -44,7 +44,7 @@ class EngineOptions:
     events: bool = True  # it publishes what it caches
     renders: bool = False  # it has vLLM's render routes
     mode: str = "null"  # sglang's disaggregation_mode: null, prefill or decode
-    retry_after: str | None = None  # what it says with a 429 or 503
+    retry_after: str | None = None  # that header of a 429 or 503
     chunks: bool = True  # else a stream ends with its connection, as behind proxies of HTTP/1.0
     idle_s: float = 5.0  # a kept connection without a request is closed after that
     faults: deque[Fault] = field(default_factory=deque)

@@ -35,8 +35,8 @@ from examples.engine.transfers import (
 )
 
 RECEIVE_BYTES = 64 * 1024
-KEPT = 16  # requests of which it remembers what they said
-SPEECH = b"RIFF\x04\0\0\0WAVE"  # of every text the same
+KEPT = 16  # requests whose body and headers are remembered
+SPEECH = b"RIFF\x04\0\0\0WAVE"  # the same for every text
 LONG_HEAD_BYTES = 128 * 1024  # no reader takes so much
 FORGETFUL = struct.pack("ii", 1, 0)  # SO_LINGER: a close is a reset
 
@@ -81,19 +81,19 @@ class EngineServer:
         self.options = options
         self.cache = empty_cache(options)
         self.publisher = Publisher(context) if context is not None and options.events else None
-        # Where it says that it publishes, which an operator can get wrong.
+        # The endpoint that it reports for its events, which an operator can get wrong.
         self.announced = "" if self.publisher is None else self.publisher.endpoint
-        self.requests = 0  # that generate, as far as they came
-        self.aborted = 0  # that their clients gave up
+        self.requests = 0  # requests that generate, however they ended
+        self.aborted = 0  # requests that their clients gave up
         self.computed = 0  # tokens of prompts
         self.prefilled = 0  # requests whose prompt it computed for another engine
         self.taken_over = 0  # requests whose prompt another engine has computed
         self.leases = Leases()  # vllm
         self.rooms = Rooms()  # sglang
-        # Where other engines reach it; unless it is set, where somebody has first connected.
+        # Where other engines reach it: unless it is set, where the first client has connected.
         self.address = ("", 0)
-        self.dead = False  # it answers nothing more but that it is
-        # Bodies and headers of the last of those, the last first.
+        self.dead = False  # it answers only that it is dead
+        # Bodies and headers of the last requests that generate, newest first.
         self.received: deque[bytes] = deque(maxlen=KEPT)
         self.heads: deque[dict[bytes, bytes]] = deque(maxlen=KEPT)
         self._computing = trio.Lock()  # one prefill at a time
@@ -138,11 +138,11 @@ class EngineServer:
                 status, answer = self._answer(method, request)
                 await send_json(stream, status, answer)
         except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-            # Members of other types than they should have, or too deep; nothing has been answered.
+            # Members have wrong types, or are nested too deeply; nothing has been answered yet.
             await send_json(stream, 400, form.error(400, str(error), "BadRequestError"))
         return True
 
-    # ---- what costs nothing
+    # ---- requests that generate nothing
 
     def _answer(self, method: str, request: Request) -> tuple[int, Any]:
         path = request.path
@@ -253,7 +253,7 @@ class EngineServer:
         if self.publisher is not None:
             self.publisher.publish([{"type": "AllBlocksCleared"}], time.time())
 
-    # ---- what generates
+    # ---- requests that generate
 
     async def _generate(
         self, stream: trio.SocketStream, request: Request, form: type[api.Form]
@@ -291,7 +291,7 @@ class EngineServer:
                 room = self.rooms.open(_room_of(members))
             if await self._takes_over(members):
                 self.taken_over += 1
-                cached = len(ids) - 1  # the last one's logits are its own to compute
+                cached = len(ids) - 1  # it computes the last token's logits itself
         except EngineDied as error:
             self.dead = True
             return await send_json(stream, 500, api.error(500, str(error)))
@@ -329,7 +329,7 @@ class EngineServer:
             await answer.whole()
 
     async def _takes_over(self, members: dict[str, Any]) -> bool:
-        """Has another engine hand a prompt over if it has computed it; says whether that was so.
+        """Takes a prompt over if another engine has computed it; returns whether it did.
 
         Raises TransferFailed, EngineDied, or KeyError for a request without a room.
         """
@@ -346,7 +346,7 @@ class EngineServer:
     async def _unless_left(
         self, stream: trio.SocketStream, wait: Callable[[], Awaitable[None]], room: Room | None
     ) -> None:
-        """Waits for something; raises Hangup if the client leaves before, which ends its room."""
+        """Waits for something; if the client leaves before, closes its room and raises Hangup."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_watch, stream, nursery.cancel_scope)
             await wait()
@@ -361,7 +361,7 @@ class EngineServer:
     def _kept(
         self, members: dict[str, Any], request_id: str, count: int, fault: Fault | None
     ) -> dict[str, Any]:
-        """Returns what the answer says of a prompt that another engine wants."""
+        """Returns the members of an answer that offer its prompt to another engine."""
         params = members.get("kv_transfer_params") or {}
         if not params.get(WANTS_PREFILL):
             return {}
@@ -394,7 +394,7 @@ class Answer:
         self._words = words
         self._used = used
         self._fault = fault
-        self.more: dict[str, Any] = {}  # members of a whole answer
+        self.more: dict[str, Any] = {}  # further members, of a whole answer only
         self.chunks = True
 
     async def whole(self) -> None:
@@ -438,7 +438,7 @@ class Answer:
         return b"%x\r\n%b\r\n" % (len(data), data) if self.chunks else data
 
     async def _end(self, data: bytes = b"") -> None:
-        """Ends a stream behind a last piece."""
+        """Ends a stream after a last piece."""
         await self._send(data + b"0\r\n\r\n" if self.chunks else data)
         if not self.chunks:
             raise Hangup
@@ -456,12 +456,12 @@ def _room_of(members: dict[str, Any]) -> int:
 
 async def _watch(stream: trio.SocketStream, scope: trio.CancelScope) -> None:
     """Ends a wait if the client leaves."""
-    with suppress(trio.BrokenResourceError):  # it has left all the more
+    with suppress(trio.BrokenResourceError):  # which means that it has left, too
         await stream.receive_some(1)
     scope.cancel()
 
 
-# What is told at once of a body.
+# Paths that are answered at once, from the body.
 POSTED: dict[str, Callable[[EngineServer, Request], tuple[int, Any]]] = {
     "/tokenize": EngineServer._tokenize,
     "/v1/messages/count_tokens": EngineServer._count,
@@ -481,7 +481,7 @@ def empty_cache(options: EngineOptions) -> Engine:
 async def refuse(
     stream: trio.SocketStream, form: type[api.Form], fault: Fault, retry_after: str | None
 ) -> None:
-    """Plays the faults that come before an answer; raises Hangup if there is none then."""
+    """Plays the faults that come before an answer; raises Hangup if no answer follows."""
     if fault is Fault.CLOSE:
         stream.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, FORGETFUL)
         raise Hangup
@@ -536,7 +536,7 @@ def json_head(
 
 
 async def send_json(stream: trio.SocketStream, status: int, answer: Any, more: str = "") -> None:
-    """Sends an answer as JSON, a text and a sound as they are."""
+    """Sends an answer as JSON, but text and audio as they are."""
     if isinstance(answer, str):
         body, kind = answer.encode(), "text/plain"
     elif isinstance(answer, bytes):

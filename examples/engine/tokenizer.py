@@ -1,7 +1,7 @@
 """Token ids of texts and messages: the same text always has the same ids.
 
 A token is a word with the blank before it, or a run of other characters. Its id is a hash, so
-nothing has to be learned, and the ids of two words are different as a rule.
+nothing has to be learned, and two words rarely have the same id.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from zlib import crc32
 
 VOCABULARY = 100_000
-SPECIAL = 16  # ids below are marks of messages
+SPECIAL = 16  # ids below this one mark the parts of messages
 BEGIN, END, ASSISTANT = 1, 2, 3
 WORD = re.compile(r"\s?\w+|\s?[^\w\s]+|\s+")
 
@@ -26,7 +26,7 @@ def ids_of_text(text: str) -> list[int]:
 
 
 def ids_of_messages(messages: list[Any], *, answer_follows: bool = True) -> list[int]:
-    """Returns the ids of a conversation, with the mark behind which the answer begins."""
+    """Returns the ids of a conversation, with the mark after which the answer begins."""
     ids: list[int] = []
     for message in messages:
         content = message.get("content") or ""

@@ -1,10 +1,11 @@
 """How simulated engines hand a computed prompt over to each other, as vLLM and SGLang do.
 
-    vLLM, its NIXL connector   the engine that prefills answers with kv_transfer_params and keeps
-                               the blocks; who gets these says them at POST /transfer there, once,
-                               within the lease, and has the prompt
-    SGLang                     both engines are told a room; who decodes asks for it at POST /room
-                               of the other one, and is answered once the prompt is computed
+    vLLM, its NIXL connector   the prefill engine keeps the blocks and answers with
+                               kv_transfer_params; the engine that takes over sends these back by
+                               POST /transfer, once, within the lease, and has the prompt
+    SGLang                     both engines get the number of a room; the decode engine asks for it
+                               by POST /room, which the prefill engine answers once the prompt is
+                               computed
 
 The blocks themselves stay where they are: each engine knows by the prompt what they would hold.
 """
@@ -20,7 +21,7 @@ import httptools
 import trio
 
 LEASE_S = 30.0  # vLLM's kv_lease_duration
-ROOM_S = 10.0  # time for both sides of a room to come
+ROOM_S = 10.0  # time for a room to open and its prompt to be computed
 MAX_ROOMS = 4096  # rooms that are remembered: none is used twice
 WANTS_PREFILL = "do_remote_decode"
 HAS_PREFILL = "do_remote_prefill"
@@ -31,21 +32,21 @@ class TransferFailed(Exception):
 
 
 class EngineDied(Exception):
-    """What a real engine does not survive."""
+    """A request that a real engine does not survive."""
 
 
 class Leases:
-    """What a vLLM engine keeps for others."""
+    """The prompts that a vLLM engine keeps for others."""
 
     def __init__(self) -> None:
         self._kept: dict[str, tuple[dict[str, Any], float]] = {}
 
     def __len__(self) -> int:
-        """Returns how many were not fetched in time, or not yet."""
+        """Returns how many prompts have not been fetched, or not in time."""
         return len(self._kept)
 
     def grant(self, request_id: str, blocks: int, address: tuple[str, int]) -> dict[str, Any]:
-        """Keeps a prompt of so many blocks; returns the kv_transfer_params for who takes it."""
+        """Keeps a prompt; returns the kv_transfer_params for the engine that takes it over."""
         host, port = address
         params: dict[str, Any] = {
             HAS_PREFILL: True,
@@ -64,7 +65,7 @@ class Leases:
         return params
 
     def redeem(self, params: dict[str, Any]) -> bool:
-        """Lets go of a prompt for who says exactly what was granted."""
+        """Hands a prompt over; returns False unless the params are exactly those granted."""
         request_id = str(params.get("remote_request_id"))
         if request_id not in self._kept:
             return False
@@ -88,7 +89,7 @@ class Room:
 
     computed: trio.Event = field(default_factory=trio.Event)
     taken: trio.Event = field(default_factory=trio.Event)
-    left: bool = False  # the client of the engine that prefills has gone: there is nothing to take
+    left: bool = False  # the prefill engine's client has gone: there is nothing to take over
 
 
 class Rooms:
@@ -99,7 +100,7 @@ class Rooms:
         self._opened = trio.Event()
 
     def open(self, number: int) -> Room:
-        """Opens a room; raises TransferFailed for one that there was."""
+        """Opens a room; raises TransferFailed if it was opened before."""
         if number in self._rooms:
             raise TransferFailed(f"bootstrap room {number} is in use")
         self._rooms[number] = room = Room()
@@ -122,7 +123,7 @@ class Rooms:
 
 
 async def enter_room(members: dict[str, Any]) -> None:
-    """Takes a prompt over where a request says; raises TransferFailed."""
+    """Takes a prompt over in the room that a request names; raises TransferFailed."""
     place = members["bootstrap_host"], members["bootstrap_port"]
     await ask(*place, "/room", {"room": members["bootstrap_room"]})
 
@@ -136,7 +137,7 @@ class _Said:
 
 
 async def ask(host: str, port: int, path: str, members: dict[str, Any]) -> None:
-    """Says something to another engine; raises TransferFailed unless it agrees."""
+    """Posts something to another engine; raises TransferFailed unless it answers 200."""
     body = json.dumps(members).encode()
     head = f"POST {path} HTTP/1.1\r\nhost: {host}\r\ncontent-length: {len(body)}\r\n\r\n"
     said = _Said()
