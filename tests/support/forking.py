@@ -1,11 +1,11 @@
 """Starts processes of kvd, simulated engines and the demo, without half a second of imports each.
 
-A process that has imported them and done nothing else, the forker, forks for each of them. What
-follows is what `python -m kvd` does, or another of `FORKED`: `main` with these arguments, in this
-environment, in a process of its own. Once that has returned, the process ends: to take the
-interpreter down piece by piece would write to every page that the two share, and so copy it, which
-took as much CPU time as all of the start. Tests of the start itself, or of kvd under another
-command, run the command.
+The forker is a process that has imported them and done nothing else. It forks for each start. The
+child does what `python -m kvd`, or another of `FORKED`, does: it calls `main` with these arguments
+in this environment. When `main` has returned, the child ends at once: taking the interpreter down
+would write to every page that it shares with the forker, and so copy it, which took as much CPU
+time as the whole start. Tests of the start itself, or of kvd under another command, run the command
+instead.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from threading import Lock
 from typing import IO, Any
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-MESSAGE_BYTES = 1 << 17  # of an environment with room to spare; a socket takes more at once
+MESSAGE_BYTES = 1 << 17  # more than any environment has; a socket takes more at once
 FORKED = ("kvd", "examples.engine", "examples.demo")
-STANDARD = 3  # descriptors
+STANDARD = 3  # standard descriptors
 MOST_DESCRIPTORS = 16  # standard ones and passed sockets
-ASIDE = 100  # a number that no descriptor of a new process has
+ASIDE = 100  # above the number of any descriptor of a new process
 
 
 class Forker:
-    """The process that forks, seen from the one that asks it to."""
+    """The forker, as the process that asks it to fork sees it."""
 
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._lock = Lock()  # a question and its answer are one
+        self._lock = Lock()  # held from a question to its answer
         with theirs:
             command = [sys.executable, "-m", __name__]
             self._process = subprocess.Popen(command, cwd=REPOSITORY, stdin=theirs.fileno())
@@ -60,7 +60,7 @@ class Forker:
 
 
 class Forked:
-    """A process of kvd, as subprocess.Popen shows one."""
+    """A forked process, with those methods of subprocess.Popen that tests use."""
 
     def __init__(self, forker: Forker, pid: int) -> None:
         self.pid = pid
@@ -76,7 +76,7 @@ class Forked:
         """Returns the exit code; raises subprocess.TimeoutExpired after `timeout` seconds."""
         if self.returncode is None:
             poller, ended = select.poll(), os.pidfd_open(self.pid)
-            poller.register(ended, select.POLLIN)  # once the process has ended
+            poller.register(ended, select.POLLIN)  # comes once the process has ended
             try:
                 if not poller.poll(None if timeout == math.inf else timeout * 1000):
                     raise subprocess.TimeoutExpired(f"kvd, process {self.pid}", timeout)
@@ -87,7 +87,7 @@ class Forked:
         return code
 
     def send_signal(self, number: int) -> None:
-        if self.returncode is None:  # the process id is no other's before `poll` has returned it
+        if self.returncode is None:  # until `poll` has seen its end, its id is no other process's
             os.kill(self.pid, number)
 
     def terminate(self) -> None:
@@ -104,7 +104,7 @@ def start_process(
     stderr: IO[bytes],
     session: bool = False,
 ) -> Forked | subprocess.Popen[bytes]:
-    """Starts a command without input, by forking if it is one of FORKED and nothing more."""
+    """Starts a command without input, by forking if it is `python -m` with one of FORKED."""
     if command[:2] == [sys.executable, "-m"] and command[2] in FORKED:
         with open(os.devnull, "rb") as stdin:
             standard = (stdin.fileno(), stdout.fileno(), stderr.fileno())
@@ -126,10 +126,10 @@ def fork(
     *passed: int,
     session: bool = False,
 ) -> Forked:
-    """Forks a process with these standard descriptors, and leads a session with it if asked to.
+    """Forks a process with these standard descriptors; with `session` it leads a new session.
 
-    Sockets are `passed` as a service manager does (sd_listen_fds(3)). A terminal that is the
-    standard input becomes that of the session.
+    It gets the `passed` sockets as a service manager passes them (sd_listen_fds(3)). If its
+    standard input is a terminal, this becomes the terminal of the session.
     """
     forker = the_forker()
     pid = forker.ask("start", command, environ, session, descriptors=(*standard, *passed))
@@ -146,7 +146,7 @@ def the_forker() -> Forker:
 
 
 def serve() -> list[str] | None:
-    """Answers questions; returns module and arguments in each child, None in the forker's end."""
+    """Answers questions; returns module and arguments in each child, None when the forker ends."""
     control = socket.socket(fileno=os.dup(0))
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, MESSAGE_BYTES, MOST_DESCRIPTORS)
@@ -163,7 +163,7 @@ def serve() -> list[str] | None:
 
 
 def look_after(pid: int) -> int | None:
-    """Returns the exit code of a child that has ended."""
+    """Returns the exit code of a child that has ended, None while it runs."""
     ended, status = os.waitpid(pid, os.WNOHANG)
     return os.waitstatus_to_exitcode(status) if ended else None
 
@@ -177,7 +177,7 @@ def become(
     passed = len(descriptors) - STANDARD
     if passed:
         os.environ |= {"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": str(passed)}
-    # Out of the way first: one may have the number that another one is to have.
+    # Move all of them out of the way first: one may occupy the number that another needs.
     aside = [fcntl.fcntl(each, fcntl.F_DUPFD, ASIDE) for each in descriptors]
     for descriptor in descriptors:
         os.close(descriptor)
@@ -188,7 +188,7 @@ def become(
         os.setsid()
         if os.isatty(0):
             fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-    # As the interpreter opens them at its start, where it looks at what they are.
+    # Opened as the interpreter does at its start, when it inspects what the descriptors are.
     encoding = environ.get("PYTHONIOENCODING", "utf-8")
     sys.stdout = open(1, "w", encoding=encoding, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", 1, encoding, "backslashreplace", closefd=False)  # noqa: SIM115
@@ -197,7 +197,7 @@ def become(
 
 
 if __name__ == "__main__":
-    # Which `main`, the daemon and its first cold request import as late as they can.
+    # Modules that `main`, the daemon and its first cold request import as late as possible.
 
     import kvd.app.daemon
     import kvd.app.processes
@@ -207,7 +207,8 @@ if __name__ == "__main__":
     from examples.engine.__main__ import main as run_engine
     from kvd.cli.main import main as run_kvd
 
-    # What is here stays as it is: no child's collection of garbage walks it, and so copies it.
+    # Exempts all objects made so far: a child's garbage collection would write to, and so copy,
+    # the pages that they are on.
     gc.collect()
     gc.freeze()
     told = serve()
@@ -216,7 +217,7 @@ if __name__ == "__main__":
     module, *arguments = told
     mains = dict(zip(FORKED, (run_kvd, run_engine, run_demo), strict=True))
     code = mains[module](arguments)
-    gc.collect()  # what the daemon has left in circles is freed, too
+    gc.collect()  # frees the reference cycles that the daemon has left
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

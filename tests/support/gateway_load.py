@@ -49,7 +49,7 @@ class EngineProcess:
 
 
 class Load:
-    """Clients that ask one thing after the other, every second time for a stream."""
+    """Clients that send one request after the other, every second one for a stream."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -69,7 +69,7 @@ class Load:
             await trio.sleep(0.001)
 
     def end(self) -> None:
-        """Has no client ask anything further."""
+        """Stops each client after its current request."""
         self._ended = True
 
     async def _ask(self) -> None:

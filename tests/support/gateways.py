@@ -24,7 +24,7 @@ CHAT = "/v1/chat/completions"
 
 
 class TlsConnection:
-    """A connection of an engine behind TLS, with what the engine uses of a plain one."""
+    """A TLS connection of an engine, with the methods that the engine uses of a plain one."""
 
     def __init__(self, plain: trio.SocketStream, context: ssl.SSLContext) -> None:
         self._plain = plain
@@ -40,17 +40,20 @@ class TlsConnection:
         await self._tls.aclose()
 
     async def send_eof(self) -> None:
-        """Ends its side of the connection below."""
+        """Ends its side of the TCP connection."""
         await self._plain.send_eof()
 
 
 def trusting(certificate: Path) -> tuple[str, ...]:
-    """Returns the flags of a gateway that believes engines with the certificate in a folder."""
+    """Returns the flags of a gateway that trusts engines with the certificate in a folder."""
     return "--upstream-tls-ca", str(certificate / "cert.pem")
 
 
 def tls_of(folder: Path, client_ca: Path | None = None) -> ssl.SSLContext:
-    """Returns what an engine with the certificate in a folder needs; does it ask for another?"""
+    """Returns the TLS context of an engine with the certificate in a folder.
+
+    With `client_ca` it demands a client's certificate by that authority.
+    """
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=client_ca)
     context.load_cert_chain(folder / "cert.pem", folder / "key.pem")
     if client_ca is not None:
@@ -104,9 +107,9 @@ class Running:
 async def engines(
     *options: EngineOptions, tls: ssl.SSLContext | None = None, side_by_side: bool = False
 ) -> AsyncIterator[list[Running]]:
-    """Yields running engines, behind TLS if that is given.
+    """Yields running engines, with TLS if that is given.
 
-    Each has a port of its own, or, if they are `side_by_side`, an address.
+    Each has a port of its own; those `side_by_side` have one port and different addresses.
     """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
@@ -152,7 +155,7 @@ class Answered:
 
 
 def outcome(answered: Answered, *, stream: bool) -> str:
-    """Says what became of a request: `whole`, `cut` behind its first event, or its status."""
+    """Returns how a request ended: its status, or if that is 200 whether its answer was whole."""
     if answered.status != 200:
         return str(answered.status)
     if not stream:
@@ -210,7 +213,7 @@ async def serving(
 ) -> AsyncIterator[tuple[Client, list[Running]]]:
     """Yields a client of a gateway that serves all of these engines, and the engines.
 
-    The first `prefills` of them are named as such; so many are `unusable`.
+    The first `prefills` of them are prefill engines; `unusable` of them never serve.
     """
     async with engines(*options, tls=tls) as running:
         urls = [each.url for each in running]
@@ -231,10 +234,10 @@ async def gateway_of(
     flags: Sequence[str] = (),
     count: int | None = None,
 ) -> AsyncIterator[Client]:
-    """Yields a client of a gateway of the engines at these URLs, once so many serve: else all."""
+    """Yields a client of a gateway of the engines at these URLs, once `count` or all serve."""
     named = [part for url in urls for part in ("--upstream", url)]
     named += ["--gateway-tokenize-s", str(NOT_MY_FAULT_S)]  # however busy the machine is
-    if "--gateway-canary" not in flags:  # it would be one more request
+    if "--gateway-canary" not in flags:  # a canary would be one more request
         named += ["--gateway-canary", "false"]
     server = await trio.to_thread.run_sync(lambda: start(*named, *flags, face="gateway"))
     async with httpx.AsyncClient(
@@ -246,7 +249,7 @@ async def gateway_of(
 
 
 async def wait_serving(client: Client, count: int) -> None:
-    """Waits until so many engines serve, and their events are heard."""
+    """Waits until so many engines serve."""
     with trio.fail_after(NOT_MY_FAULT_S):
         while (await client.get("/ready")).json["serving"] != count:  # noqa: ASYNC110 - another process
             await trio.sleep(0.02)

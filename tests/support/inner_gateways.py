@@ -1,4 +1,4 @@
-"""A gateway in the test's own process, whose parts a test can look at."""
+"""A gateway in the test's own process, whose parts a test can inspect."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ STOP_DEADLINE_S = 30.0
 ANSWER_DEADLINE_S = 5.0
 POLL_S = 0.01
 
-# What a service manager that runs the tests means for them.
+# Variables that a service manager which runs the tests has set for the tests themselves.
 SERVICE_VARIABLES = (
     "NOTIFY_SOCKET",
     "RUNTIME_DIRECTORY",
@@ -75,7 +75,7 @@ class Server:
         self.wait_until(lambda: text in self.stderr, f"saying {text}")
 
     def _is_healthy(self) -> bool:
-        # Most times nobody listens yet, which a client of httpx takes 2 ms to find out.
+        # Mostly nothing listens yet, and a client of httpx takes 2 ms to find that out.
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=ANSWER_DEADLINE_S)
         with closing(connection):
             try:
@@ -97,9 +97,9 @@ class Server:
 
 
 def reads(pid: int, number: signal.Signals) -> bool:
-    """Returns whether a process has a descriptor for a signal, as kvd has once that is blocked.
+    """Returns whether a process reads a signal by a descriptor, as kvd does once it blocks it.
 
-    That it is blocked would say nothing: to make a thread has all blocked for a moment.
+    A blocked signal alone proves nothing: making a thread blocks all signals for a moment.
     """
     for descriptor in Path(f"/proc/{pid}/fdinfo").iterdir():
         with suppress(FileNotFoundError):  # closed meanwhile
