@@ -49,7 +49,7 @@ class FleetFileEntry:
     table: str
     number: int  # in its table, from 1
     key: Hashable  # what distinguishes it from all others of its table
-    wanted: Any  # what the face registers: a Rank, a Worker, a WorkerRecord, ...
+    wanted: Any  # what the face registers: a RegisteredRank, a WorkerRecord, ...
 
     def __str__(self) -> str:
         return _entry_name(self.table, self.number)

@@ -1,6 +1,6 @@
 """Writes the registrations of the faces as rows of a fleet file, which `parse` reads.
 
-Rank, Worker, WorkerRecord, Described, Wanted, Peer ──> members of an entry of its table
+RegisteredRank, RegisteredWorker, WorkerRecord, ... ──> members of an entry of its table
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The canary: does what an engine publishes match what it computes?
+"""The canary: tests whether an engine's events match what it computes.
 
     text of this moment ── /tokenize ──> ids ── /v1/completions, one token ──> the engine caches it
                                                                                    │ its KV events
     the ids' blocks are found at that engine in the index? <── within SEEN_S ──────┘
 
-If an event endpoint is another engine's, or the block size is another one, every choice goes wrong
+If an event endpoint is another engine's, or the block size is wrong, every choice goes wrong
 without a sign. The text is new each time, as engines publish nothing for blocks already cached.
 """
 

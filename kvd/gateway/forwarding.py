@@ -511,7 +511,7 @@ class Forwarder:
 
 
 def _tenant(request: RelayedRequest) -> str:
-    """Returns a prefix by the client's key, which tells its sessions from those of others."""
+    """Returns a prefix made from the client's key, which keeps its sessions apart from others'."""
     if not request.is_checked:
         return ""
     shown = b"\0".join(value for name, value in request.headers if name in KEY_HEADERS)

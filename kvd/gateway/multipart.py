@@ -39,7 +39,7 @@ def field_of(headers: Headers, body: bytes, name: str) -> str | None:
             return None
         begin = at + len(delimiter)
         at = body.find(b"\r\n" + delimiter, begin) + 2
-        if at < 2:  # no end: the engine will say so
+        if at < 2:  # the closing boundary is missing: the engine will say so
             return None
         head_end = body.find(b"\r\n\r\n", begin, min(at, begin + MAX_PART_HEAD))
         if head_end < 0:

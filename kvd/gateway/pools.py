@@ -322,7 +322,7 @@ class Beside:
         self._exchange.__exit__(kind, error, traceback)
 
     async def begins(self, other: Exchange) -> Answer | None:
-        """Waits for the beginning of the answer from the engine that takes over, the other one.
+        """Waits for the answer's beginning from `other`, the engine that takes over.
 
         Returns None if that engine ends without an answer, or has nothing to take over. An engine
         that has lost its partner answers with 500, and the partner's own end, which comes as soon,

@@ -119,7 +119,7 @@ class ClientRequest(NamedTuple):
     """One request of a client, read."""
 
     api: Api
-    model: str | None  # None: not said
+    model: str | None  # None: the request names none
     stream: bool
     spans: Mapping[str, bytes]  # members that determine the tokens, as JSON
     session: str | None = None

@@ -36,7 +36,7 @@ LACKS_ROOM = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class UpstreamTls:
-    """The settings by which the gateway verifies engines, and shows them who it is."""
+    """The settings by which the gateway verifies engines, and identifies itself to them."""
 
     ca: Path | None = None  # None: the system's authorities
     certfile: Path | None = None  # shown to engines that ask for one

@@ -242,7 +242,7 @@ class Upstreams:
         for upstream in list(self):
             await upstream.met.wait()
 
-    # ---- who comes and goes
+    # ---- engines that come and go
 
     def want(self, wanted: Wanted, owner: str) -> Upstream | FollowedName:
         """Follows an engine, or the engines behind a name, on behalf of an owner.

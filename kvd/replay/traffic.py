@@ -3,7 +3,7 @@
 trace in Mooncake's form ─┐
                           ├─> Recording ── spread, speed-up, output scale, unique prompts ─┐
 kvd's decision log ───────┘                                                                │
-                                                list[Request], by arrival  <───────────────┘
+                                        list[RecordedRequest], by arrival  <───────────────┘
 """
 
 from __future__ import annotations
