@@ -20,7 +20,7 @@ import trio
 
 # Steps that wait for a kvd, about 200 bytes each; those beyond are dropped.
 MAX_STEPS = 65_536
-# Requests sent before their answers are awaited: both fit into the sockets' buffers.
+# Steps sent before their answers are awaited: both fit into the sockets' buffers.
 MAX_ROW = 64
 RECEIVE_BYTES = 64 * 1024  # bytes of answers that are received at once
 

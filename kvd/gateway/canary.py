@@ -25,12 +25,12 @@ from kvd.selection.worker_record import WorkerRecord
 from kvd_core.json.scan import BodyScanner
 from kvd_core.selector.selector import Pool
 
-BLOCKS = 3  # blocks of the prompt
-TRIES = 2  # tries before an engine's events are not believed
+BLOCKS = 3  # blocks of a canary's prompt
+TRIES = 2  # failed canaries before an engine's events are not believed
 ANSWER_S = 10.0  # time for one answer: an engine that has just started may compile first
-SEEN_S = 5.0  # time for the engine's events to come
-POLL_S = 0.02  # pause between two checks whether the prompt's blocks are indexed
-MAX_TOKENS = 4096  # tokens of the prompt: engines with larger blocks are not tested
+SEEN_S = 5.0  # time for the events of a canary to come
+POLL_S = 0.02  # pause between two checks whether a canary's blocks are indexed
+MAX_TOKENS = 4096  # tokens of a canary's prompt: engines with larger blocks are not tested
 ANSWER_BYTES = 256 * 1024  # bytes of an engine's answer to one question
 
 SCANNER = BodyScanner({"token_ids": "u32"})

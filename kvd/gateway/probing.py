@@ -27,7 +27,7 @@ from kvd.selection.worker_record import Role
 from kvd.wire.urls import Target
 from kvd_core.relay.relay import Answer
 
-PROBE_S = 5.0  # time for the answer to one question
+PROBE_S = 5.0  # time for an engine's answer to one question
 PROBE_BYTES = 4 * 1024 * 1024  # bytes of one answer: metrics of an engine with many adapters
 DEFAULT_BLOCK_SIZE = 16  # tokens, for an engine that does not report its block size
 

@@ -43,9 +43,9 @@ from kvd_core.selector.selector import Pool, Prompt
 
 DEFAULT_DEADLINE_S = 1.0  # time for the answer to a question, with the wait in that kvd's queue
 CHECK_S = 5.0  # pause between two reads of a kvd's catalog
-# Pause before the second try to reach a kvd that is down; each next one is twice as long, up to a
-# second. They are short, as a try only reads the catalog, and meanwhile requests go by load.
+# Pause before the second try to reach a kvd that is down; each next one is twice as long.
 RETRY_S = 0.1
+# Longest such pause: a try only reads the kvd's catalog, and meanwhile requests go by load.
 MAX_RETRY_S = 1.0
 REFUSALS_LOGGED_S = 30.0  # pause between two log lines about questions that one kvd refuses
 TELL_S = 10.0  # time to read the catalog and to register what is missing there

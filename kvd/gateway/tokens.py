@@ -49,9 +49,9 @@ TOKENIZED = (Api.CHAT, Api.COMPLETIONS)  # the APIs that /tokenize supports
 TOKENS_BYTES = 16 * 1024 * 1024
 # Turns whose tokens are still to be asked for in the background; further ones are not remembered.
 MAX_LATER = 256
-ASKING_LATER = 1  # such turns at a time: under load, more would slow down the requests
-LATER_S = 0.25  # time for the tokens of such a turn, at least; at most twice as long
-BYTES_PER_TOKEN = 4  # of text whose tokens are not known, to estimate how much work it is
+ASKING_LATER = 1  # turns asked for at a time: under load, more would slow down the requests
+LATER_S = 0.25  # time for the tokens of a turn in the background, or up to twice as long
+BYTES_PER_TOKEN = 4  # estimates the length of a text whose tokens are not known
 
 # Members other than the messages that determine a chat's tokens.
 DECIDING = frozenset((*CHAT_MEMBERS, *UNLISTED)) - {"messages"}

@@ -25,7 +25,7 @@ import trio
 from kvd.wire.urls import Target
 from kvd_core.relay.relay import ExchangeOutcome
 
-RECEIVE_BYTES = 64 * 1024  # bytes received in one piece, as in the relay
+RECEIVE_BYTES = 64 * 1024  # bytes that a tunnel receives in one piece, as the relay does
 BACKLOG = 1024  # connections that wait to be accepted: as many as the relay keeps to one engine
 CREDENTIALS = struct.Struct("3i")  # of a peer: process, user, group
 # Errors of a connection that this machine has no room for: they say nothing about the engine.

@@ -46,7 +46,7 @@ RETRY_S = 0.1
 HEALTH_TIMEOUT_S = 3.0  # time for the answer to a health check
 MAX_FAILURES = 3  # failed health checks in a row before a serving engine is out
 REFRESH_S = 30.0  # pause before a serving engine is asked again what it serves
-# Shortest such pause, where a request has shown that the engine serves something else.
+# Shortest pause before an engine is asked again, where a request shows that its answer is outdated.
 ASK_ANEW_S = 1.0
 HEALTH_BYTES = 64 * 1024  # bytes of an answer to a health check
 # Engines and names that lead to engines, some 2 KB each; further ones are refused.

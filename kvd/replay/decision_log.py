@@ -28,7 +28,7 @@ from kvd.selection.decisions import CHOICE, END, PREFILL_COMPLETE
 from kvd.selection.phases import PREFILL_SUFFIX
 from kvd.telemetry.rotating import files_of
 
-ASSUMED_INTERVAL_S = 0.03  # between output tokens, where only the time of all of them is known
+ASSUMED_INTERVAL_S = 0.03  # assumed between output tokens, where only their whole time is known
 
 Row = Mapping[str, Any]
 

@@ -16,7 +16,7 @@ from typing import Any
 from kvd.replay.recording import RecordedRequest, Recording, ReplayError, from_zero, rows
 
 BLOCK_SIZE = 512  # tokens of a block of Mooncake's traces
-SPREAD_S = 3.0  # time for which a timestamp of Mooncake's traces stands: its requests came then
+SPREAD_S = 3.0  # time after a timestamp of Mooncake's traces within which its requests came
 
 U64_MAX = 2**64 - 1
 _MIX = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio; odd, so that ids stay different
