@@ -307,7 +307,7 @@ def parse_switch(text: str) -> bool:
 
 
 def one_of(values: Iterable[str]) -> Parse:
-    """Returns a parser of some words, in any case."""
+    """Returns a parser that accepts these words, in any case."""
     known = {str(value): value for value in values}
 
     def parse(text: str) -> str:
@@ -410,7 +410,7 @@ def _each_once(text: str) -> tuple[str, ...]:
 
 
 def parse_outgoing(text: str) -> AllowedNetworks:
-    """Reads networks, or words for some, between commas; none allow no outgoing connection."""
+    """Reads networks, or words for some, between commas; an empty list allows no connection."""
     return parse_networks(parse_list(text))
 
 

@@ -4,7 +4,7 @@
                                                                                    │ its KV events
     the ids' blocks are found at that engine in the index? <── within SEEN_S ──────┘
 
-If an event endpoint is another engine's, or the block size is wrong, every choice goes wrong
+If an event endpoint belongs to another engine, or the block size differs, every choice goes wrong
 without a sign. The text is new each time, as engines publish nothing for blocks already cached.
 """
 

@@ -117,7 +117,7 @@ def _without_marks(span: bytes) -> bytes:
 def _without_billing(span: bytes) -> bytes:
     try:
         said = json.loads(span)
-    except (ValueError, RecursionError):  # a number has too many digits for Python, or too deep
+    except (ValueError, RecursionError):  # too many digits for Python, or nested too deeply
         return span
     if isinstance(said, str):
         return b"" if said.startswith(BILLING) else span

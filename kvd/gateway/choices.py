@@ -155,7 +155,7 @@ class LocalChoices:
 
     async def choose(self, question: Question) -> Placement:
         selections, key = self._selections, question.key
-        candidates = selections.candidates.get(key)  # None while its only worker is put anew
+        candidates = selections.candidates.get(key)  # None while its only worker is replaced
         everybody = candidates is not None and question.allowed == candidates.workers.keys()
         session = None if selections.affinity is None else question.session
         usual = everybody and question.phase is None
@@ -192,7 +192,7 @@ class LocalChoices:
 
     def least_prefill_tokens(self, question: Question) -> int:
         candidates = self._selections.candidates.get(question.key)
-        if candidates is None or not candidates.workers:  # the only worker is being put anew
+        if candidates is None or not candidates.workers:  # the only worker is being replaced
             return 0
         question.lookup(candidates.pool)
         mask = candidates.pool.mask(question.allowed)

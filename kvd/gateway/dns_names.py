@@ -67,7 +67,7 @@ class FollowedName:
     met: trio.Event = field(default_factory=trio.Event)  # it has been looked up once
 
     async def run(self, upstreams: Wanting, dialer: Dialer) -> None:
-        """Keeps the engines those of the name, until no owner wants the name any more."""
+        """Follows the engines at the name's addresses until no owner wants the name any more."""
         with self.following:
             await self._keep(upstreams, dialer)
 

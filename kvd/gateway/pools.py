@@ -9,7 +9,7 @@
 
     way        when
     remote     a prefill engine and one that takes over from it are well
-    short      another engine caches so much that computing the rest is faster than handing over
+    short      computing the uncached rest of the prompt is faster than handing it over
     unsuited   the answer needs what only the computing engine knows, or would be computed twice
     fallback   no prefill engine could be used, or the chosen one has failed
 

@@ -1,4 +1,4 @@
-"""Has other kvds choose: they are asked in turn, and the engines are registered at each.
+"""Has other kvds choose: they are asked in order, and the engines are registered at each.
 
     choose ──> the first kvd that is up ──> booked there
                   │ gone, or late

@@ -53,7 +53,7 @@ ASKING_LATER = 1  # turns asked for at a time: under load, more would slow down 
 LATER_S = 0.25  # time for the tokens of a turn in the background, or up to twice as long
 BYTES_PER_TOKEN = 4  # estimates the length of a text whose tokens are not known
 
-# Members other than the messages that determine a chat's tokens.
+# Members that determine a chat's tokens, except the messages.
 DECIDING = frozenset((*CHAT_MEMBERS, *UNLISTED)) - {"messages"}
 
 TOKENS, TOKEN_IDS = 0, 1  # numbers of the scanner's arrays
@@ -308,7 +308,7 @@ def remembers(asked: ClientRequest) -> bool:
 
 
 def context_of(asked: ClientRequest, served: Served) -> bytes:
-    """Returns everything except the messages that determines the tokens."""
+    """Returns all that determines the tokens, except the messages."""
     members = [
         b"%b:%b" % (name.encode(), value)  # in the scanner's order, whatever the body's is
         for name, value in asked.spans.items()

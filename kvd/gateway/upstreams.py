@@ -196,8 +196,8 @@ class Upstreams:
     ) -> None:
         """`wanted` are the engines of the settings; `tls` is for engines with https: URLs.
 
-        Unless `proves` is False, each engine that publishes events is tested whether these agree
-        with its tokens.
+        Unless `proves` is False, an engine that publishes events is tested: its events must agree
+        with its tokens, or its cache is predicted.
         """
         self.each: dict[int, Upstream] = {}
         self.followed: dict[Wanted, FollowedName] = {}
