@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 
-import httpx
 import msgpack
 import pytest
 import zmq
 
 from tests.captures.recording import AgreementStats, Answer, Question, Rank, Recording, judge, load
+from tests.support.http_client import Client
 from tests.support.processes import Server
 from tests.support.running import running_kvd
 
@@ -33,15 +33,13 @@ def kvd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.fixture
-def client(kvd: Server) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=kvd.base_url, trust_env=False, verify=False) as made:
+def client(kvd: Server) -> Iterator[Client]:
+    with Client(kvd.base_url) as made:
         yield made
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_running_kvd_answers_as_the_engine_does(
-    name: str, kvd: Server, client: httpx.Client
-) -> None:
+def test_a_running_kvd_answers_as_the_engine_does(name: str, kvd: Server, client: Client) -> None:
     recording = load(name)
     with ExitStack() as stack:
         context = stack.enter_context(zmq.Context())
@@ -55,7 +53,7 @@ def test_a_running_kvd_answers_as_the_engine_does(
     assert stats == AgreementStats(agree=figures), "\n".join(wrong)
 
 
-def _play(recording: Recording, rank: Rank, publisher: zmq.Socket, client: httpx.Client) -> None:
+def _play(recording: Recording, rank: Rank, publisher: zmq.Socket, client: Client) -> None:
     """Registers one rank, sends all that it sent, and a block of ours that tells the end."""
     publisher.linger = 0
     publisher.sndhwm = 0
@@ -86,13 +84,13 @@ def _send(publisher: zmq.Socket, topic: bytes, seq: int, payload: bytes) -> None
     publisher.send_multipart([topic, seq.to_bytes(8, "big"), payload])
 
 
-def _applied(recording: Recording, rank: Rank, client: httpx.Client) -> bool:
+def _applied(recording: Recording, rank: Rank, client: Client) -> bool:
     last = Question(rank, [LAST_TOKEN] * recording.block_size, None, None, [], {})
     instance, dp_rank = map(str, rank)
     return bool(_ask(recording, last, client)["scores"].get(instance, {}).get(dp_rank))
 
 
-def _ask(recording: Recording, question: Question, client: httpx.Client) -> Answer:
+def _ask(recording: Recording, question: Question, client: Client) -> Answer:
     if question.items:
         hashes = question.hashes(recording.block_size)
         path, body = "/query_by_hash", {"block_hashes": hashes}

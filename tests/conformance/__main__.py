@@ -13,11 +13,10 @@ import time
 from collections import Counter
 from pathlib import Path
 
-import httpx
-
 from tests.conformance.failure import Failure
 from tests.conformance.runner import Scenario, load_all, play
 from tests.conformance.steps import Target
+from tests.support.http_client import Client
 
 FOLDER = Path(__file__).parent
 FACES = ("indexer", "slot_tracker", "selection", "conductor")
@@ -32,7 +31,7 @@ def main() -> int:
     )
     given = arguments.files or FOLDER.glob(f"{arguments.face}/*.json")
     outcomes: Counter[str] = Counter()
-    with httpx.Client(trust_env=False, verify=False) as client:
+    with Client() as client:
         for scenario in load_all(given):
             outcomes[report(scenario, target, client, arguments)] += 1
     print(", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items())))
@@ -69,7 +68,7 @@ def parse() -> argparse.Namespace:
 
 
 def report(
-    scenario: Scenario, target: Target, client: httpx.Client, arguments: argparse.Namespace
+    scenario: Scenario, target: Target, client: Client, arguments: argparse.Namespace
 ) -> str:
     """Plays one scenario, prints its line and returns its outcome."""
     start = time.monotonic()

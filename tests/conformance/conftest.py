@@ -9,11 +9,11 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-import httpx
 import pytest
 
 from tests.conformance.steps import Target
 from tests.support.documented import documented
+from tests.support.http_client import Client
 from tests.support.ports import find_free_port
 from tests.support.processes import Server, clean_environment
 
@@ -56,6 +56,6 @@ def _running(command: list[str], folder: Path) -> Iterator[Target]:
 
 
 @pytest.fixture(scope="session")
-def client() -> Iterator[httpx.Client]:
-    with httpx.Client(trust_env=False, verify=False) as made:
+def client() -> Iterator[Client]:
+    with Client() as made:
         yield made

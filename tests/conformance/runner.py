@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from tests.conformance.failure import Failure
 from tests.conformance.steps import Stage, Step, Target
+from tests.support.http_client import Client
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ def load_all(paths: Iterable[Path]) -> list[Scenario]:
 def play(
     scenario: Scenario,
     target: Target,
-    client: httpx.Client,
+    client: Client,
     say: Callable[[str], None] = lambda line: None,
 ) -> None:
     """Plays one scenario and undoes what it did; raises Failure."""

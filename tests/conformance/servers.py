@@ -17,6 +17,7 @@ import httpx
 
 from tests.conformance.failure import Failure, wait_until
 from tests.conformance.matcher import difference
+from tests.support import http_client
 from tests.support.forking import start_process
 from tests.support.ports import find_free_port
 
@@ -52,8 +53,7 @@ class Spawned:
                 raise Failure(f"exited with {code}: {self._text()[-SHOWN_OUTPUT:]}")
             try:
                 url = self.base_url + "/health"
-                usual = {"trust_env": False, "verify": False}
-                healthy = httpx.get(url, timeout=HEALTH_TIMEOUT_S, **usual).is_success
+                healthy = http_client.get(url, timeout=HEALTH_TIMEOUT_S).is_success
             except httpx.TransportError:
                 healthy = False
             return None if healthy else f"not healthy: {self._text()[-SHOWN_OUTPUT:]}"

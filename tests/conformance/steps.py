@@ -19,6 +19,7 @@ from tests.conformance.names import Names
 from tests.conformance.packed import PackedDialect
 from tests.conformance.responses import unmet
 from tests.conformance.servers import FakeHttp, Spawned
+from tests.support.http_client import Client
 
 Step = dict[str, Any]
 
@@ -45,7 +46,7 @@ class Stage:
     """Plays the steps of one scenario; `close` puts everything back."""
 
     def __init__(
-        self, target: Target, client: httpx.Client, say: Callable[[str], None] = lambda line: None
+        self, target: Target, client: Client, say: Callable[[str], None] = lambda line: None
     ) -> None:
         self._target = target
         self._client = client

@@ -12,6 +12,7 @@ from tests.conformance.failure import BadScenario, Failure
 from tests.conformance.matcher import difference
 from tests.conformance.responses import unmet
 from tests.conformance.steps import Stage, Step, Target
+from tests.support.http_client import Client
 
 
 @pytest.mark.parametrize(
@@ -96,9 +97,7 @@ AT_ONCE_S = 0.05
     ],
     ids=str,
 )
-def test_what_is_not_so_fails(
-    step: Step, kvd: Callable[[str], Target], client: httpx.Client
-) -> None:
+def test_what_is_not_so_fails(step: Step, kvd: Callable[[str], Target], client: Client) -> None:
     stage = Stage(kvd("indexer"), client)
     try:
         with pytest.raises(Failure):
@@ -118,7 +117,7 @@ def test_what_is_not_so_fails(
     ids=str,
 )
 def test_what_is_no_step_is_refused(
-    step: Step, kvd: Callable[[str], Target], client: httpx.Client
+    step: Step, kvd: Callable[[str], Target], client: Client
 ) -> None:
     with pytest.raises(BadScenario):
         Stage(kvd("indexer"), client).play(step)

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import httpx
 import pytest
 
 from tests.conformance.packed import PackedDialect
 from tests.conformance.runner import Scenario, load_all, play
 from tests.conformance.steps import Target
+from tests.support.http_client import Client
 
 SCENARIOS = load_all(Path(__file__).parent.glob("*/*.json"))
 
@@ -19,7 +19,7 @@ SCENARIOS = load_all(Path(__file__).parent.glob("*/*.json"))
 @pytest.mark.parametrize(
     "scenario", SCENARIOS, ids=lambda scenario: f"{scenario.face}-{scenario.name}"
 )
-def test_scenario(scenario: Scenario, kvd: Callable[[str], Target], client: httpx.Client) -> None:
+def test_scenario(scenario: Scenario, kvd: Callable[[str], Target], client: Client) -> None:
     play(scenario, kvd(scenario.face), client)
 
 
@@ -30,7 +30,7 @@ CONDUCTOR = [scenario for scenario in SCENARIOS if scenario.face == "conductor"]
 
 @pytest.mark.parametrize("scenario", CONDUCTOR, ids=lambda scenario: scenario.name)
 def test_scenario_in_msgpack(
-    scenario: Scenario, kvd: Callable[[str], Target], client: httpx.Client
+    scenario: Scenario, kvd: Callable[[str], Target], client: Client
 ) -> None:
     """What both dialects can say, they say alike."""
     dialect = PackedDialect()

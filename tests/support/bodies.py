@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
+from tests.support.http_client import Client
 
 JSON = {"content-type": "application/json"}
 
@@ -132,7 +132,7 @@ class Refusals:
 
     def __init__(
         self,
-        client: httpx.Client,
+        client: Client,
         bodies: Bodies,
         state: Callable[[], object],
         undo: Callable[[str], None],
@@ -248,7 +248,7 @@ class Refusals:
             bodies[f"without {missing}"] = json.dumps(rest).encode()
         return bodies
 
-    def check_peer(self, path: str, theirs: httpx.Client, *more: str) -> None:
+    def check_peer(self, path: str, theirs: Client, *more: str) -> None:
         """Compares the statuses with a live Dynamo's, which takes what begins with `more`."""
         answers = {
             name: tuple(

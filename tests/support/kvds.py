@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 
 from tests.support.engines import BLOCK_SIZE, Engine
+from tests.support.http_client import Client
 from tests.support.ports import find_free_port
 from tests.support.processes import Server, clean_environment
 
@@ -43,7 +44,7 @@ class Kvd:
         self.state = folder / "state"
         self.ports = {face: find_free_port() for face in FACES}
         self.flags = [f"--state-dir={self.state}", "--snapshot-s=0.2", *flags]
-        self.client = httpx.Client(trust_env=False, verify=False, timeout=PATIENCE_S)
+        self.client = Client(timeout=PATIENCE_S)
         self.server: Server | None = None
 
     def start(self) -> None:

@@ -8,13 +8,13 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import httpx
 import zmq
 
 from examples.engine.caches import BLOCK_SIZE, Event, VllmEngine
 from examples.engine.caches import Engine as Cache
 from tests.conformance.engine import Engine
 from tests.conformance.failure import show, wait_until
+from tests.support.http_client import Client
 from tests.support.ports import find_free_port
 from tests.support.processes import Server
 from tests.support.running import running
@@ -33,10 +33,7 @@ class Patient:
         self.server = server
         self.urls = urls
         self._opened = opened
-        self.clients = {
-            face: opened.enter_context(httpx.Client(base_url=url, trust_env=False, verify=False))
-            for face, url in urls.items()
-        }
+        self.clients = {face: opened.enter_context(Client(url)) for face, url in urls.items()}
 
     def post(self, face: str, path: str, body: Json, status: int | None = None) -> Any:
         answer = self.clients[face].post(path, json=body)

@@ -8,9 +8,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from random import Random
 
-import httpx
-
 from tests.support.engines import BLOCK_SIZE, Engine
+from tests.support.http_client import Client
 from tests.support.ports import find_free_port
 from tests.support.processes import Server, clean_environment
 
@@ -32,9 +31,7 @@ class Pictured:
         self._folder = folder
         self.url = f"http://127.0.0.1:{self.port}"
         self.engines = [Engine() for _ in range(workers)]
-        self.client = httpx.Client(
-            base_url=f"http://127.0.0.1:{selection}", trust_env=False, verify=False
-        )
+        self.client = Client(f"http://127.0.0.1:{selection}")
         if token:
             self.client.headers["authorization"] = f"Bearer {token}"
         self._chance = Random(1)

@@ -7,10 +7,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from tests.conformance.engine import Engine
 from tests.conformance.failure import show, wait_until
+from tests.support.http_client import Client
 from tests.support.processes import Server
 from tests.support.running import running_kvd
 
@@ -22,7 +21,7 @@ Json = dict[str, Any]
 class Running:
     """A conductor's client, and the engines of one test."""
 
-    def __init__(self, client: httpx.Client, server: Server) -> None:
+    def __init__(self, client: Client, server: Server) -> None:
         self.client = client
         self.server = server
         self._engines = ExitStack()
@@ -83,7 +82,7 @@ class Running:
 def running_conductor(folder: Path, *arguments: str) -> Iterator[Running]:
     with (
         running_kvd(folder, *arguments, face="conductor") as server,
-        httpx.Client(base_url=server.base_url, trust_env=False, verify=False) as client,
+        Client(server.base_url) as client,
     ):
         yield Running(client, server)
         assert "Traceback" not in server.stderr

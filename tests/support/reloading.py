@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
-
 from tests.support import exposition
+from tests.support.http_client import Client
 from tests.support.ports import find_free_port
 from tests.support.processes import Server, clean_environment
 from tests.support.running import running_kvd
@@ -23,7 +22,7 @@ class Daemon:
     def __init__(self, server: Server, path: Path) -> None:
         self.server = server
         self.path = path
-        self.http = httpx.Client(base_url=server.base_url, trust_env=False, verify=False)
+        self.http = Client(server.base_url)
 
     def reload(self, text: str, outcome: str = "applied") -> None:
         """Writes the file, tells the daemon, and waits until it has looked at it."""

@@ -13,12 +13,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from kvd.telemetry.stderr import MAX_WAITING_BYTES
-from tests.support import exposition
+from tests.support import exposition, http_client
 from tests.support.forking import start_process
+from tests.support.http_client import Client
 from tests.support.ports import find_free_port
 from tests.support.processes import Server, clean_environment
 from tests.support.running import running
@@ -55,7 +55,7 @@ def requests(server: Server) -> list[dict[str, Any]]:
 def test_what_the_core_answers_is_a_line_on_every_face(tmp_path: Path) -> None:
     with (
         serving(tmp_path, "--access-log", "--log-level=warning") as (server, urls),
-        httpx.Client(trust_env=False, verify=False) as client,
+        Client() as client,
     ):
         body = {
             "instance_id": 7,
@@ -80,7 +80,7 @@ def test_who_is_refused_is_told_which_request_that_was(tmp_path: Path) -> None:
     tokens = f"--tokens-file={tmp_path}/tokens"
     with (
         serving(tmp_path, "--access-log", tokens) as (server, urls),
-        httpx.Client(trust_env=False, verify=False) as client,
+        Client() as client,
     ):
         for method, known in (("GET", "r-1"), ("HEAD", "r-2"), ("GET", None)):
             headers = {"x-request-id": known} if known else {}
@@ -98,7 +98,7 @@ def test_it_is_switched_in_a_running_daemon(tmp_path: Path) -> None:
 
         def is_logged() -> bool:
             before = len(requests(server))
-            httpx.post(f"{urls['indexer']}/query", json=QUERY, trust_env=False, verify=False)
+            http_client.post(f"{urls['indexer']}/query", json=QUERY)
             return len(requests(server)) > before
 
         assert not is_logged()
@@ -132,7 +132,7 @@ def stuck() -> Iterator[tuple[int, int]]:
 
 
 def dropped_at(port: int) -> float:
-    metrics = httpx.get(f"http://127.0.0.1:{port}/metrics", trust_env=False, verify=False).text
+    metrics = http_client.get(f"http://127.0.0.1:{port}/metrics").text
     return exposition.parse(metrics)["kvd_log_lines_dropped_total"]
 
 
@@ -167,7 +167,7 @@ def test_without_room_on_the_disk_it_goes_on(tmp_path: Path) -> None:
     server = Server(command, tmp_path, port, clean_environment(KVD_ACCESS_LOG="true"))
     try:
         server.wait_healthy()
-        metrics = httpx.get(f"{server.base_url}/metrics", trust_env=False, verify=False).text
+        metrics = http_client.get(f"{server.base_url}/metrics").text
         assert exposition.parse(metrics)["kvd_log_lines_dropped_total"] > 0
     finally:
         assert server.stop() == 0

@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from kvd.selection.affinity import MAX_SESSION_ID_BYTES
+from tests.support.http_client import Client
 from tests.support.ports import find_free_port
 from tests.support.processes import Server
 from tests.support.running import running_kvd
@@ -45,8 +46,8 @@ def place_of(answer: httpx.Response) -> Place:
 
 
 @contextmanager
-def start_catalog(base_url: str) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=base_url, trust_env=False, verify=False, timeout=20) as client:
+def start_catalog(base_url: str) -> Iterator[Client]:
+    with Client(base_url, timeout=20) as client:
         for row in CATALOG:
             answer = client.post("/workers", json=row)
             assert answer.json()["lifecycle"] == "schedulable", answer.text
@@ -84,7 +85,7 @@ def test_without_the_option_sessions_are_passed_over(tmp_path: Path) -> None:
         assert place_of(client.post("/select", json=prompt(2, session_id="s" * 1000))) != place
 
 
-def check_both_follow(one: httpx.Client, two: httpx.Client, wait: Callable[..., None]) -> None:
+def check_both_follow(one: Client, two: Client, wait: Callable[..., None]) -> None:
     """What either binds or lets go is followed on the other; `wait` waits for a condition."""
     for number, (mine, theirs) in enumerate(((one, two), (two, one))):
         session = f"session {number}"
@@ -92,9 +93,7 @@ def check_both_follow(one: httpx.Client, two: httpx.Client, wait: Callable[..., 
         answer = mine.post("/select_and_reserve", json={**body, "reservation_id": f"id {number}"})
         place = place_of(answer)
 
-        def followed(
-            theirs: httpx.Client = theirs, session: str = session, place: Place = place
-        ) -> bool:
+        def followed(theirs: Client = theirs, session: str = session, place: Place = place) -> bool:
             asked = [prompt(100 + at, session_id=session) for at in range(12)]
             return all(place_of(theirs.post("/select", json=body)) == place for body in asked)
 
@@ -112,15 +111,15 @@ def sync(port: int, other: int) -> list[str]:
     return ["--replica-sync-port", str(port), "--replica-sync-peers", peers]
 
 
-def meet(one: httpx.Client, two: httpx.Client, wait: Callable[..., None]) -> None:
+def meet(one: Client, two: Client, wait: Callable[..., None]) -> None:
     """Returns once each hears the other: what comes before that is lost."""
     for number, (mine, theirs) in enumerate(((one, two), (two, one))):
         tries = iter(range(10_000))
 
         def heard(
             number: int = number,
-            mine: httpx.Client = mine,
-            theirs: httpx.Client = theirs,
+            mine: Client = mine,
+            theirs: Client = theirs,
             tries: Any = tries,
         ) -> bool:
             name = f"meet-{number}-{next(tries)}"

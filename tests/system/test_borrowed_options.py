@@ -5,11 +5,11 @@ from __future__ import annotations
 from contextlib import ExitStack
 from pathlib import Path
 
-import httpx
 import pytest
 
 from kvd.config.load import StartError, load, outweighed, without_effect
 from kvd.config.settings import WITHOUT_EFFECT
+from tests.support.http_client import Client
 from tests.support.ports import find_free_port
 from tests.support.running import running, running_kvd
 
@@ -90,7 +90,7 @@ def test_requests_of_a_worker_weigh_beside_its_blocks(
     environ["DYN_ROUTER_DECODE_ACTIVE_REQUEST_WEIGHT"] = weight
     with (
         running_kvd(tmp_path, face="select-service", environ=environ) as server,
-        httpx.Client(base_url=server.base_url, trust_env=False, verify=False) as client,
+        Client(server.base_url) as client,
     ):
         for worker_id in (1, 2):
             row = {"worker_id": worker_id, "block_size": 4, "endpoint": "http://w"}
@@ -129,7 +129,7 @@ def test_the_credit_of_the_device_decays_with_the_load(
     prompt = list(range(32))
     with (
         running_kvd(tmp_path, *flags, face="select-service", environ=environ) as server,
-        httpx.Client(base_url=server.base_url, trust_env=False, verify=False) as client,
+        Client(server.base_url) as client,
     ):
         for worker_id in (1, 2):
             row = {"worker_id": worker_id, "block_size": 4, "endpoint": "http://w"}

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import httpx
 import pytest
 import trio
 
@@ -33,6 +32,7 @@ from tests.support.held_selections import (
     ready,
     settled,
 )
+from tests.support.http_client import Client
 from tests.support.processes import Server
 from tests.support.selecting import BLOCK_SIZE, EXPIRY_S, M, Service
 
@@ -274,7 +274,7 @@ async def test_speeds_rank_by_rank_are_looked_up_with_rests_between() -> None:
 def test_a_running_kvd_counts_both_ways(kvd_process: Callable[..., Server]) -> None:
     server = kvd_process(face="select-service")
     prompt = {"token_ids": list(range(64))}
-    with httpx.Client(base_url=server.base_url, trust_env=False, verify=False) as client:
+    with Client(server.base_url) as client:
         worker = {
             "worker_id": 1,
             "model_name": "default",

@@ -25,7 +25,9 @@ from kvd.config.load import DEFAULTS, FACE_BINDS, load
 from kvd.config.parsers import OFF, parse_face_binds
 from kvd.config.settings import COMMON, GROUPS, SELECT_SERVICE_SETTINGS, SETTINGS
 from kvd.platform.descriptors import LEAST
+from tests.support import http_client
 from tests.support.commands import Ended, run_command, run_each
+from tests.support.http_client import Client
 from tests.support.ports import find_free_port
 from tests.support.processes import Server
 from tests.support.running import running, running_both
@@ -375,7 +377,7 @@ def test_workers_of_the_command_line_are_registered(
 ) -> None:
     flags = ("--block-size", "16", "--model-name", "m", "--workers", f"1={ENDPOINT},1:1={ENDPOINT}")
     server = kvd_process(*flags, "--threads", "4")
-    (worker,) = httpx.get(f"{server.base_url}/workers", trust_env=False, verify=False).json()
+    (worker,) = http_client.get(f"{server.base_url}/workers").json()
     assert worker["instance_id"] == 1
     assert worker["endpoints"] == {"0": ENDPOINT, "1": ENDPOINT}
 
@@ -395,7 +397,7 @@ def test_who_reads_what_a_command_says_may_leave() -> None:
 def test_both_faces_are_one_process(tmp_path: Path) -> None:
     with (
         running_both(tmp_path) as (server, slot_tracker),
-        httpx.Client(trust_env=False, verify=False) as client,
+        Client() as client,
     ):
         worker = {"worker_id": 7, "model_name": "m", "block_size": 16, "dp_start": 0, "dp_size": 1}
         assert client.post(f"{slot_tracker}/register", json=worker).status_code == 201
@@ -412,7 +414,7 @@ def test_both_faces_are_one_process(tmp_path: Path) -> None:
         assert client.post(f"{slot_tracker}/query", json={}).status_code == 404
     for url in (server.base_url, slot_tracker):
         with pytest.raises(httpx.ConnectError):
-            httpx.get(f"{url}/health", trust_env=False, verify=False)
+            http_client.get(f"{url}/health")
     assert server.stderr.count("event=serving") == 2
     assert server.stderr.count("event=stopped") == 1
 

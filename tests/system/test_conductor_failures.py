@@ -72,7 +72,7 @@ def test_unknown_paths_and_methods(
 
 @pytest.mark.parametrize("path", BODIES)
 def test_bodies_over_the_limit(conductor: Running, path: str) -> None:
-    with socket.create_connection(("127.0.0.1", conductor.client.base_url.port or 0)) as sock:
+    with socket.create_connection(("127.0.0.1", conductor.server.port)) as sock:
         sock.sendall(
             b"POST %b HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9999999\r\n\r\n"
             % path.encode()
@@ -83,7 +83,7 @@ def test_bodies_over_the_limit(conductor: Running, path: str) -> None:
 
 
 def test_what_is_no_http(conductor: Running) -> None:
-    with socket.create_connection(("127.0.0.1", conductor.client.base_url.port or 0)) as sock:
+    with socket.create_connection(("127.0.0.1", conductor.server.port)) as sock:
         sock.sendall(b"POST /query HTTP/1.1\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n")
         head, _, body = sock.makefile("rb").read().partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 400 ")

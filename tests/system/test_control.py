@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
 
-import httpx
 import pytest
 
 from kvd.app.control import FOLDER_VARIABLE
 from kvd.cli.main import main
+from tests.support import http_client
 from tests.support.ports import find_free_port
 from tests.support.processes import Server
 from tests.support.running import running
@@ -81,10 +81,7 @@ def test_what_kvd_refuses_fails_with_the_reason(
         # and its credentials nobody else.
         (folder / "credentials" / "kvd_tokens").write_text("operator read short\n")
         assert "kvd_tokens: line 1, operator: a token must" in refused("")
-        assert (
-            httpx.get(f"{server.base_url}/workers", trust_env=False, verify=False).status_code
-            == 401
-        )
+        assert http_client.get(f"{server.base_url}/workers").status_code == 401
 
 
 def test_without_a_kvd_to_ask_it_fails(

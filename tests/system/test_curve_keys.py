@@ -7,12 +7,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import zmq
 
 from kvd.cli.main import main
 from tests.support import exposition
+from tests.support.http_client import Client
 from tests.support.ports import find_free_port
 from tests.support.processes import Server
 from tests.support.running import running
@@ -43,7 +43,7 @@ def engine() -> Iterator[CurveEngine]:
         made.socket.close(0)
 
 
-Clients = dict[str, httpx.Client]
+Clients = dict[str, Client]
 Start = Callable[..., tuple[Server, Clients]]
 
 
@@ -59,10 +59,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
             folder.mkdir()
             server = stack.enter_context(running(folder, ports["indexer"], "serve", *binds, *flags))
             urls = {face: f"http://127.0.0.1:{port}" for face, port in ports.items()}
-            return server, {
-                face: stack.enter_context(httpx.Client(base_url=url, trust_env=False, verify=False))
-                for face, url in urls.items()
-            }
+            return server, {face: stack.enter_context(Client(url)) for face, url in urls.items()}
 
         yield run
 

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import httpx
 import pytest
 import trio
 import yaml
 
 from examples.engine.options import EngineOptions
+from tests.support import http_client
 from tests.support.exposition import labels, parse
 from tests.support.gateways import engines, gateway_of
 from tests.support.kvds import Kvd
@@ -97,7 +97,7 @@ def serve_texts(folder: Path) -> Iterator[str]:
         assert kvd.post("selection", "/reservations/a/report", report).status_code == 200
         for port in (*kvd.ports.values(), gateway):
             url = f"http://127.0.0.1:{port}/metrics"
-            yield httpx.get(url, trust_env=False, verify=False).text
+            yield http_client.get(url).text
     finally:
         kvd.close()
 

@@ -6,12 +6,12 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-import httpx
 import pytest
 
 from kvd.cli.main import main
 from tests.support import exposition
 from tests.support.commands import run_command
+from tests.support.http_client import Client
 from tests.support.ports import find_free_port
 from tests.support.processes import Server
 
@@ -42,7 +42,7 @@ def test_what_a_daemon_logs_is_replayed(
     path = tmp_path / "decisions.jsonl"
     environ = {"KVD_DECISION_LOG": str(path)}
     server = kvd_process("--router-policy=kvd", face="select-service", environ=environ)
-    with httpx.Client(base_url=server.base_url, trust_env=False, verify=False) as client:
+    with Client(server.base_url) as client:
         for worker in workers(3):
             client.post("/workers", json=worker).raise_for_status()
         for number in range(REQUESTS):

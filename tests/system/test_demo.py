@@ -43,6 +43,7 @@ from examples.engine.caches import (
     chains,
 )
 from examples.engine.tokenizer import ids_of_messages
+from tests.support import http_client
 from tests.support.ports import find_free_port
 from tests.support.processes import (
     START_DEADLINE_S,
@@ -276,7 +277,7 @@ def paste(command: str) -> httpx.Response:
     *_, url, header, value, data, body = shlex.split(command.replace("\\\n", " "))
     assert (header, value, data) == ("-H", "Content-Type: application/json", "-d")
     headers = {"Content-Type": "application/json"}
-    return httpx.post(url, content=body, headers=headers, trust_env=False, verify=False)
+    return http_client.post(url, content=body, headers=headers)
 
 
 def test_the_demo_answers_what_it_prints_and_ends_on_ctrl_c(start: Start) -> None:

@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import yaml
 import zmq
@@ -26,6 +25,7 @@ from kvd.persistence.store import STOP_S
 from kvd.platform.descriptors import ENOUGH
 from kvd.wire.egress import EgressPolicy
 from kvd.wire.endpoints import Addresses
+from tests.support import http_client
 from tests.support.ports import find_free_port
 from tests.support.processes import REPOSITORY
 from tests.support.running import running, running_kvd
@@ -228,7 +228,7 @@ def test_probes_are_answered(manifests: dict[str, Any], tmp_path: Path) -> None:
         with running_kvd(tmp_path, face=commands[face]) as server:
             for _, path in (each for each in gets if each[0] == face):
                 url = f"{server.base_url}{path}"
-                assert httpx.get(url, trust_env=False, verify=False).status_code == 200, url
+                assert http_client.get(url).status_code == 200, url
 
 
 def test_nobody_is_root(manifests: dict[str, Any]) -> None:

@@ -13,12 +13,12 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from threading import Event
 
-import httpx
 import pytest
 
 from kvd.cli import doctor
 from kvd.cli.main import main
 from kvd.faces.common.diagnosis import MAX_DIAGNOSES
+from tests.support import http_client
 from tests.support.documented import documented
 from tests.support.patients import FACES, Patient, running_patient
 from tests.support.ports import find_free_port
@@ -106,7 +106,7 @@ def test_so_many_diagnoses_and_no_more(patient: Patient) -> None:
         url = f"{patient.urls['indexer']}/diagnose?probe=1"
 
         def ask(_: int) -> int:
-            return httpx.get(url, trust_env=False, verify=False, timeout=60).status_code
+            return http_client.get(url, timeout=60).status_code
 
         with ThreadPoolExecutor(2 * MAX_DIAGNOSES) as pool:
             statuses = Counter(pool.map(ask, range(2 * MAX_DIAGNOSES)))
@@ -128,7 +128,7 @@ def test_a_token_of_scope_read_is_needed(tmp_path: Path, capsys: Capture) -> Non
     (tmp_path / "token").write_text(TOKEN)
     with running_patient(tmp_path, f"--tokens-file={tokens}") as (_, urls):
         url = f"{urls['indexer']}/diagnose"
-        assert httpx.get(url, trust_env=False, verify=False).status_code == 401
+        assert http_client.get(url).status_code == 401
         bind = f"--indexer-bind={urls['indexer'].removeprefix('http://')}"
         others = [f"--{face}-bind=off" for face in FACES[1:]]
         assert main(["doctor", bind, *others]) == 2

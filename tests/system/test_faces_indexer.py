@@ -9,11 +9,11 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import httpx
 import pytest
 import zmq
 
 from tests.support.bodies import CHECKS, Refusals
+from tests.support.http_client import Client
 from tests.support.indexer_bodies import INDEXER, MODEL, POSTS, SOMEWHERE
 from tests.support.processes import Server
 from tests.support.running import running_kvd
@@ -30,10 +30,10 @@ def kvd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def client(kvd: Server) -> Iterator[httpx.Client]:
+def client(kvd: Server) -> Iterator[Client]:
     """A client of a kvd where ranks 10 and 9 of instance 1 are registered and active."""
     with (
-        httpx.Client(base_url=kvd.base_url, trust_env=False, verify=False) as made,
+        Client(kvd.base_url) as made,
         zmq.Context() as context,
         context.socket(zmq.PUB) as engine,
     ):
@@ -55,14 +55,14 @@ def client(kvd: Server) -> Iterator[httpx.Client]:
 
 
 @pytest.fixture(autouse=True)
-def unchanged(client: httpx.Client) -> Iterator[None]:
+def unchanged(client: Client) -> Iterator[None]:
     """Nothing that a test does leaves a trace."""
     before = _state(client)
     yield
     assert _state(client) == before
 
 
-def _state(client: httpx.Client) -> tuple[Any, Any]:
+def _state(client: Client) -> tuple[Any, Any]:
     """Instances and blocks; listeners change by themselves, as do counts of questions."""
     own = {"listeners", "questions", "matched"}
     rows = client.get("/workers").json()
@@ -72,7 +72,7 @@ def _state(client: httpx.Client) -> tuple[Any, Any]:
 
 
 @pytest.fixture(scope="module")
-def refusals(client: httpx.Client) -> Refusals:
+def refusals(client: Client) -> Refusals:
     def undo(path: str) -> None:
         if path == "/register":
             body, _ = POSTS["/unregister"]
@@ -146,7 +146,7 @@ def test_what_is_not_registered_cannot_be_unregistered(refusals: Refusals) -> No
     refusals.refused("/unregister", bodies, 404)
 
 
-def test_methods_and_paths_that_do_not_exist(client: httpx.Client) -> None:
+def test_methods_and_paths_that_do_not_exist(client: Client) -> None:
     allowed = dict.fromkeys(POSTS, "POST")
     allowed |= dict.fromkeys(("/health", "/workers", "/dump"), "GET, HEAD")
     for path, methods in allowed.items():
@@ -163,7 +163,7 @@ def test_methods_and_paths_that_do_not_exist(client: httpx.Client) -> None:
             assert (head.status_code, head.content) == (200, b"")
 
 
-def test_workers_are_listed_by_rank_and_filtered_by_both_names(client: httpx.Client) -> None:
+def test_workers_are_listed_by_rank_and_filtered_by_both_names(client: Client) -> None:
     (row,) = client.get("/workers").json()
     assert list(row["endpoints"]) == list(row["listeners"]) == ["9", "10"]
     found = {
@@ -184,15 +184,15 @@ def test_workers_are_listed_by_rank_and_filtered_by_both_names(client: httpx.Cli
         assert response.json().keys() == {"error"}
 
 
-def test_a_dump_names_model_and_tenant_apart(client: httpx.Client) -> None:
+def test_a_dump_names_model_and_tenant_apart(client: Client) -> None:
     _check_dump_lists(client, ("face", "model:tenant"), ('q"', ""))
 
 
-def test_a_dump_lists_models_and_tenants_whose_names_look_alike(client: httpx.Client) -> None:
+def test_a_dump_lists_models_and_tenants_whose_names_look_alike(client: Client) -> None:
     _check_dump_lists(client, ("face", "model:default"))  # beside `face:model` of `default`
 
 
-def _check_dump_lists(client: httpx.Client, *tenants: tuple[str, str]) -> None:
+def _check_dump_lists(client: Client, *tenants: tuple[str, str]) -> None:
     """Registers an instance for further models and tenants, for as long as it looks."""
     instance = {"instance_id": 5, "endpoint": SOMEWHERE, "block_size": 8}
     for model_name, tenant_id in tenants:
@@ -210,7 +210,7 @@ def _check_dump_lists(client: httpx.Client, *tenants: tuple[str, str]) -> None:
     }
 
 
-def test_an_instance_is_pending_while_one_of_its_ranks_is(client: httpx.Client) -> None:
+def test_an_instance_is_pending_while_one_of_its_ranks_is(client: Client) -> None:
     names = {"instance_id": 1, "dp_rank": 1, "model_name": MODEL}
     rank = {**names, "endpoint": SOMEWHERE, "block_size": BLOCK_SIZE}
     assert client.post("/register", json=rank).status_code == 201
@@ -221,7 +221,7 @@ def test_an_instance_is_pending_while_one_of_its_ranks_is(client: httpx.Client) 
 
 
 @pytest.mark.parametrize("name", ["model_name", "tenant_id", "endpoint", "replay_endpoint"])
-def test_what_is_kept_is_not_too_long(client: httpx.Client, name: str) -> None:
+def test_what_is_kept_is_not_too_long(client: Client, name: str) -> None:
     body = {"instance_id": 5, "endpoint": SOMEWHERE, "model_name": "m", "block_size": 4}
     response = client.post("/register", json=body | {name: "x" * 4097})
     assert (response.status_code, response.json()) == (
@@ -241,5 +241,5 @@ NOT_AT_THE_PEER = "/query_tiered_by_hash"
 def test_the_live_peer_refuses_the_same(
     path: str, refusals: Refusals, peer_process: Callable[..., Server]
 ) -> None:
-    with httpx.Client(base_url=peer_process().base_url, trust_env=False, verify=False) as theirs:
+    with Client(peer_process().base_url) as theirs:
         refusals.check_peer(path, theirs)

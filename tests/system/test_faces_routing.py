@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from kvd.config.load import StartError, load
@@ -15,6 +14,7 @@ from kvd.selection.phases import PREFILL_SUFFIX
 from kvd_core.ledger.ledger import MAX_REQUEST_ID_BYTES
 from tests.conformance.engine import Engine
 from tests.conformance.failure import wait_until
+from tests.support.http_client import Client
 from tests.support.processes import Server
 from tests.support.running import running_kvd
 
@@ -31,15 +31,15 @@ def kvd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.fixture
-def client(kvd: Server) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=kvd.base_url, trust_env=False, verify=False) as made:
+def client(kvd: Server) -> Iterator[Client]:
+    with Client(kvd.base_url) as made:
         yield made
         for row in made.get("/workers").json():
             made.delete(f"/workers/{row['worker_id']}")
     assert "Traceback" not in kvd.stderr
 
 
-def register(client: httpx.Client, worker_id: int, model: str, **members: Any) -> None:
+def register(client: Client, worker_id: int, model: str, **members: Any) -> None:
     record = {
         "worker_id": worker_id,
         "model_name": model,
@@ -51,17 +51,17 @@ def register(client: httpx.Client, worker_id: int, model: str, **members: Any) -
     assert answer.json()["lifecycle"] == "schedulable", answer.text
 
 
-def select(client: httpx.Client, model: str, path: str = "/select", **members: Any) -> Any:
+def select(client: Client, model: str, path: str = "/select", **members: Any) -> Any:
     answer = client.post(path, json={"model_name": model, **PROMPT, **members})
     assert answer.status_code == 200, answer.text
     return answer.json()
 
 
-def workers(client: httpx.Client, model: str, times: int, **members: Any) -> list[int]:
+def workers(client: Client, model: str, times: int, **members: Any) -> list[int]:
     return [select(client, model, **members)["worker_id"] for _ in range(times)]
 
 
-def test_the_mode_by_default_by_model_by_tenant_and_by_request(client: httpx.Client) -> None:
+def test_the_mode_by_default_by_model_by_tenant_and_by_request(client: Client) -> None:
     for worker_id in (1, 2):
         register(client, worker_id, "mode")
     assert workers(client, "mode", 4) == [1, 2, 1, 2]
@@ -89,7 +89,7 @@ def test_the_mode_by_default_by_model_by_tenant_and_by_request(client: httpx.Cli
     assert client.post("/router_mode", json=changed | {"model_name": "x"}).status_code == 404
 
 
-def test_the_policy_by_default_by_model_by_tenant_and_by_request(client: httpx.Client) -> None:
+def test_the_policy_by_default_by_model_by_tenant_and_by_request(client: Client) -> None:
     register(client, 1, "policy")
     listed = client.get("/policy").json()
     assert (listed["router_policy"], listed["router_policies"]) == ("dynamo", [])
@@ -136,7 +136,7 @@ def test_the_policy_by_default_by_model_by_tenant_and_by_request(client: httpx.C
     assert refused.status_code == 422 and "kvd, lmetric" in refused.json()["error"]
 
 
-def test_a_row_by_numbers(client: httpx.Client) -> None:
+def test_a_row_by_numbers(client: Client) -> None:
     register(client, 1, "row")
 
     def post(policy: Any, **place: str) -> Any:
@@ -194,7 +194,7 @@ def test_a_row_by_numbers(client: httpx.Client) -> None:
     assert client.get("/policy").json()["router_policies"] == []
 
 
-def test_busy_thresholds_at_run_time(client: httpx.Client) -> None:
+def test_busy_thresholds_at_run_time(client: Client) -> None:
     for worker_id in (1, 2):
         register(client, worker_id, "busy", total_kv_blocks=4)
     nothing = {
@@ -236,7 +236,7 @@ def test_busy_thresholds_at_run_time(client: httpx.Client) -> None:
     assert client.post("/busy_threshold", json={"model": "none"}).json()["model"] == "none"
 
 
-def test_preferred_taints(client: httpx.Client) -> None:
+def test_preferred_taints(client: Client) -> None:
     for worker_id, taints in ((1, []), (2, ["a"]), (3, ["b"])):
         register(client, worker_id, "taints", taints=taints)
     kv = {"router_config_override": {"router_mode": "kv"}}
@@ -253,7 +253,7 @@ def test_preferred_taints(client: httpx.Client) -> None:
     assert chosen({"preferred_taints": {}}, 100) == {1, 2, 3}
 
 
-def test_both_phases_of_a_request(client: httpx.Client) -> None:
+def test_both_phases_of_a_request(client: Client) -> None:
     register(client, 1, "phases", role="prefill")
     register(client, 2, "phases", role="decode")
     assert workers(client, "phases", 3) == [2, 2, 2]
@@ -314,7 +314,7 @@ def test_a_setting_that_makes_no_sense_stops_the_start(
 # ---- the start
 
 
-def readiness(client: httpx.Client) -> tuple[int, list[str], str]:
+def readiness(client: Client) -> tuple[int, list[str], str]:
     answer = client.get("/ready")
     members = answer.json()
     assert members["ready"] is (answer.status_code == 200)
@@ -325,7 +325,7 @@ def test_as_many_workers_as_were_asked_for_are_waited_for(tmp_path: Path) -> Non
     environ = {"DYN_ROUTER_MIN_INITIAL_WORKERS": "2"}
     with (
         running_kvd(tmp_path, face="select-service", environ=environ) as server,
-        httpx.Client(base_url=server.base_url, trust_env=False, verify=False) as client,
+        Client(server.base_url) as client,
     ):
         assert readiness(client)[:2] == (503, ["0 of 2 initial workers are schedulable"])
         register(client, 1, "one")
@@ -350,12 +350,12 @@ def publishing() -> Iterator[Engine]:
 
 
 @contextmanager
-def recovering(folder: Path, peer: str, delay_s: int) -> Iterator[httpx.Client]:
+def recovering(folder: Path, peer: str, delay_s: int) -> Iterator[Client]:
     environ = {"KVD_RECOVERY_DELAY_S": str(delay_s)}
     flags = ("--indexer-peers", peer)
     with (
         running_kvd(folder, *flags, face="select-service", environ=environ) as server,
-        httpx.Client(base_url=server.base_url, trust_env=False, verify=False) as client,
+        Client(server.base_url) as client,
     ):
         yield client
 
@@ -370,7 +370,7 @@ def test_recovery_is_waited_for(tmp_path: Path) -> None:
 def test_ready_tells_of_recovery(state: str, tmp_path: Path) -> None:
     with (
         running_kvd(tmp_path, face="select-service") as peer,
-        httpx.Client(base_url=peer.base_url, trust_env=False, verify=False) as other,
+        Client(peer.base_url) as other,
         publishing() as engine,
     ):
         if state == "done":

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import httpx
 import pytest
 
 from kvd_core.ledger.ledger import MAX_REQUEST_ID_BYTES
 from tests.support.bodies import CHECKS, JSON, NO_JSON, UNFIT, Refusals
+from tests.support.http_client import Client
 from tests.support.processes import Server
 from tests.support.running import running_kvd
 from tests.support.selection_bodies import (
@@ -49,9 +49,9 @@ def kvd(folder: Path) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def client(kvd: Server) -> Iterator[httpx.Client]:
+def client(kvd: Server) -> Iterator[Client]:
     """A client of a service with one worker and one reservation, in its decode phase."""
-    with httpx.Client(base_url=kvd.base_url, trust_env=False, verify=False) as made:
+    with Client(kvd.base_url) as made:
         registered = made.post("/workers", json=REGISTERED)
         assert registered.json()["lifecycle"] == "schedulable", registered.text
         assert made.post("/reservations", json=BOOKED).status_code == 201
@@ -60,7 +60,7 @@ def client(kvd: Server) -> Iterator[httpx.Client]:
 
 
 @pytest.fixture(scope="module")
-def refusals(client: httpx.Client) -> Refusals:
+def refusals(client: Client) -> Refusals:
     def undo(path: str) -> None:
         if path == "/workers":
             assert client.delete("/workers/2").status_code == 200
@@ -72,14 +72,14 @@ def refusals(client: httpx.Client) -> Refusals:
     return Refusals(client, SELECTION, lambda: state(client), undo)
 
 
-def rebook(client: httpx.Client) -> None:
+def rebook(client: Client) -> None:
     assert client.delete(f"/reservations/{LIVE}").status_code == 200
     assert client.post("/reservations", json=BOOKED).status_code == 201
     assert client.post(f"/reservations/{LIVE}/prefill_complete").status_code == 200
 
 
 @pytest.fixture(autouse=True)
-def unchanged(client: httpx.Client, kvd: Server) -> Iterator[None]:
+def unchanged(client: Client, kvd: Server) -> Iterator[None]:
     """Nothing that a test does leaves a trace."""
     before = state(client)
     yield
@@ -87,7 +87,7 @@ def unchanged(client: httpx.Client, kvd: Server) -> Iterator[None]:
     assert "Traceback" not in kvd.stderr
 
 
-def state(client: httpx.Client) -> tuple[Any, Any]:
+def state(client: Client) -> tuple[Any, Any]:
     """Workers and loads; a model stays listed, so those without workers are left out.
 
     So are listeners, because what connecting has met changes by itself, and speeds, which are
@@ -100,7 +100,7 @@ def state(client: httpx.Client) -> tuple[Any, Any]:
     ], loads
 
 
-def load(client: httpx.Client) -> Any:
+def load(client: Client) -> Any:
     (row,) = client.get("/loads", params={"model_name": MODEL, "tenant_id": "default"}).json()
     return row
 
@@ -169,7 +169,7 @@ def test_reservations_that_contradict_themselves(refusals: Refusals) -> None:
         refusals.refused("/reservations", {str(change): json.dumps(fine | change).encode()}, status)
 
 
-def test_fractions_are_from_0_to_1(refusals: Refusals, client: httpx.Client) -> None:
+def test_fractions_are_from_0_to_1(refusals: Refusals, client: Client) -> None:
     path = f"/reservations/{LIVE}/output_block"
     wrong = {v: refusals.with_member(path, "decay_fraction", v) for v in ("-0.1", "1.01", "1e300")}
     refusals.refused(path, wrong, 400)
@@ -186,7 +186,7 @@ def test_fractions_are_from_0_to_1(refusals: Refusals, client: httpx.Client) -> 
 # ---- null, and both names
 
 
-def test_null_is_absence_where_a_member_is_optional(client: httpx.Client) -> None:
+def test_null_is_absence_where_a_member_is_optional(client: Client) -> None:
     optional = [
         "selection_id",
         "expected_output_tokens",
@@ -213,7 +213,7 @@ def test_null_is_absence_where_a_member_is_optional(client: httpx.Client) -> Non
     assert client.post("/select", json=body).status_code == 200
 
 
-def test_null_is_absence_of_a_prompt_in_another_form(client: httpx.Client) -> None:
+def test_null_is_absence_of_a_prompt_in_another_form(client: Client) -> None:
     absent = {"block_hashes": None, "sequence_hashes": None, "isl_tokens": None}
     tokens = {"model_name": MODEL, "token_ids": [1, 2, 3, 4]}
     for path in ("/select", "/potential_loads", "/overlap_scores"):
@@ -241,7 +241,7 @@ def test_null_is_absence_of_a_prompt_in_another_form(client: httpx.Client) -> No
 RETRY_KEY = "Idempotency-Key"
 
 
-def test_a_reservation_is_shown(client: httpx.Client) -> None:
+def test_a_reservation_is_shown(client: Client) -> None:
     body = BOOKED | {"reservation_id": "a/b", "effective_prefill_tokens": 5}
     assert (
         client.post("/reservations", json=body | {"expected_output_tokens": 9}).status_code == 201
@@ -275,7 +275,7 @@ def test_a_reservation_is_shown(client: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("path", ["/select_and_reserve", "/reservations"])
-def test_a_retry_is_answered_as_the_first_time(path: str, client: httpx.Client) -> None:
+def test_a_retry_is_answered_as_the_first_time(path: str, client: Client) -> None:
     body = (PROMPT if path == "/select_and_reserve" else BOOKED) | {"reservation_id": "r"}
     key = {RETRY_KEY: "k"}
     first = client.post(path, json=body, headers=key)
@@ -296,7 +296,7 @@ def test_a_retry_is_answered_as_the_first_time(path: str, client: httpx.Client) 
     assert long.status_code == 422 and long.json()["error"].startswith("idempotency-key")
 
 
-def test_a_retry_finds_the_id_that_was_made(client: httpx.Client) -> None:
+def test_a_retry_finds_the_id_that_was_made(client: Client) -> None:
     key = {RETRY_KEY: "k"}
     first = client.post("/select_and_reserve", json=PROMPT, headers=key).json()
     assert client.post("/select_and_reserve", json=PROMPT, headers=key).json() == first
@@ -310,7 +310,7 @@ def test_a_client_that_leaves_as_it_is_served_keeps_nothing(tmp_path: Path) -> N
     record = REGISTERED | {"data_parallel_size": 1, "max_num_batched_tokens": 1}
     with (
         running_kvd(tmp_path, face="select-service") as server,
-        httpx.Client(base_url=server.base_url, trust_env=False, verify=False) as client,
+        Client(server.base_url) as client,
     ):
         assert client.post("/workers", json=record).json()["lifecycle"] == "schedulable"
         for number in range(30):
@@ -327,7 +327,7 @@ def test_a_client_that_leaves_as_it_is_served_keeps_nothing(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["tenant_id", "routing_group"])
-def test_either_name_of_the_tenant_means_the_same(name: str, client: httpx.Client) -> None:
+def test_either_name_of_the_tenant_means_the_same(name: str, client: Client) -> None:
     tenant = {name: "t"}
     worker = REGISTERED | {"worker_id": 2} | tenant
     assert client.post("/workers", json=worker).json()["tenant_id"] == "t"
@@ -353,7 +353,7 @@ IDS += ["\0", "\n", '"', "\\", "{reservation_id}", "a;b", "x" * MAX_REQUEST_ID_B
 
 
 @pytest.mark.parametrize("name", IDS[:12] + IDS[13:], ids=lambda name: ascii(name)[:20])
-def test_ids_are_any_text_in_a_path(name: str, client: httpx.Client) -> None:
+def test_ids_are_any_text_in_a_path(name: str, client: Client) -> None:
     body = PROMPT | {"reservation_id": name}
     assert client.post("/select_and_reserve", json=body).json()["reservation_id"] == name
     escaped = quote(name, safe="").replace(".", "%2e")
@@ -366,7 +366,7 @@ def test_ids_are_any_text_in_a_path(name: str, client: httpx.Client) -> None:
         assert client.post(f"{path}/{step}").status_code == 404
 
 
-def test_an_empty_id_can_be_booked(client: httpx.Client) -> None:
+def test_an_empty_id_can_be_booked(client: Client) -> None:
     """It cannot stand in a path: it ends with its worker, or when it is too old."""
     worker = REGISTERED | {"worker_id": 2, "model_name": "other"}
     assert client.post("/workers", json=worker).status_code == 201
@@ -376,7 +376,7 @@ def test_an_empty_id_can_be_booked(client: httpx.Client) -> None:
     assert client.delete("/workers/2").status_code == 200
 
 
-def test_ids_that_are_none(client: httpx.Client) -> None:
+def test_ids_that_are_none(client: Client) -> None:
     statuses = {
         "/workers/x": 400,
         "/workers/-1": 400,
@@ -400,7 +400,7 @@ def test_ids_that_are_none(client: httpx.Client) -> None:
 # ---- overrides and explanations
 
 
-def test_an_answer_can_be_explained(client: httpx.Client) -> None:
+def test_an_answer_can_be_explained(client: Client) -> None:
     body = PROMPT | {"explain": True, "allowed_worker_ids": [WORKER]}
     answer = client.post("/select", json=body).json()
     assert [(row["worker_id"], row["dp_rank"]) for row in answer["candidates"]] == [(1, 0), (1, 1)]
@@ -420,13 +420,13 @@ def test_an_answer_can_be_explained(client: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("name", ["overlap_score_weight", "kv_overlap_score_weight"])
-def test_the_weight_has_two_names(name: str, client: httpx.Client) -> None:
+def test_the_weight_has_two_names(name: str, client: Client) -> None:
     body = PROMPT | {"explain": True, "router_config_override": {name: 3}}
     rows = client.post("/select", json=body).json()["candidates"]
     assert [row["prefill_cost"] for row in rows] == [6.0, 6.0]
 
 
-def test_prefill_is_not_tracked_on_demand(client: httpx.Client) -> None:
+def test_prefill_is_not_tracked_on_demand(client: Client) -> None:
     override = {"router_config_override": {"track_prefill_tokens": False}}
     body = PROMPT | {"reservation_id": "r", **override}
     answer = client.post("/select_and_reserve", json=body).json()
@@ -438,7 +438,7 @@ def test_prefill_is_not_tracked_on_demand(client: httpx.Client) -> None:
     assert client.delete("/reservations/r").status_code == 200
 
 
-def test_prompts_share_no_blocks_on_demand(client: httpx.Client) -> None:
+def test_prompts_share_no_blocks_on_demand(client: Client) -> None:
     prompt = {"model_name": MODEL, "token_ids": [1, 2, 3, 4]}
     pinned = {"pinned_worker": {"worker_id": 1, "dp_rank": 1}}
     for reuse, blocks in ((True, 1), (False, 2), (None, 2)):
@@ -458,7 +458,7 @@ def test_prompts_share_no_blocks_on_demand(client: httpx.Client) -> None:
 # ---- listings
 
 
-def test_ready_says_how_many_can_be_selected(client: httpx.Client) -> None:
+def test_ready_says_how_many_can_be_selected(client: Client) -> None:
     answer = client.get("/ready")
     assert answer.status_code == 200
     assert answer.json() == {
@@ -477,7 +477,7 @@ def test_ready_says_how_many_can_be_selected(client: httpx.Client) -> None:
     assert client.delete("/workers/2").json()["lifecycle"] == "unschedulable"
 
 
-def test_loads(client: httpx.Client) -> None:
+def test_loads(client: Client) -> None:
     row = load(client)
     assert row == {
         "model_name": MODEL,
@@ -504,7 +504,7 @@ def test_loads(client: httpx.Client) -> None:
 # ---- changes of the catalog
 
 
-def test_patches(client: httpx.Client) -> None:
+def test_patches(client: Client) -> None:
     fixed = {"worker_id": 7, "model_name": "x", "tenant_id": "y", "endpoint": None}
     assert client.patch(f"/workers/{WORKER}", json=fixed).json() == client.get("/workers").json()[0]
     changed = client.patch(f"/workers/{WORKER}", json={"total_kv_blocks": 9}).json()
@@ -517,7 +517,7 @@ def test_patches(client: httpx.Client) -> None:
     assert client.post("/workers", json=REGISTERED).json()["total_kv_blocks"] is None
 
 
-def test_a_whole_set(client: httpx.Client) -> None:
+def test_a_whole_set(client: Client) -> None:
     place = {"model_name": "set", "tenant_id": "t"}
     rows = [REGISTERED | place | {"worker_id": number} for number in (2, 3)]
     bare = {name: value for name, value in rows[0].items() if name not in place}
@@ -548,7 +548,7 @@ def test_a_whole_set(client: httpx.Client) -> None:
         assert state(client) == before
 
 
-def test_bad_upserts_are_conflicts(client: httpx.Client) -> None:
+def test_bad_upserts_are_conflicts(client: Client) -> None:
     for change in ({"endpoint": ""}, {"block_size": 0}, {"kv_events_endpoints": {}}):
         answer = client.post("/workers", json=REGISTERED | change)
         assert answer.status_code == 409 and answer.json().keys() == {"error"}

@@ -32,6 +32,7 @@ from kvd.wire.replica import ReplicaStats
 from kvd_core.ledger.ledger import MAX_REQUEST_ID_BYTES, MAX_TOKENS
 from tests.support.bodies import CHECKS, Refusals
 from tests.support.exposition import labels, parse
+from tests.support.http_client import Client
 from tests.support.processes import Server
 from tests.support.running import running_kvd
 from tests.support.slot_bodies import BOOKED, LIVE, MODEL, POSTS, REGISTERED, SLOT_TRACKER, WORKER
@@ -49,9 +50,9 @@ def kvd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def client(kvd: Server) -> Iterator[httpx.Client]:
+def client(kvd: Server) -> Iterator[Client]:
     """A client of a slot tracker with one worker and one request, in its decode phase."""
-    with httpx.Client(base_url=kvd.base_url, trust_env=False, verify=False) as made:
+    with Client(kvd.base_url) as made:
         assert made.post("/register", json=REGISTERED).status_code == 201
         assert made.post("/add", json=BOOKED).status_code == 201
         assert step(made, "/prefill_complete", LIVE) == 200
@@ -59,7 +60,7 @@ def client(kvd: Server) -> Iterator[httpx.Client]:
 
 
 @pytest.fixture(scope="module")
-def refusals(client: httpx.Client) -> Refusals:
+def refusals(client: Client) -> Refusals:
     def undo(path: str) -> None:
         if path == "/register":
             assert client.post("/unregister", json=POSTS["/unregister"][0]).status_code == 200
@@ -70,7 +71,7 @@ def refusals(client: httpx.Client) -> Refusals:
 
 
 @pytest.fixture(autouse=True)
-def unchanged(client: httpx.Client, kvd: Server) -> Iterator[None]:
+def unchanged(client: Client, kvd: Server) -> Iterator[None]:
     """Nothing that a test does leaves a trace."""
     before = state(client)
     yield
@@ -78,17 +79,17 @@ def unchanged(client: httpx.Client, kvd: Server) -> Iterator[None]:
     assert "Traceback" not in kvd.stderr
 
 
-def state(client: httpx.Client) -> tuple[Any, Any]:
+def state(client: Client) -> tuple[Any, Any]:
     return client.get("/workers").json(), client.get("/loads").json()
 
 
-def step(client: httpx.Client, path: str, request_id: str, model: str = MODEL) -> int:
+def step(client: Client, path: str, request_id: str, model: str = MODEL) -> int:
     body = {"model_name": model, "request_id": request_id}
     return client.post(path, json=body).status_code
 
 
 @contextmanager
-def registered(client: httpx.Client, **members: Any) -> Iterator[None]:
+def registered(client: Client, **members: Any) -> Iterator[None]:
     """Has a further worker, which is unregistered in the end."""
     worker = REGISTERED | members
     assert client.post("/register", json=worker).status_code == 201
@@ -112,12 +113,12 @@ def test_the_live_peer_refuses_the_same(
     refusals: Refusals, peer_process: Callable[..., Server]
 ) -> None:
     peer = peer_process(service="slot_tracker")
-    with httpx.Client(base_url=peer.base_url, trust_env=False, verify=False) as theirs:
+    with Client(peer.base_url) as theirs:
         for path in POSTS:
             refusals.check_peer(path, theirs, "tenant_id: ", "new_isl_tokens: 9007199254740993")
 
 
-def test_ranges_of_ranks_have_bounds(refusals: Refusals, client: httpx.Client) -> None:
+def test_ranges_of_ranks_have_bounds(refusals: Refusals, client: Client) -> None:
     fine = POSTS["/register"][0]
 
     def bodies(*ranges: tuple[int, int]) -> dict[str, bytes]:
@@ -196,7 +197,7 @@ def test_request_ids_have_a_bound_in_bytes(filler: str, refusals: Refusals) -> N
     assert set(errors) == {f"request_id: longer than {MAX_REQUEST_ID_BYTES} bytes"}
 
 
-def test_the_longest_id_lives_and_ends(client: httpx.Client) -> None:
+def test_the_longest_id_lives_and_ends(client: Client) -> None:
     name = "é" * (MAX_REQUEST_ID_BYTES // 2)
     assert client.post("/add", json=BOOKED | {"request_id": name}).status_code == 201
     assert client.post("/add", json=BOOKED | {"request_id": name}).status_code == 409
@@ -206,7 +207,7 @@ def test_the_longest_id_lives_and_ends(client: httpx.Client) -> None:
     assert step(client, "/free", name + "é") == 200
 
 
-def test_a_request_has_tokens_up_to_the_bound(client: httpx.Client) -> None:
+def test_a_request_has_tokens_up_to_the_bound(client: Client) -> None:
     heavy = BOOKED | {"request_id": "heavy", "dp_rank": 4, "new_isl_tokens": MAX_TOKENS}
     assert client.post("/add", json=heavy).status_code == 201
     assert client.get("/loads").json()[1]["active_prefill_tokens"] == MAX_TOKENS
@@ -216,7 +217,7 @@ def test_a_request_has_tokens_up_to_the_bound(client: httpx.Client) -> None:
     assert step(client, "/free", "heavy") == 200
 
 
-def test_methods_and_paths_that_do_not_exist(client: httpx.Client) -> None:
+def test_methods_and_paths_that_do_not_exist(client: Client) -> None:
     allowed = dict.fromkeys(POSTS, "POST")
     gets = ("/health", "/workers", "/loads", "/metrics", "/requests/x", "/replica_sync/peers")
     allowed |= dict.fromkeys(gets, "GET, HEAD")
@@ -236,7 +237,7 @@ def test_methods_and_paths_that_do_not_exist(client: httpx.Client) -> None:
 @pytest.mark.parametrize(
     "path", ["/health", "/workers", "/loads", "/requests/live?model_name=face/model"]
 )
-def test_head_says_what_get_would(path: str, client: httpx.Client) -> None:
+def test_head_says_what_get_would(path: str, client: Client) -> None:
     get, head = client.get(path), client.head(path)
     assert (get.status_code, head.status_code, head.content) == (200, 200, b"")
     assert head.headers.get("content-type") == get.headers.get("content-type")
@@ -260,7 +261,7 @@ def status_of(kvd: Server, request: bytes) -> int:
 
 
 @pytest.fixture(params=["lane", "chunked", "HTTP/1.0"])
-def send(request: pytest.FixtureRequest, client: httpx.Client, kvd: Server) -> Send:
+def send(request: pytest.FixtureRequest, client: Client, kvd: Server) -> Send:
     """Posts a body on one of the ways there are to a handler, and returns the status."""
 
     def by_client(path: str, body: dict[str, Any], headers: dict[str, str]) -> int:
@@ -282,7 +283,7 @@ ADD = BOOKED | {"request_id": "retried", "dp_rank": 4}
 
 
 @pytest.mark.parametrize("header", ["idempotency-key", "Idempotency-Key", "IDEMPOTENCY-KEY"])
-def test_a_retry_with_its_key_has_one_effect(send: Send, header: str, client: httpx.Client) -> None:
+def test_a_retry_with_its_key_has_one_effect(send: Send, header: str, client: Client) -> None:
     key = {header: '"8e03978e-40d5-43dd-bc93-6894a57f9324"'}
     assert send("/add", ADD, key) == 201
     once = state(client)
@@ -297,7 +298,7 @@ def test_a_retry_with_its_key_has_one_effect(send: Send, header: str, client: ht
     assert step(client, "/free", "retried") == 200
 
 
-def test_whatever_is_not_that_retry_is_a_conflict(send: Send, client: httpx.Client) -> None:
+def test_whatever_is_not_that_retry_is_a_conflict(send: Send, client: Client) -> None:
     key = {"idempotency-key": "k"}
     assert send("/add", ADD, key) == 201
     once = state(client)
@@ -319,20 +320,20 @@ def test_whatever_is_not_that_retry_is_a_conflict(send: Send, client: httpx.Clie
         assert step(client, "/free", name) == 200
 
 
-def test_what_was_added_without_a_key_cannot_be_retried(send: Send, client: httpx.Client) -> None:
+def test_what_was_added_without_a_key_cannot_be_retried(send: Send, client: Client) -> None:
     assert send("/add", ADD, {}) == 201
     for headers in ({}, {"idempotency-key": "k"}, {"idempotency-key": ""}):
         assert send("/add", ADD, headers) == 409
     assert step(client, "/free", "retried") == 200
 
 
-def test_a_key_lives_as_long_as_its_request(send: Send, client: httpx.Client) -> None:
+def test_a_key_lives_as_long_as_its_request(send: Send, client: Client) -> None:
     for key in ("a", "b", "a"):
         assert send("/add", ADD, {"idempotency-key": key}) == 201
         assert step(client, "/free", "retried") == 200
 
 
-def test_keys_have_a_bound(send: Send, client: httpx.Client) -> None:
+def test_keys_have_a_bound(send: Send, client: Client) -> None:
     assert send("/add", ADD, {"idempotency-key": "k" * 256}) == 422
     assert send("/add", ADD, {"idempotency-key": "k" * 255}) == 201
     assert send("/add", ADD, {"idempotency-key": "k" * 255}) == 200
@@ -351,7 +352,7 @@ KEYS: dict[str, tuple[list[bytes], list[bytes]]] = {
 @pytest.mark.parametrize("version", [b"HTTP/1.0", b"HTTP/1.1"])  # by either reader of heads
 @pytest.mark.parametrize(("first", "again"), KEYS.values(), ids=KEYS)
 def test_spellings_of_one_key(
-    first: list[bytes], again: list[bytes], version: bytes, kvd: Server, client: httpx.Client
+    first: list[bytes], again: list[bytes], version: bytes, kvd: Server, client: Client
 ) -> None:
     def add(keys: list[bytes], version: bytes) -> int:
         body = json.dumps(ADD).encode()
@@ -368,12 +369,12 @@ def test_spellings_of_one_key(
 # ---- one request
 
 
-def show(client: httpx.Client, request_id: str, **place: str) -> httpx.Response:
+def show(client: Client, request_id: str, **place: str) -> httpx.Response:
     params = {"model_name": MODEL} | place
     return client.get(f"/requests/{quote(request_id, safe='')}", params=params)
 
 
-def test_a_request_shows_what_it_counts(client: httpx.Client) -> None:
+def test_a_request_shows_what_it_counts(client: Client) -> None:
     answer = show(client, LIVE)
     assert b" " not in answer.content
     row = answer.json()
@@ -407,7 +408,7 @@ IDS += ["\0", "\n", '"', "\\", "{request_id}", "peers", "a;b", "x" * 1000]
 
 
 @pytest.mark.parametrize("name", IDS, ids=ascii)
-def test_ids_are_any_text_in_a_path(name: str, client: httpx.Client, kvd: Server) -> None:
+def test_ids_are_any_text_in_a_path(name: str, client: Client, kvd: Server) -> None:
     assert client.post("/add", json=ADD | {"request_id": name}).status_code == 201
     escaped = "".join(f"%{byte:02x}" for byte in name.encode())  # clients shorten `..` themselves
     target = f"/requests/{escaped}?model_name={quote(MODEL)}"
@@ -420,7 +421,7 @@ def test_ids_are_any_text_in_a_path(name: str, client: httpx.Client, kvd: Server
     assert step(client, "/free", name) == 200
 
 
-def test_requests_that_are_not_there(client: httpx.Client) -> None:
+def test_requests_that_are_not_there(client: Client) -> None:
     statuses = {
         "/requests/unknown?model_name=face/model": 404,
         "/requests/live?model_name=new": 404,
@@ -447,7 +448,7 @@ def test_requests_that_are_not_there(client: httpx.Client) -> None:
 # ---- listings
 
 
-def test_listings_are_sorted_and_written_without_blanks(client: httpx.Client) -> None:
+def test_listings_are_sorted_and_written_without_blanks(client: Client) -> None:
     with (
         registered(client, worker_id=10, dp_start=0, dp_size=1),
         registered(client, worker_id=9, dp_start=1, dp_size=1),
@@ -536,7 +537,7 @@ async def test_a_worker_that_comes_back_while_it_leaves_is_empty(nursery: trio.N
 
 
 @pytest.mark.parametrize("path", ["/workers", "/loads"])
-def test_listings_are_filtered_by_both_names(path: str, client: httpx.Client) -> None:
+def test_listings_are_filtered_by_both_names(path: str, client: Client) -> None:
     with registered(client, tenant_id="other", dp_size=1):
         found = {
             "": {"default", "other"},
@@ -559,7 +560,7 @@ def test_listings_are_filtered_by_both_names(path: str, client: httpx.Client) ->
 
 
 @pytest.mark.parametrize("name", ["tenant_id", "routing_group"])
-def test_either_name_of_the_tenant_means_the_same(name: str, client: httpx.Client) -> None:
+def test_either_name_of_the_tenant_means_the_same(name: str, client: Client) -> None:
     tenant = {name: "t"}
     with registered(client, tenant_id="t"):
         booked = client.post("/add", json=ADD | {"worker_id": WORKER} | tenant)
@@ -577,7 +578,7 @@ def test_either_name_of_the_tenant_means_the_same(name: str, client: httpx.Clien
 # ---- metrics
 
 
-def scrape(client: httpx.Client) -> dict[str, float]:
+def scrape(client: Client) -> dict[str, float]:
     answer = client.get("/metrics")
     assert answer.headers["content-type"] == "text/plain; version=0.0.4"
     return parse(answer.content.decode())
@@ -592,7 +593,7 @@ def by_family(samples: dict[str, float], name: str) -> dict[str, float]:
     }
 
 
-def test_metrics_say_what_requests_do(client: httpx.Client) -> None:
+def test_metrics_say_what_requests_do(client: Client) -> None:
     before = scrape(client)
     assert client.post("/add", json=ADD).status_code == 201
     assert client.post("/add", json=ADD).status_code == 409
@@ -645,7 +646,7 @@ def test_every_series_is_there_from_the_start() -> None:
     assert set(by_family(samples, "kvd_replica_dropped_total")) == dropped
 
 
-def test_loads_are_shown_for_so_many_ranks(client: httpx.Client) -> None:
+def test_loads_are_shown_for_so_many_ranks(client: Client) -> None:
     shown = {f"{MODEL}|default|1|{rank}" for rank in (3, 4)}
     assert set(by_family(scrape(client), "kvd_slots_decode_blocks")) == shown
     with registered(client, worker_id=2, dp_size=SHOWN_RANKS - 2):
@@ -669,7 +670,7 @@ HOSTILE_NAMES += ['"} 1 kvd_slots_requests 99', "{", "}", ",", "=", "", " ", "#"
 
 
 @pytest.mark.parametrize("name", HOSTILE_NAMES, ids=ascii)
-def test_names_in_metrics_are_labels_and_nothing_else(name: str, client: httpx.Client) -> None:
+def test_names_in_metrics_are_labels_and_nothing_else(name: str, client: Client) -> None:
     usual = set(scrape(client))
     with registered(client, model_name=name, tenant_id=name, dp_size=1):
         samples = scrape(client)

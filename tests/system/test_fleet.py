@@ -12,7 +12,6 @@ from tempfile import TemporaryDirectory
 from threading import Event, Thread
 from typing import Any
 
-import httpx
 import pytest
 import trio
 import zmq
@@ -38,7 +37,8 @@ from kvd.selection.policies import MEMBERS, Policy, RouterPolicy
 from kvd.slots.trackers import SlotTrackers
 from kvd.wire.egress import DEFAULT, AllowedNetworks, EgressPolicy
 from kvd.wire.replica import Replica, ReplicaStats
-from tests.support import exposition
+from tests.support import exposition, http_client
+from tests.support.http_client import Client
 from tests.support.ports import find_free_port
 from tests.support.processes import Server
 from tests.support.running import running, running_kvd
@@ -466,7 +466,7 @@ async def until(condition: Callable[[], object]) -> None:
 class Daemon:
     """A running kvd with all faces, its fleet file, and engines that speak."""
 
-    def __init__(self, server: Server, path: Path, clients: dict[str, httpx.Client]) -> None:
+    def __init__(self, server: Server, path: Path, clients: dict[str, Client]) -> None:
         self.server = server
         self.path = path
         self.clients = clients
@@ -502,9 +502,7 @@ def daemon(folder: Path, text: str) -> Iterator[Daemon]:
         flags = *binds, "--fleet-file", os.fspath(path)
         server = stack.enter_context(running(folder, ports["indexer"], "serve", *flags))
         clients = {
-            face: stack.enter_context(
-                httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, verify=False)
-            )
+            face: stack.enter_context(Client(f"http://127.0.0.1:{port}"))
             for face, port in ports.items()
         }
         yield Daemon(server, path, clients)
@@ -565,7 +563,7 @@ def test_replicas_of_faces_that_are_off_are_left_out(tmp_path: Path) -> None:
     environ = {"KVD_REPLICA_SYNC_PORT": str(find_free_port())}
     flags = ["--fleet-file", str(path)]
     with running_kvd(tmp_path, *flags, face="conductor", environ=environ) as server:
-        text = httpx.get(f"{server.base_url}/metrics", trust_env=False, verify=False).text
+        text = http_client.get(f"{server.base_url}/metrics").text
         shown = exposition.parse(text)
     assert shown['kvd_fleet_entries{state="off"}'] == 1
     assert shown['kvd_fleet_entries{state="failed"}'] == 0
@@ -598,7 +596,7 @@ def test_under_load_no_request_is_lost(
 
         def ask(face: str, path: str, good: Callable[[Any], bool]) -> None:
             url = str(kvd.clients[face].base_url)
-            with httpx.Client(base_url=url, trust_env=False, verify=False) as http:
+            with Client(url) as http:
                 while not stop.is_set():
                     next(asked)
                     answer = http.post(path, json={"model_name": "m", "token_ids": TOKENS})

@@ -14,6 +14,7 @@ import pytest
 import trio
 
 from examples.engine.options import EngineOptions, Fault
+from tests.support import http_client
 from tests.support.exposition import parse
 from tests.support.gateways import (
     Client,
@@ -402,7 +403,7 @@ def test_an_engine_that_was_never_there_is_said_once(kvd_process: Start) -> None
     server.wait_said('event=upstream_unusable url=http://127.0.0.1:1 reason="unreachable: nothing')
 
     def attempts() -> float:
-        text = httpx.get(f"{server.base_url}/metrics", trust_env=False, verify=False).text
+        text = http_client.get(f"{server.base_url}/metrics").text
         return parse(text)["kvd_gateway_relay_begun_total"]
 
     begun = attempts()

@@ -31,7 +31,9 @@ import zmq
 from kvd.http.limits import HttpLimits
 from kvd.platform.descriptors import listeners_within
 from kvd_core.index.prefix_index import IngestStats, PrefixIndex
+from tests.support import http_client
 from tests.support.applying import apply_whole
+from tests.support.http_client import Client
 from tests.support.ports import find_free_port
 from tests.support.processes import REPOSITORY, Server, clean_environment
 from tests.support.running import running_both
@@ -53,9 +55,7 @@ MODEL = "m"
 class Kvd:
     """The process under test, with a client."""
 
-    def __init__(
-        self, server: Server, client: httpx.Client, slots: httpx.Client, context: zmq.Context
-    ) -> None:
+    def __init__(self, server: Server, client: Client, slots: Client, context: zmq.Context) -> None:
         self.server = server
         self.client = client
         self.slots = slots  # of the slot tracker
@@ -154,8 +154,8 @@ class Worker:
 def kvd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kvd]:
     with (
         running_both(tmp_path_factory.mktemp("kvd")) as (server, slot_tracker),
-        httpx.Client(base_url=server.base_url, trust_env=False, verify=False) as client,
-        httpx.Client(base_url=slot_tracker, trust_env=False, verify=False) as slots,
+        Client(server.base_url) as client,
+        Client(slot_tracker) as slots,
         ExitStack() as stack,
     ):
         context = zmq.Context()
@@ -457,7 +457,7 @@ def _gets(*targets: str) -> list[bytes]:
 def test_damaged_requests(face: str, kvd: Kvd) -> None:
     rng = random.Random(18)
     requests = _indexer_requests() if face == "indexer" else _slot_requests()
-    port = None if face == "indexer" else kvd.slots.base_url.port
+    port = None if face == "indexer" else kvd.slots.port
     for _ in range(1500):
         with _connect(kvd, port) as sock, suppress(ConnectionError):
             sock.sendall(_mutated(rng, rng.choice(requests)) + rng.choice(requests))
@@ -474,11 +474,11 @@ def test_clients_that_register_the_same_worker_at_once(kvd: Kvd) -> None:
 
 def _storm(kvd: Kvd, rng: random.Random) -> set[int]:
     """Registers and unregisters two instances at random; returns the statuses seen."""
-    with httpx.Client(base_url=kvd.server.base_url, trust_env=False, verify=False) as client:
+    with Client(kvd.server.base_url) as client:
         return {_register_or_not(client, rng) for _ in range(50)}
 
 
-def _register_or_not(client: httpx.Client, rng: random.Random) -> int:
+def _register_or_not(client: Client, rng: random.Random) -> int:
     identity = {"instance_id": rng.choice((1, 2)), "model_name": MODEL}
     if rng.random() < 0.5:
         return client.post("/unregister", json=identity).status_code
@@ -496,11 +496,11 @@ def test_clients_that_book_the_same_requests_at_once(kvd: Kvd) -> None:
 
 
 def _reservations(kvd: Kvd, rng: random.Random) -> set[int]:
-    with httpx.Client(base_url=kvd.slots.base_url, trust_env=False, verify=False) as client:
+    with Client(kvd.slots.base_url) as client:
         return {_book(client, rng) for _ in range(50)}
 
 
-def _book(client: httpx.Client, rng: random.Random) -> int:
+def _book(client: Client, rng: random.Random) -> int:
     path = rng.choices(BOOKINGS, weights=(4, 2, 2, 2, 1))[0]
     names = {"model_name": MODEL, "request_id": rng.choice("ab"), "worker_id": 1}
     body = POSTS[path][0] | names
@@ -539,7 +539,7 @@ def test_workers_and_clients_share_few_descriptors(tmp_path: Path) -> None:
     server = Server(command, tmp_path, port, clean_environment())
     try:
         server.wait_healthy()
-        client = httpx.Client(base_url=server.base_url, trust_env=False, verify=False)
+        client = Client(server.base_url)
         with client, zmq.Context() as context, context.socket(zmq.PUB) as engine:
             engine.bind("tcp://127.0.0.1:0")
             body = {"endpoint": engine.last_endpoint.decode(), "model_name": "m", "block_size": 4}
@@ -565,10 +565,7 @@ def test_workers_and_clients_share_few_descriptors(tmp_path: Path) -> None:
                     lambda: paused not in client.get("/metrics").text, "short of them"
                 )
                 assert listening()
-            assert (
-                httpx.get(f"{server.base_url}/health", trust_env=False, verify=False).status_code
-                == 200
-            )
+            assert http_client.get(f"{server.base_url}/health").status_code == 200
             assert f"kvd_ranks_refused_total {DESCRIPTORS - taken}" in client.get("/metrics").text
             assert listening()
         assert server.stop() == 0
@@ -598,16 +595,13 @@ def test_a_message_without_end_is_ended_by_the_memory_limit(tmp_path: Path) -> N
         with socket.create_server(("127.0.0.1", 0)) as listening:
             endpoint = f"tcp://127.0.0.1:{listening.getsockname()[1]}"
             body = {"instance_id": 1, "endpoint": endpoint, "model_name": MODEL, "block_size": 4}
-            assert (
-                httpx.post(f"{server.base_url}/register", json=body, verify=False).status_code
-                == 201
-            )
+            assert http_client.post(f"{server.base_url}/register", json=body).status_code == 201
             publisher, _ = listening.accept()
             with publisher:
                 publisher.sendall(GREETING + ready())
                 sent = _send_without_end(publisher)
         assert MIB < sent < ADDRESS_SPACE_BYTES
-        assert httpx.get(f"{server.base_url}/health", verify=False).status_code == 200
+        assert http_client.get(f"{server.base_url}/health").status_code == 200
         assert server.stop() == 0
     finally:
         server.stop()
@@ -638,7 +632,7 @@ def test_an_index_without_memory_left_says_so(tmp_path: Path) -> None:
             engine.linger = engine.sndhwm = 0
             where = f"tcp://127.0.0.1:{engine.bind_to_random_port('tcp://127.0.0.1')}"
             body = {"instance_id": 1, "endpoint": where, "model_name": MODEL, "block_size": 1}
-            httpx.post(f"{server.base_url}/register", json=body, verify=False).raise_for_status()
+            http_client.post(f"{server.base_url}/register", json=body).raise_for_status()
             pages = int(Path(f"/proc/{server.process.pid}/statm").read_text().split()[0])
             most = pages * PAGE_BYTES + 8 * MIB
             resource.prlimit(server.process.pid, resource.RLIMIT_AS, (most, most))
@@ -668,11 +662,11 @@ def _fill(engine: zmq.Socket[bytes], server: Server) -> list[Any] | None:
         batch = msgpack.packb([0.0, [event], 0])
         engine.send_multipart([b"", number.to_bytes(8, "big"), batch])
         with suppress(httpx.TransportError):
-            httpx.get(f"{server.base_url}/health", verify=False)  # as slowly as it takes them
+            http_client.get(f"{server.base_url}/health")  # as slowly as it takes them
         if server.process.poll() is not None:
             return None
         if "MemoryError" in server.stderr:
             with suppress(httpx.TransportError):  # it may end all the same
-                found: list[Any] = httpx.get(f"{server.base_url}/workers", verify=False).json()
+                found: list[Any] = http_client.get(f"{server.base_url}/workers").json()
                 return found
     raise AssertionError("memory was never short")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import httpx
-
+from tests.support import http_client
 from tests.support.all_routes import all_routes
+from tests.support.http_client import Client
 from tests.support.ports import find_free_port
 from tests.support.processes import Server, clean_environment
 
@@ -38,7 +38,7 @@ def test_a_daemon_that_is_asked_for_hot_routes_alone_does_not_load_the_applicati
 ) -> None:
     server, urls = served(tmp_path)
     for face, url in urls.items():
-        with httpx.Client(base_url=url, trust_env=False, verify=False) as client:
+        with Client(url) as client:
             for route in all_routes()[face]:
                 if route.hot and not route.path.startswith("/test/"):
                     path = route.path.replace("{", "").replace("}", "")
@@ -51,7 +51,7 @@ def test_a_daemon_that_is_asked_for_hot_routes_alone_does_not_load_the_applicati
 
 def test_the_first_cold_request_loads_the_application(tmp_path: Path) -> None:
     server, _ = served(tmp_path)
-    dump = httpx.get(f"{server.base_url}/dump", trust_env=False, verify=False)
+    dump = http_client.get(f"{server.base_url}/dump")
     assert dump.json() == {}
     assert server.stop() == 0, server.stderr
     assert "'quart'" in server.stdout

@@ -36,8 +36,10 @@ from kvd.wire.event_stream import EventStream
 from kvd.wire.replay import ReplayEnd
 from kvd.wire.stream_stats import StreamStats
 from kvd_core.zmq.drain import BAD_FRAME_COUNT, BAD_SEQUENCE
+from tests.support import http_client
 from tests.support.batch_sinks import NoStream
 from tests.support.exposition import parse
+from tests.support.http_client import Client
 from tests.support.idle_listeners import IdleListeners
 from tests.support.processes import Server
 from tests.support.running import running
@@ -237,13 +239,13 @@ def test_every_number_of_the_http_server_has_a_help_of_its_own() -> None:
 
 
 def scrape(server: Server) -> tuple[httpx.Response, dict[str, float]]:
-    answer = httpx.get(f"{server.base_url}/metrics", trust_env=False, verify=False)
+    answer = http_client.get(f"{server.base_url}/metrics")
     return answer, parse(answer.text)
 
 
 def hit(server: Server) -> None:
     """Requests whose counts are the same on any indexer."""
-    with httpx.Client(base_url=server.base_url, trust_env=False, verify=False) as client:
+    with Client(server.base_url) as client:
         client.post("/query", json={"token_ids": [1], "model_name": "x"})
         client.get("/query")
         client.get("/workers")

@@ -8,12 +8,12 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import httpx
 import msgpack
 import pytest
 import zmq
 
 from kvd_core.base.hashing import local_hashes, sequence_hashes
+from tests.support.http_client import Client
 from tests.support.ports import find_free_port
 from tests.support.running import running
 
@@ -35,7 +35,7 @@ FACES = ("indexer", "slot-tracker", "selection", "conductor")
 class Process:
     """The clients of one kvd by face, and an engine that says the same over and over."""
 
-    def __init__(self, clients: dict[str, httpx.Client], engine: zmq.Socket[bytes]) -> None:
+    def __init__(self, clients: dict[str, Client], engine: zmq.Socket[bytes]) -> None:
         self._clients = clients
         self._engine = engine
         self._numbers = count()
@@ -61,7 +61,7 @@ class Process:
             body = {"instance_id": "7", "modelname": "m", "endpoint": self.endpoint}
             self.post(face, "/register", body | {"block_size": 4, "type": "vLLM", "dp_rank": 0})
 
-    def client(self, face: str) -> httpx.Client:
+    def client(self, face: str) -> Client:
         return self._clients[face]
 
     def leave(self, face: str) -> None:
@@ -113,9 +113,7 @@ def serving(folder: Path) -> Iterator[Process]:
     with ExitStack() as stack:
         server = stack.enter_context(running(folder, ports["indexer"], "serve", *binds))
         clients = {
-            face: stack.enter_context(
-                httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, verify=False)
-            )
+            face: stack.enter_context(Client(f"http://127.0.0.1:{port}"))
             for face, port in ports.items()
         }
         context = stack.enter_context(zmq.Context())
@@ -125,7 +123,7 @@ def serving(folder: Path) -> Iterator[Process]:
         assert "Traceback" not in server.stderr
 
 
-def chosen(client: httpx.Client, **members: Any) -> str:
+def chosen(client: Client, **members: Any) -> str:
     """Returns the policy that a selection is explained with."""
     body = {"model_name": "m", "token_ids": TOKENS, "explain": True, **members}
     answer = client.post("/select", json=body)
@@ -153,7 +151,7 @@ def test_the_drop_in_goes_by_the_cost_of_the_original(
     expected = flags[0].partition("=")[2] if flags else "dynamo"
     with (
         running(tmp_path, port, *command),
-        httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, verify=False) as client,
+        Client(f"http://127.0.0.1:{port}") as client,
     ):
         assert client.get("/policy").json()["router_policy"] == expected
 

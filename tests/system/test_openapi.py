@@ -23,6 +23,7 @@ from schemathesis import Case, GenerationMode
 from schemathesis.specs.openapi.checks import negative_data_rejection
 
 from kvd.faces.conductor.msgpack import FORMS
+from tests.support import http_client
 from tests.support.budget import scaled
 from tests.support.documented import Documented
 from tests.support.ports import find_free_port
@@ -100,7 +101,7 @@ def face(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         return
     with running_kvd(folder, face=COMMANDS[request.param], environ=ENVIRON) as server:
         path, body = REGISTERED[request.param]
-        reply = httpx.post(server.base_url + path, json=body, trust_env=False, verify=False)
+        reply = http_client.post(server.base_url + path, json=body)
         assert reply.is_success, reply.content
         yield server.base_url
 
@@ -148,7 +149,7 @@ def session() -> Iterator[requests.Session]:
 
 
 def test_a_face_is_as_its_document_says(face: str, session: requests.Session) -> None:
-    document = httpx.get(f"{face}/openapi.json", trust_env=False, verify=False).json()
+    document = http_client.get(f"{face}/openapi.json").json()
     documented = Documented(document)
     for result in schemathesis.openapi.from_dict(document).get_all_operations():
         operation = result.ok()

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support import http_client
 from tests.support.ports import find_free_port
 from tests.support.running import running
 
@@ -30,12 +31,10 @@ class Part:
 
     def ask(self, face: str, path: str, body: dict[str, Any]) -> httpx.Response:
         url = f"http://127.0.0.1:{self.ports[face]}{path}"
-        return httpx.post(url, json=body, trust_env=False, verify=False)
+        return http_client.post(url, json=body)
 
     def get(self, face: str, path: str) -> httpx.Response:
-        return httpx.get(
-            f"http://127.0.0.1:{self.ports[face]}{path}", trust_env=False, verify=False
-        )
+        return http_client.get(f"http://127.0.0.1:{self.ports[face]}{path}")
 
 
 def fleet(folder: Path) -> Path:

@@ -6,13 +6,13 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import httpx
 import pytest
 
 from kvd.selection.options import RouterOptions
 from kvd_core.base.hashing import sequence_hashes
 from tests.conformance.engine import Engine
 from tests.conformance.failure import wait_until
+from tests.support.http_client import Client
 from tests.support.running import running_kvd
 from tests.support.selecting import BLOCK_SIZE, M, N, Service, worker
 
@@ -178,13 +178,13 @@ async def test_a_prediction_never_hides_what_is_cached(seed: int) -> None:
 PROMPT = {"model_name": "m", "token_ids": list(range(16))}
 
 
-def overlap(client: httpx.Client) -> int:
+def overlap(client: Client) -> int:
     (row,) = client.post("/overlap_scores", json=PROMPT).json()["workers"]
     blocks: int = row["device_blocks"]
     return blocks
 
 
-def until(client: httpx.Client, blocks: int) -> None:
+def until(client: Client, blocks: int) -> None:
     def problem() -> str | None:
         found = overlap(client)
         return None if found == blocks else f"{found} blocks instead of {blocks}"
@@ -205,7 +205,7 @@ def test_between_a_booking_and_the_first_event(tmp_path: Path) -> None:
     environ = {"DYN_ROUTER_PREDICTED_TTL_SECS": "600"}
     with (
         running_kvd(tmp_path, face="select-service", environ=environ) as server,
-        httpx.Client(base_url=server.base_url, trust_env=False, verify=False, timeout=20) as client,
+        Client(server.base_url, timeout=20) as client,
     ):
         assert client.post("/workers", json=record).json()["lifecycle"] == "schedulable"
         empty = client.get("/dump").json()

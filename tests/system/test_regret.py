@@ -6,17 +6,16 @@ from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
-import httpx
-
 from tests.support.exposition import parse
+from tests.support.http_client import Client
 from tests.support.processes import Server
 
 PROMPT = list(range(64))
 
 
-def started(kvd_process: Callable[..., Server]) -> httpx.Client:
+def started(kvd_process: Callable[..., Server]) -> Client:
     server = kvd_process("--no-router-use-kv-events", face="select-service")
-    client = httpx.Client(base_url=server.base_url, trust_env=False, verify=False)
+    client = Client(server.base_url)
     for worker_id in (1, 2):
         record = {"worker_id": worker_id, "model_name": "m", "block_size": 16}
         given = {
@@ -28,7 +27,7 @@ def started(kvd_process: Callable[..., Server]) -> httpx.Client:
     return client
 
 
-def reserve(client: httpx.Client, name: str, **members: Any) -> dict[str, Any]:
+def reserve(client: Client, name: str, **members: Any) -> dict[str, Any]:
     asked = {"model_name": "m", "token_ids": PROMPT, "reservation_id": name, **members}
     answered = client.post("/select_and_reserve", json=asked)
     assert answered.status_code == 200, answered.text

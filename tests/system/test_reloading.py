@@ -9,7 +9,6 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
-import httpx
 import pytest
 import zmq
 from hypothesis import given
@@ -20,7 +19,8 @@ from kvd.config.parsers import Setting
 from kvd.config.reload import ConfigReader
 from kvd.config.settings import SETTINGS
 from kvd.selection.queue import QueuePolicy, SelectionQueue, Urgency
-from tests.support import exposition
+from tests.support import exposition, http_client
+from tests.support.http_client import Client
 from tests.support.ports import find_free_port
 from tests.support.processes import STOP_DEADLINE_S, reads
 from tests.support.reloading import Daemon, daemon, starting
@@ -202,7 +202,7 @@ def displaced_by_another(kvd: Daemon) -> float:
     """Returns how many connections gave way to one more, beside that of `kvd` itself."""
     counter = "kvd_http_connections_displaced_total"
     before = kvd.samples()[counter]
-    with httpx.Client(base_url=kvd.server.base_url, trust_env=False, verify=False) as another:
+    with Client(kvd.server.base_url) as another:
         # The one that has just been answered gives way once kvd waits for its next request.
         kvd.server.wait_until(lambda: another.get("/health").status_code == 200, "another's turn")
         found = exposition.parse(another.get("/metrics").text)
@@ -231,7 +231,7 @@ def test_a_reload_before_the_faces_serve_holds(tmp_path: Path) -> None:
         def status(token: str) -> int:
             headers = {"authorization": f"Bearer {token}"}
             url = f"{server.base_url}/loads"
-            return httpx.get(url, headers=headers, trust_env=False, verify=False).status_code
+            return http_client.get(url, headers=headers).status_code
 
         assert status("0123456789abcdef") == 401
         assert status("fedcba9876543210") == 200
@@ -323,7 +323,7 @@ def test_a_bad_file_is_refused_and_the_old_one_kept(tmp_path: Path) -> None:
         kvd.reload("http_connections = 3\nhttp_idle = 1\n", outcome="refused")
         kvd.server.wait_said("level=error logger=kvd.app.reloading event=reload_refused")
         kvd.server.wait_said("kvd.toml: http_idle: no such setting")
-        with httpx.Client(base_url=kvd.server.base_url, trust_env=False, verify=False) as second:
+        with Client(kvd.server.base_url) as second:
             assert second.get("/health").status_code == 200
             assert displaced_by_another(kvd) == 1
 
@@ -411,12 +411,10 @@ def test_reloads_under_load_lose_no_request(tmp_path: Path) -> None:
         stop, outcomes = Event(), list[int]()
 
         def ask() -> None:
-            with httpx.Client(base_url=kvd.server.base_url, trust_env=False, verify=False) as kept:
+            with Client(kvd.server.base_url) as kept:
                 while not stop.is_set():
                     outcomes.append(kept.get("/health").status_code)
-                    anew = httpx.get(
-                        f"{kvd.server.base_url}/workers", trust_env=False, verify=False
-                    )
+                    anew = http_client.get(f"{kvd.server.base_url}/workers")
                     outcomes.append(anew.status_code)
 
         clients = [Thread(target=ask) for _ in range(3)]

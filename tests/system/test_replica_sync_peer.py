@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 
-import httpx
 import pytest
 import trio
 
 from kvd.net.zsocket import make_context
 from kvd.wire.lifecycle import Lifecycle, Step
+from tests.support import http_client
 from tests.support.ports import find_free_port
 from tests.support.processes import Server
 from tests.support.replicating import PARTITION, Process, add, event, start
@@ -37,16 +37,14 @@ class Peer:
         assert self.post("/register", **WORKER) == 201
 
     def post(self, path: str, **members: object) -> int:
-        answer = httpx.post(
-            self.server.base_url + path, json=members, trust_env=False, verify=False
-        )
+        answer = http_client.post(self.server.base_url + path, json=members)
         return answer.status_code
 
     def do(self, step: str, request_id: str, **members: object) -> int:
         return self.post(step, model_name="m", request_id=request_id, **members)
 
     def load(self, dp_rank: int) -> tuple[int, int]:
-        rows = httpx.get(self.server.base_url + "/loads", trust_env=False, verify=False).json()
+        rows = http_client.get(self.server.base_url + "/loads").json()
         row = next(row for row in rows if row["dp_rank"] == dp_rank)
         return row["active_prefill_tokens"], row["active_decode_blocks"]
 

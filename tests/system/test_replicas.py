@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from tests.conformance.engine import Engine
+from tests.support import http_client
 from tests.support.dumps import Row, rows_of
 from tests.support.processes import Server
 
@@ -34,11 +35,11 @@ def engines(count: int) -> Iterator[list[Engine]]:
 
 
 def post(server: Server, path: str, **members: object) -> httpx.Response:
-    return httpx.post(server.base_url + path, json=members, trust_env=False, verify=False)
+    return http_client.post(server.base_url + path, json=members)
 
 
 def get(server: Server, path: str) -> Any:
-    return httpx.get(server.base_url + path, trust_env=False, verify=False).json()
+    return http_client.get(server.base_url + path).json()
 
 
 def register(server: Server, instance_id: int, engine: Engine, model: str = MODEL) -> None:

@@ -13,6 +13,7 @@ import pytest
 from kvd_core.base.hashing import sequence_hashes
 from tests.conformance.failure import wait_until
 from tests.support import exposition
+from tests.support.http_client import Client
 from tests.support.ports import find_free_port
 from tests.support.running import running, running_kvd
 
@@ -23,7 +24,7 @@ Json = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     """The selection service of all tests here, without KV events, beside a slot tracker."""
     port, slots = find_free_port(), find_free_port()
     flags = [f"--selection-bind=127.0.0.1:{port}", f"--slot-tracker-bind=127.0.0.1:{slots}"]
@@ -32,16 +33,14 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     folder = tmp_path_factory.mktemp("service")
     with (
         running(folder, port, "serve", *flags, environ=environ) as server,
-        httpx.Client(
-            base_url=server.base_url, trust_env=False, verify=False, timeout=60.0
-        ) as client,
+        Client(server.base_url, timeout=60.0) as client,
     ):
         client.headers["x-slots"] = f"http://127.0.0.1:{slots}"
         yield client
 
 
 @pytest.fixture
-def client(service: httpx.Client) -> Iterator[httpx.Client]:
+def client(service: Client) -> Iterator[Client]:
     """The service with worker 1 alone, which is busy above 8 tokens."""
     put(service, 1)
     yield service
@@ -50,7 +49,7 @@ def client(service: httpx.Client) -> Iterator[httpx.Client]:
         assert (row["loads"], row["pending_count"]) == ([], 0)
 
 
-def put(client: httpx.Client, worker_id: int, **members: Any) -> Json:
+def put(client: Client, worker_id: int, **members: Any) -> Json:
     row = {"worker_id": worker_id, "block_size": 4, "endpoint": "http://w"}
     row |= {"max_num_batched_tokens": 8, "total_kv_blocks": 100}
     answer = client.post("/workers", json={**row, **members})
@@ -59,12 +58,12 @@ def put(client: httpx.Client, worker_id: int, **members: Any) -> Json:
     return shown
 
 
-def reserve(client: httpx.Client, name: str, **members: Any) -> httpx.Response:
+def reserve(client: Client, name: str, **members: Any) -> httpx.Response:
     body = {"token_ids": [len(name)] * 12, "reservation_id": name, **members}
     return client.post("/select_and_reserve", json=body)
 
 
-def waiting(client: httpx.Client, count: int) -> None:
+def waiting(client: Client, count: int) -> None:
     def check() -> str | None:
         (row,) = client.get("/loads").json()
         pending = row["pending_count"]
@@ -74,9 +73,7 @@ def waiting(client: httpx.Client, count: int) -> None:
 
 
 @pytest.mark.parametrize("hints", [{"latency_sensitivity": 1000.0}, {"priority": 1000}], ids=str)
-def test_a_request_that_says_that_it_is_urgent_goes_first(
-    client: httpx.Client, hints: Json
-) -> None:
+def test_a_request_that_says_that_it_is_urgent_goes_first(client: Client, hints: Json) -> None:
     assert reserve(client, "first").status_code == 200  # now it is busy
     with ThreadPoolExecutor() as pool:
         usual = pool.submit(reserve, client, "usual")
@@ -89,7 +86,7 @@ def test_a_request_that_says_that_it_is_urgent_goes_first(
         assert usual.result().status_code == 200
 
 
-def test_the_output_that_is_expected_may_be_a_hint(client: httpx.Client) -> None:
+def test_the_output_that_is_expected_may_be_a_hint(client: Client) -> None:
     assert reserve(client, "a", nvext={"agent_hints": {"osl": 7}}).status_code == 200
     assert client.get("/reservations/a").json()["expected_output_tokens"] == 7
     client.delete("/reservations/a").raise_for_status()
@@ -119,13 +116,13 @@ def test_the_output_that_is_expected_may_be_a_hint(client: httpx.Client) -> None
     ],
 )
 def test_a_hint_that_cannot_be_followed_is_refused(
-    client: httpx.Client, members: Json, error: str
+    client: Client, members: Json, error: str
 ) -> None:
     answer = client.post("/select", json={"token_ids": TOKENS, **members})
     assert (answer.status_code, answer.json()) == (422, {"error": error})
 
 
-def test_an_advisory_selection_never_waits_and_shows_the_load(client: httpx.Client) -> None:
+def test_an_advisory_selection_never_waits_and_shows_the_load(client: Client) -> None:
     question = {"token_ids": TOKENS, "advisory": True}
     idle = {"active_prefill_tokens": 0, "prefill_token_capacity": 8, "total_kv_blocks": 100}
     assert client.post("/select", json=question).json()["worker_load"] == idle
@@ -143,7 +140,7 @@ def test_an_advisory_selection_never_waits_and_shows_the_load(client: httpx.Clie
     assert answer.json() == {"error": "advisory: an advisory request cannot book"}
 
 
-def test_the_context_of_a_session_says_whose_it_is(client: httpx.Client) -> None:
+def test_the_context_of_a_session_says_whose_it_is(client: Client) -> None:
     put(client, 2)
     context = {"session_id": "s", "parent_session_id": "p", "session_final": False}
     context["input_trigger"] = "tool_result"
@@ -156,7 +153,7 @@ def test_the_context_of_a_session_says_whose_it_is(client: httpx.Client) -> None
 
 
 def test_a_selection_that_waits_for_a_worker_that_is_deleted_is_answered(
-    client: httpx.Client,
+    client: Client,
 ) -> None:
     assert reserve(client, "first").status_code == 200
     with ThreadPoolExecutor() as pool:
@@ -170,7 +167,7 @@ def test_a_selection_that_waits_for_a_worker_that_is_deleted_is_answered(
         assert client.get(f"/reservations/{name}").status_code == 404
 
 
-def test_hints_for_other_routers_are_kept_in_the_catalog(client: httpx.Client) -> None:
+def test_hints_for_other_routers_are_kept_in_the_catalog(client: Client) -> None:
     assert "router_hint_worker_type" not in put(client, 2)
     hints = {"router_hint_worker_type": "decode"}
     endpoints = {"0": "tcp://w:7000"}
@@ -187,7 +184,7 @@ def test_an_advisory_answer_says_who_prefills_too_much(tmp_path: Path) -> None:
     environ["DYN_ROUTER_CONDITIONAL_DISAGG_PREFILL_BUSY_THRESHOLD"] = "0.5"
     with (
         running_kvd(tmp_path, face="select-service", environ=environ) as server,
-        httpx.Client(base_url=server.base_url, trust_env=False, verify=False) as client,
+        Client(server.base_url) as client,
     ):
         busy = []
         for name in ("ab", "c"):  # worker 1 has room for 24 tokens; equal is not busy
@@ -208,7 +205,7 @@ def test_an_answer_says_who_decodes_too_much(tmp_path: Path) -> None:
     environ["DYN_ROUTER_CONDITIONAL_DISAGG_DECODE_BUSY_THRESHOLD"] = "0.25"
     with (
         running_kvd(tmp_path, face="select-service", environ=environ) as server,
-        httpx.Client(base_url=server.base_url, trust_env=False, verify=False) as client,
+        Client(server.base_url) as client,
     ):
         put(client, 1, max_num_batched_tokens=1000, total_kv_blocks=32)
         # A quarter of its blocks is not too much; a block that is begun counts.
@@ -231,7 +228,7 @@ def test_an_answer_says_who_decodes_too_much(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("enforcement", ["required", "preferred"])
 def test_domains_of_transfers_are_kept_and_change_no_choice(
-    client: httpx.Client, enforcement: str
+    client: Client, enforcement: str
 ) -> None:
     said = {"kv_transfer_domain": "rack", "kv_transfer_enforcement": enforcement}
     for worker_id, role, rack in ((1, "prefill", "r1"), (2, "decode", "r2")):
@@ -245,18 +242,18 @@ def test_domains_of_transfers_are_kept_and_change_no_choice(
 
 
 def test_a_booking_that_is_wrong_is_refused_before_its_tracker_is_looked_for(
-    client: httpx.Client,
+    client: Client,
 ) -> None:
     slots = client.headers["x-slots"]
     body = {"model_name": "none", "request_id": "r", "worker_id": "x", "dp_rank": 0}
     body |= {"sequence_hashes": [1], "new_isl_tokens": 4}
-    with httpx.Client(base_url=slots, trust_env=False, verify=False) as tracker:
+    with Client(slots) as tracker:
         answer = tracker.post("/add", json=body)
         assert answer.status_code == 422 and "worker_id" in answer.json()["error"]
         assert tracker.post("/add", json={**body, "worker_id": 1}).status_code == 404
 
 
-def test_a_prompt_that_waits_is_hashed_by_the_block_size_there_is(client: httpx.Client) -> None:
+def test_a_prompt_that_waits_is_hashed_by_the_block_size_there_is(client: Client) -> None:
     tokens = list(range(20))
     hashed = {"block_hashes": [1, 2], "sequence_hashes": [1, 2], "isl_tokens": 20}
     rehashed = count_rehashed(client)
@@ -286,11 +283,11 @@ def test_a_prompt_that_waits_is_hashed_by_the_block_size_there_is(client: httpx.
     assert count_rehashed(client) == rehashed + 2
 
 
-def count_rehashed(client: httpx.Client) -> float:
+def count_rehashed(client: Client) -> float:
     return exposition.parse(client.get("/metrics").text)["kvd_selection_rehashed_total"]
 
 
-def test_tokens_for_eagle_engines_are_hashed_as_pairs(client: httpx.Client) -> None:
+def test_tokens_for_eagle_engines_are_hashed_as_pairs(client: Client) -> None:
     tokens = list(range(1, 10))
     # As Dynamo 1.6.1 hashes them.
     locals_ = [1914873892905420881, 1929047464662796003]
@@ -318,7 +315,7 @@ def test_tokens_for_eagle_engines_are_hashed_as_pairs(client: httpx.Client) -> N
     assert scores(**salted) == (2, 2)
 
 
-def test_a_worker_beside_others_of_another_kind_is_not_chosen(client: httpx.Client) -> None:
+def test_a_worker_beside_others_of_another_kind_is_not_chosen(client: Client) -> None:
     reasons = ["is_eagle differs from that of its model"]
     assert put(client, 2, is_eagle=False)["lifecycle"] == "schedulable"
     shown = put(client, 3, is_eagle=True)

@@ -15,11 +15,11 @@ from contextlib import closing
 from functools import partial
 from pathlib import Path
 
-import httpx
 import pytest
 
 from kvd.cli.main import main
 from kvd.http.routes import Route, Scope
+from tests.support import http_client
 from tests.support.all_routes import all_routes
 from tests.support.asking import (
     FACES,
@@ -303,10 +303,7 @@ def test_a_reload_leaves_no_address_open(tmp_path: Path) -> None:
         server.process.send_signal(signal.SIGHUP)
         line = 'event=reload_refused reason="any client could use the '
         server.wait_said(line)
-        assert (
-            httpx.get(f"{server.base_url}/metrics", trust_env=False, verify=False).status_code
-            == 401
-        )
+        assert http_client.get(f"{server.base_url}/metrics").status_code == 401
 
 
 def test_replicas_beyond_this_machine_hear_nothing_unasked(tmp_path: Path) -> None:
@@ -330,7 +327,7 @@ def test_a_peer_is_shown_its_token(kvd_process: Callable[..., Server], tmp_path:
             environ["KVD_PEERS_TOKEN_FILE"] = str(tmp_path / name)
         server = kvd_process("--peers", peer.base_url, environ=environ)
         server.wait_until(lambda server=server: "event=ready" in server.stderr, "ready")
-        text = httpx.get(f"{server.base_url}/metrics", trust_env=False, verify=False).text
+        text = http_client.get(f"{server.base_url}/metrics").text
         (outcomes[name],) = re.findall(r'attempts_total\{outcome="(\w+)"\} 1', text)
         assert not secret or secret not in server.stderr
     assert outcomes == {"keeper": "empty", "reader": "unreachable", "nobody": "unreachable"}

@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from kvd.platform.descriptors import raise_limit, waiting_within
+from tests.support.http_client import Client
 from tests.support.processes import START_DEADLINE_S, Server
 
 # Ten thousand, or as many as kvd lets wait with the descriptors that there are.
@@ -61,7 +60,7 @@ class Crowd:
 
 
 class Service:
-    def __init__(self, server: Server, client: httpx.Client) -> None:
+    def __init__(self, server: Server, client: Client) -> None:
         self._server = server
         self._client = client
 
@@ -111,9 +110,7 @@ def test_thousands_of_clients_are_held(kvd_process: Callable[..., Server]) -> No
         "KVD_ROUTER_QUEUE_S": str(PATIENCE_S),
     }
     server = kvd_process(face="select-service", environ=environ)
-    with httpx.Client(
-        base_url=server.base_url, trust_env=False, verify=False, timeout=START_DEADLINE_S
-    ) as client:
+    with Client(server.base_url, timeout=START_DEADLINE_S) as client:
         service = Service(server, client)
         for worker_id in (1, 2, 3):
             service.register(worker_id)

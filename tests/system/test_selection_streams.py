@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import httpx
 import pytest
 import trio.testing
 
@@ -20,6 +19,7 @@ from kvd.telemetry.metrics import RequestMetrics, render
 from kvd.wire.event_stream import EventStream
 from kvd_core.selector.settings import Settings
 from tests.conformance.engine import Engine
+from tests.support.http_client import Client
 from tests.support.processes import Server
 from tests.support.selecting import M, Service, worker
 
@@ -195,7 +195,7 @@ def test_an_engine_that_dies_and_comes_back(kvd_process: Callable[..., Server]) 
     engine = Engine("e")
     engine.bind()
     server = kvd_process("--router-disconnected-s=0", face="select-service")
-    with httpx.Client(base_url=server.base_url, trust_env=False, verify=False) as client:
+    with Client(server.base_url) as client:
         record = {"worker_id": 1, "endpoint": "x", "block_size": 4}
         record["kv_events_endpoint"] = engine.endpoint("pub")
         assert client.post("/workers", json=record).json()["lifecycle"] == "schedulable"

@@ -10,9 +10,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
+from tests.support.http_client import Client
 from tests.support.ports import find_free_port
 from tests.support.processes import Server
 from tests.support.running import running
@@ -28,7 +28,7 @@ Rows = dict[tuple[int, int], tuple[int, ...]]  # by worker and rank
 class Faces:
     """Both faces of a process, and a model of its own for each test."""
 
-    def __init__(self, server: Server, tracker: httpx.Client, selection: httpx.Client) -> None:
+    def __init__(self, server: Server, tracker: Client, selection: Client) -> None:
         self.server = server
         self.tracker = tracker
         self.selection = selection
@@ -121,10 +121,7 @@ def running_faces(folder: Path, *flags: str) -> Iterator[Faces]:
     with ExitStack() as stack:
         server = stack.enter_context(running(folder, tracker, "serve", *binds, *flags))
         clients = (
-            stack.enter_context(
-                httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, verify=False)
-            )
-            for port in (tracker, selection)
+            stack.enter_context(Client(f"http://127.0.0.1:{port}")) for port in (tracker, selection)
         )
         yield Faces(server, *clients)
         assert "Traceback" not in server.stderr
@@ -250,7 +247,7 @@ def test_a_selection_waits_for_what_the_tracker_frees(process: Faces, step: str)
     process.register(1)
     process.serve(1, batch=10)
     assert process.add("r1", 1, [7], 10_000) == 201
-    with closing(HTTPConnection(process.selection.base_url.netloc.decode(), timeout=10)) as held:
+    with closing(HTTPConnection("127.0.0.1", process.selection.port, timeout=10)) as held:
         headers = {"Content-Type": "application/json"}
         held.request("POST", "/select", json.dumps(process.prompt()), headers)
         process.server.wait_until(lambda: process.pending() == 1, "holding it")

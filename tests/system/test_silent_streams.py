@@ -11,7 +11,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from kvd.cli.main import main
@@ -19,6 +18,7 @@ from kvd.cli.status import read_samples
 from kvd.index.partitions import UNMATCHED_QUESTIONS
 from tests.conformance.engine import Engine
 from tests.conformance.failure import show, wait_until
+from tests.support.http_client import Client
 from tests.support.ports import find_free_port
 from tests.support.processes import Server
 from tests.support.running import running
@@ -44,9 +44,7 @@ class Fleet:
     def __init__(self, server: Server, flags: list[str], engines: ExitStack) -> None:
         self.server = server
         self.flags = flags
-        self.client = engines.enter_context(
-            httpx.Client(base_url=server.base_url, trust_env=False, verify=False)
-        )
+        self.client = engines.enter_context(Client(server.base_url))
         self._engines = engines
         self._lines_before = len(server.stderr.splitlines())
         self._samples_before = self._samples()

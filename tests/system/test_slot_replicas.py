@@ -11,10 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import zmq
 
+from tests.support import http_client
+from tests.support.http_client import Client
 from tests.support.ports import find_free_port
 from tests.support.processes import Server
 
@@ -29,7 +30,7 @@ Load = tuple[str, str, int, int, int, int]  # model, tenant, worker, rank, token
 class Replica:
     """A running slot tracker with three workers of two ranks for each model."""
 
-    def __init__(self, server: Server, client: httpx.Client, tenant: str) -> None:
+    def __init__(self, server: Server, client: Client, tenant: str) -> None:
         self.server = server
         self.client = client
         self.tenant = tenant  # the name it has for that
@@ -156,7 +157,7 @@ def pair(request: pytest.FixtureRequest, kvd_process: Start, tmp_path: Path) -> 
         for replica, port, key in zip(replicas, ports[::-1], keys.public[::-1], strict=True):
             body = {"endpoint": f"tcp://127.0.0.1:{port}", "curve_server_key": key}
             url = f"{replica.base_url}/replica_sync/register_peer"
-            assert httpx.post(url, json=body, trust_env=False, verify=False).is_success
+            assert http_client.post(url, json=body).is_success
     else:
         first = kvd_process(*flags(*ports), face="slot-tracker")
     if request.param == "kvd":
@@ -165,8 +166,8 @@ def pair(request: pytest.FixtureRequest, kvd_process: Start, tmp_path: Path) -> 
         start = request.getfixturevalue("peer_process")
         tenant, second = "routing_group", start(*flags(*ports[::-1]), service="slot_tracker")
     with (
-        httpx.Client(base_url=first.base_url, trust_env=False, verify=False) as to_first,
-        httpx.Client(base_url=second.base_url, trust_env=False, verify=False) as to_second,
+        Client(first.base_url) as to_first,
+        Client(second.base_url) as to_second,
     ):
         yield Pair(Replica(first, to_first, "tenant_id"), Replica(second, to_second, tenant))
 

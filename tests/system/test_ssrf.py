@@ -6,12 +6,12 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
 
 from kvd.cli.main import main
 from kvd.wire.hosts import everywhere
 from tests.support import exposition
+from tests.support.http_client import Client
 from tests.support.ports import find_free_port
 from tests.support.running import running
 
@@ -118,7 +118,7 @@ LISTINGS = {
     "conductor": ("/services",),
 }
 
-Clients = dict[str, httpx.Client]
+Clients = dict[str, Client]
 
 
 @pytest.fixture(scope="module")
@@ -128,10 +128,7 @@ def clients(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clients]:
     sync = f"--replica-sync-port={find_free_port()}"
     folder = tmp_path_factory.mktemp("ssrf")
     with running(folder, ports["indexer"], "serve", *binds, sync):
-        clients = {
-            face: httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, verify=False)
-            for face, port in ports.items()
-        }
+        clients = {face: Client(f"http://127.0.0.1:{port}") for face, port in ports.items()}
         known = {**WORKER, "worker_id": 7, "kv_events_endpoint": GOOD}
         assert clients["selection"].post("/workers", json=known).status_code == 201
         yield clients
@@ -226,7 +223,7 @@ def undo(clients: Clients) -> None:
     assert selection.post("/workers", json=known).status_code == 201
 
 
-def count(client: httpx.Client) -> float:
+def count(client: Client) -> float:
     samples = exposition.parse(client.get("/metrics").text)
     return samples['kvd_outgoing_refused_total{at="named"}']
 

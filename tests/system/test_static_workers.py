@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from tests.conformance.engine import Engine
 from tests.conformance.failure import show, wait_until
+from tests.support import http_client
+from tests.support.http_client import Client
 from tests.support.ports import find_free_port
 from tests.support.running import running, running_kvd
 
@@ -38,7 +39,7 @@ def test_a_worker_of_the_command_line_is_replayed_and_selected(tmp_path: Path, f
     try:
         with (
             started as server,
-            httpx.Client(base_url=server.base_url, trust_env=False, verify=False) as client,
+            Client(server.base_url) as client,
         ):
             engine.wait_subscribed(1, WITHIN_S)
             engine.publish(batch(0, TOKENS[:4], drop=True))  # a replay alone brings it
@@ -58,7 +59,7 @@ def test_a_worker_of_the_command_line_is_replayed_and_selected(tmp_path: Path, f
             assert (selected["worker_id"], selected["endpoint"]) == (1, "http://w:8000")
             if face == "serve":
                 url = f"http://127.0.0.1:{ports[0]}/query"
-                scores = httpx.post(url, json=body, trust_env=False, verify=False).json()["scores"]
+                scores = http_client.post(url, json=body).json()["scores"]
                 assert scores == {"1": {"0": 4}}
     finally:
         engine.unbind()

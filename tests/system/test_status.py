@@ -10,7 +10,6 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
-import httpx
 import msgpack
 import pytest
 import zmq
@@ -20,7 +19,9 @@ from kvd.cli.main import main
 from kvd.cli.status import LISTS, read_samples
 from kvd.config import load as config
 from kvd.config.parsers import Binds, TcpBind, UnixBind
+from tests.support import http_client
 from tests.support.asking import make_client_certificates
+from tests.support.http_client import Client
 from tests.support.ports import find_free_port
 from tests.support.running import running
 
@@ -72,7 +73,7 @@ def test_streams_that_are_not_exact_are_named_until_they_are(
     with (
         zmq.Context() as context,
         context.socket(zmq.PUB) as engine,
-        httpx.Client(base_url=url(binds[0]), trust_env=False, verify=False) as client,
+        Client(url(binds[0])) as client,
     ):
         engine.linger = 0
         endpoint = f"tcp://127.0.0.1:{engine.bind_to_random_port('tcp://127.0.0.1')}"
@@ -167,7 +168,7 @@ def test_loads_and_publishers_are_shown(
         (binds[1], "/add", booked),
         (binds[3], "/register", publisher),
     ):
-        httpx.post(url(flag) + path, json=body, trust_env=False, verify=False).raise_for_status()
+        http_client.post(url(flag) + path, json=body).raise_for_status()
     code, shown = status(capsys, *binds)
     tracker = shown["slot_tracker"]
     assert (tracker["workers"], tracker["ranks"], tracker["requests"]) == (1, 2, 1)
@@ -178,7 +179,7 @@ def test_loads_and_publishers_are_shown(
     assert "12 tokens to prefill, 3 blocks in use; most: worker 7 rank 1, 3\n" in text
     assert "publisher store rank 0 of k: recovering" in text
     left = {"instance_id": "store"}
-    httpx.post(url(binds[3]) + "/unregister", json=left, trust_env=False, verify=False)
+    http_client.post(url(binds[3]) + "/unregister", json=left)
 
 
 def test_rates_are_taken_between_two_looks(
@@ -187,7 +188,7 @@ def test_rates_are_taken_between_two_looks(
     stop = Event()
 
     def ask() -> None:
-        with httpx.Client(base_url=url(binds[0]), trust_env=False, verify=False) as client:
+        with Client(url(binds[0])) as client:
             while not stop.is_set():
                 client.post("/query", json={"model_name": "none", "token_ids": TOKENS})
 
@@ -234,15 +235,13 @@ def test_names_of_clients_are_no_lines_and_nothing_for_terminals(
     name = "m\u2028indexer 127.0.0.1:1\u2029\u202e\ue000"
     publisher = {"instance_id": "a\u2028", "type": "vLLM", "endpoint": "tcp://127.0.0.1:9"}
     publisher |= {"model": name, "block_size": 4, "dp_rank": 0}
-    httpx.post(
-        url(binds[3]) + "/register", json=publisher, trust_env=False, verify=False
-    ).raise_for_status()
+    http_client.post(url(binds[3]) + "/register", json=publisher).raise_for_status()
     try:
         assert main(["status", "--interval=0", *binds]) == 1
         said = capsys.readouterr().out
     finally:
         left = {"instance_id": "a\u2028"}
-        httpx.post(url(binds[3]) + "/unregister", json=left, trust_env=False, verify=False)
+        http_client.post(url(binds[3]) + "/unregister", json=left)
     assert all(line.isprintable() for line in said.split("\n"))
     assert r"publisher a\u2028 rank 0 of m\u2028indexer" in said
 

@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator
 from typing import Any, cast
 
-import httpx
 import pytest
 import trio
 from hypothesis import given, settings
@@ -23,6 +22,7 @@ from kvd.index.peers import Peers
 from kvd.index.registry import LEFT_PAIR_S, Registry
 from kvd.model import PartitionKey, RankKey
 from kvd_core.index.prefix_index import TIERS
+from tests.support.http_client import Client
 from tests.support.idle_listeners import IdleListeners
 from tests.support.running import running_kvd
 
@@ -211,10 +211,10 @@ async def test_pairs_that_were_left_are_remembered_within_a_bound(
 
 
 @pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     with (
         running_kvd(tmp_path_factory.mktemp("kvd")) as server,
-        httpx.Client(base_url=server.base_url, trust_env=False, verify=False) as made,
+        Client(server.base_url) as made,
     ):
         place = {"model_name": "m", "routing_group": "g", "block_size": BLOCK}
         worker = {"instance_id": HIGHEST, "endpoint": "tcp://127.0.0.1:1"}
@@ -227,14 +227,14 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     [[], [1], [-1], [-(2**63)], [2**63], [2**64 - 1], [1] * 5000],
     ids=lambda hashes: str(hashes)[:24],
 )
-def test_what_nobody_holds_matches_nothing(client: httpx.Client, hashes: list[int]) -> None:
+def test_what_nobody_holds_matches_nothing(client: Client, hashes: list[int]) -> None:
     answer = client.post(ROUTE, json=json.loads(body_of(hashes)))
     assert answer.status_code == 200
     assert answer.headers["content-type"] == "application/json"
     assert read_strictly(answer.content) == (BLOCK, {"device": {}})
 
 
-def test_members_that_the_hashes_carry_already_are_not_looked_at(client: httpx.Client) -> None:
+def test_members_that_the_hashes_carry_already_are_not_looked_at(client: Client) -> None:
     odd = {"lora_name": 1, "cache_salt": [], "unknown": None}
     assert client.post(ROUTE, content=body_of([1], **odd), headers=JSON).status_code == 200
 
@@ -242,7 +242,7 @@ def test_members_that_the_hashes_carry_already_are_not_looked_at(client: httpx.C
 JSON = {"content-type": "application/json"}
 
 
-def test_the_longest_body_is_answered_in_both_framings(client: httpx.Client) -> None:
+def test_the_longest_body_is_answered_in_both_framings(client: Client) -> None:
     limit = 8 * 1024 * 1024
     body = body_of([1] * 100_000)
     body += b" " * (limit - len(body))
@@ -254,7 +254,7 @@ def test_the_longest_body_is_answered_in_both_framings(client: httpx.Client) -> 
     assert refused.status_code == 413
 
 
-def test_requests_are_counted_under_their_own_name(client: httpx.Client) -> None:
+def test_requests_are_counted_under_their_own_name(client: Client) -> None:
     def count() -> int:
         line = rf'dynamo_kvindexer_requests_total\{{[^}}]*endpoint="{ROUTE}"[^}}]*\}} (\d+)'
         return sum(int(each) for each in re.findall(line, client.get("/metrics").text))

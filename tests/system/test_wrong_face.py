@@ -6,9 +6,8 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-import httpx
-
 from kvd.http.table import RouteTable
+from tests.support import http_client
 from tests.support.all_routes import all_routes
 from tests.support.asking import FACES, serving_faces
 from tests.support.processes import Server
@@ -37,7 +36,7 @@ def test_every_path_of_another_face_is_shown_the_way(tmp_path: Path, certificate
 
 def test_a_face_that_is_not_served_is_named_as_well(kvd_process: Callable[..., Server]) -> None:
     base = kvd_process(face="indexer").base_url
-    answer = httpx.post(f"{base}/select", json={}, trust_env=False, verify=False)
+    answer = http_client.post(f"{base}/select", json={})
     assert answer.json() == {
         "error": "not found: this is the indexer face; /select is on the selection face, "
         "which this process does not serve"
