@@ -67,16 +67,9 @@ class FaceClient:
         `certfile` is the one that the daemon's TLS is by. Raises OSError for unusable files.
         """
         self._headers = {"Authorization": f"Bearer {token.decode()}"} if token else {}
-        self._tls = ssl.create_default_context()
-        if certfile is not None:
-            # The daemon's own file says who it is: under which name it is asked does not matter.
-            with _using(certfile):
-                self._tls.load_verify_locations(certfile)
-            self._tls.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # its issuer does not matter
-            self._tls.check_hostname = False
-        if own_certfile is not None:
-            with _using(own_certfile if own_keyfile is None else own_keyfile):
-                self._tls.load_cert_chain(own_certfile, own_keyfile)
+        self._tls: ssl.SSLContext | None = None  # HTTPSConnection's own, where files say nothing
+        if certfile is not None or own_certfile is not None:
+            self._tls = _trusting(certfile, own_certfile, own_keyfile)
 
     def ask(
         self, bind: Bind, path: str, timeout_s: float | None = None, body: bytes | None = None
@@ -112,6 +105,22 @@ class FaceClient:
         if bind.tls:
             return HTTPSConnection(host, bind.port, timeout=timeout_s, context=self._tls)
         return HTTPConnection(host, bind.port, timeout=timeout_s)
+
+
+def _trusting(
+    certfile: Path | None, own_certfile: Path | None, own_keyfile: Path | None
+) -> ssl.SSLContext:
+    context = ssl.create_default_context()
+    if certfile is not None:
+        # The file is the daemon's own certificate: neither its issuer nor the name matters.
+        with _using(certfile):
+            context.load_verify_locations(certfile)
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+        context.check_hostname = False
+    if own_certfile is not None:
+        with _using(own_certfile if own_keyfile is None else own_keyfile):
+            context.load_cert_chain(own_certfile, own_keyfile)
+    return context
 
 
 @contextmanager
