@@ -1,4 +1,4 @@
-"""The failures kvd tells its clients about, one HTTP status each.
+"""The failures that kvd reports to its clients, each with one HTTP status.
 
 State and faces raise these; `kvd.http.errors` is the only place that turns one into a response.
 Anything else that is raised while a request is served is a bug and is answered with 500.
@@ -15,13 +15,13 @@ class KvdError(Exception):
     """An expected failure whose text is fit for the client."""
 
     status: ClassVar[int] = 500
-    # Model and tenant of which nothing is known, for failures that say so.
+    # The unknown model and tenant, for failures that report one.
     partition: tuple[str, str] | None = None
-    # Further members of the body, for clients of faces that promise some.
+    # Further members of the response body, for faces that promise them.
     details: Mapping[str, object] = MappingProxyType({})
 
     def about(self, partition: tuple[str, str]) -> Self:
-        """Notes the model and tenant that nothing is known of; returns the failure."""
+        """Notes which model and tenant are unknown; returns the failure itself."""
         self.partition = partition
         return self
 
@@ -51,7 +51,7 @@ class Conflict(KvdError):
 
 
 class Misdirected(KvdError):
-    """Another kvd serves the model and tenant; `owner` is its URL, where it is known."""
+    """Another kvd serves the model and tenant; `owner` is its URL, if that is known."""
 
     status = 421
 
@@ -74,7 +74,7 @@ class Invalid(KvdError):
 
 
 class Unavailable(KvdError):
-    """A bound is reached; the same request may succeed later, after `retry_after_s` maybe."""
+    """A bound is reached; the same request may succeed later, perhaps after `retry_after_s`."""
 
     status = 503
 

@@ -12,8 +12,8 @@ InstanceId = int | str  # unsigned 64-bit on the Dynamo faces, text on the Moonc
 
 DEFAULT_TENANT = "default"
 
-# Models and tenants that a face knows, unless configured otherwise: empty ones cost 31 KB in the
-# index, 640 MB in all, and 3 KB in the slot tracker. Real fleets have some hundred.
+# Most partitions (models and tenants) of a face, unless configured otherwise. An empty one costs
+# 31 KB in the index, 640 MB in all, and 3 KB in the slot tracker. Real fleets have a few hundred.
 MAX_PARTITIONS = 16_384
 
 
@@ -21,16 +21,16 @@ _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f]")
 
 
 def is_name(text: str) -> bool:
-    """Returns whether a text can name what is kept: it has no control characters.
+    """Returns whether a text is fit to be a name: it has no control characters.
 
-    Names stand in metrics, logs, JSON and listings. A NUL ends a scrape of Prometheus, escapes
-    redraw a terminal, and nobody means them.
+    Names appear in metrics, logs, JSON and listings. A NUL breaks a scrape of Prometheus, escape
+    sequences redraw a terminal, and nobody uses either on purpose.
     """
     return _CONTROL.search(text) is None
 
 
 class PartitionKey(NamedTuple):
-    """Workers see each other's prompts only within one model and tenant."""
+    """One model and tenant; a prompt is matched only against workers of its own partition."""
 
     model_name: str
     tenant_id: str

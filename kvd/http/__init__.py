@@ -1,29 +1,28 @@
 """HTTP/1.1 on sockets: requests in, responses out, for any table of routes.
 
 messages, routes             `Request`, `Response`, `Route`: what faces and servers exchange
-front, server, tls           the server of a face's plain addresses, what it shares with TLS,
-                             and TLS
-fast_path, plain_head.hpp    connections between two requests, and the common request answered
-                             in place, compiled
+front, server, tls           the server of a face's addresses without TLS, the base it shares with
+                             the TLS server, and the TLS server
+fast_path, plain_head.hpp    keeps connections between two requests, and answers common requests
+                             on the spot; compiled
 idle_poll                    serves those connections, and a gateway's relay, between two passes
-                             of trio, while nothing else is to be done
-busy_wait                    stays awake for the next request, where that costs less than sleep,
+                             of trio, while no task can run
+busy_wait                    waits awake for the next request where that costs less than sleeping;
                              compiled
-hot                          the handler of a hot route, compiled: `fast_path` and `connection` call
-                             the same one
-connection, transport        one client: its requests one after the other; its stream, phases
-                             and deadlines
-relayed, untasked            a request whose answer another part writes; it needs no task for as
-                             long as it waits for nothing but that
-head, body                   bytes to a request's head and body
+hot                          the handler of a hot route; compiled; `fast_path` and `connection`
+                             call the same one
+connection, transport        serves one client's requests in turn; its stream, phases and deadlines
+relayed, untasked            a request whose answer another part writes; coroutines that need no
+                             task while they wait for callbacks only
+head, body                   turn bytes into a request's head and body
 render, writer, answer, errors
-                             a response to bytes; a handler's outcome or failure to a response
-table                        the route of a raw path, found once for each request
-app, cold, asgi, middleware  the Quart application of the cold routes, when it is loaded, how a
-                             request gets there, is counted and logged
-auth, permits, pages         tokens, hosts and origins: is this request allowed, and what may
-                             pages of other origins read
-context                      what every connection of a face shares
+                             turn a response into bytes, a handler's outcome into a response
+table                        finds the route of a raw path, once for each request
+app, cold, asgi, middleware  the Quart application of the cold routes; loads it when it is first
+                             needed; passes requests to it; bounds, counts and logs them
+auth, permits, pages         tokens, hosts and origins: whether a request is allowed, and what
+                             pages of other origins may read
+context                      what all connections of a face share
 access, limits, options, listeners, accept, certificates
-                             the access log; bounds and counters; sockets and files
+                             the access log; bounds and counters; listening sockets and TLS files
 """

@@ -1,4 +1,4 @@
-"""Accepts connections for ever, also through a shortage of descriptors."""
+"""Accepts connections for ever, even through a shortage of descriptors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHORTAGES = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS))
 # Pause of accepting when descriptors or memory run short, as in trio's own accept loop.
 PAUSE_SECONDS = 0.1
 SHORTAGE_LOG_SECONDS = 10.0  # pause between two log lines about such a shortage
-ACCEPTS_PER_TURN = 16  # connections of a burst, 3 ms with their first requests; others run then
+ACCEPTS_PER_TURN = 16  # connections before other tasks run: 3 ms with their first requests
 
 # accept(2): errors of the connection about to be accepted, not of the listener.
 _PASSING = frozenset(

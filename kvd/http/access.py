@@ -3,9 +3,9 @@
     event=request face=indexer method=POST path=/query status=200 duration_ms=0.142 bytes=312
         trace_id=4bf92f3577b34da6a3ce929d0e0e4736 request_id=...
 
-Names of clients and engines, query values and bodies are not in it: `path` is the route's, or `-`
-where there is none. The ids are those that a client gave, if they have their proper form: that of
-`traceparent` (W3C Trace Context, level 1), and `x-request-id`, which the answer repeats.
+No line has names of clients or engines, query values or bodies: `path` is the route's, or `-` if
+no route has the path. The ids are the client's, if they are well-formed: the trace id of its
+`traceparent` (W3C Trace Context, level 1) and its `x-request-id`, which the answer repeats.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _LOGGED = (REQUEST_ID, TRACEPARENT)
 _TRACEPARENT = re.compile(
     rb"(?!ff|00.{54})[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(?:-.*)?"
 )
-# UUIDs, and what proxies and gateways make of them: no text that has to be quoted anywhere.
+# Fits UUIDs and the ids of proxies and gateways, but no text that has to be quoted anywhere.
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9_.:/@+=-]{1,128}")
 
 log = get_logger("kvd.access")
 
 
 class AccessLog:
-    """The lines of one face, while it is on."""
+    """Writes the access log of one face, while `on` is set."""
 
     __slots__ = ("face", "on")
 
@@ -48,9 +48,9 @@ class AccessLog:
         size: int,
         headers: Headers,
     ) -> Headers:
-        """Writes a line; `size` is that of the answer's body, None as path that of no route.
+        """Writes a line; `size` is the answer body's in bytes, `path` is None without a route.
 
-        Returns the headers with which the answer says which request it belongs to.
+        Returns headers for the answer, which repeat the client's request id.
         """
         trace, request = _ids(headers)
         fields = {
@@ -70,12 +70,12 @@ class AccessLog:
 
 
 def echoed(headers: Headers) -> Headers:
-    """Returns the headers with which an answer says which request it belongs to."""
+    """Returns headers for an answer, which repeat the request id in the request's `headers`."""
     return _echoed(_ids(headers)[1])
 
 
 def logged(headers: Headers) -> Headers:
-    """Returns those of a request's headers that its line is made from."""
+    """Returns the request headers from which a line is made."""
     return [each for each in headers if each[0] in _LOGGED]
 
 
@@ -89,7 +89,7 @@ def _echoed(request: str | None) -> Headers:
 
 
 def _ids(headers: Headers) -> tuple[str | None, str | None]:
-    """Returns the ids of trace and request, None for one that has not its proper form."""
+    """Returns the trace id and the request id; None for one that is missing or malformed."""
     trace = request = None
     for name, value in headers:
         if name == TRACEPARENT and (match := _TRACEPARENT.fullmatch(value)):

@@ -1,4 +1,4 @@
-"""Calls a handler so that every outcome is a response."""
+"""Calls a handler and turns every outcome, exceptions included, into a response."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ _METHODS_WITH_JSON = frozenset(("POST", "PUT", "PATCH"))
 def answer_now(
     route: Route, request: Request, failures: Failures, raised: Exception | None = None
 ) -> Response:
-    """Returns the response of a handler that does not wait, whatever it raises or has `raised`."""
+    """Returns the response of a handler that does not wait; its exceptions become responses.
+
+    `raised` is the exception of an earlier call: then the handler is not called again.
+    """
     try:
         if raised is not None:
             raise raised
@@ -28,11 +31,11 @@ def answer_now(
     except Exception as error:
         return _response_to(error, request, failures)
     finally:
-        raised = None  # its traceback holds this frame, and this frame the body
+        raised = None  # its traceback holds this frame, which holds the body
 
 
 async def answer(route: Route, request: Request, failures: Failures) -> Response:
-    """Returns the response of any handler, whatever it raises."""
+    """Returns the response of any handler; its exceptions become responses."""
     try:
         if not route.any_type:
             require_json(request)
@@ -68,6 +71,6 @@ def _response_to(error: Exception, request: Request, failures: Failures) -> Resp
 
 
 def unexpected(method: str, path: str, headers: Headers, failures: Failures) -> Response:
-    """Returns the response to a bug, which is being handled; `path` is the route's."""
+    """Logs the exception being handled, a bug, and returns the response; `path` is the route's."""
     log.exception("handler_failed", method=method, path=path)
     return failures.response(500, INTERNAL_ERROR, headers=headers)

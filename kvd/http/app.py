@@ -35,32 +35,32 @@ View = Callable[..., Awaitable[quart.Response]]
 
 
 class SpelledRequest(TrioRequest):
-    """A request whose path has its percent-encoding still."""
+    """A request whose path is still percent-encoded."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         spelled = self.scope["raw_path"].decode("latin-1")
-        # Werkzeug passes over further slashes at the beginning, unless they are spelled otherwise.
+        # Werkzeug drops further slashes at the beginning, unless they are spelled as %2F.
         name = spelled.lstrip("/")
         self.path = "/" + "%2F" * (len(spelled) - len(name) - 1) + name
 
 
 class CountedExchange(TrioASGIHTTPConnection):
-    """One request and its answer, in a task of Quart's own, with the steps counted as requests'."""
+    """One request and its answer; the steps of its Quart task count as those of requests."""
 
     async def handle_request(self, *of_quart: Any) -> None:
         await REQUESTS.steps_of(super().handle_request(*of_quart))
 
 
 class Segment(BaseConverter):
-    """Hands on the segment of a path as it is spelled."""
+    """Passes on one segment of a path as it is spelled."""
 
     def to_python(self, value: str) -> bytes:
         return value.encode("latin-1")
 
 
 class Segments(Segment):
-    """Hands on all that is left of a path."""
+    """Passes on the rest of a path as it is spelled."""
 
     regex = "[^/].*"
     part_isolating = False
@@ -86,7 +86,7 @@ def build_app(
     context: ServerContext,
     not_found: WrongPath = nowhere,
 ) -> AsgiApp:
-    """Returns an ASGI application that answers `routes`, 404, 405 and nothing else."""
+    """Returns an ASGI application that serves `routes` and answers all else with 404 or 405."""
     table = RouteTable(routes)
     app = QuartTrio(__name__, static_folder=None)
     app.request_class = SpelledRequest
@@ -104,7 +104,7 @@ def build_app(
         view = _view(route, context.failures)
         endpoint = f"{route.method} {route.path}"
         app.add_url_rule(rule, endpoint, view, methods=[route.method])
-        if route.method == "GET" and not route.answers_head:  # which Quart takes every GET to do
+        if route.method == "GET" and not route.answers_head:  # Quart adds HEAD to every GET
             for added in app.url_map.iter_rules(endpoint):
                 assert added.methods is not None
                 added.methods.discard("HEAD")
@@ -113,7 +113,7 @@ def build_app(
 
 
 def _view(route: Route, failures: Failures) -> View:
-    """Returns what Quart calls for the requests of a route."""
+    """Returns the function that Quart calls for a route's requests."""
 
     async def view(**segments: bytes) -> quart.Response:
         body = b""
@@ -139,11 +139,11 @@ def _view(route: Route, failures: Failures) -> View:
 
 
 def _word_failures(app: QuartTrio, failures: Failures, not_found: WrongPath) -> None:
-    """Has Quart answer what it refuses, and what a handler raises, in the words of the face."""
+    """Makes Quart answer its own refusals, and exceptions of handlers, in the face's words."""
 
     @app.errorhandler(HTTPException)
     async def refused(error: HTTPException) -> quart.Response:
-        """Words a path or a method that no route has, and a body that is too large, or too slow."""
+        """Answers an unknown path or method, and a body that is too large or too slow."""
         text = (error.name or INTERNAL_ERROR).lower()
         path = quart.request.scope["raw_path"]
         if isinstance(error, NotFound):

@@ -1,6 +1,6 @@
 """Passes one request to an ASGI application and its response to the client.
 
-The words of ASGI are those of `hypercorn.typing`, which Quart's are, too.
+The types of ASGI messages are those of `hypercorn.typing`, which Quart uses as well.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
-# In the state of a request: Request.known; the route that the server has found, or None.
+# Keys in a request's ASGI state: Request.known; the route that the server has found, or None.
 KNOWN = "kvd.known"
 FOUND = "kvd.found"
-# Quoted, as hypercorn is loaded with Quart alone (http/cold.py).
+# Quoted, because hypercorn is loaded only together with Quart (http/cold.py).
 Receive: TypeAlias = "ASGIReceiveCallable"
 Send: TypeAlias = "ASGISendCallable"
 AsgiApp = Callable[["HTTPScope", Receive, Send], Awaitable[None]]
 
 
 class AsgiExchange:
-    """One request and response; the application has `handler_s` between its messages."""
+    """One request and response; the application may take `handler_s` between its messages."""
 
     def __init__(
         self, transport: Transport, head: Head, found: Found | None, body: bytes, *, known: bool
@@ -107,9 +107,9 @@ class AsgiExchange:
         }
 
     async def _receive(self) -> ASGIReceiveEvent:
-        """The request at first; then, only once the response is sent, the disconnection.
+        """Returns the request at first; then, but only once the response is sent, a disconnection.
 
-        Quart-trio cancels its request when it hears of a disconnection, also while it sends.
+        Quart-trio cancels its request when it hears of a disconnection, even while it sends.
         """
         body, self._body = self._body, None
         if body is not None:
@@ -146,7 +146,7 @@ class AsgiExchange:
                 await self.writer.end()
                 self._ended.set()
         except OSError as error:
-            # An application would take this for a failure of its own: end it quietly.
+            # The application would take this for a failure of its own: cancel it instead.
             self._lost = error
             self._scope.cancel()
         self._extend()

@@ -1,7 +1,7 @@
 """Authorization of requests: bearer tokens, hosts, origins.
 
-The fast path and everybody else ask the same rules (kvd/http/permits.hpp) before a body is read.
-Here are the words in which a request is refused, and the counts.
+The fast path and the tasks of connections apply the same rules (kvd/http/permits.hpp), before a
+body is read. This module has the texts of refusals, and counts them.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from kvd.http.permits import VERDICTS, PermitRules
 from kvd.http.routes import Route, Scope
 
 GRANTED = VERDICTS.index("granted")
-MAX_HOST_BYTES = 253 + 6  # of the last refused host, that are kept: a name of DNS, and a port
-API_KEY = b"x-api-key"  # in which clients of Anthropic's API show their token
+MAX_HOST_BYTES = 253 + 6  # kept of the last refused host: a DNS name and a port
+API_KEY = b"x-api-key"  # the header in which clients of Anthropic's API send their token
 _CHALLENGE: Headers = [(b"www-authenticate", b"Bearer")]
 _REFUSALS = {
     "missing": (401, "a bearer token is needed"),
@@ -49,7 +49,7 @@ class AccessPolicy:
 
 
 class Authorizer:
-    """The rules of one face, and how often they have refused a request, by reason."""
+    """The rules of one face, and the number of requests they have refused, by reason."""
 
     def __init__(self, policy: AccessPolicy) -> None:
         self.rules = PermitRules()
@@ -59,12 +59,12 @@ class Authorizer:
         self.set_policy(policy)
 
     def add_hostnames(self, names: Iterable[str]) -> None:
-        """Accepts host names under which the face listens."""
+        """Also accepts the host names under which the face listens."""
         self._names = tuple(names)
         self.set_policy(self._policy)
 
     def set_policy(self, policy: AccessPolicy) -> None:
-        """Goes on with another policy, from the next request on."""
+        """Applies another policy, from the next request on."""
         self._policy = policy
         self._origins = frozenset(each.lower() for each in policy.allowed_origins)
         self.rules.replace(
@@ -78,15 +78,18 @@ class Authorizer:
         return bool(self._policy.tokens)
 
     def allows(self, origin: bytes) -> bool:
-        """Returns whether pages of an origin may ask."""
+        """Returns whether pages of an origin may send requests."""
         return origin.decode("latin-1").lower() in self._origins
 
     def knows(self, headers: Headers, checks_host: bool) -> bool:
-        """Returns whether a request of an open route could be one of Scope.READ."""
+        """Returns whether a request for an open route would be granted Scope.READ as well."""
         return self.rules.judge(headers, Scope.READ, checks_host) == GRANTED
 
     def refusal(self, headers: Headers, route: Route | None, checks_host: bool) -> Refusal | None:
-        """Returns why a request is not served, counted; a path without a route takes any token."""
+        """Returns the refusal of a request and counts it, None if it is granted.
+
+        A path without a route takes any token.
+        """
         scope = Scope.ANY if route is None else route.scope
         if scope & Scope.GENERATE and route is not None:
             headers = _with_api_key(headers)
@@ -104,14 +107,14 @@ class Authorizer:
 
 
 def _host_of(headers: Headers) -> str:
-    """Returns the host that a request names, without a port, as far as it can be shown."""
+    """Returns the host that a request names, without its port, cut and in ASCII."""
     named = next((value for name, value in headers if name == b"host"), b"")
     host, _, port = named[:MAX_HOST_BYTES].decode("ascii", "replace").rpartition(":")
     return host if host and port.isdecimal() else f"{host}:{port}" if host else port
 
 
 def _with_api_key(headers: Headers) -> Headers:
-    """Returns the headers with an `x-api-key` as what it is: a bearer token under another name."""
+    """Returns the headers, with an `x-api-key` as the bearer token that it stands for."""
     if any(name == b"authorization" for name, _ in headers):
         return headers
     keys = [(b"authorization", b"Bearer " + value) for name, value in headers if name == API_KEY]
@@ -119,14 +122,14 @@ def _with_api_key(headers: Headers) -> Headers:
 
 
 def is_local(sock: socket.socket) -> bool:
-    """Returns whether only this machine can reach what is bound or connected to this end."""
+    """Returns whether only this machine can reach the address that a socket is bound to."""
     if sock.family in (socket.AF_INET, socket.AF_INET6):
         return is_loopback(sock.getsockname()[0])
     return sock.family == socket.AF_UNIX
 
 
 def is_loopback(host: str) -> bool:
-    """Returns whether an address is the loopback interface's; any and all addresses are not."""
+    """Returns whether an address is the loopback interface's; a wildcard (`0.0.0.0`) is not."""
     address = ip_address(host.partition("%")[0])
     if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
         return address.ipv4_mapped.is_loopback

@@ -1,7 +1,7 @@
 """Reads the body of a request whole, within the route's limit and the listener's budget.
 
-as long as announced    bytes of the connection
-chunked                 the same bytes through httptools, which knows RFC 9112 §7.1
+of announced length     the bytes of the connection as they are
+chunked                 the same bytes, decoded by httptools (RFC 9112 §7.1)
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from kvd.http.transport import RECEIVE_BYTES, ConnectionPhase, Transport
 
 # Reads of one body in a row before other tasks run: 1 MiB, about 0.2 ms.
 YIELD_READS = 16
-# Bytes of a body beyond LONG_BODY_LIMIT for which it has a second more: 8 Mbit/s.
+# Bytes beyond LONG_BODY_LIMIT for which a body may take a second more: 8 Mbit/s.
 BYTES_PER_SECOND = 1024 * 1024
 # Bytes of a chunked body received at once: empty lines cost 0.6 µs each, 2 ms a read at worst.
 CHUNKED_RECEIVE_BYTES = 8 * 1024
-# Bytes without any data or the end of a chunk's size: only attacks have longer lines and trailers.
+# Longest run of framing in a chunked body: only attacks have longer lines and trailers.
 MAX_LINE_BYTES = 4096
-# Framing allowed to the shortest chunked body; longer ones may have as much framing as their limit.
+# Bytes of framing allowed in a chunked body, beside as many as the route allows for the body.
 OVERHEAD_FLOOR_BYTES = 16 * 1024
 
-# The first input of a parser of its own: trailers must not reach the request's head.
+# First input of the body's own parser: trailers must not reach the request's head.
 _CHUNKED_HEAD = b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n"
-_SPLIT_END = len(HEAD_END) - 1  # bytes of an end that may have come before
+_SPLIT_END = len(HEAD_END) - 1  # bytes of HEAD_END that may have come in an earlier piece
 
 
 async def read_body(transport: Transport, head: Head, limit: int) -> bytes:
@@ -62,7 +62,7 @@ async def read_body(transport: Transport, head: Head, limit: int) -> bytes:
 
 
 def _more_s(length: int) -> float:
-    """Returns the seconds that a body has beside the usual ones, for its length."""
+    """Returns how many more seconds than usual a body may take, for its length."""
     return max(0, length - LONG_BODY_LIMIT) / BYTES_PER_SECOND
 
 
@@ -83,7 +83,7 @@ async def _receive_rest(
 
 
 class _Source:
-    """The rest of one body, counted against what all bodies of the listener may occupy."""
+    """Receives the rest of one body, counted against the budget of all bodies of the listener."""
 
     def __init__(self, transport: Transport) -> None:
         self.reads = 0
@@ -123,19 +123,19 @@ class CountedBody:
         return self._missing
 
     def feed(self, piece: bytes) -> None:
-        """Takes the next bytes, of which none are beyond the body."""
+        """Takes the next bytes; none of them may be beyond the body."""
         self._missing -= self.data.write(piece)
 
 
 class ChunkedBody:
     """A chunked body of at most `limit` bytes. Extensions and trailers are dropped.
 
-    httptools bounds nothing of what it skips, so that is done here, by what was fed and what came
-    out: a line is bounded, and so is everything around the data, lest one-byte chunks with long
-    extensions keep the parser busy for ever.
+    httptools does not bound what it skips, so this class does, by comparing what it feeds with what
+    comes out. It bounds each line, and all framing together, so that one-byte chunks with long
+    extensions cannot keep the parser busy for ever.
 
-    Nor does httptools say where a message ends, and it goes on to the next one. But the end of a
-    message is the end of an empty line, so it is fed from one empty line to the next.
+    Nor does httptools say where a message ends; it goes on to parse the next one. But a message
+    ends with an empty line, so the parser is fed up to one empty line at a time.
     """
 
     yields = True
@@ -145,7 +145,7 @@ class ChunkedBody:
         self._limit = limit
         self._decoded = _Decoded(limit)
         self._overhead = OVERHEAD_FLOOR_BYTES + limit  # bytes of framing still allowed
-        self._last = b""  # the last bytes fed, with which an empty line may begin
+        self._last = b""  # the last bytes fed; an empty line may begin in them
         self._parser = httptools.HttpRequestParser(self._decoded)
         self._parser.feed_data(_CHUNKED_HEAD)
 
@@ -200,7 +200,7 @@ class ChunkedBody:
 class _Decoded:
     """Collects what a parser decodes; it has no reference back to the parser, to avoid a cycle.
 
-    A body in a cycle would stay in memory until the garbage collector comes, which is hardly ever.
+    A body in a cycle would stay in memory until the garbage collector runs, which it rarely does.
     """
 
     __slots__ = ("_limit", "complete", "data", "line", "size")

@@ -1,8 +1,8 @@
-"""The application of cold requests, which is there once it is wanted.
+"""Loads the application of the cold routes when the first cold request comes.
 
-Quart and what it brings along take 16 MB and 0.4 s. A process that is asked for hot routes alone
-does without: those are what routers, registrations, probes and scrapes ask for. The first cold
-request waits while a thread makes the application; all others are served meanwhile.
+Quart and its dependencies take 16 MB and 0.4 s. A process that serves hot routes alone does without
+them: routers, registrations, probes and scrapes use no others. The first cold request waits while a
+thread makes the application; all other requests are served meanwhile.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
     from kvd.http.asgi import AsgiApp, Receive, Send
 
-# Of one face after the other, as they share the interval.
+# Faces make their applications one after the other, as they share the switch interval.
 MAKING = trio.Lock()
 
-# For which the thread that makes an application may keep the loop waiting, each time that this has
-# let it run. Python's own 5 ms are all that a stretch of the loop should have.
+# Longest time for which the thread that makes an application keeps the loop waiting each time that
+# it runs. Python's default of 5 ms is as long as a whole stretch of the loop should be.
 SWITCH_S = 0.0005
 
 
 class ColdApp:
-    """An ASGI application that is made when it is called."""
+    """An ASGI application that is made at its first call."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class ColdApp:
         context: ServerContext,
         not_found: WrongPath = nowhere,
     ) -> None:
-        """Takes what `build_app` does."""
+        """Takes the arguments of `build_app`."""
         self._made_of = routes, limits, context, not_found
         self._app: AsgiApp | None = None
 
@@ -49,7 +49,7 @@ class ColdApp:
         await app(scope, receive, send)
 
     async def _load(self) -> AsgiApp:
-        """Makes the application, unless another request has come first, and returns it."""
+        """Returns the application; makes it unless another request has done so."""
         async with MAKING:
             if self._app is None:
                 self._app = await trio.to_thread.run_sync(self._make)

@@ -17,18 +17,18 @@ def _open_to_all() -> Authorizer:
 
 @dataclass(frozen=True, slots=True)
 class ServerContext:
-    """Authorization of clients, observers of requests, and the words of refusals."""
+    """Authorization of clients, the observer of requests, and the texts of failures."""
 
     authorizer: Authorizer = field(default_factory=_open_to_all)
     observe: Observer | None = None
     failures: Failures = PLAIN
     access: AccessLog = field(default_factory=AccessLog)
-    for_pages: bool = False  # of other origins, which may read answers (http/pages.py)
+    for_pages: bool = False  # pages of other origins may read answers (http/pages.py)
 
     def note_refused(
         self, method: str, route: Route | None, refusal: Refusal, headers: Headers
     ) -> None:
-        """Reports a request that is refused before its handler, and completes the refusal."""
+        """Reports a request refused before its handler runs, and adds headers to the refusal."""
         if self.observe is not None and route is not None:
             self.observe(route.path, method, refusal.status, 0.0)
         if self.access.on:

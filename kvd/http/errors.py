@@ -1,10 +1,10 @@
 """The one place where a failure becomes a response: always `{"error": text}`, in JSON as a rule.
 
-Clients of some faces are promised a code besides, `"reason"`, wherever a request is refused: in
-the handler, which says it itself, or in the server, which has one for each status then.
+Some faces promise their clients a code besides, `"reason"`. A handler that refuses a request sets
+the code itself; for refusals of the server, the face has one code for each status.
 
-Some faces take bodies of other forms than JSON, and fail in the form of the body, if the server has
-come so far as to find the route.
+Some faces take bodies of other forms than JSON. A failure then has the form of the request's body,
+if the server has come so far as to find the route.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Refusal(Exception):
 class Failures:
     """Words the failures of one face.
 
-    `reasons` are its codes by status, of a face without none; `forms` those of bodies that are no
-    JSON, by their content type.
+    `reasons` are its codes by status, none for a face without codes; `forms` are the forms of
+    bodies other than JSON, by content type.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Failures:
         self._served = served
 
     def body(self, status: int, text: str, details: Mapping[str, object] | None = None) -> bytes:
-        """Returns the body of a failure; `details` are further members, and go before the code."""
+        """Returns the body of a failure; `details` are further members, or override the code."""
         return json.dumps(self._members(status, text, details)).encode()
 
     def _members(
@@ -71,9 +71,9 @@ class Failures:
         headers: Headers | None = None,
         path: bytes = b"",
     ) -> Response:
-        """Returns a response with that body, in the form of the body that `headers` announce.
+        """Returns the response to a failure, in the form of the request body by its `headers`.
 
-        `path` is the request's, where it is known.
+        `path` is the request's, if it is known.
         """
         form = self._forms.get(content_type(headers or []))
         if form is None:
@@ -81,7 +81,7 @@ class Failures:
         return Response(status, form.write(self._members(status, text, details)), form.content_type)
 
     def refused(self, refusal: Refusal) -> Response:
-        """Returns the response to what the server itself refuses."""
+        """Returns the response to a request that the server itself refuses."""
         response = self.response(refusal.status, str(refusal))
         response.headers.extend(refusal.headers)
         return response

@@ -19,7 +19,7 @@ class Form(NamedTuple):
 
 
 def content_type(headers: Headers) -> str:
-    """Returns what a body is announced as, in lower case and without parameters; "" unsaid."""
+    """Returns the announced type of a body, in lower case and without parameters, or ""."""
     for name, value in headers:
         if name == b"content-type":
             return value.partition(b";")[0].strip().lower().decode("latin-1")
@@ -30,9 +30,9 @@ def content_type(headers: Headers) -> str:
 class Request:
     """One HTTP request, its body read whole.
 
-    `path` is the route's; `captured` is the segment that stands for its placeholder, still
-    percent-encoded. Header names are lower case. On an open route `known` says whether who asks
-    could ask for more (Scope.READ).
+    `path` is the route's; `captured` is the segment in place of its placeholder, still
+    percent-encoded. Header names are lower case. On an open route `known` says whether the client
+    would be granted more (Scope.READ).
     """
 
     method: str
@@ -46,11 +46,11 @@ class Request:
 
 @dataclass(slots=True)
 class Response:
-    """One HTTP response; an iterator as `body` is streamed in chunks of its own choosing.
+    """One HTTP response; if `body` is an iterator, each item is streamed as it comes.
 
     No `content-type` header is sent for an empty `content_type`. `headers` are further ones, with
-    lower-case names. `undo` takes back what the handler of a hot route has done, if its client
-    has left before its answer, or cannot be sent all of it.
+    lower-case names. `undo` takes back what the handler of a hot route has done; it is called if
+    the client has left before its answer, or cannot be sent all of it.
     """
 
     status: int

@@ -1,7 +1,7 @@
 """The layer around the Quart application: finds a request's route, bounds, counts and logs it.
 
-Here and not in handlers, because only the server knows when a streamed answer has ended, in
-whatever way.
+Handlers cannot do this, because only the server knows when a streamed answer has ended, in whatever
+way.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def surrounded(app: AsgiApp, table: RouteTable, context: ServerContext) -> AsgiA
             await app(scope, receive, send)
             return
         state = scope.setdefault("state", ConnectionState({}))
-        if FOUND not in state:  # the server is not this package's
+        if FOUND not in state:  # another server than this package's calls the application
             state[FOUND] = table.find(scope["method"], scope["raw_path"])
         found: Found | None = state[FOUND]
         path = table.label(scope["raw_path"]) if found is None else found.route.path
@@ -44,7 +44,7 @@ def surrounded(app: AsgiApp, table: RouteTable, context: ServerContext) -> AsgiA
 
 @contextmanager
 def _admitted(found: Found | None) -> Iterator[ConcurrencyLimit | None]:
-    """Counts a request among those of its route; yields the bound that it would exceed."""
+    """Counts a request while it is under way; yields the bound that it would exceed, or None."""
     admission = None if found is None else found.route.admission
     if admission is None:
         yield None
@@ -63,9 +63,9 @@ def _admitted(found: Found | None) -> Iterator[ConcurrencyLimit | None]:
 def _observed(
     context: ServerContext, scope: HTTPScope, path: str | None, send: Send
 ) -> Iterator[Send]:
-    """Reports a request as it is answered, and logs it once that is over.
+    """Reports a request when its answer begins, and logs it when the answer has ended.
 
-    Only requests to a path that a route has are observed.
+    The observer gets only requests to a path that some route has.
     """
     observe, access = context.observe, context.access
     logs, headers = access.on, list(scope["headers"])

@@ -1,4 +1,4 @@
-"""Options of a listener's socket; imports nothing, as every command reads settings."""
+"""Options of a listener's socket; imports nothing of kvd, as every command loads settings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class UnixRights:
-    """Access rights of a Unix socket; a group is how a sidecar is let in."""
+    """Access rights of a Unix socket; its group may let a sidecar in."""
 
     mode: int = 0o660
     group: str | None = None  # a name or number; None: the process's own
@@ -17,7 +17,7 @@ class UnixRights:
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """PEM files of a TLS listener; with `client_ca` clients need a certificate of that."""
+    """PEM files of a TLS listener; with `client_ca` clients need a certificate that it signed."""
 
     certfile: Path
     keyfile: Path

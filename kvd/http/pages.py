@@ -1,12 +1,12 @@
-"""Access of pages of other origins to a face (Fetch, "CORS protocol").
+"""Lets pages of other origins use a face (Fetch, "CORS protocol").
 
-Every answer to a page of an allowed origin says so, and so does the one to a preflight request:
+Every answer to a page of an allowed origin names that origin, also the one to a preflight request:
 
     OPTIONS /v1/chat/completions                 204
     origin: https://chat.example                 access-control-allow-origin: https://chat.example
     access-control-request-method: POST          access-control-allow-methods: GET, POST, DELETE
 
-All others are refused by the rules of authorization, unless a route is open to everybody.
+Pages of other origins are refused by the rules of authorization, unless a route is open to all.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvd.http.auth import Authorizer
 from kvd.http.head import Head
 from kvd.http.messages import Response
 
-MAX_AGE_S = 600  # for which a page need not ask again
+MAX_AGE_S = 600  # time for which a page need not send another preflight request
 READABLE = b"x-request-id, retry-after, x-kvd-decision, x-kvd-matched-tokens, x-kvd-prompt-tokens"
 _ORIGIN, _METHOD, _HEADERS = (
     b"origin",
@@ -25,7 +25,7 @@ _ORIGIN, _METHOD, _HEADERS = (
 
 
 def welcome(authorizer: Authorizer, head: Head) -> None:
-    """Has the answer say that a page of its origin may read it, if that is allowed."""
+    """Makes the answer say that a page of the request's origin may read it, if that is allowed."""
     for name, value in head.headers:
         if name == _ORIGIN and authorizer.allows(value):
             head.lines = (
@@ -35,7 +35,7 @@ def welcome(authorizer: Authorizer, head: Head) -> None:
 
 
 def preflight(head: Head) -> Response | None:
-    """Returns the answer to a page that asks beforehand, None for any other request."""
+    """Returns the answer to a preflight request, None for any other request."""
     said = dict(head.headers)
     if head.method != "OPTIONS" or not head.lines or _METHOD not in said:
         return None

@@ -15,7 +15,7 @@ LAST_CHUNK = b"0\r\n\r\n"
 
 BODILESS = frozenset((204, 304))  # statuses whose responses end with the head
 _KNOWN_STATUSES = frozenset(int(status) for status in HTTPStatus)
-# Framing and persistence are the connection's business, whatever an application says of them.
+# The connection alone decides on framing and persistence, whatever an application says of them.
 _HOP_BY_HOP = frozenset((b"connection", b"keep-alive", b"transfer-encoding", b"upgrade"))
 
 
@@ -37,21 +37,21 @@ def response_head(
     """Returns a response head with its empty line.
 
     `length` is that of the body in bytes, or None when the body is chunked or ends with the
-    connection. `lines` are rendered header lines, of the date and of the connection.
+    connection. `lines` are the rendered header lines of the date and of the connection.
     """
     further = b"".join(b"%b: %b\r\n" % header for header in headers if header[0] not in _HOP_BY_HOP)
     return framed_head(status, start_lines(status, content_type) + further, length, lines)
 
 
 def framed_head(status: int, head: bytes, length: int | None, lines: bytes) -> bytes:
-    """Returns a response head whose own headers `head` has rendered; see `response_head`."""
+    """Returns a response head, given in `head` its rendered own headers; see `response_head`."""
     if length is None or status in BODILESS:
         return b"%b%b\r\n" % (head, lines)
     return b"%bcontent-length: %d\r\n%b\r\n" % (head, length, lines)
 
 
 def whole_response(response: Response, body: bytes, lines: bytes, silent: bool) -> bytes:
-    """Returns head and body in one piece; only the head when `silent`, as HEAD wants."""
+    """Returns head and body in one piece; only the head if `silent`, as for a HEAD request."""
     head = response_head(response.status, response.content_type, response.headers, len(body), lines)
     return head if silent else head + body
 

@@ -1,7 +1,7 @@
-"""Routes, of which a face is made, and the requirements of each route.
+"""The routes that make up a face, and what each route requires.
 
 A face is a tuple of routes. The front serves the hot ones directly and the Quart application
-serves all of them; both call the same handler. Cold are those whose answers are streamed, or
+serves all of them; both call the same handler. A route is cold if its answers are streamed, or
 bounded in number.
 """
 
@@ -22,19 +22,19 @@ _BODILESS_METHODS = frozenset(("GET", "DELETE"))
 class Scope(IntFlag):
     """A scope that a bearer token grants and a route requires."""
 
-    OPEN = 0  # of a route that answers without a token
-    READ = 1  # questions, lists, metrics: what changes nothing
-    LIFECYCLE = 2  # bookings, and what becomes of them: what moves loads and sessions
-    ADMIN = 4  # who serves, how it is chosen, what others copy
-    GENERATE = 8  # what the gateway has engines answer
+    OPEN = 0  # the route answers without a token
+    READ = 1  # queries, lists, metrics: requests that change nothing
+    LIFECYCLE = 2  # bookings and their later steps: requests that change loads and sessions
+    ADMIN = 4  # which workers serve, how one is chosen, what peers and replicas copy
+    GENERATE = 8  # requests that the gateway forwards to engines
     ANY = READ | LIFECYCLE | ADMIN | GENERATE
 
 
 @dataclass(slots=True)
 class ConcurrencyLimit:
-    """Lets so many requests in at a time, until their answers have been sent, and counts the rest.
+    """Admits `limit` requests at a time, each until its answer is sent; the rest are counted.
 
-    `text` is for clients that are answered 503.
+    Those are answered 503 with `text`.
     """
 
     limit: int
@@ -44,23 +44,23 @@ class ConcurrencyLimit:
 
 
 Handler = Callable[[Request], Response | Awaitable[Response]]
-# Has a request served on its client's socket; returns whether the connection persists.
+# Serves a request on its client's socket; returns whether the connection persists.
 Relays = Callable[[RelayedRequest], Awaitable[bool]]
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Binds a method and a path to a handler; one segment of that may be a placeholder, `{id}`.
+    """Binds a method and a path to a handler; one segment of the path may be a placeholder, `{id}`.
 
-    `hot` routes answer with bytes, and bypass the Quart application, which is not even loaded for
-    them; the handlers of those that are asked most are compiled (http/hot.pyx). `body_limit` is in
-    bytes; a longer body is answered 413 before anyone sees it. Where it is 0, as for every GET and
-    DELETE, nobody needs a body: the handler is given none, and what a client sends is not kept.
-    `admission` bounds how many requests of a route that is not hot are under way. With `any_type`
-    a body is read as JSON whatever type it is announced as. A token needs the `scope`: READ unless
-    it is said, which every route has to that is not a GET. The placeholder of a `deep` route, at
-    its end, stands for any number of segments. A route with `relays` has its answers written by
-    the relay (http/relayed.py); it is hot, and its `handler` is never called.
+    `hot` routes answer with bytes and bypass the Quart application, which is not even loaded for
+    them; the most frequent handlers are compiled (http/hot.pyx). `body_limit` is in bytes; a longer
+    body is answered 413 before a handler sees it. Where it is 0, as for every GET and DELETE, the
+    handler is given no body, and what a client sends is not kept. `admission` bounds how many
+    requests of a cold route are under way. With `any_type` a body is read as JSON whatever type is
+    announced. `scope` is what a token needs: READ by default for a GET, while every other route has
+    to state it. The placeholder of a `deep` route, at its end, stands for any number of segments.
+    The answers of a route with `relays` are written by the relay (http/relayed.py); the route is
+    hot, and its `handler` is never called.
     """
 
     method: str
@@ -73,8 +73,8 @@ class Route:
     any_type: bool = False
     scope: Scope = None  # type: ignore[assignment]
     relays: Relays | None = None
-    answers_head: bool = field(init=False)  # as GET does, without a body
-    waits: bool = field(init=False)  # the handler may return what has to be awaited
+    answers_head: bool = field(init=False)  # answers a HEAD, as the GET but without a body
+    waits: bool = field(init=False)  # the handler may return an awaitable
 
     def __post_init__(self) -> None:
         if self.scope is None:
@@ -91,10 +91,10 @@ class Route:
 
 
 # Called for every request to a path that some route has, whatever its outcome, just before it is
-# answered: path, method, status, seconds since the request was there as a whole.
+# answered. Takes path, method, status, and the seconds since the whole request had come.
 Observer = Callable[[str, str, int, float], None]
 
-# Returns the error text for a raw path that is no route's.
+# Returns the error text for a raw path that no route has.
 WrongPath = Callable[[bytes], str]
 
 

@@ -1,8 +1,9 @@
 """Finds the route of a request by its raw path.
 
-The peers compare paths as they are spelled, before percent-decoding, and clients put ids of any
-text into them: `a%2Fb` is one segment. The connection asks here once, before it reads a body; what
-is found goes along with the request. Quart routes cold requests by the same rule (app.py).
+Paths are compared as they are spelled, before percent-decoding, as the original servers do: clients
+put ids of any text into them, and `a%2Fb` is one segment. A connection looks the route up once,
+before it reads a body, and passes it on with the request. Quart routes cold requests by the same
+rule (app.py).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from kvd.http.routes import Route
 
 
 class Found(NamedTuple):
-    """A route, and what stands in the path for its placeholder."""
+    """A route, and the part of the path in place of its placeholder."""
 
     route: Route
     captured: bytes  # one segment, still percent-encoded
@@ -45,7 +46,7 @@ class RouteTable:
         self._exact[key] = Found(route, b"")
 
     def find(self, method: str, path: bytes) -> Found | None:
-        """Returns the route of a raw path without its query; an exact one before a placeholder."""
+        """Returns the route of a raw path without query; exact paths go before placeholders."""
         found = self._exact.get((method, path))
         if found is None and self._patterns:
             return self._match(method, path)
@@ -58,12 +59,12 @@ class RouteTable:
         return None
 
     def label(self, path: bytes) -> str | None:
-        """Returns the route's path for a raw one, by any method; None if there is no route."""
+        """Returns the path of the route that a raw path has for any method, or None."""
         each = (self.find(method, path) for method in self._methods)
         return next((found.route.path for found in each if found is not None), None)
 
     def plain(self) -> dict[bytes, Route]:
-        """Returns the hot routes by the beginning of their requests, as `POST /query`."""
+        """Returns hot routes without a placeholder by the start of requests, as `POST /query`."""
         return {
             f"{route.method} {route.path}".encode(): route
             for route in self._routes
@@ -71,7 +72,7 @@ class RouteTable:
         }
 
     def plain_patterns(self) -> list[tuple[bytes, bytes, Route]]:
-        """Returns the hot routes with a placeholder: what is before it, and what behind."""
+        """Returns the hot routes with a placeholder, each with the text before and behind it."""
         found = []
         for route in self._routes:
             if route.hot and "{" in route.path:
