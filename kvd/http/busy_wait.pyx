@@ -1,17 +1,18 @@
 # distutils: language = c++
-"""Waits for the next request without sleeping, for as long as that costs less than to wake up.
+"""Waits for the next request without sleeping, where that costs less than waking up.
 
     wait ──> does it pay? ── yes ──> poll, poll, poll ... ──> something came
                  │ no                       │ nothing in time: lost
                  └──────────> sleep <───────┘
 
-A process that falls asleep between two requests of one client spends more on that, and on waking,
-than on the request, and the client waits for it. Whether it pays is known without trying: how soon
-the next request comes is measured asleep, too.
+A process that falls asleep between two requests of one client spends more on that, and on waking
+up, than on the request, and the client waits meanwhile. Waits asleep are measured as well, so it is
+known without trying whether staying awake would pay.
 
-1. It pays while most of the last waits have been shorter than the longest that is allowed.
-2. What was waited in vain is at most LOST_SHARE of a core, whatever the clients do.
-3. A machine that takes the core away from us has other work: then there is a pause.
+1. It pays while most of the last waits were shorter than the longest that is allowed.
+2. Waits in vain take at most LOST_SHARE of a core, whatever the clients do.
+3. If the kernel takes the core away from this thread, the machine has other work, and busy waits
+   pause.
 """
 from kvd.telemetry.stretches cimport now_ns
 
@@ -31,29 +32,31 @@ cdef extern from "<sys/resource.h>" nogil:
         long ru_nivcsw
     int getrusage(int who, rusage* usage)
 
-# Share of a core that waits in vain may take.
+# Share of a core that waits in vain may take, at most.
 LOST_SHARE = 0.02
 
 cdef double kLostShare = LOST_SHARE
 cdef int64_t kMs = 1000000
-cdef int64_t kMostCredit = 2 * kMs     # lost at once: some forty waits
-cdef int64_t kWakeNs = 60000           # that a wait asleep is longer than one awake
-cdef double kWeight = 1 / 8.0          # of the last wait
+cdef int64_t kMostCredit = 2 * kMs     # most time to lose in a row: some forty waits
+cdef int64_t kWakeNs = 60000           # by which a wait asleep is longer than one awake
+cdef double kWeight = 1 / 8.0          # of the last wait in the mean `_prompt`
 cdef int64_t kCheckNs = 20 * kMs        # pause between two checks whether the machine is busy
-cdef long kSwitches = 2                # times that the core is taken away meanwhile, if it is
-cdef int64_t kLeastPauseNs = 250 * kMs    # without waits after a check that found it busy; twice
-cdef int64_t kMostPauseNs = 16000 * kMs   # as long each time that the next one does so, too
+cdef long kSwitches = 2                # involuntary switches between two checks: it is busy
+# Pause without busy waits after a check that found the machine busy; it doubles each time that the
+# next check does, too.
+cdef int64_t kLeastPauseNs = 250 * kMs
+cdef int64_t kMostPauseNs = 16000 * kMs
 
 
 cdef class BusyWait:
-    """The waits of one loop: `found_ns` awake until something came, `lost_ns` in vain."""
+    """The waits of one loop: `found_ns` spent awake until something came, `lost_ns` in vain."""
 
     def __cinit__(self, int longest_us=0):
         self._longest_ns = longest_us * <int64_t>1000
         self._pause_ns = kLeastPauseNs
 
     def allow(self, int longest_us):
-        """Has waits without sleeping take so many microseconds, if that is more than before."""
+        """Allows waits of so many microseconds without sleeping, if that is more than before."""
         self._longest_ns = max(self._longest_ns, longest_us * <int64_t>1000)
 
     def wait_readable(self, int fd, int timeout_ms):
@@ -105,7 +108,7 @@ cdef class BusyWait:
         if now - self._checked_at < kCheckNs:
             return False
         getrusage(RUSAGE_THREAD, &usage)
-        # What was taken away over a longer time says nothing.
+        # Switches since a check long ago do not show whether the machine is busy now.
         if now - self._checked_at < 2 * kCheckNs:
             if usage.ru_nivcsw - self._switches >= kSwitches:
                 self._busy_until = now + self._pause_ns

@@ -4,9 +4,9 @@
     woken:  head -> body -> handler -> one send             hot routes
                          -> ASGI application (asgi.py)      everything else
 
-What the server itself refuses (Refusal) is answered and ends the connection, because what follows
-on it cannot be trusted to be a request. Everything a client can do wrong ends here; what leaves
-`run` is cancellation.
+A request that the server itself refuses (Refusal) is answered and ends the connection, because the
+bytes behind it cannot be trusted to be a request. No mistake of a client leaves `run`: it raises
+nothing but cancellation.
 """
 
 from __future__ import annotations
@@ -89,10 +89,10 @@ class ListenerContext:
         checks_host: bool,
         raised: Exception | None = None,
     ) -> tuple[bytes, bool, Undo]:
-        """Returns the response of a handler that does not wait, rendered; does the connection stay?
+        """Calls a handler that does not wait, unless it has already `raised` an exception.
 
-        `raised` is what the handler has raised already. Returns also what is to be called if the
-        client has left or cannot be sent the response.
+        Returns the rendered response, whether the connection persists, and a function to call if
+        the client has left or cannot be sent the response (or None).
         """
         started = perf_counter()
         request = self._request(head, found, body, checks_host)
@@ -102,7 +102,7 @@ class ListenerContext:
     async def serve_waiting(
         self, shared: Shared, head: Head, found: Found, body: bytes, checks_host: bool
     ) -> tuple[bytes, bool, Undo]:
-        """Does what `serve` does for an asynchronous handler, which has `handler_s`."""
+        """Does what `serve` does for an asynchronous handler, which may take `handler_s`."""
         started = perf_counter()
         response = self._too_long
         with trio.move_on_after(shared.limits.handler_s) as scope:
@@ -112,7 +112,7 @@ class ListenerContext:
         return self._rendered(shared, head, found, response, started)
 
     def note_relayed(self, route: Route, request: RelayedRequest, seconds: float) -> None:
-        """Counts and logs a request that was answered elsewhere; status 0: not at all."""
+        """Counts and logs a request that another part has answered; status 0: it has not."""
         method, status = request.method, request.status
         if self.observe is not None:
             self.observe(route.path, method, status, seconds)
@@ -131,7 +131,7 @@ class ListenerContext:
     ) -> tuple[bytes, bool, Undo]:
         try:
             return self._reported(shared, head, found, response, started)
-        except BaseException:  # a bug: the client will never hear of what was done
+        except BaseException:  # a bug: the client will not receive the answer
             if response.undo is not None:
                 response.undo()
             raise
@@ -168,14 +168,14 @@ class Connection(Transport):
         super().__init__(stream, shared)
         self._listener = service
         self.checks_host = checks_host  # see permits.hpp
-        self._task: trio.lowlevel.Task | None = None  # the one that sleeps while parked
+        self._task: trio.lowlevel.Task | None = None  # it sleeps while the connection is parked
         self._outcome: Handoff | Exception | None = None  # what it was woken with
-        self._rest: Untasked | None = None  # of a relayed request that has begun without the task
-        self._owed = False  # a part of a body that nobody reads is still to come
+        self._rest: Untasked | None = None  # what is left of a relayed request begun without it
+        self._owed = False  # the client has yet to send a part of a body that nobody reads
         self._retired = False
 
     def retire(self) -> None:
-        """Serves no other request than the one under way."""
+        """Ends the connection after the request under way."""
         self._retired = True
         self.close_if_idle()
 
@@ -205,7 +205,7 @@ class Connection(Transport):
             return False
         except OSError:
             self.shared.stats.handshakes_failed += 1
-            with contextlib.suppress(OSError):  # who is gone hears nothing
+            with contextlib.suppress(OSError):  # the client is gone
                 await self.linger()  # the stream tells the client why
             return False
         return True
@@ -219,7 +219,7 @@ class Connection(Transport):
         body: bytes,
         raised: Exception | None,
     ) -> tuple[bytes, bool, Undo]:
-        """Serves a request that the fast path has received and not answered itself."""
+        """Serves a request that the fast path has received but does not answer itself."""
         self.shared.stats.requests += 1
         self.since = self.shared.now
         self.note_granted(route.scope)
@@ -245,18 +245,21 @@ class Connection(Transport):
     def log_answered(
         self, route: Route, status: int, seconds: float, size: int, headers: Headers
     ) -> bytes:
-        """Writes the line of such a request; returns what it adds to the head of the answer."""
+        """Logs a request that the fast path answers; returns header lines for the answer."""
         access = self._listener.access
         return rendered(access.note(route.method, route.path, status, seconds, size, headers))
 
     def wake(self, outcome: Handoff | Exception) -> None:
-        """Ends the parked state of a connection that the fast path has given up."""
+        """Wakes the task of a connection that the fast path no longer parks."""
         assert self._task is not None
         self._outcome = outcome
         trio.lowlevel.reschedule(self._task)
 
     def relay(self, asked: PlainRequest) -> Handoff | Exception | None:
-        """Begins to serve a request whose answer is relayed; returns what to wake the task with."""
+        """Begins to serve a request whose answer is relayed, without waking the task.
+
+        Returns what to wake the task with, or None while the request waits for a signal.
+        """
         self.shared.stats.requests += 1
         self.note_granted(asked.route.scope)
         head = self._plain_head(asked.route, asked.query, asked.headers)
@@ -265,7 +268,7 @@ class Connection(Transport):
         return self._go_on(self._rest)
 
     def _go_on(self, rest: Untasked) -> Handoff | Exception | None:
-        """Goes on with a relayed request until it waits for a signal, or for its task."""
+        """Runs a relayed request until it waits for a signal, needs its task, or is served."""
         try:
             signal = rest.step()
         except StopIteration as end:
@@ -300,10 +303,10 @@ class Connection(Transport):
                 await self.linger()
         except Refusal as refusal:
             await self._refuse(refusal)
-        self.stream.finish()  # not after a failure: an answer that breaks off shows as cut
+        self.stream.finish()  # not after a failure, so that a broken answer shows as cut
 
     async def _fill(self) -> bool:
-        """Waits until there is something in the buffer; returns False if nothing is to come."""
+        """Waits until the buffer has data; returns False if none will come."""
         while not self._retired and not self.buffer:
             self.buffer = await self.receive()
             if not self.buffer:
@@ -311,7 +314,7 @@ class Connection(Transport):
         return not self._retired
 
     async def _fill_parked(self) -> bool:
-        """Does what `_fill` does; meanwhile the connection is parked in the fast path."""
+        """Does what `_fill` does, with the connection parked in the fast path meanwhile."""
         while not self.buffer and self._rest is None:
             outcome = self._listener.fast_path.park(self, self.fd)
             if outcome is not None:
@@ -346,7 +349,7 @@ class Connection(Transport):
         return await rest.rest()
 
     async def _read_head(self) -> Head | None:
-        """Returns the next head, None when the client has left in the middle."""
+        """Returns the next head, None if the client left in the middle of it."""
         data = self.buffer
         end = data.find(HEAD_END) + len(HEAD_END)
         if not len(HEAD_END) <= end <= self.shared.limits.head_bytes or data[0] in b"\r\n":
@@ -357,7 +360,7 @@ class Connection(Transport):
         return parser.finish(self.shared.limits)
 
     async def _read_head_in_pieces(self, piece: bytes) -> Head | None:
-        """Reads a head that is not all there, and refuses it at its first wrong byte."""
+        """Reads a head that has not come whole; refuses it at its first wrong byte."""
         self.buffer = b""
         try:
             with self.within(ConnectionPhase.HEAD, self.shared.limits.head_s):
@@ -413,7 +416,7 @@ class Connection(Transport):
         return await self._answer_unread(head, found)
 
     async def _answer_page(self, head: Head, response: Response) -> bool:
-        """Answers what a page asks beforehand; a body would be nothing that it has to say."""
+        """Answers the preflight request of a page, which has no use for a body."""
         assert isinstance(response.body, bytes)
         persists = not head.length and persists_after(response.status, head, self.shared)
         lines = connection_lines(head, self.shared, persists)
@@ -425,7 +428,7 @@ class Connection(Transport):
             return await self._serve_app(head, found, body)
         if found.route.relays is not None:
             request = self._relayed(head, body)
-            del body  # which is the request's to keep
+            del body  # the request alone holds it, and frees it early
             return await self._relay(found.route, request)
         if found.route.waits:
             return await self._serve_waiting(head, found, body)
@@ -435,9 +438,9 @@ class Connection(Transport):
         return persists
 
     async def _answer_unread(self, head: Head, found: Found | None) -> bool:
-        """Serves a request whose body nobody needs: one that is not all here is never kept.
+        """Serves a request whose body nobody needs, without waiting for the body.
 
-        The connection ends then, because what comes on it next is the rest of that body.
+        If a part of it is missing, the connection ends, because that part would come next on it.
         """
         here = 0 < head.length <= len(self.buffer)
         self.buffer = self.buffer[head.length :] if here else b""
@@ -450,14 +453,14 @@ class Connection(Transport):
         return RelayedRequest(self, head, body, is_checked=is_checked)
 
     async def _relay(self, route: Route, request: RelayedRequest) -> bool:
-        """Has another part write the answer."""
+        """Lets another part write the answer."""
         assert route.relays is not None
         self.enter(ConnectionPhase.WORKING)
         started = perf_counter()
         self.shared.stats.connections_waiting += 1
         try:
             persists = await route.relays(request)
-            if self.shared.stopping:  # the answer has begun before, and promised more
+            if self.shared.stopping:  # the head, sent before the stop, announced no end
                 self._shut(socket.SHUT_RD)  # what has come is served, as on idle connections
             return persists
         finally:
@@ -465,9 +468,9 @@ class Connection(Transport):
             self._listener.note_relayed(route, request, perf_counter() - started)
 
     async def _serve_waiting(self, head: Head, found: Found, body: bytes) -> bool:
-        """Serves an asynchronous handler, which is cancelled when its client leaves.
+        """Calls an asynchronous handler, and cancels it when its client leaves.
 
-        Not where that changes who serves: what a client has asked for and not waited for is done.
+        A request of Scope.ADMIN is not cancelled: it is carried out even if nobody waits for it.
         """
         self.enter(ConnectionPhase.WORKING)
         data, persists, undo = b"", False, None
@@ -493,10 +496,10 @@ class Connection(Transport):
         return persists
 
     async def _deliver(self, data: bytes, undo: Undo) -> None:
-        """Sends an answer, and undoes what it reports if the client has left or it cannot be sent.
+        """Sends an answer; undoes what it reports if the client has left or sending fails.
 
-        A client that has shut down its sending side has left: until something is sent to it nobody
-        can distinguish it from one that is gone.
+        A client that has shut down its sending side counts as gone: until something is sent to it,
+        the two cannot be distinguished.
         """
         try:
             if undo is not None and self.stream.has_left():
@@ -508,12 +511,12 @@ class Connection(Transport):
             raise
 
     async def _watch_client(self, serving: trio.CancelScope) -> None:
-        """Cancels `serving` when the client's end of the stream is there."""
+        """Cancels `serving` when the client ends its stream."""
         await self.stream.wait_for_end()
         serving.cancel()
 
     def _check_permit(self, head: Head, route: Route | None) -> None:
-        """Raises Refusal before a byte of the body is kept that nobody may send."""
+        """Raises Refusal if the request is not allowed, before any of its body is kept."""
         refusal = self._listener.context.authorizer.refusal(head.headers, route, self.checks_host)
         if refusal is not None:
             self._listener.context.note_refused(head.method, route, refusal, head.headers)

@@ -1,5 +1,5 @@
 # distutils: language = c++
-"""Data sheet of the fast path: what answers requests there, and what receives and sends them."""
+"""Data sheet of the fast path, which receives requests, answers them and sends the answers."""
 from libc.stdint cimport int64_t
 from libcpp cimport bool as cbool
 
@@ -18,7 +18,7 @@ cdef extern from "http/plain_head.hpp" namespace "kvd" nogil:
         size_t n_headers
         PlainHeader* headers
         size_t length       # of the body
-        cbool json          # which is announced as exactly application/json
+        cbool json          # the body is announced as exactly application/json
         cbool keyed         # there is an Idempotency-Key
         Claims claims       # of the client
 
@@ -35,7 +35,7 @@ cdef class FastPath:
     cdef object _serve, _note, _log, _wake, _relay
     cdef PermitRules _permits
     cdef bint _dry  # the last receive found nothing
-    # Of the head of a 200 and of a 201 answer, before its length; None: ask `serve`.
+    # Start of the head of a 200 and of a 201 answer, up to its length; None: `serve` answers.
     cdef public bytes lines, created_lines
     cdef public bint logged  # whether answers are reported to `log` as well
 

@@ -8,20 +8,20 @@
                                      v                                       v
                              woken with what it received        woken with what is unsent
 
-A connection between two requests is *parked* here: one epoll set watches all of them, and the task
-of the connection sleeps. A request that came in one piece, is plain (http/plain_head.hpp), of a hot
-route and granted (http/permits.hpp) is answered on the spot: by the route's HotHandler from the
-bytes where they lie, else by one call of `serve`, which also words what a handler has raised.
-Everything else on the connection is the business of its task, which is woken for it. So this
-module knows nothing of the words of errors, refusals, deadlines or unusual HTTP.
+A connection between two requests is *parked* here: one epoll set watches all parked connections,
+while their tasks sleep. A request is answered on the spot if it came in one piece, is plain
+(http/plain_head.hpp), is for a hot route and is granted (http/permits.hpp). The route's HotHandler
+answers it from the receive buffer; other handlers are called by `serve`, which also turns what a
+HotHandler raises into a response. For everything else the connection's task is woken. So this
+module knows nothing of error texts, refusals, deadlines or unusual HTTP.
 
 1. A parked connection has no bytes that were received and not consumed, nor any left to receive.
-2. Nothing is lost: what was received and not served is handed to the task, in order.
+2. Nothing is lost: bytes that were received and not served are handed to the task, in order.
 3. The set is edge-triggered: an edge on a connection that is not parked is ignored, and `park`
-   receives what came meanwhile. A receive that leaves room in the buffer has emptied the socket,
-   but for an end of the stream that came along, which the same edge reports.
+   receives what came meanwhile. A receive that leaves room in the buffer has emptied the socket;
+   only the end of the stream may have come with the data, which the same edge reports.
 
-Costs per request, beside the answer: the two system calls, a share of an epoll_wait, under 1 µs.
+Costs per request, beside the answer: two system calls, a share of an epoll_wait, under 1 µs.
 """
 from collections import namedtuple
 
@@ -85,18 +85,18 @@ cdef extern from "<stdio.h>" nogil:
     int snprintf(char* text, size_t size, const char* format, ...)
 
 
-# What a connection's task is woken with: `received` bytes not consumed, `unsent` bytes of a
-# response, whether the connection may carry another request (not after the client's end), and what
-# is to be called if the response cannot be sent, or None; and what is left of a relayed request
-# (kvd.http.untasked), or None.
+# What a connection's task is woken with: the bytes `received` and not consumed, the `unsent` bytes
+# of a response, whether the connection may carry another request (not once the client has ended
+# its stream), a function to call if the response cannot be sent, or None, and the rest of a relayed
+# request (kvd.http.untasked), or None.
 Handoff = namedtuple(
     "Handoff", ("received", "unsent", "persists", "undo", "rest"), defaults=(None, None)
 )
-# A whole request that was granted, of a route whose answers are relayed.
+# A whole request that was granted, for a route whose answers are relayed.
 PlainRequest = namedtuple("PlainRequest", ("route", "path", "query", "headers", "body"))
 
-_LEFT = object()  # not answered here
-_TAKEN = object()  # the connection is not parked, and its task sleeps on
+_LEFT = object()  # the request is left to the connection's task
+_TAKEN = object()  # a relay has the connection: it is not parked, and its task sleeps on
 
 cdef enum:
     kNothing
@@ -107,11 +107,11 @@ NOTHING, ALL, SOME = kNothing, kAll, kSome
 
 cdef enum:
     kTurnNs = 10 * 1000  # of one pollable's turn: one request, or one of each connection
-    kEvents = 16  # taken from the set at once
-    kRunnable = 8  # tasks that end a row: each may take 0.2 ms, and a pass of trio runs them all
+    kEvents = 16  # edges taken from the set at once
+    kRunnable = 8  # runnable tasks that end a row: each may take 0.2 ms, and trio runs all of them
     kStreak = 8  # requests of one connection in a row before others have their turn
-    kBuffer = 256 * 1024  # bytes of one receive: 12,000 hashes or 40,000 token ids have room
-    kLengthLine = 48  # bytes of a head's last line at most
+    kBuffer = 256 * 1024  # bytes of one receive: room for 12,000 hashes or 40,000 token ids
+    kLengthLine = 48  # most bytes of a head's last line
     kCreated = 201
 
 
@@ -135,10 +135,10 @@ cdef list headers_of(const PlainHead& head):
 
 
 def plain_head(bytes data not None):
-    """Reads the plain head that `data` begin with; None if they do not.
+    """Reads the plain head at the start of `data`; returns None if there is none.
 
-    Returns its size, `METHOD /path`, the query, the headers, the length of the body, whether that
-    is JSON, and whether there is an Idempotency-Key.
+    Returns its size, `METHOD /path`, the query, the headers, the length of the body, whether the
+    body is JSON, and whether there is an Idempotency-Key.
     """
     cdef PlainHead head
     if not read_plain_head(PyBytes_AS_STRING(data), PyBytes_GET_SIZE(data), head):
@@ -155,7 +155,7 @@ cdef bint _left(int fd) noexcept:
 
 
 def has_left(int fd):
-    """Returns whether a client has ended its stream, be it behind bytes not yet received."""
+    """Returns whether a client has ended its stream, even if bytes before the end are unread."""
     return _left(fd)
 
 
@@ -171,19 +171,27 @@ cdef class FastPath:
                   log not None, wake not None, relay not None, PermitRules permits not None):
         """Takes hot routes by the beginning of their requests (`POST /query`).
 
-        `patterns` are those with a placeholder: what their requests begin with before it, what
-        follows it, and the route. A route has `body_limit` (bytes), `handler`, `scope` and `waits`.
-        What `permits` do not grant is left to the task, which refuses it; a connection has
-        `checks_host` (http/permits.hpp). What a HotHandler answers is reported to `note(connection,
-        route, status, seconds)`, and while `logged` is set to `log(connection, route, status,
-        seconds, size, headers)`, which returns further lines for the head of the answer. For other
-        handlers `serve(connection, route, captured, query, headers, body, error)` returns the
-        response, whether the connection persists, and what takes back what it has done if its
-        client has left or cannot be sent it, or None; `error` is what the HotHandler has raised,
-        None if it was not asked. What has to wait is left to the task. When a connection is not
-        parked any more, `wake(connection, outcome)` wakes its task. A request whose answer is
-        relayed goes to `relay(connection, PlainRequest)`, which returns what the task is to be
-        woken with, or None: then the relay's end parks the connection again.
+        A route has `body_limit` (bytes), `handler`, `scope`, `waits` and `relays`; a connection has
+        `checks_host` (http/permits.hpp). A request whose handler waits, or that `permits` do not
+        grant, is left to the connection's task, which refuses the latter.
+
+        patterns   the hot routes with a placeholder: the text before it, the text after it, the
+                   route
+        serve(connection, route, captured, query, headers, body, error)
+                   calls a handler that is no HotHandler, or words the `error` that a HotHandler has
+                   raised (else None). Returns the response, whether the connection persists, and
+                   None or a function that undoes what was done, to be called if the client has left
+                   or cannot be sent the response
+        note(connection, route, status, seconds)
+                   is called with each answer of a HotHandler
+        log(connection, route, status, seconds, size, headers)
+                   is called with them, too, while `logged` is set; returns further lines for the
+                   head of the answer
+        wake(connection, outcome)
+                   wakes the task of a connection that is parked no more
+        relay(connection, PlainRequest)
+                   begins to serve a request whose answer is relayed. Returns what to wake the task
+                   with, or None: then the end of the relay parks the connection again
         """
         self._routes = routes
         self._patterns = patterns
@@ -224,9 +232,9 @@ cdef class FastPath:
             raise OSError(errno, os.strerror(errno))
 
     def park(self, connection, int fd):
-        """Takes over a connection whose task is idle; returns None, or what to wake it with.
+        """Takes over a connection whose task is idle; returns None, or what to wake the task with.
 
-        What has come already is served first, a few requests at most.
+        Requests that have come already are served first, kStreak of them at most.
         """
         cdef int left = kStreak
         while left > 0:
@@ -277,14 +285,14 @@ cdef class FastPath:
                 return kSome
 
     cdef _step(self, connection, int fd):
-        """Receives once and serves that; returns None, or what the task is woken with."""
+        """Receives once and serves that; returns None, _TAKEN, or what to wake the task with."""
         cdef ssize_t got = recv(fd, self._buffer, kBuffer, MSG_DONTWAIT)
         self._dry = got < 0 and errno == EAGAIN
         if got < 0:
             return None if self._dry else OSError(errno, os.strerror(errno))
         if got == 0:
             return Handoff(b"", b"", False)
-        # A full buffer may hide more behind it, which no further edge would report.
+        # After a full buffer the socket may have more, which no further edge would report.
         cdef Text captured
         if got < kBuffer and read_plain_head(self._buffer, got, self._head):
             captured.begin = NULL
@@ -306,7 +314,7 @@ cdef class FastPath:
         return Handoff(PyBytes_FromStringAndSize(self._buffer, got), b"", True)
 
     cdef _find(self, Text* captured):
-        """Returns the route with a placeholder that the head's path leads to, None without one."""
+        """Returns the route with a placeholder that matches the head's path, or None."""
         cdef Text path = self._head.route
         cdef bytes begin, end
         cdef size_t before, after
@@ -323,7 +331,7 @@ cdef class FastPath:
         return None
 
     cdef _answer(self, connection, int fd, route, Text captured):
-        """Answers a whole request; returns as `_step` does, or _LEFT."""
+        """Answers a whole request; returns what `_step` does, or _LEFT."""
         cdef bytes response
         cdef int64_t started = now_ns()
         cdef HotHandler handler
@@ -355,7 +363,7 @@ cdef class FastPath:
             return error
 
     cdef _relayed(self, connection, route):
-        """Hands a whole request to the relay; returns as `_step`, or _TAKEN."""
+        """Hands a whole request to the relay; returns _TAKEN, or what to wake the task with."""
         cdef Text path = self._head.route
         cdef size_t method = <const char*>memchr(path.begin, c" ", path.size) + 1 - path.begin
         path.begin += method
@@ -377,7 +385,7 @@ cdef class FastPath:
         return lines
 
     cdef _serve_other(self, connection, int fd, route, Text captured, error):
-        """Has `serve` make the answer, or word what the handler has raised, and sends it."""
+        """Lets `serve` make the answer, or word the `error` that the handler raised; sends it."""
         cdef bytes response
         response, persists, undo = self._serve(
             connection,
@@ -393,7 +401,7 @@ cdef class FastPath:
         )
 
     cdef bint _suits(self, HotHandler handler, const Text& captured):
-        """Returns whether a handler can be asked without the Request."""
+        """Returns whether a handler can answer the request without a Request object."""
         if self.lines is None or self._head.keyed or self._head.query.size:
             return False
         if captured.size and memchr(captured.begin, c"%", captured.size) != NULL:
@@ -445,8 +453,8 @@ cdef int _undo(HotHandler handler) except -1:
 def serve_row(list pollables not None, int64_t budget_ns, runnable not None):
     """Serves pollables in turns until nothing is left or `budget_ns` nanoseconds have passed.
 
-    That ends, too, when some tasks stand in `runnable`. Returns NOTHING if nothing had come, ALL,
-    or SOME if more may be waiting.
+    It also ends once `runnable` has kRunnable tasks. Returns NOTHING if nothing had come, ALL, or
+    SOME if more may be waiting.
     """
     cdef int64_t end = now_ns() + budget_ns
     cdef vector[pollfd] watched = _watching(pollables)
@@ -469,10 +477,10 @@ cdef vector[pollfd] _watching(list pollables):
 
 
 cdef bint _serve_ready(vector[pollfd]& watched, list pollables) except -1:
-    """Gives each pollable that is readable a turn; returns whether there was one.
+    """Gives each readable pollable a turn; returns whether any of them had something to do.
 
-    A turn is short, so that one with many clients keeps no other waiting. `watched` may have
-    further descriptors behind those of the pollables: then it is known whether these are ready.
+    A turn is short, so that a pollable with many clients keeps no other waiting. `watched` may have
+    further descriptors behind those of the pollables; it then shows whether these are ready.
     """
     cdef bint served = False
     cdef Py_ssize_t i = 0
@@ -488,14 +496,15 @@ def serve_between(list pollables not None, int others, runnable not None, BusyWa
                   double seconds, double linger_s, int64_t budget_ns):
     """Serves pollables for as long as they alone have something to do.
 
-    That ends when `others`, a descriptor that is readable when theirs are, is readable for
-    another reason or still is after a row of turns; when something stands in `runnable`; and after
-    `linger_s` without a request, or `seconds` in all. Between two requests it sleeps, or stays
-    `awake`. Returns whether there was anything to do, and whether `others` is readable.
+    `others` is a descriptor that is readable whenever a pollable or anything else is: trio's set.
+    This ends when `others` is readable but no pollable is, or `others` still is after a row of
+    turns; when a task is in `runnable`; after `linger_s` without a request; and after `seconds` in
+    all. Between two requests it sleeps, or waits awake by `awake`. Returns whether there was
+    anything to do, and whether `others` is readable.
     """
     cdef vector[pollfd] watched = _watching(pollables)
     cdef pollfd last
-    # What trio has done until now is a stretch, of which the sleep in here is no part.
+    # Trio's work until now is a stretch; the sleep in here is no part of it.
     cdef int64_t end = end_stretch() + <int64_t>(seconds * 1e9)
     cdef int64_t linger = <int64_t>(linger_s * 1e9)
     cdef int64_t left = min(end - now_ns(), linger)
@@ -518,7 +527,7 @@ def serve_between(list pollables not None, int others, runnable not None, BusyWa
             if now_ns() >= row_end or len(runnable):
                 break
             more = _serve_ready(watched, pollables)
-        if more:  # the row has taken all of its time: whether more has come is not known
+        if more:  # the row has used up its time, so it is not known whether more has come
             poll(watched.data(), watched.size(), 0)
         left = min(end - end_stretch(), linger)
         if watched.back().revents or len(runnable):

@@ -1,8 +1,8 @@
 """Turns the bytes of a request head into what the server needs to know. No I/O.
 
-llhttp decides what is well-formed HTTP/1.x; this module adds what a server without a proxy in
-front must refuse on top (RFC 9112 §3.2, §6.3, §11.2): framing that two parsers could read
-differently, and hosts that are none, on which a later reader may stumble.
+llhttp decides what is well-formed HTTP/1.x. A server without a proxy in front of it must refuse
+more (RFC 9112 §3.2, §6.3, §11.2): framing that two parsers could read differently, and malformed
+hosts, which a later reader may misread.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SETTLED = frozenset(
 
 
 class Head:
-    """The head of one request; class attributes are the values of most heads."""
+    """The head of one request; class attributes have the values of most heads."""
 
     method = ""
     path = b""  # still percent-encoded
@@ -43,11 +43,11 @@ class Head:
     keep_alive = True
     expects_continue = False
     length = 0  # bytes of the body, or CHUNKED
-    encoded = False  # the body is said to be compressed, or the like
+    encoded = False  # the body has a content coding, such as gzip
     complete = False
-    lines = b""  # header lines for the answer, whoever makes it
+    lines = b""  # header lines that any answer to this request gets
     _target = b""
-    _said: dict[bytes, bytes] | None = None  # headers that decide, joined where repeated
+    _said: dict[bytes, bytes] | None = None  # headers in _SETTLED, joined where repeated
 
     def __init__(self) -> None:
         self.headers: Headers = []

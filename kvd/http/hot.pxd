@@ -1,26 +1,26 @@
 # distutils: language = c++
-"""Data sheet of hot handlers: how the fast path and the task path ask one."""
+"""Data sheet of hot handlers: how the fast path and the task path call one."""
 from kvd.http.permits cimport Text
 
 
 cdef class HotHandler:
     cdef bint bodiless      # it serves requests without a body
-    cdef bint adds_request  # an answer adds one, which `undoing` takes back if its client has left
-    cdef public bint waits  # it may leave a request to its task, which calls the handler and awaits
+    cdef bint adds_request  # it adds a request, which `undoing` takes back if the client has left
+    cdef public bint waits  # it may leave a request to the connection's task, which awaits it
     cdef int status         # of the last answer: 200 or 201
 
-    # The JSON of the answer, or None if the request has to wait: then nothing has changed. Raises
-    # what is wrong with the request.
+    # Returns the JSON of the answer, or None if the request has to wait: then nothing has changed.
+    # Raises KvdError for a bad request.
     #
-    # `body` is followed by readable memory only up to `size`. `captured` is what stands in the path
-    # for the route's placeholder, percent-decoded. `request` is the whole Request on a task's path.
-    # On the fast path it is None: there is no query, no Idempotency-Key, and the body is JSON.
+    # `body` is readable up to `size` only. `captured` is the path segment in place of the route's
+    # placeholder, percent-decoded. `request` is the whole Request on the task path. On the fast
+    # path it is None: there is no query, no Idempotency-Key, and the body is JSON.
     cdef bytes answer(self, const char* body, size_t size, Text captured, request)
 
-    # Of a handler that adds a request: a function that takes back what the last answer has done,
-    # or None where there is nothing to take back.
+    # If the handler `adds_request`: returns a function that takes back what the last answer has
+    # done, or None if there is nothing to take back.
     cdef undoing(self)
 
-    # Of a handler that `waits`: the response to a request that `answer` has left, or an awaitable
-    # of it.
+    # If the handler `waits`: returns the response to a request for which `answer` returned None,
+    # or an awaitable of it.
     cdef waiting(self, request)

@@ -4,9 +4,9 @@
     fast path   bytes in the receive buffer ──> answer ──> bytes, sent from there
     task path   Request (TLS, chunked, keyed, with a query ...) ──> __call__ ──> answer ──> Response
 
-Both ways lead through `answer`, so a rule of a route stands once. What is wrong with a request is
-raised as a KvdError, with words that are written in Python (`kvd.faces.common.bodies`, and
-`members` or `prompts` of a face).
+Both paths call `answer`, so each rule of a route is written once. For a bad request it raises a
+KvdError, whose text is written in Python (`kvd.faces.common.bodies`, and `members` or `prompts` of
+a face).
 """
 from urllib.parse import unquote_to_bytes
 
@@ -18,15 +18,15 @@ from kvd.http.messages import Response
 
 
 cdef class HotHandler:
-    """Answers one route's requests; see the data sheet for what a subclass says."""
+    """Answers one route's requests; the data sheet says what a subclass defines."""
 
     def __cinit__(self):
         self.status = 200
 
     def __call__(self, request not None):
-        """Returns the response to a Request; one that waits is returned as an awaitable.
+        """Returns the response to a Request, or an awaitable of it if the request has to wait.
 
-        Raises KvdError for what is wrong with the request.
+        Raises KvdError for a bad request.
         """
         cdef bytes body = request.body
         cdef bytes captured = unquote_to_bytes(request.captured)

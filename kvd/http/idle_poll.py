@@ -1,4 +1,4 @@
-"""Serves a process's fast paths and relays between two passes of trio, while there is nothing else.
+"""Serves a process's fast paths and relays between two passes of trio, while no task can run.
 
                    ┌───────── serves its pollables ──────────┐
                    v                                         │
@@ -6,18 +6,18 @@
       ^                                                      │
       └───────── anything else, a deadline, no request ──────┘
 
-A pass of trio costs a sleeping process some 30 µs of CPU beside the system calls, with the caches
-cold; what a request needs is 15. So while requests come one by one and no task can run, the process
-sleeps here, on the same set of descriptors, and serves its pollables: whatever has an epoll
-set of its own, as the fast paths of HTTP, the relay of a gateway and the links to engines have.
-They have turns: a client that asks again at once keeps no event waiting. Events go before
-requests, so that an answer knows what has come before its question. What engines answer goes before
-both: it is for clients that have waited for all of a prefill, and events come with it.
+A pass of trio costs a sleeping process some 30 µs of CPU beside the system calls, because the
+caches are cold; a request needs 15. So while requests come one by one and no task can run, the
+process sleeps here, on trio's set of descriptors, and serves its pollables. A pollable is anything
+with an epoll set of its own: the fast paths of HTTP, the relay of a gateway, the links to engines.
+They take turns, so that a client that asks again at once keeps no event waiting. Events go before
+requests, so that an answer reflects all events that came before its question. Answers of engines go
+before both: their clients have waited for a whole prefill, and events come with them.
 
 1. Nothing is late: any other descriptor, a deadline, or a task that a request has made runnable
-   ends the stay, and trio polls everything anew.
-2. A process for which nothing comes never stays: trio sleeps as usual.
-3. Nothing depends on it: with a trio that has renamed what is used here, requests wake trio.
+   ends the stay here, and trio polls everything anew.
+2. A process for which nothing comes never stays here: trio sleeps as usual.
+3. Nothing depends on it: if trio renames the internals used here, requests wake trio instead.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from kvd.telemetry.metrics import Family, by_label
 # Time without a request after which trio waits again: clients that ask less often wake trio.
 LINGER_S = 0.05
 
-# Trio has no public name for its set of descriptors, for what ends a wait on that at once (a task
-# that calls what `run_sync_soon` takes costs more), and for its tasks that can run.
+# Trio has no public names for its set of descriptors, for the function that ends a wait on that set
+# at once (`run_sync_soon` costs more, as it runs a task), and for its runnable tasks.
 EPOLL = "_core._run.GLOBAL_RUN_CONTEXT.runner.io_manager._epoll"
 WAKE = "_core._run.GLOBAL_RUN_CONTEXT.runner.io_manager.force_wakeup"
 RUNNABLE = "_core._run.GLOBAL_RUN_CONTEXT.runner.runq"
@@ -51,7 +51,7 @@ _current: trio.lowlevel.RunVar[IdlePoller | None] = trio.lowlevel.RunVar("idle_p
 
 
 class Turn(IntEnum):
-    """Who is served first, of pollables that are ready at a time."""
+    """The order in which pollables are served that are ready at the same time."""
 
     ANSWERS = 0  # of engines, which are relayed
     EVENTS = 1
@@ -65,11 +65,11 @@ class Pollable(Protocol):
         """Returns a descriptor that is readable when something has come."""
 
     def serve_ready(self, budget_ns: int, /) -> int:
-        """Serves what has come for some time at most; returns NOTHING, ALL or SOME."""
+        """Serves what has come, for so long at most; returns NOTHING, ALL or SOME."""
 
 
 class IdlePoller(trio.abc.Instrument):
-    """One for all pollables of a run of trio; an instrument only if it is usable."""
+    """Polls for all pollables of a run of trio; added as an instrument only if it is usable."""
 
     def __init__(self, budget_ns: int) -> None:
         try:
@@ -83,16 +83,16 @@ class IdlePoller(trio.abc.Instrument):
         self._token = trio.lowlevel.current_trio_token()
         self._budget_ns = budget_ns
         self.awake = BusyWait()
-        self.pollables: list[Pollable] = []  # by their turns
+        self.pollables: list[Pollable] = []  # in the order of their turns
         self.turns: list[Turn] = []
-        self.warm = False  # something has been served since the last stay without anything
+        self.warm = False  # something has been served since the last stay that served nothing
 
     def serve_row(self) -> int:
         """Serves all pollables within a pass of trio; returns NOTHING, ALL or SOME."""
         return serve_row(self.pollables, self._budget_ns, self._runnable)
 
     def before_io_wait(self, timeout: float) -> None:
-        """Stays, `timeout` seconds at most; trio calls this when no task can run."""
+        """Serves pollables for `timeout` seconds at most; trio calls this when no task can run."""
         if not self.warm or timeout <= 0:
             return
         awake = False
@@ -117,10 +117,10 @@ class IdlePoller(trio.abc.Instrument):
 def polled_when_idle(
     pollable: Pollable, turn: Turn, budget_ns: int, busy_wait_us: int = 0
 ) -> Iterator[IdlePoller]:
-    """Has `pollable` served between the passes of this run of trio, for the time of the context.
+    """Serves `pollable` between the passes of this run of trio, until the context ends.
 
-    No row of requests takes much longer than `budget_ns` nanoseconds. For the next one it may stay
-    awake for `busy_wait_us` microseconds.
+    No row of requests takes much longer than `budget_ns` nanoseconds. The poller may wait awake for
+    the next request for `busy_wait_us` microseconds.
     """
     here = _current.get()
     if here is None:
@@ -144,7 +144,7 @@ def polled_when_idle(
 
 
 def busy_wait_families() -> Iterator[Family]:
-    """Says how long this run of trio has stayed awake for the next request."""
+    """Yields how long this run of trio has waited awake for the next request."""
     here = _current.get()
     if here is not None:
         help = "Time spent awake until the next request came, or in vain, in seconds, by outcome"

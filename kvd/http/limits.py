@@ -10,10 +10,10 @@ DEFAULT_BODY_LIMIT = 2 * 1024 * 1024
 # Longest body in bytes of questions and lists of workers, as on the originals; a setting may
 # replace it (HttpLimits.body_bytes).
 LONG_BODY_LIMIT = 8 * 1024 * 1024
-# Longest pause between two sweeps over idle connections, so that none stays longer than that.
+# Longest pause between two sweeps over idle connections, so that none stays much too long.
 MAX_TICK_S = 0.5
 MIN_TICK_S = 0.0025  # shortest pause between two sweeps over idle connections
-# Sweeps in the shortest time that a connection may be idle: it ends a quarter of that late at most.
+# Sweeps within the shortest idle limit: a connection then ends at most a quarter of that too late.
 TICKS_PER_DEADLINE = 4
 
 
@@ -24,17 +24,17 @@ class HttpLimits:
     head_bytes: int = 16 * 1024  # nginx grants 8 KiB a line, h11 16 KiB in all
     headers: int = 100  # Apache's default; proxies and tracers add a dozen
     url_bytes: int = 8 * 1024  # the least RFC 9110 §4.1 asks for
-    connections: int = 1024  # but those that wait in a handler, which has its own bound
+    connections: int = 1024  # without those that wait in a handler, which has its own bound
     body_bytes: int = LONG_BODY_LIMIT  # 1.6 million token ids
     bodies_bytes: int = 512 * 1024 * 1024  # being received at once: 64 of the longest queries
     head_s: float = 5.0  # from the first byte (or the connect) to the end of the head
     body_s: float = 10.0  # 8 MiB at 7 Mbit/s; a body comes from the same data centre
     handler_s: float = 30.0  # asynchronous handlers: to the first byte, then between chunks
-    send_s: float = 5.0  # without one byte of progress; as much buffers a client's pause
+    send_s: float = 5.0  # without one byte of progress, beyond what the kernel buffers
     idle_s: float = 100.0  # above the 90 s of common client pools, which end first then
     linger_s: float = 2.0  # to read away what a refused client is still sending
     graceful_s: float = 10.0  # systemd's TimeoutStopSec is 20
-    busy_wait_us: int = 0  # awake after a request, for the next one (kvd/http/busy_wait.pyx)
+    busy_wait_us: int = 0  # longest wait awake for the next request (kvd/http/busy_wait.pyx)
 
     def tick_s(self) -> float:
         """Returns the seconds between two sweeps over idle connections."""
@@ -53,7 +53,7 @@ class HttpStats:
     connections_waiting: int = 0  # of these, with a request whose handler waits for something
     connections_total: int = 0
     connections_refused: int = 0  # over `HttpLimits.connections`: answered 503
-    connections_displaced: int = 0  # closed for another one there: idle, or without a whole head
+    connections_displaced: int = 0  # closed to accept others: idle, or without a whole head
     accept_pauses: int = 0  # the process had no descriptor or memory for another connection
     requests: int = 0  # heads understood
     requests_app: int = 0  # of these, passed to the ASGI application

@@ -1,4 +1,4 @@
-"""Opens the listening sockets a bind address names."""
+"""Opens the listening sockets that a bind address names."""
 
 from __future__ import annotations
 
@@ -58,8 +58,9 @@ def open_shared(
 ) -> list[list[socket.socket]]:
     """Returns listening sockets for `count` processes that share an address: a list for each.
 
-    The kernel deals out the connections of a TCP address. A Unix socket is one socket in all lists.
-    Names are looked up while the caller waits. Raises what `open_listeners` does.
+    The kernel spreads the connections of a TCP address over its sockets. A Unix socket is one and
+    the same in all lists. A name is looked up while the caller waits. Raises what `open_listeners`
+    does.
     """
     if bind.startswith(_UNIX_PREFIX):
         sock = _open_unix(bind.removeprefix(_UNIX_PREFIX), rights)
@@ -72,9 +73,10 @@ def open_shared(
     opened: list[list[socket.socket]] = [[] for _ in range(count)]
     with contextlib.ExitStack() as undone:
         for family, address in sorted({(family, address) for family, *_, address in found}):
-            # A stranger's socket that is shared, too, would otherwise get some of the connections.
+            # Unshared at first: this fails if a stranger shares the address, who would otherwise
+            # get some of the connections.
             with _open_tcp(family, address, bind) as alone:
-                taken = alone.getsockname()  # with the port that 0 has come to
+                taken = alone.getsockname()  # with the port that the kernel has chosen for 0
             for each in opened:
                 each.append(undone.enter_context(_open_tcp(family, taken, bind, shared=True)))
         undone.pop_all()
@@ -112,8 +114,8 @@ def _open_unix(path: str, rights: UnixRights) -> socket.socket:
             _remove_stale(path)
             sock.bind(path)
             undone.callback(os.unlink, path)
-            # Nobody can connect before listen(), whatever the file says until then. The group
-            # first: a change of that may take bits of the mode away.
+            # Nobody can connect before listen(), whatever the file's mode is until then. The group
+            # is set first, because that may clear bits of the mode.
             if group is not None:
                 _give(path, group)
             os.chmod(path, rights.mode)
@@ -125,7 +127,7 @@ def _open_unix(path: str, rights: UnixRights) -> socket.socket:
 
 
 def file_remover(sock: socket.socket) -> Callable[[], None]:
-    """Returns what removes a listening Unix socket's file, if it is this one's still."""
+    """Returns a function that removes a listening Unix socket's file, if it is still its own."""
     path = sock.getsockname()
     own = _identity(path)
 
@@ -138,7 +140,7 @@ def file_remover(sock: socket.socket) -> Callable[[], None]:
 
 
 def _identity(path: str) -> tuple[int, ...]:
-    """Returns what identifies a file among others of its name: numbers of inodes are used again."""
+    """Returns what distinguishes a file from others of its name; inode numbers are used again."""
     found = os.lstat(path)
     return found.st_dev, found.st_ino, found.st_ctime_ns
 
@@ -153,7 +155,7 @@ def _group_number(group: str) -> int:
 
 
 def _give(path: str, group: int) -> None:
-    """Has a file belong to a group; sandboxes forbid even a change to the one it has."""
+    """Gives a file to a group, if it has another: sandboxes forbid even setting the same one."""
     if os.lstat(path).st_gid == group:
         return
     try:
@@ -170,7 +172,7 @@ def _listening(sock: socket.socket) -> socket.socket:
 
 
 def _remove_stale(path: str) -> None:
-    """Removes the socket file a dead process left behind, and nothing else."""
+    """Removes the socket file that a dead process left behind, and nothing else."""
     try:
         if not stat.S_ISSOCK(os.lstat(path).st_mode):
             return  # bind() will say that the address is in use

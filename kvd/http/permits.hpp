@@ -1,16 +1,16 @@
 // Decides whether a request may be served, by the claims in its head.
 //
-//   Authorization: Bearer 6f1c...    one of the tokens, and what that is good for (bits: scopes)
-//   Host: 127.0.0.1:8090             where a browser thinks it is: not at a stranger's name
-//   Origin: https://a.example        whose page has a browser ask
+//   Authorization: Bearer 6f1c...    must be one of the tokens, which grants some scopes (bits)
+//   Host: 127.0.0.1:8090             the name by which a browser came: must not be a stranger's
+//   Origin: https://a.example        the site whose page makes the browser ask
 //
-// 1. Every token is compared to its last byte, whatever is shown: the time taken says nothing of
-//    them.
+// 1. Every token is compared to its last byte, whatever the client sends: the time taken reveals
+//    nothing about the tokens.
 // 2. A claim that comes twice is refused: two readers could take different ones.
 // 3. A page of this server itself may ask: its origin is the host that the request names. Where no
-//    token is asked for, that must be a name that no stranger's page can have.
-// 4. Without tokens nothing is asked of `Authorization`; then names are judged (`checks_host`),
-//    because a page can have its own name lead to the loopback interface.
+//    token is needed, that must be a name that no stranger's page can have.
+// 4. Without tokens `Authorization` is not read. The host is judged instead (`checks_host`): a page
+//    can make its own name lead to the loopback interface.
 //
 // Cost: 30 ns with a token, 5 ns for each further one; nothing is allocated.
 #pragma once
@@ -37,7 +37,7 @@ class Authorizer {
     origins_.clear();
   }
 
-  // Adds a token of up to kMaxToken bytes, which is good for routes of any of these scopes.
+  // Adds a token of up to kMaxToken bytes, which grants routes of any of these scopes.
   void add_token(const char* text, size_t size, unsigned scopes) {
     tokens_.push_back(padded({text, size}));
     tokens_.back().scopes = scopes;
@@ -122,7 +122,7 @@ class Authorizer {
     return false;
   }
 
-  // Returns whether no page could have had this name lead here: an address, localhost, or listed.
+  // Returns whether no page can make this name lead here: an address, localhost, a listed name.
   bool good_host(const Claim& claim) const {
     if (claim.times == 0) return true;  // no browser leaves it out
     if (claim.times > 1 || claim.value.size == 0) return false;

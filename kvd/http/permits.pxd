@@ -21,8 +21,8 @@ cdef extern from "http/permits.hpp" namespace "kvd" nogil:
         void add_token(const char* text, size_t size, unsigned scopes)
         void add_host(const char* name, size_t size)
         void add_origin(const char* origin, size_t size)
-        # `scope`: of the route, as bits, 0 if it is open; `checks_host`: whether a page's own name
-        # could lead to this listener.
+        # `scope`: of the route, as bits, 0 if it is open; `checks_host`: whether a page can make
+        # its own name lead to this listener.
         Verdict judge(const Claims& claims, unsigned scope, cbool checks_host)
 
 

@@ -32,7 +32,7 @@ cdef class PermitRules:
             self.core.add_origin(PyBytes_AS_STRING(text), PyBytes_GET_SIZE(text))
 
     def judge(self, list headers not None, unsigned scope, bint checks_host):
-        """Returns the index in VERDICTS of the verdict over a request with these headers."""
+        """Returns the index in VERDICTS of the verdict on a request with these headers."""
         cdef Claims claims
         cdef bytes name, value
         for name, value in headers:

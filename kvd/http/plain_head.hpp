@@ -33,9 +33,9 @@ struct PlainHeader {
   Text name, value;
 };
 
-// Returns whether every reader takes a `Host` for one: nothing, or a name of labels of 1 to 63
-// letters, digits, `-` and `_` (and perhaps the root's dot), or an IPv6 address in brackets, and
-// perhaps a port.
+// Returns whether every reader accepts a text as a `Host`: it is empty, or a name of labels of 1 to
+// 63 letters, digits, `-` and `_` (perhaps with the root's dot), or an IPv6 address in brackets;
+// perhaps with a port.
 inline bool names_host(const Text& text) {
   constexpr size_t kMaxLabel = 63, kMaxName = 253, kMaxBracketed = 47, kMaxPort = 5;
   const auto digit = [](char c) { return c >= '0' && c <= '9'; };
@@ -62,7 +62,7 @@ inline bool names_host(const Text& text) {
   return p == end;
 }
 
-// A header with a claim about the client: its last value, and how often it came.
+// A header that claims something about the client: its last value, and how often it came.
 struct Claim {
   Text value;
   unsigned times = 0;
@@ -173,7 +173,7 @@ class PlainHeadReader {
     return skip("\r\n", 2);
   }
 
-  // Takes what the header says of the request; returns false for what is not plain.
+  // Notes what a header says of the request; returns false if the header is not plain.
   bool note(const PlainHeader& header, PlainHead& head, bool& has_length, bool& has_type) {
     const Text &name = header.name, &value = header.value;
     switch (name.size) {
@@ -217,7 +217,7 @@ class PlainHeadReader {
     return true;
   }
 
-  // Printable, and no character that a URL may not have or that ends a path.
+  // Printable, allowed in a URL, and not the end of a path.
   static bool target_char(char c) {
     return c > ' ' && c <= '~' && std::strchr("\"#<>?\\^`{|}", c) == nullptr;
   }

@@ -2,9 +2,9 @@
 
     read here ─> handler ─> lent: the socket is written elsewhere ─> back here, or the end
 
-The borrower of the socket frames the answer by the head that is made here, so that the connection
-can go on with the next request afterwards. With TLS it borrows one end of a socket pair, whose
-bytes are encrypted on their way.
+The borrower of the socket frames the answer as the head made here announces, so that the connection
+can go on with the next request afterwards. With TLS it borrows one end of a socket pair; what it
+writes there is encrypted and sent to the client.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from kvd.http.writer import connection_lines, persists_after
 
 T = TypeVar("T")
 
-_ANSWERED = Head()  # stands for every head that is not needed any more
+_ANSWERED = Head()  # in place of every head that is not needed any more
 
 
 class RelayedRequest:
@@ -44,7 +44,7 @@ class RelayedRequest:
                  "target")  # fmt: skip
 
     def __init__(self, transport: Transport, head: Head, body: bytes, *, is_checked: bool) -> None:
-        """Takes a request; `is_checked`: its client has shown a token of this server's."""
+        """Takes a request; `is_checked`: its client has sent one of this server's tokens."""
         self.is_checked = is_checked
         self.method = head.method
         self.target = head.path + (b"?" + head.query if head.query else b"")
@@ -55,13 +55,13 @@ class RelayedRequest:
         self._transport = transport
 
     def let_go(self) -> None:
-        """Forgets what was asked, of which nothing is to be sent again: an answer may take long."""
+        """Frees the request once nothing of it is to be sent again: the answer may take long."""
         self.target = self.body = b""
         self.headers = logged(self.headers)
         self._head = _ANSWERED
 
     async def respond(self, response: Response) -> bool:
-        """Sends an answer that is made here; returns whether the connection persists."""
+        """Sends an answer of kvd's own; returns whether the connection persists."""
         assert isinstance(response.body, bytes)
         await in_task()
         shared = self._transport.shared
@@ -72,11 +72,10 @@ class RelayedRequest:
         return persists
 
     def answer_head(self, status: int, own: bytes, length: int | None) -> tuple[bytes, bool, bool]:
-        """Returns the head of an answer of `length` bytes, None if that is not known.
+        """Returns an answer's head, whether its body is chunked, whether the connection persists.
 
-        `own` are the lines of its headers but for those of the connection.
-        Says also whether its body comes in chunks, and whether the connection persists after it:
-        one of HTTP/1.0 ends with a body of unknown length.
+        `own` are the lines of its headers, except those of the connection. `length` is that of the
+        body in bytes, None if it is not known: an HTTP/1.0 connection ends with such a body.
         """
         shared = self._transport.shared
         chunked = length is None and self._head.http11
@@ -89,27 +88,27 @@ class RelayedRequest:
         return head, chunked, persists
 
     async def send_piece(self, data: bytes, *, chunked: bool) -> None:
-        """Sends a last piece behind what a borrower has sent."""
+        """Sends the last piece of a body, after what a borrower has sent of it."""
         await in_task()
         await self._transport.send(chunk(data) if chunked else data)
 
     async def send_end(self, *, chunked: bool) -> None:
-        """Ends an answer of which a borrower has sent all but its end."""
+        """Ends an answer of which a borrower has sent everything but the end."""
         await in_task()
         await self._transport.send(LAST_CHUNK if chunked else b"")
 
     def reset_at_end(self) -> None:
-        """Has the client's connection end with a reset, by which it sees that its answer is cut.
+        """Makes the client's connection end with a reset, which shows that the answer is cut.
 
-        Any other end would be that of the answer, where nothing else delimits it.
+        Any other end would look like the end of the answer, where nothing else delimits it.
         """
         self._transport.stream.reset_at_end()
 
     async def unless_left(self, waiting: Awaitable[T]) -> T:
-        """Awaits something, in a task, for as long as the client is there.
+        """Awaits `waiting`, in a task, for as long as the client is there.
 
         Raises:
-            OSError: it has left, and `waiting` is cancelled.
+            OSError: the client has left, and `waiting` was cancelled.
         """
         came: list[T] = []
         failure: Exception | None = None
@@ -133,7 +132,7 @@ class RelayedRequest:
     def borrow(self) -> AbstractAsyncContextManager[int]:
         """Lends the client's socket, which nobody else touches meanwhile."""
         self._transport.enter(ConnectionPhase.WORKING)
-        if self._transport.stream.parks:  # its bytes are the client's
+        if self._transport.stream.parks:  # the socket carries the client's bytes as they are
             return _Itself(self._transport.fd)
         return self._borrow_pair()
 
@@ -167,7 +166,7 @@ class RelayedRequest:
                 await self._transport.send(data)
                 await trio.lowlevel.checkpoint()
         except OSError:
-            _leave(plain)  # the borrower hears of it as of a client that leaves
+            _leave(plain)  # to the borrower this looks like a client that leaves
         sent.set()
 
     async def _watch(self, plain: socket.socket) -> None:
@@ -176,7 +175,7 @@ class RelayedRequest:
 
 
 class _Itself(AbstractAsyncContextManager[int]):
-    """A socket that is lent as it is."""
+    """Lends a socket as it is."""
 
     __slots__ = ("_fd",)
 

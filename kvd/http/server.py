@@ -1,4 +1,4 @@
-"""Shared by the plain and the TLS listener: accepting, a bound, a graceful end."""
+"""What the servers with and without TLS share: accepting, the bound, the graceful end."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from kvd.http.accept import accept_connections
 from kvd.http.limits import HttpLimits, HttpStats
 from kvd.telemetry.stretches import REQUESTS
 
-# Unsent bytes the kernel holds for a client. It wakes us at half of that, so a slow reader shows
-# progress within the send deadline, and a silent one pins no more.
+# Unsent bytes that the kernel holds for a client. It wakes us at half of that, so a slow reader
+# shows progress within the send deadline, and a silent one occupies no more memory.
 UNSENT_BYTES = 256 * 1024
 
 # Time for the request of a client that has just connected when the server stops: a round trip
-# between continents. Else a restart behind passed-on sockets would lose one now and then.
+# between continents. Without it a restart behind passed-on sockets would lose some requests.
 YOUNG_SECONDS = 0.25
 
 
-# Connections that one search finds to end for others; a search among 1,024 takes 0.2 ms.
+# Connections that one search selects to be ended for others; a search among 1,024 takes 0.2 ms.
 DISPLACED_AT_ONCE = 64
-# Pause between two searches for connections to displace, if the first has found none: a flood gets
-# no search for each connection.
+# Pause after a search that has found no connection to end for others, so that a flood does not
+# cause a search for each new connection.
 CHECK_AGAIN_S = 0.05
 
 
@@ -43,10 +43,10 @@ class ClientConnection(Protocol):
         """Ends it if it is between requests."""
 
     def dispensability(self) -> tuple[bool, int, float] | None:
-        """Returns a key: the lowest can be closed with the least harm; None: it must stay."""
+        """Returns a sort key, lowest where ending it does the least harm; None: it must stay."""
 
     def give_way(self) -> None:
-        """Ends it for another one."""
+        """Ends it to make room for another one."""
 
 
 C = TypeVar("C", bound=ClientConnection)
@@ -59,13 +59,13 @@ class Server(ABC, Generic[C]):
         self.stats = HttpStats()
         self.limits = limits
         self._running: dict[C, float] = {}  # when each was accepted
-        self._displaced: set[C] = set()  # of these, who ends for others that have come
-        # Connections that could do so, as of the last search, the first one last.
+        self._displaced: set[C] = set()  # of these, the ones that end to make room for others
+        # Connections that could make room, as of the last search; the first to end comes last.
         self._dispensable: list[tuple[tuple[bool, int, float], C]] = []
         self._check_after = -inf
 
     def set_limits(self, limits: HttpLimits) -> None:
-        """Has other limits hold from now on; deadlines that are set already stay."""
+        """Applies other limits from now on; deadlines that are set already stay."""
         self.limits = limits
 
     async def serve(
@@ -77,9 +77,9 @@ class Server(ABC, Generic[C]):
     ) -> None:
         """Serves until `stop` is set and every connection has ended; closes the listeners.
 
-        After `stop` no connection is accepted, idle ones end at once, new ones after they had
-        YOUNG_SECONDS for a request, and busy ones after their response. What is left
-        `graceful_s` later is cut off.
+        After `stop` no connection is accepted. Idle connections end at once, new ones after they
+        had YOUNG_SECONDS for a request, and busy ones after their response. Those that are left
+        `graceful_s` later are cut off.
         """
         for listener in listeners:
             _set_options(listener)
@@ -114,7 +114,7 @@ class Server(ABC, Generic[C]):
         """Runs beside the connections, until it is cancelled; none is accepted before it starts."""
 
     async def _drain(self) -> None:
-        """Ends idle connections at once, unless they are new, the others after their response."""
+        """Ends idle connections at once, unless they are new; busy ones after their response."""
         young = trio.current_time() - YOUNG_SECONDS
         for connection, accepted in self._running.items():
             if accepted <= young:
@@ -141,7 +141,7 @@ class Server(ABC, Generic[C]):
         serving.start_soon(self._run, connection)
 
     def _make_room(self) -> bool:
-        """Ends the connection that is missed least, if there is one that may be ended."""
+        """Ends the connection whose end does the least harm; returns False if none may be ended."""
         connection = self._next_dispensable()
         if connection is None and trio.current_time() >= self._check_after:
             self._find_dispensable()
@@ -167,7 +167,7 @@ class Server(ABC, Generic[C]):
             if (rank := connection.dispensability()) and connection not in self._displaced
         )
         found = nsmallest(DISPLACED_AT_ONCE, ranked, key=itemgetter(0))
-        # Known clients are ended one at a time: strangers that come meanwhile go before them.
+        # Known clients are ended one at a time: strangers that come meanwhile are ended first.
         strangers = [each for each in found if not each[0][0]]
         self._dispensable = (strangers or found[:1])[::-1]
         self._check_after = -inf if found else trio.current_time() + CHECK_AGAIN_S
@@ -187,7 +187,7 @@ class Server(ABC, Generic[C]):
 
 
 def _set_options(listener: socket.socket) -> None:
-    """Sets what the kernel copies to every accepted connection."""
+    """Sets the options that the kernel copies to every accepted connection."""
     if listener.family != socket.AF_UNIX:
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)

@@ -1,10 +1,11 @@
-"""The TLS listener of a face: the front's connections, on streams of TLS.
+"""The TLS server of a face: the front's connections, on streams of TLS.
 
-    handshake ─ requests, as without TLS ─ close_notify, and what still comes read away
+    handshake ─ requests, as without TLS ─ close_notify; what still comes is read and dropped
 
-OpenSSL is handed what has been received, and says what to send. Were it to read the socket itself,
-one call would go on for as long as messages come that carry no data, as key updates do. The fast
-path receives by itself and knows nothing of TLS, so requests go through the connection's task.
+This module hands received bytes to OpenSSL, and sends the bytes that OpenSSL returns. If OpenSSL
+read the socket itself, one call would last for as long as messages without data come, such as key
+updates. The fast path reads sockets itself and knows no TLS, so requests go through the task of
+their connection.
 Why not trio's stream: docs/decisions/2026-11-23-tls-pump-instead-of-trios-stream.md.
 """
 
@@ -28,11 +29,11 @@ from kvd.http.routes import Route
 from kvd.http.transport import RECEIVE_BYTES, ByteStream
 
 SEND_BYTES = 256 * 1024  # bytes encrypted in one go: 0.2 ms
-SEALED_BYTES = 64 * 1024  # encrypted bytes made at a time, since they wait for the client
-# Encrypted bytes received at a time: full of key updates they take 10 ms.
+SEALED_BYTES = 64 * 1024  # bytes encrypted before the client has to take them
+# Encrypted bytes received at a time: if they are full of key updates, they take 10 ms.
 SEALED_RECEIVE_BYTES = 16 * 1024
-# Encrypted bytes received without any data before the connection ends; a record that is not
-# complete yet has 16 KiB.
+# Encrypted bytes received without any data before the connection ends; an incomplete record may
+# have 16 KiB.
 VAIN_BYTES = 20 * 1024
 
 
@@ -51,9 +52,9 @@ class TlsServer(Front):
         self.credentials = credentials
 
     def set_credentials(self, credentials: TlsCredentials) -> None:
-        """Has other credentials hold for handshakes from now on.
+        """Applies other credentials to handshakes from now on.
 
-        If they do not take all clients that the old ones took, no connection that is there carries
+        If they do not admit all clients that the old ones did, no existing connection carries
         another request.
         """
         before, self.credentials = self.credentials, credentials
@@ -62,7 +63,7 @@ class TlsServer(Front):
                 connection.retire()
 
     def _connect(self, sock: socket.socket) -> Connection:
-        # A client with a certificate is no browser that a page has led here.
+        # A client with a certificate is no browser that a stranger's page has led here.
         open_to_pages = sock.family != socket.AF_UNIX and self.credentials.authorities is None
         checks_host = open_to_pages and is_local(sock)
         stream = TlsStream(sock, self.credentials)
@@ -72,7 +73,7 @@ class TlsServer(Front):
         sock.close()  # an answer would need a handshake first
 
     async def _run_fast_path(self) -> None:
-        """Has nothing to run: nobody parks there."""
+        """Does nothing: no connection parks in the fast path."""
 
 
 class TlsStream(ByteStream):
@@ -97,10 +98,10 @@ class TlsStream(ByteStream):
         self._incoming = ssl.MemoryBIO()
         self._outgoing = ssl.MemoryBIO()
         self._tls = credentials.context.wrap_bio(self._incoming, self._outgoing, server_side=True)
-        self._sealed = b""  # out of `_outgoing`, and not taken by the kernel yet
-        self._sealing = 0  # bytes of data that are in there
-        self._vain = 0  # received since there was data
-        self._ahead = b""  # data that came while the client's end was searched for
+        self._sealed = b""  # taken out of `_outgoing`, but not by the kernel yet
+        self._sealing = 0  # bytes of data that are encrypted there
+        self._vain = 0  # encrypted bytes received since the last data
+        self._ahead = b""  # data that was read while checking for the client's end
         self._finished = False
 
     async def open(self) -> None:
@@ -126,7 +127,7 @@ class TlsStream(ByteStream):
                 await trio.lowlevel.wait_readable(self.sock)
 
     def receive_now(self, size: int) -> bytes:
-        """Returns data, as far as one receive brings any; once finished, what came undecrypted."""
+        """Returns the next data; once the stream is finished, received bytes as they are."""
         if self._finished:
             return self.sock.recv(size)
         if self._ahead:
@@ -135,17 +136,17 @@ class TlsStream(ByteStream):
         return self._decrypt(size)
 
     def finish(self) -> None:
-        """Sends the end of the stream as TLS has it, if there is room for that."""
+        """Sends TLS's own end of the stream, if there is room for it."""
         if not self._finished:
             self._finished = True
-            with contextlib.suppress(OSError):  # the client's end is not there yet
+            with contextlib.suppress(OSError):  # the client has not ended its side yet
                 self._tls.unwrap()
-            with contextlib.suppress(OSError):  # it is gone
+            with contextlib.suppress(OSError):  # the client is gone
                 self._flush()
 
     def reset_at_end(self) -> None:
         super().reset_at_end()
-        self._finished = True  # without the end that TLS has
+        self._finished = True  # so that `finish` does not send TLS's own end
 
     def has_left(self) -> bool:
         if has_left(self.sock.fileno()):
@@ -167,14 +168,14 @@ class TlsStream(ByteStream):
         return self._incoming.pending > 0 or self._tls.pending() > 0
 
     def _decrypt(self, size: int) -> bytes:
-        """Returns data, as far as one receive brings any, and nothing at the client's end.
+        """Returns the next data, nothing at the client's end.
 
         Raises:
             BlockingIOError: there is none yet.
-            OSError: what came is no TLS, or never any data.
+            OSError: the client sent something that is no TLS, or too much without data.
         """
         while (data := self._read(size)) is None:
-            self._flush()  # what OpenSSL says to messages without data
+            self._flush()  # OpenSSL's replies to messages without data
             if self._vain > VAIN_BYTES:
                 raise ConnectionAbortedError("the client sent too much TLS without data")
             received = self.sock.recv(SEALED_RECEIVE_BYTES)
@@ -184,7 +185,7 @@ class TlsStream(ByteStream):
         return data
 
     def _read(self, size: int) -> bytes | None:
-        """Returns data that has been received, in one piece; None if a record is not all there."""
+        """Returns the data received already, up to `size`; None if no record is complete."""
         try:
             data = self._tls.read(size)
         except ssl.SSLWantReadError:
@@ -217,11 +218,11 @@ class TlsStream(ByteStream):
         return sent
 
     def _seal(self, data: memoryview) -> None:
-        while self._sealing < len(data):  # a record at a time
+        while self._sealing < len(data):  # one record at a time
             self._sealing += self._tls.write(data[self._sealing :])
 
     def _flush(self) -> bool:
-        """Sends what OpenSSL has to say; returns whether the kernel has it all."""
+        """Sends OpenSSL's output; returns whether the kernel has taken all of it."""
         while self._sealed or self._outgoing.pending:
             self._sealed = self._sealed or self._outgoing.read()
             try:

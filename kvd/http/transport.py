@@ -1,13 +1,13 @@
-"""A client's bytes both ways, and how long it may take with them.
+"""Moves a client's bytes both ways, and bounds how long the client may take.
 
     Transport ── holds ── Stream      SocketStream: the socket as it is
       phases, bounds,                 kvd.http.tls.TlsStream: TLS over it
       what is known of a client
 
-Each wait of a task ends with a trio deadline, which a request that arrives in one piece never sets.
-Only the wait between two requests has none: a timer for each would cost 5 µs, so one task checks
-all connections a few times per deadline. It shuts the socket down for receiving, so what a client
-sent before is still read.
+Each wait of a task has a trio deadline; a request that arrives in one piece needs none. Only the
+wait between two requests has no deadline: a timer for each would cost 5 µs, so one task checks all
+connections a few times per time limit. It ends a connection by shutting its socket down for
+receiving, so bytes that the client sent before are still read.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from kvd.http.limits import HttpLimits, HttpStats
 FORGETFUL = struct.pack("ii", 1, 0)  # SO_LINGER: a close is a reset
 # Bytes received at once: above 128 KiB malloc maps fresh pages for every call, 17 µs instead of 3.
 RECEIVE_BYTES = 64 * 1024
-# Pause between two checks for the end of a client that has sent more while its request waits: its
-# slot in the queue is free that much later, and a check is one system call.
+# Pause between two checks whether a client has left that has sent more while its request waits: its
+# slot in the queue is freed that much later, and a check is one system call.
 END_PAUSE_S = 0.1
 
 
@@ -39,7 +39,7 @@ class ClientTrust(IntEnum):
     """The degree to which a client is known."""
 
     NEW = 0  # it has asked nothing yet
-    STRANGER = 1  # what it has asked is answered to everybody
+    STRANGER = 1  # it has asked only for routes that are open to everybody
     KNOWN = 2  # it has been granted more
 
 
@@ -47,10 +47,10 @@ class ConnectionPhase(Enum):
     """The phase of a connection; the value names its timeout counter in HttpStats."""
 
     HANDSHAKE = "handshakes_failed"  # of TLS
-    IDLE = "idle_timeouts"  # the first byte of a request
+    IDLE = "idle_timeouts"  # until the first byte of a request
     HEAD = "head_timeouts"
     BODY = "body_timeouts"
-    WORKING = "handler_timeouts"  # a handler, which bounds itself
+    WORKING = "handler_timeouts"  # while a handler runs, which has its own bound
     SENDING = "send_timeouts"
     LINGERING = "linger_timeouts"
 
@@ -63,7 +63,7 @@ class Shared:
     stats: HttpStats
     tick: float  # seconds between two sweeps over idle connections
     now: float = 0.0  # trio clock of the last sweep, seconds
-    date_line: bytes = b""  # rendered, of the last sweep
+    date_line: bytes = b""  # the rendered `date` header of the last sweep
     body_bytes: int = 0  # of bodies being received, beyond their first read
     stopping: bool = False
 
@@ -72,7 +72,7 @@ class ByteStream(ABC):
     """A client's bytes both ways. Nothing here waits but `open` and `wait_for_end`."""
 
     scheme: str  # of its URLs
-    parks: bool  # whether the socket's bytes are the client's, so the fast path may take them
+    parks: bool  # whether the socket carries them as they are, so that the fast path may read it
 
     __slots__ = ("sock",)
 
@@ -89,15 +89,15 @@ class ByteStream(ABC):
 
         Raises:
             BlockingIOError: nothing is there yet.
-            OSError: the client is gone, or nothing that it sends makes sense.
+            OSError: the client is gone, or has sent bytes that make no sense.
         """
 
     @abstractmethod
     def send_now(self, data: bytes | memoryview) -> int:
-        """Returns how many bytes were taken; the rest is to be given again.
+        """Sends a part of `data`; returns how many bytes were taken. Call again with the rest.
 
         Raises:
-            BlockingIOError: none.
+            BlockingIOError: no byte could be taken.
             OSError: the client is gone.
         """
 
@@ -106,15 +106,15 @@ class ByteStream(ABC):
         """Announces that nothing more will be sent; what is received after that is ignored."""
 
     def reset_at_end(self) -> None:
-        """Has the end of the socket be a reset."""
+        """Makes the connection end with a reset when the socket is closed."""
         self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, FORGETFUL)
 
     @abstractmethod
     def has_left(self) -> bool:
-        """Returns whether the client's end is there; a part of what is before it may be kept."""
+        """Returns whether the client has ended its stream; may read and keep data before it."""
 
     async def wait_for_end(self) -> None:
-        """Returns once the client's end is there, also behind what nobody has received yet."""
+        """Returns once the client has ended its stream, even if data before the end is unread."""
         while True:
             await trio.lowlevel.wait_readable(self.sock)
             if self.has_left():
@@ -136,7 +136,7 @@ class SocketStream(ByteStream):
     __slots__ = ()
 
     async def open(self) -> None:
-        """Is ready."""
+        """Does nothing: the socket is ready."""
 
     def receive_now(self, size: int) -> bytes:
         return self.sock.recv(size)
@@ -145,7 +145,7 @@ class SocketStream(ByteStream):
         return self.sock.send(data)
 
     def finish(self) -> None:
-        """Leaves it to the socket's own end."""
+        """Does nothing: the end of the socket is the end of the stream."""
 
     def has_left(self) -> bool:
         return has_left(self.sock.fileno())
@@ -164,13 +164,13 @@ class Transport:
         self.shared = shared
         self.buffer = b""  # received and not consumed: at most one receive and one head
         self.phase = ConnectionPhase.IDLE
-        self.since = shared.now  # when that began, up to a tick earlier
+        self.since = shared.now  # when the phase began, or up to a tick earlier
         self.standing = ClientTrust.NEW
         self.fd = stream.sock.fileno()
 
     @property
     def scheme(self) -> str:
-        """Of its URLs."""
+        """The scheme of the client's URLs."""
         return self.stream.scheme
 
     def client(self) -> tuple[str, int] | None:
@@ -179,13 +179,13 @@ class Transport:
         return (peer[0], peer[1]) if isinstance(peer, tuple) else None
 
     def enter(self, phase: ConnectionPhase) -> None:
-        """Begins a phase that is not bounded here."""
+        """Begins a phase without a deadline."""
         self.phase = phase
         self.since = self.shared.now
 
     @contextmanager
     def within(self, phase: ConnectionPhase, seconds: float) -> Iterator[None]:
-        """Enters `phase` for the time of the context; after `seconds`, counted, TooSlowError."""
+        """Enters `phase`; after `seconds` in it counts a timeout and raises TooSlowError."""
         self.enter(phase)
         try:
             with trio.fail_after(seconds):
@@ -199,7 +199,7 @@ class Transport:
         setattr(stats, name, getattr(stats, name) + 1)
 
     def end_if_idle_for_long(self) -> None:
-        """Ends the wait for a request, after up to two ticks too many; what just came is served."""
+        """Ends a wait for a request that takes too long, up to two ticks late; serves what came."""
         limits = self.shared.limits
         new = self.standing is ClientTrust.NEW
         seconds = limits.head_s if new else limits.idle_s
@@ -212,10 +212,11 @@ class Transport:
             self._shut(socket.SHUT_RD)
 
     def dispensability(self) -> tuple[bool, int, float] | None:
-        """Returns a key: the lowest can be closed with the least harm; None: it must not be closed.
+        """Returns a sort key, lowest where an end does the least harm; None: it must not be closed.
 
-        Strangers sort before known clients; among each, connections between two requests, then
-        those without a whole head, then those answered that go on sending; the oldest first.
+        Strangers sort before known clients. Among each, connections between two requests come
+        first, then those without a whole head, then refused ones that go on sending, then strangers
+        that are being sent an answer; the oldest first.
         """
         known = self.standing is ClientTrust.KNOWN
         if self.phase is ConnectionPhase.IDLE and self.standing is not ClientTrust.NEW:
@@ -246,7 +247,7 @@ class Transport:
             self._shut(socket.SHUT_RD)
 
     def _unread(self) -> bool:
-        """Returns whether something of the client's is here that nobody will read."""
+        """Returns whether the client has sent something that nobody will read."""
         if self.buffer or self.stream.has_more():
             return True
         try:
@@ -259,7 +260,7 @@ class Transport:
             self.stream.sock.shutdown(how)
 
     async def receive(self, size: int = RECEIVE_BYTES) -> bytes:
-        """Returns what the client sent, nothing at its end; may not yield."""
+        """Returns bytes of the client, none at its end; may return without a checkpoint."""
         while True:
             try:
                 return self.stream.receive_now(size)
@@ -267,7 +268,7 @@ class Transport:
                 await trio.lowlevel.wait_readable(self.fd)
 
     async def send(self, data: bytes) -> None:
-        """Sends all of `data`, as fast as the client reads; may not yield.
+        """Sends all of `data`, as fast as the client reads; may return without a checkpoint.
 
         Raises:
             OSError: the client is gone, or made no progress for too long.
@@ -292,7 +293,7 @@ class Transport:
             return 0
 
     async def linger(self) -> None:
-        """Sends the end of the stream and reads away what the client still sends.
+        """Sends the end of the stream, and reads and drops what the client still sends.
 
         A socket closed with unread data resets the connection, which can destroy the response on
         its way (RFC 9112 §9.6).

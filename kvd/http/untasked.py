@@ -1,11 +1,11 @@
-"""Coroutines that run without a task of trio as long as they wait for callbacks only.
+"""Runs coroutines without a task of trio for as long as they wait for callbacks only.
 
     step ──> signalled(signal) ── signal.tell() ──> step ──> ... ──> the result
        └───> in_task() ──> `rest`, awaited in a task, runs what is left
 
-To wake a task costs a pass of trio. So whoever calls `Signal.tell` runs the coroutine of a relayed
-request on, itself. The coroutine awaits `in_task()` before anything that wants a task: deadlines,
-nurseries, waits for sockets. Without that it fails at once, because trio finds no task there.
+Waking a task costs a pass of trio. So the call of `Signal.tell` itself continues the coroutine of a
+relayed request. The coroutine awaits `in_task()` before anything that needs a task: deadlines,
+nurseries, waits for sockets. If it does not, it fails at once, because trio finds no task.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ class Signal:
     _subscriber: Callable[[], None]
 
     def subscribe(self, subscriber: Callable[[], None]) -> None:
-        """Has a function called by `tell`."""
+        """Sets the function that `tell` calls."""
         self._subscriber = subscriber
 
     def tell(self) -> None:
-        """Notes that the event has come."""
+        """Reports that the event has come."""
         self._subscriber()
 
 
-IN_TASK: Final = Signal()  # never signalled: the coroutine wants a task
+IN_TASK: Final = Signal()  # never signalled: the coroutine needs a task
 
-# Where trio keeps its running task, which has no public name. Were it not cleared, code that
-# forgets `in_task` would find the task that steps.
+# Where trio keeps its running task; it has no public name. `step` clears it, because code that
+# forgets `in_task` would otherwise run in the task that steps.
 RUN = "_core._run.GLOBAL_RUN_CONTEXT"
 try:
     _run: Any = attrgetter(RUN)(trio)
@@ -48,13 +48,13 @@ _stepping = False
 
 
 def has_task() -> bool:
-    """Returns whether the code that asks runs in a task."""
+    """Returns whether the caller runs in a task."""
     return not _stepping
 
 
 @coroutine
 def in_task() -> Generator[Signal, None, None]:
-    """Goes on in a task, at once if it is in one."""
+    """Returns in a task; at once if the caller is in one."""
     if _stepping:
         yield IN_TASK
 
@@ -66,7 +66,7 @@ def signalled(signal: Signal) -> Generator[Signal, None, None]:
 
 
 class Untasked:
-    """A coroutine that has begun, or will, without a task."""
+    """A coroutine that begins without a task."""
 
     __slots__ = ("_coroutine",)
 
@@ -74,9 +74,9 @@ class Untasked:
         self._coroutine = coroutine
 
     def step(self) -> Signal:
-        """Runs it until it waits; returns for what. Raises StopIteration with its result."""
+        """Runs it until it waits; returns what for. Raises StopIteration with its result."""
         global _stepping
-        before = _stepping  # one that has news for another one steps it
+        before = _stepping  # steps nest: a coroutine may signal another one
         task = getattr(_run, "task", None)
         if task is not None:
             del _run.task
@@ -95,7 +95,7 @@ class Untasked:
 
     @coroutine
     def rest(self) -> Generator[Any, Any, bool]:
-        """Runs what is left of one that wants a task, in the task that awaits this."""
+        """Runs the rest of a coroutine that needs a task, in the task that awaits this."""
         send, value = self._coroutine.send, None
         while True:
             try:

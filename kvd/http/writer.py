@@ -46,7 +46,7 @@ class ResponseWriter:
         self._missing: int | None = None  # bytes still owed of an announced length
 
     def start(self, status: int, content_type: bytes, headers: Headers, length: int | None) -> None:
-        """Sends nothing yet; `length` is that of the body, None if it is not known."""
+        """Prepares the head and sends nothing yet; `length` is the body's, None if not known."""
         head, shared = self._head, self._transport.shared
         self.status = status
         self._missing = length
