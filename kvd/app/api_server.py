@@ -49,15 +49,15 @@ class ApiServer:
         *,
         for_pages: bool = False,
     ) -> None:
-        """Takes what this face says of its routes, and what words its failures.
+        """Takes the description of the face's routes for its document, and what words its failures.
 
-        With `for_pages` it answers pages of allowed origins so that they can read it.
+        With `for_pages` pages of allowed origins may read its answers.
         """
         self.name = name
         self._description = description
-        self.stats = HttpStats()  # of the addresses without TLS, once they are served
+        self.stats = HttpStats()  # of the server without TLS, once it runs
         self.requests = RequestMetrics(metrics_prefix)
-        self._front_families: list[Source] = []  # of the addresses that are served
+        self._front_families: list[Source] = []  # of the servers that run
         self._limits = config.http
         self._context = ServerContext(
             Authorizer(config.policy), self.requests.observe, failures, AccessLog(name), for_pages
@@ -70,11 +70,11 @@ class ApiServer:
     async def open(
         self, opened: ExitStack, config: Config, binds: Binds | None, passed: Passed
     ) -> None:
-        """Listens, so that an address in use is one line at the start; raises StartError.
+        """Listens, so that an address in use is reported in one line; raises StartError.
 
-        Sockets of the service manager go before `binds`: those named after the face in place of
-        all without TLS, those with `-tls` behind that in place of all with it, and those on the
-        same address.
+        Sockets passed by the service manager go before `binds`. Those named after the face replace
+        all addresses without TLS, and those named `FACE-tls` all addresses with TLS. Otherwise a
+        passed socket replaces the bind that has its address.
         """
         if binds is None:
             return
@@ -84,7 +84,7 @@ class ApiServer:
         self._sockets = await _open(opened, plain, rights, passed, self.name)
         self._tls_sockets = await _open(opened, secured, rights, passed, f"{self.name}-tls")
         if self._tls_sockets:
-            assert config.tls is not None  # there is a bind that wants it
+            assert config.tls is not None  # the configuration requires it for a bind with TLS
             self._credentials = read_files(config.tls)
         self._context.authorizer.add_hostnames(
             bind.host for bind in binds.each if isinstance(bind, TcpBind)
@@ -92,7 +92,7 @@ class ApiServer:
         self.check_open(config)
 
     def check_open(self, config: Config) -> None:
-        """Raises StartError if strangers can reach what `config` lets them ask."""
+        """Raises StartError if strangers could reach the face and use it without credentials."""
         if config.allow_unauthenticated or config.policy.tokens:
             return
         exposed = list(self._sockets)
@@ -116,17 +116,17 @@ class ApiServer:
         return [*map(address, self._sockets), *secured]
 
     def set_policy(self, config: Config) -> None:
-        """Has other tokens and names hold from the next request on."""
+        """Applies other tokens and names from the next request on."""
         self._context.authorizer.set_policy(config.policy)
 
     def set_limits(self, limits: HttpLimits) -> None:
-        """Has other limits hold from now on, for waits that begin and connections that come."""
+        """Applies other limits from now on, to new waits and new connections."""
         self._limits = limits
         for server in self._servers:
             server.set_limits(limits)
 
     def set_credentials(self, credentials: TlsCredentials) -> None:
-        """Has other certificates hold for handshakes from now on."""
+        """Applies other certificates to handshakes from now on."""
         if self._credentials is not None:
             self._credentials = credentials
         for server in self._servers:
@@ -134,7 +134,7 @@ class ApiServer:
                 server.set_credentials(credentials)
 
     def log_requests(self, on: bool) -> None:
-        """Has each request be a line of the log, or none, half a second from now at the latest."""
+        """Switches the access log on or off; this takes effect within half a second."""
         self._context.access.on = on
 
     async def serve(
@@ -145,7 +145,7 @@ class ApiServer:
         *,
         task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
     ) -> None:
-        """Serves `routes`, and their document, until `stop` is set and all is answered."""
+        """Serves `routes`, and the document about them, until `stop` is set and all is answered."""
         routes = with_document(self.name, routes, self._description)
         routes = tuple(self._bounded(each) for each in routes)
         app = ColdApp(routes, self._limits, self._context, not_found)
@@ -160,7 +160,7 @@ class ApiServer:
             task_status.started()
 
     def _bounded(self, route: Route) -> Route:
-        """Returns a route with the limit that is set for long bodies, if it takes such."""
+        """Returns a route with the configured limit of long bodies, if it takes long bodies."""
         if route.body_limit != LONG_BODY_LIMIT:
             return route
         return replace(route, body_limit=self._limits.body_bytes)
@@ -180,7 +180,7 @@ class ApiServer:
         await nursery.start(server.serve, sockets, stop)
 
     def families(self) -> Iterator[Family | None]:
-        """Yields what /metrics says of requests and connections, and of the process's memory."""
+        """Yields the families of requests, connections, refusals and the process's memory."""
         yield from self.requests.families()
         yield from memory_families()
         yield from self._refusal_families()
@@ -198,7 +198,7 @@ class ApiServer:
 async def _open(
     opened: ExitStack, binds: list[Bind], rights: UnixRights, passed: Passed, name: str
 ) -> list[socket.socket]:
-    """Returns the sockets of these binds, or in their place those that are passed by `name`."""
+    """Returns the passed sockets named `name` in place of these binds, else sockets for each."""
     sockets = passed.named(name) if binds else []
     for sock in sockets:
         opened.enter_context(sock)
@@ -211,13 +211,13 @@ async def _open(
             raise AddressError(str(why)) from None
         for sock in found:
             sockets.append(opened.enter_context(sock))
-            if sock.family == socket.AF_UNIX and not taken:  # a manager's file is the manager's
+            if sock.family == socket.AF_UNIX and not taken:  # a passed socket's file is its owner's
                 opened.callback(file_remover(sock))
     return sockets
 
 
 def read_files(tls: TlsFiles) -> TlsCredentials:
-    """Returns what the files say; raises StartError if nobody could be served with them."""
+    """Returns the credentials in the files; raises StartError if they cannot be used."""
     try:
         return load_credentials(tls)
     except ValueError as error:

@@ -84,7 +84,7 @@ class Gateway:
         dialer: Dialer,
         identity: ProcessIdentity | None,
     ) -> None:
-        """`identity` identifies this process among several; None: it is the only one."""
+        """`identity` is that of this process among several gateway processes; None: it is alone."""
         self._body_limit = config.gateway_body_bytes
         self.stats = GatewayStats()
         self.exchanges = Exchanges(config.relay)
@@ -118,7 +118,7 @@ class Gateway:
         )
 
     async def run(self) -> None:
-        """Moves bytes and follows the engines until it is cancelled."""
+        """Relays bytes and watches the engines until it is cancelled."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self.exchanges.run)
             nursery.start_soon(self.choices.run)
@@ -126,9 +126,9 @@ class Gateway:
             nursery.start_soon(self.tokens.run)
 
     async def met(self) -> None:
-        """Waits until engines and kvds elsewhere have been asked once, whatever came of it.
+        """Waits until all engines and remote kvds have been asked once, whatever came of it.
 
-        One of several processes does so: clients wait, or are served by the others meanwhile.
+        Only one of several processes waits: meanwhile its clients wait, or others serve them.
         """
         if self._siblings is None:
             return
@@ -143,7 +143,7 @@ class Gateway:
         return gateway_routes(*own, self._siblings.identity.name)
 
     def metrics_route(self, sources: Sequence[Source]) -> Route:
-        """Returns the route of /metrics: one of several processes shows all of them."""
+        """Returns the route of /metrics; each of several processes shows the figures of all."""
         if self._siblings is None:
             return metrics_route(sources)
         return processes.metrics_route(self._siblings, sources)
@@ -184,18 +184,18 @@ class Components:
 
 
 class RouteDirectory:
-    """Knows which face has which path, for clients that ask the wrong face."""
+    """Finds the face that has a path, for clients that ask the wrong one."""
 
     def __init__(self, routes: Mapping[ApiServer, tuple[Route, ...]]) -> None:
         self._tables = {face: RouteTable(each) for face, each in routes.items()}
 
     def not_found(self, here: ApiServer, path: bytes) -> str:
-        """Returns what is said of a path that `here` does not have."""
+        """Returns the error text for a path that the face `here` does not have."""
         found = [(face, table.label(path)) for face, table in self._tables.items()]
         others = [(face, label) for face, label in found if label is not None]
         if not others:
             return "not found"
-        # The client has met a served face, and as a rule means another served one.
+        # The client most likely means a face that is served, as the one it has reached is.
         others = [each for each in others if each[0].addresses()] or others
         faces = " and the ".join(_described(face) for face, _ in others)
         return f"not found: this is the {here.name} face; {others[0][1]} is on the {faces}"
@@ -256,10 +256,10 @@ class Apis:
         shared: SharedStatus,
         sources: Sequence[Source],
     ) -> Iterator[tuple[ApiServer, tuple[Route, ...], WrongPath]]:
-        """Yields the faces that are served with their routes and what they say of other paths.
+        """Yields each served face with its routes, and what words the error for any other path.
 
-        `config` returns the settings of the moment, for what is live among them; `shared` what the
-        shared state says of itself. /metrics of each face shows `sources`, those of the process.
+        `config` returns the settings in force now, as live ones may change; `shared` returns the
+        status of the shared state. /metrics of each face also shows `sources`, the process's own.
         """
         dumps = indexer.dumps_bound(config().max_dumps)
         tests = config().test_endpoints
@@ -301,7 +301,7 @@ class Apis:
     def _sources(
         self, known: Components, config: Callable[[], Config], dumps: ConcurrencyLimit
     ) -> dict[ApiServer, list[Source]]:
-        """Returns what /metrics of each face says of what the face serves."""
+        """Returns the sources of each face's own metrics."""
         blocks = partial(indexer.families, known.state, known.registry, dumps)
         slots, selections = known.slots, known.selections
         answered = self.selection.requests
@@ -323,7 +323,7 @@ class Apis:
         }
 
     def targets(self, known: Components) -> dict[str, RegistrationTarget]:
-        """Returns where entries of the fleet file are registered, by table."""
+        """Returns the targets that register entries of the fleet file, by table."""
         targets: dict[ApiServer, tuple[str, RegistrationTarget]] = {
             self.indexer: ("indexer", IndexerTarget(known.registry)),
             self.slot_tracker: ("slot_tracker", SlotTrackerTarget(known.slots)),

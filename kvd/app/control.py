@@ -3,9 +3,9 @@
     kvd reload ── connects to the control socket ──> kvd serve: reads all files again
                <── one line of JSON: a Verdict ──────
 
-The socket is in the folder that the service manager makes for the service, and for nobody but the
-service's user, and root, to connect to: so the daemon reads with its own rights and credentials,
-and the command ends with what came of it, which a signal could not say.
+The socket is in the folder that the service manager makes for the service. Only the service's user
+and root may connect to it. So the daemon reads the files with its own rights and credentials, and
+the command reports the outcome, which it could not learn after sending a signal.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ RECEIVE_BYTES = 64 * 1024  # bytes of a verdict read at once; a verdict is short
 class ReloadResult:
     """The outcome of a reload."""
 
-    changed: tuple[str, ...] = ()  # settings that hold now
-    waiting: tuple[str, ...] = ()  # those that wait for a restart
+    changed: tuple[str, ...] = ()  # settings that have changed and are in force
+    waiting: tuple[str, ...] = ()  # settings that have changed but need a restart
     refused: str | None = None  # why nothing has changed
 
 
 def path(environ: Mapping[str, str]) -> str | None:
-    """Returns where the control socket is; None without a service manager that says so."""
+    """Returns the path of the control socket; None unless a service manager names its folder."""
     folder = environ.get(FOLDER_VARIABLE, "").partition(":")[0]
     return f"{folder}/{NAME}" if folder else None
 
@@ -53,12 +53,12 @@ async def listen(path: str) -> socket.socket:
 
 
 async def answer(sock: socket.socket, reload: Callable[[], Awaitable[ReloadResult]]) -> None:
-    """Reloads for each who connects, and says what came of it, until cancelled."""
+    """Reloads for each client that connects, and reports the outcome to it, until cancelled."""
 
     async def one(stream: trio.SocketStream) -> None:
         async with stream:
             verdict = await reload()
-            with suppress(trio.BrokenResourceError):  # who asked has not waited
+            with suppress(trio.BrokenResourceError):  # the client has not waited
                 await stream.send_all(json.dumps(asdict(verdict)).encode())
 
     listener = trio.SocketListener(trio.socket.from_stdlib_socket(sock))
@@ -66,9 +66,9 @@ async def answer(sock: socket.socket, reload: Callable[[], Awaitable[ReloadResul
 
 
 def reload(environ: Mapping[str, str]) -> ReloadResult:
-    """Has the service reload that this command is run for, and waits for what comes of it.
+    """Makes the service that this command belongs to reload, and waits for the outcome.
 
-    Raises StartError where there is none, or it ends meanwhile.
+    Raises StartError if there is no such service, or it ends meanwhile.
     """
     socket_path = path(environ)
     if socket_path is None:

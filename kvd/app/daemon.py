@@ -1,4 +1,4 @@
-"""The daemon: everything it runs, in the order it starts, and the reverse in which it stops.
+"""The daemon: everything it runs, in the order in which it starts; it stops in the reverse order.
 
     root: SIGTERM and SIGINT, before anything else that may wait
     ports opened
@@ -8,14 +8,14 @@
         └ faces: one front per bind, TLS beside it                  stop first
 
 All parts are made at once, when the ports are open and the nurseries are there. The faces answer
-from the first moment. Listeners connect when they are registered and take messages once the gate
-opens: after a peer's state is in, and as many instances are registered as were asked for.
+from the first moment. Listeners connect when they are registered, and take messages once the gate
+opens: after a peer's state is recovered and `min_initial_workers` instances are registered.
 
-SIGTERM and SIGINT drain: requests under way are answered, then the listeners end, exit code 0. A
-start that still waits, for a name or a file, is given up. A second signal ends the process at once.
-SIGHUP and `kvd reload` have the files read again, all of them or none; without any, SIGHUP is not
-caught. An exception that reaches a nursery here is a bug: the daemon dies with its traceback, and
-its supervisor starts it again.
+SIGTERM and SIGINT drain: requests under way are answered, then the listeners end, and the exit code
+is 0. A start that still waits, for a name or a file, is given up. A second signal ends the process
+at once. SIGHUP and `kvd reload` read the files again and apply all of them or none; if there are no
+files, SIGHUP is not caught. An exception that reaches a nursery here is a bug: the daemon dies with
+its traceback, and its supervisor starts it again.
 """
 
 from __future__ import annotations
@@ -94,24 +94,25 @@ if TYPE_CHECKING:
 # Steps of a sweep's slice, each at most about 0.1 µs: the memory of a removed or cleared rank comes
 # back in slices of under 1 ms.
 SWEEP_STEPS = 8192
-# Pause between two sweeps when nothing is left to free: each takes 0.3 ms of an idle process, whose
-# caches are cold, and an event that comes meanwhile waits.
+# Pause between two sweeps when nothing is left to free: in an idle process, whose caches are cold,
+# a sweep takes 0.3 ms, and an event that comes meanwhile waits.
 SWEEP_PAUSE_S = 0.25
 LINES_PAUSE_S = 0.05  # the pause while lines of the log wait for their reader
 
 EXPIRY_PAUSE_S = 1.0  # pause between two checks for requests that are too old
 
-DECISION_LOG_CLOSE_S = 2.0  # that the disk has at the end, to write what waits
+DECISION_LOG_CLOSE_S = 2.0  # time at the end for the disk to write the lines that wait
 
-# Longest wait for who else shares our state, before the index is filled without them.
+# Longest wait for the replicas that share our state, before the index is filled without them.
 JOIN_S = 5.0
 
-# Longest wait of one of several processes, before it serves, for what the engines say they are.
+# Longest wait of one of several gateway processes for the engines' answers, before it serves.
 MEET_S = 5.0
 
-# Little here is cyclic garbage, and a full collection visits all that listeners are made of:
-# 40 ms at 400 of them. Allocations for a small collection; small ones for a middle one, which
-# visits what these have left: 6,000 objects, 1 to 3 ms; and those for a full one.
+# Allocations before a small collection, small collections before a middle one, and middle ones
+# before a full one. Little here is cyclic garbage, and a full collection visits every object of the
+# listeners: 40 ms with 400 of them. A middle one visits what the small ones have left: 6,000
+# objects, 1 to 3 ms.
 GC_THRESHOLDS = (1_000, 5, 5_000)
 
 log = get_logger(__name__)
@@ -119,10 +120,10 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class DescriptorBounds:
-    """The numbers of listeners and selections that the limit of descriptors has room for."""
+    """The numbers of listeners and waiting selections that the limit of descriptors allows."""
 
     listeners: int
-    waiting: int  # selections
+    waiting: int  # selections that wait
 
 
 def run(
@@ -133,9 +134,9 @@ def run(
 ) -> int:
     """Runs until a signal ends it and returns the exit code; raises StartError.
 
-    One of several processes is given its sockets and its `identity` among them.
+    If it is one of several processes, its parent gives it its sockets and its `identity`.
     """
-    faulthandler.enable()  # the watchdog kills with SIGABRT: the journal says where the loop was
+    faulthandler.enable()  # the watchdog kills with SIGABRT: the traceback shows where the loop was
     keep_freed_memory()
     limit = raise_limit()
     if limit < LEAST:
@@ -165,14 +166,14 @@ async def serve(
     reloads: Signals,
     identity: ProcessIdentity | None = None,
 ) -> int:
-    """Serves until a signal comes by `ends` and returns the exit code; raises StartError."""
+    """Serves until a signal of `ends` comes and returns the exit code; raises StartError."""
     stop = Stop()
     fault: StartError | None = None
     async with trio.open_nursery() as root:
         root.start_soon(stop.watch, ends)
         try:
             await _open_and_serve(config, reader, bounds, passed, reloads, stop, identity)
-        except StartError as error:  # by itself, not in a group
+        except StartError as error:  # raised below, where no nursery makes a group of it
             fault = error
         root.cancel_scope.cancel()
     if fault is not None:
@@ -225,7 +226,7 @@ async def _open_and_serve(
 class _Daemon:
     """The parts of one daemon process, and their start and stop.
 
-    What a setting leaves out is there as a part that does nothing.
+    In place of a part that the settings leave out there is one that does nothing.
     """
 
     def __init__(
@@ -244,9 +245,9 @@ class _Daemon:
         self._stop = stop
         self._ports = ports
         self._heaps = Heaps()
-        self._gate = trio.Event()  # from then on listeners take messages
-        self._serving = trio.Event()  # all faces; from then on there is time to connect to engines
-        self._recovered = trio.Event()  # or given up, or there was nobody to recover from
+        self._gate = trio.Event()  # once set, listeners take messages
+        self._serving = trio.Event()  # all faces serve; only then do listeners connect to engines
+        self._recovered = trio.Event()  # also set if recovery was given up, or had no peer
         self._listeners = ListenerTasks(
             listening,
             context,
@@ -263,7 +264,7 @@ class _Daemon:
             None if shared_journal is None else Deduplicator(shared_journal, trio.current_time)
         )
         if shared_journal is not None:
-            shared_journal.pause()  # what is restored was reported before
+            shared_journal.pause()  # restored bookings were reported by the process before
         journals = [each for each in (journal, shared_journal) if each is not None]
         ledgers = Ledgers(config.max_requests, config.max_request_blocks, journals)
         accounts = ledgers, journal, deduplicator
@@ -283,7 +284,7 @@ class _Daemon:
         self._reloader = Reloader(
             config, reader, stop, ports, self._parts, self._listeners, self._fleet
         )
-        # Families of the process, in /metrics of every face.
+        # Metrics of the process, shown in /metrics of every face.
         self._sources: list[Source] = [
             self._families,
             self._reloader.families,
@@ -311,7 +312,7 @@ class _Daemon:
     ) -> SharedState | NoSharedState:
         if config.state_server is None or shared_journal is None or deduplicator is None:
             return NoSharedState()
-        # 18 MB of memory, for those who share state.
+        # Takes 18 MB of memory, so only a process that shares state loads it.
         from kvd.shared_state.catalog import Catalog
         from kvd.shared_state.service import SharedState
 
@@ -332,7 +333,7 @@ class _Daemon:
         return self._reloader.config
 
     def run_in(self, background: trio.Nursery, reloads: Signals) -> None:
-        """Starts what lives as long as the daemon."""
+        """Starts the tasks that run as long as the daemon."""
         background.start_soon(self._reloader.watch, reloads)
         if self._ports.control is not None:
             background.start_soon(control.answer, self._ports.control, self._reloader.reload)
@@ -343,7 +344,7 @@ class _Daemon:
         background.start_soon(sdnotify.feed_watchdog, lambda: not self._recovered.is_set())
 
     async def serve(self, listening: trio.Nursery, background: trio.Nursery) -> None:
-        """Registers who is in the settings and the fleet file, and serves until a signal."""
+        """Registers the workers of the settings and the fleet file, and serves until a signal."""
         config = self._config
         await self._register(config)
         with self._stop.gives_up():
@@ -367,13 +368,13 @@ class _Daemon:
             await self._serve_faces()
 
     def _targets_of_clients(self) -> dict[str, RegistrationTarget]:
-        """Returns where registrations by calls are made again: as those of clients."""
+        """Returns the targets that restore registrations which clients have made by calls."""
         if "upstream" not in self._targets:
             return self._targets
         return self._targets | {"upstream": UpstreamTarget(self._parts.gateway.upstreams, CALLS)}
 
     async def finish(self) -> None:
-        """Saves and publishes the last state, when nothing changes any more."""
+        """Publishes and saves the last state, once nothing changes any more."""
         await self._shared.finish()
         await self._keeper.finish()
 
@@ -391,9 +392,9 @@ class _Daemon:
                     await self._parts.selections.workers.put(record)
 
     async def _sweep(self) -> None:
-        """Takes back memory of ranks that have gone, and writes lines of the log that wait.
+        """Frees the memory of ranks that have gone, and writes lines of the log that wait.
 
-        What happens meanwhile is chronicled with the time of each round.
+        Each round sets the time with which the chronicle records what happens until the next one.
         """
         state = self._parts.state
         while True:
@@ -408,7 +409,7 @@ class _Daemon:
                 await trio.sleep(LINES_PAUSE_S if is_behind else SWEEP_PAUSE_S)
 
     async def _expire(self) -> None:
-        """Checks every second for what is too old, unused, too full, or never matches."""
+        """Checks every second for old requests, unused publishers, a full index, and the like."""
         parts = self._parts
         index_full = IndexFullLog(parts.state.budget)
         unmatched = UnmatchedLog(parts.state)
@@ -427,7 +428,7 @@ class _Daemon:
                     await trio.lowlevel.checkpoint()
 
     async def _start_up(self) -> None:
-        """Fills the index from what was kept, or else from a peer, and opens the gate."""
+        """Fills the index from a fresh snapshot, a peer, or an older snapshot; opens the gate."""
         config, registry = self._config, self._parts.registry
         await self._serving.wait()
         if not await self._restore_fresh():
@@ -445,11 +446,11 @@ class _Daemon:
         await confirm_restored(self._parts.state, registry, self._parts.publishers)
 
     async def _restore_fresh(self) -> bool:
-        """Fills the index from a snapshot that goes before a peer's dump."""
+        """Fills the index from a snapshot fresh enough to go before a peer's dump."""
         return await self._keeper.has_fresh_index() and await self._restore()
 
     async def _restore(self) -> bool:
-        """Fills the index from the state directory; False if there is nothing of use."""
+        """Fills the index from the state directory; returns False if that has nothing of use."""
         blocks = await RECOVERY.steps_of(self._keeper.restore_index())
         if blocks is None:
             return False
@@ -458,12 +459,12 @@ class _Daemon:
         return True
 
     async def _peers(self) -> list[str]:
-        """Returns the peers to recover from: the named ones, then those that share our state."""
+        """Returns the peers to recover from: configured ones, then those that share our state."""
         shared = await self._shared.addresses(JOIN_S)
         return list(dict.fromkeys((*self._parts.peers, *shared)))
 
     async def _recover(self, config: Config, peers: list[str]) -> bool:
-        """Fills the index from a peer; False if none has anything."""
+        """Fills the index from a peer; returns False if none has anything."""
         parts = self._parts
         await self._listeners.entered()
         await trio.sleep(config.recovery_delay_s)
@@ -480,11 +481,11 @@ class _Daemon:
         parts.selections.readiness.note_recovery(outcome, parts.recovery.blocks)
         if peer is None:
             log.warning("recovery_failed", peers=len(peers))
-        gc.freeze()  # it stays: 65,536 workers were 16 ms of every full collection
+        gc.freeze()  # these objects stay: with 65,536 workers a full collection took 16 ms more
         return peer is not None
 
     async def _serve_faces(self) -> None:
-        """Serves the faces until a signal, then until what is under way is answered."""
+        """Serves the faces until a signal, then until all requests under way are answered."""
         with self._stop.gives_up(), trio.move_on_after(MEET_S):
             await self._parts.gateway.met()
         stop = trio.Event()
@@ -503,18 +504,18 @@ class _Daemon:
                 log.info("serving", version=VERSION, face=face.name, bind=bind)
             self._serving.set()
             serving.start_soon(self._announce)
-            # All objects of now stay: the garbage collector need never visit them again.
+            # All objects made so far stay: the garbage collector need never visit them again.
             gc.collect()
             gc.freeze()
             gc.set_threshold(*GC_THRESHOLDS)
-            with stretches_counted():  # before, nobody was served
+            with stretches_counted():  # stretches before this delayed no client
                 await self._stop.wait()
             self._parts.selections.scheduler.stop()
             self._recovered.set()  # nobody waits for it any more
             stop.set()
 
     async def _announce(self) -> None:
-        """Notifies systemd that the faces serve, with what a peer knew if there is one."""
+        """Notifies systemd that the faces serve, once recovery is over."""
         await self._recovered.wait()
         if not self._stop.is_asked:
             await self._reloader.announce()
@@ -549,7 +550,7 @@ def _components(
     journal: Journal | None,
     deduplicator: Deduplicator | None,
 ) -> Components:
-    """Returns what the faces answer from, empty; replicas are listened to in `listening`."""
+    """Returns the parts that the faces serve, all empty; tasks for replicas run in `listening`."""
     limits = config.index_max_blocks, config.max_partitions
     chronicle = None
     if config.index_chronicle:
@@ -656,7 +657,7 @@ def _keeper(
 
 
 def _open_decision_log(config: Config, opened: ExitStack) -> RotatingWriter | None:
-    """Opens the decision log if one is set and there are decisions; raises StartError."""
+    """Opens the decision log if one is set and this process decides; raises StartError."""
     path = config.decision_log
     chooses = config.gateway_bind is not None and config.gateway_kvd is None
     if path is None or (config.selection_bind is None and not chooses):
@@ -671,7 +672,7 @@ def _open_decision_log(config: Config, opened: ExitStack) -> RotatingWriter | No
 
 
 def _log_decisions(writer: RotatingWriter, selections: Selections, config: Config) -> DecisionLog:
-    """Returns the log of what is booked from now on."""
+    """Returns a log that records every decision from now on."""
     shares_blocks = config.router.assumes_kv_reuse
     decisions = DecisionLog(
         selections.candidates, writer, time.time_ns, shares_blocks=shares_blocks

@@ -5,8 +5,8 @@ from __future__ import annotations
 from kvd.telemetry.logs import get_logger
 from kvd_core.index.prefix_index import Budget
 
-# Time without a refused block after which the log reports room again: at the limit, what engines
-# evict makes room for what they store next, and a line for each would be one a second.
+# Time without a refused block after which the log reports room again. At the limit, evictions make
+# room for the next stores, and a line for each change would be one a second.
 QUIET_S = 60.0
 
 WAITING = "hashes of one model without tokens or a parent"
@@ -15,16 +15,16 @@ log = get_logger(__name__)
 
 
 class IndexFullLog:
-    """Follows what a budget refuses, and logs when that begins and ends."""
+    """Watches a budget, and logs when it begins and ceases to refuse blocks."""
 
     def __init__(self, budget: Budget) -> None:
         self._budget = budget
-        self._refused = self._crowded = 0  # at the last check
-        self._refused_before = 0  # this time began
-        self._last: float | None = None  # when some had been refused; None: there is room
+        self._refused = self._crowded = 0  # counts at the last check
+        self._refused_before = 0  # refused blocks before the index became full this time
+        self._last: float | None = None  # when a check last found refusals; None: there is room
 
     def check(self, now: float) -> None:
-        """Has a line written if that has changed; `now` is in monotonic seconds."""
+        """Logs a line if the index has become full, or has room; `now` is in monotonic seconds."""
         budget, refused = self._budget, self._budget.refused
         if refused != self._refused:
             if self._last is None:

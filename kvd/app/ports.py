@@ -1,8 +1,8 @@
-"""Sockets that are opened before anything runs, so that an address in use is one line at the start.
+"""Opens all sockets before anything runs, so that an address in use is reported in one line.
 
 faces           addresses with and without TLS, some of them the service manager's
 replica sync    the port that replicas subscribe to
-kvd reload      the socket that the command asks over
+kvd reload      the control socket, to which the command connects
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Ports:
         self.sync = ReplicaSync(config, self.outgoing, self.dialer, self.keys, self.space)
         self.served = ServedModels(config.serve, config.owners)
         self.apis = Apis(config, self.served)
-        self.control: socket.socket | None = None  # None: no address for it is set
+        self.control: socket.socket | None = None  # None: no service manager names a folder for it
 
     async def open(
         self,
@@ -54,7 +54,7 @@ class Ports:
         passed: Passed,
         context: Context,
     ) -> None:
-        """Opens all of it until `opened` closes; raises StartError."""
+        """Opens all sockets; closing `opened` closes them. Raises StartError."""
         for face, binds in self.apis.binds.items():
             await face.open(opened, config, binds, passed)
         if passed.left():  # their clients would wait for ever

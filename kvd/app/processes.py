@@ -1,15 +1,15 @@
-"""Several gateway processes on one port, the kvd that chooses for them, and who minds them all.
+"""Several gateway processes on one port, the kvd that chooses for them, and their supervisor.
 
     parent ── forks ──> kvd         the index and all other faces; chooses, over a Unix socket
        │      forks ──> gateway-0   a listening socket of the shared port, and one of its own
        │      forks ──> gateway-1   ...
-       ├ starts again who ends, at once if it lived for a while, else after a pause
+       ├ starts a process again that ends: at once if it lived for a while, else after a pause
        └ SIGTERM: the gateways drain, then kvd ends
 
-The parent opens the shared port before it forks, so that an address in use is one line at the
-start, and keeps the sockets: connections that a killed process had not taken yet wait for the next
-one. It runs no loop and no thread, and so may fork at any time. Each process sends it what it
-would send the service manager; the parent notifies that one.
+The parent opens the shared port before it forks, so that an address in use is reported in one line.
+It keeps the sockets, so that connections which a killed process had not accepted yet wait for the
+next one. It runs no event loop and no thread, and so may fork at any time. Each process sends its
+notices for the service manager to the parent, which notifies the service manager itself.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from kvd.platform.signals import Signals, end_with_parent
 from kvd.telemetry.logs import get_logger
 from kvd.wire.urls import UNIX_PREFIX
 
-# Pause before a process is started again that has ended soon after its start; each next one is
-# twice as long. The connections that come to it meanwhile wait.
+# Pause before a process that has ended soon after its start is started again; each further pause is
+# twice as long. Connections that come to the process meanwhile wait.
 FIRST_PAUSE_S = 0.1
 MAX_PAUSE_S = 2.0
-WELL_S = 10.0  # after so long a process may end and be started again at once
+WELL_S = 10.0  # a process that has run for so long is started again at once when it ends
 
 OWN_RIGHTS = UnixRights(0o600)  # of the sockets between the processes
-MESSAGE_BYTES = 4096  # of a process to its service manager
+MESSAGE_BYTES = 4096  # longest notice of a process to its service manager
 
 log = get_logger(__name__)
 
@@ -63,24 +63,24 @@ class Child:
     name: str
     config: Config
     listening: list[Named]
-    notices: socket.socket  # what it sends its service manager
-    due_at: float | None = 0.0  # when it is to be started; None: it runs, or is not to run
+    notices: socket.socket  # receives the notices that it sends to its service manager
+    due_at: float | None = 0.0  # when to start it; None: it runs already, or must not run
     pid: int | None = None
     restarts: int = 0
     started_at: float = 0.0
     heard_at: float = 0.0
     pause_s: float = 0.0
     is_ready: bool = False
-    is_aborted: bool = False  # that it hangs
+    is_aborted: bool = False  # it hung and was sent SIGABRT
 
     def signal(self, number: signal.Signals) -> None:
         """Signals the process, if there is one."""
-        if self.pid is not None:  # no other has its number before it is waited for
+        if self.pid is not None:  # no other process has this number before `waitpid`
             os.kill(self.pid, number)
 
 
 def run(config: Config, reader: ConfigReader) -> int:
-    """Runs the daemon, as several processes if there are to be; as `daemon.run` does."""
+    """Runs the daemon, as several processes if the settings say so; else as `daemon.run` does."""
     if config.gateway_bind is None or config.gateway_processes == 1:
         return daemon.run(config, reader)
     parent = os.getpid()
@@ -95,7 +95,7 @@ def run(config: Config, reader: ConfigReader) -> int:
         supervisor = _Supervisor(config, reader, folder, passed, opened)
         return supervisor.run(reloads=is_reloadable(config, reader))
     finally:
-        if os.getpid() == parent:  # and not in a child, which returns by here as well
+        if os.getpid() == parent:  # a child returns through here as well
             opened.close()
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -105,7 +105,7 @@ def _runtime_folder() -> str | None:
 
 
 class _Supervisor:
-    """The parent."""
+    """The parent: opens the sockets, starts the processes and watches them."""
 
     def __init__(
         self, config: Config, reader: ConfigReader, folder: str, passed: Passed, opened: ExitStack
@@ -113,7 +113,7 @@ class _Supervisor:
         """Opens the shared port; raises StartError."""
         assert config.gateway_bind is not None
         token = Token("processes", Scope.ANY, os.urandom(32).hex().encode())
-        if config.policy.tokens:  # then the processes need one for each other, too
+        if config.policy.tokens:  # then the processes need a token for each other, too
             reader = replace(reader, own_tokens=(token,))
             config = reader.completed(config)
         self._reader, self._token, self._opened = reader, token, opened
@@ -187,7 +187,7 @@ class _Supervisor:
         return f"{self._folder}/{name}.notices"
 
     def run(self, *, reloads: bool) -> int:
-        """Runs until a signal ends it; returns the exit code, in each child that of its daemon."""
+        """Runs until a signal ends it; returns the exit code: in a child that of its daemon."""
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
         numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, *[signal.SIGHUP] * reloads]
         with closing(Signals(*numbers)) as signals:
@@ -215,7 +215,7 @@ class _Supervisor:
             for _, sock in other.listening:
                 if sock not in mine:
                     sock.close()
-        os.environ.pop(FOLDER_VARIABLE, None)  # `kvd reload` would ask one of many
+        os.environ.pop(FOLDER_VARIABLE, None)  # `kvd reload` would reach only one of the processes
         os.environ["NOTIFY_SOCKET"] = self._notices_path(child.name)
         identity = ProcessIdentity(child.name, self._paths, child.restarts, self._token.secret)
         return daemon.run(child.config, self._reader, Passed(child.listening), identity)
@@ -228,8 +228,8 @@ class _Supervisor:
         child.started_at = child.heard_at = time.monotonic()
         log.info("process_started", process=child.name, pid=pid, restarts=child.restarts)
         if child.name == KVD and not child.restarts:
-            # While there is no kvd, who asks one is to be refused and not to wait: the next one
-            # opens its socket itself.
+            # While no kvd runs, gateways must be refused rather than wait. So the parent gives up
+            # its copy of the socket, and the next kvd opens one itself.
             child.listening.pop(0)[1].close()
 
     def _wait(self, signals: Signals) -> None:
@@ -276,7 +276,7 @@ class _Supervisor:
         if self._stopping:
             self._stop_kvd()
             return
-        if not self._announced and not child.is_ready:  # it cannot start: it has said why
+        if not self._announced and not child.is_ready:  # it cannot start, and has logged why
             self._code = code if code > 0 else 1
             self._stop()
             return
@@ -288,12 +288,12 @@ class _Supervisor:
         log.warning("process_ended", process=child.name, code=code, pause_s=child.pause_s)
 
     def _stop(self) -> None:
-        """Has the gateways drain; kvd ends when they have ended."""
+        """Makes the gateways drain; kvd is ended after them."""
         self._stopping = True
         sdnotify.tell(sdnotify.STOPPING)
         for child in self._children:
             child.due_at = None
-            for _, sock in child.listening:  # nobody is to wait for an answer there
+            for _, sock in child.listening:  # no client must wait for an answer there
                 sock.close()
             if child.name != KVD:
                 child.signal(signal.SIGTERM)
@@ -305,14 +305,14 @@ class _Supervisor:
                 child.signal(signal.SIGTERM)
 
     def _hear(self, child: Child) -> None:
-        """Takes the next thing that a process sends its service manager, if there is one."""
+        """Takes the next notice of a process to its service manager, if there is one."""
         try:
             said = child.notices.recv(MESSAGE_BYTES)
         except BlockingIOError:
             return
         child.heard_at = time.monotonic()
         if not self._announced and sdnotify.EXTENSION in said:
-            sdnotify.tell(said)  # the start takes long, and goes on
+            sdnotify.tell(said)  # the start takes long, and is still under way
         if sdnotify.READY in said:
             child.is_ready = True
         if not self._announced and all(each.is_ready for each in self._children):
@@ -320,7 +320,7 @@ class _Supervisor:
             sdnotify.tell(sdnotify.READY)
 
     def _watch(self, limit_s: float) -> None:
-        """Ends processes whose loop stands still: they write their stack, or are killed."""
+        """Aborts processes whose loop hangs, so that they write their stack; kills them next."""
         sdnotify.tell(sdnotify.WATCHDOG)
         now = time.monotonic()
         for child in self._children:
@@ -331,7 +331,7 @@ class _Supervisor:
 
 
 def _of_kvd(config: Config, path: str) -> Config:
-    """Returns the configuration of the process that chooses, and has all other faces."""
+    """Returns the configuration of the process that chooses and has all faces but the gateway."""
     binds = (*(config.selection_bind.each if config.selection_bind else ()), UnixBind(path))
     return replace(
         config, gateway_bind=None, upstreams=None, gateway_kvd=None, selection_bind=Binds(binds)
@@ -339,7 +339,7 @@ def _of_kvd(config: Config, path: str) -> Config:
 
 
 def _of_gateway(config: Config, path: str, chosen_by: tuple[str, ...], token: bytes) -> Config:
-    """Returns the configuration of a process that has nothing but a gateway."""
+    """Returns the configuration of a process that has the gateway alone."""
     assert config.gateway_bind is not None
     binds = Binds((*config.gateway_bind.each, UnixBind(path)))
     return replace(

@@ -1,7 +1,7 @@
-"""Reads the files again in a running daemon: all of what they say now holds, or none of it.
+"""Reloads the files of a running daemon: applies all that they say now, or nothing of it.
 
-prepare   every file is read and checked; may wait, changes nothing
-commit    one step without a wait: no request sees half of it
+prepare   reads and checks every file; may wait, changes nothing
+commit    applies all of them in one step without a wait: no request sees half of it
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ log = get_logger(__name__)
 
 
 def is_reloadable(config: Config, reader: ConfigReader) -> bool:
-    """Returns whether there is anything to read again."""
+    """Returns whether there is any file to read again."""
     keys = config.curve.replicas is not None
     files = config.policy.tokens, config.fleet_file, keys, config.tls
     return reader.has_file or any(files)
@@ -44,7 +44,7 @@ def warn_of_secrets(config: Config) -> None:
 
 
 class Reloader:
-    """The configuration that holds, and how another one comes to hold."""
+    """Holds the configuration in force, and replaces it at a reload."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Reloader:
         self._parts = parts
         self._listeners = listeners
         self._fleet = fleet
-        self._announced = False  # the service manager takes kvd for started
+        self._announced = False  # the service manager knows that kvd has started
         self._one_at_a_time = trio.Lock()
         self._outcomes = {"applied": 0, "refused": 0}
 
@@ -73,13 +73,13 @@ class Reloader:
         await sdnotify.tell_ready()
 
     async def watch(self, reloads: Signals) -> None:
-        """Reloads at each signal; one that comes meanwhile has it done once more."""
+        """Reloads at each signal; signals that come meanwhile cause one more reload."""
         while True:
             await reloads.wait()
             await self.reload()
 
     async def reload(self) -> ReloadResult:
-        """Reloads, and keeps the service manager posted."""
+        """Reloads, and notifies the service manager of the begin and the end."""
         async with self._one_at_a_time:
             if self._tells_manager():
                 sdnotify.tell_reloading()
@@ -93,7 +93,7 @@ class Reloader:
         return self._announced and not self._stop.is_asked
 
     async def _take_over(self) -> ReloadResult:
-        """Takes over what all files say now, or nothing, and says what is wrong with them."""
+        """Applies what all files say now, or nothing; logs and returns the outcome."""
         try:
             async with self._fleet.reloading():
                 prepared, waiting = await self._prepare()
@@ -112,8 +112,8 @@ class Reloader:
         return ReloadResult(changed, waiting)
 
     async def _prepare(self) -> tuple[list[Prepared], tuple[str, ...]]:
-        """Returns the parts of a reload, and settings that need a restart; raises StartError."""
-        # Thousands of workers take half a second, and a file may be on another machine.
+        """Returns the changes to commit, and settings that need a restart; raises StartError."""
+        # In a thread: thousands of workers take half a second, and a file may be on a slow share.
         reloaded, credentials = await trio.to_thread.run_sync(
             self._read_again, self.config, abandon_on_cancel=True
         )
@@ -132,7 +132,7 @@ class Reloader:
         return reloaded, None if tls is None else read_files(tls)
 
     def _apply_config(self, config: Config, credentials: TlsCredentials | None) -> None:
-        """Has the daemon go on with other values of settings that are live, and certificates."""
+        """Applies other values of live settings, and other certificates."""
         self.config = config
         logs.set_output(config.log_level, config.log_format)
         ports, parts = self._ports, self._parts
@@ -153,7 +153,7 @@ class Reloader:
         parts.selections.reload(config.router, config.request_expiry_s)
 
     def families(self) -> Iterator[Family]:
-        """Yields what metrics say."""
+        """Yields the number of reloads."""
         help = "Number of reloads of the configuration, by outcome"
         name = "kvd_config_reloads_total"
         yield by_label(name, "counter", help, "outcome", self._outcomes)

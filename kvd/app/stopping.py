@@ -44,7 +44,7 @@ class Stop:
 
     @contextmanager
     def gives_up(self) -> Iterator[None]:
-        """Gives up what waits in this block, a part of the start, at the first signal."""
+        """Cancels the block, a part of the start, at the first signal."""
         with trio.CancelScope() as self._interruptible:
             if self.is_asked:
                 self._interruptible.cancel()

@@ -1,4 +1,4 @@
-"""Logs when questions about a model and tenant never match although blocks are held."""
+"""Logs when no query about a model and tenant has ever matched, although blocks are held."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ log = get_logger(__name__)
 
 
 class UnmatchedLog:
-    """Writes one line for each partition whose questions do not match."""
+    """Writes one line for each partition whose queries never match."""
 
     def __init__(self, state: State) -> None:
         self._state = state
 
     def check(self) -> Iterator[None]:
-        """Has lines written for those that are new; rests at every yield."""
+        """Logs partitions that have not been logged before; yields where other tasks may run."""
         for number, partition in enumerate(list(self._state.partitions.values()), 1):
             if partition.is_unmatched and not partition.unmatched_said:
                 partition.unmatched_said = True
