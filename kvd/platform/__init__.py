@@ -1,9 +1,9 @@
 """Services of the operating system and the service manager.
 
-activation    listening sockets that a service manager has opened
-sdnotify      ready, reloading, stopping, and the watchdog
-signals       signals as something that a task waits for
-descriptors   how many descriptors there are, and what they are for
+activation    takes over listening sockets that a service manager has opened
+sdnotify      notifies the service manager: ready, reloading, stopping, alive
+signals       signals that a task waits for
+descriptors   the limit of file descriptors, and its division
 postponed     modules that are loaded when they are used, not when they are imported
-memory        the allocator: what it keeps, and what it gives back
+memory        tunes the allocator, and gives free memory back
 """

@@ -1,11 +1,12 @@
 """Takes over the listening sockets of a service manager, which keeps them open while kvd restarts.
 
-systemd binds what a socket unit lists and passes the descriptors on, from 3 upwards:
+systemd binds the addresses of a socket unit and passes the descriptors on, from 3 upwards:
 
     LISTEN_PID=4711 LISTEN_FDS=3 LISTEN_FDNAMES=kvd.socket:kvd.socket:indexer
 
 A socket belongs to the face that it is named after (FileDescriptorName=), else to the face that is
-to listen on just its address. Connections that come while nobody serves wait in its backlog.
+configured to listen on its very address. Connections that come while kvd does not run wait in its
+backlog.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ import os
 import socket
 from collections.abc import Iterable, MutableMapping
 
-FIRST = 3  # descriptor, as sd_listen_fds(3) says
+FIRST = 3  # the first passed descriptor (sd_listen_fds(3))
 VARIABLES = ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES")
-FAMILIES = (socket.AF_INET, socket.AF_INET6, socket.AF_UNIX)  # of which it is known who may come
+FAMILIES = (socket.AF_INET, socket.AF_INET6, socket.AF_UNIX)  # kinds that tell who can connect
 
 
 class Passed:
@@ -43,17 +44,17 @@ class Passed:
         return chosen
 
     def left(self) -> list[str]:
-        """Returns what nobody has taken, as `name (address)`."""
+        """Returns the sockets that nobody has taken, as `name (address)`."""
         return [f"{name} ({address(sock)})" for name, sock in self._sockets]
 
     def close(self) -> None:
-        """Closes what nobody has taken."""
+        """Closes the sockets that nobody has taken."""
         for _, sock in self._sockets:
             sock.close()
 
 
 def receive(environ: MutableMapping[str, str]) -> Passed:
-    """Takes over what `environ` says is passed to this process, and forgets what it says.
+    """Takes over the sockets that `environ` passes to this process, and removes its variables.
 
     Raises ValueError for a descriptor that is not a listening stream socket.
     """
@@ -88,9 +89,9 @@ def _adopt(descriptor: int, name: str) -> socket.socket:
 
 
 def address(sock: socket.socket) -> str:
-    """Returns where a socket listens, in the form of a bind address.
+    """Returns a socket's own address, in the form of a bind address.
 
-    A Unix socket without a file has an @ in front of its name.
+    The name of a Unix socket without a file begins with an @.
     """
     name = sock.getsockname()
     if isinstance(name, bytes):

@@ -2,9 +2,9 @@
 
     listeners: 4 each | clients whose selections wait: 1 each | all else, other clients included
 
-Without bounds, registrations took what clients' connections need: a listener that finds no
-descriptor tries again, and so takes every one that becomes free, before a client can. Neither may
-those who wait take what ends their waiting.
+Without bounds, registrations would take the descriptors that clients' connections need: a listener
+that finds none tries again, and so takes each one that becomes free before a client can. Nor may
+waiting selections take all descriptors: the requests that end their wait need some.
 """
 
 from __future__ import annotations
@@ -13,33 +13,33 @@ import resource
 import socket
 from typing import Any
 
-# Descriptors of a listener with CURVE: its SUB socket and the pair at its monitor, the engine's
-# connection, and one that libzmq has while it makes another (4 seen in /proc/PID/fd); without, it
-# has one.
+# Descriptors of a listener with CURVE, 4 seen in /proc/PID/fd: its SUB socket and the pair at its
+# monitor, the engine's connection, and one that libzmq has while it makes another. Without CURVE a
+# listener has one.
 LISTENER_DESCRIPTORS = 4
 
 # Descriptors kept for all else: 1,024 connections for each of three ports; three for each of 64
 # replays; four for each replica; and those that are always open.
 OTHER_DESCRIPTORS = 3_584
 
-# Listeners of the process: with CURVE each has three of the 65,535 sockets that libzmq has; the
-# rest is for replays.
+# Listeners of the process: with CURVE each takes three of libzmq's 65,535 sockets; the rest is for
+# replays.
 MAX_LISTENERS = 21_000
 
-# Descriptors without which kvd does not start: those that are always open, sockets of the faces
-# and of replicas, and some clients (30 seen in /proc/PID/fd). libzmq aborts the process where it
-# finds none.
+# Least limit with which kvd starts: room for the descriptors that are always open, sockets of the
+# faces and of replicas, and some clients (30 seen in /proc/PID/fd). libzmq aborts the process if it
+# finds no descriptor.
 LEAST = 64
 
-# Selections that wait, each a connection, a task of 5 KB and its prompt; the default of
-# `router_queue_requests`. Fleets hold some hundred.
+# Most selections that wait, each with a connection, a task of 5 KB and its prompt; the default of
+# `router_queue_requests`. Real fleets have a few hundred.
 MAX_WAITING = 16_384
 
 ENOUGH = OTHER_DESCRIPTORS + MAX_WAITING + MAX_LISTENERS * LISTENER_DESCRIPTORS
 
 
 def raise_limit() -> int:
-    """Raises this process's limit as far as it is allowed to and is of use; returns the limit."""
+    """Raises this process's limit as far as is allowed and of use; returns the limit."""
     soft, hard = (
         ENOUGH if limit == resource.RLIM_INFINITY else limit
         for limit in resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -52,7 +52,7 @@ def raise_limit() -> int:
 
 
 def listeners_within(limit: int) -> int:
-    """Returns how many listeners that many descriptors are for."""
+    """Returns how many listeners there may be with a limit of so many descriptors."""
     return min(MAX_LISTENERS, (_shared_out(limit) - waiting_within(limit)) // LISTENER_DESCRIPTORS)
 
 
@@ -62,14 +62,14 @@ def waiting_within(limit: int) -> int:
 
 
 def _shared_out(limit: int) -> int:
-    """Returns what is left for listeners and those who wait: of a low limit half."""
+    """Returns the descriptors for listeners and waiting selections: half of a low limit."""
     return limit - min(OTHER_DESCRIPTORS, limit // 2)
 
 
 def bound_tcp(family: int, address: Any, *, shared: bool = False) -> socket.socket:
     """Returns a TCP socket of that family on that address, not listening yet; raises OSError.
 
-    Several that are `shared` may have one address: each gets a part of its connections.
+    Several `shared` sockets may have one address: each gets a part of its connections.
     """
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:

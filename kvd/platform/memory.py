@@ -1,7 +1,7 @@
-"""Tunes the C library's allocator for this process, and has it give back what is free.
+"""Tunes the C library's allocator for this process, and makes it give back free memory.
 
-A heap of the C library keeps what has been freed in it. After a burst of small messages that is
-mostly the heap of libzmq's I/O thread, into which they were received: 80 MB after a million.
+A heap of the C library keeps memory that was freed in it. After a burst of small messages most of
+that is in the heap of libzmq's I/O thread, which received them: 80 MB after a million.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _M_MMAP_THRESHOLD = -3
 
 # Largest buffer that the heap keeps for further use: twice the longest body.
 LARGEST_REUSED_BYTES = 16 * 1024 * 1024
-# Free memory kept at the end of each heap; no trim gives back that of a thread.
+# Free memory kept at the end of each heap; no trim gives this part of a thread's heap back.
 KEPT_FREE_BYTES = 8 * 1024 * 1024
 
 CHECK_EVERY_S = 3.0  # pause between two checks of the heaps
 CHECK_SHARE = 0.001  # share of the time that these checks may take
-# Free memory beyond that of the last trim that is worth another one.
+# Free memory, beyond what the last trim has left, that is worth another trim.
 WORTH_TRIMMING_BYTES = 4 * 1024 * 1024
 
 
@@ -42,11 +42,11 @@ class _Mallinfo2(ctypes.Structure):
 
 
 def keep_freed_memory() -> None:
-    """Lets buffers of request bodies be used again, instead of mapped and unmapped every time.
+    """Makes glibc reuse the buffers of request bodies, instead of mapping them anew every time.
 
-    By default glibc gives back what is free at the end of the heap beyond 128 KiB, and the kernel
-    clears every page anew: that was 40 % of the CPU time of a query of 800 KB. Does nothing where
-    the C library is another one.
+    By default glibc gives back free memory at the end of the heap beyond 128 KiB, and the kernel
+    clears every page anew: that was 40 % of the CPU time of a query of 800 KB. Does nothing with
+    another C library.
     """
     libc = glibc()
     if libc is not None:
@@ -64,16 +64,16 @@ def glibc() -> ctypes.CDLL | None:
 
 
 class Heaps:
-    """Free memory in the C library's heaps of this process; with glibc, it is given back."""
+    """The C library's heaps of this process; with glibc, gives their free memory back."""
 
     def __init__(self) -> None:
         self._libc = glibc()
         self._free = 0  # bytes, at the last check
-        self._floor = 0  # bytes that were free after the last trim and have been ever since
+        self._floor = 0  # bytes that have been free without a break since the last trim
         self._trims = 0
 
     async def run(self) -> None:
-        """Gives back to the kernel what has been free for a while."""
+        """Gives memory that has been free for a while back to the kernel."""
         if self._libc is None:
             return
         pause = CHECK_EVERY_S
@@ -83,12 +83,12 @@ class Heaps:
             pause = max(CHECK_EVERY_S, used_s / CHECK_SHARE)
 
     def check(self) -> float:
-        """Trims if enough is free that was not before the last trim, and was at the last check.
+        """Trims if enough memory has become free since the last trim, and was at the last check.
 
         Returns the seconds of CPU time that this took.
 
-        What has been given back still counts as free: hence the floor. Both calls walk through all
-        that is free, some milliseconds where that is ten thousand pieces, with the heap locked.
+        Memory that was given back still counts as free: hence the floor. Both calls visit every
+        free piece with the heap locked, which takes some milliseconds for ten thousand pieces.
         """
         libc = self._libc
         assert libc is not None

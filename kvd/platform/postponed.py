@@ -1,7 +1,7 @@
-"""Modules of the standard library that trio imports, loaded once something of them is wanted.
+"""Postpones loading modules of the standard library that trio imports, until they are used.
 
 trio has TLS and DTLS, which a daemon without TLS never uses. Its `import ssl` and `import hmac`
-bring OpenSSL along, which takes 5 MB and 6 ms.
+load OpenSSL, which takes 5 MB and 6 ms.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ POSTPONED = ("hashlib", "hmac", "ssl")
 
 
 def postpone() -> None:
-    """Has the first use of these modules load them, instead of their import."""
+    """Makes the first use of these modules load them, rather than their import."""
     for name in POSTPONED:
         sys.modules.setdefault(name, _Postponed(name))
 
 
 class _Postponed(ModuleType):
-    """Stands for a module in what has imported it, and has all that the module has once loaded."""
+    """Takes a module's place where it is imported; has all of its names once it is loaded."""
 
     def __getattr__(self, name: str) -> object:
-        if name.startswith("__"):  # only looks at every module, as `inspect` does
+        if name.startswith("__"):  # no use: `inspect` asks every module for such names
             raise AttributeError(name)
         if sys.modules.get(self.__name__) is self:
             del sys.modules[self.__name__]

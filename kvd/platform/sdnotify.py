@@ -14,7 +14,7 @@ STOPPING = b"STOPPING=1"
 WATCHDOG = b"WATCHDOG=1"
 EXTENSION = b"EXTEND_TIMEOUT_USEC="
 
-# Time that systemd grants a long start with each feeding of the watchdog.
+# Time that each watchdog message asks systemd for while the daemon starts.
 START_EXTENSION_US = 60_000_000
 
 
@@ -23,10 +23,11 @@ RETRY_S = 0.05
 
 
 def notify(message: bytes, address: str) -> bool:
-    """Sends one message to the socket that $NOTIFY_SOCKET names; `@` means the abstract one.
+    """Sends one message to the socket named by $NOTIFY_SOCKET; `@` begins an abstract address.
 
-    Never waits and never fails: a manager that does not listen is no reason to stop serving, and
-    one that misses a watchdog message says so by itself. Returns False if its queue was full.
+    Never waits and never fails: a service manager that does not listen is no reason to stop
+    serving, and one that misses a watchdog message acts by itself. Returns False if its queue was
+    full.
     """
     path = "\0" + address[1:] if address.startswith("@") else address
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
@@ -46,8 +47,8 @@ def tell(message: bytes) -> bool:
 
 
 async def tell_ready() -> None:
-    """Notifies systemd that a start or reload is over; without that it would give it up."""
-    while not tell(READY):  # noqa: ASYNC110 - it is the other side that changes
+    """Notifies systemd that a start or reload is over; else systemd would take it for failed."""
+    while not tell(READY):  # noqa: ASYNC110 - no event in this process says when systemd reads
         await trio.sleep(RETRY_S)
 
 
@@ -57,9 +58,9 @@ def tell_reloading() -> None:
 
 
 async def feed_watchdog(starting: Callable[[], bool]) -> None:
-    """Notifies systemd that this loop turns, twice as often as it asks for.
+    """Notifies systemd that this loop runs, twice as often as systemd demands.
 
-    While the daemon is `starting` it also asks for more time to do so.
+    While the daemon is `starting`, each message also asks for more time.
     """
     limit_us = os.environ.get("WATCHDOG_USEC")
     if limit_us is None:

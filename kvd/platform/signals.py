@@ -1,11 +1,11 @@
 """Signals that a task reads, instead of handlers that interrupt whatever runs.
 
-They are blocked from then to the end of the process, and a signalfd reports them. A handler in
-Python runs between any two steps, its own among them: signals that come faster than it returns nest
-it until a RecursionError ends the daemon. A blocked signal is pending once, however often it is
-sent; it waits for a reader that is not there yet, and after the last one it does nothing.
+The signals are blocked until the process ends, and a signalfd reports them. A Python handler could
+run between any two steps, even of itself: signals that come faster than it returns would nest it
+until a RecursionError ends the daemon. A blocked signal is pending once, however often it is sent.
+It waits for a reader that does not exist yet; after the last reader has closed it does nothing.
 
-Threads inherit what is blocked: signals have to be before any is started.
+Threads inherit the blocked signals, so they have to be blocked before any thread is started.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _PR_SET_NAME = 15
 
 
 class Signals:
-    """Some signals, for one task that waits for them; with none there is nothing to wait for.
+    """Some signals, for one task that waits for them; without any, it waits for ever.
 
-    The kernel reports the lowest number first. Where one may come without end, and must not hide
-    another, each has a `Signals` of its own.
+    The kernel reports the lowest number first. If a signal may come without end and must not hide
+    another one, give each a `Signals` of its own.
     """
 
     def __init__(self, *numbers: signal.Signals) -> None:
-        """Blocks them; raises OSError where there is no descriptor for them."""
+        """Blocks the signals; raises OSError if there is no descriptor for them."""
         libc = ctypes.CDLL(None, use_errno=True)
         wanted = ctypes.create_string_buffer(_SET_BYTES)
         libc.sigemptyset(wanted)
@@ -51,14 +51,14 @@ class Signals:
         return self._fd
 
     async def wait(self) -> signal.Signals:
-        """Returns the next one; of those that came since the last call, each comes once."""
+        """Waits for the next signal and returns it; one sent often meanwhile is returned once."""
         while True:
             await trio.lowlevel.wait_readable(self._fd)
-            if (number := self.read()) is not None:  # else another reader has had it
+            if (number := self.read()) is not None:  # else another reader has taken it
                 return number
 
     def read(self) -> signal.Signals | None:
-        """Returns the next one as `wait` does, None if there is none now."""
+        """Returns the next signal as `wait` does, None if there is none now."""
         try:
             info = os.read(self._fd, _INFO_BYTES)
         except BlockingIOError:
@@ -71,9 +71,9 @@ class Signals:
 
 
 def end_with_parent(parent: int, name: str) -> None:
-    """Has this process get SIGTERM when its parent ends, whatever ends that, and names it for `ps`.
+    """Makes the kernel send this process SIGTERM when its parent ends; names it for `ps`.
 
-    Only the first 15 bytes of the name are kept. A process whose `parent` has ended already ends.
+    Only the first 15 bytes of the name are kept. If `parent` has ended already, the process ends.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

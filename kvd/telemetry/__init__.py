@@ -1,9 +1,9 @@
 """Logs and metrics of the daemon.
 
 logs       one line for each change, as key=value fields or JSON
-stderr     the descriptor of log lines, which is never waited for
-rotating   lines into a file of bounded size, by a thread
+stderr     writes log lines to a descriptor without waiting for it
+rotating   writes lines to a file of bounded size, in a thread
 stretches  how long the loop is busy between two polls, and with what
 metrics    counters, gauges and histograms, in the Prometheus text format
-merging    metrics of several processes as one text
+merging    joins the metrics of several processes into one text
 """

@@ -4,11 +4,11 @@
     {"ts":"2026-11-21T11:48:03.120Z","level":"warning","logger":"kvd.net.listener","event":"batches_lost"...
     <4>level=warning logger=kvd.net.listener event=batches_lost missing=4      to systemd's journal
 
-The first argument of a call names what happened, keyword arguments are its fields. Texts are
-quoted and cut where they could break the line. Containers and bytes show as their length only:
-token ids, hashes and bodies of clients do not reach a log, whatever a caller passes. The journal
-takes a line's priority from what it begins with (sd-daemon(3)), and has a clock of its own. No line
-is waited for (kvd.telemetry.stderr).
+The first argument of a call names the event; keyword arguments are its fields. Texts are quoted and
+cut where they could break the line. Containers and bytes show as their length only: token ids,
+hashes and bodies of clients do not reach a log, whatever a caller passes. The journal takes a
+line's priority from its prefix (sd-daemon(3)), and has a clock of its own. Writing a line never
+waits (kvd.telemetry.stderr).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LEVELS = ("debug", "info", "warning", "error")
 FORMS = ("logfmt", "json")
 STDERR = 2
 
-# Of syslog(3), by level; anything worse than an error is critical.
+# Priorities of syslog(3) by level; anything worse than an error is critical.
 PRIORITIES = {"debug": 7, "info": 6, "warning": 4, "error": 3}
 CRITICAL = 2
 
@@ -70,7 +70,7 @@ class Log:
         self._logger.exception(event, extra={"fields": fields})
 
     def always(self, event: str, /, **fields: object) -> None:
-        """Writes a line of level info whatever the level is: for what has a switch of its own."""
+        """Writes a line of level info whatever the level is: for lines with their own switch."""
         _handler.put(LogEntry("info", self._logger.name, event, fields, time.time()))
 
 
@@ -146,7 +146,7 @@ class LineHandler(logging.Handler):
 def _message(record: logging.LogRecord) -> str:
     try:
         return record.getMessage()
-    except (TypeError, ValueError):  # of another package, with arguments that do not fit
+    except (TypeError, ValueError):  # another package's record, whose arguments do not fit
         return str(record.msg)
 
 
@@ -168,7 +168,7 @@ def set_output(level: str, form: str) -> None:
 
 
 def flush() -> bool:
-    """Writes lines whose reader was behind, as far as it takes them; to be called now and then.
+    """Writes lines that wait for their reader, as far as it takes them; call it now and then.
 
     Returns whether any still wait.
     """
@@ -177,30 +177,30 @@ def flush() -> bool:
 
 
 def finish() -> None:
-    """Gives lines that wait for their reader a last moment."""
+    """Waits for FINISH_SECONDS at most until the reader has taken the last lines."""
     _handler.writer.finish(FINISH_SECONDS)
 
 
 def dropped() -> int:
-    """Returns how many lines were given up."""
+    """Returns how many lines were dropped."""
     return _handler.writer.dropped
 
 
 def complain(error: Exception | str) -> None:
-    """Writes the one line that says what is wrong, where there is no log; whole, in one write."""
+    """Writes an error as one line to stderr, in one write: where there is no log yet."""
     prefix = f"<{PRIORITIES['error']}>" if is_journal(STDERR, os.environ) else ""
     sys.stderr.write(f"{prefix}kvd: {plain(str(error))}\n")
 
 
 def plain(text: str) -> str:
-    """Returns a text as one line that does nothing to a terminal, whatever its origin."""
+    """Returns a text as one line of printable characters, which cannot control a terminal."""
     if text.isprintable():
         return text
     return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 
 def is_journal(descriptor: int, environ: Mapping[str, str]) -> bool:
-    """Returns whether systemd's journal reads what is written (systemd.exec(5), JOURNAL_STREAM)."""
+    """Returns whether a descriptor leads to systemd's journal (systemd.exec(5), JOURNAL_STREAM)."""
     try:
         found = os.fstat(descriptor)
     except OSError:
@@ -209,14 +209,14 @@ def is_journal(descriptor: int, environ: Mapping[str, str]) -> bool:
 
 
 def json_value(value: object) -> object:
-    """Returns what stands for a value in JSON: what `render` shows, numbers as such."""
+    """Returns a value for JSON: numbers as they are, else the text that `render` shows."""
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     return value if value is None or isinstance(value, int) else _text(value)
 
 
 def render(value: object) -> str:
-    """Returns the text of one field's value: never longer than one quoted, cut text."""
+    """Returns the text of a field's value, cut, and quoted where necessary."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else "true" if value else "false"
     if isinstance(value, int | float):
@@ -226,7 +226,7 @@ def render(value: object) -> str:
 
 
 def _text(value: object) -> str:
-    """Returns a cut text, or the length of what else has one."""
+    """Returns the value as a text, cut; of a container or bytes only the length."""
     if not isinstance(value, str) and isinstance(value, Sized):
         return f"<{len(value)}>"
     text = str(value)
@@ -248,10 +248,10 @@ class RateLimit:
     def __init__(self, every_s: float) -> None:
         self.forgotten = 0  # keys dropped at MAX_LIMITER_KEYS, each with its count of held lines
         self._every_s = every_s
-        self._seen: dict[Hashable, tuple[float, int]] = {}  # key -> last line at, held since
+        self._seen: dict[Hashable, tuple[float, int]] = {}  # key -> time of last line, held since
 
     def admit(self, key: Hashable, now_s: float) -> int | None:
-        """Returns how many lines of `key` were held back since its last, or None to hold this one.
+        """Returns how many lines of `key` were held back since its last; None: hold this one back.
 
         `now_s` is the caller's monotonic clock in seconds.
         """

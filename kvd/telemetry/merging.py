@@ -1,4 +1,4 @@
-"""Joins what several processes say of themselves to one text of Prometheus' format.
+"""Joins the metrics of several processes into one text of Prometheus' format.
 
 a: x 1    b: x 2    ──>    x{process="a"} 1
                            x{process="b"} 2
@@ -10,7 +10,7 @@ HELP, TYPE = b"# HELP ", b"# TYPE "
 
 
 class Merged:
-    """Families of several processes, each announced once, with all samples below."""
+    """Families of several processes, each with one HELP and TYPE and the samples of all below."""
 
     def __init__(self) -> None:
         self._families: dict[bytes, list[bytes]] = {}
@@ -19,7 +19,7 @@ class Merged:
         """Adds the families of one process, in the form that `kvd.telemetry.metrics` renders."""
         label = b'process="%b"' % process.encode()
         lines: list[bytes] = []
-        is_known = False  # another process has announced the family
+        is_known = False  # an earlier process has the family: its HELP and TYPE are there
         for line in text.splitlines():
             if line.startswith(HELP):
                 name = line.split(b" ", 3)[2]
@@ -37,7 +37,7 @@ class Merged:
 
 def _labelled(sample: bytes, label: bytes) -> bytes:
     name, brace, others = sample.partition(b"{")
-    if brace:  # no value of a sample has one, and no name
+    if brace:  # it begins labels, since neither a name nor a value has one
         return b"%b{%b,%b" % (name, label, others)
     name, _, value = sample.partition(b" ")
     return b"%b{%b} %b" % (name, label, value)

@@ -5,8 +5,9 @@
     render           families -> pieces of text
 
 Everything but requests is read at the scrape. A generator of families yields None where other
-work may go on, so a scrape of thousands of listeners or partitions does not stall the loop. Labels
-come from closed sets; models, tenants and workers are named only where their number is bounded.
+tasks may run, so that a scrape of thousands of listeners or partitions does not stall the loop.
+Labels come from closed sets; models, tenants and workers are named only where their number is
+bounded.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from kvd.telemetry.stretches import BOUNDS, stretch_counts
 CONTENT_TYPE = b"text/plain; version=0.0.4"
 METRICS_PATH = "/metrics"  # scrapes themselves are not observed
 
-# Upper bounds in seconds: 0.1 ms doubled 19 times, as on the original.
+# Upper bounds in seconds: 0.1 ms doubled 19 times, as in the original servers' histograms.
 BUCKETS = tuple(0.0001 * 2**k for k in range(20))
 
 # Partitions, listeners or series of a scrape between two checkpoints: about 0.2 ms.
@@ -59,7 +60,7 @@ def by_label(name: str, type: str, help: str, label: str, values: Mapping[str, f
 
 
 def render(families: Iterable[Family | None]) -> Iterator[bytes]:
-    """Yields the text, and nothing (b"") where families rest and after BREATH lines or so."""
+    """Yields the text; b"" where other tasks may run: at a None, and every BREATH lines or so."""
     lines: list[str] = []
     for family in families:
         if family is None:
@@ -87,7 +88,7 @@ def _escaped(text: str) -> str:
 
 
 class Histogram:
-    """Counts values by bucket; a bucket does not include those below it."""
+    """Counts values by bucket; a bucket's count does not include the buckets below it."""
 
     __slots__ = ("bounds", "buckets", "sum")
 
@@ -130,7 +131,7 @@ class RequestMetrics:
             endpoint.errors[kind] = endpoint.errors.get(kind, 0) + 1
 
     def total(self, without: Container[str] = ()) -> int:
-        """Returns how many requests there have been, but for some paths."""
+        """Returns the number of requests, without those to some paths."""
         return sum(
             sum(endpoint.methods.values())
             for path, endpoint in self._endpoints.items()
@@ -149,7 +150,7 @@ class RequestMetrics:
             for path, endpoint in ordered
             for method, count in sorted(endpoint.methods.items())
         ]
-        # A family without samples is not announced: series appear once they are hit.
+        # A family without samples is left out: it appears with its first sample.
         if errors:
             help = "Total HTTP error responses (4xx/5xx)"
             yield Family(f"{self._prefix}_errors_total", "counter", help, errors)
@@ -168,7 +169,7 @@ class RequestMetrics:
             yield Family(f"{self._prefix}_requests_total", "counter", help, requests)
 
     def durations(self, paths: Iterable[str]) -> tuple[list[int], float]:
-        """Returns how many requests to these paths took how long, by BUCKETS, and their sum."""
+        """Returns the numbers of requests to these paths, by BUCKETS, and their total seconds."""
         endpoints = [self._endpoints[path] for path in paths if path in self._endpoints]
         none = [0] * (len(BUCKETS) + 1)
         columns = zip(none, *(each.seconds.buckets for each in endpoints), strict=True)
@@ -188,7 +189,7 @@ def histogram_samples(
 def stats_families(
     prefix: str, stats: Any, helps: Mapping[str, str], gauges: frozenset[str]
 ) -> Iterator[Family]:
-    """Shows every number of a dataclass of plain counters as `<prefix>_<field>_total`."""
+    """Yields each number of a dataclass: `<prefix>_<field>_total`, for gauges without `_total`."""
     for each in fields(stats):
         value, help = getattr(stats, each.name), helps[each.name]
         if each.name in gauges:
@@ -212,7 +213,7 @@ def memory_families() -> Iterator[Family]:
 
 
 def stretch_families() -> Iterator[Family]:
-    """Yields how long the loop was busy between two polls, by the main cause."""
+    """Yields how long the loop was busy between two polls, by main cause."""
     counts = stretch_counts()
     bounds = [f"{bound:g}" for bound in BOUNDS]
     samples = [

@@ -1,12 +1,12 @@
-"""Lines into a file of bounded size, written by a thread so that nobody waits for a disk.
+"""Writes lines to a file of bounded size, in a thread, so that the loop never waits for a disk.
 
     line ──> waiting, MAX_WAITING_BYTES ──> thread ──> FILE, up to max_bytes
                    │ full                                │ full
                    v                                     v
               dropped, counted                 FILE.1, FILE.2 ... , the oldest goes
 
-The thread wakes at most ten times a second and holds the interpreter only to join lines: writing
-itself lets others run.
+The thread wakes at most ten times a second. It holds the interpreter only while it joins lines:
+other threads run during the write itself.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from kvd.telemetry.logs import get_logger
 # Lines of the decision log held for a slow disk: some 10,000 choices.
 MAX_WAITING_BYTES = 4 * 1024 * 1024
 BATCHED_S = 0.1  # pause in which lines of the decision log gather before they are written
-MAX_FILES = 1000  # of the decision log; a rotation renames each
+MAX_FILES = 1000  # most files of the decision log; a rotation renames each
 
 log = get_logger(__name__)
 
 
 class RotatingWriter:
-    """The lines of one process on their way to a file and those before it."""
+    """Writes the lines of one process to a file, and keeps earlier files beside it."""
 
     def __init__(self, path: Path, max_bytes: int, files: int) -> None:
         """Appends to a file; keeps `files` of about `max_bytes` each. Raises OSError."""
@@ -37,7 +37,7 @@ class RotatingWriter:
         self.max_bytes = max_bytes
         self.files = files
         self.accepted = 0  # lines; each will be written or fail
-        self.dropped = 0  # lines that came while too much waited
+        self.dropped = 0  # lines that came while too many bytes waited
         self.failed = 0  # lines that could not be written
         self._put_bytes = 0
         self._taken_bytes = 0  # changed by the thread alone
@@ -46,7 +46,7 @@ class RotatingWriter:
         self._waiting: SimpleQueue[bytes | None] = SimpleQueue()
         self._ending = Event()
         self._open()
-        # It must not keep a process from ending whose disk stands still.
+        # A daemon thread, because a disk that stands still must not keep the process from ending.
         self._thread = Thread(target=self._run, name="decision-log", daemon=True)
         self._thread.start()
 
@@ -65,7 +65,7 @@ class RotatingWriter:
         self._waiting.put(line)
 
     def close(self, seconds: float) -> None:
-        """Waits that long at most until everything is written, and ends the thread."""
+        """Waits for `seconds` at most until everything is written, and ends the thread."""
         self._waiting.put(None)
         self._ending.set()
         self._thread.join(seconds)
@@ -83,7 +83,7 @@ class RotatingWriter:
         else:
             log.warning("decision_log_failed", path=str(self.path), reason=error)
 
-    # ---- the thread, and what is done before it runs
+    # ---- run by the thread, and by __init__ before it starts
 
     def _open(self) -> None:
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
@@ -103,7 +103,7 @@ class RotatingWriter:
             with suppress(Empty):
                 while (more := self._waiting.get_nowait()) is not None:
                     lines.append(more)
-                self._waiting.put(None)  # the end, found again above
+                self._waiting.put(None)  # puts the end back, for the loop above to find
             self._write_all(lines)
 
     def _write_all(self, lines: list[bytes]) -> None:
@@ -128,7 +128,7 @@ class RotatingWriter:
                 self._size += written
                 left = left[written:]
         except OSError as error:
-            self.failed += len(lines)  # whole, or cut short by a full disk
+            self.failed += len(lines)  # some may be written, or cut short by a full disk
             self._torn = True
             self._error = error.strerror or str(error)
         else:
@@ -138,7 +138,7 @@ class RotatingWriter:
 
     def _rotate(self) -> None:
         for number in range(self.files - 1, 0, -1):
-            with suppress(FileNotFoundError):  # there are not so many yet
+            with suppress(FileNotFoundError):  # there are not so many files yet
                 os.replace(_numbered(self.path, number - 1), _numbered(self.path, number))
         if self.files == 1:
             os.unlink(self.path)
@@ -148,7 +148,7 @@ class RotatingWriter:
 
 
 def files_of(path: Path) -> list[Path]:
-    """Returns the files of a log that are there, the oldest first."""
+    """Returns the files of a log that exist, the oldest first."""
     found = []
     for number in range(MAX_FILES):
         file = _numbered(path, number)

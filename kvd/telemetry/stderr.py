@@ -5,13 +5,13 @@
                    v
               dropped, counted, and reported by a line as soon as there is room for one
 
-The thread that logs is the one that answers requests: a pipe that nobody empties, or a journal that
-is busy, must not hold it up. How that is avoided depends on what the descriptor is:
+The thread that logs also answers requests: a pipe that nobody empties, or a busy journal, must not
+hold it up. How this is avoided depends on the kind of descriptor:
 
     socket (journald)   send(2) with MSG_DONTWAIT
-    pipe, terminal      opened once more, non-blocking: the description that we were given may be
+    pipe, terminal      opened once more, non-blocking: the open file that we were given may be
                         shared with other processes, whose own writes would begin to fail
-      if that fails     poll(2) first, then PIPE_BUF bytes at most: a pipe that is writable has room
+      if that fails     poll(2) first, then write PIPE_BUF bytes at most: a writable pipe has room
       (another user's)  for these
     anything else       write(2), which does not wait for a reader; a slow disk can hold it up
 """
@@ -32,22 +32,23 @@ MAX_WAITING_BYTES = 1024 * 1024
 FLUSH_LINES = 256  # lines written in a row: about 0.5 ms
 PIPE_BUF = 4096  # bytes that a writable pipe takes without waiting, on Linux
 
-Put = Callable[[bytes], int]  # returns how many bytes were taken; raises BlockingIOError for none
+# Writes bytes; returns how many were taken, raises BlockingIOError if none were.
+Put = Callable[[bytes], int]
 
 
 class NonBlockingWriter:
-    """The lines of one process on their way to `descriptor`."""
+    """Writes the lines of one process to `descriptor`."""
 
     def __init__(self, descriptor: int, notice: Callable[[int], bytes]) -> None:
-        """`notice` words that so many lines were dropped."""
+        """`notice` returns the line which reports that so many lines were dropped."""
         self.dropped = 0
-        self._reported = 0  # of these, reported
+        self._reported = 0  # dropped lines that have been reported
         self._notice = notice
         self._waiting: deque[bytes] = deque()
         self._waiting_bytes = 0
         self._descriptor = descriptor
         self._opened = contextlib.ExitStack()
-        self._put: Put | None = None  # until the first line
+        self._put: Put | None = None  # None until the first line
 
     @property
     def is_behind(self) -> bool:
@@ -65,7 +66,7 @@ class NonBlockingWriter:
         self.flush()
 
     def flush(self) -> None:
-        """Writes what the reader takes at once of what waits, FLUSH_LINES at most."""
+        """Writes waiting lines as far as the reader takes them at once, FLUSH_LINES at most."""
         if self._put is None:
             self._put = _without_waiting(self._descriptor, self._opened)
         for _ in range(FLUSH_LINES):
@@ -87,7 +88,7 @@ class NonBlockingWriter:
                 return
 
     def _tell(self, put: Put) -> None:
-        """Writes how many lines are missing, once there is room for a line."""
+        """Writes a line that reports dropped lines, if there are new ones and there is room."""
         if self.dropped == self._reported:
             return
         line = self._notice(self.dropped - self._reported)
@@ -98,7 +99,7 @@ class NonBlockingWriter:
                 self._wait(line[taken:])
 
     def finish(self, seconds: float) -> None:
-        """Waits that long at most until everything is written."""
+        """Waits for `seconds` at most until everything is written."""
         end = time.monotonic() + seconds
         self.flush()
         while self._waiting and (left := end - time.monotonic()) > 0:
@@ -106,7 +107,7 @@ class NonBlockingWriter:
             self.flush()
 
     def close(self) -> None:
-        """Closes what was opened beside the descriptor."""
+        """Closes the descriptor that was opened beside the given one, if any."""
         self._opened.close()
 
     def _wait(self, line: bytes) -> None:
@@ -115,10 +116,10 @@ class NonBlockingWriter:
 
 
 def _without_waiting(descriptor: int, opened: contextlib.ExitStack) -> Put:
-    """Returns what writes to `descriptor` as far as that is possible without waiting."""
+    """Returns a function that writes to `descriptor` as far as is possible without waiting."""
     try:
         mode = os.fstat(descriptor).st_mode
-    except OSError:  # closed: every write says so
+    except OSError:  # closed: every write will fail
         mode = 0
     if stat.S_ISSOCK(mode):
         sock = opened.enter_context(socket.socket(fileno=os.dup(descriptor)))

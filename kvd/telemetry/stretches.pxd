@@ -1,5 +1,5 @@
 # distutils: language = c++
-"""Data sheet of stretches: what compiled code says of the loop. All of it is of the loop's thread.
+"""Data sheet of stretches: how compiled code reports what the loop does, in the loop's thread.
 
 A call takes some 20 ns: one reading of the clock.
 """
@@ -22,11 +22,11 @@ cdef enum:
     kCauses
 
 cdef int64_t now_ns() noexcept nogil             # CLOCK_MONOTONIC
-# These return the same.
+# All of these return the time, as `now_ns` does.
 cdef int64_t begin_stretch() noexcept nogil      # the poll has returned
 cdef int64_t end_stretch() noexcept nogil        # the loop is about to poll
-cdef int64_t enter(int cause) noexcept nogil     # from here on it is this ...
-cdef int64_t leave() noexcept nogil              # ... and again what it was before
+cdef int64_t enter(int cause) noexcept nogil     # from now on time counts under this cause ...
+cdef int64_t leave() noexcept nogil              # ... and from now on under the one before it
 
 
 cdef class Cause:

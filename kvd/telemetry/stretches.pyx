@@ -4,15 +4,15 @@
     poll ──> other │ events │ other │ fast path │ other ──> poll
              └─────────────── a stretch ──────────────┘
 
-What comes meanwhile waits for the end of the stretch, so the longest ones are what clients feel.
-Code that begins long work names its cause; there is one loop in a process, and one account.
+A request that comes meanwhile waits for the end of the stretch, so clients feel the longest ones.
+Code that begins long work names its cause. A process has one loop, and one set of counts.
 
-1. A stretch begins when the loop's poll returns and ends when it polls again: no sleep is in it.
-2. Each nanosecond of it is of one cause, the last one that was entered and not left, else of OTHER.
-3. A stretch counts once, whole, under the cause that most of it is of.
+1. A stretch begins when the loop's poll returns and ends when it polls again: it has no sleep.
+2. Each nanosecond counts for one cause: the last one that was entered and not left, else OTHER.
+3. A stretch counts once, as a whole, under the cause that took most of it.
 4. Between `enter` and `leave` nothing is awaited, and nothing polls.
-5. A stretch is wall time. Of the longest it is also known how much the thread has run, up to
-   kCheckNs too much: the rest is what the kernel gave to others.
+5. A stretch is wall time. For the longest one the CPU time of the thread is kept as well, up to
+   kCheckNs too much; the rest is time that the kernel gave to others.
 
 The longest stretch of a cause is remembered for a minute at least and two at most, so that a
 reader that reads once a minute misses none.
@@ -28,7 +28,7 @@ from posix.types cimport clockid_t
 
 import trio
 
-# Upper bounds of a histogram's buckets in seconds; 5 ms is what none should exceed.
+# Upper bounds of a histogram's buckets in seconds; no stretch should exceed 5 ms.
 BOUNDS = (
     *(0.00001, 0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005),
     *(0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0),
@@ -38,15 +38,16 @@ cdef enum:
     kBounds = 16
     kDeepest = 16  # causes within causes; deeper ones count as the last of these
 
-cdef int64_t kWindowNs = 60 * <int64_t>1000000000  # in which the longest stretches are sought
-# Between two readings of the thread's CPU clock before a stretch; a reading takes 0.6 µs.
+cdef int64_t kWindowNs = 60 * <int64_t>1000000000  # window for which longest stretches are kept
+# Least time between two readings of the thread's CPU clock at the start of stretches; a reading
+# takes 0.6 µs.
 cdef int64_t kCheckNs = 1000 * <int64_t>1000
 
 
 cdef struct Longest:
     int64_t ns
-    int64_t at      # its end; 0: none
-    int64_t cpu_ns  # of it, in which the thread ran
+    int64_t at      # its end; 0: there is none
+    int64_t cpu_ns  # CPU time of the thread in it
 
 cdef struct Account:
     int64_t buckets[kBounds + 1]
@@ -59,13 +60,13 @@ for _i, _bound in enumerate(BOUNDS):
     _bounds[_i] = round(_bound * 1e9)
 cdef int64_t _window_end = 0
 
-# Of the stretch under way.
+# State of the stretch under way.
 cdef bint _begun = False
 cdef int64_t _start = 0, _since = 0        # its begin; the last change of the cause
 cdef int64_t _spent[kCauses]
 cdef int _entered[kDeepest]
-cdef int _depth = 0                        # of these; the first is OTHER
-cdef int64_t _cpu = 0, _checked_at = 0      # the last reading of the CPU clock, and when that was
+cdef int _depth = 0                        # position in _entered; the first entry is OTHER
+cdef int64_t _cpu = 0, _checked_at = 0      # the last reading of the CPU clock, and its time
 
 
 cdef int64_t now_ns() noexcept nogil:
@@ -157,7 +158,7 @@ cdef void _turn_window(int64_t now) noexcept nogil:
 
 
 cdef class Cause:
-    """A cause of busy time: a piece of work (`with`), steps of a coroutine, items."""
+    """A cause of busy time: a block (`with`), the steps of a coroutine, or an iteration."""
 
     def __cinit__(self, int number, str name):
         self._number = number
@@ -170,11 +171,11 @@ cdef class Cause:
         leave()
 
     def steps_of(self, coroutine not None):
-        """Returns what runs a coroutine when it is awaited; all of its steps are of this cause."""
+        """Returns an awaitable that runs a coroutine and counts its steps under this cause."""
         return _Steps(self._number, coroutine)
 
     def each(self, items not None):
-        """Yields the items; finding each of them is of this cause."""
+        """Yields the items; the time to produce each counts under this cause."""
         found = iter(items)
         while True:
             enter(self._number)
@@ -241,12 +242,12 @@ class _Polls(trio.abc.Instrument):
 
 @contextmanager
 def stretches_counted():
-    """Has the stretches of this run of trio counted, for the time of the context."""
+    """Counts the stretches of this run of trio, until the context ends."""
     cdef unsigned long loop = PyThread_get_thread_ident()
 
     def collects(phase, info):
         if PyThread_get_thread_ident() != loop:
-            return  # a thread beside it has set it off
+            return  # another thread than the loop's collects
         if phase == "start":
             enter(kCollector)
         else:
@@ -268,9 +269,9 @@ class StretchStats(NamedTuple):
     cause: str
     buckets: list
     seconds: float  # all of them together
-    longest_s: float  # of the last minute or two; 0: none
-    longest_age_s: float  # how long ago that ended
-    longest_cpu_s: float  # of it, in which the thread ran
+    longest_s: float  # the longest of the last minute or two; 0: none
+    longest_age_s: float  # time since its end
+    longest_cpu_s: float  # CPU time of the thread in it
 
 
 def stretch_counts():
