@@ -1,6 +1,6 @@
 """The commands that ask a running daemon: their flags, the faces they ask, and their output.
 
-What each says is in a module of its own, which only that command loads.
+The output of each command is made in a module of its own, which only that command loads.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def add_reload(commands: Any) -> None:
 def _add_asking(
     commands: Any, name: str, given: GivenSettings, command: Command, **described: str
 ) -> Parser:
-    """Adds a command that asks a running daemon, with the flags that all of these have."""
+    """Adds a command that asks a running daemon, with the flags that all such commands have."""
     parser: Parser = commands.add_parser(name, **described)
     add_general(parser)
     add_settings(parser, settings.BIND_SETTINGS)
@@ -183,7 +183,7 @@ def top_settings(parser: argparse.ArgumentParser, args: argparse.Namespace) -> d
 def asking_settings(
     parser: argparse.ArgumentParser, args: argparse.Namespace, *own: str
 ) -> dict[str, object]:
-    """Returns where a daemon is asked, with which credentials, and a command's own options."""
+    """Returns the daemon's addresses, the credentials, and a command's own options."""
     if args.client_keyfile is not None and args.client_certfile is None:
         parser.error("--client-keyfile needs --client-certfile")
     names = *config.FACE_BINDS, *own, "token_file", "client_certfile", "client_keyfile"
@@ -197,12 +197,12 @@ def show_status(given: Mapping[str, object]) -> CommandResult:
     if asked is None:
         return "", status.UNREACHABLE
     values, client = asked
-    # A rate over no time is that of a moment.
+    # No rate can be measured over no time.
     interval_s = max(float(str(given["interval"])), status.SHORTEST_S)
     shown = status.figures(
         status.check(face_client.faces_of(values), interval_s, client), interval_s
     )
-    # Names are their clients': some could look like lines of ours, or write anywhere on a terminal.
+    # Clients choose names: some could look like lines of kvd's, or control the terminal.
     text = "\n".join(map(logs.plain, status.text(shown)))
     text = json.dumps(shown, indent=1) if given["json"] else text
     return f"{text}\n", status.exit_code(shown)
@@ -270,9 +270,9 @@ def reload(given: Mapping[str, object]) -> CommandResult:
 
 
 def _asking(given: Mapping[str, object]) -> tuple[dict[str, Any], FaceClient] | None:
-    """Returns the settings and a client for the daemon of the service; None: nothing can be asked.
+    """Returns the settings and a client for the daemon, None if it cannot be asked.
 
-    The reason is written to standard error.
+    In that case the reason is written to standard error. Without a file, the service's is read.
     """
     from kvd.cli import face_client
 

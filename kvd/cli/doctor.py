@@ -2,7 +2,7 @@
 
     GET /diagnose?probe=1, of the first face that answers ──> findings ──> text, JSON, an exit code
 
-The daemon has the evidence and probes its engines itself: from here they may be out of reach.
+The daemon has the evidence, and probes its engines itself: the command may not reach them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Finding = dict[str, str]
 
 
 def examine(binds: Mapping[str, Bind], client: FaceClient, *, probes: bool) -> list[Finding]:
-    """Returns what the first face that answers has found; raises Unreached."""
+    """Returns the findings of the first face that answers; raises Unreached."""
     path = f"{DIAGNOSE_PATH}?probe=1" if probes else DIAGNOSE_PATH
 
     def ask(name: str, bind: Bind) -> list[Finding]:
@@ -45,7 +45,7 @@ def exit_code(found: list[Finding]) -> int:
 
 
 def text(found: list[Finding]) -> Iterator[str]:
-    """Yields lines for people."""
+    """Yields the findings as lines for people."""
     for each in found:
         yield f"{each['severity']}: {each['name']}: {each['subject']}"
         yield f"    found   {each['evidence']}"
@@ -56,7 +56,7 @@ def text(found: list[Finding]) -> Iterator[str]:
 
 @contextmanager
 def progress(what: str) -> Iterator[None]:
-    """Shows how long something takes, where a person reads it."""
+    """Shows how long a step takes, if standard error is a terminal."""
     to = sys.stderr
     if not to.isatty():
         yield

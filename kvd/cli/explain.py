@@ -26,11 +26,11 @@ from kvd.telemetry.logs import plain
 EXPLAINED, REFUSED, UNREACHABLE = 0, 1, 2  # exit codes
 
 TIMEOUT_S = 30.0  # for an answer
-PIPED_COLUMNS = 140  # where no terminal says how wide it is
+PIPED_COLUMNS = 140  # width of the output if it is not a terminal
 MOST_EVENTS = 20  # events shown in a terminal, the newest
 STDIN = "-"
 
-# Members of the body that are options of the command, where they are given.
+# Members of the request body by the options that set them.
 MEMBERS = {
     "request": "request_id",
     "model_name": "model_name",
@@ -38,7 +38,7 @@ MEMBERS = {
     "lora_name": "lora_name",
     "cache_salt": "cache_salt",
 }
-# Why a match ends; what has happened is shown with its time.
+# Texts for the reasons why a match ends.
 REASONS = {
     "end_of_prompt": "all of it",
     "evicted": "evicted",
@@ -65,11 +65,11 @@ Json = dict[str, Any]
 
 
 class WrongPrompt(Exception):
-    """The text says why nothing can be asked about a prompt."""
+    """The prompt cannot be used; the text says why."""
 
 
 def question(given: Mapping[str, object]) -> Json:
-    """Returns the body that options and a prompt make; raises WrongPrompt."""
+    """Returns the request body for the given prompt and options; raises WrongPrompt."""
     path = given["prompt"]
     body: Json = {}
     if path is not None:
@@ -89,7 +89,7 @@ def _read(path: str) -> str:
 
 
 def _prompt(text: str) -> Json:
-    """Reads the body of /select, or token ids: as a JSON array, or between blanks or commas."""
+    """Reads a body of /select, or token ids: a JSON array, or separated by blanks or commas."""
     if text.lstrip()[:1] not in ("{", "["):
         words = re.split(r"[\s,]+", text.strip())
         if not all(word.isascii() and word.isdigit() for word in words):
@@ -103,7 +103,7 @@ def _prompt(text: str) -> Json:
 
 
 def ask(binds: Mapping[str, Bind], client: FaceClient, body: Json) -> Json:
-    """Returns what the first face that answers explains; raises FaceRefused, or Unreached."""
+    """Returns the explanation of the first face that answers; raises FaceRefused, or Unreached."""
     sent = json.dumps(body).encode()
 
     def ask_face(name: str, bind: Bind) -> Json:
@@ -195,7 +195,7 @@ def _chance(candidate: Json) -> str:
 
 
 def _terms(candidate: Json) -> Iterator[str]:
-    """Yields the terms that count, and what they are multiplied with."""
+    """Yields the factor of a candidate's terms, and each term that is not zero."""
     shown = [each for each in candidate["terms"] if each["cost"]]
     if candidate["preference"] != 1:
         yield f"{candidate['preference']:.3g} ×"

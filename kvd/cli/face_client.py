@@ -1,4 +1,4 @@
-"""Asks a running daemon over HTTP, as the commands do: one face after the other, without a loop.
+"""Asks a running daemon over HTTP for the commands: one face after the other, without trio.
 
     settings ──> addresses of the faces ── the first that answers ──> FaceClient.ask ──> text
 
@@ -22,10 +22,10 @@ FACES = ("indexer", "slot-tracker", "selection", "conductor")
 
 TIMEOUT_S = 5.0  # time allowed for a connection, and between two pieces of an answer
 
-# Addresses at which a daemon that listens everywhere is found from here.
+# Addresses that reach a daemon which listens on a wildcard address.
 EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
-# Statuses of answers that say what is wrong with a body.
+# Statuses of answers whose error text says what is wrong with the request's body.
 WRONG = (400, 404, 413, 422, 503)
 
 # Hints for refusals, by status.
@@ -36,15 +36,15 @@ T = TypeVar("T")
 
 
 class FaceRefused(Exception):
-    """A face understands what it is asked, and says why it does not answer that."""
+    """A face has refused a question; the text is its reason."""
 
 
 class Unreached(Exception):
-    """No face has answered; the text says why of each."""
+    """No face has answered; the text gives the reason for each."""
 
 
 class _UnixConnection(HTTPConnection):
-    """A connection to the unix socket whose path is the host."""
+    """A connection to a Unix socket; the host is its path."""
 
     def connect(self) -> None:
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -62,9 +62,10 @@ class FaceClient:
         own_certfile: Path | None = None,
         own_keyfile: Path | None = None,
     ) -> None:
-        """Takes what faces may want: a bearer token, a certificate of ours, its key if elsewhere.
+        """Takes the credentials for the faces: a bearer token, a client certificate and its key.
 
-        `certfile` is the one that the daemon's TLS is by. Raises OSError for unusable files.
+        `certfile` is the daemon's own certificate. The key may be in the file of the client
+        certificate. Raises OSError for unusable files.
         """
         self._headers = {"Authorization": f"Bearer {token.decode()}"} if token else {}
         self._tls: ssl.SSLContext | None = None  # HTTPSConnection's own, where files say nothing
@@ -74,10 +75,11 @@ class FaceClient:
     def ask(
         self, bind: Bind, path: str, timeout_s: float | None = None, body: bytes | None = None
     ) -> str:
-        """Returns what GET of a path answers, or POST of a body in JSON.
+        """Returns the answer to a GET of a path, or to a POST of a body in JSON.
 
-        Unless that is 200, OSError or HTTPException; FaceRefused where it says what is wrong with a
-        body.
+        Raises:
+            FaceRefused: the face says what is wrong with the body.
+            OSError, HTTPException: there is no answer, or its status is not 200.
         """
         connection, headers = self._connection(bind, timeout_s or TIMEOUT_S), self._headers
         if isinstance(bind, UnixBind):
@@ -92,7 +94,7 @@ class FaceClient:
             connection.close()
         if body is not None and answer.status in WRONG:
             error = json.loads(text)["error"]
-            # The gateway's has OpenAI's form.
+            # Errors of the gateway have OpenAI's form.
             raise FaceRefused(error["message"] if isinstance(error, dict) else error)
         if answer.status != 200:
             raise OSError(f"{path}: {answer.status} {answer.reason}{HINTS.get(answer.status, '')}")
@@ -125,7 +127,7 @@ def _trusting(
 
 @contextmanager
 def _using(path: Path) -> Iterator[None]:
-    """Names the file in what is wrong with it."""
+    """Adds the file's name to an OSError of the block."""
     try:
         yield
     except OSError as error:
@@ -133,7 +135,10 @@ def _using(path: Path) -> Iterator[None]:
 
 
 def ask_first(binds: Mapping[str, Bind], ask: Callable[[str, Bind], T]) -> T:
-    """Returns what the first face that answers says, `ask` of its name; raises Unreached."""
+    """Returns the result of `ask` for the first face that answers; raises Unreached.
+
+    `ask` takes the face's name and address.
+    """
     faults = []
     for name, bind in binds.items():
         try:
@@ -144,9 +149,9 @@ def ask_first(binds: Mapping[str, Bind], ask: Callable[[str, Bind], T]) -> T:
 
 
 def faces_of(values: Mapping[str, Any]) -> dict[str, Bind]:
-    """Returns where to ask the faces, by settings named after them, without those that are off.
+    """Returns an address for each face that the settings switch on.
 
-    Of several addresses of a face one without TLS: it needs no client certificate.
+    If a face has several, one without TLS is preferred: it needs no client certificate.
     """
     found = {name: values[f"{name.replace('-', '_')}_bind"] for name in FACES}
     return {
@@ -157,7 +162,7 @@ def faces_of(values: Mapping[str, Any]) -> dict[str, Bind]:
 
 
 def binds_of(values: Mapping[str, Any]) -> dict[str, Bind]:
-    """Returns the same with the gateway, which is last: its address may be the clients' alone."""
+    """Returns the same with the gateway, as the last: only clients may be able to reach it."""
     binds = faces_of(values)
     gateway = values["gateway_bind"]
     if isinstance(gateway, Binds):

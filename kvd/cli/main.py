@@ -1,11 +1,12 @@
 """The command line: flags in, one daemon out, an exit code back.
 
 Exit codes: 0 done, 1 not done, 2 the command line is wrong (unknown flag, bad number). A daemon
-that could not start ends with 78 (EX_CONFIG) if it will not with the same configuration, with 1
-otherwise; one line on stderr says why. `kvd status` has its own: 0 all streams exact, 1 some are
-not, 2 something does not answer, or nothing could be asked; `kvd doctor` likewise: 0 nothing is
-wrong, 1 something is, 2 nothing could be asked; `kvd explain`: 0 explained, 1 the question is
-wrong, 2 nothing could be asked.
+that cannot start ends with 78 (EX_CONFIG) if it never will with the same configuration, else with
+1; one line on stderr says why. Some commands have codes of their own:
+
+    kvd status    0 all streams exact, 1 some are not, 2 a face does not answer or cannot be asked
+    kvd doctor    0 nothing is wrong, 1 there are findings, 2 no face could be asked
+    kvd explain   0 explained, 1 the question is wrong, 2 no face could be asked
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ EXIT_INTERRUPTED = 130  # what a shell reports for SIGINT
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; argparse itself exits 2 on a usage error."""
     arguments = sys.argv[1:] if argv is None else argv
-    # The options of the other commands would take most of the time that the parser does.
+    # Building the options of all other commands would take most of the parser's time.
     known = arguments[0] if arguments and arguments[0] in COMMANDS else None
     kind = FullParser if "--help-all" in arguments else Parser
     args = build_parser(kind, known).parse_args(arguments)
@@ -59,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         unused = (*config.without_effect(os.environ), *config.outweighed(loaded))
         for option, why in (*args.without_effect, *unused):
             log.warning("option_without_effect", option=option, reason=why)
-        from kvd.app.processes import run  # here, as only a daemon needs to load all of it
+        from kvd.app.processes import run  # here, because only a daemon needs to load it
         from kvd.config.reload import ConfigReader
 
         try:
@@ -74,10 +75,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _write(text: str, code: int) -> int:
-    """Writes what a command has to say to standard output, and returns its exit code.
+    """Writes a command's output to standard output, and returns its exit code.
 
     The reader of the output may leave, as `head` does: then nothing more is written. Characters
-    that its encoding has not, as of a name, are escaped.
+    that the output's encoding lacks, in a name for example, are escaped.
     """
     encoding = sys.stdout.encoding or "utf-8"
     text = text.encode(encoding, "backslashreplace").decode(encoding)
@@ -86,7 +87,7 @@ def _write(text: str, code: int) -> int:
         sys.stdout.flush()
         return code
     except OSError as error:
-        # The rest of the text would be written again at the end.
+        # Otherwise Python would try to write the rest of the text again at its exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):
             logs.complain(config.StartError(f"cannot write: {error.strerror}"))
@@ -94,7 +95,7 @@ def _write(text: str, code: int) -> int:
 
 
 def build_parser(kind: type[Parser] = Parser, command: str | None = None) -> Parser:
-    """Returns the parser of all commands, or of the one that is named."""
+    """Returns the parser of all commands, or of the named one alone."""
     parser = kind(
         "kvd",
         description=DESCRIPTION,
@@ -141,10 +142,10 @@ def add_config_docs(actions: Any) -> None:
 
 
 def load_config(given: Mapping[str, object]) -> config.Config:
-    """Returns what the daemon would start with; raises StartError if it would refuse a file."""
+    """Returns the daemon's configuration; raises StartError if it would refuse a file."""
     loaded = config.load(given, os.environ)
     if loaded.fleet_file is not None:
-        from kvd.fleet_file import parse  # here, as only those with such a file need to load it
+        from kvd.fleet_file import parse  # here, because only a fleet file needs it
 
         with config.reading(loaded.fleet_file, "fleet_file"):
             parse.load(loaded.fleet_file, EgressPolicy(loaded.outgoing_allow))
@@ -158,7 +159,7 @@ def write_docs(given: Mapping[str, object]) -> CommandResult:
 def check_config(given: Mapping[str, object]) -> CommandResult:
     loaded = load_config(given)
     if loaded.tls is not None:
-        from kvd.app.api_server import read_files  # here, as only those with TLS need to load it
+        from kvd.app.api_server import read_files  # here, because only TLS needs it
 
         read_files(loaded.tls)
     for path in config.exposed_secrets(loaded):
@@ -200,7 +201,7 @@ def state_options(parser: argparse.ArgumentParser, args: argparse.Namespace) -> 
 
 
 def read_state(action: str, given: Mapping[str, object]) -> CommandResult:
-    from kvd.cli import state  # here, as no other command needs to load it
+    from kvd.cli import state  # here, because no other command needs it
 
     actions = {"show": state.show, "verify": state.verify, "export": state.export}
     return actions[action](cast("Path", given["folder"]))

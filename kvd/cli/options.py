@@ -25,10 +25,10 @@ WAYS = (
 class Parser(argparse.ArgumentParser):
     """Reports a fault of a command line in one line that also names the help.
 
-    The usage of a command does not help: it has no room for dozens of flags.
+    The usage is not shown: it would not help, as it has no room for dozens of flags.
     """
 
-    shows_all = False  # whether helps show all options, or the common ones
+    shows_all = False  # whether the help shows all options, or the common ones
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})
@@ -38,24 +38,24 @@ class Parser(argparse.ArgumentParser):
         self.exit(EXIT_USAGE, f"{self.prog}: {text}; see `{self.prog} --help`\n")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Refuses what it does not know: the command's own parser does, and names the command."""
+        """Refuses unknown arguments here, in the command's own parser, which names the command."""
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
-        if not hasattr(found, "parser"):  # the command's, which parses before those above it
+        if not hasattr(found, "parser"):  # a command's parser ends before the parsers above it
             found.parser = self
         return found, unknown
 
 
 class FullParser(Parser):
-    """Shows all options in its helps (--help-all), as do the parsers of its commands."""
+    """Shows all options in its help (--help-all), as do the parsers of its commands."""
 
     shows_all = True
 
 
 def add_general(parser: Parser) -> None:
-    """Adds what every command with settings has beside them."""
-    # A usage with every flag fills a screen, and the common ones are not found below it.
+    """Adds the options that every command with settings has beside them."""
+    # A usage with every flag would fill a screen and hide the common ones.
     parser.usage = "%(prog)s [options]"
     parser.add_argument("--help-all", action="help", help="show all options and exit")
     parser.add_argument(
@@ -79,10 +79,10 @@ def add_settings(
     *shown: str,
     defaults: Mapping[str, object] | None = None,
 ) -> None:
-    """Adds the flags of settings, the common ones first, then each subject under its title.
+    """Adds the flags of settings, the common ones first, then each group under its title.
 
-    The short help has the common ones, and those that are named as `shown`. It shows the command's
-    own `defaults` instead of those of the settings.
+    The short help has the common ones and those named in `shown`. The command's own `defaults` are
+    shown in place of those of the settings.
     """
     own = defaults or {}
     by_name = {setting.name: setting for setting in chosen}
@@ -102,7 +102,7 @@ def add_setting(
     *,
     is_shown: bool,
 ) -> None:
-    """Adds the flag of a setting; that of a switch may stand alone, or as --no-..., as well."""
+    """Adds the flag of a setting; that of a switch needs no value, and has a form --no-..."""
     remarks = []
     if default is not None:
         remarks.append(f"default {default}")
@@ -135,7 +135,7 @@ def no_settings(parser: argparse.ArgumentParser, args: argparse.Namespace) -> di
 
 
 def usage(parse: Callable[[str], object]) -> Callable[[str], object]:
-    """Wraps a parser of texts so that argparse shows its reason, not only that it failed."""
+    """Wraps a parser of a value so that argparse shows its reason, not only that it failed."""
 
     def convert(text: str) -> object:
         try:

@@ -1,4 +1,4 @@
-"""`kvd replay`: what other policies would have made of recorded traffic."""
+"""`kvd replay`: how other policies would have routed recorded traffic."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvd.replay.engine import Speed
 from kvd.replay.policies import Chooser
 from kvd.replay.recording import ReplayError, Windows
 
-MAX_ENGINES = 4096  # of a replay: each costs every request 0.1 µs, and memory for its blocks
+MAX_ENGINES = 4096  # engines of a replay: each costs 0.1 µs a request, and memory for its blocks
 Usage = Callable[[parsers.Parse], Any]
 
 # Parsers of the options' values.
@@ -43,7 +43,7 @@ def add_options(
     usage: Usage = lambda parse: parse,
     policy: Callable[[str], Any] | None = None,
 ) -> None:
-    """Adds the options of the command; `usage` wraps what reads a value, `policy` reads one."""
+    """Adds the options of the command; `usage` wraps parsers of values, `policy` parses one."""
     parser.add_argument("trace", type=Path, metavar="TRACE", help="file of recorded requests")
     parser.add_argument(
         "--policy",
@@ -163,7 +163,7 @@ def _add_number(
     metavar: str,
     help: str,
 ) -> None:
-    """Adds an option whose help says its default."""
+    """Adds an option whose help shows its default."""
     help = f"{help} (default {default:g})"
     group.add_argument(flag, type=usage(read), default=default, metavar=metavar, help=help)
 
@@ -188,8 +188,8 @@ def _span(text: str) -> tuple[float, float]:
 
 
 def run(given: Mapping[str, Any]) -> tuple[str, int]:
-    """Returns the report on what the command line asks for; raises StartError."""
-    from kvd.cli.replay_report import case, report  # here, as no other command needs to load it
+    """Replays as the command line says, and returns the report; raises StartError."""
+    from kvd.cli.replay_report import case, report  # here, because no other command needs it
 
     try:
         return "\n".join(report(given["options"], case)) + "\n", 0

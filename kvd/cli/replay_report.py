@@ -1,4 +1,4 @@
-"""The report of `kvd replay`: what its options ask for, replayed; loaded by that command alone."""
+"""Replays as the options of `kvd replay` say, and makes the report; no other command loads it."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from kvd.replay.runs import Case, Replay, run_all
 from kvd.replay.simulation import SimulatedFleet
 from kvd.replay.traffic import Traffic
 
-DEFAULT_ENGINES = 8  # that Mooncake's traces are about right for
+DEFAULT_ENGINES = 8  # engines of a replay: about right for Mooncake's traces
 RECORDED = "as recorded"
 
-# Makes a replay of a policy, or of what a caller has beside policies.
+# Makes the replay of one policy, or of something else that a caller compares with policies.
 MakeCase = Callable[[Traffic, SimulatedFleet, Any, int, argparse.Namespace], Replay]
 
 
 def report(given: argparse.Namespace, case: MakeCase) -> list[str]:
-    """Replays what options ask for and returns the lines to print; raises ReplayError."""
+    """Replays as the options say and returns the lines to print; raises ReplayError."""
     traffic = Traffic(
         given.trace,
         given.requests,
@@ -71,7 +71,7 @@ def report(given: argparse.Namespace, case: MakeCase) -> list[str]:
 def _with_recorded(
     rounds: dict[str, Sequence[Figures]], recording: Recording, traffic: Traffic
 ) -> dict[str, Sequence[Figures]]:
-    """Puts what was really seen before the rounds, where that is known of all that count."""
+    """Puts the recorded figures before the rounds, if all counted requests have them."""
     if not recording.recorded or traffic.windows is not Windows.ALL:
         return rounds
     return {RECORDED: [measure_recorded(recording.requests, recording.recorded)], **rounds}
@@ -104,7 +104,7 @@ def case(
 def facts(
     traffic: Traffic, recording: Recording, fleet: SimulatedFleet, given: argparse.Namespace
 ) -> list[str]:
-    """Returns what has been replayed, as a list in Markdown."""
+    """Returns the facts of the replay, as a list in Markdown."""
     requests = traffic.requests(given.seed)
     counted = [request for request in requests if traffic.counts(request)]
     tokens = sum(request.input_tokens for request in counted) / max(1, len(counted))

@@ -1,4 +1,4 @@
-"""The commands that run a daemon, with all faces or with one alone, and what their flags set."""
+"""The commands that run a daemon, with all faces or one alone, and the settings by their flags."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from kvd.selection.policies import Policy, RouterPolicy
 
 # Seconds for which a session stays with its engine after its last request, behind the gateway.
 SESSION_TTL_S = 3600
-# Behind the gateway a queue counts less: turns of conversations are short beside what is cached of
-# them, and each that leaves its engine for a short queue has its whole prompt computed twice.
+# Behind the gateway a queue counts less. A turn of a conversation is short beside the cached part
+# of its prompt, and a turn that leaves its engine for a shorter queue has its whole prompt computed
+# again.
 GATEWAY_POLICY = Policy(RouterPolicy.KVD, (("queued", 0.3),))
 # Defaults of `kvd gateway` that replace those of the settings.
 GATEWAY_DEFAULTS: Mapping[str, object] = dict.fromkeys(config.FACE_BINDS, parsers.OFF) | {
@@ -108,7 +109,7 @@ def add_conductor(commands: Any) -> None:
 
 
 def add_face(commands: Any, name: str, face: str, original: str | None = None) -> Parser:
-    """Adds a command that runs one face alone, with the flags of the original's module."""
+    """Adds a command that runs one face alone, with the flags of the original Python module."""
     flags = "" if original is None else f", with the flags of `python -m {original}`"
     parser: Parser = commands.add_parser(
         name,
@@ -161,7 +162,7 @@ class _Noted(argparse.Action):
 
 
 def add_without_effect(parser: argparse.ArgumentParser) -> None:
-    """Has flags of Dynamo's router taken that nothing here corresponds to."""
+    """Adds flags of Dynamo's router that have no counterpart here: accepted without effect."""
     for name in settings.WITHOUT_EFFECT:
         names = f"--{name}", f"--no-{name}"
         parser.add_argument(*names, action=_Noted, nargs="?", help=argparse.SUPPRESS)
@@ -229,13 +230,13 @@ def conductor_settings(
 
 
 def only(given: dict[str, object], args: argparse.Namespace, bind: str) -> dict[str, object]:
-    """Adds what all faces have, and switches off every face but the one of `bind`."""
+    """Adds the settings of all faces, and switches off every face but the one of `bind`."""
     given |= {each.name: getattr(args, each.name) for each in settings.FACE_SETTINGS}
     return given | {name: parsers.OFF for name in config.FACE_BINDS if name != bind}
 
 
 def address(args: argparse.Namespace, default: parsers.TcpBind) -> parsers.Binds | None:
-    """Returns where a command's only face is to listen; None if the flags do not say."""
+    """Returns the address of a command's only face; None if no flag sets it."""
     if args.host is None and args.port is None:
         return None
     port = default.port if args.port is None else args.port

@@ -1,4 +1,4 @@
-"""`kvd state`: what a state directory holds, whether it is sound, and all of it as JSON."""
+"""`kvd state`: shows what a state directory holds, verifies it, and exports it as JSON."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ Part = Callable[[Path], object]
 
 
 def show(path: Path) -> Result:
-    """Returns a line for each file, and what it holds."""
+    """Returns a line for each file that says what it holds."""
     return _each(path, _shown)
 
 
 def verify(path: Path) -> Result:
-    """Reads every file whole; says what is wrong with each."""
+    """Reads every file whole; returns a line for each that says what is wrong with it."""
     return _each(path, lambda header, held: "ok")
 
 
 def export(path: Path) -> Result:
-    """Writes all of it to standard output as one JSON object."""
+    """Writes all of the directory to standard output as one JSON object."""
     _check_folder(path)
     try:
         for piece in _exported(path):
@@ -59,7 +59,7 @@ def _check_folder(path: Path) -> None:
 
 
 def _files(path: Path) -> Iterator[tuple[Content, Path]]:
-    """Yields the files that are there."""
+    """Yields the files that exist."""
     for content in (Content.REGISTRATIONS, Content.INDEX):
         if (path / content).exists():
             yield content, path / content
@@ -79,7 +79,7 @@ def _each(path: Path, say: Callable[[Header, Any], str]) -> Result:
         except FileNotFoundError:  # the daemon needs it no longer
             continue
         except CutOff as error:
-            if content is Content.JOURNAL and file != oldest:  # those before it have all
+            if content is Content.JOURNAL and file != oldest:  # just begun: older ones have all
                 line = "nothing yet"
             else:
                 line, code = f"damaged: {error}", EXIT_DAMAGED
@@ -137,7 +137,7 @@ def _rows(frames: list[Frame]) -> list[tuple[str, dict[str, Any], str]]:
 
 
 def _exported(path: Path) -> Iterator[str]:
-    """Yields the members of the object, its end apart."""
+    """Yields the JSON object in pieces, without its closing brace."""
     held = {content: file for content, file in _files(path) if content is not Content.JOURNAL}
     rows = said = peers = []
     if Content.REGISTRATIONS in held:
@@ -213,7 +213,7 @@ def _publishers(found: snapshot.Snapshot) -> Iterator[dict[str, Any]]:
 
 
 def _dump(found: snapshot.Snapshot) -> Iterator[bytes]:
-    """Yields the dump of a snapshot as GET /dump does, by way of an index of its own."""
+    """Yields the dump of a snapshot as GET /dump would, from an index made for it."""
     state = State()
     planned = [each for each in plan(state, found.entries) if each is not None]
     for _ in restore(state, planned):

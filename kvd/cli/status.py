@@ -1,9 +1,9 @@
 """Reports the health of a running daemon: `kvd status`.
 
     /metrics of every face ── interval ── /metrics again ──> sizes, rates
-    /workers (indexer), /loads (slot tracker), /services (conductor) ──> who, how much, how well
+    /workers (indexer), /loads (slot tracker), /services (conductor) ──> workers, loads, streams
 
-Nothing is asked that others could not ask; the daemon does not know that it is watched.
+The command uses public routes only; the daemon does nothing special for it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from kvd.wire.event_stream import StreamHealth
 EXACT, INEXACT, UNREACHABLE = 0, 1, 2  # exit codes
 
 SHORTEST_S = 0.01  # shortest pause between two samples of `kvd status`
-MOST_LINES = 20  # streams that are not exact listed in the text; the others are counted
+MOST_LINES = 20  # inexact streams that the text lists; further ones are counted
 
-# Lists of each face, and what becomes of them.
+# Routes of each face's lists, by the list's member of `FaceStatus.lists`.
 LISTS = {
     "indexer": {"workers": "/workers"},
     "slot-tracker": {"loads": "/loads"},
@@ -35,7 +35,7 @@ LISTS = {
     "conductor": {"publishers": "/services"},
 }
 
-# A metric of each face that no other face has.
+# A metric of each face that no other face has: it shows that the right face answers.
 KNOWN_BY = {
     "indexer": "kvd_peers_refused_total",
     "slot-tracker": "kvd_slots_ranks",
@@ -67,12 +67,12 @@ class FaceStatus:
     findings: list[dict[str, str]] = field(default_factory=list)  # of the first face that answers
 
     def value(self, name: str) -> float | None:
-        """Returns the sum of a metric over its labels, None if the face has no such."""
+        """Returns the sum of a metric over its labels, None if the face does not have it."""
         values = [value for (each, _), value in self.after.items() if each == name]
         return sum(values) if values else None
 
     def by_label(self, name: str) -> dict[str, float]:
-        """Returns a metric that has one label, by that."""
+        """Returns the values of a metric that has one label, by the label's value."""
         return {
             labels.partition('"')[2].rstrip('"'): value
             for (each, labels), value in self.after.items()
@@ -98,7 +98,7 @@ def check(binds: Mapping[str, Bind], interval_s: float, client: FaceClient) -> l
     for face in faces:
         _try(_read_after, face, client)
     if answering := next((face for face in faces if face.error is None), None):
-        _try(_read_findings, answering, client)  # those of the process, on every face
+        _try(_read_findings, answering, client)  # every face reports those of the whole process
     return faces
 
 
@@ -106,7 +106,7 @@ Check = Callable[[FaceStatus, FaceClient], None]
 
 
 def _try(check: Check, face: FaceStatus, client: FaceClient) -> None:
-    """Asks a face that has answered so far."""
+    """Runs a check on a face that has answered so far; notes its error."""
     if face.error is None:
         try:
             check(face, client)
@@ -131,7 +131,7 @@ def _read_findings(face: FaceStatus, client: FaceClient) -> None:
 
 
 def figures(faces: list[FaceStatus], interval_s: float) -> dict[str, Any]:
-    """Returns what `--json` writes."""
+    """Returns the report that `--json` writes."""
     listening = [face for face in faces if face.by_label("kvd_streams")]
     shown: dict[str, Any] = {
         "faces": {face.name: _face(face, interval_s) for face in faces},
@@ -157,7 +157,7 @@ def figures(faces: list[FaceStatus], interval_s: float) -> dict[str, Any]:
 
 
 def _streams(listening: list[FaceStatus]) -> dict[str, int]:
-    """Sums up listeners; indexer and selections have the same, the conductor its own."""
+    """Counts streams by state; indexer and selection share theirs, the conductor has its own."""
     streams = dict.fromkeys(map(str, StreamHealth), 0)
     by_registry = {face.name == "conductor": face for face in reversed(listening)}
     for face in by_registry.values():
@@ -173,7 +173,7 @@ INDEX = {"models": "dynamo_kvindexer_models", "blocks": "kvd_index_blocks"} | {
     "pairs": "kvd_index_pairs",
     "refused_blocks": "kvd_index_refused_blocks_total",
 }
-# Of the state directory; a process without one has none of these.
+# Metrics of the state directory; a process without one has none of them.
 STATE = {
     "recording": "kvd_state_recording",
     "failures": "kvd_state_failures_total",
@@ -198,7 +198,7 @@ SIZES = {
 
 
 def _first(faces: list[FaceStatus], names: Mapping[str, str]) -> dict[str, int | None]:
-    """Returns each metric as the first face has it that does."""
+    """Returns each metric from the first face that has it."""
     found = {}
     for shown, name in names.items():
         values = [value for face in faces if (value := face.value(name)) is not None]
@@ -207,7 +207,7 @@ def _first(faces: list[FaceStatus], names: Mapping[str, str]) -> dict[str, int |
 
 
 def _loop(faces: list[FaceStatus], interval_s: float) -> dict[str, Any]:
-    """Returns how busy the loop was, and its longest stretches, as the first face has it."""
+    """Returns how busy the loop was, and its longest stretches, from the first face with them."""
     for face in faces:
         if longest := face.by_label("kvd_loop_longest_stretch_seconds"):
             busy_s = face.gained("kvd_loop_stretch_seconds_sum")
@@ -231,7 +231,7 @@ def _face(face: FaceStatus, interval_s: float) -> dict[str, Any]:
 
 
 def exit_code(shown: Mapping[str, Any]) -> int:
-    """Returns what scripts read: does all answer, can all be believed, chosen, and matched."""
+    """Returns the exit code: 2 if a face does not answer, 1 if anything else is wrong, else 0."""
     if any("error" in face for face in shown["faces"].values()):
         return UNREACHABLE
     inexact = sum(count for state, count in shown["streams"].items() if state != StreamHealth.EXACT)
@@ -241,7 +241,7 @@ def exit_code(shown: Mapping[str, Any]) -> int:
 
 
 def text(shown: Mapping[str, Any]) -> Iterator[str]:
-    """Yields lines for people."""
+    """Yields the report as lines for people."""
     for name, face in shown["faces"].items():
         said = face.get("error") or f"{face['requests_per_s']:,} requests/s"
         yield f"{name:13} {face['bind']}  {said}"
@@ -318,7 +318,7 @@ def _loads(rows: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _inexact(shown: Mapping[str, Any]) -> Iterator[str]:
-    """Yields what is wrong: streams that cannot be believed wholly, models that never match."""
+    """Yields what is wrong: inexact streams, unschedulable workers, models that never match."""
     workers = shown.get("indexer", {}).get("workers", [])
     chosen = shown.get("selection", {}).get("workers", [])
     rows = [
@@ -354,14 +354,14 @@ def _named(worker: Mapping[str, Any], id_member: str) -> str:
 
 
 def _worst(listeners: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Returns the listener whose stream can be believed least, None if all are exact."""
+    """Returns the listener with the worst stream, None if all are exact."""
     order = list(StreamHealth)
     worst = min(listeners.values(), key=lambda each: order.index(each["stream"]), default=None)
     return None if worst is None or worst["stream"] == StreamHealth.EXACT else worst
 
 
 def _why(listeners: Mapping[str, Any]) -> str:
-    """Returns what is said of the first rank that is not exact and has anything said of it."""
+    """Returns the remarks on the first inexact rank that has any."""
     for rank, listener in listeners.items():
         said = [listener[name] for name in ("quiet", "last_error", "loss") if name in listener]
         if listener["stream"] != StreamHealth.EXACT and said:

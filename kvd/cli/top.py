@@ -1,9 +1,10 @@
-"""Shows what a running daemon does in a terminal, again and again: `kvd top`.
+"""Shows in a terminal, again and again, what a running daemon does: `kvd top`.
 
     thread   GET /picture, of the first face that answers ──> the last picture, or what went wrong
     here     keys, the size of the terminal, the last picture ──> a screen that fits
 
-The terminal is as before when it ends, by q, Ctrl-C or SIGTERM; it also ends with its terminal.
+q, Ctrl-C and SIGTERM end the command, which then restores the terminal. It also ends when the
+terminal goes.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ LEFT, NO_TERMINAL = 0, 1  # exit codes
 KEYS_S = 0.2  # longest wait for a key before the size of the terminal, and signals, are checked
 ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 BARS = "▁▂▃▄▅▆▇█"
-ASCII_BARS = "_.:-=+*#"  # where the terminal's encoding has not those
+ASCII_BARS = "_.:-=+*#"  # for a terminal whose encoding lacks BARS
 MOST_BARS = 30  # samples of a curve: a minute
 SHOWN_DECISIONS = 5  # recent choices shown where there is room
-SHOWN_DOUBTFUL = 5  # streams listed that cannot be believed
+SHOWN_DOUBTFUL = 5  # inexact streams listed
 STYLES = {
     StreamHealth.EXACT: "green",
     StreamHealth.RECOVERING: "yellow",
@@ -75,7 +76,7 @@ class Asker:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Asks until the end; an answer that is still awaited then is not waited for."""
+        """Asks until the context ends, which does not wait for an answer that is still due."""
         Thread(target=self._run, daemon=True).start()
         try:
             yield
@@ -100,10 +101,10 @@ class Asker:
 
 @contextmanager
 def _keys(ended: Event) -> Iterator[int]:
-    """Has the terminal hand on each key at once; yields the descriptor to read them from.
+    """Makes the terminal pass on each key at once; yields the descriptor to read keys from.
 
-    `ended` is set once a signal asks for the end. A handler that raised might do so where
-    exceptions are dropped, as in a destructor.
+    A signal that asks for the end sets `ended`. Its handler does not raise, because it may run
+    where exceptions are dropped, such as in a destructor.
     """
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -124,7 +125,7 @@ def _keys(ended: Event) -> Iterator[int]:
 def run(binds: Mapping[str, Bind], client: FaceClient, interval_s: float) -> int:
     """Shows pictures until it is asked to stop, and returns the exit code."""
     console = Console()
-    # Nothing would be seen in one that cannot move its cursor (TERM=dumb).
+    # A terminal that cannot move its cursor (TERM=dumb) would show nothing.
     if not (console.is_terminal and sys.stdin.isatty()) or console.is_dumb_terminal:
         sys.stderr.write("kvd: kvd top needs a terminal to draw on; `kvd status` writes lines\n")
         return NO_TERMINAL
@@ -139,13 +140,13 @@ def run(binds: Mapping[str, Bind], client: FaceClient, interval_s: float) -> int
     except (OSError, termios.error) as error:
         if error.args[0] != errno.EIO:
             raise
-        # The terminal has gone. What is still to be written would fail again at the end.
+        # The terminal has gone. Output that is still buffered would fail again at the exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return LEFT
 
 
 def _replaced(error: UnicodeError) -> tuple[str, int]:
-    """Replaces characters that the terminal has not by others of one column."""
+    """Replaces characters that the terminal lacks by others of the same width."""
     assert isinstance(error, UnicodeEncodeError)
     lacking = error.object[error.start : error.end]
     shown = ("?" if each not in BARS else ASCII_BARS[BARS.index(each)] for each in lacking)
@@ -157,7 +158,7 @@ def _screen(console: Console) -> Live:
 
 
 def _show(console: Console, live: Live, asker: Asker, keys: int, ended: Event) -> None:
-    """Draws what has changed until q is pressed, or a signal has asked it to end."""
+    """Redraws the screen at each change, until q is pressed or `ended` is set."""
     drawn: object = None
     last: Json | None = None
     scrolled = 0
@@ -185,7 +186,7 @@ def _steps(pressed: bytes, page: int) -> int:
 def screen(
     answer: PictureAnswer, last: Json | None, width: int, height: int, scrolled: int
 ) -> Group:
-    """Returns what fits on a screen of so many columns and lines."""
+    """Returns as much of the picture as fits on a screen of so many columns and lines."""
     state = Text(" ".join(("kvd", "" if last is None else last["kvd"]["version"])), "bold")
     if answer.picture is None:
         state.append(f"  {plain(answer.where)}", "red" if last or answer.where != "asking" else "")
@@ -237,7 +238,7 @@ def _rates(history: Json, width: int) -> list[Text]:
 
 
 def _streams(picture: Json) -> list[Text]:
-    """Returns how many streams there are of each state, and which cannot be believed."""
+    """Returns the number of streams in each state, and a list of inexact ones."""
     counts = picture["streams"]["counts"]
     line = Text("streams    ")
     for name, count in counts.items():
@@ -257,7 +258,7 @@ def _streams(picture: Json) -> list[Text]:
 
 
 def _ranks(picture: Json, width: int, room: int, scrolled: int) -> Table:
-    """Returns as many workers as there is room for."""
+    """Returns a table of as many ranks as there is room for."""
     table = Table(box=None, expand=True, padding=(0, 1, 0, 0), header_style="dim")
     table.add_column("worker", no_wrap=True, ratio=3, overflow="ellipsis")
     table.add_column("stream", no_wrap=True)
@@ -320,7 +321,7 @@ def _decisions(decisions: Sequence[Json], width: int) -> Table:
 
 
 def curve(values: Sequence[float | None], width: int, most: float) -> str:
-    """Returns the last values as bars, the newest at the right; a blank where nothing was known."""
+    """Returns the last values as bars, the newest at the right, blank where one is missing."""
     shown = list(values)[-width:] if width else []
     top = max((value for value in (*shown, most) if value), default=1.0)
     bars = (
