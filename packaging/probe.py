@@ -1,8 +1,8 @@
 #!/usr/bin/python3
-"""Installs kvd inside the machine that packaging/test booted, and uses it step by step.
+"""Installs kvd inside the machine that packaging/test has booted, and uses it step by step.
 
-usage: probe.py FOLDER; it holds first.deb, second.deb, cert.pem and key.pem, gets `log` and, at the
-end, `result`.
+usage: probe.py FOLDER, which holds first.deb, second.deb, cert.pem and key.pem. This program writes
+`log` there and, at the end, `result`.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from typing import Any
 PORTS: dict[str, int] = {}  # of all faces, by name; known once kvd is installed
 CONFIG = Path("/etc/kvd/kvd.toml")
 MOST_EXPOSED = 1.2
-LOADERS = 6  # threads that ask
+LOADERS = 6  # threads that send requests
 STEPS: list[Callable[[Path], str]] = []
 
 
 def step(function: Callable[[Path], str]) -> Callable[[Path], str]:
-    """Marks what is run, in the order of this file; it returns a remark."""
+    """Marks a step, which returns a remark for the log; steps run in the order of this file."""
     STEPS.append(function)
     return function
 
 
 def run(*command: str, fails: bool = False) -> str:
-    """Returns what a command prints; it must succeed, or fail."""
+    """Returns what a command prints; asserts that it succeeds, or that it `fails`."""
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     said = ended.stdout + ended.stderr
     assert (ended.returncode != 0) == fails, f"{' '.join(command)}: {ended.returncode}\n{said}"
@@ -96,12 +96,12 @@ def journal(*narrowed: str) -> str:
 
 
 def restart() -> None:
-    run("systemctl", "reset-failed", "kvd")  # there are more of them here than a minute allows
+    run("systemctl", "reset-failed", "kvd")  # more starts here than the unit allows in a minute
     run("systemctl", "restart", "kvd")
 
 
 def forget() -> None:
-    """Restarts kvd without what it has kept."""
+    """Restarts kvd without the state that it has kept."""
     run("systemctl", "stop", "kvd")
     for path in Path("/var/lib/kvd").iterdir():
         path.unlink()
@@ -109,12 +109,12 @@ def forget() -> None:
 
 
 def reloaded() -> str:
-    """Has kvd reload, which it must; returns what the command has said of it."""
+    """Reloads kvd, which must succeed; returns what the journal says about it."""
     return last_reload(fails=False)
 
 
 def refused() -> str:
-    """Has kvd reload, which it must refuse; returns the reason that is shown."""
+    """Reloads kvd, which must refuse; returns what the journal says about it."""
     return last_reload(fails=True)
 
 
@@ -162,7 +162,7 @@ class Load:
 
 @contextmanager
 def load() -> Iterator[Load]:
-    """Asks while its block runs; every request must be answered."""
+    """Sends requests while the block runs; every one must be answered."""
     asking = Load()
     threads = [threading.Thread(target=asking.work, args=(each,)) for each in range(LOADERS)]
     for thread in threads:
@@ -211,9 +211,9 @@ def sandbox(folder: Path) -> str:
 
 @step
 def query_every_face(folder: Path) -> str:
-    """An engine publishes four blocks; each face answers about them, or about what it books.
+    """An engine publishes four blocks; each face answers about them, or about its bookings.
 
-    It is registered on the indexer, and on the conductor as a publisher under another model.
+    The engine is registered on the indexer, and as a publisher of another model on the conductor.
     """
     sys.path.insert(0, "/usr/lib/kvd")
     import msgpack
@@ -300,13 +300,13 @@ def credentials(folder: Path) -> str:
 
 
 def opened(token: str) -> int:
-    """Returns the status of a question that takes a token where there are any."""
+    """Returns the status of a request that needs a token if kvd has any."""
     return ask(8090, "GET", "/workers", token=token)[0]
 
 
 @step
 def tokens(folder: Path) -> str:
-    """As a credential, which changes at a start; in a file of their own, which does at a reload."""
+    """Tokens in a credential change at a start; tokens in a file of their own at a reload."""
     first, second, third = (f"{letter}" * 32 for letter in "abc")
     credential = Path("/etc/kvd/credentials/tokens")
     credential.write_text(f"operator read,lifecycle,admin {first}\n")
@@ -316,7 +316,7 @@ def tokens(folder: Path) -> str:
     assert (opened(""), opened(second), opened(first)) == (401, 401, 200)
     credential.write_text(f"operator read,lifecycle,admin {second}\n")
     run("systemctl", "reload", "kvd")
-    assert (opened(first), opened(second)) == (200, 401)  # systemd passes it on at a start
+    assert (opened(first), opened(second)) == (200, 401)  # systemd passes it on only at a start
     restart()
     assert (opened(first), opened(second)) == (401, 200)
 
@@ -334,7 +334,7 @@ def tokens(folder: Path) -> str:
     assert shown("MainPID") == pid
     filed.write_text("operator read short\n")
     assert "line 1, operator: a token must" in refused()
-    shutil.chown(filed, "root", "root")  # root's command could read it
+    shutil.chown(filed, "root", "root")  # the command, run by root, could read it; kvd cannot
     assert f"cannot read {filed}: Permission denied" in refused()
     assert opened(third) == 200
     CONFIG.write_text(kept)
@@ -371,14 +371,14 @@ def fleet(folder: Path) -> str:
     write(1)
     CONFIG.write_text(kept + f'\nfleet_file = "{path}"\n')
     restart()
-    assert listed() == [1]  # ready means that they are known
+    assert listed() == [1]  # kvd is ready only once it has read the file
     write(1, 2)
     seconds = until(lambda: listed() == [1, 2], "followed")
     CONFIG.write_text(CONFIG.read_text() + 'log_level = "debug"\n')
     write(1, 2, 70_000)
     assert "fleet.toml: indexer, entry 3: " in refused()
     write(2)
-    assert "reloaded: log_level" in reloaded()  # kvd may have seen the other by itself just before
+    assert "reloaded: log_level" in reloaded()  # kvd may have noticed the fleet file by itself
     until(lambda: listed() == [2], "as the file says")
     CONFIG.write_text(kept)
     path.unlink()
@@ -424,8 +424,8 @@ replica_sync_client_keys = "/etc/kvd/replicas"
 def everything_that_opens(folder: Path) -> str:
     """Every face, TLS, a Unix socket with a group, tokens, CURVE, replica sync, a peer, a fleet.
 
-    A second kvd, no service, is the peer that the service recovers from, and its replica. Both hear
-    an engine that speaks CURVE.
+    A second kvd, not a service, is the peer from which the service recovers, and its replica. Both
+    receive the events of an engine that speaks CURVE.
     """
     import msgpack
     import zmq
@@ -518,11 +518,11 @@ def everything_that_opens(folder: Path) -> str:
                 until(heard, "heard beside")
                 write(settings / "fleet.toml", fleet)
                 CONFIG.write_text(kept + EVERYTHING)
-                forget()  # a fresh snapshot goes before a peer
+                forget()  # a fresh snapshot would go before the peer
                 assert all(map(answers, PORTS.values())), journal()
-                assert found(8090, 1, 2, 3, 4), "not recovered"  # it was published before
+                assert found(8090, 1, 2, 3, 4), "not recovered"  # published before the start
 
-                # What is said before they are connected is heard by nobody: it is said again.
+                # Messages published before a subscriber is connected are lost, so publish again.
                 def heard_again() -> bool:
                     publish(12, 5, 6, 7, 8)
                     return found(8090, 5, 6, 7, 8)
@@ -555,7 +555,7 @@ def everything_that_opens(folder: Path) -> str:
             each.sendall(b"GET /health HTTP/1.0\r\nhost: localhost\r\n\r\n")
             assert each.recv(4096).startswith(b"HTTP/1.1 200 ")
     asked = ["kvd", "status", "--json", "--interval=0.1", "--token-file", str(secrets / "peer")]
-    shown = json.loads(run(*asked, fails=True))  # the engine has gone, which is not exact
+    shown = json.loads(run(*asked, fails=True))  # the engine has gone: its stream is not exact
     assert shown["indexer"]["instances"] == 1 and shown["slot_tracker"]["requests"] >= 2, shown
     CONFIG.write_text(kept)
     for path in written:
@@ -597,7 +597,7 @@ def reload(folder: Path) -> str:
 
 @step
 def watchdog(folder: Path) -> str:
-    """A process that stands still is killed, says where it was, and is there again."""
+    """A process that hangs is killed, logs where it was, and is started again."""
     drop_in = Path("/etc/systemd/system/kvd.service.d/probe.conf")
     drop_in.parent.mkdir()
     drop_in.write_text("[Service]\nWatchdogSec=2\n")
@@ -620,7 +620,7 @@ def watchdog(folder: Path) -> str:
 
 @step
 def what_comes_back(folder: Path) -> str:
-    """A crash does, however many there are; what a configuration keeps from starting does not."""
+    """kvd is started again after any number of crashes, but not with a wrong configuration."""
     restart()
     kills = 6
     for number in range(kills):
@@ -643,7 +643,7 @@ def what_comes_back(folder: Path) -> str:
 def restarts_under_load(folder: Path) -> str:
     run("systemctl", "stop", "kvd")
     run("systemctl", "enable", "--now", "kvd.socket")
-    with load() as asking:  # the first request starts it
+    with load() as asking:  # the first request starts kvd
         asking.more()
         for _ in range(3):
             restart()
@@ -656,7 +656,7 @@ def restarts_under_load(folder: Path) -> str:
 
 @step
 def upgrade_under_load(folder: Path) -> str:
-    """No request is refused, and what was registered and booked before is there afterwards."""
+    """No request is refused, and registrations and bookings outlive the upgrade."""
     pid = shown("MainPID")
     tracker = PORTS["slot_tracker"]
     place = {"model_name": "kept", "worker_id": 7}
@@ -680,7 +680,7 @@ def upgrade_under_load(folder: Path) -> str:
 
 @step
 def downgrade(folder: Path) -> str:
-    """The version before takes the file of the later one, and refuses a setting it has not."""
+    """The earlier version takes the file of the later one, and refuses a setting that it lacks."""
     run("dpkg", "-i", "--force-confold", str(folder / "first.deb"))
     assert shown("ActiveState") == "active" and all(map(answers, PORTS.values()))
     kept = CONFIG.read_text()
