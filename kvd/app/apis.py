@@ -128,7 +128,8 @@ class Gateway:
     async def met(self) -> None:
         """Waits until all engines and remote kvds have been asked once, whatever came of it.
 
-        Only one of several processes waits: meanwhile its clients wait, or others serve them.
+        A process of several waits for that: meanwhile its clients wait, or other processes serve
+        them. A single process does not wait.
         """
         if self._siblings is None:
             return

@@ -672,7 +672,7 @@ def _open_decision_log(config: Config, opened: ExitStack) -> RotatingWriter | No
 
 
 def _log_decisions(writer: RotatingWriter, selections: Selections, config: Config) -> DecisionLog:
-    """Returns a log that records every decision from now on."""
+    """Returns a log of the decisions that are booked from now on."""
     shares_blocks = config.router.assumes_kv_reuse
     decisions = DecisionLog(
         selections.candidates, writer, time.time_ns, shares_blocks=shares_blocks

@@ -11,8 +11,8 @@
 A connection between two requests is *parked* here: one epoll set watches all parked connections,
 while their tasks sleep. A request is answered on the spot if it came in one piece, is plain
 (http/plain_head.hpp), is for a hot route and is granted (http/permits.hpp). The route's HotHandler
-answers it from the receive buffer; other handlers are called by `serve`, which also turns what a
-HotHandler raises into a response. For everything else the connection's task is woken. So this
+answers it straight from the receive buffer; where it cannot, `serve` calls the handler, or turns
+what it has raised into a response. For everything else the connection's task is woken. So this
 module knows nothing of error texts, refusals, deadlines or unusual HTTP.
 
 1. A parked connection has no bytes that were received and not consumed, nor any left to receive.
@@ -172,16 +172,16 @@ cdef class FastPath:
         """Takes hot routes by the beginning of their requests (`POST /query`).
 
         A route has `body_limit` (bytes), `handler`, `scope`, `waits` and `relays`; a connection has
-        `checks_host` (http/permits.hpp). A request whose handler waits, or that `permits` do not
+        `checks_host` (http/permits.hpp). A request that has to wait, or that `permits` do not
         grant, is left to the connection's task, which refuses the latter.
 
         patterns   the hot routes with a placeholder: the text before it, the text after it, the
                    route
         serve(connection, route, captured, query, headers, body, error)
-                   calls a handler that is no HotHandler, or words the `error` that a HotHandler has
-                   raised (else None). Returns the response, whether the connection persists, and
-                   None or a function that undoes what was done, to be called if the client has left
-                   or cannot be sent the response
+                   calls a handler that is no HotHandler or needs the whole Request, or words the
+                   `error` that a HotHandler has raised (else None). Returns the response, whether
+                   the connection persists, and None or a function that undoes what was done, to be
+                   called if the client has left or cannot be sent the response
         note(connection, route, status, seconds)
                    is called with each answer of a HotHandler
         log(connection, route, status, seconds, size, headers)

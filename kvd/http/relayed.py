@@ -72,7 +72,7 @@ class RelayedRequest:
         return persists
 
     def answer_head(self, status: int, own: bytes, length: int | None) -> tuple[bytes, bool, bool]:
-        """Returns an answer's head, whether its body is chunked, whether the connection persists.
+        """Returns a head, whether the body is chunked, and whether the connection persists.
 
         `own` are the lines of its headers, except those of the connection. `length` is that of the
         body in bytes, None if it is not known: an HTTP/1.0 connection ends with such a body.

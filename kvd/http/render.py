@@ -44,7 +44,7 @@ def response_head(
 
 
 def framed_head(status: int, head: bytes, length: int | None, lines: bytes) -> bytes:
-    """Returns a response head, given in `head` its rendered own headers; see `response_head`."""
+    """Does what `response_head` does, from a `head` of rendered status line and headers."""
     if length is None or status in BODILESS:
         return b"%b%b\r\n" % (head, lines)
     return b"%bcontent-length: %d\r\n%b\r\n" % (head, length, lines)
