@@ -80,7 +80,7 @@ class Child:
 
 
 def run(config: Config, reader: ConfigReader) -> int:
-    """Runs the daemon, as several processes if the settings say so; else as `daemon.run` does."""
+    """Does what `daemon.run` does, in several processes if the settings say so."""
     if config.gateway_bind is None or config.gateway_processes == 1:
         return daemon.run(config, reader)
     parent = os.getpid()
