@@ -65,7 +65,7 @@ class Pollable(Protocol):
         """Returns a descriptor that is readable when something has come."""
 
     def serve_ready(self, budget_ns: int, /) -> int:
-        """Serves what has come, for so long at most; returns NOTHING, ALL or SOME."""
+        """Serves what has come, for `budget_ns` at most; returns NOTHING, ALL or SOME."""
 
 
 class IdlePoller(trio.abc.Instrument):

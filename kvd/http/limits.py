@@ -32,7 +32,7 @@ class HttpLimits:
     handler_s: float = 30.0  # asynchronous handlers: to the first byte, then between chunks
     send_s: float = 5.0  # without one byte of progress, beyond what the kernel buffers
     idle_s: float = 100.0  # above the 90 s of common client pools, which end first then
-    linger_s: float = 2.0  # to read away what a refused client is still sending
+    linger_s: float = 2.0  # to read and drop what a refused client is still sending
     graceful_s: float = 10.0  # systemd's TimeoutStopSec is 20
     busy_wait_us: int = 0  # longest wait awake for the next request (kvd/http/busy_wait.pyx)
 

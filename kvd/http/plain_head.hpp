@@ -7,8 +7,8 @@
 //   Content-Length: 3052\r\n                ... at most one length, and nothing that changes how
 //   \r\n                                    the connection or the body is to be read
 //
-// 1. What is plain is well-formed by any reading of RFC 9112, and means the same to any parser.
-// 2. What is not plain is not refused: it is left to llhttp, which decides (kvd/http/head.py).
+// 1. A plain head is well-formed by any reading of RFC 9112, and means the same to any parser.
+// 2. A head that is not plain is not refused, but left to llhttp, which decides (kvd/http/head.py).
 //
 // Cost: about 1 ns a byte; nothing is allocated.
 #pragma once

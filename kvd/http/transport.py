@@ -199,7 +199,7 @@ class Transport:
         setattr(stats, name, getattr(stats, name) + 1)
 
     def end_if_idle_for_long(self) -> None:
-        """Ends a wait for a request that takes too long, up to two ticks late; serves what came."""
+        """Ends a wait for a request after its limit, up to two ticks late; serves what came."""
         limits = self.shared.limits
         new = self.standing is ClientTrust.NEW
         seconds = limits.head_s if new else limits.idle_s

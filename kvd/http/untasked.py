@@ -74,7 +74,7 @@ class Untasked:
         self._coroutine = coroutine
 
     def step(self) -> Signal:
-        """Runs it until it waits; returns what for. Raises StopIteration with its result."""
+        """Runs it until it waits, and returns the signal; at its end raises StopIteration."""
         global _stepping
         before = _stepping  # steps nest: a coroutine may signal another one
         task = getattr(_run, "task", None)

@@ -17,7 +17,7 @@ from collections.abc import Iterable, MutableMapping
 
 FIRST = 3  # the first passed descriptor (sd_listen_fds(3))
 VARIABLES = ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES")
-FAMILIES = (socket.AF_INET, socket.AF_INET6, socket.AF_UNIX)  # kinds that tell who can connect
+FAMILIES = (socket.AF_INET, socket.AF_INET6, socket.AF_UNIX)  # addresses that show who can connect
 
 
 class Passed:
