@@ -68,7 +68,7 @@ class FaceClient:
         certificate. Raises OSError for unusable files.
         """
         self._headers = {"Authorization": f"Bearer {token.decode()}"} if token else {}
-        self._tls: ssl.SSLContext | None = None  # HTTPSConnection's own, where files say nothing
+        self._tls: ssl.SSLContext | None = None  # None: HTTPSConnection's default
         if certfile is not None or own_certfile is not None:
             self._tls = _trusting(certfile, own_certfile, own_keyfile)
 
