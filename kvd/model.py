@@ -13,7 +13,8 @@ InstanceId = int | str  # unsigned 64-bit on the Dynamo faces, text on the Moonc
 DEFAULT_TENANT = "default"
 
 # Most partitions (models and tenants) of a face, unless configured otherwise. An empty one costs
-# 31 KB in the index, 640 MB in all, and 3 KB in the slot tracker. Real fleets have a few hundred.
+# 31 KB in the index, so all of them 500 MB, and 3 KB in the slot tracker. Real fleets have a few
+# hundred.
 MAX_PARTITIONS = 16_384
 
 
