@@ -9,15 +9,15 @@ index.hpp, types.hpp         the rules that join the three
 store.hpp, remove.hpp, retire.hpp, parked.hpp
                              what a store, a removal, a clear and an unknown parent do
 sequence.hpp                 blocks by sequence hash
-predicted.hpp                blocks that are thought to be cached, beside events
-predictions                  `Predictions`: the same where there are no events
+predicted.hpp                blocks that ranks should cache soon, kept beside the events
+predictions                  `Predictions`: the same for ranks that send no events
 chronicle                    `Chronicle`: the last changes of who holds which block
 trace                        why a prompt is cached as far as it is, from the chronicle
 branches                     the tree, a level at a time, for people
-prompt_stats.hpp             what prompts of both sides have said of themselves
+prompt_stats.hpp             what queries and engines have shown of their prompts
 stream.hpp, cache_groups.hpp
-                             from the events of one worker to operations
+                             turn the events of one worker into operations on the index
 path.hpp, match.hpp, answer.hpp, tiered_answer.hpp
-                             a question: the walk, what it finds, and its answer as JSON
-worker.hpp, verify.hpp       a worker and its ranks; every invariant, checked
+                             a query: the walk, what it finds, and its answer as JSON
+worker.hpp, verify.hpp       a worker and its ranks; a check of every invariant
 """

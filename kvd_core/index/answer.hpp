@@ -3,10 +3,10 @@
 //   {"scores":{"1":{"0":32}},"frequencies":[1,1],
 //    "instances":{"1":{"longest_matched":48,"gpu":32,"dp":{"0":32},"cpu":48,"disk":48}}}
 //
-// All figures are tokens. A registered rank that caches something a query can credit is listed with
-// zeros where nothing of it matches; a rank known only from its batches, or with no such block (a
-// remembered name is none, nor is a block of a window group alone), is listed when it matched.
-// Instance figures are the best of the instance's ranks, each tier by itself.
+// All figures are tokens. A registered rank that holds something a query can credit is listed even
+// where nothing matches, with zeros. Any other rank is listed only when it matches: one known from
+// its batches alone, or one with no such block (remembered names and blocks of window groups are
+// none). Instance figures are the best of the instance's ranks, tier by tier.
 //
 // Costs: some 20 ns a rank, and a copy of a few bytes a block.
 #pragma once
@@ -34,7 +34,7 @@ class Answer {
     if (most != holders.end()) figure_ = static_cast<size_t>(put(digits, uint64_t{*most}) - digits);
   }
 
-  // Returns the text, in `memory`, which is made larger where it has to be.
+  // Returns the text, which is in `memory`; makes `memory` larger if it has to.
   std::string_view render(const std::vector<const Worker*>& workers, std::string& memory) const {
     if (const size_t room = room_for(workers); memory.size() < room) memory.resize(room);
     char* const begin = memory.data();
@@ -54,10 +54,10 @@ class Answer {
  private:
   // Bytes that no answer exceeds.
   size_t room_for(const std::vector<const Worker*>& workers) const {
-    constexpr size_t kAround = 64;                   // what stands there without workers
+    constexpr size_t kAround = 64;                   // the text around the workers
     constexpr size_t kWorker = 64 + 4 * kMaxDigits;  // names, braces, depths of tiers
     constexpr size_t kRank = 4 + 2 * kMaxDigits;
-    // The last figure is copied as if it had all digits.
+    // Every figure is copied with a fixed width, so the last one may write past its digits.
     size_t room = kAround + match_.frequencies().size() * (figure_ + 1) + sizeof(Figure);
     for (const Worker* worker : workers) {
       room += kWorker + 2 * (worker->key.size() + worker->ranks.size() * kRank);
@@ -123,7 +123,7 @@ class Answer {
     return put(to, "}");
   }
 
-  // One figure a block, mostly the one before: its text is made when it changes, and copied whole.
+  // One figure a block, mostly equal to the one before: its text is made only when it changes.
   char* put_frequencies(char* to) const {
     Figure figure = {','};
     size_t length = 0;

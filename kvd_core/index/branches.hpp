@@ -1,16 +1,16 @@
-// The tree, a level at a time, for people who walk it: which chains go on below a block, and who
-// holds how much of each.
+// The tree, a level at a time, for people who browse it: the chains below a block, and who holds
+// how much of each.
 //
 //   below P      9 ── [d e f] ──┬─ ..      DEVICE  rank 2: 3 blocks, rank 7: 1
 //                │              └─ ..      HOST    rank 2: 1
 //                5 ── [g]                  DEVICE  rank 2: 1
 //
 // Siblings come newest first, a page at a time; the next page begins behind the last chain of the
-// one before. Between two pages the tree may change: a chain is named by its node and its first
-// hash, and one that is not there any more, or elsewhere, is not found.
+// one before. The tree may change between two pages: a chain is named by its node and its first
+// hash, and is not found if it is gone or has moved.
 //
-// Costs: a chain O(runs, and members of their sets), of which `kMost` are counted; a page so many
-// chains, or fewer when kPageMost members have been counted. Nothing is changed.
+// Costs: a chain O(runs + members of their sets), of which at most kMost are counted; a page O(its
+// chains), fewer when kPageMost members have been counted. Nothing in the index changes.
 #pragma once
 
 #include <algorithm>
@@ -25,7 +25,7 @@ namespace kvd {
 
 struct Holding {
   uint32_t tier;
-  RankId rank;      // kNone: a publisher's, whom no worker stands for
+  RankId rank;      // kNone: a publisher's blocks that count for no worker
   uint32_t blocks;  // of the chain
 };
 
@@ -33,12 +33,12 @@ struct Branch {
   NodeId node = kNone;
   uint64_t first = 0;            // the local hash of its first block
   uint32_t blocks = 0;           // of the chain
-  uint32_t children = 0;         // chains that go on behind it
-  bool whole = true;             // whether all who hold it have been counted
+  uint32_t children = 0;         // chains below it
+  bool whole = true;             // whether all its holders have been counted
   std::vector<Holding> holders;  // by tier, those of most blocks first
 };
 
-// Blocks that a rank holds on a tier, those of the main cache group.
+// Blocks of the main cache group that a rank holds on a tier.
 inline uint64_t held_on(const Index& index, RankId rank, uint32_t tier) {
   return index.rank(rank).held[tier];
 }
@@ -59,8 +59,8 @@ class Branches {
 
   bool goes_on(NodeId node, NodeId at) const { return index_.tree().node(node).parent == at; }
 
-  // Lists children of `at` behind the sibling `after`, or from the first where that is kNone. Both
-  // have to be there. Returns whether there are more.
+  // Lists children of `at` behind the sibling `after`, or from the first one if that is kNone. Both
+  // must exist. Returns whether there are more.
   bool list(NodeId at, NodeId after, size_t limit, std::vector<Branch>& out) {
     const Tree& tree = index_.tree();
     NodeId next = after == kNone ? tree.node(at).first_child : tree.node(after).next;
@@ -105,7 +105,7 @@ class Branches {
     held_.push_back({layer, shown, blocks});
   }
 
-  // Adds up what is of the same rank and tier.
+  // Adds up the holdings of the same rank and tier.
   void gather(std::vector<Holding>& out) {
     const auto order = [](const Holding& h) { return std::make_pair(h.tier, h.rank); };
     std::sort(held_.begin(), held_.end(),

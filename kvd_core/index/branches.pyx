@@ -41,24 +41,24 @@ cdef extern from "index/branches.hpp" namespace "kvd" nogil:
         cbool goes_on(uint32_t, uint32_t)
         cbool list(uint32_t, uint32_t, size_t, vector[CBranch]&) except +
 
-    # The counters that a rank has beside what prefix_index.pxd knows of it.
+    # Counters of a rank that prefix_index.pxd does not declare.
     uint64_t held_on "kvd::held_on"(const CIndex&, RankId, uint32_t)
 
 ROOT = 0  # the node above all chains
 
 # A chain of blocks below another: its node and the local hash of its first block name it.
-# `holders` are (tier, worker id, dp rank, blocks of the chain), by tier, most blocks first;
-# worker and rank are None for publishers that no worker stands for. Not all are there unless it is
-# `whole`.
+# `holders` are (tier, worker id, dp rank, blocks of the chain), by tier, most blocks first; worker
+# and rank are None for publishers' blocks that count for no worker. If it is not `whole`, some
+# holders are missing.
 Branch = namedtuple("Branch", ("node", "first", "blocks", "children", "whole", "holders"))
 
 
 def branches(PrefixIndex index not None, above, after, size_t limit):
-    """Lists chains behind one, newest first: at most `limit`, and whether there are more.
+    """Lists at most `limit` chains below one, newest first, and returns whether there are more.
 
-    `above` and `after` are (node, first hash): of the chain that the listed ones go on from, None
-    for the beginning of prompts, and of the last one of the page before, None for the first page.
-    LookupError if one of them is not there any more.
+    `above` and `after` name chains by (node, first hash). `above` is the chain that the listed ones
+    continue, None for the beginning of prompts; `after` is the last chain of the page before, None
+    for the first page. LookupError if one of them does not exist any more.
     """
     cdef CBranches* walk = new CBranches(deref(index.c))
     cdef vector[CBranch] found
@@ -97,7 +97,7 @@ def branches(PrefixIndex index not None, above, after, size_t limit):
 
 
 def holdings(Worker worker not None):
-    """Returns the number of blocks of each rank of a worker, by dp rank, as a tuple by tier."""
+    """Returns how many blocks each rank of a worker holds, by dp rank, as a tuple by tier."""
     if worker.index is None:
         return {}
     return {

@@ -1,11 +1,11 @@
-// What a rank's stream says of its cache groups, and what an event is about.
+// A rank's cache groups, as its stream describes them, and the group that an event is about.
 //
 //   group 0   full attention       the prefix itself (the main group)
-//   group 1   sliding window 128   a prefix is reusable if this still holds its last blocks
-//   group 2   full attention       a prefix is reusable if this holds all of it
+//   group 1   sliding window 128   a prefix is reusable if the group still holds its last blocks
+//   group 2   full attention       a prefix is reusable if the group holds all of it
 //   group 3   anything else        says nothing about a prefix
 //
-// An event names its group by number, the kind only sometimes: what was taught is remembered.
+// An event names its group by number and only sometimes by kind, so the kind is remembered.
 //
 // Costs: O(groups of the rank), a handful.
 #pragma once
@@ -36,8 +36,8 @@ inline void learn_group(RankTraits& traits, const StoredEvent& e) {
   if (traits.groups.size() < kMaxGroups) traits.groups.push_back({e.group, e.kind, e.window});
 }
 
-// The kind an event is about: its own, else what was taught about its group; the first group
-// of an engine that does not say is the one that counts.
+// The kind of group that an event is about: the kind it names, else the remembered kind of its
+// group. If an engine never names kinds, its first group counts as full attention.
 template <class Event>
 GroupKind kind_of(const RankTraits& traits, const Event& e) {
   if (e.kind != GroupKind::NONE) return e.kind;
@@ -46,13 +46,13 @@ GroupKind kind_of(const RankTraits& traits, const Event& e) {
   return e.group == 0 ? GroupKind::FULL : GroupKind::NONE;
 }
 
-// Whether a full-attention group is one beside the main group.
+// Whether a full-attention group is not the main group.
 inline bool is_further_group(const RankTraits& traits, int32_t group) {
   return group > 0 && traits.main_group >= 0 && group != traits.main_group;
 }
 
-// How many blocks behind a prefix's end the event's window group must hold; false where that is
-// unknown.
+// How many blocks the event's window group must hold at the end of a reusable prefix; false where
+// that is unknown.
 inline bool window_blocks(const RankTraits& traits, const StoredEvent& e, uint64_t block_size,
                           uint32_t* blocks) {
   const CacheGroup* group = known_group(traits, e.group);

@@ -1,26 +1,25 @@
-// What has happened to blocks lately: who gained which, who lost which, whose cache was cleared. In
-// a ring of a fixed size, over all indexes that share it.
+// The latest changes: which rank gained or lost which blocks, and whose cache was cleared. They are
+// in a ring of a fixed size that several indexes share.
 //
-//   oldest ──────────────────────────────────────────────> newest, over the oldest
+//   oldest ──────────────────────────────────> newest, which overwrites the oldest
 //   stored rank 7, device, blocks 0 to 31    removed rank 7, device, block 31    cleared rank 9, ..
 //
-// A block that has gone cannot be pointed to, so a change names it by a key: of its depth, which is
-// the number of blocks before it, and the content of the last kWindow blocks up to it. Two blocks
-// of equal keys differ by what lies further before them only. Of a run that was stored there are
-// the keys of its first block and, by half, of its last.
+// A block that is gone cannot be pointed to, so a change names it by a key, made of its depth (the
+// number of blocks before it) and the content of the last kWindow blocks up to it. Two blocks with
+// equal keys differ only in what lies further before them. For a stored run the change has the key
+// of its first block and the low half of the key of its last.
 //
 // A rank is named by its owner: a number that no other rank of the process has had, and that
-// outlives clears. Ranks of publishers have none, and nothing is noted of them.
+// outlives clears. Ranks of publishers have no owner, and their changes are not noted.
 //
-// Times are ticks, of the last `set_time`: the chronicle's owner says what time it is.
+// Times are ticks, as of the last `set_time`: the chronicle's user tells it the time.
 //
 // Invariants
-//   1. changes are numbered from 0 on in the order they were noted; those from `first()` up to
+//   1. changes are numbered from 0 in the order they were noted; those from `first()` up to
 //      `next()` are there;
-//   2. a rank counts the changes that were noted of it: if so many are found, none is overwritten.
+//   2. a rank counts its noted changes: a reader that finds as many knows that none is overwritten.
 //
-// Costs: note O(1), 10 ns, of which most is for the keys; 32 bytes a change, taken as they are
-// written.
+// Costs: note O(1), 10 ns, mostly for the keys; 32 bytes a change, taken as they are written.
 #pragma once
 
 #include <algorithm>
@@ -37,14 +36,14 @@ namespace kvd {
 struct Change {
   enum Kind : uint8_t { kStored, kRemoved, kCleared, kRestarted };
 
-  uint64_t key;     // of the block, or the first of the run; 0 where all of a rank is meant
+  uint64_t key;     // of the block, or of the run's first block; 0 where all of a rank is meant
   uint32_t at;      // ticks
   uint32_t owner;   // of the rank
   uint32_t depth;   // of that block
   uint32_t last;    // low half of the key of the run's last block
   uint16_t blocks;  // of the run
   Kind kind;
-  uint8_t tiers;  // the tier, or where all of a rank is meant tiers as bits
+  uint8_t tiers;  // the tier; or tiers as bits, where all of a rank is meant
 };
 static_assert(sizeof(Change) == 32);
 static_assert(Tree::kMaxChain <= UINT16_MAX);
@@ -53,7 +52,7 @@ static_assert(Tree::kMaxChain <= UINT16_MAX);
 
 constexpr uint32_t kWindow = 8;  // blocks in a key: a cache line of local hashes
 
-// Local hashes are random enough for odd factors: each is another one for each place.
+// Local hashes are random enough to be mixed by odd factors, a different one for each position.
 constexpr uint64_t kFactors[kWindow] = {
     0x9E3779B97F4A7C15ull, 0xC2B2AE3D27D4EB4Full, 0x165667B19E3779F9ull, 0x27D4EB2F165667C5ull,
     0xD6E8FEB86659FD93ull, 0xA0761D6478BD642Full, 0xE7037ED1A0B428DBull, 0x8EBC6AF09C88C6E3ull};
@@ -92,9 +91,9 @@ class Chronicle {
  public:
   static constexpr uint32_t kTicksASecond = 100;
 
-  // Of `capacity` changes, one at least; `now` is in seconds.
+  // `capacity` is in changes, at least one; `now` is in seconds.
   Chronicle(uint32_t capacity, double now) : capacity_(capacity), began_(now) {
-    // Pages that have not been written yet are no memory.
+    // The system backs these pages with memory only when they are written.
     changes_.reset(static_cast<Change*>(std::calloc(capacity, sizeof(Change))));
     if (changes_ == nullptr) throw std::bad_alloc();
   }
@@ -107,10 +106,10 @@ class Chronicle {
   uint32_t now() const { return now_; }
   double reach() const { return seconds(next_ == 0 ? now_ : (*this)[first()].at); }
 
-  // A number for a rank.
+  // A new number for a rank.
   uint32_t new_owner() { return owners_++; }
 
-  // Fetches where the next change goes.
+  // Prefetches the entry that the next change is written to.
   void prefetch() const { __builtin_prefetch(changes_.get() + at_, 1); }
 
   void note(const Change& change) {

@@ -10,10 +10,10 @@ cdef extern from "index/chronicle.hpp" namespace "kvd" nogil:
         CChronicle(uint32_t, double) except +
         void set_time(double)       # seconds
         double seconds(uint32_t)    # of ticks
-        double reach()              # when the oldest change that is there was noted
+        double reach()              # when the oldest remembered change was noted
         uint32_t capacity()         # changes
-        uint64_t first()            # number of the oldest change that is there
-        uint64_t next()             # number of the next one
+        uint64_t first()            # number of the oldest remembered change
+        uint64_t next()             # number of the next change to be noted
 
 
 cdef class Chronicle:

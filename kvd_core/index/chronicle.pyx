@@ -10,9 +10,9 @@ cdef class Chronicle:
     """The last `capacity` changes of who holds which block: stores, removals, clears."""
 
     def __cinit__(self, uint32_t capacity, double now=0.0):
-        """`now` is in seconds, of the clock that `set_time` follows. ValueError without capacity.
+        """`now` is in seconds, of the same clock as for `set_time`.
 
-        MemoryError where there is not as much memory.
+        ValueError if `capacity` is 0, MemoryError if there is not enough memory.
         """
         if capacity == 0:
             raise ValueError("a chronicle needs room for at least one change")
@@ -33,10 +33,10 @@ cdef class Chronicle:
 
     @property
     def overwritten(self):
-        """Of these, those that newer ones have replaced."""
+        """The number of these that newer ones have replaced."""
         return self.c.get().first()
 
     @property
     def reach(self):
-        """Returns when the oldest remembered change was noted, in seconds; now if there is none."""
+        """When the oldest remembered change was noted, in seconds; now if there is none."""
         return self.c.get().reach()

@@ -4,48 +4,51 @@
 //   rank 9 ── names: engine hash 0x5c ─┴─> block 12 ── tree: .. ─ block 11 ─ block 12 ─ ..
 //                                          DEVICE {7, 9}   HOST {9}
 //
-// Presence is kept per rank and layer. A layer is a tier, a window group of a tier (hybrid
+// The index keeps presence per rank and layer. A layer is a tier, a window group of a tier (hybrid
 // models keep fewer blocks in those), or the memory of recently dropped names (kGhostLayer).
 //
-// The rules, with their reasons (the engines' traffic they come from is in docs/accuracy.md):
-//   - content decides: the same tokens under the same prefix are one block whatever the engines
-//     call it; what a rank calls it is that rank's affair;
-//   - several names of one rank may mean one block; it is held until the last name goes;
+// The rules, with their reasons (docs/accuracy.md has the engine traffic that they come from):
+//   - content decides: the same tokens under the same prefix are one block, whatever engines call
+//     it; each rank may have its own name for it;
+//   - several names of one rank may mean one block; the rank holds it until the last name goes;
 //   - a Stored whose blocks are all held already is a re-announcement and changes nothing: an
-//     engine reuses what it holds. Unless it says which, two kinds are second copies, to be
-//     removed: a single block below a parent (an engine computes a prompt's last block again), and
-//     any of a hybrid model's (it computes again what a window group has dropped);
-//   - a name that comes back with other content means the old content is gone;
-//   - a block whose parent is unknown, or that is only named, is parked until what it needs
-//     arrives; parked blocks are bounded, the oldest is dropped first and counted;
+//     engine reuses what it holds. Unless the event says which it is, two kinds count as second
+//     copies, which need a second removal: a single block below a parent (an engine computes a
+//     prompt's last block again), and any block of a hybrid model (it computes again what a window
+//     group has dropped);
+//   - when a name comes back with other content, the old content is gone;
+//   - a block whose parent is unknown, or of which only the name is known, is parked until what it
+//     lacks arrives; parked blocks are bounded, the oldest is dropped first and counted;
 //   - an unknown name in a removal is normal traffic: counted, no effect.
 //
-// A rank that leaves, or whose cache is cleared, is retired: it counts no longer, in O(1), and
-// `sweep` takes it apart bit by bit.
+// A rank that leaves, or whose cache is cleared, is retired: in O(1) it stops counting, and `sweep`
+// takes it apart bit by bit.
 //
-// The class is here, with its short members. The rest of it, by subject, comes with this header:
+// The class is here, with its short members. This header includes the longer ones, by subject:
 //
 //   index/store.hpp     a store: room, place, names, presence
 //   index/remove.hpp    a removal: layers that names lose, ghosts
-//   index/parked.hpp    what has no place yet, and how it gets one
+//   index/parked.hpp    blocks without a place, and how they get one
 //   index/retire.hpp    caches that are cleared, ranks that leave, the sweep
 //
-// Invariants (beyond those of index/tree.hpp and index/names.hpp), for live ranks
-//   1. rank r is in the holders of block b on layer l exactly when some name of r means b and
+// Invariants (beyond those of index/tree.hpp and index/names.hpp)
+// for live ranks
+//   1. rank r is among the holders of block b on layer l exactly when some name of r means b and
 //      has l; `rare->shared[b, l]` counts the further such names;
 //   2. `rare->copies[name, l]` counts the further copies of a name that has l;
 //   3. a name whose only layer is the ghost layer is in its rank's `ghosts` ring;
-//   4. every parked block waits: its name is unknown and so is its parent or its content;
-// for all
-//   5. `held[counter(l)]` is the number of (block, layer) pairs whose holder the rank is;
-//   7. the budget counts the blocks of the tree, and the names of live ranks;
-// and for retired ranks
-//   6. every block whose holder the rank is has a slot in its names at or behind `sweep_at`; the
-//      records of the slots before it have been given back.
+//   4. every parked block waits: its name is unknown, and so is its parent or its content;
+// for all ranks
+//   5. `held[counter(l)]` is the number of (block, layer) pairs that the rank holds;
+// for retired ranks
+//   6. every block that the rank still holds has a slot in its names at or behind `sweep_at`; the
+//      records of the slots before it have been given back;
+// for the index
+//   7. the budget counts the blocks of the tree, and the names of live ranks.
 //
-// Costs: store O(blocks + runs touched), remove O(runs of the node) a block, all amortised; clear
-// and retire O(1), but O(names of the rank) to clear a part of it; no operation depends on the
-// number of ranks except through the size of the sets it changes.
+// Costs: store O(blocks + runs touched), remove O(runs of the node) for each block, all amortised;
+// retire and clear O(1), but O(names of the rank) to clear only a part of its layers. No operation
+// depends on the number of ranks, except through the sizes of the sets it changes.
 #pragma once
 
 #include <algorithm>
@@ -73,8 +76,7 @@ namespace kvd {
 class Index {
  public:
   // `max_blocks` bounds the blocks of the tree, the records, and the names of each rank. Without a
-  // budget the index has one of its own, which is without end; without a chronicle nothing is
-  // noted.
+  // budget the index makes one of its own, without bounds; without a chronicle it notes no changes.
   explicit Index(uint32_t block_size, uint32_t max_blocks = Tree::kMaxBlocks,
                  std::shared_ptr<Budget> budget = nullptr,
                  std::shared_ptr<Chronicle> chronicle = nullptr)
@@ -94,19 +96,19 @@ class Index {
   Tree& tree() { return tree_; }
   const IndexStats& stats() const { return stats_; }
   const Budget& budget() const { return *budget_; }
-  PromptStats& asked() { return asked_; }          // by questions
-  PromptStats& announced() { return announced_; }  // by engines
+  PromptStats& asked() { return asked_; }          // of queries
+  PromptStats& announced() { return announced_; }  // of engines
   Seeds& seeds() { return seeds_; }                // of the prompts that engines have stored
   const Seeds& seeds() const { return seeds_; }
-  const Chronicle* chronicle() const { return chronicle_.get(); }  // null: nothing is noted
+  const Chronicle* chronicle() const { return chronicle_.get(); }  // null: changes are not noted
   uint64_t held(LayerId tier) const { return held_[tier]; }
   NameKeys keys() const { return {tree_, records_, hash_}; }
 
-  // Keeps predictions from now on (see index/predicted.hpp), if it does not yet.
+  // Keeps predictions from now on (see index/predicted.hpp), unless it already does.
   void predict(double ttl_s, uint32_t max, uint32_t target) {
     if (predicted_ == nullptr) predicted_ = std::make_unique<Predicted>(ttl_s, max, target);
   }
-  Predicted* predicted() const { return predicted_.get(); }  // null: it keeps none
+  Predicted* predicted() const { return predicted_.get(); }  // null: none are kept
 
   // ---- ranks
 
@@ -124,12 +126,12 @@ class Index {
     return id;
   }
 
-  // What happens to the rank is noted from now on, if there is a chronicle.
+  // Notes what happens to the rank from now on, if there is a chronicle.
   void chronicle_rank(RankId id) {
     if (chronicle_ != nullptr) ranks_[id].owner = chronicle_->new_owner();
   }
 
-  // Notes that tiers of a rank are emptied, given as bits.
+  // Notes that a rank's tiers (as bits) are emptied.
   void note_emptied(RankId id, uint32_t tiers, Change::Kind kind) {
     Rank& rank = ranks_[id];
     if (rank.owner == kNone || tiers == 0) return;
@@ -144,10 +146,10 @@ class Index {
   // The rank stops counting at once; `sweep` takes it apart later, in slices.
   void retire_rank(RankId id);
 
-  // Retires the rank; a new one with its traits, and nothing else of it, takes its place.
+  // Retires the rank and returns a new one in its place, which has its traits and nothing else.
   RankId renew_rank(RankId id);
 
-  // Lets a conductor's rank count as a worker's, or with kNone not at all. O(1).
+  // Makes a conductor's rank count as a worker's rank, or as none (kNone). O(1).
   void set_alias(RankId id, RankId rank) {
     ranks_[id].alias_of = rank;
     ranks_[id].hidden = rank == kNone;
@@ -155,17 +157,17 @@ class Index {
     if (!aliases_.empty()) aliases_.erase(id);
   }
 
-  // Lets it count as each of a worker's ranks.
+  // Makes it count as each of these ranks of a worker.
   void set_aliases(RankId id, std::vector<RankId> ranks) {
     set_alias(id, ranks.empty() ? kNone : kMany);
     if (!ranks.empty()) aliases_[id] = std::move(ranks);
   }
 
-  // The ranks that one of kMany is seen as.
+  // The ranks that a rank of kMany counts as.
   const std::vector<RankId>& aliases_of(RankId id) const { return aliases_.at(id); }
 
-  // Frees what retired ranks held, and memory that an emptied index has kept, and makes sequence
-  // hashes that are missing, in about `budget` steps of at most 0.1 us; false when nothing is left.
+  // Frees what retired ranks held and spare memory of an emptied index, and makes missing sequence
+  // hashes, in about `budget` steps of at most 0.1 us; false when nothing is left to do.
   bool sweep(uint32_t budget);
 
   // ---- layers
@@ -216,7 +218,7 @@ class Index {
 
   bool windowed() const { return windowed_; }  // some rank may have windows
 
-  // Notes that an engine has announced so many blocks of a lower tier at once: as long as the
+  // Notes that an engine has announced this many blocks of a lower tier in one event. While the
   // number is always the same, it is the engine's chunk.
   void note_chunk(RankId id, uint32_t blocks) {
     uint32_t& chunk = ranks_[id].chunk;
@@ -224,15 +226,15 @@ class Index {
     chunked_ = chunked_ || chunk > 1;
   }
 
-  bool chunked() const { return chunked_; }  // some rank may have such chunks
+  bool chunked() const { return chunked_; }  // some rank may have chunks of several blocks
 
   // ---- sequence hashes (index/sequence.hpp)
 
   const Sequences* sequences() const { return sequences_.get(); }
 
-  // Keeps the sequence hash of every block that is stored from now on. Those that are there get
-  // theirs by `make_sequences`, but where another seed than `seed` has gone into them (adapter,
-  // salt): these are known by one when they are stored again.
+  // Keeps the sequence hash of every block stored from now on. `make_sequences` gives the blocks
+  // already there theirs, unless a seed other than `seed` went into them (adapter, salt):
+  // those get theirs when they are stored again.
   void keep_sequences(uint64_t seed, Placements* placements) {
     placements_ = placements;
     if (sequences_ != nullptr) return;
@@ -242,52 +244,52 @@ class Index {
     tree_.watch(&unsequenced_);
   }
 
-  // Goes on with that for about `budget` steps of at most 0.1 us; true when all have theirs.
+  // Continues that for about `budget` steps of at most 0.1 us; true when all blocks have theirs.
   bool make_sequences(uint32_t budget) {
     Steps steps{budget};
     make_sequences(steps);
     return sequenced() && resolve_waiting(steps);
   }
 
-  // Has a question's local hashes place blocks of which only the sequence hash is known; whether
-  // the prompt leads further now.
+  // Uses a query's local hashes to place blocks that are known by sequence hash alone. Returns
+  // whether the tree now has more of the prompt.
   bool place_by_prompt(BlockId last, const uint64_t* locals, size_t from, size_t n) const {
     return placements_ != nullptr && placements_->place_by_prompt(last, locals, from, n);
   }
 
-  // Whether all blocks have sequence hashes that can have any.
+  // Whether every block that can have a sequence hash has one.
   bool sequenced() const { return sequences_ != nullptr && unsequenced_.next == kNone; }
 
   // ---- blocks
 
-  // Blocks in path order: names[i] is what the rank calls the block with content locals[i].
-  // False when they are refused because the index is full. `resolve_waiting` has to follow.
+  // Stores blocks in path order: names[i] is what the rank calls the block with content locals[i].
+  // False when they are refused because the index is full. The caller then calls `resolve_waiting`.
   bool store(RankId id, const Store& s);
 
-  // Goes on with what placed blocks have set off elsewhere; false while there is more.
+  // Continues what placed blocks have set off elsewhere; false while there is more.
   bool resolve_waiting(Steps& steps) {
     return placements_ == nullptr || placements_->resolve_waiting(steps);
   }
 
-  // Blocks known by name alone (offload events, window groups). Held on `layer` once the name
-  // means something. False when they are refused because the index is full. An event of many may
-  // come in parts, of which it is said how many are `still` to come with them.
+  // Stores blocks known by name alone (offload events, window groups). The rank holds each on
+  // `layer` once the name means something. False when they are refused because the index is full.
+  // An event of many names may come in parts: `still` names of it come after these.
   bool store_named(RankId id, const uint64_t* names, uint32_t n, LayerId layer, bool has_parent,
                    uint32_t still = 0, Origin origin = Origin::UNSAID);
 
   // Takes a layer from the block that the rank calls `name`.
   void remove(RankId id, uint64_t name, LayerId layer);
-  // The same where the engine says how many copies it has left: as many are kept, whatever was
-  // announced.
+  // The same where the engine says how many copies it has left: that many are kept, whatever it has
+  // announced before.
   void remove(RankId id, uint64_t name, LayerId layer, uint32_t left);
 
-  // Whether nothing is known of the rank's cache: no block, no copy, nothing set aside.
+  // Whether the rank's cache is entirely unknown: no block, no copy, nothing parked.
   bool holds_nothing(RankId id) const {
     return ranks_[id].names.size() == 0 && ranks_[id].parked() == 0;
   }
 
-  // Drops everything the rank holds on all layers, or on those of some tiers. Returns the id that
-  // the rank has from now on.
+  // Drops everything the rank holds, on all layers or on those of some tiers. Returns the rank's id
+  // from now on.
   RankId clear(RankId id, LayerMask mask);
 
   // The inherited hash term of the block that the rank calls `name`, parked or not; 0 without one.
@@ -335,18 +337,18 @@ class Index {
   static constexpr size_t kExceptionBytes = 48;  // one hash node
   static constexpr size_t kRaritiesBytes = sizeof(RareState) + 576;  // an empty deque's memory
 
-  // Steps of a sweep: slots passed, blocks freed, members of a set copied, each in one of them;
-  // and what a chain costs besides. Measured: together they keep a step below 0.1 us.
+  // What a step of a sweep covers: slots passed, blocks freed, or members of a set copied; and the
+  // steps that a chain costs besides. Measured: together they keep a step below 0.1 us.
   static constexpr size_t kSlotsAStep = 16;
   static constexpr size_t kFreedAStep = 8;
   static constexpr size_t kMembersAStep = 64;
   static constexpr size_t kStepsAChain = 16;
   static constexpr size_t kStepsASegment = 8;
   static constexpr size_t kStepsASequence = 2;
-  static constexpr int64_t kStepsAStore = 64;  // of sweeping instead of refusing
+  static constexpr int64_t kStepsAStore = 64;  // to sweep for, before a store is refused
 
-  // Chain by chain, what comes before always first; whatever is stored between two calls meets a
-  // block with a sequence hash above it and has its own, or is still to come here.
+  // Goes chain by chain, each after the chains before it on its path. A block stored between two
+  // calls either finds a sequence hash above it and gets its own at once, or is still to come here.
   void make_sequences(Steps& steps) {
     if (unsequenced_.next == kNone || !steps.left()) return;
     while (unsequenced_.next != kNone && steps.left()) {
@@ -362,7 +364,7 @@ class Index {
     resolve_waiting(steps);
   }
 
-  // Which counter of a rank counts a layer.
+  // The index of a layer's counter in `Rank::held`.
   size_t counter(LayerId layer) const {
     if (layer < kFirstGroupLayer) return layer;
     return kFirstGroupLayer + std::min<uint32_t>(tier_of(layer), kTierLayers);
@@ -455,13 +457,13 @@ class Index {
   std::vector<RankId> retired_;
   std::vector<std::pair<uint32_t, uint32_t>> group_layers_;
   std::unordered_map<BlockId, uint64_t> terms_;
-  std::unique_ptr<Sequences> sequences_;  // null while nobody asks for them
+  std::unique_ptr<Sequences> sequences_;  // null until sequence hashes are kept
   Watcher unsequenced_;                   // the next chain whose blocks have none yet
   Placements* placements_ = nullptr;
-  bool linked_ = false;  // some rank is seen as another
+  bool linked_ = false;  // some rank counts as another
   bool chunked_ = false;
   bool windowed_ = false;
-  std::unordered_map<RankId, std::vector<RankId>> aliases_;  // of those seen as kMany
+  std::unordered_map<RankId, std::vector<RankId>> aliases_;  // of the ranks of kMany
   size_t max_parked_ = kMaxParked;
   ParkedQueue order_;
   size_t parked_ = 0;  // of live ranks
@@ -482,7 +484,7 @@ class Index {
 
 }  // namespace kvd
 
-// What is only declared above.
+// Definitions of the members that are only declared above.
 #include "index/parked.hpp"
 #include "index/remove.hpp"
 #include "index/retire.hpp"

@@ -2,24 +2,26 @@
 //
 //   prompt   h0 h1 h2 h3 h4 h5 h6        path: node 4 [h0 h1 h2 h3], node 9 [h4 h5]
 //   DEVICE   {1,2,7}: h0-h2   {2}: h3-h5          depth of 1, 7: 3   of 2: 6
-//   HOST     {1}: h3-h4                           1 goes on from 3 to 5
+//   HOST     {1}: h3-h4                           1 continues from 3 to 5
 //
-// A rank's depth on a tier is where it stood on the tiers above plus the unbroken run it holds
-// there; the tiers are taken in the order device, host, disk, external. Runs are met in path
-// order, so one comparison a (run, member) decides: the rank stands inside the run, or not.
+// A rank's depth on a tier is its depth on the tiers above plus the unbroken run that it holds from
+// there on. The tiers are taken in the order device, host, disk, external. Runs are met in path
+// order, so one comparison for each (run, member) decides: the rank stands inside the run, or not.
 //
-// A rank whose engine loads chunks of several blocks from lower tiers uses none of a chunk that the
-// prompt has in part only, so its depth there ends with a chunk, or where the tier above does.
+// Some engines load chunks of several blocks from lower tiers. Their ranks cannot use a chunk of
+// which the prompt has only a part, so such a depth ends with a chunk, or where the tier above
+// ends.
 //
-// A rank with window groups (hybrid models) can reuse a prefix only if each such group still
-// holds the last blocks of it: its device depth is the deepest that satisfies all of them.
+// A rank with window groups (hybrid models) can reuse a prefix only if each group still holds the
+// last blocks of it: its device depth is the deepest that satisfies all of them.
 //
-// A conductor's rank with window groups that is seen as a worker's is met by itself first, and what
-// it can reuse is the worker's if that has less.
+// A conductor's rank with window groups that counts as a worker's is first matched by itself. The
+// worker's rank then gets the larger of the two device depths.
 //
-// Costs: path O(blocks), compared as plain arrays; then O(runs on the path x their members).
-// Nothing in the index changes, not even a counter; but blocks of which only the sequence hash is
-// known get their places in the tree where a prompt shows them (Index::place_by_prompt).
+// Costs: path O(blocks), compared as plain arrays; then O(runs on the path x their members). A
+// match changes nothing in the index, not even a counter, with one exception: blocks known by
+// sequence hash alone get their places in the tree when a prompt shows them
+// (Index::place_by_prompt).
 #pragma once
 
 #include <algorithm>
@@ -62,19 +64,19 @@ class Match {
   }
 
   Depth depth(RankId id) const { return depth_[id].depth; }
-  // As Depth::disk, without what the external tier adds.
+  // Depth::disk without what the external tier adds.
   uint32_t before_external(RankId id) const {
     const Entry& entry = depth_[id];
     return any_external_ ? std::min(entry.before_external, entry.depth.disk) : entry.depth.disk;
   }
   const std::vector<RankId>& touched() const { return touched_; }
-  // For every block of the longest device match, how many ranks hold it on the device.
+  // For every block of the longest device match, the number of ranks that hold it on the device.
   const std::vector<uint32_t>& frequencies() const { return frequencies_; }
 
  private:
   struct Entry {
     Depth depth;
-    uint32_t before_external = 0;  // blocks; where any rank holds a block on that tier
+    uint32_t before_external = 0;  // blocks; set if some rank holds blocks on the external tier
     bool touched = false;
   };
 
@@ -128,10 +130,10 @@ class Match {
         });
         if (is_met_alone(rank)) moved |= move(member, from, to);
       }
-      // Nobody stands at `from`, so nobody can go on behind it either.
+      // Nobody stands at `from`, so nobody can continue behind it either.
       if (!moved) return false;
       if (frequencies_.size() < to) frequencies_.resize(to, 0);
-      // By value: what the lambdas above refer to would be read anew for each block.
+      // Captured by value: by reference, `holders` would be read anew for each block.
       std::for_each(frequencies_.begin() + from, frequencies_.begin() + to,
                     [holders](uint32_t& of_block) { of_block += holders; });
       return true;
@@ -148,7 +150,7 @@ class Match {
     return true;
   }
 
-  // Whether `member` is the first of a set that is seen as `id`.
+  // Whether `member` is the first of a set that counts as `id`.
   static bool is_first(const Index& index, SetId set, RankId member, RankId id) {
     if (index.tree().sets().contains(set, id)) return false;
     for (const RankId other : index.tree().sets().members(set)) {
@@ -187,7 +189,7 @@ class Match {
     }
   }
 
-  // A tier goes on where the rank stands on the tier above.
+  // A tier starts where the rank stands on the tier above.
   void start_from(const Index& index, Only only, uint32_t Depth::* above, uint32_t Depth::* here) {
     for (const RankId id : touched_) {
       if (counts(index.rank(id), only)) depth_[id].depth.*here = depth_[id].depth.*above;
@@ -224,7 +226,7 @@ class Match {
       if (rank.windows.empty() || !counts(rank, only)) continue;
       Depth& depth = depth_[id].depth;
       uint32_t before;
-      do {  // shrinking for one group may break another's condition
+      do {  // a smaller depth for one group may break the condition of another
         before = depth.device;
         for (const Window& window : rank.windows) {
           depth.device = deepest(index, id, window, depth.device);

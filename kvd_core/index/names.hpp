@@ -1,13 +1,13 @@
-// What a rank calls the blocks it holds: engine hash -> block, and on which layers.
+// A rank's names for the blocks it holds: engine hash -> block, and the layers it is held on.
 //
 //   slots     [ 17 | .. | R3 | .. | 902 | 18 | .. ]        4 bytes each, open addressing
 //               │         │
 //               │         └─ record 3: { name 0xbeef, block 40, layers HOST|DISK }
 //               └─ block 17, whose own name is this rank's name for it, held on DEVICE only
 //
-// Most ranks call a block what its first holder called it and hold it on the device: such an
-// entry is just the block's id, and its key is read back from the block. Everything else (another
-// engine's hashes for the same tokens, lower tiers, window groups) spends a record.
+// Most ranks call a block what its first holder called it, and hold it on the device: such an entry
+// is just the block's id, and its key is read back from the block. Everything else (another
+// engine's hashes for the same tokens, lower tiers, window groups) takes a record.
 //
 // Invariants
 //   1. the names of one rank are distinct; a name has one block and a non-empty set of layers;
@@ -36,7 +36,7 @@ struct Record {
 constexpr LayerId kDeviceLayer = 0;
 constexpr LayerMask kDeviceOnly = 1u << kDeviceLayer;
 
-// Reads the keys of slot values back from where they live.
+// Reads the name, block and layers of a slot's value back from where they live.
 struct NameKeys {
   const Tree& tree;
   const Arena<Record>& records;
@@ -55,7 +55,7 @@ struct NameKeys {
   }
   uint64_t hash_of(uint32_t value) const { return hash(name(value)); }
 
-  // Whether the records reach as far as the one of a value, which may have been freed meanwhile.
+  // Whether the records reach as far as a value's record, which may have been freed meanwhile.
   bool is_there(uint32_t value) const { return (value & ~kRecordBit) < records.end(); }
 };
 
@@ -94,7 +94,7 @@ class Names {
     if ((value & NameKeys::kRecordBit) != 0) records.give(value & ~NameKeys::kRecordBit);
   }
 
-  // Makes room for so many names in an empty table; does nothing in any other.
+  // Makes room for this many names in an empty table; does nothing in any other.
   void reserve(uint32_t count) {
     if (size() == 0 && count != 0) table_.reserve(count);
   }

@@ -1,21 +1,21 @@
-// Blocks of an index that have no place yet: their parent is unknown, or all but their name is.
+// Blocks that have no place yet: their parent is unknown, or only their name is known.
 //
 //   rank 7   parked    12 { content b, parent 11 }  15 { content c, parent 11 }  31 { named only }
-//            waiting   11 ─> 15 ─> 12                    those of one parent, the newest first
-//   index    order_    [ 12 | 15 | .. | 31 ]             oldest first, among entries of placed ones
+//            waiting   11 ─> 15 ─> 12                    blocks of one parent, the newest first
+//   index    order_    [ 12 | 15 | .. | 31 ]             oldest first, among stale entries
 //
-//   11 arrives ─> work_ [ 11 ] ─> 15, 12 placed below it ─> work_ [ 15 12 ] ─> what waits for them
-//   31 arrives ─> its layers are added to what has been placed
+//   11 arrives ─> work_ [ 11 ] ─> 15, 12 placed below it ─> work_ [ 15 12 ] ─> blocks below these
+//   31 arrives ─> its layers are added to the block that has just been placed
 //
-// Publishers' blocks are parked in the same tables, but in no list of `waiting`: what they wait for
-// is in conductor/waiting.hpp.
+// Publishers' blocks are parked in the same tables, but are in no list of `waiting`:
+// conductor/waiting.hpp has what they wait for.
 //
 // Invariants (4 of index/index.hpp, in parts)
-//   1. a block with content is in the list of its parent, a block without in none;
-//   2. a parked block has one entry in `order_` with its stamp; `parked_` counts those of live
-//      ranks, at most `max_parked_`.
+//   1. a parked block with content is in the list of its parent, one without content is in none;
+//   2. a parked block has one entry in `order_` with its stamp; `parked_` counts the parked blocks
+//      of live ranks, at most `max_parked_`.
 //
-// Costs: park, unpark O(1); place_parked O(1) and a store of one block for each that is placed;
+// Costs: park, unpark O(1); place_parked O(1) and a store of one block for each block placed;
 // dropping layers O(parked blocks of the rank); some 200 bytes a block (kParkedBytes).
 #pragma once
 
@@ -26,8 +26,8 @@
 
 namespace kvd {
 
-// The parent is unknown. A block of the run that is known already keeps its place (an unknown
-// parent cannot contradict it), and what follows it has a parent after all.
+// Parks a run whose parent is unknown, up to the first block that is known: that one keeps its
+// place (an unknown parent cannot contradict it), and what follows it has a known parent after all.
 inline void Index::park_run(RankId id, const Store& s) {
   Store one = s;
   for (uint32_t i = 0; i < s.n; ++i) {
@@ -55,7 +55,7 @@ inline void Index::park(RankId id, uint64_t name, LayerId layer, const Store* co
     order_.push({name, stamp_, id});
     ++parked_;
     ++stats_.parked;
-    // What grows beyond that may have the whole bound, and growing is not done in slices.
+    // The table may grow to the whole bound, and growing is not done in slices: reserve it all now.
     if (rare.parked.size() == kGrowsTo && max_parked_ > kMaxParked)
       rare.parked.reserve(max_parked_);
   }
@@ -98,7 +98,7 @@ inline void Index::bound_parked() {
     forget_parked(oldest.rank, ranks_[oldest.rank].rare->parked.find(oldest.name));
     ++stats_.parked_dropped;
   }
-  // Entries of blocks placed meanwhile are dropped from the queue before they outnumber it.
+  // Drops stale entries before they outnumber the parked blocks.
   if (order_.size() > 2 * parked_ + 64) {
     order_.compact([&](const ParkedQueue::Entry& entry) { return is_parked(entry); });
   }
@@ -140,7 +140,7 @@ inline void Index::drop_parked(RankId id, LayerMask mask) {
 
 // ---- placing them
 
-// Places what waited for the names in `work_`, and what waited for that in turn.
+// Places the blocks that waited for the names in `work_`, and those that waited for these in turn.
 inline void Index::place_parked(RankId id) {
   while (!work_.empty() && ranks_[id].parked() != 0) {
     const uint64_t name = work_.back();
@@ -155,7 +155,7 @@ inline void Index::place_parked(RankId id) {
   work_.clear();
 }
 
-// A parked block whose name has been placed by another event only adds its layers.
+// Another event has placed the name of a parked block: the block only adds its layers.
 inline void Index::gain_parked_layers(RankId id, uint64_t name) {
   const auto it = ranks_[id].rare->parked.find(name);
   if (it == ranks_[id].rare->parked.end()) return;
@@ -174,8 +174,8 @@ inline void Index::place_parked_child(RankId id, uint64_t parent, uint64_t name)
   const Parked p = it->second;
   forget_parked(id, it);
   ++stats_.unparked;
-  // No query asks for a block that was hashed without its prompt's term. It is placed all the
-  // same: removals mean it, and what follows it inherits the term.
+  // No query finds a block that was hashed without its prompt's term. It is placed all the same:
+  // removals name it, and the blocks below it inherit the term.
   const uint64_t above = term_at(block_of(id, parent));
   const uint64_t term = above != 0 ? above : p.term;
   if (term != p.term) ++stats_.parked_unsalted;

@@ -1,9 +1,10 @@
-// How a prompt goes through the tree: the chains on its way, and who holds what of them.
+// The path of a prompt through the tree: the chains on its way, and who holds what of them.
 //
-//   prompt   h0 h1 h2 h3 h4 h5 h6        steps: node 4 from 0 on: 4 blocks, node 9 from 4 on: 2
-//   DEVICE   {1,2}: h0-h4   {2}: h5      node 4 {1,2} to 4; node 9 {1,2} to 1, {2} to 2
+//   prompt   h0 h1 h2 h3 h4 h5 h6        steps: node 4 from 0 on: 4 blocks; node 9 from 4 on: 2
+//   DEVICE   {1,2}: h0-h4   {2}: h5      node 4: {1,2} to 4; node 9: {1,2} to 1, {2} to 2
 //
-// Costs: find O(blocks), compared as plain arrays; each_run O(runs on the path up to the layer's).
+// Costs: find O(blocks), compared as plain arrays; each_run O(runs on the path up to those of the
+// layer).
 #pragma once
 
 #include <algorithm>
@@ -17,29 +18,29 @@ namespace kvd {
 
 class Path {
  public:
-  // Meets a prompt by its local hashes.
+  // Finds the path of a prompt by its local hashes.
   void find(const Tree& tree, const uint64_t* locals, size_t n) {
     steps_.clear();
     tree.descend(Tree::kRoot, locals, n, Append{steps_});
   }
 
-  // The same by what `next` and `equal` of Chains::descend say.
+  // The same with the `next` and `equal` of Chains::descend.
   template <class Next, class Equal>
   void find(const Tree& tree, size_t n, Next&& next, Equal&& equal) {
     steps_.clear();
     tree.descend(Tree::kRoot, n, next, equal, Append{steps_});
   }
 
-  // Blocks of the prompt.
+  // The number of the prompt's blocks that are in the tree.
   size_t met() const { return steps_.empty() ? 0 : steps_.back().start + steps_.back().count; }
 
-  // The last block that was met, or kNone.
+  // The last block met, or kNone.
   BlockId last(const Tree& tree) const {
     if (steps_.empty()) return kNone;
     return tree.node(steps_.back().node).chain.block()[steps_.back().count - 1];
   }
 
-  // The block at a position that was met.
+  // The block at a position below met().
   BlockId block(const Tree& tree, uint32_t at) const {
     const auto behind =
         std::upper_bound(steps_.begin(), steps_.end(), at,
@@ -48,7 +49,7 @@ class Path {
     return tree.node(step.node).chain.block()[at - step.start];
   }
 
-  // Calls visit(set, from, to) for the runs of a layer, in prompt positions; neighbouring runs of
+  // Calls visit(set, from, to) for the runs of a layer, in prompt positions. Neighbouring runs of
   // equal sets come as one. Stops early when `visit` returns false.
   template <class Visit>
   void each_run(const Tree& tree, LayerId layer, Visit&& visit) const {

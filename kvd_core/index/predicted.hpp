@@ -1,30 +1,29 @@
-// Blocks that ranks are thought to cache because a prompt was sent to them, kept beside what their
-// events announce: between a booking and the first event of its prompt nothing else says so.
+// Blocks that ranks should cache soon because a prompt was sent to them, kept beside what their
+// events announce: between a booking and the first event of its prompt, nothing else says so.
 //
 //   booked on rank 7:  a1 77 03        chained: 5e 0c d9     one entry a (rank, chained hash)
-//   events of rank 7:  a1              depth: 1 by its events, 3 with what is predicted
+//   events of rank 7:  a1              depth: 1 by its events, 3 with the predictions
 //
 //   oldest ──────────────────────────────────────────> newest       in order of expiry
 //   (7, d9) (7, 0c) (7, 5e)   (9, 41) (9, 5e)
 //    └ one booking, its deepest block first ┘
 //
 // An entry ends when its time is up, when there are too many, or when the rank says that it has
-// dropped a block of the same content: an engine that evicts a block knew it, and knows better. The
-// content is compared without what precedes it, because that is all an eviction can be asked for in
-// O(1); so an equal block behind another prompt ends it as well, which costs a prediction and makes
-// none wrong. Events that confirm a prediction do not end it: the larger of the two depths counts,
-// and they are equal then.
+// dropped a block of the same content: the engine knows better. An eviction finds entries by the
+// block's content alone, because that is what O(1) allows. So it also ends the prediction of an
+// equal block in another prompt, which loses a prediction and makes none wrong. Events that confirm
+// a prediction do not end it: the larger of the two depths counts, and then they are equal.
 //
-// The index itself knows nothing of predictions: they are in no answer, dump or statistics of it.
+// The index uses no predictions: they are in none of its answers, dumps or statistics.
 //
 // Invariants
-//   1. entries are distinct by (owner, hash), each is in `exact_`, in the list of its (owner,
+//   1. entries are distinct by (owner, hash); each is in `exact_`, in the list of its (owner,
 //      local) that `content_` finds, and in the order of expiry;
-//   2. an owner is a rank from when it is first seen to its next `forget`; entries of earlier
-//      owners are found by nobody and leave with their time.
+//   2. an owner stands for a rank from when the rank is first seen until its next `forget`; entries
+//      of earlier owners cannot be found any more and leave when their time is up.
 //
-// Costs: add O(blocks); reach O(1) and O(blocks that are predicted); evict O(entries of that
-// content), at most kMaxEvicted; forget O(1). 48 bytes an entry and about 12 in the tables.
+// Costs: add O(blocks); reach O(1 + blocks predicted); evict O(entries of that content), at most
+// kMaxEvicted; forget O(1). 48 bytes an entry and about 12 in the tables.
 #pragma once
 
 #include <algorithm>
@@ -39,11 +38,11 @@ namespace kvd {
 
 class Predicted {
  public:
-  // Entries of one content and rank that an eviction ends at once, some microseconds; more of them
-  // come from prompts that repeat a block, and end with their time.
+  // Entries of one content and rank that an eviction ends at once, in some microseconds. More come
+  // only from prompts that repeat a block; those end with their time.
   static constexpr uint32_t kMaxEvicted = 64;
 
-  // Beyond `max` entries the oldest go, until `target` are left.
+  // Beyond `max` entries, the oldest go until `target` are left.
   Predicted(double ttl_s, uint32_t max, uint32_t target)
       : ttl_s_(ttl_s), max_(max), target_(target) {}
 
@@ -60,8 +59,8 @@ class Predicted {
     for (size_t i = 0; i < n; ++i) chained[i] = hash = hash_(locals[i], hash);
   }
 
-  // Notes that a prompt was sent to a rank, from its block `from` on; blocks that were noted before
-  // are so anew.
+  // Notes that a prompt was sent to a rank, from its block `from` on. Blocks noted before get a new
+  // time.
   void add(uint32_t rank, const uint64_t* locals, size_t n, size_t from, double now) {
     n = std::min<size_t>(n, max_);
     chain(locals, n, chained_);
@@ -71,7 +70,7 @@ class Predicted {
     prune(now, 2 * n);
   }
 
-  // How far a rank's blocks reach that are predicted from block `from` on; `from` if none are.
+  // How far the rank's predicted blocks reach from block `from` on; `from` if none are predicted.
   size_t reach(uint32_t rank, const std::vector<uint64_t>& chained, size_t from) const {
     if (rank >= owners_.size()) return from;
     const uint32_t owner = owners_[rank];
@@ -79,7 +78,7 @@ class Predicted {
     return from;
   }
 
-  // The rank has dropped a block.
+  // Notes that the rank has dropped a block.
   void evict(uint32_t rank, uint64_t local) {
     if (rank >= owners_.size()) return;
     for (uint32_t left = kMaxEvicted; left > 0; --left) {
@@ -89,7 +88,7 @@ class Predicted {
     }
   }
 
-  // The rank has dropped everything, or is another one from now on.
+  // Notes that the rank has dropped everything, or that the number now names another rank.
   void forget(uint32_t rank) {
     if (rank < owners_.size()) owners_[rank] = next_owner_++;
   }
@@ -230,7 +229,7 @@ class Predicted {
 
   double ttl_s_;
   uint32_t max_, target_;
-  uint32_t excess_ = 0;  // entries that are to go because there were too many
+  uint32_t excess_ = 0;  // entries still to be ended because there were too many
   Arena<Entry> entries_;
   ProbeTable exact_, content_;
   KeyedHash hash_;

@@ -1,5 +1,5 @@
 # cython: language_level=3
-"""Data sheet of predictions: blocks thought to be cached (predictions.pyx)."""
+"""Data sheet of predictions: blocks that ranks should cache soon (predictions.pyx)."""
 from libc.stddef cimport size_t
 from libc.stdint cimport uint32_t, uint64_t
 from libcpp cimport bool as cbool
@@ -9,10 +9,10 @@ cdef extern from "index/predicted.hpp" namespace "kvd" nogil:
     cppclass CPredicted "kvd::Predicted":
         CPredicted(double, uint32_t, uint32_t) except +  # seconds, entries, entries
         uint32_t size()
-        # Notes a prompt's local hashes as cached by a rank, at a time in seconds.
+        # Predicts that a rank caches a prompt, by its local hashes, from a time in seconds on.
         void add(uint32_t, const uint64_t*, size_t, double) except +
-        void forget(uint32_t) except +  # all that a rank is thought to cache
-        cbool prune(double, size_t)     # ends at most so many that are too old, or too many
+        void forget(uint32_t) except +  # drops all predictions of a rank
+        cbool prune(double, size_t)     # ends at most this many that are too old or too many
 
 
 cdef class Predictions:

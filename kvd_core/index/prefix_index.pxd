@@ -32,18 +32,18 @@ cdef extern from "index/index.hpp" namespace "kvd" nogil:
     uint32_t kMaxBlocks "kvd::Tree::kMaxBlocks"
 
     cppclass CBudget "kvd::Budget":
-        uint64_t max                # of blocks, and of names
+        uint64_t max                # bounds the blocks, and likewise the names
         uint64_t blocks             # in trees
         uint64_t names              # of live ranks
-        uint64_t refused            # announced blocks that there was no room for
-        uint64_t crowded            # of those, where too many wait already
+        uint64_t refused            # announced blocks that found no room
+        uint64_t crowded            # of these, blocks refused because too many wait to be placed
 
     cppclass CPromptStats "kvd::PromptStats":
-        uint64_t prompts            # by their tokens
+        uint64_t prompts            # known by their tokens
         uint64_t salted
         uint64_t adapted
-        uint64_t telling            # by engines that would have announced a salt
-        uint32_t first[16]          # of the last of them, their first tokens
+        uint64_t telling            # from engines that would have announced a salt
+        uint32_t first[16]          # the first tokens of the last prompts, in a ring
         void note(uint32_t, cbool, cbool, cbool)
 
     cppclass CIndexStats "kvd::IndexStats":
@@ -62,11 +62,11 @@ cdef extern from "index/index.hpp" namespace "kvd" nogil:
 
     cppclass CRank "kvd::Rank":
         cbool live
-        cbool listed                # registered: shown without a match too
+        cbool listed                # registered, so answers list it even without a match
         cbool salted
         cbool offloads
-        cbool settling              # took blocks from a dump that its stream may announce again
-        cbool restored              # took blocks from a dump, no batch has spoken for it since
+        cbool settling              # took blocks from a dump; its stream may announce them again
+        cbool restored              # took blocks from a dump, and no batch has spoken for it since
         uint32_t dp_rank
 
     cppclass CStore "kvd::Store":
@@ -76,7 +76,7 @@ cdef extern from "index/index.hpp" namespace "kvd" nogil:
         cbool has_parent
         uint64_t parent             # the rank's name of the block before the first
         LayerId layer
-        uint64_t term               # inherited part of the local hashes' seed, 0 without
+        uint64_t term               # what the prompt's first block adds to the seed, or 0
 
     cppclass CTree "kvd::Tree":
         uint32_t node_count()
@@ -87,8 +87,8 @@ cdef extern from "index/index.hpp" namespace "kvd" nogil:
         uint32_t block_size()
         CTree& tree()
         const CIndexStats& stats()
-        CPromptStats& asked()                 # by questions
-        CPromptStats& announced()                  # by engines
+        CPromptStats& asked()                      # of queries
+        CPromptStats& announced()                  # of engines
         uint64_t held(LayerId)
         CRank& rank(RankId)
         RankId rank_end()
@@ -99,7 +99,7 @@ cdef extern from "index/index.hpp" namespace "kvd" nogil:
         cbool store_named(RankId, const uint64_t*, uint32_t, LayerId, cbool) except +
         void remove(RankId, uint64_t, LayerId) except +
         void predict(double, uint32_t, uint32_t) except +    # seconds, entries, entries
-        CPredicted* predicted()        # NULL: it keeps none
+        CPredicted* predicted()        # NULL: none are kept
         size_t parked_count()
         size_t record_count()
         size_t exception_count()
@@ -138,8 +138,8 @@ cdef extern from "index/stream.hpp" namespace "kvd" nogil:
         CStream(CIndex&, CWorker&, uint32_t, CIngestStats&) except +
         uint32_t apply(const uint8_t*, size_t, uint32_t) except +
         uint32_t go_on(uint32_t) except +
-        size_t flaw()               # a kvd::Reason, kReasons if there is none
-        cbool rank(uint32_t*)       # false when the last batch does not say it
+        size_t flaw()               # a kvd::Reason, or kReasons
+        cbool rank(uint32_t*)       # false when the last batch does not show its rank
         cbool names_ranks()
         uint32_t cleared()          # tiers as bits
         const uint64_t* ignored()   # by kvd::Ignored
@@ -217,8 +217,8 @@ cdef class PrefixIndex:
     cdef CMatch match_scratch
     cdef vector[uint64_t] locals
     cdef string text
-    cdef readonly uint64_t questions    # about a block or more, put while there were blocks
-    cdef readonly uint64_t matched      # of these, those that some rank has had a part of
+    cdef readonly uint64_t questions    # queries of a block or more, put while there were blocks
+    cdef readonly uint64_t matched      # of these, queries of which some rank had a part
 
     cpdef bytes query_tokens(self, BodyScanner scanner, int array, str lora_name=*,
                              str cache_salt=*)
@@ -242,7 +242,7 @@ cdef class Worker:
 cdef class Stream:
     cdef CStream* c
     cdef Worker worker
-    cdef bytes payload                  # of a batch that is unfinished
+    cdef bytes payload                  # of an unfinished batch
     cdef public uint32_t slice_steps    # steps that a call of `apply` or `go_on` takes, about
 
 
@@ -250,4 +250,4 @@ cdef class Dump:
     cdef CDump* c
     cdef PrefixIndex index
     cdef string text
-    cdef readonly bint done             # all is written
+    cdef readonly bint done             # everything is written

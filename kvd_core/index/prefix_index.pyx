@@ -1,8 +1,8 @@
 """The prefix index of one partition (model, tenant): who holds which blocks on which tier.
 
-The structure and its rules are in the C++ headers this module binds: `index/tree.hpp` (the radix
-tree and the holders), `index/names.hpp` (what ranks call their blocks), `index/index.hpp` (the
-rules), `index/stream.hpp` (from engine events to operations), `index/match.hpp` (queries),
+The structure and its rules are in the C++ headers that this module binds: `index/tree.hpp` (the
+radix tree and the holders), `index/names.hpp` (what ranks call their blocks), `index/index.hpp`
+(the rules), `index/stream.hpp` (from engine events to operations), `index/match.hpp` (queries),
 `dump/dump.hpp`.
 
 One thread owns an index. Nothing here does I/O, reads a clock or logs.
@@ -30,7 +30,7 @@ NEW_RANK = kNewRank
 ALL_TIERS = kAllTiers
 # Steps of a batch that are applied before other tasks run, about 2 ms.
 SLICE_STEPS = 20_000
-# Counts of what prompts had (see index/prompt_stats.hpp).
+# Counts of prompts, and their first tokens (see index/prompt_stats.hpp).
 PromptStats = namedtuple("PromptStats", ("prompts", "salted", "adapted", "telling", "first_tokens"))
 IGNORED = ("medium", "remote", "kind", "group", "block_size", "tokens", "too_many_ranks", "full")
 
@@ -62,26 +62,26 @@ cdef int resolve_waiting(CIndex& index) except -1:
 
 
 cdef class Slice:
-    """The rest of a slice of long work, where steps are counted in Python."""
+    """What is left of a slice of long work, for work that counts its steps in Python."""
 
     def __cinit__(self, int64_t steps):
-        """Steps are of about 0.1 us; when far more time than theirs has passed, none is left."""
+        """A step is about 0.1 us; none is left once far more time has passed than they take."""
         self.c = new CSteps(steps)
 
     def __dealloc__(self):
         del self.c
 
     def take(self, size_t steps):
-        """Takes steps; returns whether none is left."""
+        """Takes steps; returns whether none are left."""
         self.c.take(steps)
         return not self.c.left()
 
 
 cdef class IngestStats:
-    """Totals over the events of every stream that was given this object."""
+    """Totals over the events of every stream that uses this object."""
 
     def as_dict(self):
-        """Events and batches by kind; `ignored` and `bad` by reason."""
+        """Returns events and batches by kind; `ignored` and `bad` by reason."""
         cdef size_t i
         return {
             "batches": self.c.batches,
@@ -94,10 +94,10 @@ cdef class IngestStats:
 
 
 cdef class Budget:
-    """The blocks that indexes may hold together, and those that they do.
+    """The blocks that indexes may hold together, and those that they hold.
 
     `max_blocks` bounds the distinct blocks, and likewise the (rank, block) pairs; 0 is no bound.
-    What is held stays when it is lowered.
+    Lowering it drops no blocks.
     """
 
     def __cinit__(self, uint64_t max_blocks=0):
@@ -116,32 +116,32 @@ cdef class Budget:
 
     @property
     def blocks(self):
-        """Distinct blocks in the indexes, those of ranks that are yet to be swept included."""
+        """Distinct blocks in the indexes, including those of ranks not yet swept."""
         return self.c.get().blocks
 
     @property
     def pairs(self):
-        """(rank, block) pairs: what each rank calls the blocks that it holds."""
+        """(rank, block) pairs: the names of ranks for the blocks that they hold."""
         return self.c.get().names
 
     @property
     def refused(self):
-        """Announced blocks that there was no room for, counted at each announcement."""
+        """Announced blocks that found no room, counted at each announcement."""
         return self.c.get().refused
 
     @property
     def crowded(self):
-        """Of the refused ones, those where too many of a partition wait to be placed."""
+        """Of the refused blocks, those of partitions where too many wait to be placed."""
         return self.c.get().crowded
 
 
 cdef class PrefixIndex:
     """Blocks of `block_size` tokens and their holders.
 
-    `counters` receives the event totals of this index's streams; several indexes may share one.
-    What exceeds `max_blocks` is refused: so many blocks, or names of one rank; and what the
-    `budget` has no room for, which several indexes may share, too. What happens to the blocks of
-    workers is noted in the `chronicle`, if there is one.
+    `counters` receives the event totals of this index's streams; several indexes may share one. The
+    index refuses what exceeds `max_blocks` (its blocks, or the names of one rank), and what the
+    `budget` has no room for, which several indexes may share as well. It notes what happens to the
+    blocks of workers in the `chronicle`, if there is one.
     """
 
     def __cinit__(
@@ -186,32 +186,32 @@ cdef class PrefixIndex:
     def sweep(self, uint32_t max_steps):
         """Frees what removed and cleared ranks held; True while there is more.
 
-        A step takes at most about 0.1 us, and frees up to 8 blocks.
+        A step takes at most about 0.1 us and frees up to 8 blocks.
         """
         return self.c.sweep(max_steps)
 
     def predict(self, double ttl_s, uint32_t max_entries, double target_ratio):
         """Keeps predictions of what ranks cache from now on, for pools (see `index/predicted.hpp`).
 
-        They live `ttl_s` seconds; beyond `max_entries` blocks of ranks the oldest go, down to the
-        ratio. Has no effect where that was said before.
+        They live `ttl_s` seconds; beyond `max_entries` predicted blocks the oldest go, down to the
+        ratio. Only the first call has an effect.
         """
         self.c.predict(ttl_s, max_entries, <uint32_t>(max_entries * target_ratio))
 
     def predicted(self):
-        """Returns the number of predicted blocks of ranks."""
+        """Returns the number of predicted blocks over all ranks."""
         return 0 if self.c.predicted() == NULL else self.c.predicted().size()
 
     def forget_predicted(self, double now, size_t limit):
-        """Ends at most `limit` predictions that are too old or too many; True if there are more."""
+        """Ends at most `limit` predictions that are too old or too many; True if more are left."""
         return self.c.predicted() != NULL and self.c.predicted().prune(now, limit)
 
     cpdef bytes query_tokens(self, BodyScanner scanner, int array, str lora_name=None,
                              str cache_salt=None):
-        """Answers with the matches of a prompt, as JSON bytes (see `index/answer.hpp`).
+        """Returns the matches of a prompt as JSON bytes (see `index/answer.hpp`).
 
-        `array` is the position of the u32 token array in the scanner. A salted query counts
-        salted blocks on ranks whose stream announces salts, and unsalted blocks on the others.
+        `array` is the position of the u32 token array in the scanner. A salted query counts salted
+        blocks on ranks whose stream announces salts, and unsalted blocks on the others.
         """
         cdef size_t n = 0
         cdef const uint32_t* tokens = scanner.u32(array, &n)
@@ -231,11 +231,11 @@ cdef class PrefixIndex:
         return self.answer(n)
 
     cpdef bytes query_hashes(self, BodyScanner scanner, int array):
-        """Answers with the matches of a list of local hashes, as JSON bytes."""
+        """Returns the matches of a list of local hashes as JSON bytes."""
         return self.answer(self.match_hashes(scanner, array))
 
     cpdef bytes query_tiers(self, BodyScanner scanner, int array):
-        """Answers as `query_hashes`, every rank and tier by itself (`index/tiered_answer.hpp`)."""
+        """Returns them as `query_hashes` does, for each rank and tier (tiered_answer.hpp)."""
         self.note_question(self.match_hashes(scanner, array))
         cdef CTieredAnswer* renderer = new CTieredAnswer(deref(self.c), self.match_scratch)
         cdef string_view text
@@ -246,7 +246,7 @@ cdef class PrefixIndex:
         return PyBytes_FromStringAndSize(text.data(), text.size())
 
     cdef size_t match_hashes(self, BodyScanner scanner, int array) except? -1:
-        """Matches a list of local hashes; returns how many they are."""
+        """Matches a list of local hashes; returns their number."""
         cdef size_t n = 0
         cdef const uint64_t* hashes = scanner.u64(array, &n)
         self.match_scratch.reset(deref(self.c))
@@ -254,13 +254,13 @@ cdef class PrefixIndex:
         return n
 
     cdef void note_question(self, size_t blocks) noexcept:
-        """Counts the question that the last match is about."""
+        """Counts the query of the last match."""
         if blocks != 0 and self.c.tree().block_count() != 0:
             self.questions += 1
             self.matched += not self.match_scratch.touched().empty()
 
     cdef void note_prompt(self, uint32_t first, bint is_salted, bint is_adapted) noexcept:
-        """Counts what a question by tokens, about a block or more, has said of its prompt."""
+        """Counts the prompt of a query by tokens, if it has a block or more."""
         if self.c.tree().block_count() != 0:
             self.c.asked().note(first, is_salted, is_adapted, True)
 
@@ -275,9 +275,9 @@ cdef class PrefixIndex:
         return PyBytes_FromStringAndSize(text.data(), text.size())
 
     def match(self, locals):
-        """Depths in blocks of every rank that matches a list of local hashes.
+        """Returns the depths in blocks of every rank that matches a list of local hashes.
 
-        Returns {(worker id, dp rank): (device, host, disk)}, cumulative over the tiers, and the
+        They are {(worker id, dp rank): (device, host, disk)}, cumulative over the tiers, with the
         number of device holders of each block of the longest device match.
         """
         cdef vector[uint64_t] hashes = locals
@@ -296,7 +296,7 @@ cdef class PrefixIndex:
     def dump(self, bint binary=False):
         """Starts a dump of all blocks, as text or binary (`dump/format.hpp`).
 
-        It stays valid while the index changes.
+        The dump stays valid while the index changes.
         """
         cdef Dump dump = Dump.__new__(Dump)
         dump.index = self
@@ -313,7 +313,7 @@ cdef class PrefixIndex:
         return owners
 
     def stats(self):
-        """Sizes now and totals since the start, all in blocks unless the name says otherwise."""
+        """Returns sizes now and totals since the start, in blocks unless a name says otherwise."""
         cdef const CIndexStats* t = &self.c.stats()
         return {
             "blocks": self.c.tree().block_count(),
@@ -340,11 +340,11 @@ cdef class PrefixIndex:
         }
 
     def asked(self):
-        """Returns counts of the prompts of questions by tokens, while there were blocks."""
+        """Returns counts of the prompts of queries by tokens, put while the index had blocks."""
         return said_by(&self.c.asked())
 
     def announced(self):
-        """Returns counts of the prompts whose first blocks engines stored, by tokens."""
+        """Returns counts of the prompts whose first blocks engines have stored with tokens."""
         return said_by(&self.c.announced())
 
     def verify(self):
@@ -371,31 +371,31 @@ cdef class Worker:
         return rank
 
     def register(self, uint32_t dp_rank):
-        """Lists the rank in every answer from now on, matched or not."""
+        """Registers the rank: from now on answers list it even if nothing of it matches."""
         cdef RankId rank = self.rank_of(dp_rank)
         self.index.c.rank(rank).listed = True
 
     def unregister(self, uint32_t dp_rank):
         """Removes one rank with its blocks, which `PrefixIndex.sweep` frees; KeyError if absent.
 
-        Ranks that only its stream has spoken for go as well, unless they are registered.
+        Unregistered ranks that only its stream has spoken for go as well.
         """
         if self.index is None or self.c.find(dp_rank) == kNone:
             raise KeyError(dp_rank)
         self.c.retire(deref(self.index.c), dp_rank)
 
     def ranks(self):
-        """The data-parallel ranks the worker has, registered or not."""
+        """Returns the data-parallel ranks of the worker, registered or not."""
         return [entry.first for entry in self.c.ranks]
 
     def settled(self):
-        """Counts further announcements of its streams as copies (see recovery.pyx)."""
+        """Lets further announcements of its streams count as copies (see recovery.pyx)."""
         if self.index is not None:
             for entry in self.c.ranks:
                 self.index.c.rank(entry.second).settling = False
 
     def remove(self):
-        """Removes the worker with all its ranks, also those only seen in batches."""
+        """Removes the worker with all its ranks, also those seen only in batches."""
         if self.index is None:
             return
         self.c.retire_all(deref(self.index.c))
@@ -405,7 +405,7 @@ cdef class Worker:
         self.index = None
 
     def stream(self, uint32_t dp_rank):
-        """A stream whose batches speak for `dp_rank` unless they name a rank themselves."""
+        """Returns a stream whose batches speak for `dp_rank` unless they name a rank themselves."""
         if self.index is None:
             raise RuntimeError("the worker was removed")
         cdef Stream stream = Stream.__new__(Stream)
@@ -414,12 +414,12 @@ cdef class Worker:
         stream.slice_steps = SLICE_STEPS
         return stream
 
-    # The operations behind a stream, for tests and tools. Hashes are unsigned 64-bit integers.
+    # The operations behind a stream, for tests and scripts. Hashes are unsigned 64-bit integers.
 
     def store(self, uint32_t dp_rank, names, locals, parent=None, LayerId tier=0):
         """Stores blocks in path order below `parent` (a name of this rank) or at the root.
 
-        False when they are refused because the index is full.
+        False if they are refused because the index is full.
         """
         cdef vector[uint64_t] named = names
         cdef vector[uint64_t] hashed = locals
@@ -438,9 +438,9 @@ cdef class Worker:
         return stored
 
     def store_named(self, uint32_t dp_rank, names, LayerId tier, bint offload=True):
-        """Stores blocks known by name alone; `offload` marks the rank's stream as one that does.
+        """Stores blocks known by name alone; `offload` marks the rank as one that offloads so.
 
-        False when they are refused because the index is full.
+        False if they are refused because the index is full.
         """
         cdef vector[uint64_t] n = names
         cdef RankId rank = self.rank_of(dp_rank)
@@ -455,9 +455,9 @@ cdef class Worker:
             self.index.c.remove(rank, name, tier)
 
     def clear(self, uint32_t dp_rank, tier=None):
-        """Removes everything the rank holds, or holds on one tier.
+        """Removes everything that the rank holds, or that it holds on one tier.
 
-        What is invisible from now on may need `PrefixIndex.sweep` to be freed.
+        It is invisible from now on; `PrefixIndex.sweep` may be needed to free it.
         """
         self.rank_of(dp_rank)
         cdef uint32_t mask = kAllLayers if tier is None else self.index.c.tier_mask(tier)
@@ -476,12 +476,13 @@ cdef class Stream:
     def apply(self, bytes payload not None):
         """Applies one batch as it came off the wire, or begins to.
 
-        Bad input, and blocks that an index has no room for, are counted and never raise. Returns 0,
-        or bits: CLEARED when what was missed before does not matter any more on the tiers that
-        `cleared` says, FLAWED when part of the batch could not be understood, NO_ROOM when not all
-        of it was stored, NEW_RANK when no batch has spoken for its rank before; or UNFINISHED
-        alone, when it takes longer than `slice_steps` of about 0.1 us: then `go_on` has to follow,
-        as long as it says so, before the next batch. RuntimeError when the worker was removed.
+        Bad input, and blocks that the index has no room for, are counted and never raise. Returns 0
+        or bits: CLEARED when earlier losses do not matter any more on the tiers that `cleared`
+        returns, FLAWED when part of the batch could not be understood, NO_ROOM when not all of it
+        was stored, NEW_RANK when it is the first batch for its rank or the first that names a rank.
+        Returns UNFINISHED alone when the batch takes longer than `slice_steps` steps of about
+        0.1 us: then call `go_on` until it returns something else, before the next batch.
+        RuntimeError if the worker was removed.
         """
         if self.worker.index is None:
             raise RuntimeError("the worker was removed")
@@ -494,7 +495,7 @@ cdef class Stream:
         return outcome
 
     def go_on(self):
-        """Goes on with a batch that is UNFINISHED; returns what `apply` does."""
+        """Continues an UNFINISHED batch; returns what `apply` does."""
         if self.worker.index is None:
             raise RuntimeError("the worker was removed")
         cdef uint32_t outcome = self.c.go_on(self.slice_steps)
@@ -509,21 +510,21 @@ cdef class Stream:
         return "" if reason == kReasons else REASONS[reason]
 
     def rank(self):
-        """The rank that the last applied batch has spoken for, None when that cannot be known."""
+        """Returns the rank that the last applied batch spoke for, None if it does not show it."""
         cdef uint32_t dp_rank = 0
         return dp_rank if self.c.rank(&dp_rank) else None
 
     def names_ranks(self):
-        """Returns whether batches name their ranks, so that ranks not yet heard may exist."""
+        """Returns whether batches name their ranks, so that ranks not yet heard from may exist."""
         return self.c.names_ranks()
 
     def cleared(self):
-        """The tiers that clears of the last applied batch have emptied, as bits of ALL_TIERS."""
+        """Returns the tiers that clears of the last batch have emptied, as bits of ALL_TIERS."""
         return self.c.cleared()
 
     @property
     def ignored(self):
-        """Events that were understood and had no effect, by the IGNORED reason, without zeros."""
+        """Events that were understood but had no effect, by reason of IGNORED, without zeros."""
         cdef const uint64_t* counts = self.c.ignored()
         return {IGNORED[i]: counts[i] for i in range(kIgnored) if counts[i]}
 
@@ -542,11 +543,11 @@ cdef class Stream:
         return ""
 
     def clear(self):
-        """Drops the blocks of every rank this stream has spoken for, also in batches only.
+        """Drops the blocks of every rank that this stream has spoken for, registered or not.
 
-        What was to come of an UNFINISHED batch goes, too. With them go ranks of a dump that are
-        registered nowhere and no batch has spoken for: they may be this stream's. All are invisible
-        at once; `PrefixIndex.sweep` frees them. RuntimeError when the worker was removed.
+        The rest of an UNFINISHED batch is dropped, too. So are ranks from a dump that are
+        registered nowhere and that no batch has spoken for: they may be this stream's. All of this
+        is invisible at once; `PrefixIndex.sweep` frees it. RuntimeError if the worker was removed.
         """
         if self.worker.index is None:
             raise RuntimeError("the worker was removed")
@@ -555,22 +556,23 @@ cdef class Stream:
         verify_if_debug(deref(self.worker.index.c))
 
     def restored(self):
-        """Returns whether its ranks hold blocks of a dump that no batch has spoken for since."""
+        """Returns whether its ranks hold blocks of a dump and no batch has spoken for them yet."""
         return self.worker.index is not None and self.c.restored()
 
     def goes_on(self, bytes payload not None):
         """Returns whether a batch, not yet applied, names blocks that are known from a dump alone.
 
-        They are parents in it, or removed, without having been stored in it: no engine begins so.
+        It names them as parents or as removed, without having stored them itself. A new engine
+        process begins with no such batch.
         """
         return self.worker.index is not None and self.c.goes_on(
             <const uint8_t*>PyBytes_AS_STRING(payload), PyBytes_GET_SIZE(payload)
         )
 
     def drop_restored(self):
-        """Drops blocks restored from a dump: the engine announces everything again.
+        """Drops blocks restored from a dump, because the engine announces everything again.
 
-        Returns whether there were any. RuntimeError when the worker was removed.
+        Returns whether there were any. RuntimeError if the worker was removed.
         """
         if self.worker.index is None:
             raise RuntimeError("the worker was removed")
@@ -596,10 +598,10 @@ cdef class Dump:
         return self.c.blocks_written()
 
     def read(self, size_t enough):
-        """The next piece of the list of events; `done` says whether it is the last.
+        """Returns the next piece of the list of events; `done` says whether it is the last.
 
-        Returns as soon as there are at least `enough` bytes, or a slice of the work is done: then a
-        piece may be empty. One of text may end inside an event, and the next one goes on there; a
+        A piece is complete when it has at least `enough` bytes or a slice of the work is done, so
+        it may be empty. A piece of text may end inside an event, which the next one continues; a
         binary piece consists of whole records.
         """
         self.text.clear()

@@ -1,14 +1,14 @@
-// What prompts have said of themselves: those that questions were about, and those that engines
-// have stored. Where the two sides differ, nothing matches, and here is how they differ.
+// What is known of prompts: those of queries, and those that engines have stored. Where the two
+// sides differ, nothing matches, and these counts show how they differ.
 //
-//   prompts   all of them, by their tokens; questions by hash say nothing
+//   prompts   all prompts known by their tokens; queries by hash do not count
 //   salted    of these, with a cache salt       adapted   of these, with an adapter
-//   telling   of these, by engines that would have announced a salt
-//   first     of the last kKept, their first tokens, one after the other round the array
+//   telling   of these, from engines that would have announced a salt
+//   first     the first tokens of the last kKept prompts, in a ring
 //   seeds     what adapters and salts of engines' prompts add to the seed of local hashes
 //
-// Costs: `note` one store and three additions a prompt; of a seed one comparison, where it is that
-// of the prompt before, and kKept where it is not.
+// Costs: `note` is one store and three additions a prompt. A seed is one comparison where it equals
+// that of the prompt before, else kKept.
 #pragma once
 
 #include <algorithm>
@@ -45,7 +45,7 @@ struct Seeds {
     bool operator==(const Seed& o) const { return adapter == o.adapter && salt == o.salt; }
   };
 
-  uint64_t met = 0;  // different ones, those that came back after they had been replaced included
+  uint64_t met = 0;  // distinct seeds; one that came back after being replaced counts again
   Seed kept[kKept] = {};
 
   uint32_t size() const { return static_cast<uint32_t>(std::min<uint64_t>(met, kKept)); }

@@ -4,13 +4,13 @@
 //   id 7  {2}           refs 1
 //   id 9  {2, 5, 811}   refs 3    three runs somewhere in the tree have exactly these holders
 //
-// A thousand ranks that share a system prompt cost one set of a thousand entries, however long
-// the prompt. A set is found from its neighbour by an order-independent hash (the xor of its
-// members' hashes) and verified member by member, so equality is exact.
+// A thousand ranks that share a system prompt cost one set of a thousand entries, however long the
+// prompt. The table finds a set's neighbour (one rank more or less) by an order-independent hash,
+// the xor of its members' hashes, and compares member by member, so equality is exact.
 //
 // Invariants
 //   1. members are strictly ascending; no two live sets are equal;
-//   2. refs = number of runs that name the set; a set without runs is freed by `unref`;
+//   2. refs = number of runs that name the set; `unref` frees a set that no run names any more;
 //   3. hash = xor of the members' keyed hashes.
 //
 // Costs: with/without O(size), contains O(log size), ref/unref O(1).

@@ -1,18 +1,18 @@
-// What a removal does to an index: a name loses a layer, and with the last one what it means.
+// A removal: a name loses a layer, and with its last layer what it means.
 //
 //   name 0xa1   held on the layer? ── no: parked, or unknown and counted
-//               some left, it says ── as many copies are kept
+//               event says n left? ── n copies are kept
 //               further copies?    ── one less, and nothing else happens
 //               other layers left? ── it loses this one
-//                             none ── it is erased, or a ghost where its rank offloads
+//                             none ── it is erased, or becomes a ghost if its rank offloads
 //   block 12    further names?     ── one less
-//                             none ── its rank is off the layer, and what nobody holds is trimmed
+//                             none ── its rank leaves the layer; what nobody holds is trimmed
 //
 //   ghosts [ 0xa1 | 0x5c | .. ]      at most kMaxGhosts a rank, the oldest is forgotten first
 //
 // Invariants
 //   1. first the name goes, then the presence, then the block: a name's key may be read back from
-//      its block (index/names.hpp), so no block is trimmed that a slot still means;
+//      its block (index/names.hpp), so a block that a slot still means is never trimmed;
 //   2. `copies` and `shared` have no entry for a name without the layer (2 and 1 of
 //      index/index.hpp).
 //
@@ -59,7 +59,7 @@ inline void Index::remove(RankId id, uint64_t name, LayerId layer, uint32_t left
   }
   const uint32_t slot = ranks_[id].names.find(name, keys());
   if (slot == Names::kAbsent || (keys().layers(ranks_[id].names.value(slot)) >> layer & 1) == 0) {
-    return;  // parked it stays so, and unknown it does
+    return;  // the name stays parked, or unknown
   }
   auto& copies = ranks_[id].rare_state().copies;
   if (left == 1) {
@@ -70,7 +70,7 @@ inline void Index::remove(RankId id, uint64_t name, LayerId layer, uint32_t left
   ++stats_.removed_copies;
 }
 
-// Erases a name with all it stands for.
+// Erases a name on all its layers.
 inline void Index::forget_name(RankId id, uint32_t slot) {
   const uint32_t value = ranks_[id].names.value(slot);
   const uint64_t name = keys().name(value);
@@ -85,7 +85,7 @@ inline void Index::forget_name(RankId id, uint32_t slot) {
   trim(tree_.block(block).node);
 }
 
-// Takes the rank off a block. While further names of it mean the block there is nothing to see:
+// Takes the rank off a block. Where further names of the rank mean it, only their count changes:
 //
 //   rank 7 loses b of [a b c]      shared {b, DEVICE}: 1, {2,7} to 3   =>   0: erased, {2,7} to 3
 //   and again                      {2,7} to 3                          =>   {2,7} to 1, {2} to 2,
@@ -103,7 +103,7 @@ inline void Index::lose(RankId id, BlockId block, LayerId layer) {
   if (predicted_ != nullptr && layer == kDeviceLayer) {
     predicted_->evict(id, tree_.node(b.node).chain.local()[b.offset]);
   }
-  if (chronicle_ != nullptr) {  // what the note needs is on its way while the block is released
+  if (chronicle_ != nullptr) {  // fetch what the note will read while the block is released
     const uint64_t* local = tree_.node(b.node).chain.local();
     __builtin_prefetch(local + b.offset);
     __builtin_prefetch(local + (b.offset < kWindow ? 0 : b.offset + 1 - kWindow));
@@ -125,8 +125,8 @@ inline bool Index::take_copy(RankId id, uint64_t name, LayerId layer) {
   return true;
 }
 
-// Frees what nobody holds any more at the end of a path (`Tree::trim` has the pictures); what is
-// kept beside the tree of a freed block goes with it.
+// Frees what nobody holds any more at the end of a path (`Tree::trim` has the pictures), with all
+// that is kept of a freed block outside the tree.
 inline void Index::trim(NodeId node) {
   tree_.trim(node, [&](BlockId block) {
     --budget_->blocks;

@@ -1,22 +1,22 @@
-// Caches of an index that are cleared, ranks that leave it, and the sweep of what they held.
+// Clears of caches, ranks that leave, and the sweep of what they held.
 //
-// A rank that leaves, or whose cache is cleared, is retired: it counts no longer, and the sweep
-// takes it apart bit by bit. Its names are then only hints where its blocks may be. The first that
-// leads to a chain takes the rank off the whole chain, so the others of that chain find nothing to
-// do, and it does not matter that the block they mean may have been freed or reused:
+// A rank that leaves, or whose cache is cleared, is retired: it stops counting, and the sweep takes
+// it apart bit by bit. Its names are then only hints to where its blocks may be. The first name
+// that leads to a chain takes the rank off the whole chain. So the other names of that chain find
+// nothing to do, and it does not matter that the block they mean may have been freed or reused:
 //
 //   retired 7   names [ 17 | .. | R3 | .. | 902 | 18 | .. ]      18 is in the chain of 17
-//                       ─────────>│ sweep_at                     and has nothing left to say
+//                       ─────────>│ sweep_at                     and finds nothing left to do
 //
-// A cache of a few names, or of tiers beside others, is cleared at once: name by name, then chain
-// by chain.
+// A cache of a few names, or only some tiers of a cache, is cleared at once: name by name, then
+// chain by chain.
 //
-// Invariants: 6 of index/index.hpp; a rank's id is given again only when nothing is left of it.
+// Invariants: 6 of index/index.hpp; a rank's id is reused only when nothing is left of the rank.
 //
-// Costs: retire, and clear all, O(1), but O(ranks) where ranks are seen as others; clear a part
-// O(names of the rank), with an edit of its runs for each chain that is left. A step of the sweep
-// is 16 slots of names, 8 blocks freed, 64 members of a set copied, a record or an exception, and a
-// chain takes 16 besides: 0.1 us at most.
+// Costs: retire, and clear all, O(1), but O(ranks) where ranks count as others; clear a part
+// O(names of the rank), with one edit of its runs for each chain that the rank leaves. A step of
+// the sweep is 16 slots of names, 8 blocks freed, 64 members of a set copied, a record, or an
+// exception; a chain takes 16 steps besides. A step takes at most 0.1 us.
 #pragma once
 
 #include <algorithm>
@@ -50,7 +50,7 @@ inline RankId Index::renew_rank(RankId id) {
   return fresh;
 }
 
-// Ranks that are seen as `from` are seen as `to` from now on.
+// Ranks that count as `from` count as `to` from now on.
 inline void Index::pass_on(RankId from, RankId to) {
   for (Rank& rank : ranks_) {
     if (rank.alias_of != from) continue;
@@ -83,8 +83,7 @@ inline RankId Index::clear(RankId id, LayerMask mask) {
   return id;
 }
 
-// Whether the rank holds nothing, but for ghosts, on any layer that is not in `mask`: all layers
-// of some tiers.
+// Whether the rank holds nothing except ghosts outside `mask`, which has all layers of some tiers.
 inline bool Index::lies_within(RankId id, LayerMask mask) const {
   const Rank& rank = ranks_[id];
   for (LayerId tier = 0; tier < kTierLayers; ++tier) {
@@ -94,7 +93,7 @@ inline bool Index::lies_within(RankId id, LayerMask mask) const {
   return rank.held[Rank::kCounters - 1] == 0 || mask == kAllLayers;
 }
 
-// Takes the layers of `mask` from every name, and the rank off them, chain by chain.
+// Takes the layers of `mask` from every name, then the rank off these layers, chain by chain.
 inline void Index::clear_names(RankId id, LayerMask mask) {
   Rank& rank = ranks_[id];
   if (rank.rare != nullptr) clear_rare_state(*rank.rare, mask);
@@ -115,8 +114,8 @@ inline void Index::clear_names(RankId id, LayerMask mask) {
   }
   for (const NodeId node : touched_) leave_chain(id, node, mask);
   rank.names.shrink(keys());
-  // Trimming may free chains of this list, or merge them into others of it; ids are not reused
-  // meanwhile, because trimming makes no nodes.
+  // Trimming may free chains of this list, or merge them into others of it. It makes no nodes, so
+  // no id is reused meanwhile.
   for (const NodeId node : touched_) {
     if (tree_.alive(node)) trim(node);
   }
@@ -131,7 +130,7 @@ inline void Index::clear_rare_state(RareState& rare, LayerMask mask) {
   rare.ghosts.clear();
 }
 
-// Takes the rank off a whole chain. Returns the members of the sets that changed.
+// Takes the rank off a whole chain. Returns the number of members of the sets that changed.
 //
 //   before   [a b c d e]   DEVICE {2,7} to 2, {7} to 5     rank 7 holds 5
 //   after    [a b c d e]   DEVICE {2} to 2                 rank 7 holds none; the caller trims
@@ -182,7 +181,7 @@ inline bool Index::empty_out(Map& map, Steps& steps) {
   return map.empty();
 }
 
-// True when the rank is nowhere any more and none of its records is left.
+// True when the rank holds nothing any more and all its records are freed.
 inline bool Index::sweep_names(RankId id, Steps& steps) {
   Rank& rank = ranks_[id];
   bool present = rank.presence() != 0;

@@ -1,20 +1,21 @@
-// Blocks by sequence hash: an index over the tree's blocks, kept from the first question by
-// such a hash on.
+// Blocks by sequence hash: an index over the tree's blocks, kept from the first query by such a
+// hash on.
 //
 //   key      namespace ? sequence hash ^ keyed hash of the namespace : sequence hash
-//   keys     [ 0x91c0.. | 0x7ad2.. | 0 | .. ]     by block id, 0: not known; in pages of 256
-//   slots    [ 17 | .. | 902 | 18 | .. ]          key -> block, keys read back
+//   keys     [ 0x91c0.. | 0x7ad2.. | 0 | .. ]     by block id, 0 unknown; in pages of 256
+//   slots    [ 17 | .. | 902 | 18 | .. ]          key -> block; keys are read back from `keys`
 //
 // A namespace is what adapter and salt add to the seed of local hashes; 0 is the base model without
-// a salt. Sequence hashes are of the text alone, so equal tokens have equal ones in all namespaces.
+// a salt. Sequence hashes cover the text alone, so equal tokens have equal ones in all namespaces.
 //
 // Invariants
 //   1. keys[b] != 0 exactly when b is in the slots, under that key;
-//   2. `spaces_` has the namespace of every block in the slots that has one;
-//   3. what lies before a block in the slots is in the slots, in the same namespace.
+//   2. `spaces_` has the namespace of every block in the slots whose namespace is not 0;
+//   3. the blocks before a block in the slots are in the slots, in the same namespace.
 //
 // Costs: find, set, erase O(1); 8 bytes a block id and 5 to 10 a block, 48 more in a namespace.
-// Pages do not move: nothing takes a time that grows with the blocks, but the slots when they grow.
+// Pages do not move, so no call takes a time that grows with the number of blocks, except when the
+// slots grow.
 #pragma once
 
 #include <cstdint>
@@ -35,14 +36,14 @@ class Sequences {
 
   uint64_t seed() const { return seed_; }
 
-  // Makes room for the blocks of a tree, before it knows any: what grows by and by is placed anew.
+  // Makes room for a tree's blocks, while empty: slots that grow bit by bit are rehashed each time.
   void reserve(uint32_t blocks) { slots_.reserve(blocks); }
 
   uint64_t key(uint64_t space, uint64_t sequence) const {
     return space == 0 ? sequence : sequence ^ hash_(space);
   }
 
-  // The sequence hash of the block behind one of hash `above`.
+  // The sequence hash of the block behind one whose hash is `above`.
   uint64_t next(uint64_t above, uint64_t plain) const {
     const uint64_t pair[2] = {above, plain};
     return xxh3(pair, sizeof pair, seed_);
@@ -72,12 +73,12 @@ class Sequences {
     return at == ProbeTable::kEmpty ? kNone : slots_.at(at);
   }
 
-  // Sets what is known of consecutive blocks behind `above` (kNone: the root), from their local
-  // hashes. What is known stays, unless `overrules`: hashes may be of another seed.
+  // Computes the sequence hashes of consecutive blocks behind `above` (kNone: the root) from their
+  // local hashes. A known sequence hash stays, unless `overrules`: it may come from another seed.
   void chain(BlockId above, const BlockId* blocks, const uint64_t* plain, uint32_t n,
              uint64_t space, bool overrules) {
     uint64_t last = above == kNone ? 0 : sequence_of(above);
-    // A block of one namespace below one of another has a place that no prompt leads to.
+    // A block below one of another namespace: no prompt leads there.
     if (above != kNone && (last == 0 || space_of(above) != space)) return;
     for (uint32_t i = 0; i < n; ++i) {
       const bool first = above == kNone && i == 0;
@@ -92,8 +93,8 @@ class Sequences {
     }
   }
 
-  // Sets the sequence hashes of consecutive blocks behind `above` that another process knew (0: it
-  // did not); returns of how many.
+  // Sets sequence hashes of consecutive blocks behind `above` that another process knew (0: it did
+  // not). Returns how many it has set.
   uint32_t recall(BlockId above, const BlockId* blocks, const uint64_t* sequences, uint32_t n,
                   uint64_t space) {
     if (above != kNone && (sequence_of(above) == 0 || space_of(above) != space)) return 0;
@@ -139,7 +140,7 @@ class Sequences {
     const uint64_t wanted = key(space, sequence);
     if (key_of(block) == wanted || wanted == 0) return;
     erase(block);
-    if (find(wanted) != kNone) return;  // the same text on another way, of mixed namespaces
+    if (find(wanted) != kNone) return;  // another path of mixed namespaces has the same text
     if (block / kPage >= pages_.size()) pages_.resize(block / kPage + 1);
     if (Page& page = pages_[block / kPage]; page == nullptr) {
       page = std::make_unique<uint64_t[]>(kPage);

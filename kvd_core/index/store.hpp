@@ -1,26 +1,26 @@
-// What a store does to an index: its blocks have a place, its rank names for them, and holds them.
+// A store: gives each block a place in the tree and a name of its rank, and makes the rank hold it.
 //
 //   room for it?    no: refused
 //   parent known?   no: parked (index/parked.hpp)
 //   affordable?     no: refused, by the budget
 //   place           walk     a b │ c d         as far as the tree goes
-//                   forget   12 meant x        it loses that, and the walk is done again
+//                   forget   12 meant x        it loses that, and the walk is repeated
 //                   grow     c d behind b      ids_     [ 30 31 40 41 ]
 //                   name     11 12 13 14       gained_  [  0  1  1  1 ]     11 has it already
-//                   hold     31 │ 40 41        one edit of runs for what is gained of a chain
-//   parked below?   has its place now
+//                   hold     31 │ 40 41        one edit of runs for the gained blocks of a chain
+//   parked below?   placed now
 //
-// What a re-announcement is, what a second copy: the rules of index/index.hpp. `make_room` comes
-// before all else, because it may move chains.
+// The rules of index/index.hpp tell a re-announcement from a second copy. `make_room` comes before
+// all else, because it may move chains.
 //
 // Invariants
-//   1. from the last walk until the runs are edited nothing is trimmed or merged: a block that only
-//      a ghost has kept lives on by what is stored;
-//   2. names that mean other content lose it even where the store is refused for want of budget.
+//   1. from the last walk until the runs are edited, nothing is trimmed or merged: a block that
+//      only a ghost keeps alive survives until the store holds it;
+//   2. names that mean other content lose it, even where the budget refuses the store.
 //
-// Costs of n blocks: walk O(n), one names probe a block; one run edit a chain, O(runs of the chain
-// + members of the sets changed); a split O(kMaxChain) at a branch. Over the budget, one names
-// probe a block more, and sweeping for as long as the store would take.
+// Costs of n blocks: walk O(n), with one names probe a block; one run edit a chain, O(runs of the
+// chain + members of the sets changed); a split O(kMaxChain) at a branch. When the budget is used
+// up: one more names probe a block, and a sweep for as long as the store would take.
 #pragma once
 
 #include <algorithm>
@@ -81,8 +81,8 @@ inline bool Index::store_named(RankId id, const uint64_t* names, uint32_t n, Lay
 
 // ---- room
 
-// Whether the budget has room for what a run behind `at` would add; what is announced again adds
-// nothing. Where it has not, names that mean other blocks lose these all the same: they are gone.
+// Whether the budget has room for what a run behind `at` would add; re-announced blocks add
+// nothing. If it has none, names that meant other blocks still lose them: those blocks are gone.
 inline bool Index::affords(RankId id, const Store& s, Position at) {
   if (budget_->fits(s.n)) return true;
   ids_.resize(s.n);
@@ -98,13 +98,13 @@ inline bool Index::affords(RankId id, const Store& s, Position at) {
 
 inline bool Index::refuse(uint32_t n) {
   budget_->refused += n;
-  if (budget_->fits(n)) budget_->crowded += n;  // what it has room for has met the other bound
+  if (budget_->fits(n)) budget_->crowded += n;  // then the bound on waiting blocks has refused them
   return false;
 }
 
-// Rather than to refuse n blocks, names that the rank remembers are forgotten, and what retired
-// ranks hold, which counts until it is freed, is freed now; for as long as storing them would
-// take. It may move chains.
+// Makes room for n blocks, rather than refuse them, for as long as storing them would take: forgets
+// ghosts of the rank, and frees now what retired ranks hold, which counts until it is freed. May
+// move chains.
 inline void Index::make_room(RankId id, uint32_t n) {
   if (budget_->fits(n)) return;
   Steps steps(kStepsAStore + int64_t{n} * 2);
@@ -124,7 +124,7 @@ inline bool Index::refers_to_itself(const Store& s) {
   return std::adjacent_find(sorted_.begin(), sorted_.end()) != sorted_.end();
 }
 
-// Stores a run whose place is known: behind `at`, which for a conductor's is behind `below`.
+// Stores a run whose place is known: behind `at`. The conductor passes the block there as `below`.
 //
 //   rank 7 stores 11 12 13 with content a b x; so far rank 2 alone holds [a b c]
 //
@@ -138,8 +138,8 @@ inline void Index::place(RankId id, const Store& s, Position at, BlockId below) 
   Position tip = at;
   size_t met = tree_.walk(tip, s.locals, s.n, ids_.data());
   if (forget_other_content(id, s, met)) {
-    // Forgetting may have freed blocks of the path below `at`; the parent is held, so `at`
-    // names a block that lives, but its chain may have moved.
+    // Forgetting may have freed blocks of the path below `at`. The parent is held, so the block
+    // before `at` is alive, but its chain may have moved.
     if (below == kNone && s.has_parent) below = block_of(id, s.parent);
     tip = below != kNone ? tree_.after(below) : Tree::root();
     met = tree_.walk(tip, s.locals, s.n, ids_.data());
@@ -164,7 +164,7 @@ inline void Index::sequence_blocks(const Store& s) {
   if (placements_ != nullptr) placements_->placed(s, ids_.data());
 }
 
-// Names that mean another block than the one they are stored with now lose it.
+// Takes from the store's names what they meant until now, where that is another block.
 inline bool Index::forget_other_content(RankId id, const Store& s, size_t met) {
   bool any = false;
   for (uint32_t i = 0; i < s.n; ++i) {
@@ -181,7 +181,7 @@ inline bool Index::forget_other_content(RankId id, const Store& s, size_t met) {
 
 // ---- names and presence
 
-// Enters the names of placed blocks and makes the rank their holder on the store's layer.
+// Inserts the names of placed blocks and makes the rank their holder on the store's layer.
 inline void Index::name_blocks(RankId id, const Store& s) {
   Rank& rank = ranks_[id];
   gained_.assign(s.n, 0);
@@ -211,15 +211,16 @@ inline void Index::name_blocks(RankId id, const Store& s) {
   hold_gained(id, s);
 }
 
-// Whether a Stored of blocks that are all held already means second copies. What came with a
-// dump is announced again by the events that made it; counted twice it would outlive its removal.
+// Whether a Stored of blocks that are all held already means second copies. Blocks that came with a
+// dump are announced again by the events that the dump was made from; counted twice, they would
+// outlive their removal.
 inline bool Index::is_copy(RankId id, uint32_t n, bool has_parent, Origin origin) const {
   if (ranks_[id].settling) return false;
   if (origin != Origin::UNSAID) return origin == Origin::NEW;
   return (n == 1 && has_parent) || !ranks_[id].windows.empty();
 }
 
-// Blocks of one chain that were gained together change its runs in one edit:
+// Gained blocks that are neighbours in one chain change its runs in one edit:
 //
 //   ids_      [ 30 31 | 40 41 42 ]      30 31 in one chain, 40 41 42 in the next
 //   gained_   [  0  1 |  1  0  1 ]
@@ -249,7 +250,7 @@ inline void Index::hold(RankId id, NodeId node, LayerId layer, uint32_t from, ui
   if (gained != 0) note(id, Change::kStored, layer, node, from, to);
 }
 
-// Notes what has become of blocks [from, to) of a chain on a tier; other layers are not noted.
+// Notes a change of blocks [from, to) of a chain on a tier; changes on other layers are not noted.
 inline void Index::note(RankId id, Change::Kind kind, LayerId layer, NodeId node, uint32_t from,
                         uint32_t to) {
   Rank& rank = ranks_[id];
@@ -262,7 +263,7 @@ inline void Index::note(RankId id, Change::Kind kind, LayerId layer, NodeId node
                     static_cast<uint8_t>(layer)});
 }
 
-// Gives a known name one more layer; a ghost that is held again is no ghost.
+// Adds a layer to a known name. A ghost that is held again stops being a ghost.
 inline void Index::add_layer(RankId id, uint32_t slot, LayerId layer) {
   const uint32_t value = ranks_[id].names.value(slot);
   LayerMask layers = keys().layers(value) | 1u << layer;

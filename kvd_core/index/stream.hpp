@@ -1,4 +1,4 @@
-// From one worker's events to index operations: what an event means for the rank it came from.
+// From one worker's events to index operations: what an event means for the rank that it came from.
 //
 //   batch [ts, events, rank] ── decode ──> stored / removed / cleared
 //                                              │  tier and group -> layer, or ignored by reason
@@ -6,9 +6,9 @@
 //                                              v
 //                                            Index
 //
-// A stream belongs to one worker; a batch that names a rank speaks for that rank, else for the
-// registered one. What earlier events taught (which cache group is of which kind, which engine
-// dialect a clear follows) is remembered per rank.
+// A stream belongs to one worker. A batch that names a rank speaks for that rank, any other for the
+// registered one. For each rank, the stream remembers what earlier events have shown: the kinds of
+// its cache groups, and the engine dialect that decides what a clear means.
 //
 // Costs: those of decoding, one XXH3 a block, and of the index operation; no allocation in the
 // steady state.
@@ -33,25 +33,25 @@ namespace kvd {
 // Why an event that was understood had no effect.
 enum class Ignored : uint8_t {
   MEDIUM,          // a medium that names no tier
-  REMOTE,          // locality says the blocks live elsewhere
+  REMOTE,          // its locality says that the blocks live elsewhere
   KIND,            // an attention kind whose blocks say nothing about a prefix
   GROUP,           // a cache group of unknown kind, or one too many
   BLOCK_SIZE,      // not the registered block size
   TOKENS,          // fewer tokens than hashes
   TOO_MANY_RANKS,  // the worker's ranks exceed kMaxRanksPerWorker
-  FULL,            // the index has as many blocks as it can or may have
+  FULL,            // the index has no room for more blocks
 };
 constexpr size_t kIgnored = 8;
 
 constexpr uint32_t kAllTiers = (1u << kTierLayers) - 1;
 
-// What one batch has shown about how far the stream's blocks can be believed, as bits.
+// Bits that say how far the stream's blocks can be trusted after a batch.
 enum BatchOutcome : uint32_t {
-  kCleared = 1,  // what was missed of its rank no longer matters on the tiers that `cleared` says
+  kCleared = 1,  // earlier losses of its rank no longer matter on the tiers that `cleared` returns
   kFlawed = 2,   // part of the batch could not be understood: its events are lost
-  kUnfinished = 4,  // and nothing else is said yet: the batch is long, and goes on with `go_on`
-  kNoRoom = 8,      // the index was full: events of it had no effect, or not all
-  kNewRank = 16,    // no batch has spoken for its rank before, or none has named one
+  kUnfinished = 4,  // alone: the batch is long, and `go_on` has to be called for the rest
+  kNoRoom = 8,      // the index was full: some events had no effect, or only in part
+  kNewRank = 16,    // the first batch for its rank, or the first that names a rank
 };
 
 struct IngestStats {
@@ -68,53 +68,53 @@ class Stream {
   Stream(Index& index, Worker& worker, uint32_t dp_rank, IngestStats& counters)
       : index_(index), worker_(worker), dp_rank_(dp_rank), counters_(counters) {}
 
-  // Begins a batch; returns BatchOutcome bits, or kUnfinished. What was unfinished is dropped.
+  // Begins a batch; returns BatchOutcome bits, or kUnfinished. Drops an unfinished batch before it.
   uint32_t apply(const uint8_t* payload, size_t size, uint32_t steps) {
     ++counters_.batches;
     outcome_ = cleared_ = 0;
     says_rank_ = false;
     flaw_ = kReasons;
     batch_.drop();
-    if (size == 0) return outcome_;  // a beat or a barrier, whose number is all that it says
+    if (size == 0) return outcome_;  // a heartbeat or barrier: its number is all that it says
     batch_.begin(payload, size, scratch_);
     return go_on(steps);
   }
 
-  // Goes on with an unfinished one, whose payload has stayed where it is, and returns the same.
+  // Continues an unfinished batch, whose payload must not have moved; returns the same.
   uint32_t go_on(uint32_t steps) {
     Steps some{steps};
     return batch_.under_way() && batch_.go_on(*this, some) ? kUnfinished : outcome_;
   }
 
-  // Why the last applied batch is flawed, as an index of kReasonNames: the first Reason in their
-  // order, kReasons if it is not.
+  // Why the last applied batch is flawed: the first Reason that it met, in the order of
+  // kReasonNames and as an index there; kReasons if it is not flawed.
   size_t flaw() const { return flaw_; }
 
-  // The rank that the last applied batch has spoken for; false when that cannot be known of it.
+  // The rank that the last applied batch spoke for; false when the batch does not show it.
   bool rank(uint32_t* dp_rank) const {
     *dp_rank = speaks_for_;
     return says_rank_;
   }
 
-  // Whether batches name their ranks, so that there may be more than have been heard.
+  // Whether batches name their ranks, so that ranks not yet heard from may exist.
   bool names_ranks() const { return names_ranks_; }
 
-  // The tiers that the last applied batch has emptied by clears, as bits.
+  // The tiers that clears of the last applied batch have emptied, as bits.
   uint32_t cleared() const { return cleared_; }
 
-  // Events that had no effect since the stream was made, by Ignored.
+  // Events without effect since the stream was made, by Ignored.
   const uint64_t* ignored() const { return ignored_; }
 
-  // Whether events had no effect since the engine's process began, and none that stored has had
-  // any.
+  // Whether, since the engine's process began, events were ignored and no store has had an effect.
   bool is_unused() const { return ignores_ && !stores_; }
 
-  // Tokens a block of the last event that was ignored for them since then, 0 if none was.
+  // The block size in tokens of the last event since then that was ignored for its block size; 0 if
+  // none was.
   uint64_t other_block_size() const { return other_block_size_; }
 
-  // Drops every block of every rank this stream has spoken for or may speak for yet, and what it
-  // was taught: another engine process speaks from now on. O(ranks); `Index::sweep` frees the
-  // blocks.
+  // Drops every block of every rank that this stream has spoken for or may yet speak for, and all
+  // that it has learned: another engine process speaks from now on. O(ranks); `Index::sweep` frees
+  // the blocks.
   void clear() {
     batch_.drop();
     drop_restored();
@@ -127,23 +127,23 @@ class Stream {
     other_block_size_ = 0;
   }
 
-  // Whether there are blocks of a dump that this stream's engine has not been heard about.
+  // Whether there are blocks from a dump whose rank no batch of this stream has spoken for yet.
   bool restored() const {
     const auto& ranks = worker_.ranks;
     return std::any_of(ranks.begin(), ranks.end(), [&](auto& entry) { return unheard(entry); });
   }
 
-  // Drops those: the engine announces everything again.
+  // Drops these blocks: the engine announces everything again.
   void drop_restored() {
     for (const auto& entry : worker_.ranks) {
       if (unheard(entry)) worker_.renew(index_, entry.first);
     }
   }
 
-  // Whether a batch names blocks that are known from a dump alone: as parents, or as removed. No
-  // engine begins with that.
+  // Whether a batch names, as parents or as removed, blocks that it has not stored itself but that
+  // the index has from a dump. A new engine process begins with no such batch.
   bool goes_on(const uint8_t* payload, size_t size) {
-    batch_.drop();  // it has the same scratch
+    batch_.drop();  // the decoder below uses the same scratch
     GoesOn sink{*this};
     decode_batch(payload, size, scratch_, sink);
     return sink.found;
@@ -176,7 +176,7 @@ class Stream {
       steps.take(kStepsAName * (to - from));
       return store_names(e, target.layer, from, to, e.n_hashes) ? to : e.n_hashes;
     }
-    // A lone last block would be one below a parent, which means something else.
+    // A last part of one block would be a lone block below a parent, which means a second copy.
     const uint32_t left = e.n_hashes - from,
                    to = from + (left > kBlocksAtOnce + 1 ? kBlocksAtOnce : left);
     steps.take(kStepsABlock * (to - from));
@@ -198,7 +198,7 @@ class Stream {
     return to;
   }
 
-  // Without a medium a clear means what the engine means by it: vLLM resets its device cache and
+  // A clear without a medium means what the engine means by it: vLLM resets its device cache and
   // keeps the offloaded blocks, SGLang flushes every tier. Only vLLM numbers its cache groups.
   void cleared(const ClearedEvent& e, Steps& steps) {
     ++counters_.cleared;
@@ -212,15 +212,15 @@ class Stream {
     } else if (traits().numbers_groups) {
       clear_layers(index_.tier_mask(kDeviceLayer), 1u << kDeviceLayer);
     } else {
-      // Lower tiers may hold what was missed where the engine has not shown yet that it is none of
-      // those that number groups.
+      // Before the engine has shown whether it numbers groups, it may have kept its lower tiers. So
+      // losses stop mattering on the device only.
       clear_layers(kAllLayers, traits().plain ? kAllTiers : 1u << kDeviceLayer);
     }
   }
 
   void bad(Reason reason, uint32_t count) {
     counters_.bad[static_cast<size_t>(reason)] += count;
-    // Bytes behind a batch take nothing from it, and events of other types are about other things.
+    // Trailing bytes take nothing from the batch, and events of other types concern other things.
     if (reason == Reason::TRAILING || reason == Reason::UNKNOWN_TYPE) return;
     outcome_ |= kFlawed;
     if (reason == Reason::TRUNCATED || reason == Reason::NOT_MSGPACK) lose_rank();
@@ -228,7 +228,7 @@ class Stream {
   }
 
  private:
-  // A sink that searches for known names that the batch itself has not stored.
+  // A decoder's sink that searches for known names that the batch has not stored itself.
   struct GoesOn {
     Stream& stream;
     RankId rank = kNone;
@@ -254,8 +254,8 @@ class Stream {
       found |= index.rank(rank).names.find(name, index.keys()) != Names::kAbsent;
     }
   };
-  // The batch broke off before it could name its rank: it passes for the stream's own, and may be
-  // another's.
+  // The batch broke off before it could name its rank. It was taken for the registered rank's, but
+  // may be another's.
   void lose_rank() {
     if (named_ || !says_rank_) return;
     says_rank_ = false;
@@ -263,12 +263,12 @@ class Stream {
     outcome_ &= ~kNewRank;
   }
 
-  // What has been taught about the rank of the batch.
+  // What is remembered of the batch's rank.
   RankTraits& traits() { return index_.rank(rank_); }
   const RankTraits& traits() const { return index_.rank(rank_); }
 
-  // A rank that came with a dump is this stream's if it is its own, or is registered nowhere: then
-  // only batches name it, and these may be of this stream.
+  // A rank that came with a dump is this stream's if the stream is registered for it. It may also
+  // be this stream's if it is registered nowhere: then only batches name it.
   bool unheard(const std::pair<uint32_t, RankId>& entry) const {
     const Rank& rank = index_.rank(entry.second);
     return rank.restored && (entry.first == dp_rank_ || !rank.listed);
@@ -279,8 +279,7 @@ class Stream {
     cleared_ |= tiers;
     if (cleared_ == kAllTiers) outcome_ &= ~kNoRoom;
     rank_ = worker_.clear(index_, index_.rank(rank_).dp_rank, mask);
-    // Nothing that came with a dump is left, so whatever is announced from now on is announced
-    // once.
+    // No block of the dump is left, so from now on every announcement is the first.
     if (index_.holds_nothing(rank_)) traits().settling = false;
   }
 
@@ -302,7 +301,7 @@ class Stream {
     return true;
   }
 
-  // False when the event is not about a cache of this rank at all.
+  // Whether the event is about a cache of this rank that the index keeps; counts it if not.
   template <class Event>
   bool ours(const Event& e) {
     if (ignored_rank()) return false;
@@ -330,7 +329,7 @@ class Stream {
     if (is_further_group(traits(), e.group)) return whole_prefix_target(e);
     if (e.n_tokens != 0) {
       if (traits().main_group < 0) traits().main_group = e.group < 0 ? 0 : e.group;
-      // Only vLLM numbers groups, and it announces what it offloads a chunk an event.
+      // Only vLLM numbers groups, and it announces each offloaded chunk in an event of its own.
       if (e.group >= 0 && e.tier != Tier::DEVICE && e.n_hashes != 0)
         index_.note_chunk(rank_, e.n_hashes);
       return {static_cast<LayerId>(e.tier), false};
@@ -348,7 +347,7 @@ class Stream {
     return group_target(e, blocks);
   }
 
-  // A second full-attention group must hold a prefix whole.
+  // A further full-attention group must hold the whole prefix.
   StoreTarget whole_prefix_target(const StoredEvent& e) { return group_target(e, kNone); }
 
   StoreTarget group_target(const StoredEvent& e, uint32_t blocks) {
@@ -375,7 +374,7 @@ class Stream {
     return kNone;
   }
 
-  // An event that names no cache group is about all of them.
+  // The window groups that a device event concerns besides its own: all, if it names no group.
   template <class Event>
   const std::vector<Window>& windows_of_all(const Event& e) const {
     static const std::vector<Window> none;
@@ -390,7 +389,7 @@ class Stream {
     }
   }
 
-  // Stores the hashes of a part of an event that has them up to `end`; false when there is no room.
+  // Stores hashes [from, to) of an event that has `end` of them; false when there is no room.
   bool store_names(const StoredEvent& e, LayerId layer, uint32_t from, uint32_t to, uint32_t end) {
     stores_ = true;
     const bool below = e.has_parent && e.n_hashes == 1;  // a lone block below a parent is a copy
@@ -399,7 +398,7 @@ class Stream {
     return no_room();
   }
 
-  // Stores the blocks of a part of an event, below the one before it; false when there is no room.
+  // Stores blocks [from, to) of an event, below the part before; false when there is no room.
   bool store_blocks(const StoredEvent& e, LayerId layer, uint32_t from, uint32_t to) {
     const size_t size = index_.block_size();
     if (e.block_size != size || size == 0) {
@@ -437,7 +436,7 @@ class Stream {
     return no_room();
   }
 
-  // Sequence hashes have a seed of their own, and are about text.
+  // Adds the local hashes for sequence hashes, which have their own seed and cover text alone.
   void add_plain(const StoredEvent& e, const uint32_t* said, size_t n, uint64_t seed, Store& run) {
     const uint64_t own = index_.sequences()->seed();
     if (e.pairs || e.mm_begin != nullptr || (seed == kBaseSeed && own == kBaseSeed)) return;
@@ -447,7 +446,7 @@ class Stream {
     run.space = seed - kBaseSeed;
   }
 
-  // Blocks that images reach into carry the images' identity beside their tokens.
+  // Hashes the identity of images, beside the tokens, into the blocks that the images reach into.
   void hash_images(const StoredEvent& e, const uint32_t* said, size_t first, size_t n,
                    uint64_t seed) {
     const size_t size = index_.block_size();
@@ -459,8 +458,9 @@ class Stream {
     }
   }
 
-  // What an engine says once, with a prompt's first block, and what holds for all blocks below it:
-  // the cache salt, and an adapter known by number only, which counts as one named "#number".
+  // The hash term of the prompt. An engine says it once, with the prompt's first block, and it
+  // holds for all blocks below: the cache salt, and the adapter if it is known by number alone,
+  // which counts as one named "#number".
   uint64_t prompt_term(const StoredEvent& e, bool has_parent, uint64_t parent) {
     if (e.names_salts || !e.salt.empty()) index_.rank(rank_).salted = true;
     if (!has_parent) return salt_term(e.salt) + numbered_adapter_term(e);
@@ -478,18 +478,18 @@ class Stream {
   uint32_t dp_rank_;
   IngestStats& counters_;
   std::unordered_set<uint32_t> heard_;  // ranks that batches have spoken for
-  bool names_ranks_ = false;            // some have named theirs
+  bool names_ranks_ = false;            // some batches have named their rank
   uint64_t ignored_[kIgnored] = {};
-  bool ignores_ = false;  // events of this engine process had no effect
-  bool stores_ = false;   // and some that stored have had
+  bool ignores_ = false;  // events of this engine process were ignored
+  bool stores_ = false;   // and stores of it have had an effect
   uint64_t other_block_size_ = 0;
   Scratch scratch_;
   std::vector<uint64_t> locals_;
   std::vector<uint64_t> plain_;  // local hashes by the seed of sequence hashes, where it differs
   SlicedBatch<Stream> batch_;
-  uint32_t speaks_for_ = 0;  // the rank of the batch
-  RankId rank_ = kNone;      // the same, of the index
-  bool named_ = false;       // it says so itself
+  uint32_t speaks_for_ = 0;  // the dp rank of the batch
+  RankId rank_ = kNone;      // its rank in the index
+  bool named_ = false;       // the batch names its rank
   bool says_rank_ = false;   // the last batch is known to be of that rank
   uint32_t outcome_ = 0;
   uint32_t cleared_ = 0;

@@ -4,8 +4,8 @@
 //    "tiered":{"device":{"scores":[[{"worker_id":7,"dp_rank":0},2]],"frequencies":[]},
 //              "lower_tier":[["host_pinned",{"hits":[[{"worker_id":7,"dp_rank":0},1]]}]]}}
 //
-// All figures are blocks. A tier's hits are what it adds behind the point that the rank has reached
-// on the tiers before it: they add up to the depths of `Match`. Rows of 0 and tiers without hits
+// All figures are blocks. A tier's hits are what it adds behind the depth that the rank has reached
+// on the tiers before it, so they add up to the depths of `Match`. Rows of 0 and tiers without hits
 // are left out.
 //
 // Costs: O(ranks), and O(r log r) for the r ranks that match.
@@ -29,7 +29,7 @@ class TieredAnswer {
  public:
   TieredAnswer(const Index& index, const Match& match) : index_(index), match_(match) {}
 
-  // Returns the text, in `memory`, which is made larger where it has to be.
+  // Returns the text, which is in `memory`; makes `memory` larger if it has to.
   std::string_view render(const std::vector<const Worker*>& workers, std::string& memory) {
     for (const Worker* worker : workers) collect(*worker);
     std::sort(rows_.begin(), rows_.end(), [](const Row& a, const Row& b) { return a.before(b); });
@@ -56,9 +56,9 @@ class TieredAnswer {
 
  private:
   struct Row {
-    std::string_view worker;  // its id's digits
+    std::string_view worker;  // the digits of its id
     uint32_t dp_rank;
-    uint32_t blocks[kTierLayers];  // that each tier adds
+    uint32_t blocks[kTierLayers];  // added by each tier
 
     bool before(const Row& other) const {
       if (worker.size() != other.worker.size()) return worker.size() < other.worker.size();
@@ -81,7 +81,7 @@ class TieredAnswer {
 
   // Bytes that no answer exceeds.
   size_t room_for_rows() const {
-    constexpr size_t kAround = 128 + kTierLayers * 48;  // what stands there without rows
+    constexpr size_t kAround = 128 + kTierLayers * 48;  // the text around the rows
     constexpr size_t kRow = 32 + 2 * kMaxDigits;        // names, brackets, numbers
     size_t room = kAround;
     for (const Row& row : rows_) room += kTierLayers * (kRow + row.worker.size());

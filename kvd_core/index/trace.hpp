@@ -1,4 +1,4 @@
-// Why a prompt is cached on a rank as far as it is and no further, and what has become of its
+// Why a prompt is cached on a rank as far as it is and no further, and what has happened to its
 // blocks.
 //
 //   prompt   h0 h1 h2 h3 h4 h5          rank 7   device h0 h1      ends before h2: removed 3 s ago
@@ -6,16 +6,18 @@
 //   chronicle ──> each change of a block of the prompt, by its key
 //
 // A tier ends before the first block that is not reused from it. For that block, and for the one
-// before which all tiers end, the changes of the rank are followed from the oldest on:
+// before which all tiers end, the trace follows the rank's changes from the oldest on:
 //
 //   not yet ──stored──> held ──removed──> evicted ──stored──> held ──cleared──> cleared
 //
-// "Not yet" is "never stored" at the end if no change of the rank was overwritten, else it is not
-// known. Of a run that was stored, the first block and, if the prompt has it, the last show that it
-// is the prompt's. Where the prompt leaves a run in its middle, or ends there, it is not known how
-// much of it was the same: what a clear then means for a block between is not known either.
+// If a block ends as "not yet", it was never stored, provided that no change of the rank was
+// overwritten; else this is not known. A stored run is recognised as the prompt's by its first
+// block and, if the prompt reaches it, its last. Where the prompt leaves a run in its middle, or
+// ends there, it is not known how much of the run was the same. Then it is not known either what a
+// clear means for a block in between.
 //
-// Nothing is changed. What happens after `Trace` was made is not seen, but for what it overwrites.
+// A trace changes nothing, and sees only changes from before it was made, unless later ones
+// overwrite them.
 //
 // Costs: making it O(blocks of the prompt), and for each rank a walk over the runs of some chains;
 // then O(changes), 10 to 20 ns each.
@@ -34,13 +36,13 @@
 
 namespace kvd {
 
-// What of an index only a trace asks for.
+// Parts of an index that only a trace asks for.
 inline const Chronicle* chronicle_of(const Index& index) { return index.chronicle(); }
 inline const Seeds& seeds_of(const Index& index) { return index.seeds(); }
 
 // The local hashes of a prompt that is known by its sequence hashes, as far as the tree has it.
 //
-// Of the chains that go on behind one, kMostSiblings are tried: 0.1 ms.
+// Where chains branch, at most kMostSiblings of them are tried: 0.1 ms.
 inline std::vector<uint64_t> locals_of(const Tree& tree, const uint64_t* sequences, size_t n) {
   constexpr size_t kMostSiblings = 4096;
   const auto follows = [&](size_t at, uint64_t local) {
@@ -73,16 +75,16 @@ class Trace {
     kCleared,
     kRestarted,
     kNeverStored,
-    kNotReusable,  // the rank holds it, but not what else it needs to reuse it
+    kNotReusable,  // the rank holds the block, but not all that it needs to reuse it
     kUnknown,
   };
 
   // Why a tier, or all of them, end before a block.
   struct End {
     uint32_t depth = 0;  // blocks before it
-    uint32_t at = 0;     // ticks, of what was evicted, cleared or restarted
+    uint32_t at = 0;     // ticks, when it was evicted, cleared or restarted
     Why why = kUnknown;
-    uint8_t tier = 0;  // that it was last lost from
+    uint8_t tier = 0;  // the tier that lost it last
   };
 
   struct RankHistory {
@@ -102,8 +104,9 @@ class Trace {
     uint8_t tiers;  // as of a Change
   };
 
-  // A prompt by its local hashes; those with its salt are for ranks whose streams announce salts,
-  // and count if `salted` is not null. At most `most_steps` steps are kept, the newest.
+  // `plain` and `salted` are the prompt's local hashes without and with its salt; the latter are
+  // for ranks whose streams announce salts, null without a salt. Keeps the newest `most_steps`
+  // steps.
   Trace(const Index& index, const uint64_t* plain, const uint64_t* salted, uint32_t n,
         size_t most_steps)
       : index_(index), n_(n), most_steps_(most_steps), is_salted_(salted != nullptr) {
@@ -139,7 +142,7 @@ class Trace {
     ranks_.push_back(std::move(followed));
   }
 
-  // Goes on for so many changes; false when all are seen, and the rows say why.
+  // Continues for this many changes; false when all are seen and the rows are complete.
   bool go_on(uint64_t changes) {
     if (const Chronicle* chronicle = index_.chronicle(); chronicle != nullptr) {
       at_ = std::max(at_, chronicle->first());
@@ -151,13 +154,13 @@ class Trace {
   }
 
   const std::vector<RankHistory>& rows() const { return rows_; }
-  // The steps that are kept, in no order of their own: `oldest()` is the first.
+  // The steps that are kept, as a ring: `oldest()` is the index of the first.
   const std::vector<TracedChange>& steps() const { return steps_; }
   size_t oldest() const { return all_steps_ > most_steps_ ? all_steps_ % most_steps_ : 0; }
   uint64_t all_steps() const { return all_steps_; }
 
  private:
-  // A prompt by one of its lists of local hashes.
+  // A prompt by its local hashes, with or without its salt.
   struct Chained {
     std::vector<uint64_t> locals;
     std::vector<uint64_t> keys;
@@ -173,14 +176,14 @@ class Trace {
 
   enum BlockState : uint8_t { kNotYet, kHeld, kWasEvicted, kWasCleared, kWasRestarted };
 
-  // What has become of a block on a tier, as far as that is known.
+  // What has happened to a block on a tier, as far as that is known.
   struct Story {
     uint32_t depth;  // blocks before it
     uint8_t tier;
     bool holds;  // the rank holds it now
     BlockState state = kNotYet;
     bool perhaps = false;   // it may have been stored with a run that the prompt leaves
-    bool doubtful = false;  // and was cleared then, if so
+    bool doubtful = false;  // if so, it was cleared since
     uint32_t at = 0;        // ticks
     uint64_t number = 0;    // of the change
   };
@@ -188,8 +191,8 @@ class Trace {
   struct Followed {
     uint32_t row;
     const Chained* chain;
-    uint64_t noted;  // changes of the rank,
-    uint64_t seen;   // of these, those that are still there
+    uint64_t noted;  // the rank's changes ever noted
+    uint64_t seen;   // those that this trace has found
     std::vector<Story> stories;
   };
 
@@ -200,7 +203,7 @@ class Trace {
     return {depth, tier, holds};
   }
 
-  // Ranks for which publishers hold blocks, too: no chronicle has what becomes of those.
+  // Marks ranks for which publishers hold blocks as well: no chronicle has the changes of those.
   void find_shared() {
     shared_.assign(index_.rank_end(), false);
     for (RankId id = 0; id < index_.rank_end(); ++id) {
@@ -266,7 +269,7 @@ class Trace {
     ++all_steps_;
   }
 
-  // ---- what has come of it
+  // ---- conclusions
 
   void conclude(const Followed& rank) {
     RankHistory& row = rows_[rank.row];
@@ -286,7 +289,7 @@ class Trace {
     }
   }
 
-  // Which tier's reason is that of all tiers: where it was lost, the last to lose it.
+  // Ranks the reasons of the tiers; among equals, the latest loss is the reason of all tiers.
   static int strength(Why why) {
     switch (why) {
       case kEndOfPrompt:
@@ -303,7 +306,7 @@ class Trace {
     }
   }
 
-  // `complete`: all that has happened to the rank was seen.
+  // `complete`: no change of the rank is missing.
   End end_of(const Story& story, bool complete) const {
     return {story.depth, story.at, why(story, complete), story.tier};
   }

@@ -47,7 +47,7 @@ cdef extern from "index/trace.hpp" namespace "kvd" nogil:
         size_t oldest()
         uint64_t all_steps()
 
-    # What an index has besides what prefix_index.pxd knows of it.
+    # Members of an index that prefix_index.pxd does not declare.
     const CChronicle* chronicle_of(const CIndex&)
     vector[uint64_t] locals_of(const CTree&, const uint64_t*, size_t) except +
 
@@ -70,7 +70,7 @@ cdef extern from "base/hash.hpp" namespace "kvd" nogil:
     void local_hashes(const uint32_t*, size_t, size_t, uint64_t, uint64_t*)
     void eagle_hashes(const uint32_t*, size_t, size_t, uint64_t, uint64_t*)
 
-# Why a tier ends, or all of them.
+# Why a tier, or all of them, end.
 WHYS = (
     "end_of_prompt",
     "evicted",
@@ -83,13 +83,13 @@ WHYS = (
 # What happens to blocks; the last two are about all that a rank holds on some tiers.
 KINDS = ("stored", "evicted", "cleared", "restarted")
 
-# Where a tier ends, or all of them: blocks before that, one of WHYS, when (seconds, None unless
-# that is something that has happened), on which tier.
+# Where a tier, or all of them, end: the blocks before that; one of WHYS; when it happened (seconds,
+# None if it is nothing that happens at a time); on which tier.
 End = namedtuple("End", ("depth", "why", "at", "tier"))
-# A rank: the ends by tier, and that of all tiers.
+# A rank: the ends by tier, and the end of all tiers.
 Traced = namedtuple("Traced", ("tiers", "all"))
-# What has happened to blocks [begin, end) of the prompt on tiers, which are bits where all that the
-# rank held went, else one of TIERS.
+# What has happened to blocks [begin, end) of the prompt. `tiers` is one of TIERS; where the rank
+# lost all that it held, it has tiers as bits.
 Happened = namedtuple("Happened", ("at", "kind", "worker_id", "dp_rank", "tiers", "begin", "end"))
 
 
@@ -112,10 +112,10 @@ def terms(str lora_name, str cache_salt):
 
 def hashed(BodyScanner scanner not None, int array, uint32_t block_size, uint64_t adapter,
            uint64_t salt, *, bint eagle=False):
-    """The local hashes of a scanned body's token ids, as bytes of native 64-bit integers.
+    """Returns the local hashes of a scanned body's token ids, as bytes of native 64-bit integers.
 
-    `adapter` and `salt` are those of `terms`, 0 without it. `eagle` hashes pairs of tokens, as
-    EAGLE engines do.
+    `adapter` and `salt` come from `terms`, 0 for none. `eagle` hashes pairs of tokens, as EAGLE
+    engines do.
     """
     cdef uint64_t seed = kBaseSeed + adapter + salt  # the sum wraps around
     cdef size_t n = 0, blocks
@@ -131,16 +131,16 @@ def hashed(BodyScanner scanner not None, int array, uint32_t block_size, uint64_
 
 
 def given(BodyScanner scanner not None, int array):
-    """The hashes of an array of a scanned body, as bytes of native 64-bit integers."""
+    """Returns the hashes of an array of a scanned body, as bytes of native 64-bit integers."""
     cdef size_t n = 0
     cdef const uint64_t* hashes = scanner.u64(array, &n)
     return PyBytes_FromStringAndSize(<const char*>hashes, n * sizeof(uint64_t))
 
 
 def recalled(PrefixIndex index not None, bytes sequence_hashes not None):
-    """The local hashes of a prompt known by its sequence hashes, as far as the index has it.
+    """Returns the local hashes of a prompt known by sequence hashes, as far as the index has it.
 
-    Both are bytes of native 64-bit integers. O(blocks + chains that go on where it branches).
+    Both are bytes of native 64-bit integers. O(blocks + chains where the tree branches).
     """
     cdef vector[uint64_t] locals_ = locals_of(
         index.c.tree(), hashes_of(sequence_hashes), PyBytes_GET_SIZE(sequence_hashes) // 8
@@ -151,9 +151,9 @@ def recalled(PrefixIndex index not None, bytes sequence_hashes not None):
 
 
 def seeds(PrefixIndex index not None):
-    """Returns what adapter and salt of engines' prompts added to the seed of local hashes lately.
+    """Returns the last (adapter, salt) pairs that engines' prompts added to seeds of local hashes.
 
-    As pairs, each once; 0 where there was none of it. Prompts without both are not among them.
+    Each pair comes once; 0 stands for none. Prompts with neither are left out.
     """
     cdef const CSeeds* kept = &seeds_of(deref(index.c))
     cdef uint32_t i
@@ -171,9 +171,9 @@ cdef class Trace:
                  size_t most_steps):
         """Takes a prompt by its local hashes, as bytes of native 64-bit integers.
 
-        Those with its salt are for ranks whose streams announce salts; None where it has none. At
-        most `most_steps` things that have happened are kept, the newest. ValueError for two
-        lengths.
+        `salted` are the hashes with its salt, for ranks whose streams announce salts; None if it
+        has no salt. Keeps the newest `most_steps` things that have happened. ValueError if the two
+        differ in length or no step may be kept.
         """
         cdef const uint64_t* of_salt = NULL
         cdef uint32_t blocks = <uint32_t>(PyBytes_GET_SIZE(plain) // sizeof(uint64_t))
@@ -186,7 +186,7 @@ cdef class Trace:
         self.ranks = {}
 
     def add(self, Worker worker not None, uint32_t dp_rank):
-        """Adds a rank; KeyError if the index has none of this name."""
+        """Adds a rank; KeyError if the worker has no such rank in the index."""
         cdef RankId rank = worker.c.find(dp_rank)
         if worker.index is not self.index or rank == kNone:
             raise KeyError(dp_rank)
@@ -194,7 +194,7 @@ cdef class Trace:
         self.ranks[rank] = (worker.worker_id, dp_rank)
 
     def go_on(self, uint64_t changes):
-        """Goes through so many changes; True while there are more, else all is known."""
+        """Goes through this many changes; True while there are more, else the rows are complete."""
         return self.c.get().go_on(changes)
 
     cdef object seconds(self, uint32_t ticks):
@@ -206,7 +206,7 @@ cdef class Trace:
         return End(end.depth, why, at, end.tier)
 
     def rows(self):
-        """Returns a Traced for each rank that was added, by worker id and dp rank."""
+        """Returns a Traced for each added rank, by worker id and dp rank."""
         cdef const CRankHistory* row
         cdef size_t i
         found = {}
@@ -231,5 +231,5 @@ cdef class Trace:
 
     @property
     def left_out(self):
-        """Returns the number of changes that are not kept, the oldest."""
+        """The number of changes that were left out, all older than those in `happened`."""
         return self.c.get().all_steps() - self.c.get().steps().size()

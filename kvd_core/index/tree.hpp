@@ -6,25 +6,26 @@
 //          │          block  [   12   |   13   |   14   |   15   ]
 //          │          runs   DEVICE ──── {1,2,7} ──────│── {2} ──│     ends 3, 4
 //          │                 HOST   ── {} ──│── {2} ──│                ends 1, 3
-//          │             ├─ node 9   ...                               two ways to go on
+//          │             ├─ node 9   ...                               two ways to continue
 //          │             └─ node 5   ...
 //          └─ node 6  ...
 //
-// The path from the root is the prompt; content alone (local hashes) decides the shape, so no
-// engine's hash function needs to be known. Who holds what is not in the shape but in the runs:
-// for each layer (a tier, or a window group of a tier) a list of (end, rank set) that covers the
-// chain from its start; what lies behind the last run is held by nobody.
+// The path from the root is the prompt. Content alone (local hashes) decides the shape, so the
+// index needs to know no engine's hash function. The runs, not the shape, say who holds what: for
+// each layer (a tier, or a window group of a tier) a list of (end, rank set) that covers the chain
+// from its start. Nobody holds what lies behind the last run.
 //
-// A block keeps its id for life, whatever splits and merges do to its chain; `blocks[id]` says
-// where it is now. So the ranks' name tables never need rewriting.
+// A block keeps its id for life, however splits and merges move it between chains; `blocks[id]`
+// says where it is now. So the ranks' name tables never need rewriting.
 //
 // Invariants
 //   1. blocks[n.block[i]] == (n, i) for every node n and i < n.len;
 //   2. those of base/chains.hpp; a node other than the root has len >= 1;
-//   3. a non-root node with exactly one child satisfies len + child.len > kMaxChain (else they
-//      would be one node): churn cannot leave a trail of fragments;
-//   4. the last block of a leaf is held in some layer (else it is trimmed);
-//   5. the runs of one layer have ascending ends <= len, neighbours differ, the last is not empty;
+//   3. a non-root node with exactly one child satisfies len + child.len > kMaxChain (else the two
+//      would be one node), so churn cannot leave a trail of fragments;
+//   4. the last block of a leaf is held on some layer (else it is trimmed);
+//   5. the runs of one layer have ascending ends <= len; neighbours have different sets; the last
+//      set is not empty;
 //   6. a node's depth is the number of blocks before its chain, 0 below the root.
 //
 // Costs (blocks b in the chain, runs r of the node): child O(1); split, merge O(b), bounded by
@@ -49,8 +50,8 @@ using LayerMask = uint32_t;  // bit l: layer l
 
 struct Block {
   uint64_t name;    // the engine hash under which it was first stored
-  NodeId node;      // where it is
-  uint32_t offset;  // in that node's chain
+  NodeId node;      // the node whose chain it is in
+  uint32_t offset;  // its offset in that chain
 
   uint32_t& free_link() { return offset; }
 };
@@ -152,20 +153,20 @@ struct Position {
   uint32_t offset;
 };
 
-// Follows a traversal through mutations (see `Tree::watch`).
+// Keeps a traversal valid through mutations (see `Tree::watch`).
 struct Watcher {
   NodeId next = kNone;  // the node to visit next, in preorder
-  uint64_t moves = 0;   // how often `next` was changed under its owner's feet
+  uint64_t moves = 0;   // how often a mutation has changed `next`
 };
 
 class Tree : public Chains<Tree, Node> {
  public:
   static constexpr NodeId kRoot = 0;
-  // Longest chain, in blocks: bounds the cost of a split or a merge to some microseconds while
-  // one node's overhead (~150 bytes) stays below one byte a block.
+  // Longest chain, in blocks: bounds the cost of a split or a merge to some microseconds while one
+  // node's overhead (~150 bytes) stays below one byte a block.
   static constexpr uint32_t kMaxChain = 1024;
-  // Blocks of a partition, 40 GB at the least. The names tables keep one bit of a block id for
-  // themselves, and a probe table of so many entries still has a 32-bit number of slots.
+  // Blocks of a partition, at least 40 GB. The names tables use one bit of a block id for
+  // themselves, and a probe table of this many entries still has a 32-bit number of slots.
   static constexpr uint32_t kMaxBlocks = 1u << 30;
 
   Tree() : Chains(1), blocks_(0, kMaxBlocks) { nodes_.take(); }
@@ -190,8 +191,8 @@ class Tree : public Chains<Tree, Node> {
     return above.block()[above.len() - 1];
   }
 
-  // Follows `locals` from `at` as far as the tree goes; writes the ids of the blocks met and
-  // returns their number. `at` ends behind the last of them.
+  // Walks along `locals` from `at` as far as the tree goes; writes the ids of the blocks met and
+  // returns their number. `at` then lies behind the last of them.
   //
   //   locals c d x, `at` is │      P ── [a b│c] ── [d e]   =>   P ── [a b c] ── [d│e]     2 met
   size_t walk(Position& at, const uint64_t* locals, size_t n, BlockId* out) const {
@@ -208,7 +209,7 @@ class Tree : public Chains<Tree, Node> {
            });
   }
 
-  // Adds blocks behind `at`, where `walk` has just ended; they are held by nobody yet.
+  // Adds blocks behind `at`, where `walk` has just ended; nobody holds them yet.
   //
   //   at the end of a leaf    P ── [a b]             =>  P ── [a b x y]
   //   behind other children   P ── [a b] ── kids     =>  P ── [a b] ──┬─ kids
@@ -234,8 +235,8 @@ class Tree : public Chains<Tree, Node> {
       i += extend(tip, locals + i, names + i, n - i, out + i);
     }
     if (!branches) return;
-    // A chain that was too long to be merged with its neighbours has left two parts that may not
-    // be.
+    // The branch has split a chain, which may have been too long to be merged with its neighbours;
+    // its two parts may be short enough.
     merge_with_only_child(nodes_[head].parent);
     merge_with_only_child(at.node);
   }
@@ -252,8 +253,8 @@ class Tree : public Chains<Tree, Node> {
     return RankSets::kEmptySet;
   }
 
-  // Adds `rank` to the holders of blocks [from, to) of a chain. Where it is one already,
-  // `already(offset)` is called instead. Returns how many blocks gained it.
+  // Adds `rank` to the holders of blocks [from, to) of a chain. For a block that it already holds,
+  // calls `already(offset)` instead. Returns the number of blocks gained.
   template <class Already>
   uint32_t hold(NodeId id, LayerId layer, uint32_t from, uint32_t to, RankId rank,
                 Already&& already) {
@@ -269,14 +270,14 @@ class Tree : public Chains<Tree, Node> {
     return gained;
   }
 
-  // Takes `rank` out of the holders of blocks [from, to), where it must be one. The caller trims.
+  // Takes `rank` out of the holders of blocks [from, to), all of which it holds. The caller trims.
   void release(NodeId id, LayerId layer, uint32_t from, uint32_t to, RankId rank) {
     edit(id, layer, from, to,
          [&](SetId set, uint32_t, uint32_t) { return sets_.without(set, rank); });
   }
 
-  // Takes `rank` out of the holders of the whole chain on the layers of `mask`, where it need not
-  // be one. Calls lost(layer, blocks, members of the set) for each run. The caller trims.
+  // Takes `rank` out of the holders of a whole chain on the layers of `mask`; it need not hold all
+  // of it. Calls lost(layer, blocks, members of the set) for each run. The caller trims.
   //
   //   [a b c d e]  without rank 7
   //   DEVICE  {1,7} to 2, {7} to 4, {1} to 5   =>   {1} to 2, {} to 4, {1} to 5
@@ -306,13 +307,13 @@ class Tree : public Chains<Tree, Node> {
     replace(runs, 0, runs.size());
   }
 
-  // Frees what nobody holds at the end of the path through `id`, and merges chains that have
-  // become one. `forget(block id)` is called for every block before it is freed.
+  // Frees what nobody holds at the end of the path through `id`, and merges chains that can now be
+  // one. Calls `forget(block id)` for every block before it is freed.
   //
   //   the end of a leaf     P ── [a b c d]  {7} to 2    =>  P ── [a b]
   //   a whole leaf          P ── [a b] ──┬─ [c d]       =>  P ── [a b c d]
   //                                      └─ [x]  nobody     (further up, if [a b] is a leaf now)
-  //   a chain before kids   stays, since what is behind it needs the path
+  //   a chain before kids   stays, since the chains behind it need the path
   template <class Forget>
   void trim(NodeId id, Forget&& forget) {
     while (id != kRoot) {
@@ -339,10 +340,10 @@ class Tree : public Chains<Tree, Node> {
     }
   }
 
-  // True while `id` names a node (ids of freed nodes may be asked about until they are reused).
+  // True while `id` names a node. Ids of freed nodes may be passed too, until they are reused.
   bool alive(NodeId id) const { return id < nodes_.end() && nodes_[id].parent != kNone; }
 
-  // The node of a block, or for a block that has been freed any node or kNone.
+  // The node of a block. For a freed block: any node, or kNone.
   NodeId node_of(BlockId id) const {
     if (id >= blocks_.end()) return kNone;
     return alive(blocks_[id].node) ? blocks_[id].node : kNone;
@@ -354,8 +355,8 @@ class Tree : public Chains<Tree, Node> {
     return id == kRoot ? kNone : nodes_[id].next;
   }
 
-  // Begins a traversal: `next` is the first node. It survives any mutation between its steps: it
-  // may see a block twice, and never misses one that was there all the time.
+  // Begins a traversal: `next` is the first node. Mutations may come between its steps: it may then
+  // see a block twice, but never misses one that was there all the time.
   void watch(Watcher* w) {
     w->next = successor(kRoot);
     watchers_.push_back(w);
@@ -366,7 +367,7 @@ class Tree : public Chains<Tree, Node> {
     }
   }
 
-  // Frees a piece of memory that is not needed any more; false when there is none.
+  // Frees one piece of unused memory; false when there is none.
   bool shrink() { return blocks_.shrink() || nodes_.shrink() || sets_.shrink(); }
 
   size_t bytes() const {
@@ -376,7 +377,7 @@ class Tree : public Chains<Tree, Node> {
  private:
   friend class Chains<Tree, Node>;
 
-  size_t chain_bytes() const {  // an estimate: the sum would cost a walk over all nodes
+  size_t chain_bytes() const {  // an estimate: the exact sum would need a walk over all nodes
     return size_t{blocks_.live()} * (sizeof(uint64_t) + sizeof(BlockId)) +
            size_t{nodes_.live()} * sizeof(Run);
   }
@@ -426,8 +427,8 @@ class Tree : public Chains<Tree, Node> {
     --p.children;
   }
 
-  // Puts `id` where `old` is among its siblings, so that no traversal passes over it; `old` is
-  // linked anew, or freed.
+  // Puts `id` in the place of `old` among its siblings, so that no traversal passes over it. The
+  // caller links `old` anew, or frees it.
   //
   //   P: first_child 9, 9 <=> 5     replace_child(9, 4)   =>   P: first_child 4, 4 <=> 5
   void replace_child(NodeId old, NodeId id) {
@@ -474,10 +475,10 @@ class Tree : public Chains<Tree, Node> {
   }
 
   // Splits a node behind its first `at` blocks and returns the head, a new node. A traversal that
-  // was to come to the tail comes to the head first, or it would miss those blocks.
+  // had the tail as its next node gets the head instead, or it would miss those blocks.
   //
   //   P ── 9 [a b c d e] depth 3 ── kids   =>   P ── 4 [a b] depth 3 ──── 9 [c d e] depth 5 ── kids
-  //   blocks  c: (9, 2)                         c: (9, 0)     a, b: of 4, as far from its start
+  //   blocks  c: (9, 2)                         c: (9, 0)     a, b: in 4, with the same offsets
   //   watcher next 9                            next 4
   NodeId split(NodeId id, uint32_t at) {
     const NodeId head = nodes_.take();
@@ -503,7 +504,7 @@ class Tree : public Chains<Tree, Node> {
     return head;
   }
 
-  // Each run goes to the side where its blocks are, one across the cut to both:
+  // Each run goes to the side where its blocks are; a run across the cut goes to both sides:
   //
   //   [a b c d e]  cut behind b           head [a b]           tail [c d e]
   //   DEVICE  {1,2} to 3, {2} to 5   =>   {1,2} to 2           {1,2} to 1, {2} to 3
@@ -536,7 +537,7 @@ class Tree : public Chains<Tree, Node> {
     if (!runs.empty() && runs.back().set == RankSets::kEmptySet) runs.pop_back();
   }
 
-  // Merges a node with its only child, unless both are longer than kMaxChain together.
+  // Merges a node with its only child, unless the two together exceed kMaxChain.
   //
   //   P ── 4 [a b] depth 3 ──── 9 [c d e] depth 5 ── kids   =>   P ── 9 [a b c d e] depth 3 ── kids
   //   blocks  a: (4, 0)   c: (9, 0)                              a: (9, 0)   c: (9, 2)
@@ -548,7 +549,7 @@ class Tree : public Chains<Tree, Node> {
     Node& c = nodes_[below];
     if (n.chain.len() + c.chain.len() > kMaxChain) return;
     for (Watcher* w : watchers_) {
-      // The head's blocks are visited again when only the child was still to come.
+      // If only the child was still to come, the head's blocks are visited a second time.
       if (w->next == id) w->next = below;
       if (w->next == below) ++w->moves;
     }
@@ -565,8 +566,8 @@ class Tree : public Chains<Tree, Node> {
     free_node(id);
   }
 
-  // The runs of the tail move `shift` blocks back, behind those of the head. At the seam two of
-  // equal sets become one, and what lies behind the last run of the head becomes a run of {}:
+  // The tail's runs move `shift` blocks back, behind the head's. At the seam, two runs of equal
+  // sets become one. Where the head's runs end before the seam, a run of {} fills the rest:
   //
   //   head [a b]         tail [c d e]                    [a b c d e]
   //   DEVICE {1,2} to 2  {1,2} to 1, {2} to 3       =>   {1,2} to 3, {2} to 5
@@ -611,8 +612,8 @@ class Tree : public Chains<Tree, Node> {
   }
 
   // Replaces the set of every block in [from, to) of one layer by change(set, a, b), called once
-  // for each stretch [a, b) of equal sets. The runs of the layer are written anew to `edited_`,
-  // equal neighbours as one, and replace the old ones:
+  // for each stretch [a, b) of equal sets. The layer's new runs are built in `edited_`, with equal
+  // neighbours joined, and then replace the old ones:
   //
   //   7 comes to [1, 3)   {1} to 2, {2} to 5   =>   {1} to 1, {1,7} to 2, {2,7} to 3, {2} to 5
   //   1 leaves [2, 4)     {1} to 5             =>   {1} to 2, {} to 4, {1} to 5

@@ -1,23 +1,23 @@
-// What an index is made of besides the tree and the names: its layers and bounds, what is kept of a
-// rank, what a store says, and what is called for each placed block.
+// The parts of an index besides the tree and the names: its layers and bounds, the state of a rank,
+// the arguments of a store, and the interface that is called for each placed block.
 //
 //   rank 7 ─┬─ traits    what its stream has shown: cache groups, windows, salts; outlive a clear
 //           ├─ names     engine hash -> block (index/names.hpp)
-//           ├─ held      blocks by tier and kind of layer
-//           └─ rare      once it needs one of them:
+//           ├─ held      numbers of blocks by tier and kind of layer
+//           └─ rare      made when the rank first needs one of these:
 //                          copies    (name, layer)  -> further copies
 //                          shared    (block, layer) -> further names
-//                          parked    name   -> what has no place yet
-//                          waiting   parent -> the newest of these that waits for it
-//                          ghosts    names dropped last, oldest first
+//                          parked    name   -> a block that has no place yet
+//                          waiting   parent -> the newest parked block that waits for it
+//                          ghosts    names dropped lately, oldest first
 //
 //   layer   0 1 2 3 | 4     | 5 .. 31
 //           tiers   | ghost | (tier, cache group) pairs and other media, as they come
 //
 // The invariants that join these with the tree are in index/index.hpp.
 //
-// Costs: all O(1), but for `credited` and `presence`, which add up a rank's counters, and
-// `ParkedQueue`: pop O(1), compact at most `kCompactedAtOnce` entries.
+// Costs: O(1), except `credited` and `presence`, which add up a rank's counters, and
+// `ParkedQueue::compact`, which passes at most `kCompactedAtOnce` entries.
 #pragma once
 
 #include <cstddef>
@@ -44,9 +44,10 @@ constexpr LayerId kFirstGroupLayer = 5;
 // Layers of a partition: bits of a LayerMask, 27 of them for (tier, group) pairs.
 constexpr LayerId kMaxLayers = 32;
 constexpr LayerMask kAllLayers = 0xffffffffu;
-// Media that are none of the tiers take layers like cache groups, as tiers from here on.
+// Media that are not tiers take layers as cache groups do; they are numbered as tiers from here on.
 constexpr uint32_t kFirstMedium = 16;
-// Values of `RankTraits::alias_of` beside a rank: which ranks a conductor's rank counts as.
+// Values of `RankTraits::alias_of` besides the id of a rank: which ranks a conductor's rank counts
+// as.
 constexpr RankId kMany = 0xfffffffeu;  // each of `Index::aliases_of`
 constexpr RankId kAll = 0xfffffffdu;   // every rank of every worker
 
@@ -55,35 +56,39 @@ constexpr size_t kMaxParked = 65536;
 // Dropped names remembered per rank that offloads: an offload event names its block by hash
 // alone and may come after the device copy went; engines keep them a few steps apart.
 constexpr size_t kMaxGhosts = 4096;
-// Entries that a table of what waits grows to step by step, 3 ms for the last one.
+// Entries that a table of parked or waiting blocks grows to step by step, the last step taking 3
+// ms. A table that may grow further then reserves its whole bound at once.
 constexpr size_t kGrowsTo = size_t{1} << 15;
 // Cache groups remembered per rank. A hybrid model has a handful.
 constexpr size_t kMaxGroups = 64;
-// Names of a cache that is cleared at once, in some microseconds: no more than a new rank costs.
+// A cache with at most this many names is cleared at once, in some microseconds: no more than a new
+// rank costs.
 constexpr uint32_t kClearAtOnce = 64;
 
-// What indexes that share it may have together, and what they have. Names are counted of live
-// ranks: (rank, block) pairs; blocks also where nobody holds them any more, between others that are
-// held. Of a budget of n there are n of each at most, and what was parked before it was used up.
+// What the indexes that share this budget may hold together, and what they do hold. Names are
+// counted for live ranks, as (rank, block) pairs. Blocks are counted even where nobody holds them
+// any more but held blocks lie behind them. With a budget of n there are at most n of each, plus
+// what was parked before the budget was used up.
 struct Budget {
-  uint64_t max = UINT64_MAX;  // of blocks, and of names
+  uint64_t max = UINT64_MAX;  // bounds the blocks, and likewise the names
   uint64_t blocks = 0;
   uint64_t names = 0;
-  uint64_t refused = 0;  // announced blocks that there was no room for,
-  uint64_t crowded = 0;  // of those, where too many wait to be placed
+  uint64_t refused = 0;  // announced blocks that found no room
+  uint64_t crowded = 0;  // of these, blocks refused because too many wait to be placed
 
   bool fits(uint64_t new_blocks, uint64_t new_names) const {
     return fit(blocks, new_blocks) && fit(names, new_names);
   }
   bool fits(uint64_t n) const { return fits(n, n); }
-  // Whether so much is left that names may be remembered that mean nothing any more.
+  // Whether enough is left to remember names that mean nothing any more (ghosts).
   bool ample() const { return names <= max - max / 8; }
 
  private:
   bool fit(uint64_t used, uint64_t n) const { return n == 0 || (used <= max && n <= max - used); }
 };
 
-// What the blocks of a stored event count on; without content they count by their names alone.
+// The layer that a stored event's blocks count on. Blocks announced without content count by name
+// alone.
 struct StoreTarget {
   LayerId layer;
   bool by_name;
@@ -91,7 +96,7 @@ struct StoreTarget {
 
 constexpr StoreTarget kNowhere{kNone, false};
 
-// What happened, in blocks unless said otherwise. Plain totals since the index was made.
+// What has happened since the index was made, in blocks unless said otherwise.
 struct IndexStats {
   uint64_t stored = 0;           // gained by a rank on a layer
   uint64_t refreshed = 0;        // announced again, held already
@@ -116,32 +121,33 @@ struct CacheGroup {
 
 struct Window {
   LayerId layer;
-  uint32_t blocks;  // how many blocks behind a reusable prefix's end the group must hold
+  uint32_t blocks;  // blocks that the group must hold at the end of a reusable prefix
 };
 
 struct Parked {
-  bool has_content;  // false: only named so far, `parent`, `local` and `term` mean nothing
+  bool has_content;  // false: only the name is known; `parent`, `local` and `term` mean nothing
   uint64_t parent;
   uint64_t local;
   uint64_t term;
   LayerMask layers;
   uint64_t stamp;
-  // What the conductor keeps of its own (conductor/conductor.hpp); 0 elsewhere.
+  // For the conductor only (conductor/conductor.hpp); 0 in other ranks.
   uint64_t hash = 0;       // as the publisher announced it
   uint64_t space = 0;      // namespace
   uint64_t plain = 0;      // local hash by the seed of sequence hashes
   uint64_t sequence = 0;   // sequence hash, 0 unknown
   bool by_engine = false;  // an engine's own event has announced it
   bool certain = false;    // it had a place with that sequence hash, in another process
-  // The others of its rank that wait for the same parent; null where it waits for none
-  // (publishers').
+  // Links the parked blocks of its rank that wait for the same parent. Null for publishers' blocks,
+  // which are in no such list.
   uint64_t name = 0;  // its own
   Parked* newer = nullptr;
   Parked* older = nullptr;
 };
 
-// Parked blocks, oldest first, among entries of such as are parked no longer. These are taken out
-// bit by bit: `kept_` has the entries before those of `rest_` that have been checked.
+// Parked blocks, oldest first, among stale entries of blocks that are parked no longer. `compact`
+// drops the stale ones bit by bit: `kept_` has those that passed its check, and comes before
+// `rest_`.
 class ParkedQueue {
  public:
   struct Entry {
@@ -177,14 +183,14 @@ class ParkedQueue {
   }
 
  private:
-  static constexpr size_t kCompactedAtOnce = 64;  // entries, for each block that is parked
+  static constexpr size_t kCompactedAtOnce = 64;  // entries checked for each block that is parked
 
   std::deque<Entry> kept_, rest_;
 };
 
-// What few ranks have, or have little of.
+// State that few ranks have, or that is small where they have it.
 struct RareState {
-  struct Key {  // of a name or a block, and a layer
+  struct Key {  // a layer, with a name or a block
     uint64_t id;
     LayerId layer;
     bool operator==(const Key& o) const { return id == o.id && layer == o.layer; }
@@ -197,48 +203,47 @@ struct RareState {
   std::unordered_map<Key, uint32_t, Hash> copies;       // name and layer -> further copies
   std::unordered_map<Key, uint32_t, Hash> shared;       // block and layer -> further names
   std::unordered_map<uint64_t, Parked, Hash> parked;    // by name
-  std::unordered_map<uint64_t, Parked*, Hash> waiting;  // parent -> the newest that waits for it
+  std::unordered_map<uint64_t, Parked*, Hash> waiting;  // parent -> newest block that waits for it
   std::deque<uint64_t> ghosts;                          // names, oldest first
 
   size_t exceptions() const { return copies.size() + shared.size(); }
 };
 
-// What a rank's stream has shown, beside its blocks. What a match reads of each rank that it meets
-// lies together behind a cache line's beginning, with `Rank::live`: with hundreds of ranks a match
-// takes as long as it touches cache lines.
+// What a rank's stream has shown, besides its blocks. The members that a match reads of every rank
+// it meets lie together from the start of a cache line on, with `Rank::live` behind them: with
+// hundreds of ranks, the number of cache lines touched decides how long a match takes.
 struct RankTraits {
   std::vector<CacheGroup> groups;
   int32_t main_group = -1;      // the full-attention group whose blocks are the prefix
   bool numbers_groups = false;  // its stream numbers cache groups
   bool plain = false;           // its stream has stored blocks without numbering groups
-  bool listed = false;          // registered, so it is shown without a match too
+  bool listed = false;          // registered, so answers list it even without a match
   bool offloads = false;        // its stream names lower-tier blocks by hash alone
   uint32_t dp_rank = 0;
   uint32_t heard_from = kNone;  // the dp rank whose stream has spoken for it
-  uint32_t owner = kNone;       // in the chronicle (index/chronicle.hpp)
-  uint64_t noted = 0;           // changes of it there, overwritten ones included
+  uint32_t owner = kNone;       // its number in the chronicle (index/chronicle.hpp)
+  uint64_t noted = 0;           // its changes noted there, overwritten ones included
   bool settling = false;        // took blocks from a dump; its stream may announce them again
   bool restored = false;        // took blocks from a dump, and no batch has spoken for it since
-  bool alias_only = false;      // exists only for a conductor's rank to count as (index/worker.hpp)
+  bool alias_only = false;      // exists only as what a conductor's rank counts as (worker.hpp)
 
   alignas(64) std::vector<Window> windows;
-  // A conductor's rank counts for workers as the rank that it stands for, kMany, kAll, or not at
-  // all.
+  // As what a conductor's rank counts for workers: a rank, kMany, kAll, or kNone for nothing.
   RankId alias_of = kNone;
-  // Blocks that its engine puts on lower tiers, and loads from there, as one; 0 unknown, 1 each
-  // alone.
+  // Blocks that its engine moves to and loads from lower tiers as one unit; 0 unknown, 1 each by
+  // itself.
   uint32_t chunk = 0;
-  bool salted = false;  // its stream says which blocks carry a cache salt
-  bool hidden = false;
-  bool published = false;  // a conductor's, which knows itself what its parked blocks wait for
+  bool salted = false;     // its stream says which blocks carry a cache salt
+  bool hidden = false;     // counts for no worker
+  bool published = false;  // a conductor's; the conductor knows what its parked blocks wait for
 };
 
 struct Rank : RankTraits {
-  // The tiers of the main group, the ghosts, for each tier all its other groups, other media.
+  // In this order: the tiers of the main group; the ghosts; for each tier its other groups; media.
   static constexpr size_t kCounters = kFirstGroupLayer + kTierLayers + 1;
 
   bool live = false;      // false: retired, invisible, waiting for its sweep
-  uint32_t sweep_at = 0;  // where the sweep of a retired rank goes on
+  uint32_t sweep_at = 0;  // the slot of `names` where the sweep of a retired rank continues
   Names names;
   std::unique_ptr<RareState> rare;
   uint64_t held[kCounters] = {};
@@ -264,25 +269,25 @@ struct Store {
   bool has_parent;
   uint64_t parent;
   LayerId layer;
-  uint64_t term;  // what the local hashes' seed has inherited from the prompt's first block, or 0
-  // For sequence hashes: local hashes by their own seed, nullptr if `locals` are, and namespace.
+  uint64_t term;  // what the prompt's first block adds to the seed of local hashes, or 0
+  // For sequence hashes: local hashes by their own seed (null if `locals` are), and the namespace.
   const uint64_t* plain = nullptr;
   uint64_t space = 0;
   Origin origin = Origin::UNSAID;
-  const uint64_t* sequences = nullptr;  // sequence hashes that another process knew, 0 unknown
+  const uint64_t* sequences = nullptr;  // sequence hashes known to another process, 0 unknown
 };
 
-// Called for blocks as they are placed, while sequence hashes are kept.
+// Notified of blocks as they are placed, while sequence hashes are kept.
 class Placements {
  public:
   virtual ~Placements() = default;
   virtual void placed(const Store& s, const BlockId* blocks) = 0;
-  // Blocks that were there before have their sequence hashes now, if they can have any.
+  // Blocks placed earlier have just been given their sequence hashes, where they can have any.
   virtual void sequenced(const BlockId* blocks, uint32_t n) = 0;
-  // Goes on placing what waited for these; false while there is more.
+  // Continues placing blocks that waited for these; false while there is more.
   virtual bool resolve_waiting(Steps& steps) = 0;
-  // A question has met a prompt up to block `from`, which `last` is before (kNone: none). Gives
-  // those behind it their places that are known by sequence hash alone; false when there are none.
+  // A query has matched its prompt up to block `from`; `last` is the last block met (kNone: none).
+  // Places the blocks behind it that were known by sequence hash alone; false if there are none.
   virtual bool place_by_prompt(BlockId last, const uint64_t* locals, size_t from, size_t n) = 0;
 };
 

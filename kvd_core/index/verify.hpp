@@ -29,7 +29,7 @@ class Verifier {
     if (index_.sequences() != nullptr) check_sequences(*index_.sequences());
   }
 
-  // What is built on the index and has a `verify` of its own.
+  // Checks a part that is built on the index and has its own `verify`.
   template <class Part>
   void run(const Part& part) {
     part.verify([](bool holds, const char* what) { require(holds, what); });
@@ -174,7 +174,7 @@ class Verifier {
     check_copies(rank);
   }
 
-  // What is left to sweep is found from what is left of the names.
+  // Checks that what is still to be swept can be found through the names that are left.
   void check_retired(RankId id) {
     const Rank& rank = index_.rank(id);
     std::set<BlockId> hinted;

@@ -19,23 +19,23 @@ struct Worker {
   std::string key;     // the worker's id as a JSON member name, quotes included
   std::string number;  // the worker's id as a JSON value
   std::vector<std::pair<uint32_t, RankId>> ranks;  // ascending by dp rank
-  bool shared = false;  // a conductor's instance has the same id, and shows it
+  bool shared = false;  // a conductor's instance has the same id; answers show it
 
   RankId find(uint32_t dp_rank) const {
     const auto it = at(dp_rank);
     return it != ranks.end() && it->first == dp_rank ? it->second : kNone;
   }
 
-  // The rank, made when it is new; kNone when the worker has too many. It is the worker's own from
-  // then on.
+  // The rank, made when it is new; kNone when the worker has too many. From then on the rank is the
+  // worker's own.
   RankId rank(Index& index, uint32_t dp_rank) {
     const RankId id = alias_rank(index, dp_rank);
     if (id != kNone) index.rank(id).alias_only = false;
     return id;
   }
 
-  // The rank that a conductor's rank counts as (`Index::set_alias`), made when it is new: then the
-  // worker has it for that alone, until `rank` asks for it.
+  // The rank for a conductor's rank to count as (`Index::set_alias`), made when it is new. A new
+  // one exists for that alone, until `rank` asks for it.
   RankId alias_rank(Index& index, uint32_t dp_rank) {
     const RankId known = find(dp_rank);
     if (known != kNone || ranks.size() == kMaxRanksPerWorker) return known;
@@ -46,7 +46,7 @@ struct Worker {
     return id;
   }
 
-  // Removes a rank, and those that only its stream has named: nobody would speak for them.
+  // Removes a rank, and the ranks that only its stream has named: nobody speaks for them any more.
   void retire(Index& index, uint32_t dp_rank) {
     const auto goes = [&](const std::pair<uint32_t, RankId>& entry) {
       const RankTraits& rank = index.rank(entry.second);
@@ -57,8 +57,8 @@ struct Worker {
     ranks.erase(std::remove_if(ranks.begin(), ranks.end(), goes), ranks.end());
   }
 
-  // The rank, if there is one, goes on without its blocks and without its traits:
-  // they are invisible at once, whatever their number, and `Index::sweep` frees them.
+  // Gives the rank, if there is one, a fresh start without blocks and traits. The old blocks are
+  // invisible at once, whatever their number, and `Index::sweep` frees them.
   void renew(Index& index, uint32_t dp_rank) {
     const RankId old = find(dp_rank);
     if (old == kNone) return;
