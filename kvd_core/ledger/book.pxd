@@ -1,5 +1,5 @@
 # cython: language_level=3, cdivision=True
-"""The slot accounting of one (model, tenant) as one face keeps it: its ranks, and who runs on them.
+"""The slot accounting of one (model, tenant) in one face: its ranks, and the requests on them.
 
     add "chat-17" on rank 2 ──> request ──> last node of its prompt      ledger/requests.pxd
                                   │               │
@@ -8,20 +8,20 @@
          prompt 41.5, output 2                   ranks 2, 5       rank 2
                                                                               ledger/loads.pxd
 
-Ids of requests, ranks, ages and counts are a book's own; a ledger is a book for Python. What its
-requests weigh is added to the loads, which several may share: what a rank works on is then the sum
-of all of them, and one ledger neither lists, finds nor removes what is another's.
+Request ids, ranks, ages and counts belong to one book; a ledger is a book for Python. The weights
+of its requests are added to the loads, which several books may share: a rank's load is then the sum
+over all of them, but no ledger lists, finds or removes what belongs to another.
 
 Invariants (those of the parts are in their files; verify.pyx checks all)
   1. ranks are listed in `order` by (worker, dp rank), and the loads name the book as one of their
      owners; two books that share loads have one id for the same rank;
   2. a book takes part in its loads while it has ranks.
 
-A call that takes memory either does all it should or, where there is none, raises MemoryError and
-has changed nothing: it makes room first. Calls that take things away never fail.
+A call that needs memory makes room first: it either does all that it should, or raises MemoryError
+and has changed nothing. Calls that take things away never fail.
 
 Costs (blocks n of the prompt, nodes m on its path, ranks p of a node): add, end_request
-O(n + m log p), a refused add O(n). See the trie for what a split and a merge cost.
+O(n + m log p), a refused add O(n). The trie's head has the costs of a split and a merge.
 
 All is inline: there is no module of this name.
 """
@@ -44,7 +44,7 @@ from kvd_core.ledger.types cimport (
 # ---- ranks
 
 cdef inline size_t position_of(Book* book, uint64_t worker_id, uint32_t dp_rank) noexcept nogil:
-    # Of the first in `order` that does not sort before.
+    # The position of the first entry of `order` that does not sort before the rank.
     cdef size_t begin = 0, end = book.order.size(), middle
     cdef Listed* at
     while begin < end:
@@ -72,7 +72,7 @@ cdef inline bint has(Book* book, LoadedRankId id) noexcept nogil:
 
 
 cdef inline bint take_part(Book* book) noexcept nogil:
-    # Has the loads know of the book; False where too many take part.
+    # Enters the book into the loads; False if too many books take part.
     cdef int i
     for i in range(kMaxLedgers):
         if book.loads.books[i] == NULL:
@@ -85,7 +85,7 @@ cdef inline bint take_part(Book* book) noexcept nogil:
 cdef inline LoadedRankId known_elsewhere(
     Book* book, uint64_t worker_id, uint32_t dp_rank
 ) noexcept nogil:
-    # The id of a rank in another ledger, kNone if none has it.
+    # The id that another ledger has for a rank, kNone if none has it.
     cdef LoadedRankId id = kNone
     cdef int i
     for i in range(kMaxLedgers):
@@ -152,7 +152,7 @@ cdef inline bint is_retry(Book* book, const Request* request, const Admission* a
 
 
 cdef inline int add(Book* book, const Admission* a) except -1 nogil:
-    # Books a request: an AddOutcome. Refusals are counted by who words them: not every caller does.
+    # Books a request; returns an AddOutcome. The caller that words a refusal counts it.
     cdef uint64_t hash = book.requests.hash(a.id)
     cdef RequestId known
     cdef CPathPosition at
@@ -198,7 +198,7 @@ cdef inline int add(Book* book, const Admission* a) except -1 nogil:
 
 
 cdef inline void complete(Book* book, RequestId id) noexcept nogil:
-    # Ends the prefill of a request, once or again.
+    # Ends the prefill of a request. Has no effect where it has ended before.
     cdef Request* request = &book.requests.all[id]
     if request.prefilling:
         records.tell_step(book, b"P", id)
@@ -215,7 +215,8 @@ cdef inline void end_request(Book* book, RequestId id) noexcept nogil:
 
 
 cdef inline void add_output(Book* book, RequestId id, double fraction) noexcept nogil:
-    # Adds an output block; a fraction of 0 or more is what all of the request's weigh from now on.
+    # Adds an output block. A fraction of 0 or more becomes the weight of all output blocks of the
+    # request so far; with one below 0 the weights stay.
     cdef Request* request = &book.requests.all[id]
     records.tell_output(book, id, fraction)
     if request.outputs == book.limits.outputs:
@@ -228,7 +229,7 @@ cdef inline void add_output(Book* book, RequestId id, double fraction) noexcept 
 
 
 cdef inline void close(Book* book) noexcept nogil:
-    # Takes everything away, unrecorded; other ledgers may go on with the loads.
+    # Takes everything away without recording it; other ledgers may continue to use the loads.
     book.records[0] = book.records[1] = NULL
     while book.requests.by_age.first != kNone:
         end_request(book, book.requests.by_age.first)
@@ -237,7 +238,7 @@ cdef inline void close(Book* book) noexcept nogil:
 
 
 cdef inline size_t bytes_of(Book* book) noexcept nogil:
-    # Those of the loads included.
+    # Includes the bytes of the shared loads.
     cdef SharedLoads* shared = book.loads
     return (
         requests.bytes_of(&book.requests)

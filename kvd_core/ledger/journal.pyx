@@ -1,13 +1,13 @@
 # distutils: language = c++
-"""Steps of requests on their way to a file, and what a file says of them.
+"""Steps of requests on their way to a file, and back from it.
 
     ledgers ── each step ──> Journal ── take ──> bytes ──> a file
     others ──── put ────────────^                            └── read ──> Booked, Stepped,
                                                                          OtherRecord
 
-The records are described in `ledger/records.pxd`; those of others have kinds of their own and any
-content. Ledgers write theirs by themselves, without Python, so a booking costs a copy of its hashes
-more than without a journal. A journal is bounded: see `ledger/record_buffer.hpp`.
+`ledger/records.pxd` describes the ledgers' records; other writers have kinds of their own, with any
+content. Ledgers write theirs without Python, so a journal costs a booking only a copy of its
+hashes. A journal is bounded: see `ledger/record_buffer.hpp`.
 """
 
 from collections import namedtuple
@@ -40,12 +40,12 @@ cdef class Journal:
     """Records that wait to be written, in the order in which they were made."""
 
     def __cinit__(self, size_t limit):
-        """At most `limit` bytes wait; what comes beyond that is dropped and counted."""
+        """At most `limit` bytes wait; records beyond that are dropped and counted."""
         self.buffer = make_unique[RecordBuffer](limit)
         self.c = self.buffer.get()
 
     def put(self, char kind, bytes content not None):
-        """Records something of a caller's own kind; False, and counted, where there is no room."""
+        """Adds a record of a caller's own kind; False, and counted, if there is no room."""
         cdef size_t n = PyBytes_GET_SIZE(content)
         cdef char* to = self.c.extend(kind, n)
         if to == NULL:
@@ -54,13 +54,13 @@ cdef class Journal:
         return True
 
     def take(self):
-        """Returns all records that wait, which wait no more."""
+        """Returns all waiting records and empties the journal."""
         cdef bytes taken = PyBytes_FromStringAndSize(self.c.bytes(), self.c.size())
         self.c.clear()
         return taken
 
     def pause(self):
-        """Records nothing until `resume`, and does not count it as dropped."""
+        """Records nothing until `resume`, and counts nothing as dropped."""
         self.c.pause()
 
     def resume(self):
@@ -73,7 +73,7 @@ cdef class Journal:
 
     @property
     def dropped(self):
-        """Records that found no room, since the start."""
+        """Records that found no room since the start."""
         return self.c.dropped()
 
 
@@ -164,9 +164,9 @@ cdef object get_step(Reader* reader, int kind):
 
 
 def pieces(bytes records not None, size_t max_bytes, size_t max_records):
-    """Yields records in pieces of so many bytes at most, or of one record that is longer.
+    """Yields records in pieces of at most `max_bytes`, or of one record that is longer.
 
-    Raises ValueError on what is no record.
+    A piece has at most `max_records`. ValueError for bytes that are not records.
     """
     cdef Reader all
     cdef const char* begun
@@ -189,9 +189,9 @@ def pieces(bytes records not None, size_t max_bytes, size_t max_records):
 
 
 def read(bytes records not None):
-    """Yields what records say, in their order: Booked, Stepped, or the OtherRecord of another kind.
+    """Yields the records in order: Booked, Stepped, or OtherRecord for another kind.
 
-    Raises ValueError on what is no record; what has been yielded before that is none the less.
+    ValueError for bytes that are not a record; what was yielded before them is valid.
     """
     cdef Reader all, one
     cdef uint32_t rest

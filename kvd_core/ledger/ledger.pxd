@@ -1,5 +1,5 @@
 # cython: language_level=3
-"""Data sheet of the ledger: the classes Python sees, and what they offer compiled code."""
+"""Data sheet of the ledger: the classes that Python sees, and what they offer compiled code."""
 
 from libc.stdint cimport uint32_t, uint64_t
 from libcpp.memory cimport unique_ptr
@@ -20,9 +20,9 @@ cdef class Loads:
 
 cdef class Ledger:
     cdef unique_ptr[Book] book
-    cdef Book* c              # the same
+    cdef Book* c              # book.get()
     cdef readonly Loads loads
-    cdef tuple journals       # keeps what the book writes to
+    cdef tuple journals       # keeps alive what the book writes to
     cdef uint64_t expired     # requests
     cdef uint64_t removed     # requests that went with their rank
     cdef uint64_t exists      # adds refused
@@ -34,10 +34,11 @@ cdef class Ledger:
     # The number of a live request, kNone if there is none.
     cdef RequestId find_request(self, string_view request_id) noexcept
     cdef RequestId find(self, str request_id) except? 0
-    # As add(), an AddOutcome; refusals are not counted.
+    # The same as add(), with an AddOutcome; the caller counts refusals.
     cdef int admit(self, const Admission* admission) except -1
-    # Of a live request: its prefill is over, or all of it.
+    # Ends the prefill of a live request.
     cdef void complete(self, RequestId request) noexcept
+    # Ends a live request.
     cdef void end(self, RequestId request) noexcept
 
     cdef LoadedRankId own(self, LoadedRankId rank) except? 0xffffffff

@@ -1,13 +1,13 @@
 # distutils: language = c++
 """The slot accounting of one (model, tenant): what every rank is working on.
 
-The structure and its rules are in `ledger/book.pxd` (what one face has booked), `ledger/loads.pxd`
-(what ranks work on, which ledgers may share) and `ledger/requests.pxd`, over the C++ trie of live
-prompts (`ledger/trie.hpp`). `ledger/rows.pxd` is the JSON.
+The structure and its rules are in `ledger/book.pxd` (the bookings of one face), `ledger/loads.pxd`
+(the load of ranks, which ledgers may share) and `ledger/requests.pxd`, over the C++ trie of live
+prompts (`ledger/trie.hpp`). `ledger/rows.pxd` renders the JSON.
 
-One thread owns ledgers that share loads. Nothing here does I/O, reads a clock or logs. Costs: n is
-the number of blocks of a prompt, m the nodes of the trie on its path (at most the number of places
-where live prompts branch or end on it), r the number of ranks.
+One thread owns the ledgers that share loads. Nothing here does I/O, reads a clock or logs. In the
+costs, n is the number of blocks of a prompt, m the nodes of the trie on its path (at most the
+number of points on it where live prompts branch or end), r the number of ranks.
 """
 
 from collections import namedtuple
@@ -94,7 +94,7 @@ cdef string_view bounded(str text, str what) except *:
 
 
 cdef bytes cut(PyObject* answer, Py_ssize_t size):
-    # Gives back what rendering did not need; takes over the reference.
+    # Shortens an answer to what was rendered; takes over the reference.
     _PyBytes_Resize(&answer, size)
     text = <bytes>answer
     Py_DECREF(text)
@@ -102,27 +102,27 @@ cdef bytes cut(PyObject* answer, Py_ssize_t size):
 
 
 cdef class Loads:
-    """The load of ranks, shared by ledgers, which know of nothing else of each other.
+    """The load of ranks, shared by ledgers that know nothing else of each other.
 
-    `eased` is None, or what is to be called when there is less of it: the ledger does
-    not call it, the caller that completes, frees, expires or removes does, for a selection that
-    waits for an idle rank.
+    `eased` is None, or a callable for when the load becomes less, so that a selection that waits
+    for an idle rank can be served. The ledger does not call it: the caller that completes, frees,
+    expires or removes does.
     """
 
     def __cinit__(self):
         self.shared = make_unique[SharedLoads]()
 
     def on_eased(self, eased):
-        """Sets what is to be called when there is less load, or None."""
+        """Sets the callable for when the load becomes less, or None."""
         self.eased = eased
 
 
-@cython.no_gc_clear  # what is live goes with the ledger, and its loads must be there then
+@cython.no_gc_clear  # __dealloc__ ends the requests, for which it needs the loads
 cdef class Ledger:
     """Live requests of the ranks of one (model, tenant), and the loads that follow from them.
 
-    Requests and ranks are its own, whatever other ledgers have that share its loads; what a rank
-    weighs is the sum of all.
+    Requests and ranks are the ledger's own, even if others share its loads; a rank's load is the
+    sum over all of them.
     """
 
     def __cinit__(
@@ -148,10 +148,10 @@ cdef class Ledger:
             books.close(self.c)
 
     def add_rank(self, uint64_t worker_id, uint32_t dp_rank):
-        """Adds a rank, or finds it, and returns its id: dense, used again after removal.
+        """Adds a rank, or finds it, and returns its id: dense, reused after removal.
 
-        Ledgers that share loads have one id for the same rank. OverflowError when there are
-        MAX_RANKS. O(log r), and 16 bytes moved for each rank that sorts behind it.
+        Ledgers that share loads have one id for the same rank. OverflowError if there are MAX_RANKS
+        already. O(log r), and 16 bytes moved for each rank that sorts behind it.
         """
         cdef LoadedRankId rank = books.find_rank(self.c, worker_id, dp_rank)
         if rank != kNone:
@@ -163,9 +163,9 @@ cdef class Ledger:
     def remove_rank(self, LoadedRankId rank, Py_ssize_t limit=PY_SSIZE_T_MAX):
         """Removes a rank with its requests; returns their ids in order of admission.
 
-        At most `limit` of them: when as many came, there may be more, and the rank is there still.
-        Other ledgers keep theirs, and what that weighs. KeyError if there is no such rank. O(free
-        of each).
+        Ends at most `limit` requests: if that many ids come back, there may be more, and the rank
+        still exists. Other ledgers keep their requests on it, and what these weigh. KeyError if
+        there is no such rank. O(free of each).
         """
         self.own(rank)
         ids = []
@@ -181,20 +181,20 @@ cdef class Ledger:
         return ids
 
     def rank_of(self, uint64_t worker_id, uint32_t dp_rank):
-        """The id of a rank, None if there is none. O(log r)."""
+        """Returns the id of a rank, None if there is none. O(log r)."""
         cdef LoadedRankId rank = books.find_rank(self.c, worker_id, dp_rank)
         return None if rank == kNone else rank
 
     def add(self, str request_id not None, LoadedRankId rank, hashes, tokens, double now,
             str key=None, expected_output=None):
-        """Books a request: its prompt, and `tokens` to prefill until that is complete.
+        """Books a request: its prompt, and `tokens` to prefill until its prefill is complete.
 
-        `hashes` is a scanner whose array 0 has the sequence hashes, or their bytes as native
-        64-bit integers; `now` is in seconds and must not go back; `expected_output` tokens are kept
-        with the request, which they do not change. Returns ADDED, or why nothing
-        changed: REPEATED (this very request lives already, and both came with the same `key`),
-        EXISTS (the id is in use), FULL (MAX_REQUESTS or MAX_BLOCKS), OVERFLOW (more than
-        MAX_TOKENS, or the rank's sum would be more than 2^62).
+        `hashes` is a scanner whose array 0 has the sequence hashes, or their bytes as native 64-bit
+        integers. `now` is in seconds and must not go back. `expected_output` tokens are kept with
+        the request and change no load. Returns ADDED, or why nothing changed: REPEATED (this very
+        request is live already, and both came with the same `key`), EXISTS (the id is in use), FULL
+        (MAX_REQUESTS or MAX_BLOCKS), OVERFLOW (more than MAX_TOKENS, or the rank's sum would exceed
+        2^62).
 
         KeyError if there is no such rank; ValueError for an id or key of more than
         MAX_REQUEST_ID_BYTES, or negative tokens. O(n + m log r).
@@ -222,7 +222,7 @@ cdef class Ledger:
         return outcome
 
     def prefill_complete(self, str request_id not None):
-        """Takes a request's prefill tokens off its rank, once; False if there is none. O(1)."""
+        """Takes a request's prefill tokens off its rank, once; False if it is not live. O(1)."""
         cdef RequestId request = self.find(request_id)
         if request == kNone:
             return False
@@ -230,7 +230,7 @@ cdef class Ledger:
         return True
 
     def free(self, str request_id not None):
-        """Takes a request off its rank; False if there is none. O(n + m log r + output blocks)."""
+        """Ends a request; False if it is not live. O(n + m log r + output blocks)."""
         cdef RequestId request = self.find(request_id)
         if request == kNone:
             return False
@@ -238,13 +238,13 @@ cdef class Ledger:
         return True
 
     def output_block(self, str request_id not None, fraction=None, uint64_t count=1):
-        """Adds output blocks to a request, one if nothing is said; False if there is none.
+        """Adds `count` output blocks to a request; False if it is not live.
 
-        With a `fraction`, all output blocks of the request, and the blocks at the end of its prompt
-        that no other request of its rank has, weigh that much from now on. A request has at most
-        2^20 output blocks: what comes then is counted in `stats()["refused"]`, of one call as many
-        at most. ValueError for a fraction outside [0, 1]. O(count), with a fraction
-        O(m log r + output blocks).
+        With a `fraction`, all output blocks of the request so far, and the blocks at the end of its
+        prompt that no other request of its rank has, weigh that much from now on. A request has at
+        most 2^20 output blocks; further ones are counted in `stats()["refused"]`, at most 2^20 for
+        one call. ValueError for a fraction outside [0, 1]. O(count), with a fraction O(m log r +
+        output blocks).
         """
         if fraction is not None and not 0 <= fraction <= 1:
             raise ValueError("the fraction must lie in [0, 1]")
@@ -257,9 +257,9 @@ cdef class Ledger:
         return True
 
     def expire(self, double before, Py_ssize_t limit):
-        """Frees requests admitted before a time, oldest first, at most `limit`; returns their ids.
+        """Frees at most `limit` requests admitted before a time, oldest first; returns their ids.
 
-        There may be more when as many as `limit` came. O(free of each).
+        If `limit` ids come back, there may be more. O(free of each).
         """
         cdef list ids = []
         cdef RequestId request = self.c.requests.by_age.first
@@ -274,14 +274,14 @@ cdef class Ledger:
         return ids
 
     def oldest(self):
-        """Returns when the oldest live request was admitted, None without any. O(1)."""
+        """Returns when the oldest live request was admitted, None if there is none. O(1)."""
         cdef RequestId request = self.c.requests.by_age.first
         return None if request == kNone else self.c.requests.all[request].admitted
 
     def request(self, str request_id not None):
-        """Returns the LiveRequest booked under an id, None if there is none. O(1).
+        """Returns the LiveRequest with an id, None if there is none. O(1).
 
-        Its `prefill_tokens` are those that still count, its `tokens` those it came with.
+        Its `prefill_tokens` are those that still count, its `tokens` those it was booked with.
         """
         cdef RequestId number = self.find(request_id)
         if number == kNone:
@@ -301,7 +301,7 @@ cdef class Ledger:
         )
 
     def hashes(self, str request_id not None):
-        """The sequence hashes of a live request's blocks, native 64-bit integers; None if absent.
+        """Returns a live request's sequence hashes as native 64-bit integers, None if not live.
 
         O(blocks).
         """
@@ -314,17 +314,17 @@ cdef class Ledger:
         return hashes
 
     def load(self, LoadedRankId rank):
-        """The Load of a rank, of all ledgers that share it.
+        """Returns the Load of a rank, over all ledgers that share it.
 
-        KeyError if this one does not have the rank. O(1).
+        KeyError if this ledger does not have the rank. O(1).
         """
         cdef LoadedRank* r = &self.c.loads.ranks[self.own(rank)]
         return Load(r.prefill_tokens, decode_blocks(r), r.requests)
 
     def render_loads(self, bytes prefix not None=b""):
-        """The loads of all ranks as JSON objects with commas between, by (worker, dp rank).
+        """Returns the loads of all ranks as comma-separated JSON objects, by (worker, dp rank).
 
-        `prefix` opens each: ready JSON members, with a comma behind. O(r). See `ledger/rows.pxd`.
+        `prefix` opens each object: JSON members with a comma behind. O(r). See `ledger/rows.pxd`.
         """
         cdef string_view opening = string_view(PyBytes_AS_STRING(prefix), PyBytes_GET_SIZE(prefix))
         cdef Py_ssize_t room = rows_room(self.c, opening.size())
@@ -335,7 +335,7 @@ cdef class Ledger:
         return cut(answer, end - begin)
 
     def project(self, hashes, uint64_t new_tokens):
-        """Returns the load that each rank would have with a further request, as a JSON array.
+        """Returns the load that each rank would have with one more request, as a JSON array.
 
         OverflowError for more than MAX_TOKENS. O(n + r + the ranks on the path). See
         `ledger/rows.pxd`.
@@ -359,10 +359,10 @@ cdef class Ledger:
         return {at.rank: depths[at.rank] for at in self.c.order if depths[at.rank]}
 
     def stats(self):
-        """Sizes now and totals since the start.
+        """Returns sizes now and totals since the start.
 
-        Blocks, nodes, rank_refs (pairs of a node and a rank) and bytes are those of all ledgers
-        that share the loads, all others this one's.
+        Blocks, nodes, rank_refs (pairs of a node and a rank) and bytes cover all ledgers that share
+        the loads; everything else is this ledger's.
         """
         cdef LedgerStats* t = &self.c.stats
         return {
@@ -389,16 +389,16 @@ cdef class Ledger:
     def verify(self):
         """Checks every invariant and forms every sum anew; AssertionError says what is wrong.
 
-        That is of all ledgers that share the loads.
+        Checks all ledgers that share the loads.
         """
         verify(self.c.loads)
 
     # ---- the journal
 
     def record_in(self, uint32_t number, *journals):
-        """Has journals, two at most, record each step of requests from now on, under a number.
+        """Lets at most two journals record each step of requests from now on, under a number.
 
-        Without any nobody records. What is booked already is not recorded: see `export`.
+        Without any, nothing is recorded. Requests booked before are not recorded: see `export`.
         """
         if len(journals) > kJournals:
             raise ValueError(f"{len(journals)} journals are too many")
@@ -418,11 +418,11 @@ cdef class Ledger:
         return self.c.number
 
     def export(self, Journal journal not None, uint32_t after, size_t enough):
-        """Records requests that are booked now in a journal, until there are `enough` bytes more.
+        """Records the live requests in a journal, until it has at least `enough` more bytes.
 
-        Returns where the next call goes on, None at the end; the first one begins at 0. A request
-        that lives from the first call to the last is recorded once, whatever comes and goes
-        meanwhile. Raises MemoryError when the journal is full.
+        Returns where the next call continues, None at the end; the first call begins at 0. A
+        request that lives from the first call to the last is recorded once, whatever comes and goes
+        meanwhile. MemoryError if the journal is full.
         """
         cdef RecordBuffer* records = journal.c
         cdef size_t begun = records.size()
@@ -449,7 +449,7 @@ cdef class Ledger:
         cdef string_view text = requests.id_of(&self.c.requests.all[request])
         return PyUnicode_DecodeUTF8(text.data(), text.size(), NULL)
 
-    # ---- for C: arguments are checked
+    # ---- for compiled callers, which have checked the arguments
 
     cdef LoadedRankId find_rank(self, uint64_t worker_id, uint32_t dp_rank) noexcept:
         return books.find_rank(self.c, worker_id, dp_rank)

@@ -1,43 +1,43 @@
 # cython: language_level=3, cdivision=True
-"""The load of every rank, over all bookings: the part that ledgers share.
+"""The load of every rank, over the bookings of all ledgers that share it.
 
     ledger of one face   ──┐          rank 2, of both: 3 requests, 96 prefill tokens,
       its ranks, requests  ├─> loads                   prompt 41.5, output 2
     ledger of another    ──┘          trie of the live prompts of all                ledger/trie.hpp
 
-A ledger takes part while it has ranks. A rank is here while any ledger has it, and weighs what the
-requests of all its ledgers weigh: blocks that two of them have live count once.
+A ledger takes part while it has ranks. A rank is here while any ledger has it, and its load is that
+of the requests of all these ledgers: blocks that are live in two ledgers count once.
 
-A rank's decode load is the number of different blocks of its live prompts, and the output blocks of
-its requests, each times its weight. One trie serves all ranks: what thousands of requests share is
-stored once, and a question for all ranks is one walk down the prompt and one up again, giving each
-rank the depth of the deepest node it passes through:
+A rank's decode load is the weighted number of distinct blocks of its live prompts, plus the
+weighted number of its requests' output blocks. One trie serves all ranks: what thousands of
+requests share is stored once. A query for all ranks is one walk down the prompt and one up again,
+which gives each rank the depth of the deepest node that it passes through:
 
     nodes on the way     ranks 1 2 3 4 5 6     ranks 2 5     rank 5
     given on the way up    rest, depth 3       2, depth 9    5, depth 12
 
-A node with as many ranks as have their depth already has no others: it is skipped.
+On the way up, a node with as many ranks as have a depth already has no others: it is skipped.
 
 Invariants (checked in verify.pyx)
-  1. a rank's prefill tokens are the sum of those of its requests whose prefill is running, and
-     those of these that have any are counted;
-  2. its blocks are those of the nodes it passes through; its prompt load is their weights' sum, its
-     output load that of its requests' output blocks: exact while all weights are 1, else as f64
-     sums go, and exactly 0 where nothing is left to sum;
-  3. a rank has an owner, and every owner lists it; a rank id without one is in `free`, which has
-     room for all of them.
+  1. a rank's prefill tokens are the sum over its requests whose prefill is running, and
+     `prefilling` counts those of these requests that have any;
+  2. its blocks are those of the nodes it passes through; its prompt load is the sum of their
+     weights, its output load that of its requests' output blocks. Both are exact while all weights
+     are 1, else as exact as f64 sums are, and exactly 0 where nothing is left to sum;
+  3. a rank has an owner, and every owner lists it; a rank id without an owner is in `free`, which
+     has room for all of them.
 
-How the two sums are formed decides what becomes of halves, as observed of Dynamo 1.6.1: a change of
+How the two sums are formed decides how halves are rounded, as observed of Dynamo 1.6.1: a change of
 weight adds (new - old) for each output block by itself, but blocks x (new - old) for a stretch of
-prompt blocks that weigh the same. The load is the sum of both, rounded, halves away from zero. A
+prompt blocks of equal weight. The load is the sum of both, rounded, halves away from zero. A
 stretch is gathered over nodes, so it does not matter where other ranks split them. What ends loses
-its weight as if it became 0, which is the same to the last bit.
+its weight as if the weight became 0, which gives the same result to the last bit.
 
-Memory is taken by `make_room_for_rank` and `insert`, which change nothing where there is none.
+Only `make_room_for_rank` and `insert` take memory; they change nothing where there is none.
 
 Costs (blocks n of the prompt, nodes m on its path, ranks p of a node, ranks r in all): insert,
 erase O(n + m log p); end_prefill O(1); add_output O(1); decay O(output blocks + m log p);
-live_depths O(n + r + ranks of the skipped nodes' rest).
+live_depths O(n + r + further ranks of the nodes that are not skipped).
 
 All is inline: there is no module of this name.
 """
@@ -65,7 +65,7 @@ cdef inline bint is_of(SharedLoads* loads, LoadedRankId id, uint8_t owners) noex
 
 
 cdef inline uint64_t decode_blocks(const LoadedRank* rank) noexcept nogil:
-    # Weighted, rounded.
+    # The rank's decode load, rounded.
     cdef double load = rank.prompt + rank.output
     cdef uint64_t whole
     if load <= 0:
@@ -75,12 +75,12 @@ cdef inline uint64_t decode_blocks(const LoadedRank* rank) noexcept nogil:
 
 
 cdef inline uint32_t decoding(const LoadedRank* rank) noexcept nogil:
-    # The requests that have nothing left to prefill.
+    # The number of requests with nothing left to prefill.
     return rank.requests - rank.prefilling
 
 
 cdef inline int make_room_for_rank(SharedLoads* loads) except -1 nogil:
-    # The next `take_rank` finds room.
+    # Takes the memory that the next `take_rank` needs.
     if not loads.free.empty():
         return 0
     if loads.ranks.size() == loads.ranks.capacity():
@@ -93,7 +93,7 @@ cdef inline int make_room_for_rank(SharedLoads* loads) except -1 nogil:
 cdef inline LoadedRankId take_rank(
     SharedLoads* loads, uint64_t worker_id, uint32_t dp_rank
 ) noexcept nogil:
-    # A rank that no ledger has, after make_room_for_rank.
+    # Adds a rank that no ledger has yet; make_room_for_rank comes first.
     cdef LoadedRankId id
     cdef LoadedRank* rank
     cdef char* to
@@ -128,7 +128,7 @@ cdef inline void disown(SharedLoads* loads, LoadedRankId id, uint8_t owner) noex
 # ---- weights
 
 cdef struct WeightChange:
-    # Of the weight of prompt blocks, gathered into stretches that have weighed the same.
+    # A change of the weight of prompt blocks, gathered into stretches of equal old weight.
     LoadedRank* rank
     double to
     uint64_t blocks
@@ -182,7 +182,7 @@ cdef inline bint overflows(SharedLoads* loads, LoadedRankId id, uint64_t tokens)
 cdef inline NodeId insert(
     SharedLoads* loads, const CPathPosition* at, const Admission* a
 ) except? 0 nogil:
-    # Returns the last node of the prompt, which was found at `at`.
+    # Inserts a prompt that was found as far as `at`; returns its last node.
     cdef size_t gained = 0
     cdef NodeId end = loads.trie.insert(at[0], a.hashes, a.blocks, a.rank, gained)
     cdef LoadedRank* rank = &loads.ranks[a.rank]
@@ -226,8 +226,8 @@ cdef inline void add_output(SharedLoads* loads, Request* request) noexcept nogil
 
 
 cdef inline void decay(SharedLoads* loads, Request* request, double fraction) noexcept nogil:
-    # Gives all output blocks of a request, and those at the end of its prompt that no other request
-    # of its rank has, the weight `fraction`, in [0, 1].
+    # Gives the weight `fraction`, in [0, 1], to all output blocks of a request so far, and to the
+    # blocks at the end of its prompt that no other request of its rank has.
     cdef LoadedRank* rank = &loads.ranks[request.rank]
     cdef WeightChange change = WeightChange(rank, fraction, 0, 0)
     reweigh_outputs(rank, request, fraction)
@@ -239,13 +239,12 @@ cdef inline void decay(SharedLoads* loads, Request* request, double fraction) no
     end_stretch(&change)
 
 
-# ---- questions
+# ---- queries
 
 cdef inline const uint32_t* live_depths(
     SharedLoads* loads, const uint64_t* hashes, size_t n
 ) noexcept nogil:
-    # How many leading blocks of a prompt each rank has live, one figure for each rank id; until the
-    # next call.
+    # How many leading blocks of a prompt each rank has live, by rank id. Valid until the next call.
     cdef uint32_t* depths = loads.depths.data()
     cdef CPathPosition at = loads.trie.find(hashes, n)
     cdef uint32_t depth = <uint32_t>at.depth, given = 0, inside = at.inside, i

@@ -1,14 +1,14 @@
-// Which ranks have live requests through a stretch of prompts, how many, and what a block weighs.
+// The ranks with live requests through a node, how many requests, and what a block weighs for each.
 //
 //   one rank    [ {rank 7, requests 2, weight 1} ]                       inside the object
 //   several  ──>[ {2, 1, 1} | {5, 3, 0.5} | {811, 1, 1} | .. | .. ]      one buffer, by rank
 //
-// Most stretches are the tail of one prompt and have one rank: no allocation. What many share (a
-// system prompt) has a buffer, and is searched by halving.
+// Most nodes are the tail of one prompt and have one rank: no allocation. A node that many ranks
+// share (a system prompt) has a buffer, with a binary search.
 //
 // Invariants: ranks ascend strictly; every reference has requests >= 1 and 0 <= weight <= 1; a list
-// of at most one has no buffer. Where memory ends, insert and copy throw and change nothing; a
-// buffer that cannot be exchanged for a smaller one stays.
+// of at most one has no buffer. Without memory, insert and copy throw and change nothing, and a
+// buffer that should shrink stays as it is.
 //
 // Costs of n references: find O(log n); insert, erase O(log n), and O(n) moved when a rank comes or
 // goes (16 bytes each).
@@ -33,7 +33,7 @@ struct RankRef {
   double weight;      // of each block, 1 unless a fraction was given
 };
 
-// The owner counts the bytes of all buffers: what changes them is handed that count.
+// The owner counts the bytes of all buffers: members that change them take that count as `bytes`.
 class RankRefs {
  public:
   RankRefs() = default;
@@ -54,7 +54,7 @@ class RankRefs {
     return at != data() + size_ && at->rank == rank ? at : nullptr;
   }
 
-  // One more request of the rank; true when it is the rank's first.
+  // Adds a request of the rank; true when it is the rank's first.
   bool insert(LoadedRankId rank, size_t& bytes) {
     RankRef* at = lower_bound(rank);
     if (at != data() + size_ && at->rank == rank) {
@@ -70,7 +70,7 @@ class RankRefs {
     return true;
   }
 
-  // One request of the rank less, which must pass; true when it was the last.
+  // Takes off one request of the rank, which has at least one; true when it was the last.
   bool erase(RankRef* at, size_t& bytes) {
     if (--at->requests != 0) return false;
     std::memmove(at, at + 1, static_cast<size_t>(data() + size_ - at - 1) * sizeof(RankRef));
@@ -90,7 +90,7 @@ class RankRefs {
     resize(1, bytes);
   }
 
-  // Whether each of the same ranks has the same weight here and there.
+  // Whether each rank has the same weight here and there. Both have the same ranks.
   bool weighs_like(const RankRefs& other) const {
     const RankRef* there = other.begin();
     for (const RankRef& here : *this) {
@@ -113,7 +113,7 @@ class RankRefs {
     } catch (const std::bad_alloc&) {}
   }
 
-  // `capacity` >= size_; 1 means inside.
+  // `capacity` >= size_; 1 means inside the object.
   void resize(uint32_t capacity, size_t& bytes) {
     if (capacity == capacity_) return;
     const size_t before = this->bytes();

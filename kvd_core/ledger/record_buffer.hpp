@@ -1,14 +1,14 @@
-// Records of a journal that wait to be written: one after the other, whole or not at all.
+// Records of a journal that wait to be written: one after the other, each whole or not at all.
 //
 //   [ u32 n | kind | n - 1 bytes ] [ u32 n | kind | .. ] ..          little-endian
 //
-// A change of a ledger must not wait and cannot fail, so a record that finds no room within the
-// limit is dropped and counted: the journal has a hole from there on, and its writer begins anew.
+// A change of a ledger must not wait and cannot fail, so a record that exceeds the limit is dropped
+// and counted: the journal then has a hole, and its writer starts it anew.
 //
-// While it is paused nothing is recorded, and nothing counts as dropped: what happens then is of no
-// interest to the reader.
+// While paused, the buffer records nothing and counts nothing as dropped: its reader has no use for
+// these records.
 //
-// Costs: extend O(1), amortised; memory twice what waits.
+// Costs: extend O(1), amortised; memory at most twice the bytes that wait.
 #pragma once
 
 #include <cstddef>
@@ -20,7 +20,7 @@ namespace kvd::ledger {
 
 class RecordBuffer {
  public:
-  // Memory that is kept when all has been taken: some thousand steps of requests.
+  // Memory kept when all records have been taken: some thousand steps of requests.
   static constexpr size_t kKept = 256 * 1024;
 
   explicit RecordBuffer(size_t limit) : limit_(limit) {}
@@ -28,7 +28,7 @@ class RecordBuffer {
   RecordBuffer& operator=(const RecordBuffer&) = delete;
   ~RecordBuffer() { std::free(bytes_); }
 
-  // Begins a record with so many bytes behind its kind; returns where these go, null if there is no
+  // Begins a record with `n` bytes behind its kind; returns where these go, null if there is no
   // room.
   char* extend(char kind, size_t n) noexcept {
     if (paused_) return nullptr;

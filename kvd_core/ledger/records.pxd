@@ -1,23 +1,23 @@
 # cython: language_level=3, cdivision=True
-"""Steps of requests as records of journals, written when a step is taken, on any way.
+"""The steps of requests as records of journals, written wherever a step is taken.
 
     kind   what                       bytes, little-endian, without padding
     'B'    a request is booked, or    u32 ledger, u64 worker, u32 dp rank, u32 blocks, u64 tokens,
-           this is what is booked     f64 admitted, u32 expected (2^32-1: unknown), u32 outputs,
+           is exported as booked      f64 admitted, u32 expected (2^32-1: unknown), u32 outputs,
                                       u32 decayed, f64 fraction, u8 prefilling, u16 n, u16 k,
                                       n bytes id, k bytes retry key, blocks * u64 hashes
     'P'    its prefill is complete    u32 ledger, u16 n, n bytes id
     'E'    it has ended               the same
-    'O'    an output block more       u32 ledger, f64 fraction (below 0: as it was), u16 n, id
+    'O'    one more output block      u32 ledger, f64 fraction (below 0: unchanged), u16 n, id
 
-A change of these is another FORMAT of the file (kvd/persistence/frames.py).
+A change of these needs another FORMAT of the file (kvd/persistence/frames.py).
 
-`ledger` is the number by which the journal knows the ledger. `admitted` is in
-seconds of the clock that the ledger was given. What a request holds is its path in the trie, so one
-that has been booked long ago can be recorded as well as a new one.
+`ledger` is the ledger's number in the journal. `admitted` is in seconds of the clock that the
+ledger was given. A request's blocks are its path in the trie, so a request booked long ago can be
+recorded as well as a new one.
 
-Costs: 'B' O(blocks), a copy; the others O(bytes of the id). Nothing here fails: what finds no room
-is dropped and counted (record_buffer.hpp).
+Costs: 'B' O(blocks), a copy; the others O(bytes of the id). Nothing here fails: a record that finds
+no room is dropped and counted (record_buffer.hpp).
 
 All is inline: there is no module of this name.
 """
@@ -30,8 +30,8 @@ from kvd_core.ledger.types cimport Book, LoadedRank, RecordBuffer, Request, Requ
 
 
 cdef enum:
-    kBookedBytes = 61  # of a booking, before its texts
-    kStepBytes = 6     # of a step, before its id
+    kBookedBytes = 61  # bytes of a booking before its texts
+    kStepBytes = 6     # bytes of a step before its id
 
 
 cdef inline char* put_u16(char* to, uint16_t value) noexcept nogil:
@@ -55,7 +55,7 @@ cdef inline char* put_f64(char* to, double value) noexcept nogil:
 
 
 cdef inline void put_booking(Book* book, RecordBuffer* records, RequestId id) noexcept nogil:
-    # A request with all that it holds.
+    # Records a request as it is booked now.
     cdef Request* request = &book.requests.all[id]
     cdef LoadedRank* rank = &book.loads.ranks[request.rank]
     cdef size_t texts = <size_t>request.id_size + request.key_size
@@ -82,14 +82,14 @@ cdef inline void put_booking(Book* book, RecordBuffer* records, RequestId id) no
 
 
 cdef inline void tell_booked(Book* book, RequestId id) noexcept nogil:
-    # That a request has been booked.
+    # Records that a request has been booked.
     for records in book.records:
         if records != NULL:
             put_booking(book, records, id)
 
 
 cdef inline void tell_step(Book* book, char kind, RequestId id) noexcept nogil:
-    # That a request's prefill is complete, or that it has ended: before it does.
+    # Records that a request's prefill is complete or that it ends; to be called before it does.
     cdef Request* request = &book.requests.all[id]
     cdef char* to
     for records in book.records:
@@ -102,7 +102,7 @@ cdef inline void tell_step(Book* book, char kind, RequestId id) noexcept nogil:
 
 
 cdef inline void tell_output(Book* book, RequestId id, double fraction) noexcept nogil:
-    # That a request has an output block more; a fraction is what all of them weigh from now on.
+    # Records one more output block, with a fraction that all of the request's weigh from now on.
     cdef Request* request = &book.requests.all[id]
     cdef char* to
     for records in book.records:

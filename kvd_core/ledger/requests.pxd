@@ -6,17 +6,17 @@
     request 4   text "chat-17" "retry-a"       id and retry key, one buffer
                 rank 2, end node 9, 12 blocks, 48 tokens, prefill running
                 outputs: 5, of which the first 3 weigh 0.25
-                by age: previous 0, next 9     all requests, as admitted
-                by rank: previous 0, next -    those of rank 2, as admitted
+                by age: previous 0, next 9     all requests, in order of admission
+                by rank: previous 0, next -    those of rank 2, in order of admission
 
-A fraction given for the output blocks of a request replaces that of all it has, and those that
-come later weigh 1: so two counts and one fraction say it all, however many there are.
+A fraction given for a request replaces the weight of all its output blocks so far, and blocks that
+come later weigh 1. So two counts and one fraction describe them all, however many there are.
 
 Invariants (checked in verify.pyx)
   1. ids are distinct; every live request is in `ids` and in both chains once;
   2. decayed <= outputs.
 
-Memory is taken by `make_room` alone: when that has succeeded, `take` finds what it needs.
+Only `make_room` takes memory: once it has succeeded, `take` finds what it needs.
 
 Costs: find O(bytes of the id); take, give O(1) and one allocation; 88 bytes and the two texts.
 
@@ -79,7 +79,7 @@ cdef inline string_view key_of(const Request* request) noexcept nogil:
 
 
 cdef inline RequestId find_hashed(Requests* requests, string_view id, uint64_t hash) noexcept nogil:
-    # The number of a live request, kNone if there is none; `hash` is that of the id.
+    # The number of a live request, kNone if there is none; `hash` is the hash of its id.
     cdef uint32_t at
     cdef RequestId number
     cdef Request* request
@@ -105,7 +105,7 @@ cdef inline RequestId find(Requests* requests, string_view id) noexcept nogil:
 
 
 cdef inline char* make_room(Requests* requests, string_view id, string_view key) except NULL nogil:
-    # Makes room for one more, and returns its texts, for `take` or for free().
+    # Makes room for one more request. Returns its texts, to be passed to `take` or to free().
     cdef char* text
     requests.ids.make_room(1, requests.all)
     requests.all.make_room()
@@ -120,7 +120,7 @@ cdef inline Request* take(
     Requests* requests, char* text, size_t id_size, size_t key_size, uint64_t hash,
     RequestList* of_rank
 ) noexcept nogil:
-    # A new request, the newest of all and of its rank; the rest of it is the caller's to set.
+    # A new request, the newest of all and of its rank; the caller sets the remaining members.
     cdef RequestId number = requests.all.take()
     cdef Request* request = &requests.all[number]
     request.text = text

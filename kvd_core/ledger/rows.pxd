@@ -1,5 +1,5 @@
 # cython: language_level=3, cdivision=True
-"""Renders loads and projections of all ranks of a ledger as JSON, straight into the answer's bytes.
+"""Renders the loads and projections of all ranks of a ledger as JSON, straight into the answer.
 
     {"worker_id":7,"dp_rank":0,"active_prefill_tokens":48,"active_decode_blocks":3}
     {"worker_id":7,"dp_rank":0,"potential_prefill_tokens":80,"potential_decode_blocks":5,
@@ -7,7 +7,7 @@
 
 Rows are separated by commas and sorted by (worker, dp rank).
 
-Costs: some 20 ns a row. Each function returns the end of what it has written. The caller gives
+Costs: some 20 ns a row. Each function returns the end of what it has written. The caller provides
 `rows_room()` bytes, which no rows can exceed.
 
 All is inline: there is no module of this name.
@@ -30,14 +30,14 @@ cdef extern from "json/text.hpp" namespace "kvd" nogil:
 
 cdef inline size_t rows_room(Book* book, size_t prefix) noexcept nogil:
     # A row has braces and a comma, the rank's text of 56 bytes, three names of 27, 27 and 19 bytes,
-    # three numbers, and `prefix` bytes that open it.
+    # three numbers, and the opening `prefix`.
     return book.order.size() * (56 + 27 + 27 + 19 + 3 * kMaxDigits + 3 + prefix) + 2
 
 
 cdef inline char* put_loads(
     char* to, Book* book, string_view prefix
 ) noexcept nogil:
-    # `prefix` is ready JSON text that opens each row.
+    # `prefix` is JSON text that opens each row.
     cdef Listed* listed = book.order.data()
     cdef SharedLoads* loads = book.loads
     cdef LoadedRank* rank
@@ -57,7 +57,7 @@ cdef inline char* put_loads(
 cdef inline char* put_projection(
     char* to, Book* book, const uint32_t* depths, size_t blocks, uint64_t new_tokens
 ) noexcept nogil:
-    # The same as a JSON array, for a prompt of `blocks` that is live as far as `depths` says.
+    # The projection for a prompt of `blocks`, whose first depths[id] blocks rank id has live.
     cdef Listed* listed = book.order.data()
     cdef SharedLoads* loads = book.loads
     cdef LoadedRank* rank

@@ -7,30 +7,29 @@
 //          └─ node 6  ...
 //
 // A node is a chain (base/chains.hpp) in one buffer of exactly its size. Nodes are split where
-// prompts branch and where a request ends, so a request covers whole nodes, and all it needs to
-// know is the last of them. A block is the path to it: [1,1,1] are three blocks, and the 3 below
-// [1,2] is another one than the 3 below [9,2], whatever lineage the hashes claim.
+// prompts branch and where a request ends, so a request covers whole nodes and only needs to know
+// the last of them. A block is the path to it: [1,1,1] are three blocks, and the 3 below [1,2] is
+// not the 3 below [9,2], whatever lineage the hashes claim.
 //
-// When a node is split the tail keeps its id; when two are merged, the child does. So neither the
-// requests that end in it nor the table entries of its children need to change.
+// When a node is split, the tail keeps its id; when two nodes are merged, the child does. So
+// neither the requests that end in it nor its children's table entries need to change.
 //
 // Invariants
 //   1. those of base/chains.hpp;
 //   2. a node has 1 to kMaxChain blocks and at least one rank;
 //   3. a RankRef counts the live requests of its rank that end in the node or below, so the ranks
 //      of a node include those of its children;
-//   4. a node with one child in which no request ends could not be merged with it: they weigh
-//      differently for some rank, or exceed kMaxChain together. So churn leaves no fragments. There
-//      may be some from a moment without memory for a merge, which `has_fragments` says;
-//   5. `child_xor` is the xor of the ids of the children: with one child, its id.
+//   4. if no request ends in a node with one child, the two could not be merged: some rank has
+//      different weights in them, or they exceed kMaxChain together. So churn leaves no fragments,
+//      except where a merge has found no memory, which `has_fragments` says;
+//   5. `child_xor` is the xor of the ids of the children: for an only child, its id.
 //
-// Costs (blocks n asked for, nodes m on the way, ranks p of a node): find O(n) as plain arrays
-// and one table probe a node; insert, erase O(m log p), O(p) a node where a rank comes or goes,
-// O(blocks gained); split and merge O(kMaxChain + p).
-// The root is no node, and has no ranks.
+// Costs (blocks n asked for, nodes m on the way, ranks p of a node): find O(n) as plain arrays and
+// one table probe a node; insert, erase O(m log p), O(p) a node where a rank comes or goes,
+// O(blocks gained); split and merge O(kMaxChain + p). The root is no node, and has no ranks.
 //
-// Where memory ends, insert throws std::bad_alloc, and the prompts are those of before. Erase and
-// weigh never throw.
+// Without memory, insert throws std::bad_alloc and leaves the prompts as they were. Erase and weigh
+// never throw.
 #pragma once
 
 #include <algorithm>
@@ -53,13 +52,13 @@ constexpr NodeId kRoot = kNone;
 
 struct TrieNode {
   uint64_t* hashes;  // `len` of them
-  uint64_t first;    // hashes[0], so that a probe does not follow the pointer
+  uint64_t first;    // hashes[0], which a probe reads without following the pointer
   uint32_t len;      // blocks
   NodeId parent;
   uint32_t ends;  // live requests that end here
   uint32_t children;
   NodeId child_xor;
-  RankRefs ranks;  // that pass through
+  RankRefs ranks;  // the ranks that pass through
 
   uint64_t first_hash() const { return first; }
   const uint64_t* chain_hashes() const { return hashes; }
@@ -74,12 +73,12 @@ class Trie : public Chains<Trie, TrieNode> {
   // length of prompts.
   static constexpr uint32_t kMaxChain = 4096;
 
-  // How far a prompt is in the trie.
+  // How far the trie has a prompt.
   struct PathPosition {
-    NodeId node = kRoot;  // the deepest one that has some of it
-    uint32_t inside = 0;  // how many of that node's blocks
-    size_t depth = 0;     // blocks, all in all
-    size_t nodes = 0;     // on the way
+    NodeId node = kRoot;  // the deepest node that has some of it
+    uint32_t inside = 0;  // how many of that node's blocks are the prompt's
+    size_t depth = 0;     // all blocks of the prompt that the trie has
+    size_t nodes = 0;     // nodes on the way
   };
 
   Trie() : Chains(0) {}
@@ -116,15 +115,15 @@ class Trie : public Chains<Trie, TrieNode> {
     }
   }
 
-  // The most references that `insert` can add at a place.
+  // The most rank references that `insert` can add at a position.
   uint64_t rank_refs_needed(const PathPosition& at, size_t n) const {
     const bool splits = at.node != kRoot && at.inside < nodes_[at.node].len;
     const uint64_t copied = splits ? nodes_[at.node].ranks.size() : 0;
     return at.nodes + copied + (n - at.depth) / kMaxChain + 2;
   }
 
-  // Sends a request of the rank down a prompt that was found at `at`. Returns the node it ends in
-  // and sets `gained` to the blocks that are the rank's first.
+  // Adds a request of the rank with a prompt that was found at `at`. Returns the node in which it
+  // ends and sets `gained` to the number of blocks that are new for the rank.
   //
   //   rank 5 asks for a b x y; `find` has met a b
   //
@@ -160,15 +159,15 @@ class Trie : public Chains<Trie, TrieNode> {
     return end;
   }
 
-  // Takes a request of the rank off the path to `end`. Calls lost(blocks, weight) for what the
-  // rank has no other request through, from the end upwards.
+  // Takes a request of the rank off the path to `end`. Calls lost(blocks, weight), from the end
+  // upwards, for the nodes that no other request of the rank passes through.
   //
   //   the request of rank 5 that ends in 6
   //
   //   before   root ── 4 [a b]      rank 2, rank 5    ends 0 ──┬─ 9 [c d]  rank 2  ends 1
   //                                                            └─ 6 [x y]  rank 5  ends 1
   //   6        no rank is left: removed, lost(2, 1)
-  //   4        rank 5 has gone, lost(2, 1); an only child with the same ranks: merged with it
+  //   4        rank 5 is gone, lost(2, 1); its only child has the same ranks: merged with it
   //   after    root ── 9 [a b c d]  rank 2            ends 1
   template <class Lost>
   void erase(NodeId end, LoadedRankId rank, Lost&& lost) {
@@ -176,15 +175,15 @@ class Trie : public Chains<Trie, TrieNode> {
     withdraw(end, kRoot, rank, lost);
   }
 
-  // Gives the blocks at the end of a request that the rank has no other request through another
-  // weight. Calls changed(blocks, old weight) for them, from the end upwards.
+  // Gives a weight to the blocks at the end of a request that no other request of the rank passes
+  // through. Calls changed(blocks, old weight) for them, from the end upwards.
   //
   //   rank 5 gives its request that ends in 6 the weight 0.5
   //
   //   before   root ── 4 [a b]  rank 5: 2 requests, 1 ──┬─ 9 [c d]  rank 5: 1 request, 1
   //                                                     └─ 6 [x y]  rank 5: 1 request, 1
   //   after    4 and 9 as before, 6 [x y]  rank 5: 1 request, 0.5: changed(2, 1); in 4 another
-  //            request of the rank goes on to 9
+  //            request of the rank continues to 9
   template <class Changed>
   void weigh(NodeId end, LoadedRankId rank, double weight, Changed&& changed) {
     for (NodeId id = end, parent; id != kRoot; id = parent) {
@@ -210,7 +209,7 @@ class Trie : public Chains<Trie, TrieNode> {
   friend class Chains<Trie, TrieNode>;
   friend class TrieVerifier;
 
-  // Takes one request of the rank off the nodes from `end` up to below `stop`, one above it.
+  // Takes one request of the rank off the nodes from `end` upwards, up to but without `stop`.
   template <class Lost>
   void withdraw(NodeId end, NodeId stop, LoadedRankId rank, Lost&& lost) {
     for (NodeId id = end, parent; id != stop; id = parent) {
@@ -231,7 +230,7 @@ class Trie : public Chains<Trie, TrieNode> {
     if (nodes_.live() == 0) give_back();
   }
 
-  // The hashes of one chain behind those of another, or null where there is no memory.
+  // The hashes of one chain followed by those of another; null if there is no memory.
   static uint64_t* joined(const uint64_t* head, uint32_t head_len, const uint64_t* tail,
                           uint32_t tail_len) {
     auto* hashes = static_cast<uint64_t*>(try_heap((head_len + tail_len) * sizeof(uint64_t)));
@@ -248,8 +247,8 @@ class Trie : public Chains<Trie, TrieNode> {
     node.len = len;
   }
 
-  // A new node, for which the table of children will find room. Throws and changes nothing where
-  // there is no memory.
+  // A new node, with room made for it in the table of children. Without memory it throws and
+  // changes nothing.
   NodeId take(const uint64_t* hashes, uint32_t len) {
     children_.make_room(1, *this);
     nodes_.make_room();
@@ -268,7 +267,7 @@ class Trie : public Chains<Trie, TrieNode> {
   //   4: 9, 6            2 children, 9 ^ 6
   //   link(4, 5)         3 children, 9 ^ 6 ^ 5
   //   unlink(6)          2 children, 9 ^ 5
-  //   replace_child(9, 7)   2 children, 7 ^ 5         9 is linked anew, or freed
+  //   replace_child(9, 7)   2 children, 7 ^ 5         the caller links 9 anew, or frees it
   void link(NodeId parent, NodeId id) {
     nodes_[id].parent = parent;
     if (parent == kRoot) return;
@@ -300,7 +299,7 @@ class Trie : public Chains<Trie, TrieNode> {
   }
 
   // Splits a node behind its first `at` blocks and returns the head, a new node. All requests of
-  // the tail came through the head, so both have the same ranks; none ends in the head.
+  // the tail pass through the head, so both have the same ranks. No request ends in the head.
   //
   //   P ── 9 [a b c d] ── kids        P ── 4 [a b] ──── 9 [c d] ── kids
   //      rank 2, 5  ends 1       =>      rank 2, 5         rank 2, 5
@@ -321,26 +320,26 @@ class Trie : public Chains<Trie, TrieNode> {
     }
     rank_refs_ += tail.ranks.size();
     split_node(id, head, [&] { set_hashes(tail, hashes, rest); });
-    // Shorter than the node was, the parts may fit to what it was too long for.
+    // The two parts are shorter: they may fit together with nodes that the whole was too long for.
     merge_with_only_child(id);
     if (parent != kRoot) merge_with_only_child(parent);
     return head;
   }
 
-  // Merges a node with its child if that can be: the child keeps its id.
+  // Merges a node with its only child if possible: the child keeps its id.
   //
   //   P ── 4 [a b] ──── 9 [c d] ── kids        P ── 9 [a b c d] ── kids
   //      rank 2, 5         rank 2, 5      =>      rank 2, 5
   //      ends 0            ends 1                 ends 1
   //
-  // Not where a request ends in 4, where 4 has further children, where a rank weighs 1 in 4 and 0.5
-  // in 9, or where both are longer than kMaxChain together.
+  // Not where a request ends in 4, where 4 has further children, where a rank has weight 1 in 4 and
+  // 0.5 in 9, or where the two together exceed kMaxChain.
   void merge_with_only_child(NodeId id) {
     TrieNode& head = nodes_[id];
     if (head.children != 1 || head.ends != 0) return;
     const NodeId below = head.child_xor;
     TrieNode& tail = nodes_[below];
-    // All requests go on to the child, so the ranks are the same.
+    // All requests of the head pass on to the child, so both have the same ranks.
     if (head.len + tail.len > kMaxChain || !head.ranks.weighs_like(tail.ranks)) return;
     uint64_t* const hashes = joined(head.hashes, head.len, tail.hashes, tail.len);
     if (hashes == nullptr) {
@@ -375,7 +374,7 @@ class Trie : public Chains<Trie, TrieNode> {
 
   uint64_t blocks_ = 0;
   uint64_t rank_refs_ = 0;
-  size_t heap_ = 0;  // bytes of the buffers of `ranks`
+  size_t heap_ = 0;  // bytes of the buffers of all `ranks`
   bool has_fragments_ = false;
 };
 

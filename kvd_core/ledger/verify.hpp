@@ -1,5 +1,5 @@
-// Checks every numbered invariant of the trie of live prompts against the requests that it is said
-// to hold. For tests and debug builds: O(everything).
+// Checks every numbered invariant of the trie of live prompts, against the requests that it should
+// hold. For tests and debug builds: O(everything).
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ namespace kvd::ledger {
 
 class TrieVerifier {
  public:
-  // Of a rank: blocks of the nodes it passes through, and the sum of their weights.
+  // For a rank: the blocks of the nodes that it passes through, and the sum of their weights.
   struct Held {
     uint64_t blocks = 0;
     double weight = 0;
@@ -62,7 +62,7 @@ class TrieVerifier {
     trie_.each([&](NodeId id) { check_shape(id, trie_.node(id)); });
   }
 
-  // After `run`.
+  // To be called after `run`.
   Held held(LoadedRankId rank) const {
     const auto at = held_.find(rank);
     return at == held_.end() ? Held() : at->second;

@@ -1,1 +1,1 @@
-"""Has nothing for Python: the ledger calls it from Cython."""
+"""Offers nothing to Python: the ledger calls it from Cython."""

@@ -1,7 +1,7 @@
 # distutils: language = c++
 """Checks every numbered invariant of the ledger's files and forms every sum anew.
 
-Of the loads, and of all ledgers that share them. For tests and debug builds: O(everything).
+Covers the loads and all ledgers that share them. For tests and debug builds: O(everything).
 """
 
 from libc.math cimport fabs
@@ -44,7 +44,7 @@ cdef int verify(SharedLoads* loads) except -1:
             if loads.books[i] != NULL:
                 check_requests(loads.books[i], trie.get(), &sums)
         trie.get().run()
-    except RuntimeError as broken:  # what the trie's verifier throws
+    except RuntimeError as broken:  # thrown by the trie's verifier
         require(False, str(broken))
     for i in range(kMaxLedgers):
         if loads.books[i] != NULL:
