@@ -2,12 +2,12 @@
 
 selector              `Pool`, `Prompt`: the module that Python uses
 settings              weights and thresholds of a choice
-choice.pxd            who may be chosen, and who is; the modes
+choice.pxd            which candidates may be chosen, and which is; the modes
 cost.pxd              the cost of a candidate
-rows.pxd              what a match has found, as JSON
-pool.hpp, types.hpp   what the index says; the state of every candidate; pool.pxd and types.pxd
-                      declare them for Cython
-loads.pxd             what the ledger says
+rows.pxd              the findings of a match as JSON
+pool.hpp, types.hpp   the findings of the index; the state of every candidate; pool.pxd and
+                      types.pxd declare them for Cython
+loads.pxd             the findings of the ledger
 choice_stats          sums over choices, for metrics
 
 What people change is Cython, what walks trees is C++. choice.pxd, cost.pxd, loads.pxd and rows.pxd

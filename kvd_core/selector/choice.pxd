@@ -1,37 +1,37 @@
 # cython: language_level=3, cdivision=True
-"""Chooses a candidate, once a match has found how all of them stand to the prompt.
+"""Chooses a candidate, once a match has found the state of all of them.
 
     candidates   w1/0      w1/1      w7/0      w9/0
     eligible      yes       yes       no        yes     the caller's mask
-    overloaded    no        no        .         yes     busy thresholds: left out
+    overloaded    no        no        .         yes     over a busy threshold: left out
     open          0         1                           `find_open`
-    busy          yes       no        .         .       all of them: kAllBusy, the caller waits
+    busy          yes       no        .         .       if all are: kAllBusy, the caller waits
     weights      18.0      11.5                         costs, or the number of requests
     chosen                  1                           the lowest, or one drawn by temperature
 
-The rules, with what they follow:
+The rules, with where they come from:
 
-- once one candidate is not busy, busy ones are chosen too if they cost least: the threshold says
-  when to wait, not where to go (Dynamo 1.6.1, observed);
-- a busy threshold takes a rank out by itself, whatever the other ranks of its worker do: each has
-  its own cache and batch (Dynamo takes out workers, when all their ranks are over it);
-- temperature T: chances follow exp(-(cost - lowest) / (highest - lowest) / T); 0 takes the lowest;
-  equal ones have equal chances;
-- the least loaded rank is that with the fewest requests (Dynamo: connections);
-- modes that do not weigh the prompt leave busy ranks out, as long as there are others: who has
-  waited would otherwise be sent to one that still is busy;
-- turns go by when a rank was last chosen, so those are fair whatever masks there are between them,
-  and they outlive a pool (`Pool.take_turns`); who is new comes first; each line has its own;
-- of equal weighted costs, the rank with least of the prompt to compute is chosen, of those the one
-  with the fewest requests, of those the one that has not been chosen by that cost for longest; of
-  Dynamo's, any;
+- once one candidate is not busy, busy ones are chosen as well if they cost least: the queue
+  threshold says when to wait, not where to go (Dynamo 1.6.1, observed);
+- a busy threshold takes out a single rank, whatever the other ranks of its worker do: each has its
+  own cache and batch (Dynamo takes out a worker when all its ranks are over the threshold);
+- with a temperature T, chances are in proportion to exp(-(cost - lowest) / (highest - lowest) / T);
+  T = 0 takes the lowest cost, and equal ones have equal chances;
+- the least loaded rank is the one with the fewest requests (Dynamo: connections);
+- modes that do not weigh the prompt leave busy ranks out as long as there are others: a request
+  that has waited would otherwise be sent to a rank that is still busy;
+- turns follow when a rank was last chosen, so they are fair whatever masks come in between, and
+  they outlive a pool (`Pool.take_turns`); a new rank comes first; each line has its own turns;
+- among equal weighted costs, the rank that has to compute least of the prompt is chosen, then the
+  one with the fewest requests, then the one that this cost has not chosen for longest; among equal
+  costs of Dynamo's, any;
 - a session stays where it is bound while the rank is within `session_bound` (`keeps_sessions`);
-- an idle rank that has long not been chosen takes what would go to a rank beyond that bound: a
-  beginning that all prompts share would else never leave the ranks that computed it first;
-- factors multiply costs, by what the prompt's sender prefers.
+- an idle rank that has not been chosen for long takes what would go to a rank beyond that bound:
+  otherwise a beginning that all prompts share would never leave the ranks that computed it first;
+- factors multiply costs, by the preferences of the prompt's sender.
 
-Costs: O(candidates), with a temperature one exp a candidate. Nothing is allocated. A further mode
-is a branch of `choose`, a further cost one of `weigh_costs`.
+Costs: O(candidates), with a temperature one exp for each. Nothing is allocated. A further mode is a
+branch of `choose`, a further cost one of `weigh`.
 
 All is inline, as in `cost.pxd`.
 """
@@ -52,12 +52,12 @@ cdef extern from *:
 
 
 cdef enum:
-    kLeftOut = 16  # choices for each of those that may be chosen, after which an idle one is due
+    kLeftOut = 16  # choices for each open candidate, after which an idle one that got none is due
 
 
 # Why no candidate was chosen. Positions of candidates are not negative.
 cdef enum Refusal:
-    kNoCandidate = -1  # none is eligible
+    kNoCandidate = -1  # no candidate is eligible
     kAllBusy = -2      # all that could be chosen are busy: wait
     kAllOver = -3      # all that are eligible exceed a busy threshold: reject
 
@@ -65,30 +65,31 @@ cdef enum Refusal:
 cdef struct Turn:
     # What the last choice by turns has changed.
     bint taken
-    size_t at           # in `turns`
-    uint64_t before     # what was there
+    size_t at           # position in `turns`
+    uint64_t before     # the value that was there
 
 
 cdef struct Choice:
-    # A pool as choosing sees it. Arrays have an element for each candidate, `turns` kTurns.
+    # The parts of a pool that choosing uses. Arrays have an element for each candidate, `turns`
+    # has kTurns.
     const CCandidate* candidates
     const CCandidateState* states  # of the last match
     size_t size
-    uint32_t* open              # positions of those that may be chosen, ascending
+    uint32_t* open              # positions of candidates that may be chosen, ascending
     size_t n_open
-    uint32_t* spare             # positions: idle ones, equal ones
-    double* weights             # of those that are open, lower is better
-    uint64_t* turns             # when a candidate was last chosen in a line, 0 is never
-    uint64_t turn               # choices by turns, here and in former pools
+    uint32_t* spare             # scratch for positions: of idle candidates, of equal ones
+    double* weights             # of the open candidates, lower is better
+    uint64_t* turns             # when each candidate was last chosen in a line; 0: never
+    uint64_t turn               # number of choices by turns, here and in former pools
     Turn last
 
 
-# ---- who may be chosen
+# ---- which candidates may be chosen
 
 cdef inline int64_t find_open(
     Choice* choice, const Scale* scale, const uint8_t* mask
 ) noexcept nogil:
-    # Lists the candidates that may be chosen in `open`; 0, or the Refusal when none may.
+    # Lists the candidates that may be chosen in `open`; returns 0, or the Refusal if none may.
     cdef const CCandidate* candidates = choice.candidates
     cdef const CCandidateState* states = choice.states
     cdef uint32_t* open = choice.open
@@ -125,7 +126,7 @@ cdef inline int64_t find_open(
 
 
 cdef inline uint64_t least_prefill(const Choice* choice, const Scale* scale) noexcept nogil:
-    # Of those that are open, if it is of account: what a decaying credit needs of the others.
+    # The fewest prefill tokens of the open candidates, if a decaying credit needs them.
     cdef uint64_t least = UINT64_MAX
     cdef size_t k
     if decays(scale):
@@ -135,7 +136,7 @@ cdef inline uint64_t least_prefill(const Choice* choice, const Scale* scale) noe
 
 
 cdef inline uint64_t least_uncached(const Choice* choice, const Scale* scale) noexcept nogil:
-    # The fewest tokens to compute on an open candidate, if that is of account.
+    # The fewest tokens to compute on an open candidate, if the weighted cost needs them.
     cdef uint64_t least = scale.isl
     cdef size_t k
     if saturates(scale):
@@ -145,7 +146,7 @@ cdef inline uint64_t least_uncached(const Choice* choice, const Scale* scale) no
 
 
 cdef inline uint64_t open_requests(const Choice* choice) noexcept nogil:
-    # Of those that are open, together.
+    # The requests of all open candidates together.
     cdef uint64_t requests = 0
     cdef size_t k
     for k in range(choice.n_open):
@@ -153,7 +154,7 @@ cdef inline uint64_t open_requests(const Choice* choice) noexcept nogil:
     return requests
 
 
-# ---- what they weigh
+# ---- weights
 
 cdef inline void weigh_costs(
     Choice* choice, const Scale* scale, const double* factors
@@ -211,7 +212,7 @@ cdef inline void weigh(Choice* choice, const Scale* scale, const double* factors
 # ---- the choice
 
 cdef inline bint takes_lowest(const Scale* scale) noexcept nogil:
-    # Any of those with the lowest weight is chosen.
+    # Whether any candidate with the lowest weight may be chosen.
     return scale.settings.mode == kLeastLoaded or (
         not scale.settings.weighted and scale.settings.temperature == 0
     )
@@ -229,7 +230,7 @@ cdef inline int64_t any_open(const Choice* choice, uint64_t random) noexcept nog
 
 
 cdef inline int64_t lowest(Choice* choice, uint64_t random) noexcept nogil:
-    # Of the open candidates with the lowest weight, any.
+    # Any of the open candidates with the lowest weight.
     cdef const double* weights = choice.weights
     cdef uint32_t* equal = choice.spare
     cdef double best = weights[0]
@@ -244,8 +245,8 @@ cdef inline int64_t lowest(Choice* choice, uint64_t random) noexcept nogil:
 
 
 cdef inline double weigh_chances(Choice* choice, double temperature) noexcept nogil:
-    # Turns costs into what chances are in proportion to, and returns their sum; 0, and nothing has
-    # changed, where all are equal.
+    # Replaces costs by weights that the chances are in proportion to, and returns their sum. If all
+    # costs are equal, returns 0 and changes nothing.
     cdef double* weights = choice.weights
     cdef double least = weights[0], most = weights[0], total = 0
     cdef size_t k
@@ -302,7 +303,7 @@ cdef inline uint32_t next_in_turn(const Choice* choice, int line) noexcept nogil
 cdef inline bint goes_before(
     const Choice* choice, const Scale* scale, size_t k, size_t other
 ) noexcept nogil:
-    # Whether of two open candidates with the same weight the first is chosen.
+    # Which of two open candidates with the same weight is chosen: True for the first.
     cdef uint32_t one = choice.open[k], two = choice.open[other]
     cdef int line = kLines + scale.settings.line
     cdef uint64_t mine = effective_tokens(scale, &choice.states[one])
@@ -315,7 +316,7 @@ cdef inline bint goes_before(
 
 
 cdef inline uint32_t lowest_in_order(const Choice* choice, const Scale* scale) noexcept nogil:
-    # Of the open candidates with the lowest weight, the one that goes before the others.
+    # The open candidate with the lowest weight; among equals, the one that `goes_before` the rest.
     cdef const double* weights = choice.weights
     cdef size_t best = 0, k
     for k in range(1, choice.n_open):
@@ -327,8 +328,8 @@ cdef inline uint32_t lowest_in_order(const Choice* choice, const Scale* scale) n
 
 
 cdef inline uint32_t lowest_or_left_out(const Choice* choice, const Scale* scale) noexcept nogil:
-    # The lowest in order; beyond the bound of sessions the idle one that has been left out
-    # for longest, if that is long.
+    # The lowest in order. If that is beyond the bound of sessions: the idle candidate that has been
+    # left out for longest, if for long enough.
     cdef uint32_t chosen = lowest_in_order(choice, scale), each
     cdef int line = kLines + scale.settings.line
     cdef uint64_t due = choice.n_open * kLeftOut
@@ -347,12 +348,12 @@ cdef inline uint32_t lowest_or_left_out(const Choice* choice, const Scale* scale
 
 
 cdef inline void return_turn(Choice* choice) noexcept nogil:
-    # The last choice has not come to pass: the rank that it was has its turn again.
+    # The last choice has not come to pass: the rank gets its turn back.
     if choice.last.taken:
         choice.turns[choice.last.at] = choice.last.before
 
 
-# ---- what a choice would be, without one
+# ---- the chances of a choice, without choosing
 
 cdef inline double leave_one(Choice* choice, uint32_t candidate) noexcept nogil:
     cdef size_t k
@@ -380,8 +381,8 @@ cdef inline double leave_lowest(Choice* choice) noexcept nogil:
 
 
 cdef inline double set_chances(Choice* choice, const Scale* scale) noexcept nogil:
-    # Turns the weights of those that are open into what their chances are in proportion to, and
-    # returns the sum: as `choose` would choose of them, but nobody's turn is taken.
+    # Replaces the weights of the open candidates by weights that the chances of `choose` are in
+    # proportion to, and returns their sum. No turn is taken.
     cdef double total
     if scale.settings.mode == kRandom:
         return leave_all(choice)
@@ -398,9 +399,9 @@ cdef inline double set_chances(Choice* choice, const Scale* scale) noexcept nogi
 cdef inline int64_t choose(
     Choice* choice, const Scale* scale, const uint8_t* mask, uint64_t random, const double* factors
 ) noexcept nogil:
-    # The position of a candidate or a Refusal. `mask` has a byte for each candidate, 0 for those
-    # that must not be chosen; NULL for none. `random` is uniform. `factors` has a number for each
-    # candidate that its cost is multiplied with; NULL for 1.
+    # Returns the position of a candidate, or a Refusal. `mask` has a byte for each candidate, 0 if
+    # it must not be chosen; NULL allows all. `random` is uniform. `factors` has a factor for the
+    # cost of each candidate; NULL for 1.
     cdef int64_t refusal
     choice.last.taken = False
     refusal = find_open(choice, scale, mask)

@@ -1,17 +1,18 @@
-// What the choices of all pools have come to, as plain sums for /metrics.
+// Sums over the choices of all pools, for /metrics.
 //
-//   request ──> outcome, by mode and phase         a retry is one, too; a wait is counted beside
-//           └─> when served: its tokens
-//   choice  ──> by the phase that it is for: blocks cached where it went, and where most were, and
-//               what the difference is; tokens, those saved, those to prefill
+//   request ──> outcome, by mode and phase         a retry has one, too; waits are counted besides
+//           └─> if served: its tokens
+//   choice  ──> by the phase that it is for: blocks cached on the chosen rank and on the best one,
+//               and their difference; tokens of the prompt, those saved, those to prefill
 //
-// A request for both phases is one request and two choices. Blocks cached are those of all tiers,
-// unweighed: how far the prompt can be reused without computing. Those saved are weighed by tier.
+// A request for both phases is one request and two choices. Cached blocks are those of all tiers,
+// without weights: how far the prompt can be reused without computing. Saved tokens are weighted by
+// tier.
 //
-// Invariant: everything but `rates.sum` is whole numbers, and that one is added to in the order of
-// the choices: so two services that choose the same count the same to the last bit.
+// Invariant: everything except `rates.sum` is a whole number, and `rates.sum` grows in the order of
+// the choices. So two services that make the same choices have the same counts to the last bit.
 //
-// Costs: a request and its choice some 40 ns, beside Pool::most_cached.
+// Costs: some 40 ns for a request and its choice, without Pool::most_cached.
 #pragma once
 
 #include <algorithm>
@@ -25,10 +26,11 @@ namespace kvd::selector {
 constexpr size_t kModes = 5;
 constexpr size_t kPhases = 4;        // of requests: whole, prefill, decode, both
 constexpr size_t kChoicePhases = 3;  // of choices: all but both
-constexpr size_t kOutcomes = 16;     // more than the callers have names for
-constexpr size_t kServed = 0;        // the first of them
+constexpr size_t kOutcomes = 16;     // more than callers name
+constexpr size_t kServed = 0;        // the first outcome
 
-// How often a number was at most 0, 1, 2, 4, ... 2^(N - 2), each without those before, or more.
+// A histogram of numbers: at most 0, 1, 2, 4, ... 2^(N - 2), or more. Each bucket counts without
+// those before it.
 template <size_t N>
 struct Powers {
   uint64_t buckets[N + 1] = {};
@@ -42,7 +44,7 @@ struct Powers {
   }
 };
 
-// How often a share was at most 0, 0.1, ... 1, each without those before.
+// A histogram of shares: at most 0, 0.1, ... 1. Each bucket counts without those before it.
 struct Tenths {
   uint64_t buckets[11] = {};
   double sum = 0;
@@ -62,21 +64,21 @@ struct Tenths {
 struct ChoiceSums {
   uint64_t choices = 0;
   uint64_t prompt_tokens = 0;
-  uint64_t cached_tokens = 0;     // of these, weighed by tier
+  uint64_t cached_tokens = 0;     // of these; weighted by tier
   uint64_t effective_tokens = 0;  // to prefill
-  uint64_t chosen_blocks = 0;     // cached by who was chosen
-  uint64_t best_blocks = 0;       // by the rank that caches most, of those that could be chosen
-  uint64_t chosen_tokens = 0;     // the same in tokens
-  uint64_t best_tokens = 0;
-  Powers<16> regret;  // blocks: best - chosen
-  Tenths rates;       // of the prompt, cached by who was chosen
+  uint64_t chosen_blocks = 0;     // that the chosen rank caches
+  uint64_t best_blocks = 0;       // that the best rank caches, of those that could be chosen
+  uint64_t chosen_tokens = 0;     // chosen_blocks in tokens
+  uint64_t best_tokens = 0;       // best_blocks in tokens
+  Powers<16> regret;              // blocks: best - chosen
+  Tenths rates;                   // the chosen rank's cached share of the prompt
 };
 
 struct ChoiceStats {
   uint64_t outcomes[kModes][kPhases][kOutcomes] = {};
   uint64_t held[kModes][kPhases] = {};
   uint64_t served_tokens = 0;
-  Powers<22> lengths;  // prompts of requests that were served, tokens
+  Powers<22> lengths;  // tokens of the prompts of served requests
   ChoiceSums choices[kChoicePhases];
 
   void serve(size_t mode, size_t phase, uint64_t tokens) {
@@ -85,8 +87,8 @@ struct ChoiceStats {
     lengths.add(tokens);
   }
 
-  // A candidate of `pool` was chosen for its prompt, of which it caches `cached_tokens`, weighed by
-  // tier; `best` is what Pool::most_cached says.
+  // Counts the choice of a candidate for the pool's prompt, of which it caches `cached_tokens`,
+  // weighted by tier. `best` comes from Pool::most_cached.
   void choose(Pool& pool, size_t at, uint64_t cached_tokens, uint32_t best, size_t phase) {
     ChoiceSums& sums = choices[phase];
     const CandidateState& state = pool.state(at);

@@ -27,7 +27,7 @@ cdef extern from "selector/choice_stats.hpp" namespace "kvd::selector" nogil:
     cppclass CChoiceSums "kvd::selector::ChoiceSums":
         uint64_t choices
         uint64_t prompt_tokens
-        uint64_t cached_tokens     # weighed by tier
+        uint64_t cached_tokens     # weighted by tier
         uint64_t effective_tokens
         uint64_t chosen_blocks
         uint64_t best_blocks
@@ -43,7 +43,7 @@ cdef extern from "selector/choice_stats.hpp" namespace "kvd::selector" nogil:
         CLengths lengths           # tokens
         CChoiceSums choices[3]
         void serve(size_t mode, size_t phase, uint64_t tokens)
-        # A position, its cached tokens, and most_cached of the pool.
+        # Takes the position of a candidate, its cached tokens, and the pool's most_cached.
         void choose(CPool&, size_t, uint64_t, uint32_t, size_t phase)
 
 

@@ -1,5 +1,5 @@
 # distutils: language = c++
-"""Sums over the choices of a selection service, see `selector/choice_stats.hpp`."""
+"""Sums over the choices of a selection service (see `selector/choice_stats.hpp`)."""
 
 from cython.operator cimport dereference as deref
 
@@ -11,14 +11,14 @@ PHASES = <int>kPhases
 CHOICE_PHASES = <int>kChoicePhases
 OUTCOMES = <int>kOutcomes
 
-# Upper bounds of the buckets; the last bucket has none, but for the shares.
+# Upper bounds of the buckets; the last bucket has none, except for the shares.
 REGRET_BOUNDS = (0, *(1 << k for k in range(15)))
 LENGTH_BOUNDS = (0, *(1 << k for k in range(21)))
 RATE_BOUNDS = tuple(k / 10 for k in range(11))
 
 
 cdef class ChoiceStats:
-    """The counts of all pools of a service. Phases and outcomes are numbers that callers name."""
+    """The counts of all pools of a service. Phases and outcomes are numbers; callers name them."""
 
     def serve(self, Settings settings not None, int phase, Pool pool not None):
         """Counts a request as served, with the prompt that the pool has matched."""
@@ -36,7 +36,7 @@ cdef class ChoiceStats:
 
     def choose(self, Pool pool not None, Settings settings not None, Py_ssize_t candidate,
                uint32_t best, int phase):
-        """Counts a choice for the prompt that the pool has matched; `best` is of `Pool.best`."""
+        """Counts a choice for the prompt that the pool has matched; `best` is from `Pool.best`."""
         cdef size_t at = pool.at(candidate)
         self.c.choose(
             deref(pool.c), at, pool.cached_tokens_of(&settings.c, at), best,
@@ -44,7 +44,7 @@ cdef class ChoiceStats:
         )
 
     def outcomes(self):
-        """Yields (mode, phase, outcome, number) of those that have occurred."""
+        """Yields (mode, phase, outcome, number) for those that have occurred."""
         for mode in range(MODES):
             for phase in range(PHASES):
                 for outcome in range(OUTCOMES):
@@ -52,21 +52,21 @@ cdef class ChoiceStats:
                         yield mode, phase, outcome, number
 
     def held(self):
-        """Yields (mode, phase, number) of those that have occurred."""
+        """Yields (mode, phase, number) for those that have occurred."""
         for mode in range(MODES):
             for phase in range(PHASES):
                 if number := self.c.held[<int>mode][<int>phase]:
                     yield mode, phase, number
 
     def lengths(self):
-        """The prompts of requests that were served: by LENGTH_BOUNDS, and their tokens."""
+        """Returns the served requests' prompts by LENGTH_BOUNDS, and the sum of their tokens."""
         return [number for number in self.c.lengths.buckets], self.c.served_tokens
 
     def choices(self, int phase):
         """Returns the sums over the choices for one phase, by name.
 
-        `regret` has a number for each of REGRET_BOUNDS and one more, `rates` for each of
-        RATE_BOUNDS; `rates_sum` adds these up.
+        `regret` has a number for each of REGRET_BOUNDS and one more, `rates` one for each of
+        RATE_BOUNDS; `rates_sum` is the sum of the rates.
         """
         cdef CChoiceSums* sums = &self.c.choices[checked(phase, kChoicePhases)]
         return {

@@ -10,46 +10,46 @@ Dynamo's, in blocks:
     cached     round(block size x (device + 0.75 host + 0.25 disk))  tokens
     raw        (tokens being prefilled + isl, at least cached) / block size
     prefill    weight x max(0, raw - (credit x device + 0.75 host + 0.25 disk))
-    decode     blocks in use + blocks of the prompt that are not in use already
+    decode     blocks in use + blocks of the prompt that are not yet in use
     cost       prefill + decode + active request weight x requests of the rank, by default 0
 
-Without prefill tracking there is no prefill term; the credit is then taken off the decode term,
+Without prefill tracking there is no prefill term. The credit is then taken off the decode term,
 which does not fall below 0, unless the weight or the device credit is 0.
 
-The device credit is a preference of the cost only: what a rank will not have to compute, and so the
-tokens that are booked, does not follow it. Weight 0 makes the device credit 0.
+The device credit is a preference of the cost only: the tokens that a rank need not compute, and so
+those that are booked, do not depend on it. Weight 0 makes the device credit 0.
 
-With a decay above 0, and prefill tracking, the device credit of a rank is
+With a decay above 0 and with prefill tracking, the device credit of a rank is
 
     credit x (1 / (1 + decay x (((its prefill tokens - least) / block size) / blocks of prompt)))
 
-with the least prefill tokens of those that may be chosen, and a last block that is not full
-counted. Credits of the tiers below do not decay.
+where `least` is the fewest prefill tokens of a rank that may be chosen, and a last block that is
+not full counts. Credits of the tiers below do not decay.
 
-With `last_token` a prompt finds cached what lies before the block of its last token: engines
-compute that token to have something to go on from, and with it all of its block. So a prompt of
-whole blocks that is cached to its end has one block to compute.
+With `last_token`, a prompt finds cached only what lies before the block of its last token: engines
+compute that token to have something to continue from, and with it its whole block. So a prompt of
+whole blocks that is cached to its end still has one block to compute.
 
-The weighted one, in tokens, is a sum of terms by the weights of the settings:
+The weighted cost, in tokens, is a sum of terms by the weights of the settings:
 
-    n          tokens of the prompt to compute, at most `saturation` more than on the rank that
-               computes fewest of those that may be chosen
-    P, D, A    of the rank: tokens being prefilled; requests that have nothing left to prefill, and
-               those with the others
+    n          tokens of the prompt to compute, at most `saturation` more than on the rank with the
+               fewest to compute, among those that may be chosen
+    P, D, A    of the rank: tokens being prefilled; requests with nothing left to prefill; all its
+               requests
     uncached   uncached x n
-    hold_up    uncached x n x (hold_up x D): what it keeps those from that decode
-    crowding   n, at most `crowding_limit`, x (crowding x A): what it keeps those from that follow
-               the rank's requests
+    hold_up    uncached x n x (hold_up x D): how it delays the requests that decode
+    crowding   n, at most `crowding_limit`, x (crowding x A): how it delays the requests that follow
+               those of the rank
     queued     queued x P
     requests   per_request x A
     blocks     per_block x (blocks in use x block size)
     product    product x (max(1, P + n) x (A + 1))
 
-P counts nothing without prefill tracking, blocks in use nothing without theirs.
+P is 0 without prefill tracking, blocks in use are 0 without theirs.
 
-Invariant: each operation is one of IEEE doubles in the order written here, integers are summed
-before they become doubles, and terms are added in this order: so costs are equal to the last bit on
-every machine, and Dynamo's to those of Dynamo 1.6.1 (the core is built with -ffp-contract=off).
+Invariant: each operation is one on IEEE doubles, in the order written here; integers are summed
+before they become doubles, and terms are added in this order. So costs are equal to the last bit on
+every machine, and Dynamo's equal those of Dynamo 1.6.1 (the core is built with -ffp-contract=off).
 Weights are finite and no operand is negative, so no cost is infinite or NaN.
 
 All is inline, so that the pass over the candidates has no calls: there is no module of this name.
@@ -64,27 +64,27 @@ from kvd_core.selector.types cimport CCandidate, CPrompt, CCandidateState
 
 
 cdef struct Scale:
-    # What is the same for all candidates.
+    # What all candidates have in common.
     const CSettings* settings
     uint64_t isl               # tokens
     uint64_t blocks            # of the prompt
-    uint64_t usable            # blocks of it that may be found cached
+    uint64_t usable            # blocks of it that can be found cached
     uint32_t block_size
     double device_credit
-    bint rejects               # there is a busy threshold, and it is heeded
+    bint rejects               # there is a busy threshold that the mode heeds
 
 
 cdef struct Used:
-    # What of the cached blocks the prompt can use.
+    # The cached blocks that the prompt can use.
     uint32_t device
     uint32_t host
     uint32_t disk
 
 
 cdef struct CostTerms:
-    uint64_t cached_tokens     # weighed by tier and rounded, halves away from zero
+    uint64_t cached_tokens     # weighted by tier and rounded, halves away from zero
     uint64_t effective_tokens  # to prefill
-    double raw                 # blocks to prefill before credits, with those being prefilled
+    double raw                 # blocks to prefill before credits, those being prefilled included
     double credit              # blocks
     double prefill             # weighted
     double decode
@@ -92,7 +92,7 @@ cdef struct CostTerms:
 
 
 cdef struct WeightedTerms:
-    double counted             # tokens to prefill, as far as they count
+    double counted             # tokens to prefill, bounded by the saturation
     double uncached
     double hold_up
     double crowding
@@ -139,7 +139,7 @@ cdef inline Scale scale_of(
 # ---- tokens and blocks
 
 cdef inline uint64_t started(const Scale* s) noexcept nogil:
-    # Blocks of the prompt, with a last one that is not full.
+    # Blocks of the prompt, including a last one that is not full.
     return s.isl // s.block_size + (s.isl % s.block_size != 0)
 
 
@@ -178,7 +178,7 @@ cdef inline uint64_t effective_tokens(const Scale* s, const CCandidateState* c) 
 
 
 cdef inline uint64_t decode_blocks(const Scale* s, const CCandidateState* c) noexcept nogil:
-    # Blocks in use with the prompt on top.
+    # The rank's blocks in use if the prompt were added.
     return c.decode_blocks + (s.blocks - c.live)
 
 
@@ -190,14 +190,14 @@ cdef inline uint64_t occupied_blocks(const Scale* s, const CCandidateState* c) n
 # ---- the cost
 
 cdef inline bint decays(const Scale* s) noexcept nogil:
-    # The device credit of a rank depends on what others prefill.
+    # Whether a rank's device credit depends on what others prefill.
     return s.settings.credit_decay != 0 and s.settings.track_prefill
 
 
 cdef inline double device_credit_of(
     const Scale* s, const CCandidateState* c, uint64_t least
 ) noexcept nogil:
-    # `least`: the fewest prefill tokens of those that may be chosen; UINT64_MAX unless it decays.
+    # `least`: the fewest prefill tokens of a rank that may be chosen; UINT64_MAX unless it decays.
     cdef double excess
     if c.prefill_tokens <= least:
         return s.device_credit
@@ -234,14 +234,14 @@ cdef inline CostTerms terms_of(
 
 
 cdef inline bint saturates(const Scale* s) noexcept nogil:
-    # What a rank has to compute counts by what others would have to.
+    # Whether the tokens to compute on a rank are bounded by those on others.
     return s.settings.weighted and s.settings.saturation != INFINITY
 
 
 cdef inline WeightedTerms weighted_terms_of(
     const Scale* s, const CCandidateState* c, uint64_t least
 ) noexcept nogil:
-    # `least`: the fewest tokens to compute of those that may be chosen, of account if it saturates.
+    # `least`: the fewest tokens to compute on a rank that may be chosen; used if it saturates.
     cdef const CSettings* weight = s.settings
     cdef WeightedTerms t
     cdef double n = real(effective_tokens(s, c)), most = real(least) + weight.saturation
@@ -268,8 +268,8 @@ cdef inline WeightedTerms weighted_terms_of(
 cdef inline bint keeps_sessions(
     const Scale* s, const CCandidateState* c, uint64_t requests, size_t ranks
 ) noexcept nogil:
-    # A session stays with a rank that has at most so many times the mean requests plus 1; those
-    # that may be chosen have `requests` together.
+    # Whether a session may stay with a rank: it has at most `session_bound` times the mean requests
+    # plus 1. The `ranks` that may be chosen have `requests` together.
     cdef double mean
     if s.settings.session_bound == INFINITY:
         return True
@@ -280,21 +280,21 @@ cdef inline bint keeps_sessions(
 # ---- thresholds
 
 cdef inline bint is_blind(const Scale* s) noexcept nogil:
-    # The mode does not weigh what candidates cache or their load in tokens.
+    # Whether the mode ignores what candidates cache and their load in tokens.
     return s.settings.mode != kKv and s.settings.mode != kDirect
 
 
 cdef inline bint is_busy(
     const Scale* s, const CCandidate* candidate, const CCandidateState* c
 ) noexcept nogil:
-    # New work waits while all candidates are.
+    # New work waits while all candidates are busy.
     return s.settings.mode != kDirect and exceeds(
         c.prefill_tokens, s.settings.queue_threshold, candidate.max_batch_tokens
     )
 
 
 cdef inline bint tells_decode_busy(const Scale* s, const CCandidate* candidate) noexcept nogil:
-    # Answers say whether its blocks in use, with the prompt on top, are more than the threshold.
+    # Whether answers say if the rank's blocks in use exceed the threshold with the prompt added.
     return s.settings.decode_busy_threshold != INFINITY and candidate.total_blocks > 0
 
 
@@ -327,7 +327,7 @@ cdef inline bint has_too_many_blocks(
 cdef inline bint is_overloaded(
     const Scale* s, const CCandidate* candidate, const CCandidateState* c
 ) noexcept nogil:
-    # It gets no new work.
+    # Whether the rank gets no new work.
     return s.rejects and (
         prefills_too_much(s, c)
         or prefills_too_large_a_part(s, candidate, c)

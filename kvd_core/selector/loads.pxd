@@ -1,5 +1,5 @@
 # cython: language_level=3, cdivision=True
-"""What the ledger knows: how much of the prompt each candidate has in use, and its load.
+"""The findings of the ledger: each candidate's load, and how much of the prompt it has in use.
 
 Costs: O(candidates), and what `live_depths` takes. All is inline, as in `cost.pxd`.
 """
@@ -15,7 +15,7 @@ from kvd_core.selector.types cimport CCandidate, CCandidateState
 
 
 cdef inline void find_live(CPool* pool, Book* book) noexcept nogil:
-    # Blocks of the pool's prompt that are in use.
+    # Finds the blocks of the pool's prompt that each candidate has in use.
     cdef const uint32_t* depths = live_depths(
         book.loads, pool.prompt().sequence.data(), pool.prompt().sequence.size()
     )
@@ -29,7 +29,8 @@ cdef inline void find_live(CPool* pool, Book* book) noexcept nogil:
 
 
 cdef inline void find_loads(CPool* pool, Book* book) noexcept nogil:
-    # The loads of this moment; a rank that has left the ledger or is unreachable is not present.
+    # Finds the loads of this moment. A rank that has left the ledger or is unreachable is not
+    # present.
     cdef const CCandidate* candidates = pool.candidates()
     cdef CCandidateState* states = pool.states()
     cdef LoadedRank* ranks = book.loads.ranks.data()

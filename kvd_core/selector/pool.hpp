@@ -6,20 +6,21 @@
 //                                                                ▼
 //   candidates   w1/0      w1/1      w7/0      w9/0          states, until the next match
 //
-// What has to do with the ledger is Cython as the ledger is, and so is what follows from a match:
-// what each would cost (selector/cost.pxd), and which is chosen (selector/choice.pxd).
+// The code for the ledger is in Cython, as the ledger is, and so is all that follows from a match:
+// what each candidate would cost (selector/cost.pxd), and which one is chosen
+// (selector/choice.pxd).
 //
-// What is only predicted beside a rank's events counts once the loads are known: a rank that has
-// far more requests than the others is not sent more for what it has yet to compute (`foresee`).
+// Predictions beside a rank's events count only once the loads are known: a rank that has far more
+// requests than the others is not sent even more for blocks that it has yet to compute (`foresee`).
 //
 // The candidates are the ranks of one (model, tenant) that requests can be sent to, ascending by
-// (worker, dp rank). A pool does not change but for who is heard and reachable; who joins, leaves
-// or changes its limits makes a new one. A rank of the index has another id after a clear, so ids
-// are looked up in the workers each time.
+// (worker, dp rank). Within a pool, a candidate only changes in whether it is heard and reachable;
+// a rank that joins, leaves or changes its limits makes a new pool. A rank of the index gets
+// another id after a clear, so every match looks ids up in the workers.
 //
 // Invariants
-//   1. a state is that of the last match, its loads are those that were found last;
-//   2. the candidates of a worker are those from `first` of any of them to `end` of that one.
+//   1. a state is that of the last match; its loads are those found last;
+//   2. a worker's candidates are those from the `first` of any of them to the `end` of that one.
 //
 // Costs: find_cached O(blocks + candidates + what Match takes); foresee O(blocks + candidates)
 // where anything is predicted; remember and changed O(candidates). Nothing is allocated in the
@@ -41,10 +42,10 @@ class Pool {
  public:
   static constexpr double kUnbounded = std::numeric_limits<double>::infinity();
 
-  // `index` may be null: nobody caches anything but what `predicted` says, if that is not null.
-  // That is of candidates without events, and names ranks as the ledger does; predictions of the
-  // others are the index's, which names ranks itself. What is predicted beside events counts on
-  // ranks with at most `bound` times the mean requests plus 1.
+  // Without an `index` (null), nothing counts as cached except what `predicted` says (null:
+  // nothing). `predicted` is for candidates without events and names ranks as the ledger does; for
+  // the others the index has predictions, under its own rank ids. Predictions beside events count
+  // on ranks with at most `bound` times the mean requests plus 1.
   Pool(uint32_t block_size, const Index* index, Predicted* predicted, double bound)
       : index_(index), block_size_(block_size), own_(predicted), bound_(bound) {}
 
@@ -66,7 +67,7 @@ class Pool {
   uint32_t block_size() const { return block_size_; }
   const Candidate& candidate(size_t i) const { return candidates_[i]; }
   const CandidateState& state(size_t i) const { return states_[i]; }
-  // Of the first candidate that does not sort before (worker, dp rank); size() if all do.
+  // The position of the first candidate not sorted before (worker, dp rank); size() if none.
   size_t position(uint64_t worker_id, uint32_t dp_rank) const {
     const auto before = [&](const Candidate& c) {
       return c.worker_id != worker_id ? c.worker_id < worker_id : c.dp_rank < dp_rank;
@@ -76,8 +77,8 @@ class Pool {
   }
   // The candidates of the same worker are those from its `first` up to here.
   uint32_t end_of_worker(const Candidate& c) const { return candidates_[c.first].end; }
-  // Notes the prompt as cached by a candidate, if predictions are kept; what its events announce
-  // needs none.
+  // Predicts that a candidate caches the prompt, if predictions are kept; blocks that its events
+  // have announced need none.
   void predict(size_t at, double now) {
     const Candidate& c = candidates_[at];
     Predicted* predicted = c.caches == nullptr ? own_ : index_->predicted();
@@ -92,17 +93,16 @@ class Pool {
   Prompt& prompt() { return prompt_; }
   const Prompt& prompt() const { return prompt_; }
 
-  // From the next match on nothing that a candidate caches counts, or it does again.
+  // Sets whether anything that a candidate caches counts, from the next match on.
   void set_heard(size_t at, bool heard) { candidates_[at].heard = heard; }
-  // A candidate cannot be chosen, or can again.
+  // Sets whether a candidate can be chosen.
   void set_reachable(size_t at, bool reachable) { candidates_[at].reachable = reachable; }
 
   // All of them, for the code that looks up their loads.
   const Candidate* candidates() const { return candidates_.data(); }
   CandidateState* states() { return states_.data(); }
 
-  // Finds out what all candidates cache of the prompt; `scratch` is free to be used by others
-  // afterwards.
+  // Finds what all candidates cache of the prompt. Afterwards `scratch` is free for other use.
   void find_cached(Match& scratch) {
     if (index_ != nullptr) search(scratch);
     const bool found = index_ != nullptr && !scratch.touched().empty();
@@ -117,30 +117,30 @@ class Pool {
     }
   }
 
-  // Adds what all candidates are thought to cache; the loads have been found.
+  // Adds the predicted blocks of all candidates. The loads must have been found.
   void foresee() {
     if (own_ != nullptr) foresee(*own_, false);
     if (index_ != nullptr && index_->predicted() != nullptr) foresee(*index_->predicted(), true);
   }
 
-  // Remembers what of the loads just found decides whether a candidate may be chosen, of all of
-  // them.
+  // Remembers, for all candidates, the parts of the loads just found that decide whether one may be
+  // chosen.
   void remember() {
     remembers_ = true;
     seen_.clear();
     for (const CandidateState& at : states_) seen_.emplace_back(at);
   }
 
-  // Says of each candidate, by 1 or 0, whether the loads just found are other than those
-  // remembered. False where nothing was.
+  // Sets a byte for each candidate: 1 if the loads just found differ from those remembered, else 0.
+  // False if none are remembered.
   bool changed(uint8_t* changed) const {
     if (!remembers_) return false;
     for (size_t i = 0; i < candidates_.size(); ++i) changed[i] = seen_[i].differs(states_[i]);
     return true;
   }
 
-  // The most blocks of the prompt that one of `n` candidates, at `positions`, caches. 0.2 ns each
-  // where these are all.
+  // The most blocks of the prompt that any of the `n` candidates at `positions` caches. 0.2 ns each
+  // if these are all candidates.
   uint32_t most_cached(const uint32_t* positions, size_t n) const {
     int32_t most = 0;
     if (n == overlaps_.size()) {
@@ -158,7 +158,7 @@ class Pool {
     return c.caches == nullptr ? c.booked : c.caches->find(c.dp_rank);
   }
 
-  // What a rank is thought to cache goes on where its events end, if it has any.
+  // A rank's predicted blocks continue where those known by its events end, if it has events.
   void foresee(const Predicted& predicted, bool beside_events) {
     if (predicted.size() == 0) return;
     const std::vector<uint64_t>& locals = prompt_.used();
@@ -196,7 +196,7 @@ class Pool {
 
   const Index* index_;
   uint32_t block_size_;
-  Predicted* own_;  // of candidates without events; null: there are none
+  Predicted* own_;  // for candidates without events; null: none are kept
   double bound_;
 
   struct Seen {
@@ -216,7 +216,7 @@ class Pool {
   std::vector<Candidate> candidates_;
   std::vector<CandidateState> states_;  // one a candidate
   std::vector<uint32_t> on_device_;     // blocks on its device by its events, one a candidate
-  std::vector<int32_t> overlaps_;       // one a candidate, signed: SSE2 compares no others
+  std::vector<int32_t> overlaps_;       // one a candidate; signed, for SSE2 compares no unsigned
   std::vector<uint64_t> chained_;       // scratch of `foresee`
   std::vector<Seen> seen_;              // one a candidate, once it `remembers_`
   bool remembers_ = false;

@@ -12,13 +12,13 @@ from kvd_core.selector.types cimport CCandidate, CPrompt, CCandidateState
 
 cdef extern from "selector/pool.hpp" namespace "kvd::selector" nogil:
     cppclass CPool "kvd::selector::Pool":
-        # Without predictions of its own, NULL, it uses the index's, on ranks within the bound.
+        # Predictions (NULL: none) are for ranks without events; the bound is for the index's own.
         CPool(uint32_t, const CIndex*, CPredicted*, double) except +
         void add(const CCandidate&) except +    # ascending by (worker, dp rank)
         size_t size()
         uint32_t block_size()
         const CCandidate& candidate(size_t)
-        size_t position(uint64_t, uint32_t)     # of the first that does not sort before
+        size_t position(uint64_t, uint32_t)     # of the first candidate that does not sort before
         uint32_t end_of_worker(const CCandidate&)
         const CCandidateState& state(size_t)       # of the last match
         CPrompt& prompt()
@@ -27,9 +27,9 @@ cdef extern from "selector/pool.hpp" namespace "kvd::selector" nogil:
         void find_cached(CMatch&) except +
         void foresee() except +                 # once the loads are known
         void predict(size_t, double) except +   # notes the prompt as cached by a candidate
-        # Blocks of the prompt, of those at these positions.
+        # The most blocks of the prompt that one of the candidates at these positions caches.
         uint32_t most_cached(const uint32_t*, size_t)
         void remember() except +                # the loads found last
-        cbool changed(uint8_t*)                 # whose loads since; False where none are remembered
+        cbool changed(uint8_t*)                 # since then, by candidate; False if none remembered
         void set_heard(size_t, cbool)
         void set_reachable(size_t, cbool)

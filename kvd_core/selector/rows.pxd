@@ -1,5 +1,5 @@
 # cython: language_level=3, cdivision=True
-"""Renders what a match has found as JSON, straight into the answer's bytes.
+"""Renders the findings of a match as JSON, straight into the answer's bytes.
 
     "overlap":{"longest_matched":128,"gpu":64,"dp":{"0":64,"1":32},"cpu":96,"disk":128},
     "effective_prefill_tokens":384,"potential_decode_blocks":40       members of a selection
@@ -7,12 +7,12 @@
     {"worker_id":1,"dp_rank":0,"potential_prefill_tokens":80,...}     rows of projected loads
 
 An overlap is that of the chosen candidate's worker, in tokens: `dp` has the device depth of all its
-ranks, the others are the best of its ranks, cumulative over the tiers. Of a selection the decode
-blocks include a last block that is not full. Rows count blocks and stand for ranks, sorted by
+ranks; the other figures are the best of its ranks, cumulative over the tiers. The decode blocks of
+a selection include a last block that is not full. Rows count blocks, one row a rank, sorted by
 (worker, dp rank).
 
 Costs: some 20 ns a row, less for a rank of the worker. Each function returns the end of what it has
-written. The caller gives `..._room()` bytes, which cannot be exceeded.
+written. The caller provides `..._room()` bytes, which cannot be exceeded.
 
 All is inline, as in `cost.pxd`.
 """
@@ -36,13 +36,13 @@ cdef extern from "json/text.hpp" namespace "kvd" nogil:
 # ---- bytes
 
 cdef inline size_t choice_room(const CPool* pool, size_t at) noexcept nogil:
-    # The names and braces of a choice are 135 bytes, and it has six numbers beside its ranks.
+    # The names and braces of a choice take 135 bytes; it has six numbers besides its ranks.
     cdef const CCandidate* c = &pool.candidate(at)
     return 160 + 6 * kMaxDigits + (pool.end_of_worker(c[0]) - c.first) * (4 + 2 * kMaxDigits)
 
 
 cdef inline size_t rows_room(const CPool* pool) noexcept nogil:
-    # The names of the longer kind of row are 172 bytes, and it has seven numbers.
+    # The names of the longer kind of row take 172 bytes; it has seven numbers.
     return pool.size() * (192 + 7 * kMaxDigits) + 2
 
 
@@ -98,7 +98,7 @@ cdef inline char* put_choice(
 # ---- rows
 
 cdef inline char* put_end(char* begin, char* end) noexcept nogil:
-    # Rows begin with commas: that of the first one becomes the bracket.
+    # Every row begins with a comma: that of the first row becomes the bracket.
     if begin == end:
         end += 1
     begin[0] = c"["

@@ -1,5 +1,5 @@
 # cython: language_level=3
-"""Data sheet of the selector: the classes Python sees."""
+"""Data sheet of the selector: the classes that Python sees."""
 
 from libc.stddef cimport size_t
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
@@ -15,18 +15,18 @@ from kvd_core.selector.settings cimport CSettings, Settings
 from kvd_core.selector.types cimport CPrompt
 
 
-cdef enum Rendering:  # of what a pool renders
+cdef enum Rendering:  # what a pool renders
     kChoice
     kAnswer  # the choice as a whole object
     kOverlaps
     kLoads
 
 
-cdef struct PoolSums:  # what the terms of one need of those that may be chosen
+cdef struct PoolSums:  # what a candidate's terms depend on: over those that may be chosen
     uint64_t least_prefill   # the fewest tokens being prefilled
     uint64_t least_uncached  # the fewest tokens of the prompt to compute
     uint64_t requests        # of all of them
-    size_t ranks             # how many these are
+    size_t ranks             # their number
 
 
 cdef class Prompt:
@@ -36,26 +36,26 @@ cdef class Prompt:
 cdef class Pool:
     cdef CPool* c
     cdef PrefixIndex index
-    cdef Predictions predictions    # beside no index, None: the index's
+    cdef Predictions predictions    # for candidates without events; None: none are kept
     cdef Ledger ledger
     cdef CMatch no_match            # for pools without an index
     cdef Choice choice
-    cdef vector[uint32_t] open      # what `choice` points to
+    cdef vector[uint32_t] open      # the arrays that `choice` points to
     cdef vector[uint32_t] spare
     cdef vector[double] weights
     cdef vector[uint64_t] turns
     cdef readonly tuple candidates  # ascending by (worker, dp rank)
 
-    # As the methods of nearly the same names, for the prompt that c.prompt() has taken.
+    # As the methods with nearly the same names, for the prompt that c.prompt() has taken.
     cdef int match_prompt(self) except -1
-    cdef void read_loads(self) noexcept  # those of this moment
+    cdef void read_loads(self) noexcept  # the loads of this moment
     cdef int64_t choose_now(
         self, const CSettings* settings, const uint8_t* mask, uint64_t random, const double* factors
     ) noexcept
     cdef int64_t refusal_now(self, const CSettings* settings, const uint8_t* mask) noexcept
-    cdef void take_back(self) noexcept      # the last choice by turns
-    cdef uint32_t most_cached(self) noexcept  # blocks, of those that the last of these found open
-    # Of the prompt, on a candidate.
+    cdef void take_back(self) noexcept      # undoes the turn of the last choice
+    cdef uint32_t most_cached(self) noexcept  # blocks, over the candidates found open last
+    # Tokens of the prompt on a candidate.
     cdef uint64_t cached_tokens_of(self, const CSettings* settings, size_t candidate) noexcept
     cdef uint64_t effective_tokens_of(self, const CSettings* settings, size_t candidate) noexcept
     cdef Scale scale(self, const CSettings* settings) noexcept
@@ -63,8 +63,8 @@ cdef class Pool:
                         bytes members)
     cpdef bytes render_answer(self, bytes opening, bytes members, Py_ssize_t candidate,
                               Settings settings)
-    cdef void note_asked(self) noexcept  # counts the prompt as a question
-    # What the terms of one candidate need of those that may be chosen.
+    cdef void note_asked(self) noexcept  # counts the prompt as a query of the index
+    # What the terms of one candidate depend on.
     cdef PoolSums sums_of(self, const CSettings* settings, const uint8_t* mask) noexcept
     cdef row(self, size_t candidate, const CSettings* settings, const uint8_t* mask,
              const double* factors, PoolSums sums)

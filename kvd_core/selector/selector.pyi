@@ -89,7 +89,7 @@ class Pool:
     @property
     def blocks(self) -> int: ...
     def match(self, local_hashes: bytes, sequence_hashes: bytes, isl_tokens: int) -> None: ...
-    # For tests alone: handlers give hashes as `match` takes them, or token ids.
+    # For tests alone: handlers pass hashes to `match`, or token ids.
     def match_body(
         self, scanner: BodyScanner, local_hashes: int, sequence_hashes: int, isl_tokens: int
     ) -> None: ...
@@ -151,7 +151,7 @@ class Pool:
         eligible: bytes | None = None,
         factors: bytes | None = None,
     ) -> Explained: ...
-    # For tests and the bench, as `render_overlaps`: handlers render whole answers.
+    # For tests and the bench, like `render_overlaps`: handlers render whole answers.
     def render_choice(self, candidate: int, settings: Settings) -> bytes: ...
     def render_answer(
         self, opening: bytes, members: bytes, candidate: int, settings: Settings

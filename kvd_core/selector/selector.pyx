@@ -2,15 +2,14 @@
 # distutils: extra_compile_args = -falign-loops=32
 """Chooses the rank that should serve a prompt.
 
-`selector/choice.pxd` has the rules of choosing, `selector/cost.pxd` what a choice costs,
-`selector/rows.pxd` the JSON; `selector/pool.hpp` is the C++ that asks the index,
-`selector/loads.pxd` asks the ledger.
+`selector/choice.pxd` has the rules of choosing, `selector/cost.pxd` the costs, `selector/rows.pxd`
+the JSON; `selector/pool.hpp` is the C++ that asks the index, `selector/loads.pxd` asks the ledger.
 
 One thread owns a pool, with its index and ledger. Nothing here does I/O, reads a clock or draws
 random numbers.
 
-The compiler aligns loops here: else a pass over the candidates takes up to 8 % longer, depending on
-the code around it.
+The compiler aligns loops here: otherwise a pass over the candidates takes up to 8 % longer,
+depending on the code around it.
 """
 
 from collections import namedtuple
@@ -69,8 +68,8 @@ Explained = namedtuple(
     " heard reachable",
 )
 
-# Who may be chosen: its position, its weight (the lower the better; None where none is weighed),
-# and the chance that `choose` takes it.
+# A candidate that may be chosen: its position, its weight (the lower the better; None if the mode
+# weighs nothing), and the chance that `choose` takes it.
 Chance = namedtuple("Chance", "position weight chance")
 
 
@@ -109,7 +108,7 @@ cdef char* put_array(char* to, const char* opening, const vector[uint64_t]& numb
 
 
 cdef bytes cut(PyObject* answer, Py_ssize_t size):
-    # Gives back what rendering did not need; takes over the reference.
+    # Shortens an answer to what was rendered; takes over the reference.
     _PyBytes_Resize(&answer, size)
     text = <bytes>answer
     Py_DECREF(text)
@@ -117,7 +116,7 @@ cdef bytes cut(PyObject* answer, Py_ssize_t size):
 
 
 cdef class Prompt:
-    """A prompt that waits: what `Pool.match_again` needs. Made by `Pool.hold`."""
+    """A prompt that waits, for `Pool.match_again`. Made by `Pool.hold`."""
 
     def __init__(self):
         raise TypeError("use Pool.hold")
@@ -129,16 +128,16 @@ cdef class Prompt:
 
     @property
     def local_hashes(self):
-        """Native 64-bit integers, those with the prompt's salt if it has one."""
+        """As native 64-bit integers; with the prompt's salt if it has one."""
         return bytes_of(self.c.used())
 
     @property
     def sequence_hashes(self):
-        """Native 64-bit integers."""
+        """As native 64-bit integers."""
         return bytes_of(self.c.sequence)
 
     def render(self):
-        """Returns the members of a selection's body that say it, in JSON, between commas."""
+        """Returns the members of a selection's body that describe it: JSON, comma-separated."""
         cdef size_t n = self.c.used().size() + self.c.sequence.size()
         cdef size_t most = 64 + (n + 1) * (kMaxDigits + 1)  # 64: names and brackets
         cdef PyObject* text = PyBytes_New(NULL, most)
@@ -150,7 +149,7 @@ cdef class Prompt:
 
     @property
     def bytes(self):
-        """Memory it takes."""
+        """The memory that it takes."""
         return sizeof(CPrompt) + sizeof(uint64_t) * (
             self.c.locals.capacity() + self.c.salted.capacity() + self.c.sequence.capacity()
         )
@@ -159,21 +158,20 @@ cdef class Prompt:
 cdef class Pool:
     """The ranks of one (model, tenant) that requests can be sent to.
 
-    First `match` a prompt, then ask the rest about it: all answers are about the last match.
+    First `match` a prompt; all other answers are about the prompt matched last.
     """
 
     def __cinit__(
         self, PrefixIndex index, Ledger ledger not None, uint32_t block_size, candidates=(),
         Predictions predictions=None, double predicted_bound=INFINITY,
     ):
-        """Takes Candidates in any order, which are `candidates` in ascending order from then on.
+        """Takes Candidates in any order; `candidates` has them in ascending order from then on.
 
-        `index` None, or a Candidate's `worker` None: caches nothing but what `predictions` say.
-        What is predicted beside events counts on ranks with at most `predicted_bound` times the
-        mean requests plus 1.
-        ValueError for an index of another block size, a worker of another index, or a rank that
-        comes twice; KeyError for a rank that is not in the ledger under this id.
-        O(candidates log candidates).
+        If `index` or a Candidate's `worker` is None, nothing counts as cached except what
+        `predictions` say. Predictions beside events count on ranks with at most `predicted_bound`
+        times the mean requests plus 1. ValueError for an index of another block size, a worker of
+        another index, or a rank that comes twice; KeyError for a rank that is not in the ledger
+        under this id. O(candidates log candidates).
         """
         cdef Worker worker
         cdef CCandidate c
@@ -233,12 +231,12 @@ cdef class Pool:
 
     @property
     def blocks(self):
-        """Of the prompt of the last match."""
+        """The number of blocks of the prompt matched last."""
         return self.c.prompt().locals.size()
 
     def match(self, bytes local_hashes not None, bytes sequence_hashes not None,
               uint64_t isl_tokens):
-        """Finds what each candidate caches and works on of a prompt.
+        """Finds what each candidate caches of a prompt, and what it is working on.
 
         Hashes are the bytes of native 64-bit integers. OverflowError for more than MAX_ISL_TOKENS.
         O(blocks + candidates + ranks that match).
@@ -252,7 +250,7 @@ cdef class Pool:
 
     def match_body(self, BodyScanner scanner not None, int local_hashes, int sequence_hashes,
                    uint64_t isl_tokens):
-        """Matches the hashes in two arrays of a scanned body, named by their positions."""
+        """Matches the hashes in two arrays of a scanned body, given by their positions."""
         cdef size_t locals_ = 0, rolling = 0
         cdef const uint64_t* local = scanner.u64(local_hashes, &locals_)
         cdef const uint64_t* sequence = scanner.u64(sequence_hashes, &rolling)
@@ -279,12 +277,12 @@ cdef class Pool:
         self.match_prompt()
 
     def match_again(self, Prompt prompt not None):
-        """Matches a prompt that was held, by this pool or an earlier one."""
+        """Matches a prompt that this pool or an earlier one has held."""
         self.c.prompt().take(prompt.c)
         self.match_prompt()
 
     def hold(self):
-        """Returns a copy of the prompt of the last match, which outlives the pool."""
+        """Returns a copy of the prompt matched last, which outlives the pool."""
         cdef Prompt prompt = Prompt.__new__(Prompt)
         prompt.c = self.c.prompt()
         return prompt
@@ -302,20 +300,20 @@ cdef class Pool:
     cdef void read_loads(self) noexcept:
         find_loads(self.c, self.ledger.c)
 
-    # ---- who is there
+    # ---- the candidates' state
 
     def set_heard(self, Py_ssize_t candidate, bint heard):
-        """Has nothing that a candidate caches count from the next match on, or all of it again."""
+        """Sets whether anything that a candidate caches counts, from the next match on."""
         self.c.set_heard(self.at(candidate), heard)
 
     def set_reachable(self, Py_ssize_t candidate, bint reachable):
-        """Returns whether a candidate can be chosen."""
+        """Sets whether a candidate can be chosen."""
         self.c.set_reachable(self.at(candidate), reachable)
 
     # ---- choosing
 
     def take_turns(self, Pool former not None):
-        """Goes on with the turns of a pool that this one replaces.
+        """Takes over the turns of a pool that this one replaces.
 
         O(candidates log candidates).
         """
@@ -335,11 +333,11 @@ cdef class Pool:
                bytes factors=None):
         """Returns the position of a candidate in `candidates`, or why none is chosen.
 
-        `eligible` has a byte for each candidate, 0 for those to leave out; None allows all.
-        `random` is a uniform u64; it decides among equals, unless their cost is the weighted one,
-        and everything in mode RANDOM or with a temperature. `factors` are native doubles, one for
-        each candidate, that costs are multiplied with. NONE: no candidate is eligible; OVERLOADED:
-        all eligible ones exceed a busy threshold; BUSY: all others are busy, so the request should
+        `eligible` has a byte for each candidate, 0 to leave it out; None allows all. `random` is a
+        uniform u64. It decides among equals, unless the cost is the weighted one, and it decides
+        everything in mode RANDOM or with a temperature. `factors` are native doubles, one for each
+        candidate, that its cost is multiplied with. NONE: no candidate is eligible; OVERLOADED: all
+        eligible ones exceed a busy threshold; BUSY: all others are busy, so the request should
         wait. O(candidates).
         """
         return self.choose_now(
@@ -347,10 +345,10 @@ cdef class Pool:
         )
 
     def chances(self, Settings settings not None, bytes eligible, bytes factors=None):
-        """Returns a Chance for each that may be chosen after the last match, or why none may be.
+        """Returns a Chance for each candidate that may be chosen, or why none may be.
 
-        By the arguments of `choose`, whose answer it foretells. Nothing changes: whose turn it is,
-        it stays. O(candidates).
+        The arguments are those of `choose`, whose answer it foretells; nothing changes, no turn is
+        taken. O(candidates).
         """
         cdef Scale scale = self.scale(&settings.c)
         cdef const double* liked = self.factors_of(factors)
@@ -370,7 +368,7 @@ cdef class Pool:
         ]
 
     def exceeded(self, Py_ssize_t candidate, Settings settings not None):
-        """Names the busy thresholds of the settings that a candidate exceeds, heeded or not."""
+        """Returns the names of the busy thresholds that a candidate exceeds, heeded or not."""
         cdef size_t i = self.at(candidate)
         cdef Scale scale = self.scale(&settings.c)
         cdef const CCandidate* c = &self.c.candidate(i)
@@ -384,21 +382,21 @@ cdef class Pool:
         return [name for name, exceeds in named if exceeds]
 
     def refusal(self, Settings settings not None, bytes eligible):
-        """Returns NONE, OVERLOADED or BUSY if `choose` would after another match, else 0.
+        """Returns NONE, OVERLOADED or BUSY if `choose` would return that after a match now, else 0.
 
-        It needs no prompt, and reads the loads of this moment. O(candidates).
+        Needs no prompt, and reads the loads of this moment. O(candidates).
         """
         return self.refusal_now(&settings.c, self.mask_of(eligible))
 
     def stay(self, Settings settings not None, bytes eligible, bytes wanted not None):
-        """Returns those of `wanted` that a session may stay with, as a mask; None: none of them.
+        """Returns a mask of the `wanted` candidates that a session may stay with, None if none.
 
-        These are within the settings' `session_bound`, for the loads of this moment. None also
-        where `refusal` would not be 0. O(candidates).
+        These are within the settings' `session_bound`, by the loads of this moment. None also where
+        `refusal` would not be 0. O(candidates).
         """
         cdef Scale scale = self.scale(&settings.c)
         cdef const uint8_t* asked = self.mask_of(wanted)
-        # Of its own: a copy of one byte would be Python's only object for that byte.
+        # A new object to write into: a copy of a single byte would be the shared one for it.
         cdef bytes left = PyBytes_FromStringAndSize(NULL, self.c.size())
         cdef char* mask = PyBytes_AS_STRING(left)
         cdef uint64_t requests
@@ -415,15 +413,18 @@ cdef class Pool:
         return left if some else None
 
     def best(self, Settings settings not None, bytes eligible):
-        """Returns the most blocks of the prompt that a candidate which can be chosen caches.
+        """Returns the most blocks of the prompt that a candidate caches which may be chosen.
 
-        For the loads of this moment. O(candidates).
+        By the loads of this moment. O(candidates).
         """
         self.refusal_now(&settings.c, self.mask_of(eligible))
         return self.most_cached()
 
     def least_prefill_tokens(self, Settings settings not None, bytes eligible):
-        """Tokens to prefill on the candidate that caches most of the prompt. O(candidates)."""
+        """Returns the fewest tokens that an eligible candidate would have to prefill.
+
+        O(candidates).
+        """
         cdef const uint8_t* mask = self.mask_of(eligible)
         cdef Scale scale = self.scale(&settings.c)
         cdef uint64_t least = scale.isl
@@ -434,9 +435,10 @@ cdef class Pool:
         return least
 
     def deepest(self, size_t limit):
-        """Returns who caches most of the prompt, as (worker id, dp rank, blocks) of any tier.
+        """Returns the candidates that cache most of the prompt, as (worker id, dp rank, blocks).
 
-        At most `limit`, and none that caches nothing. O(candidates log candidates).
+        Blocks are of any tier. At most `limit`, and none that caches nothing. O(candidates log
+        candidates).
         """
         cdef list found = []
         cdef const CCandidateState* c
@@ -451,9 +453,9 @@ cdef class Pool:
         return [(*self.candidates[i][:2], -less) for less, i in found[:limit]]
 
     def mask(self, worker_ids, dp_rank=None):
-        """Returns the `eligible` that allows the ranks of these workers, or one of each of them.
+        """Returns an `eligible` that allows these workers' ranks, all or those with a dp rank.
 
-        Unknown ones are ignored. O(worker ids x log candidates + candidates).
+        Unknown workers and ranks are ignored. O(worker ids x log candidates + candidates).
         """
         cdef bytes eligible = PyBytes_FromStringAndSize(NULL, self.c.size())
         cdef char* mask = PyBytes_AS_STRING(eligible)
@@ -478,16 +480,16 @@ cdef class Pool:
         self.c.remember()
 
     def changed(self):
-        """Returns whose loads are others than those remembered: a byte for each candidate, 1 or 0.
+        """Returns a byte for each candidate: 1 if its load is not the remembered one, else 0.
 
-        None where nothing is remembered. O(candidates).
+        None if nothing is remembered. O(candidates).
         """
         cdef bytes changed = PyBytes_FromStringAndSize(NULL, self.c.size())
         self.read_loads()
         return changed if self.c.changed(<uint8_t*>PyBytes_AS_STRING(changed)) else None
 
     def find(self, uint64_t worker_id, uint32_t dp_rank):
-        """The position of a candidate, None if it is not one. O(log candidates)."""
+        """Returns the position of a candidate, None if it is not one. O(log candidates)."""
         cdef size_t at = self.c.position(worker_id, dp_rank)
         if at == self.c.size():
             return None
@@ -495,27 +497,28 @@ cdef class Pool:
         return at if c.worker_id == worker_id and c.dp_rank == dp_rank else None
 
     def effective_prefill_tokens(self, Py_ssize_t candidate, Settings settings not None):
-        """Tokens that a candidate would have to prefill: what a booking counts. O(1)."""
+        """Returns the tokens that a candidate would have to prefill, as a booking counts them."""
         return self.effective_tokens_of(&settings.c, self.at(candidate))
 
     def reserve(self, str request_id not None, Py_ssize_t candidate, tokens, double now,
                 str key=None, expected_output=None, *, bint blocks=True):
-        """Reserves a candidate for the prompt, as `Ledger.add` does, and returns what that returns.
+        """Reserves a candidate for the prompt as `Ledger.add` does; returns what that returns.
 
-        Without `blocks` its tokens alone.
+        Without `blocks`, it books the tokens alone.
         """
         cdef LoadedRankId rank = self.c.candidate(self.at(candidate)).booked
         sequence = bytes_of(self.c.prompt().sequence) if blocks else b""
         return self.ledger.add(request_id, rank, sequence, tokens, now, key, expected_output)
 
     def predict(self, Py_ssize_t candidate, double now):
-        """Notes the prompt as cached by a candidate, if predictions are kept. O(blocks)."""
+        """Predicts that a candidate caches the prompt, if predictions are kept. O(blocks)."""
         self.c.predict(self.at(candidate), now)
 
     def explain(self, Settings settings not None, bytes eligible=None, bytes factors=None):
-        """All terms of the cost of all candidates, as Explained; blocks unless named otherwise.
+        """Returns all terms of the cost of all candidates, as Explained.
 
-        Those of the cost that is not in force are 0. `eligible` and `factors` as of `choose`.
+        They are in blocks unless named otherwise; those of the cost that is not in use are 0.
+        `eligible` and `factors` are those of `choose`.
         """
         cdef const uint8_t* mask = self.mask_of(eligible)
         cdef const double* liked = self.factors_of(factors)
@@ -524,7 +527,7 @@ cdef class Pool:
 
     def explained(self, Py_ssize_t candidate, Settings settings not None, bytes eligible=None,
                   bytes factors=None):
-        """All terms of the cost of one candidate, as Explained."""
+        """Returns all terms of the cost of one candidate, as Explained."""
         cdef size_t i = self.at(candidate)
         cdef const uint8_t* mask = self.mask_of(eligible)
         cdef PoolSums sums = self.sums_of(&settings.c, mask)
@@ -582,28 +585,28 @@ cdef class Pool:
     # ---- rendering
 
     def render_choice(self, Py_ssize_t candidate, Settings settings not None):
-        """The members of a selection that a candidate is the result of, from `"overlap":` on.
+        """Returns the members of a selection of a candidate, from `"overlap":` on.
 
-        Ready JSON without braces, see `selector/rows.pxd`. O(ranks of the worker).
+        They are JSON without braces, see `selector/rows.pxd`. O(ranks of the worker).
         """
         return self.rendered(kChoice, settings, self.at(candidate), b"", b"")
 
     cpdef bytes render_answer(self, bytes opening, bytes members, Py_ssize_t candidate,
                               Settings settings):
-        """Returns an answer as a JSON object: `opening`, `members`, then as `render_choice`."""
+        """Returns an answer as a JSON object: `opening`, `members`, and those of render_choice."""
         if self.index is not None:
             self.note_asked()
         return self.rendered(kAnswer, settings, self.at(candidate), opening, members)
 
     cdef void note_asked(self) noexcept:
-        """Counts the prompt among the questions that the index was asked."""
+        """Counts the prompt among the queries of the index."""
         cdef CPrompt* prompt = &self.c.prompt()
         self.index.note_question(prompt.locals.size())
         if prompt.by_tokens and prompt.locals.size() != 0:
             self.index.note_prompt(prompt.first_token, prompt.is_salted, prompt.is_adapted)
 
     def render_overlaps(self):
-        """The cached blocks of every candidate as a JSON array, see `selector/rows.pxd`."""
+        """Returns every candidate's cached blocks as a JSON array, see `selector/rows.pxd`."""
         return self.rendered(kOverlaps, None, 0, b"", b"")
 
     def render_loads(self, Settings settings not None):
@@ -634,7 +637,7 @@ cdef class Pool:
             end = put_text(end, b"}")
         return cut(answer, end - begin)
 
-    # ---- for C: arguments are checked
+    # ---- for compiled callers, which have checked the arguments
 
     cdef int64_t choose_now(
         self, const CSettings* settings, const uint8_t* mask, uint64_t random, const double* factors

@@ -16,7 +16,7 @@ LINES = range(kLines)
 # Weights up to here leave every cost finite: 2^63 tokens times 1e18 is far below 1e308.
 MAX_WEIGHT = 1e18
 
-# Of Settings: defaults, and the highest value of a number.
+# The settings: their defaults, and the highest values of some.
 cdef dict DEFAULTS = {
     "mode": KV,
     "line": 0,
@@ -57,17 +57,19 @@ cdef class Settings:
     def __init__(self, **members):
         """Takes weights and thresholds from 0 to MAX_WEIGHT; a threshold of None is off.
 
-        `weighted` takes the weighted cost, with the weights from `uncached` to `product` and the
-        tokens of `saturation`, else Dynamo's, with those before. `policy` is what the caller calls
-        that. A session stays with a rank that has at most `session_bound` times the mean requests
-        plus 1, see Pool.stay.
-        `temperature` 0 takes the lowest cost. `track_prefill` and `track_active_blocks` say which
-        terms the cost has; `last_token`, that its block is computed even if it is cached. A rank is
-        busy above `queue_threshold` times its max_num_batched_tokens. The other thresholds take a
-        rank out: `active_decode_blocks` of its total_kv_blocks, prefill tokens, and these as a
-        fraction of its max_num_batched_tokens. Above `decode_busy_threshold` of its total_kv_blocks
-        answers call a rank `decode_busy`. Turns of ROUND_ROBIN are those of one of LINES.
-        ValueError for what is outside; TypeError for a name that is none of these.
+        `weighted` selects the weighted cost, with the weights from `uncached` to `product` and the
+        tokens of `saturation`; else the cost is Dynamo's, with the weights before these. `policy`
+        is the caller's name for that. A session stays with a rank that has at most `session_bound`
+        times the mean requests plus 1 (see Pool.stay). `temperature` 0 takes the lowest cost.
+
+        `track_prefill` and `track_active_blocks` say which terms the cost has; `last_token` says
+        that the last token's block is computed even if it is cached. A rank is busy above
+        `queue_threshold` times its max_num_batched_tokens. The other thresholds take a rank out:
+        `active_decode_blocks` of its total_kv_blocks, prefill tokens, and these as a fraction of
+        its max_num_batched_tokens. Above `decode_busy_threshold` of its total_kv_blocks, answers
+        call a rank `decode_busy`. ROUND_ROBIN takes the turns of one of LINES.
+
+        ValueError for a value out of range; TypeError for an unknown name.
         """
         if not members.keys() <= DEFAULTS.keys():
             raise TypeError(f"not among the settings: {members.keys() - DEFAULTS.keys()}")
@@ -108,7 +110,7 @@ cdef class Settings:
         self.c.decode_busy_threshold = self.threshold("decode_busy_threshold")
 
     def replace(self, **changes):
-        """Returns the same settings but for `changes`, by the names of the constructor."""
+        """Returns the same settings with `changes`, by the names of the constructor."""
         return Settings(**{**self.members, **changes})
 
     cdef double number(self, str name) except *:

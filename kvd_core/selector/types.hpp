@@ -1,4 +1,4 @@
-// What a selection is made of: the ranks to choose from, what a match found about each, the prompt.
+// The parts of a selection: the ranks to choose from, what a match finds about each, the prompt.
 #pragma once
 
 #include <cstddef>
@@ -14,10 +14,10 @@
 
 namespace kvd::selector {
 
-// Tokens of a prompt: what the ledger accepts for one request.
+// Tokens of a prompt: as many as the ledger accepts for one request.
 constexpr uint64_t kMaxIslTokens = ledger::kMaxTokens;
 // Hashes for which memory is kept between prompts: 512 KiB, prompts of a million tokens in blocks
-// of 16. What a longer one took is given back with the next.
+// of 16. The memory of a longer prompt is given back with the next one.
 constexpr size_t kKeptHashes = 1u << 16;
 
 // A rank that requests can be sent to.
@@ -25,47 +25,47 @@ struct Candidate {
   uint64_t worker_id;
   uint32_t dp_rank;
   ledger::LoadedRankId booked;  // its rank in the ledger
-  const Worker* caches;         // whose blocks it can use; null without
+  const Worker* caches;         // the worker whose blocks it can use; null: none
   double max_batch_tokens;      // 0: unbounded
   double total_blocks;          // 0: unknown
   uint32_t first;               // the first candidate of its worker
-  uint32_t end;                 // of that one: behind the last
-  bool heard = true;            // false: its events are not, so what it caches may be gone
+  uint32_t end;                 // set in that one alone: behind the last of the worker
+  bool heard = true;            // false: its events do not arrive, so its blocks may be gone
   bool reachable = true;        // false: it cannot be chosen
 };
 
 // What a match found about a candidate, in blocks unless said otherwise.
 struct CandidateState {
-  uint32_t device = 0;  // of the prompt, cached
-  uint32_t host = 0;    // further ones, behind those
-  uint32_t disk = 0;    // further ones, behind those; disk and external
-  uint32_t live = 0;    // of the prompt, in use by its requests
+  uint32_t device = 0;  // blocks of the prompt that it caches
+  uint32_t host = 0;    // further ones behind those on the device
+  uint32_t disk = 0;    // further ones behind those, on disk and external
+  uint32_t live = 0;    // blocks of the prompt that its requests have in use
   uint64_t prefill_tokens = 0;
   uint64_t decode_blocks = 0;
   uint32_t requests = 0;
-  bool present = false;    // false: it has left the ledger or is unreachable, it cannot be chosen
-  uint32_t decoding : 24;  // of `requests`, those with nothing left to prefill
+  bool present = false;    // false: it has left the ledger or is unreachable; cannot be chosen
+  uint32_t decoding : 24;  // those of `requests` with nothing left to prefill
 
   CandidateState() : decoding(0) {}
 };
 // A pass over the candidates takes time in proportion to these bytes.
 static_assert(sizeof(CandidateState) == 40);
-// `decoding` has bits for the requests of all ledgers together.
+// `decoding` is wide enough for the requests of all ledgers together.
 static_assert(uint64_t{ledger::kMaxLedgers} * ledger::kMaxRequests < 1u << 24);
 
 // Blocks of the prompt that are cached on any tier.
 inline uint32_t overlap_of(const CandidateState& at) { return at.device + at.host + at.disk; }
 
-// A prompt as the index and the ledger ask for it.
+// A prompt in the forms that the index and the ledger need.
 struct Prompt {
   std::vector<uint64_t> locals;
-  std::vector<uint64_t> salted;  // the same with the prompt's salt, if `is_salted`
+  std::vector<uint64_t> salted;  // local hashes with the prompt's salt, if `is_salted`
   std::vector<uint64_t> sequence;
   uint64_t isl_tokens = 0;
   bool is_salted = false;
   bool is_adapted = false;
-  bool by_tokens = false;    // it has come as tokens, one or more
-  uint32_t first_token = 0;  // of these
+  bool by_tokens = false;    // it came as one or more tokens
+  uint32_t first_token = 0;  // the first of these
 
   void take(const Prompt& other) {
     copy(other.locals.data(), other.locals.size(), locals);
@@ -86,7 +86,7 @@ struct Prompt {
     is_salted = is_adapted = by_tokens = false;
   }
 
-  // `eagle`: blocks of pairs, as EAGLE engines cache them, each with the token behind it.
+  // `eagle` hashes blocks as EAGLE engines cache them: as pairs, each token with the one behind it.
   void take_tokens(const uint32_t* tokens, size_t n, uint32_t block_size, std::string_view lora,
                    std::string_view salt, bool eagle) {
     const size_t blocks = (eagle && n != 0 ? n - 1 : n) / block_size;
@@ -107,7 +107,7 @@ struct Prompt {
   // The local hashes of the blocks that a rank will cache.
   const std::vector<uint64_t>& used() const { return is_salted ? salted : locals; }
 
-  // The prompt shares no block in use with any other; `seed` is a random number.
+  // Makes the prompt share no block in use with any other; `seed` is a random number.
   void make_unique(uint64_t seed) {
     for (uint64_t& hash : sequence) hash = mix64(seed++);
   }

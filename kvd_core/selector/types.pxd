@@ -18,34 +18,34 @@ cdef extern from "selector/types.hpp" namespace "kvd::selector" nogil:
         uint64_t worker_id
         uint32_t dp_rank
         LoadedRankId booked        # its rank in the ledger
-        const CWorker* caches      # whose blocks it can use, NULL without
+        const CWorker* caches      # the worker whose blocks it can use; NULL: none
         double max_batch_tokens    # 0: unbounded
         double total_blocks        # 0: unknown
         uint32_t first             # the first candidate of its worker
-        cbool heard                # False: its events are not, what it caches may be gone
+        cbool heard                # False: its events do not arrive, so its blocks may be gone
         cbool reachable            # False: it cannot be chosen
 
     cppclass CCandidateState "kvd::selector::CandidateState":
-        uint32_t device            # blocks of the prompt, cached
-        uint32_t host              # further ones
-        uint32_t disk              # further ones, disk and external
-        uint32_t live              # blocks of the prompt, in use by its requests
+        uint32_t device            # blocks of the prompt that it caches
+        uint32_t host              # further ones behind those on the device
+        uint32_t disk              # further ones behind those, on disk and external
+        uint32_t live              # blocks of the prompt that its requests have in use
         uint64_t prefill_tokens    # being prefilled
         uint64_t decode_blocks     # in use
         uint32_t requests
-        uint32_t decoding          # of `requests`, those with nothing left to prefill
+        uint32_t decoding          # those of `requests` with nothing left to prefill
         cbool present              # False: it has left the ledger or is unreachable
 
     cppclass CPrompt "kvd::selector::Prompt":
         vector[uint64_t] locals
-        vector[uint64_t] salted    # the same with the prompt's salt
+        vector[uint64_t] salted    # local hashes with the prompt's salt
         vector[uint64_t] sequence
         uint64_t isl_tokens
         cbool is_salted
         cbool is_adapted
-        cbool by_tokens            # it has come as tokens
-        uint32_t first_token       # of these
-        const vector[uint64_t]& used()    # the local hashes of what a rank will cache
+        cbool by_tokens            # it came as tokens
+        uint32_t first_token       # the first of these
+        const vector[uint64_t]& used()    # the local hashes of the blocks that a rank will cache
         void take(const CPrompt&) except +
         void take_hashes(const uint64_t*, size_t, const uint64_t*, size_t, uint64_t) except +
         void take_tokens(
