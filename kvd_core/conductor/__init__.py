@@ -2,12 +2,12 @@
 
 conductor                    `Conductor`, `Source`, `EngineEvents`: the module that Python uses
 conductor.hpp, types.hpp, sources.hpp
-                             bounds; publishers, and as whom their blocks count
+                             bounds; publishers, and the ranks that their blocks count for
 events.hpp, meaning.hpp, waiting.hpp
-                             what an event does; which block a hash means; what has no place
-                             yet
+                             what an event does; which block a hash means; blocks that have no
+                             place yet
 engine_events.hpp            engines' own events for a publisher
 holdings.hpp                 what every instance holds of a prompt, as JSON
-kept_holdings                what publishers hold, for the process that comes next
+kept_holdings                what publishers hold, kept for the next process
 packed, repack               msgpack bodies of requests; JSON payloads to msgpack
 """

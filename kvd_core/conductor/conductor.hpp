@@ -4,31 +4,31 @@
 //                 └─ source Mooncake ─────┬── holder ("pool-a", no rank) ─── rank 6
 //                                         └── holder ("pool-b", no rank) ─── rank 9
 //
-// A source is one registration. A holder is who holds blocks in it: a backend, and a data-parallel
-// rank or none; it is a rank of the index, with a names table and layers of its own. Media beyond
-// the tiers are further layers.
+// A source is one registration. A holder is a party that holds blocks in it: a backend, with or
+// without a data-parallel rank. A holder is a rank of the index, with its own names table and
+// layers. Media beyond the tiers are further layers.
 //
-// A namespace (adapter and salt) is what its names add to the seed of local hashes, so it is part
-// of the path in the tree. A block that has no place yet waits for it. So the order of events does
-// not matter, but for two: a hash that becomes ambiguous later keeps what it meant, and a block
-// whose parent announces its salt later was hashed without it (counted: parked_unsalted).
+// A namespace (adapter and salt) is what the two add to the seed of local hashes, so it is part of
+// the path in the tree. A block that has no place yet waits for one. So the order of events does
+// not matter, with two exceptions: a hash that becomes ambiguous later keeps what it meant, and a
+// block whose parent announces its salt later was hashed without it (counted: parked_unsalted).
 //
-// The class is here, with its short members. The rest of it, by subject, comes with this header:
+// The class is here, with its short members. This header includes the longer ones, by subject:
 //
-//   conductor/sources.hpp    who is registered, and counts for which worker
-//   conductor/events.hpp     what is stored, removed, cleared
+//   conductor/sources.hpp    registrations, and the worker ranks that their holders count as
+//   conductor/events.hpp     stores, removals, clears
 //   conductor/meaning.hpp    which block an announced hash means
-//   conductor/waiting.hpp    what has no place yet, and how it gets one
+//   conductor/waiting.hpp    blocks that have no place yet, and how they get one
 //
 // Invariants
-//   1. a parked block of a holder has an entry for each thing it waits for; entries of blocks that
-//      are parked no longer are recognised by their stamp, and dropped with time;
-//   2. only an engine's own events make second copies (index/index.hpp); in a standard event
+//   1. a parked block of a holder has an entry for each thing that it waits for; entries of blocks
+//      that are parked no longer are recognised by their stamp, and dropped in time;
+//   2. only an engine's own events make second copies (index/index.hpp); in standard events,
 //      storing a hash again changes nothing, and its removal takes all copies.
 //
-// Costs: those of the index, a look-up a block while anything waits, and for a hash that nobody
-// of the instance has announced one look-up a rank of the index. A waiting block takes about 300
-// bytes.
+// Costs: those of the index; one look-up a block while anything waits; and for a hash that no
+// holder of the instance has announced, one look-up for each rank of the index. A waiting block
+// takes about 300 bytes.
 #pragma once
 
 #include <algorithm>
@@ -56,8 +56,8 @@ class Conductor final : public Placements {
  public:
   enum class StoreOutcome : uint8_t { PLACED, PARKED, FULL, REFUSED };
 
-  // Costs the index nothing: what it needs of that comes with the first source, or question by
-  // hash.
+  // A conductor without sources costs the index nothing: sequence hashes are kept from the first
+  // source, or the first query by hash, on.
   Conductor(Index& index, uint64_t seed) : index_(index), seed_(seed) {}
   Conductor(const Conductor&) = delete;
   Conductor& operator=(const Conductor&) = delete;
@@ -71,22 +71,22 @@ class Conductor final : public Placements {
   size_t waiter_count() const { return waiters_.size(); }
   size_t bytes() const { return waiters_.size() * kWaiterBytes; }
 
-  // Whether questions by hash find all blocks that can be found so.
+  // Whether queries by hash find all blocks that can have a sequence hash.
   bool sequenced() const { return index_.sequenced(); }
 
-  // Keeps sequence hashes from now on, and makes those that are missing, in about `budget` steps of
-  // at most 0.1 us; true when none is.
+  // Keeps sequence hashes from now on, and makes missing ones in about `budget` steps of at most
+  // 0.1 us; true when none is missing.
   bool sequence(uint32_t budget) {
     index_.keep_sequences(seed_, this);
     return index_.make_sequences(budget);
   }
 
-  // ---- who is registered (conductor/sources.hpp)
+  // ---- registrations (conductor/sources.hpp)
 
   Source* add_source(const std::string& key, uint64_t home, uint64_t adapter, uint32_t dp_rank,
                      bool store);
 
-  // Its blocks no longer count; `Index::sweep` frees them.
+  // Ends a source: its blocks no longer count, and `Index::sweep` frees them.
   void remove_source(Source* source);
 
   // Forgets the source's holders that hold nothing.
@@ -97,7 +97,7 @@ class Conductor final : public Placements {
     return it == by_key_.end() ? nullptr : it->second;
   }
 
-  // That of stores which serve every instance; null while there is none.
+  // The instance of the stores that serve every instance; null while there is none.
   Instance* common() const { return common_; }
 
   std::vector<std::string> keys_of_instances() const {
@@ -106,54 +106,54 @@ class Conductor final : public Placements {
     return found;
   }
 
-  // The instance's ranks count as those of a worker of the index, or of none.
+  // Makes the instance's ranks count as those of a worker of the index, or of none (null).
   void link(Instance* instance, Worker* worker);
 
-  // The holder's rank, made when it is new; kNone when too many of the source hold something.
+  // The holder's rank, made when it is new; kNone when too many holders of the source hold blocks.
   RankId holder(Source* source, uint32_t backend, bool ranked, uint32_t dp_rank);
 
-  // The layer of a medium by its upper-case name, and as a JSON member name; kNone when there are
-  // too many, or when it cannot be a member.
+  // The layer of a medium, given by its upper-case name and as a JSON member name; kNone when there
+  // are too many, or when it cannot be a member.
   LayerId medium(const std::string& name, const std::string& key);
 
   // ---- events (conductor/events.hpp)
 
-  // `resolve_waiting` has to follow.
+  // The caller then calls `resolve_waiting`.
   StoreOutcome store(Source* source, RankId id, const StoredBlocks& e);
 
-  // Blocks announced by hash alone, from `from` on until the steps are used up, one at least.
-  // Returns how far it has come, kNone when they are refused because the index is full.
-  // `resolve_waiting` has to follow.
+  // Stores blocks announced by hash alone, from `from` on until the steps are used up, at least
+  // one. Returns the position reached, kNone when they are refused because the index is full. The
+  // caller then calls `resolve_waiting`.
   uint32_t store_named(Source* source, RankId id, const uint64_t* hashes, uint32_t from, uint32_t n,
                        LayerId layer, uint64_t space, bool by_engine, bool has_parent,
                        Steps& steps);
 
-  // Takes the layers of `mask` from what the holder calls `hash`.
+  // Takes the layers of `mask` from the block that the holder calls `hash`.
   void remove(Source* source, RankId id, uint64_t hash, LayerMask mask, uint64_t space,
               bool by_engine);
 
-  // ---- what another process has kept (conductor/kept_holdings.hpp); `resolve_waiting` has to follow
+  // ---- kept by another process (conductor/kept_holdings.hpp); then call `resolve_waiting`
 
   bool bring_back(RankId id, const Store& s, uint64_t above);
   bool wait_again(RankId id, const StagedWaiting& waiting, LayerId layer);
 
-  // The block before a run that was kept, kNone while it is unknown.
+  // The block before a run that was kept, kNone while that block is unknown.
   BlockId parent_of_kept(RankId id, uint64_t parent, uint64_t space, uint64_t above) const;
 
-  // Until then what is announced again of the source's blocks is no second copy.
+  // From now on, a re-announcement of the source's restored blocks may mean a second copy.
   void settled(const Source& source) {
     for (const Holder& holder : source.holders) index_.rank(holder.id).restored = false;
   }
 
-  // Drops what the holder has on the layers of `mask` in one namespace, or with `all` in all.
+  // Drops what the holder has on the layers of `mask`, in one namespace or with `all` in every one.
   void clear(Source* source, RankId id, LayerMask mask, uint64_t space, bool all);
 
   // ---- cache groups
 
   RankTraits& traits(RankId id) { return index_.rank(id); }
 
-  // The layer of a cache group of the holder's device, of which a prefix needs the last `blocks`
-  // blocks; kNone when there are too many.
+  // The layer of a cache group on the holder's device, which must hold the last `blocks` blocks of
+  // a reusable prefix; kNone when there are too many layers.
   LayerId device_group(RankId id, int32_t group, uint32_t blocks) {
     const LayerId layer = device_group(group);
     if (layer != kNone && blocks != 0) index_.set_window(id, layer, blocks);
@@ -164,7 +164,7 @@ class Conductor final : public Placements {
     return index_.group_layer(kDeviceLayer, static_cast<uint32_t>(group));
   }
 
-  // Another engine process speaks from now on.
+  // Forgets the cache groups: another engine process speaks from now on.
   void forget_groups(const Source& source) {
     for (const Holder& holder : source.holders) {
       RankTraits& traits = index_.rank(holder.id);
@@ -174,19 +174,18 @@ class Conductor final : public Placements {
     }
   }
 
-  // ---- questions
+  // ---- queries
 
-  // Gives blocks announced by sequence hash alone their places behind `last`, the last one of a
-  // prompt in a namespace that the tree has (kNone: it has none); kExplainedAtOnce at most. False
-  // without any.
+  // Places blocks that were announced by sequence hash alone behind `last`, the prompt's last block
+  // in the tree (kNone: none); at most kExplainedAtOnce. False if it has placed none.
   bool place_by_prompt(BlockId last, const uint64_t* locals, const uint64_t* plain, size_t from,
                        size_t n, uint64_t space);
 
-  // Calls visit(rank, layers) for what counts as the block of a key though the tree has none.
+  // Calls visit(rank, layers) for each waiting block that counts as a key's, which the tree lacks.
   template <class Visit>
   void each_credit(uint64_t key, Visit&& visit) const;
 
-  // Counts a question that has found its first block with a holder; once for a source.
+  // Counts a query whose first block a holder has, once for each source.
   void note_match(RankId id) const {
     Source& source = *owners_[id];
     if (source.last_matched == source.instance->asked) return;
@@ -194,7 +193,7 @@ class Conductor final : public Placements {
     ++source.matched;
   }
 
-  // (block, holder, medium) triples of a source in the tree, and its blocks that wait for a place.
+  // The (block, holder, medium) triples of a source in the tree, and the number of waiting blocks.
   std::pair<uint64_t, uint64_t> held_by(const Source& source) const {
     std::pair<uint64_t, uint64_t> held{};
     for (const Holder& holder : source.holders) {
@@ -207,14 +206,15 @@ class Conductor final : public Placements {
 
   // ---- called by the index
   //
-  // They are virtual, so they have their bodies here: a module that includes a class with a virtual
-  // method that is only declared would emit the class's table, and all that this leads to.
+  // They are virtual, so they are defined in the class: a module that includes a class with a
+  // virtual method that is only declared would emit the class's table, and everything that it
+  // refers to.
 
   void placed(const Store& s, const BlockId* blocks) override {
     if (waiters_.empty()) return;
     for (uint32_t i = 0; i < s.n; ++i) {
       if (const uint64_t key = sequences().key_of(blocks[i])) await(key);
-      await(sequences().key(s.space, s.names[i]));  // a worker's; a holder's names are announced
+      await(sequences().key(s.space, s.names[i]));  // a worker's name; holders' are announced
       if (common_ == nullptr) continue;
       for (const Source* each : common_->sources) {
         if (each->home != s.space) await(sequences().key(each->home, s.names[i]));
@@ -229,13 +229,13 @@ class Conductor final : public Placements {
     }
   }
 
-  // A prompt of the base model: local hashes are plain ones where the seeds are the same.
+  // For a prompt of the base model, whose local hashes are the plain ones if the seeds are equal.
   bool place_by_prompt(BlockId last, const uint64_t* locals, size_t from, size_t n) override {
     return from != n && !waiters_.empty() && seed_ == kBaseSeed &&
            place_by_prompt(last, locals, locals, from, n, 0);
   }
 
-  // What can be placed now may be all that waits, so it is done in slices, too.
+  // One block may set off all that wait, so this goes in slices, too.
   bool resolve_waiting(Steps& steps) override {
     while (steps.left() && !(tried_ == waiting_.size() && work_.empty())) {
       if (tried_ != waiting_.size()) {
@@ -257,13 +257,13 @@ class Conductor final : public Placements {
 
   const Sequences& sequences() const { return *index_.sequences_; }
 
-  // Throws where an invariant does not hold.
+  // Throws if an invariant does not hold.
   template <class Require>
   void verify(Require&& require) const;
 
  private:
   enum class WaitsFor : uint8_t { CREDIT, ALIAS, CHILD };
-  struct Waiter {  // a parked block, by one thing that it waits for
+  struct Waiter {  // a parked block, under one of the things that it waits for
     RankId rank;
     uint64_t name;
     uint64_t stamp;
@@ -271,7 +271,7 @@ class Conductor final : public Placements {
   };
 
   static constexpr size_t kWaiterBytes = 56;  // a hash node
-  // Entries of a parked block: its parent, its hash, its sequence hash, and one that is stale.
+  // Entries of a parked block: for its parent, its hash and its sequence hash, and a stale one.
   static constexpr size_t kWaitersABlock = 4;
   static constexpr size_t kWaitingKept = 65536;  // entries of `waiting_` whose memory is kept, 2 MB
 
@@ -286,7 +286,7 @@ class Conductor final : public Placements {
 
   void note(Source& source, RankId id, uint64_t space) { holder_of(source, id).note(space); }
 
-  // ---- who is registered (conductor/sources.hpp)
+  // ---- registrations (conductor/sources.hpp)
 
   void prepare();
   static bool before(const Holder& a, const Holder& b);
@@ -303,7 +303,7 @@ class Conductor final : public Placements {
   static Instance::InstanceRank& row(Instance& instance, uint32_t dp_rank);
   static void list_rows(Instance& instance);
 
-  // ---- what a hash means (conductor/meaning.hpp)
+  // ---- the meaning of hashes (conductor/meaning.hpp)
 
   static uint64_t name_of(const Source& source, uint64_t hash, uint64_t space, bool by_engine);
   bool knows(const Rank& rank, uint64_t name) const;
@@ -338,7 +338,7 @@ class Conductor final : public Placements {
 
   bool await_sequences(RankId id, const Store& s);
 
-  // ---- what waits (conductor/waiting.hpp)
+  // ---- waiting blocks (conductor/waiting.hpp)
 
   bool can_wait(uint32_t n) const;
   void park_run(Source& source, RankId id, const StoredBlocks& e, const Store& s, uint64_t above);
@@ -363,22 +363,22 @@ class Conductor final : public Placements {
 
   Index& index_;
   uint64_t seed_;  // of sequence hashes
-  // From the first source on: holds what must not be trimmed for the length of an operation.
+  // A rank, made with the first source, that holds blocks which must not be trimmed meanwhile.
   RankId guard_ = kNone;
   std::vector<std::unique_ptr<Source>> sources_;
   std::vector<std::unique_ptr<Instance>> instances_;
   std::unordered_map<std::string, Instance*, KeyedHash> by_key_;
   Instance* common_ = nullptr;   // of kCommonKey
-  std::vector<Source*> owners_;  // by rank; null for a worker's
+  std::vector<Source*> owners_;  // by rank; null for a worker's rank
   std::vector<Medium> media_;    // beyond the tiers, in the order of their layers
   std::unordered_multimap<uint64_t, Waiter, KeyedHash> waiters_;
   KeyedHash hash_;                   // of keys under which children wait
   std::vector<uint64_t> work_;       // keys whose meaning has changed
-  std::vector<Waiter> waiting_;      // what waited for one of them, to be tried
-  size_t tried_ = 0;                 // so many of these have been
+  std::vector<Waiter> waiting_;      // blocks that waited for one of them, to be tried
+  size_t tried_ = 0;                 // how many of `waiting_` have been tried
   std::vector<uint64_t> stale_;      // scratch of `prune`
-  size_t prune_at_ = 0;              // bucket of `waiters_` that it was at last
-  mutable size_t tables_asked_ = 0;  // names tables that `elsewhere` has asked since `tables_asked`
+  size_t prune_at_ = 0;              // the bucket of `waiters_` that `prune` has reached
+  mutable size_t tables_asked_ = 0;  // names tables that `elsewhere` has searched, see tables_asked
 
   // Scratch of the operation in progress, kept for its capacity.
   std::vector<uint64_t> names_;
@@ -388,7 +388,7 @@ class Conductor final : public Placements {
 
 }  // namespace kvd
 
-// What is only declared above.
+// Definitions of the members that are only declared above.
 #include "conductor/events.hpp"
 #include "conductor/meaning.hpp"
 #include "conductor/sources.hpp"

@@ -19,28 +19,28 @@ cdef extern from "conductor/conductor.hpp" namespace "kvd" nogil:
     cppclass CHolder "kvd::Holder":
         uint32_t backend
         cbool ranked
-        uint32_t dp_rank            # 0 without one
+        uint32_t dp_rank            # 0 without a rank
         RankId id
 
     cppclass CInstance "kvd::Instance":
         string key                  # as a JSON member name
-        uint64_t asked              # questions that have shown it
+        uint64_t asked              # queries that have shown it
 
     cppclass CSource "kvd::Source":
         CInstance* instance
         vector[CHolder] holders
-        uint64_t asked_before       # of its instance's, before it came
-        uint64_t matched            # questions whose first block it held
+        uint64_t asked_before       # the instance's `asked` when the source came
+        uint64_t matched            # queries whose first block it held
 
     cppclass CStoredBlocks "kvd::StoredBlocks":
         const uint64_t* hashes
         uint32_t n
         cbool has_parent
         uint64_t parent
-        const uint32_t* tokens      # n blocks of them
+        const uint32_t* tokens      # those of n blocks
         LayerId layer
         uint64_t space              # the namespace
-        cbool inherits              # the parent's namespace goes first
+        cbool inherits              # a known parent's namespace takes precedence
         cbool by_engine
         const uint32_t* mm_begin    # n + 1 offsets, or NULL
         const uint64_t* mm
@@ -50,7 +50,7 @@ cdef extern from "conductor/conductor.hpp" namespace "kvd" nogil:
 
     cppclass CConductor "kvd::Conductor":
         CConductor(CIndex&, uint64_t) except +
-        cbool sequenced()           # questions by hash find all that can be found so
+        cbool sequenced()           # queries by hash find all blocks that they can
         cbool sequence(uint32_t) except +
         CSource* add_source(const string&, uint64_t, uint64_t, uint32_t, cbool) except +
         void remove_source(CSource*) except +
@@ -100,7 +100,7 @@ cdef extern from "conductor/engine_events.hpp" namespace "kvd" nogil:
         CEngineEvents(CConductor&, CSource*, string, string) except +
         Progress apply(const uint8_t*, size_t, uint32_t) except +
         Progress go_on(uint32_t) except +
-        size_t flaw()           # a kvd::Reason, kReasons if there is none
+        size_t flaw()           # a kvd::Reason, or kReasons
         void forget()
         CEngineStats counters
 
@@ -132,7 +132,7 @@ cdef class Conductor:
     cdef readonly PrefixIndex index
     cdef CHoldings holdings
     cdef string text
-    cdef dict layers    # by medium, as it is spelled
+    cdef dict layers    # by the medium's spelling
 
     cpdef bytes query_tokens(
         self, BodyScanner scanner, int array, str lora_name, str cache_salt, str tenant,
@@ -160,7 +160,7 @@ cdef class Source:
 cdef class EngineEvents:
     cdef CEngineEvents* c
     cdef Source source
-    cdef bytes payload                  # of a batch that is unfinished
+    cdef bytes payload                  # of an unfinished batch
     cdef public uint32_t slice_steps    # steps that a call of `apply` or `go_on` takes, about
 
     cdef object result_of(self, Progress progress)

@@ -2,8 +2,8 @@
 """The conductor's part of an index: publishers of the KV Events standard, and what they hold.
 
 `conductor/conductor.hpp` has the picture, the invariants and the costs, `conductor/holdings.hpp`
-the counting of a question. All is in the index that it is made for; that goes on without it
-knowing.
+the counting of a query. All blocks are in the index that the conductor is made for, which needs no
+knowledge of it.
 
 One thread owns both. Nothing here does I/O, reads a clock or logs.
 """
@@ -59,7 +59,7 @@ def _text(bytes key):
 cdef class Conductor:
     """The conductor's part of one index.
 
-    It costs the index nothing before the first source or question by hash.
+    It costs the index nothing before the first source or the first query by hash.
     """
 
     def __cinit__(self, PrefixIndex index not None, uint64_t seed=DEFAULT_SEED):
@@ -72,7 +72,7 @@ cdef class Conductor:
 
     def add_source(self, str instance_id not None, str lora_name, str cache_salt, uint32_t dp_rank,
                    bint store):
-        """Adds a registration and returns what its events are to be given to."""
+        """Adds a registration and returns the Source that its events are given to."""
         cdef Source source = Source.__new__(Source)
         source.conductor = self
         source.instance_id = instance_id
@@ -91,7 +91,7 @@ cdef class Conductor:
         return [json.loads(each) for each in self.c.keys_of_instances()]
 
     def link(self, str instance_id not None, Worker worker):
-        """Lets what the instance's ranks hold count as the worker's, too; None ends that."""
+        """Lets the instance's holdings count as the worker's, too; None ends that."""
         cdef CInstance* instance = self.c.find(_json(instance_id))
         cdef CWorker* linked = NULL
         if worker is not None:
@@ -100,10 +100,10 @@ cdef class Conductor:
             self.c.link(instance, linked)
 
     def sequence(self, uint32_t max_steps):
-        """Has questions by hash find all blocks; True once nothing is missing for that.
+        """Prepares queries by hash; True once they find all blocks.
 
-        From the first call on every new block gets its sequence hash. Those that were there get
-        theirs in steps of at most about 0.1 us, two a block.
+        From the first call on, every new block gets its sequence hash. Blocks that were there
+        before get theirs in steps of at most about 0.1 us, two a block.
         """
         return self.c.sequence(max_steps)
 
@@ -111,7 +111,7 @@ cdef class Conductor:
         self, BodyScanner scanner, int array, str lora_name, str cache_salt, str tenant,
         str instance
     ):
-        """Answers what every instance, or one, holds of a prompt, as JSON bytes.
+        """Returns what every instance, or one, holds of a prompt, as JSON bytes.
 
         `array` is the position of the u32 token array in the scanner.
         """
@@ -124,9 +124,9 @@ cdef class Conductor:
         self, BodyScanner scanner, int array, str lora_name, str cache_salt, str tenant,
         str instance
     ):
-        """Answers as `query_tokens` for a list of sequence hashes from the root.
+        """Returns the same as `query_tokens` for a list of sequence hashes from the root.
 
-        What `sequence` has not done yet is done first: O(blocks of the index).
+        First completes what `sequence` has not done yet: O(blocks of the index).
         """
         self.finish_sequences()
         cdef size_t n = 0
@@ -137,10 +137,10 @@ cdef class Conductor:
     def tiers_of_tokens(self, bytes tokens not None, str lora_name, str cache_salt, str instance):
         """Returns how far every instance, or one, reaches into a prompt, rank by rank.
 
-        `tokens` are its ids, 4 bytes each in the order of the machine. A rank's figures are
-        (dp rank, device, with its own host memory, with all of that, with disk and external), in
-        tokens: each goes on where the one before ends. An instance without an engine of the adapter
-        is left out unless it reaches somewhere.
+        `tokens` are the ids, 4 bytes each in the machine's order. A rank's figures are (dp rank,
+        device, with its own host memory, with all host memory, with disk and external), in tokens:
+        each continues where the one before ends. An instance without an engine of the adapter is
+        left out unless it reaches somewhere.
         """
         self.holdings.by_token_ids(
             deref(self.c),
@@ -151,7 +151,7 @@ cdef class Conductor:
         return self.tiers(lora_name, instance)
 
     def tiers_of_hashes(self, bytes hashes not None, str lora_name, str cache_salt, str instance):
-        """Returns tiers for known sequence hashes from the root, 8 bytes each."""
+        """Returns the same for sequence hashes from the root, 8 bytes each."""
         self.holdings.by_sequences(
             deref(self.c),
             <const uint64_t*>PyBytes_AS_STRING(hashes),
@@ -161,7 +161,7 @@ cdef class Conductor:
         return self.tiers(lora_name, instance)
 
     def match_tokens(self, tokens, str lora_name="", str cache_salt="", str instance=""):
-        """Returns the rows for a list of tokens, for tests and tools."""
+        """Returns the rows for a list of tokens, for tests and scripts."""
         cdef vector[uint32_t] given = tokens
         self.holdings.by_token_ids(
             deref(self.c), given.data(), given.size(), namespace(lora_name, cache_salt)
@@ -169,7 +169,7 @@ cdef class Conductor:
         return json.loads(self.render("", instance))[""]
 
     def match_hashes(self, hashes, str lora_name="", str cache_salt="", str instance=""):
-        """Returns the rows for a list of sequence hashes, for tests and tools."""
+        """Returns the rows for a list of sequence hashes, for tests and scripts."""
         cdef vector[uint64_t] given = hashes
         self.finish_sequences()
         self.holdings.by_sequences(
@@ -223,11 +223,11 @@ cdef class Conductor:
         return found
 
     def stats(self):
-        """Returns the number and the bytes of waiting blocks, without those that are parked."""
+        """Returns the number and bytes of waiting blocks' entries, without the parked blocks."""
         return {"waiting": self.c.waiter_count(), "bytes": self.c.bytes()}
 
     def verify(self):
-        """Checks every invariant of the index and of this; RuntimeError names the first broken."""
+        """Checks every invariant of index and conductor; RuntimeError names the first broken."""
         cdef CConductorVerifier* verifier = new CConductorVerifier(deref(self.index.c))
         try:
             verifier.run()
@@ -239,8 +239,8 @@ cdef class Conductor:
 cdef class Source:
     """One registration. Made by `Conductor.add_source`.
 
-    A holder is named by a number for its backend and a data-parallel rank, or None. Hashes are
-    unsigned 64-bit integers, media upper-case names, namespaces what `namespace` returns.
+    A holder is named by a number for its backend, and by a data-parallel rank or None. Hashes are
+    unsigned 64-bit integers, media are upper-case names, namespaces are those of `namespace`.
     """
 
     def __init__(self):
@@ -267,12 +267,12 @@ cdef class Source:
         objects=None,
         bint whole=True,
     ):
-        """Stores consecutive blocks of which the tokens are known, below `parent` or at the root.
+        """Stores consecutive blocks with known tokens, below `parent` or at the root.
 
-        Only whole blocks count. With `inherits` a known parent's namespace goes before `space`;
-        `objects` are lists of ascending hashes of images, one a block. Returns an OUTCOME, or why
-        there is none: "media", "holders". OverflowError or TypeError for numbers out of range.
-        Unless `whole`, calls of `resolve_waiting` have to follow.
+        Only whole blocks count. With `inherits`, a known parent's namespace takes precedence over
+        `space`. `objects` are lists of ascending hashes of images, one list a block. Returns one of
+        OUTCOMES, or why there is none: "media", "holders". OverflowError or TypeError for numbers
+        out of range. Unless `whole`, calls of `resolve_waiting` have to follow.
         """
         cdef vector[uint64_t] named = hashes
         cdef vector[uint32_t] said = tokens
@@ -346,16 +346,16 @@ cdef class Source:
         return "full" if came == kNone else "placed"
 
     def resolve_waiting(self, Slice slice not None):
-        """Does some of what stored blocks have set off; False while there is more, or no step left.
+        """Continues what stored blocks have set off; True once all is done and steps are left.
 
-        Those that `store_named` has taken since the last call go off them.
+        The steps that `store_named` has taken since the last call count as taken from the slice.
         """
         slice.c.take(self.spent)
         self.spent = 0
         return self.conductor.c.resolve_waiting(slice.c[0]) and slice.c.left()
 
     def remove(self, uint32_t backend, rank, medium, hashes, uint64_t space, bint by_engine=False):
-        """Takes blocks off one medium, or off all with None; unknown hashes are counted."""
+        """Takes blocks off one medium, or off all if that is None; unknown hashes are counted."""
         cdef vector[uint64_t] named = hashes
         cdef LayerId layer = 0
         cdef uint32_t mask = kAllLayers
@@ -388,9 +388,9 @@ cdef class Source:
         verify_if_debug(deref(self.conductor.index.c))
 
     def engine_events(self, str lora_name not None, str cache_salt not None):
-        """Returns what takes batches of an engine's own events.
+        """Returns an EngineEvents, which takes batches of an engine's own events.
 
-        It supplies the adapter and the salt where an event names none.
+        It supplies the adapter and the salt for events that name none.
         """
         if self.c == NULL:
             raise RuntimeError("the source was removed")
@@ -403,7 +403,7 @@ cdef class Source:
         return events
 
     def holders(self):
-        """Returns the (backend, rank) of all who hold something in it, or did."""
+        """Returns the (backend, rank) of every holder of the source."""
         if self.c == NULL:
             return []
         return [(each.backend, each.dp_rank if each.ranked else None) for each in self.c.holders]
@@ -411,22 +411,22 @@ cdef class Source:
     def settled(self):
         """Notes that the publisher has passed its restored position.
 
-        Until then what it announces again of a restored block is no second copy.
+        Until then, a re-announcement of a restored block is no second copy.
         """
         if self.c != NULL:
             self.conductor.c.settled(deref(self.c))
 
     def drop_idle(self):
-        """Forgets those that hold nothing: who comes for good must not lack room for them."""
+        """Forgets holders that hold nothing, so that new ones find room."""
         if self.c != NULL:
             self.conductor.c.drop_idle(self.c)
 
     def stats(self):
-        """Returns the blocks that it holds, and the questions that matched them.
+        """Returns the numbers of blocks that the source holds, and of queries that matched them.
 
-        `blocks` have their place in the tree, and count once a rank and medium; `waiting` have none
-        for want of tokens or a parent. Of the questions about a block or more that have shown its
-        instance (`asked`), `matched` have found their first block with it.
+        `blocks` are in the tree, counted for each rank and medium; `waiting` blocks lack tokens or
+        a parent. `asked` are the queries of a block or more that have shown the instance; for
+        `matched` of these, the source held the first block.
         """
         cdef pair[uint64_t, uint64_t] held
         if self.c == NULL:
@@ -440,14 +440,14 @@ cdef class Source:
         }
 
     def remove_all(self):
-        """Ends the registration: what it holds counts no longer, `PrefixIndex.sweep` frees it."""
+        """Ends the registration: its blocks stop counting, and `PrefixIndex.sweep` frees them."""
         if self.c != NULL:
             self.conductor.c.remove_source(self.c)
             self.c = NULL
 
 
 cdef class EngineEvents:
-    """Takes engines' own events for a source. Made by `Source.engine_events`."""
+    """Takes an engine's own events for a source. Made by `Source.engine_events`."""
 
     def __init__(self):
         raise TypeError("use Source.engine_events")
@@ -456,11 +456,11 @@ cdef class EngineEvents:
         del self.c
 
     def apply(self, bytes payload not None):
-        """Applies one batch, or begins to, and returns True; False when it is refused whole.
+        """Applies one batch, or begins to, and returns True; False if it is refused whole.
 
-        Nothing is counted then. None when it takes longer than `slice_steps` of about 0.1 us: then
-        `go_on` has to follow, as long as it returns that. Bad input is counted and never raises.
-        RuntimeError when the source was removed.
+        Nothing of a refused batch is counted. Returns None when the batch takes longer than
+        `slice_steps` steps of about 0.1 us: then call `go_on` until it returns something else. Bad
+        input is counted and never raises. RuntimeError if the source was removed.
         """
         if self.source.c == NULL:
             raise RuntimeError("the source was removed")
@@ -472,7 +472,7 @@ cdef class EngineEvents:
         return self.result_of(progress)
 
     def go_on(self):
-        """Goes on with an unfinished batch; returns what `apply` does."""
+        """Continues an unfinished batch; returns what `apply` does."""
         if self.source.c == NULL:
             raise RuntimeError("the source was removed")
         cdef Progress progress = self.c.go_on(self.slice_steps)
@@ -490,19 +490,19 @@ cdef class EngineEvents:
         return "" if reason == kReasons else REASONS[reason]
 
     def full(self):
-        """Returns the number of events, or parts of events, for which there was no room."""
+        """Returns the number of events, or parts of events, that found no room."""
         return self.c.counters.full
 
     def forget(self):
-        """Forgets what events have taught: another engine process speaks from now on.
+        """Forgets what events have shown: another engine process speaks from now on.
 
-        What was to come of an unfinished batch goes, too.
+        The rest of an unfinished batch is dropped, too.
         """
         self.c.forget()
         self.payload = None
 
     def stats(self):
-        """Totals: events, stored, set aside, of others, without effect, and bad ones by reason."""
+        """Returns totals of events: stored, parked, mismatched, ignored, and bad by reason."""
         cdef const CEngineStats* n = &self.c.counters
         cdef size_t i
         return {

@@ -1,15 +1,15 @@
-// Engines' own events for a source of the conductor: the decoder's sink there, as Stream is a
-// worker's.
+// Engines' own events for a source of the conductor: a sink of the decoder, as Stream is for a
+// worker.
 //
 //   batch [ts, events, rank] ── decode ──> stored / removed / cleared
 //                                              │  medium -> layer, adapter and salt -> namespace
 //                                              v
 //                                          Conductor
 //
-// The hashes are the engine's: they mean what they mean in whatever namespace. Cache groups and
-// second copies are as for workers: a hybrid model's window groups, on the device, end what can be
-// reused. An event about anything else than a prefix (a remote copy, a group of another kind) has
-// no effect.
+// The hashes are the engine's own and mean the same in every namespace. Cache groups and second
+// copies work as for workers: a hybrid model's window groups on the device limit what can be
+// reused. An event that is not about a prefix (a remote copy, a group of another kind) has no
+// effect.
 #pragma once
 
 #include <algorithm>
@@ -26,7 +26,7 @@
 
 namespace kvd {
 
-// Media that are other media; any further name is a medium of its own.
+// Names of media that stand for another medium; any other name is a medium of its own.
 constexpr std::pair<std::string_view, std::string_view> kFoldedMedia[] = {
     {"", "GPU"},      {"DEVICE", "GPU"},      {"CPU_PINNED", "CPU"}, {"CPU_TIER1", "CPU"},
     {"HOST", "CPU"},  {"HOST_PINNED", "CPU"}, {"DRAM", "CPU"},       {"CPU_TIER2", "DISK"},
@@ -34,23 +34,23 @@ constexpr std::pair<std::string_view, std::string_view> kFoldedMedia[] = {
 };
 // Longest name of a medium, which becomes a member of every answer.
 constexpr size_t kMaxMediumBytes = 64;
-// Hashes announced in several groups and without tokens, between two checks of the steps.
+// Hashes announced without tokens in several groups that are applied between two checks of steps.
 constexpr uint32_t kNamesAtOnce = 64;
 
-// What became of events beside being applied.
+// What became of events.
 struct EngineStats {
   uint64_t events = 0;
-  uint64_t stored = 0;      // stored ones, or parts of them, that count or will
-  uint64_t parked = 0;      // stored ones whose parent is not known
+  uint64_t stored = 0;      // stored events, or parts of them, that count or will count
+  uint64_t parked = 0;      // stored events whose parent is not known
   uint64_t lora_name = 0;   // of another adapter than the registered one
   uint64_t block_size = 0;  // of another block size
   uint64_t remote = 0;
-  uint64_t group = 0;  // of cache groups that are no prefix
+  uint64_t group = 0;  // of cache groups that say nothing about a prefix
   uint64_t pairs = 0;  // EAGLE's
   uint64_t full = 0;
   uint64_t media = 0;
   uint64_t holders = 0;
-  uint64_t refused = 0;  // by themselves: a hash repeated
+  uint64_t refused = 0;  // faulty in themselves: a hash repeated
   uint64_t bad[kReasons] = {};
 };
 
@@ -64,8 +64,8 @@ class EngineEvents {
 
   enum class Progress : uint8_t { REFUSED, DONE, UNFINISHED };
 
-  // Begins a batch; nothing is counted of one that is refused whole. What was unfinished is
-  // dropped.
+  // Begins a batch. If it is refused whole, nothing of it is counted. Drops an unfinished batch
+  // before it.
   Progress apply(const uint8_t* payload, size_t size, uint32_t steps) {
     flaw_ = kReasons;
     std::fill(std::begin(bad_), std::end(bad_), 0);
@@ -73,7 +73,7 @@ class EngineEvents {
     return go_on(steps);
   }
 
-  // Goes on with an unfinished one, whose payload has stayed where it is.
+  // Continues an unfinished batch, whose payload must not have moved.
   Progress go_on(uint32_t steps) {
     Steps some{steps};
     if (!batch_.under_way()) return Progress::DONE;
@@ -83,10 +83,10 @@ class EngineEvents {
     return Progress::DONE;
   }
 
-  // The first Reason that the last batch has met, kReasons without one.
+  // The first Reason of the last batch, in their order; kReasons if it is not flawed.
   size_t flaw() const { return flaw_; }
 
-  // Another engine process speaks from now on.
+  // Forgets the cache groups: another engine process speaks from now on.
   void forget() {
     batch_.drop();
     conductor_.forget_groups(*source_);
@@ -155,7 +155,7 @@ class EngineEvents {
     return to;
   }
 
-  // Everything of the rank, whoever has announced it, on all media unless one is named.
+  // Drops everything of the rank, whoever announced it; on all media unless one is named.
   void cleared(const ClearedEvent& e, Steps& steps) {
     ++counters.events;
     const LayerId layer = e.has_tier ? layer_of(e.medium) : 0;
@@ -178,8 +178,8 @@ class EngineEvents {
   }
 
  private:
-  // Stores a part of an event's blocks, in all groups if it names none; returns how far it has
-  // come. What it has no tokens for counts in the groups beside the main one only.
+  // Stores a part of an event's blocks, in all groups if it names none; returns the position
+  // reached. Blocks without tokens count only in groups other than the main one.
   uint32_t store_blocks(RankId id, const StoredEvent& e, LayerId layer, LayerId medium,
                         std::string_view adapter, uint32_t from, Steps& steps) {
     const uint32_t size = conductor_.index().block_size();
@@ -187,7 +187,7 @@ class EngineEvents {
     const std::vector<LayerId>& groups = groups_of_all(id, e, medium);
     uint32_t to = from + std::min(kNamesAtOnce, e.n_hashes - from);
     if (from < whole) {
-      // A lone last block would be one below a parent, which means something else.
+      // A last part of one block would be a lone block below a parent, which means a second copy.
       to = whole - from > kBlocksAtOnce + 1 ? from + kBlocksAtOnce : whole;
       if (!store(e, from, to, id, layer, adapter, steps)) return e.n_hashes;
     }
@@ -197,7 +197,7 @@ class EngineEvents {
     return to >= whole && groups.empty() ? e.n_hashes : to;
   }
 
-  // Stores blocks with their tokens; returns whether they are kept.
+  // Stores blocks with their tokens; returns whether they were placed or parked.
   bool store(const StoredEvent& e, uint32_t from, uint32_t to, RankId id, LayerId layer,
              std::string_view adapter, Steps& steps) {
     StoredBlocks stored{};
@@ -224,7 +224,7 @@ class EngineEvents {
     return kept;
   }
 
-  // Stores blocks by hash alone until the steps are used up; returns how far it has come.
+  // Stores blocks by hash alone until the steps are used up; returns the position reached.
   uint32_t store_names(RankId id, const StoredEvent& e, LayerId layer, uint32_t from, uint32_t to,
                        Steps& steps) {
     const uint32_t reached = conductor_.store_named(source_, id, e.hashes, from, to, layer,
@@ -246,7 +246,7 @@ class EngineEvents {
     RankTraits& traits = conductor_.traits(id);
     learn_group(traits, e);
     const GroupKind kind = kind_of(traits, e);
-    uint32_t blocks = kNone;  // a further full-attention group must hold a prefix whole
+    uint32_t blocks = kNone;  // a further full-attention group must hold the whole prefix
     if (kind == GroupKind::WINDOW) {
       if (!window_blocks(traits, e, conductor_.index().block_size(), &blocks)) return kNowhere;
     } else if (kind != GroupKind::FULL) {
@@ -255,7 +255,7 @@ class EngineEvents {
       if (e.n_tokens != 0 && traits.main_group < 0) traits.main_group = std::max(0, e.group);
       return {medium, e.n_tokens == 0};
     }
-    // Where a prefix ends is a matter of the device.
+    // Only groups on the device decide where a reusable prefix ends.
     if (medium != kDeviceLayer) return kNowhere;
     return {conductor_.device_group(id, e.group, blocks), true};
   }
@@ -269,7 +269,7 @@ class EngineEvents {
     return kind == GroupKind::FULL ? medium : kNone;
   }
 
-  // The layers of all groups beside the main one, if an event names no group and so is about all.
+  // The layers of all groups but the main one, if an event names no group and so is about all.
   template <class Event>
   const std::vector<LayerId>& groups_of_all(RankId id, const Event& e, LayerId medium) {
     groups_.clear();
@@ -279,7 +279,7 @@ class EngineEvents {
     return groups_;
   }
 
-  // The holder of the batch's rank, if there is a layer; counts why there is none.
+  // The holder of the batch's rank. Without a layer, or with too many holders: kNone, and counted.
   RankId holder(LayerId layer) {
     if (layer == kNone) {
       ++counters.media;
@@ -309,14 +309,14 @@ class EngineEvents {
     return layer;
   }
 
-  // Spellings remembered; a publisher has a handful.
+  // Spellings of media remembered; a publisher has a handful.
   static constexpr size_t kMaxKnown = 4096;
 
   Conductor& conductor_;
   Source* source_;
   std::string lora_name_;
   std::string salt_;
-  std::map<std::string, LayerId, std::less<>> layers_;  // by medium as it is spelled
+  std::map<std::string, LayerId, std::less<>> layers_;  // by the medium's spelling
   Scratch scratch_;
   std::vector<LayerId> groups_;
   SlicedBatch<EngineEvents> batch_;

@@ -1,23 +1,24 @@
-// What a publisher's event does: blocks behind a parent, or known by hash alone; removals; clears.
+// What a publisher's event does: stores below a parent or by hash alone, removals, clears.
 //
-//   stored, with tokens    parent none, or it means a block ─> put behind it              PLACED
-//                          else its sequence hash is known, and in the tree ─> the same
-//                          else ─> park_run                                              PARKED
-//   stored, hash alone     a name of the holder ─> gained, or a copy, or nothing new
-//                          else it means a block, or is its sequence hash ─> adopted
+//   stored, with tokens    no parent, or the parent means a block ─> put behind it        PLACED
+//                          else the tree has a block of the parent's sequence hash ─> the same
+//                          else ─> park_run                                               PARKED
+//   stored, hash alone     a name of the holder ─> gained, a copy, or nothing new
+//                          else the hash means a block, or is its sequence hash ─> adopted
 //                          else ─> parked
-//   removed                the name that the holder has for the hash loses the layers
+//   removed                the holder's name for the hash loses the layers
 //   cleared                all of a holder: as in the index; one namespace of several: name by name
 //
-// What comes to be known is announced; `resolve_waiting`, which has to follow, places what has
-// waited for it.
+// Each meaning that becomes known is announced. The caller then calls `resolve_waiting`, which
+// places the blocks that waited for it.
 //
-// Invariant: the guard holds a block only within `put`. It keeps the parent, on the ghost layer,
-// while names lose what they meant before, which may be all that has kept it.
+// Invariant: the guard holds a block only within `put`. It keeps the parent alive, on the ghost
+// layer, while names lose what they meant before, which may be all that has kept the parent.
 //
-// Costs of n blocks: n XXH3, n more in a namespace; what the index takes to store or remove them; a
-// look-up a block while anything waits. Hashes alone are taken in slices, kStepsACredit steps a
-// hash and one for each names table asked. To clear a namespace of several: O(names of the holder).
+// Costs of n blocks: n XXH3, n more in a namespace; what the index takes to store or remove them;
+// one look-up a block while anything waits. Hashes alone are taken in slices, kStepsACredit steps a
+// hash and one for each names table searched. Clearing one of several namespaces: O(names of the
+// holder).
 #pragma once
 
 #include <algorithm>
@@ -54,7 +55,7 @@ inline Conductor::StoreOutcome Conductor::store(Source* source, RankId id, const
     ++index_.stats_.self_references;
     return StoreOutcome::REFUSED;
   }
-  uint64_t above = 0;  // sequence hash of a parent that is not in the tree
+  uint64_t above = 0;  // sequence hash of the parent, if no name leads to it
   if (e.has_parent && below == kNone) {
     above = standard_parent(*source, id, e, space);
     if (above != 0) below = sequences().find(sequences().key(space, above));
@@ -155,7 +156,7 @@ inline bool Conductor::affords(RankId id, const Store& s, BlockId below) {
   return index_.affords(id, s, below == kNone ? Tree::root() : index_.tree_.after(below));
 }
 
-// Stores a run behind `below`, at the root with kNone.
+// Stores a run behind `below`; kNone: at the root.
 inline void Conductor::put(RankId id, const Store& s, BlockId below) {
   Store run = s;
   if (below == kNone) {
@@ -163,7 +164,7 @@ inline void Conductor::put(RankId id, const Store& s, BlockId below) {
     index_.place(id, run, Tree::root());
     return;
   }
-  // What the names meant before may have been all that kept the parent.
+  // Whether names had other meanings before, which may have been all that kept the parent.
   const Names& names = index_.ranks_[id].names;
   const bool rebinds = std::any_of(run.names, run.names + run.n, [&](uint64_t name) {
     return names.find(name, keys()) != Names::kAbsent;
@@ -181,7 +182,7 @@ inline void Conductor::put(RankId id, const Store& s, BlockId below) {
   }
 }
 
-// Gives the holder a block under a name that it does not have yet.
+// Makes the holder hold a block under a name that it does not have yet.
 inline void Conductor::adopt(RankId id, uint64_t name, BlockId block, LayerMask layers) {
   index_.insert_name(id, name, block, layers);
   for (LayerId layer = 0; layer < kMaxLayers; ++layer) {
@@ -191,12 +192,13 @@ inline void Conductor::adopt(RankId id, uint64_t name, BlockId block, LayerMask 
   }
 }
 
-// With `copy` a block that is held already is a second copy of it. False when there is no room.
+// Makes the holder hold the block of a hash alone. With `copy`, a block that it holds already gets
+// a second copy. False when there is no room.
 inline bool Conductor::credit(Source& source, RankId id, uint64_t hash, LayerId layer,
                               uint64_t space, bool by_engine, bool copy) {
   const uint64_t name = name_of(source, hash, space, by_engine);
   uint32_t slot = slot_of(source, id, hash, space, by_engine);
-  // A holder's own name stands, even where it has announced it in another namespace.
+  // A holder's own name takes precedence, even if it was announced in another namespace.
   if (slot == Names::kAbsent) slot = index_.ranks_[id].names.find(name, keys());
   if (slot != Names::kAbsent) {
     const uint32_t value = index_.ranks_[id].names.value(slot);
@@ -210,7 +212,7 @@ inline bool Conductor::credit(Source& source, RankId id, uint64_t hash, LayerId 
     return true;
   }
   if (!index_.budget_->fits(1)) return false;
-  // A name that is parked may come a thousand times: what it means is searched for only once.
+  // A parked name may be announced a thousand times: its meaning is searched for only once.
   const bool known = knows(index_.ranks_[id], name);
   const BlockId block = known ? kNone : meaning_or_standard(source, id, hash, space, by_engine);
   if (block != kNone) {

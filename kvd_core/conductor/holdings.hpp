@@ -1,26 +1,25 @@
-// What every instance holds of a prompt, counted per medium and rank, and its JSON.
+// What every instance holds of a prompt, counted by medium and rank, and its JSON.
 //
 //   prompt        b0 b1 b2 b3 b4      rank 0: b0-b2 on GPU, b1 on CPU     no rank: b3 on CPU
-//   rank 0         x  x  x  .  .      unbroken up to b3 with what has no rank: 4 blocks
-//                                     GPU 3, CPU 2, of its own 3
+//   rank 0         x  x  x  .  .      reaches 4 blocks with b3, which is held for all ranks
+//                                     GPU 3, CPU 2, its own 3
 //
 //   {"default":{"a":{"longest_matched":16,"GPU":12,"CPU":8,"DISK":0,"DP":{"0":12}}}}
 //
-// A rank reaches as far as it, or a holder of the instance without a rank, holds every block on
-// some medium. Within that, blocks are counted for each medium, and those of its own. An instance
-// shows the most of its ranks, each figure by itself. All figures are tokens.
+// A rank reaches as far as every block is held on some medium, by the rank itself or by a holder of
+// the instance without a rank. Within that, blocks are counted for each medium, and separately
+// those that are the rank's own. An instance shows the largest of its ranks' figures, each by
+// itself. All figures are tokens.
 //
-// What a rank with window groups (hybrid models) holds on the device ends where they say, as in
-// index/match.hpp: at the deepest block behind which each such group still holds the blocks it has
-// to.
+// The device blocks of a rank with window groups (hybrid models) end where the groups say, as in
+// index/match.hpp: at the deepest block where each group still holds the blocks that it must.
 //
-// The tree's path is met first, chain by chain as in index/match.hpp; behind its end, blocks that
-// nobody has announced the tokens of are looked up one by one, up to the first that nobody holds.
+// The tree's path is matched first, chain by chain as in index/match.hpp. Behind its end, blocks
+// whose tokens nobody has announced are looked up one by one, up to the first that nobody holds.
 //
-// Costs: path O(blocks), runs on the path x their members, rows; one look-up a block behind the
-// path while anything waits. What the index counts of questions changes, and blocks that nobody
-// has announced the tokens of get their places where a prompt shows them
-// (Conductor::place_by_prompt).
+// Costs: path O(blocks), runs on the path x their members, rows; one look-up for each block behind
+// the path while anything waits. A query changes the index's counts of queries, and places blocks
+// whose tokens nobody has announced where a prompt shows them (Conductor::place_by_prompt).
 #pragma once
 
 #include <algorithm>
@@ -39,8 +38,8 @@ namespace kvd {
 
 class Holdings {
  public:
-  // Meets a prompt by its tokens' local hashes in a namespace. `plain` gives the hashes by the seed
-  // of sequence hashes when they are needed: n of them.
+  // Matches a prompt by its tokens' local hashes in a namespace. `plain` returns its n hashes by
+  // the seed of sequence hashes, if they are needed.
   template <class Plain>
   void by_tokens(Conductor& conductor, const uint64_t* locals, size_t n, uint64_t space,
                  Plain&& plain) {
@@ -62,7 +61,7 @@ class Holdings {
     take_waiting(conductor, sequences_.data(), met, n, space);
   }
 
-  // The same by its tokens.
+  // The same by token ids.
   void by_token_ids(Conductor& conductor, const uint32_t* tokens, size_t n_tokens, uint64_t space) {
     const size_t size = conductor.index().block_size(), n = size == 0 ? 0 : n_tokens / size;
     const uint64_t seed = kBaseSeed + space, own = conductor.seed();
@@ -76,7 +75,7 @@ class Holdings {
     });
   }
 
-  // The same by its sequence hashes, from the root.
+  // The same by sequence hashes from the root.
   void by_sequences(const Conductor& conductor, const uint64_t* sequences, size_t n,
                     uint64_t space) {
     reset(conductor, n);
@@ -86,8 +85,8 @@ class Holdings {
     if (met != n && conductor.anything_waits()) take_waiting(conductor, sequences, met, n, space);
   }
 
-  // Renders the instances of the conductor, or one, then workers of the index that are none of
-  // them. `tenant` and `only` are JSON texts; an empty `only` is all.
+  // Renders the instances of the conductor, or one, then the workers of the index that belong to
+  // none of them. `tenant` and `only` are JSON texts; an empty `only` means all.
   void render(const Conductor& conductor, const std::vector<const Worker*>& workers,
               std::string_view tenant, std::string_view only, std::string& out) {
     out.assign("{").append(tenant).append(":{");
@@ -96,11 +95,11 @@ class Holdings {
     out.append("}}");
   }
 
-  // How far a rank reaches tier by tier, in blocks: each goes on where the one above ends.
+  // How far a rank reaches tier by tier, in blocks: each tier continues where the one above ends.
   struct Reaches {
     uint32_t dp_rank;
     uint32_t device;
-    uint32_t own_host;  // what it holds itself
+    uint32_t own_host;  // with its own host memory only
     uint32_t host;
     uint32_t disk;  // and external
   };
@@ -109,8 +108,8 @@ class Holdings {
     std::vector<Reaches> ranks;
   };
 
-  // The rows of those instances that have an engine of the adapter registered or hold a beginning
-  // of the prompt, and of the workers.
+  // The rows of the workers, and of those instances that have an engine of the adapter registered
+  // or hold the beginning of the prompt.
   std::vector<TierRow> tiers(const Conductor& conductor, const std::vector<const Worker*>& workers,
                              uint64_t adapter, std::string_view only) {
     std::vector<TierRow> rows;
@@ -220,7 +219,7 @@ class Holdings {
         spans_[at].to = to;
         return;
       }
-      break;  // later ones of the layer lie before it
+      break;  // further spans of the layer lie before it
     }
     spans_.push_back({layer, from, to, head_[id]});
     head_[id] = static_cast<uint32_t>(spans_.size() - 1);
@@ -228,7 +227,7 @@ class Holdings {
 
   // ---- counting
 
-  // Returns whether the holder has the prompt's first block.
+  // Collects what a holder has of the prompt; returns whether it has the first block.
   bool collect(RankId id, bool own) {
     if (head_[id] == kNone) return false;
     const std::vector<Window>& windows = index_->rank(id).windows;
@@ -244,10 +243,10 @@ class Holdings {
     return first;
   }
 
-  // How much of a prompt's beginning on the device a rank's window groups let it use.
+  // How much of a prompt's beginning on the device a rank's window groups let it reuse.
   uint32_t reusable(RankId id, const std::vector<Window>& windows) const {
     uint32_t most = deepest(id, {kDeviceLayer, kNone}, kNone), before;
-    do {  // shrinking for one group may break another's condition
+    do {  // a smaller depth for one group may break the condition of another
       before = most;
       for (const Window& window : windows) most = deepest(id, window, most);
     } while (most != before);
@@ -266,7 +265,7 @@ class Holdings {
     return best;
   }
 
-  // Counts `pieces_` into `most_`, each medium the larger of both.
+  // Counts `pieces_` and raises each medium's figure in `most_` to the count if that is larger.
   Reach count() {
     if (pieces_.empty()) return {};
     if (pieces_.size() == 1) {
@@ -319,7 +318,7 @@ class Holdings {
 
   static bool serves(const Worker&, uint64_t) { return true; }  // only events name its adapters
 
-  // Takes `pieces_` as those of one rank. As in index/match.hpp no tier goes back to one above.
+  // Takes `pieces_` as those of one rank. As in index/match.hpp, no tier continues on one above.
   Reaches walk(uint32_t dp_rank) {
     constexpr LayerId kHost = 1, kDisk = 2, kExternal = 3;
     std::sort(pieces_.begin(), pieces_.end(),
@@ -330,7 +329,7 @@ class Holdings {
             along(along(host, kDisk, false), kExternal, false)};
   }
 
-  // How far `pieces_` of a layer go on from a block, all or the rank's own.
+  // How far `pieces_` of a layer continue from a block: all of them, or the rank's own.
   uint32_t along(uint32_t at, LayerId layer, bool own) const {
     for (const Piece& piece : pieces_) {
       if (piece.from > at) break;
@@ -354,7 +353,7 @@ class Holdings {
     dp_.clear();
   }
 
-  // Calls visit(instance) and visit(worker) for all of which there is a row, or for one.
+  // Calls visit(instance) and visit(worker) for all that have a row, or for the one in `only`.
   template <class Visit>
   void each_shown(const Conductor& conductor, const std::vector<const Worker*>& workers,
                   std::string_view only, Visit&& visit) {
@@ -424,7 +423,7 @@ class Holdings {
     visit(rank.first);
   }
 
-  // What stores that serve every instance hold is nobody's own, whatever rank they name.
+  // Blocks of stores that serve every instance are no rank's own, whatever rank they name.
   void collect_common(const Conductor& conductor) {
     if (conductor.common() == nullptr) return;
     for (const Source* source : conductor.common()->sources) {
@@ -475,14 +474,14 @@ class Holdings {
   static inline const std::vector<std::pair<uint32_t, RankId>> kNoRanks{};
 
   Path path_;
-  std::vector<uint32_t> head_;  // by rank: its last span, kNone without one
+  std::vector<uint32_t> head_;  // by rank: its last span, kNone if it has none
   std::vector<RankId> touched_;
   std::vector<Span> spans_;
   std::vector<uint64_t> locals_, plain_, sequences_;
-  const Index* index_ = nullptr;  // of the question in progress
+  const Index* index_ = nullptr;  // of the query in progress
   LayerMask counted_ = 0;         // layers that are media
   LayerMask groups_ = 0;          // cache groups of the device
-  bool counts_ = false;           // the question is about a block or more
+  bool counts_ = false;           // the query is about a block or more
 
   // Of the row in progress.
   std::vector<Piece> pieces_;

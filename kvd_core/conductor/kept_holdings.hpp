@@ -1,8 +1,8 @@
 // What publishers hold, as a process leaves it to its successor.
 //
 //   KeptHoldings          runs of every holder         as `Dump` writes them, with sequence hashes
-//                         'W'  names beside the first  that a block has with its holder
-//                         'W'  what waits              parked blocks, with all that they wait by
+//                         'W'  further names           where a holder has several for a block
+//                         'W'  waiting blocks          with all that they wait for
 //                         'M'  media
 //   RestoreHoldings       run    parent known by its name, or by its sequence hash ─> put behind it
 //                                else ─> each block waits for its sequence hash
@@ -12,15 +12,15 @@
 // A holder's id is a JSON text, "PUBLISHER/BACKEND/r" or, without a rank, "PUBLISHER/BACKEND/-";
 // the publisher is its index in a list that both processes have.
 //
-// What lies before a block that nobody holds is not written: the block waits until a prompt or an
-// event announces it, which is when it counts again in any case. Second copies are not written.
+// Blocks that nobody holds are not written, even if held blocks lie behind them. Such a held block
+// waits until a prompt or an event shows the blocks before it; until then it would not count
+// anyway. Second copies are not written.
 //
-// Invariant: writing changes nothing; it may be left and gone on with while publishers come and go,
-// as a dump may (dump/dump.hpp). A block that is held or waits all the time is written at least
-// once.
+// Invariant: writing changes nothing. It may pause and continue while publishers come and go, as a
+// dump may (dump/dump.hpp). A block that is held or waits all the time is written at least once.
 //
-// Costs: 24 bytes a block, some 90 a block that waits; restoring costs what storing does, and
-// kStepsAWaiter for each that waits.
+// Costs: 24 bytes a block, some 90 a waiting block; restoring costs what storing does, and
+// kStepsAWaiter for each waiting block.
 #pragma once
 
 #include <charconv>
@@ -38,7 +38,7 @@
 
 namespace kvd {
 
-// ---- Conductor: what comes back
+// ---- members of Conductor
 
 // Stores a run that was held; `above` is the sequence hash of the block before it. False when it is
 // refused.
@@ -66,7 +66,7 @@ inline BlockId Conductor::parent_of_kept(RankId id, uint64_t parent, uint64_t sp
   return above == 0 ? kNone : sequences().find(sequences().key(space, above));
 }
 
-// Nobody has what lies before these: they count as the blocks of their sequence hashes.
+// Nobody has the blocks before these: they wait, and count as the blocks of their sequence hashes.
 inline bool Conductor::await_sequences(RankId id, const Store& s) {
   const uint64_t home = owners_[id]->home;
   bool all = true;
@@ -82,8 +82,8 @@ inline bool Conductor::await_sequences(RankId id, const Store& s) {
   return all;
 }
 
-// Sets aside what waited, and has it tried; `resolve_waiting` has to follow. False when it is
-// refused.
+// Parks a block that waited, and queues it to be tried; the caller then calls `resolve_waiting`.
+// False when it is refused.
 inline bool Conductor::wait_again(RankId id, const StagedWaiting& w, LayerId layer) {
   const uint32_t slot = index_.ranks_[id].names.find(w.name, keys());
   if (slot != Names::kAbsent) {
@@ -122,7 +122,7 @@ inline bool Conductor::wait_again(RankId id, const StagedWaiting& w, LayerId lay
   return true;
 }
 
-// ---- written
+// ---- writing
 
 // Writes what holders have, piece by piece. Watches the index until it is destroyed.
 class KeptHoldings {
@@ -133,7 +133,7 @@ class KeptHoldings {
   uint64_t blocks_written() const { return runs_.blocks_written(); }
 
   // Appends records until `out` holds `enough` bytes, or a slice of the work is done; false when
-  // all is written. `publishers` may have gone meanwhile (null), and new ones may have come.
+  // everything is written. Publishers that have gone meanwhile are null; new ones may have come.
   bool fill(const std::vector<const Source*>& publishers, std::string& out, size_t enough) {
     name_holders(publishers);
     if (!runs_written_) {
@@ -152,7 +152,7 @@ class KeptHoldings {
   }
 
  private:
-  static constexpr int64_t kStepsASlice = 4096;  // slots of tables and what waits: about 0.2 ms
+  static constexpr int64_t kStepsASlice = 4096;  // slots of tables, waiting blocks: about 0.2 ms
   static constexpr size_t kSlotsAStep = 8;
 
   void name_holders(const std::vector<const Source*>& publishers) {
@@ -161,7 +161,7 @@ class KeptHoldings {
     size_t holders = 0;
     for (const Source* source : publishers)
       holders += source == nullptr ? 0 : source->holders.size();
-    ids_.reserve(holders);  // they stay where they are
+    ids_.reserve(holders);  // so that their addresses stay valid
     for (size_t i = 0; i < publishers.size(); ++i) {
       if (publishers[i] == nullptr) continue;
       for (const Holder& holder : publishers[i]->holders) {
@@ -172,14 +172,14 @@ class KeptHoldings {
     }
   }
 
-  // A part of the rank's names, or of what waits for it.
+  // Writes a part of the rank's names, or of its waiting blocks.
   void write_some(Steps& steps, std::string& out) {
     steps.take(1);
     const Rank& rank = std::as_const(index_).rank(rank_);
     if (owners_[rank_] == nullptr || !rank.live || rank.rare == nullptr) return next_rank();
     const size_t slots = rank.has_shared() ? rank.names.capacity() : 0;
     const size_t buckets = rank.parked() == 0 ? 0 : rank.rare->parked.bucket_count();
-    if (slots != slots_ || buckets != buckets_) {  // the tables have grown: they are begun anew
+    if (slots != slots_ || buckets != buckets_) {  // the tables have grown: start them anew
       slots_ = slots;
       buckets_ = buckets;
       at_ = 0;
@@ -204,7 +204,7 @@ class KeptHoldings {
     slots_ = buckets_ = at_ = 0;
   }
 
-  // One of several names that the rank has for a block.
+  // Writes one of several names that the rank has for a block.
   void write_name(const Rank& rank, uint32_t slot, std::string& out) {
     const uint32_t value = rank.names.value(slot);
     if (value == Names::kAbsent) return;
@@ -259,15 +259,15 @@ class KeptHoldings {
   Dump runs_;
   bool runs_written_ = false;
   std::vector<std::string> ids_;            // of all holders
-  std::vector<const std::string*> owners_;  // of these, by rank
-  RankId rank_ = 0;                         // whose names and waiting blocks are next
-  size_t slots_ = 0, buckets_ = 0;          // of its tables, as they were
-  size_t at_ = 0;                           // in both, one behind the other
+  std::vector<const std::string*> owners_;  // pointers to these, by rank
+  RankId rank_ = 0;                         // the rank whose names and waiting blocks are next
+  size_t slots_ = 0, buckets_ = 0;          // sizes of its tables when they were begun
+  size_t at_ = 0;                           // position in both, one behind the other
 };
 
-// ---- read
+// ---- reading
 
-// An entry's blocks as those of holders; `publishers[i]` is null where they are not wanted.
+// Restores an entry's blocks to holders; `publishers[i]` is null if they are not wanted.
 class HoldersOf {
  public:
   HoldersOf(Index& index, Conductor& conductor, const StagedEntry& entry)
@@ -335,7 +335,7 @@ class HoldersOf {
   std::vector<Source*> publishers_;
 };
 
-// Gives holders back what an entry has of them, slice by slice; `Stage` refuses what cannot be.
+// Gives holders back what an entry has of them, slice by slice; `Stage` refuses faulty content.
 class RestoreHoldings {
  public:
   RestoreHoldings(Index& index, Conductor& conductor, const Stage& stage, const StagedEntry& entry)
@@ -345,7 +345,7 @@ class RestoreHoldings {
         to_(index, conductor, entry),
         runs_(stage, entry) {}
 
-  // Goes on until the steps are used up; false when all is done.
+  // Continues until the steps are used up; false when all is done.
   bool apply(std::vector<Source*> publishers, Steps& steps) {
     to_.update(std::move(publishers));
     if (!runs_stored_) runs_stored_ = !runs_.apply(index_, to_, steps);
@@ -366,7 +366,7 @@ class RestoreHoldings {
   HoldersOf to_;
   Restore runs_;
   bool runs_stored_ = false;
-  size_t next_ = 0;  // of what waits
+  size_t next_ = 0;  // position in the entry's waiting blocks
 };
 
 }  // namespace kvd

@@ -1,5 +1,5 @@
 # cython: language_level=3
-"""Data sheet of what publishers hold, as it is kept (kept_holdings.pyx)."""
+"""Data sheet of publishers' holdings as they are kept (kept_holdings.pyx)."""
 
 from libc.stddef cimport size_t
 from libc.stdint cimport int64_t, uint64_t
@@ -29,7 +29,7 @@ cdef class HoldingsDump:
     cdef Conductor conductor
     cdef list sources
     cdef string text
-    cdef readonly bint done     # all is written
+    cdef readonly bint done     # everything is written
 
 
 cdef class HoldingsRestore:

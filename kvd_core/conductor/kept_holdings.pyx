@@ -2,8 +2,8 @@
 """Publishers' holdings, written by one process and restored by its successor.
 
 `conductor/kept_holdings.hpp` has the picture and the costs, `dump/format.hpp` the form. Publishers
-are named by their indices in a list of sources; None stands there for one of another partition, or
-that the later process does not have.
+are named by their indices in a list of sources. The list has None for a publisher of another
+partition, or one that the later process does not have.
 """
 
 from cpython.bytes cimport PyBytes_FromStringAndSize
@@ -13,9 +13,9 @@ from kvd_core.conductor.conductor cimport Source
 
 
 cdef class HoldingsDump:
-    """A dump of what the publishers of one conductor hold, in progress.
+    """A dump, in progress, of what the publishers of one conductor hold.
 
-    It stays valid while they go on. They have to have begun: one publisher at least.
+    It stays valid while they continue. The conductor must have had at least one publisher.
     """
 
     def __cinit__(self, Conductor conductor not None, list sources not None):
@@ -27,11 +27,11 @@ cdef class HoldingsDump:
 
     @property
     def blocks(self):
-        """Blocks written so far, once for each holder and medium; not those that wait."""
+        """Blocks written so far, once for each holder and medium, without waiting blocks."""
         return self.c.blocks_written()
 
     def read(self, size_t enough):
-        """Returns the next records, about `enough` bytes at most, b"" where others may run.
+        """Returns the next records, about `enough` bytes at most, or b"" to let other tasks run.
 
         `done` says whether these were the last.
         """
@@ -48,9 +48,9 @@ cdef class HoldingsDump:
 
 
 cdef class HoldingsRestore:
-    """An entry of such a dump being applied to a conductor.
+    """An entry of such a dump that is being applied to a conductor.
 
-    ValueError for names of holders that nobody writes; nothing has changed then.
+    ValueError for malformed names of holders; nothing has changed then.
     """
 
     def __cinit__(self, StagedEntry entry not None, Conductor conductor not None, list sources):
@@ -68,9 +68,9 @@ cdef class HoldingsRestore:
         return self.c.stored()
 
     def apply(self, int64_t max_steps):
-        """Goes on for about so many steps of 0.1 us; True while there is more.
+        """Continues for about `max_steps` steps of 0.1 us; True while there is more.
 
-        A source that has been removed meanwhile is passed over.
+        A source that has been removed meanwhile is skipped.
         """
         cdef vector[CSource*] known
         cdef Source source

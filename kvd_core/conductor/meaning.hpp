@@ -1,20 +1,21 @@
 // Which block an announced hash means.
 //
-//   announced hash ── own names ── others of the source ── of the instance ── of all, if they agree
+//   announced hash ── own names ── the source's ── the instance's ── all others', if they agree
 //                  └─ else: the sequence hash itself, if the tree has a block of it
 //                  └─ else: parked under its name (conductor/waiting.hpp)
 //
-// It means a block in its namespace only. A holder's names table has it as it is in the namespace
-// of the registration, and mixed with the namespace in others:
+// A hash means a block of its own namespace only. A holder's names table has the hash as it is in
+// the namespace of the registration, and mixed with the namespace in any other:
 //
 //   home 0       hash 501 in 0  ─> name 501      in 7 ─> name 501 ^ mix64(7 ^ 0)
-//   an engine's  hash 501       ─> name 501      in any: its names mean what they mean to it
+//   an engine's  hash 501       ─> name 501      in any: its names mean the same in all
 //
-// But in an engine's own events a name is taken for the hash only if its block is of the namespace:
-// a mixed one may happen to be another's hash.
+// Except for an engine's own events, a name counts as the hash only if its block is of the
+// namespace: a mixed name may happen to equal another hash.
 //
-// Costs: a names probe or two a holder of the instance; one or two a rank of the index where nobody
-// of the instance knows the hash. Nothing changes but `tables_asked_`, which counts these ranks.
+// Costs: one or two names probes for each holder of the instance; one or two for each rank of the
+// index if no holder of the instance knows the hash. Nothing changes except `tables_asked_`, which
+// counts these ranks.
 #pragma once
 
 #include <cstddef>
@@ -43,7 +44,7 @@ inline bool Conductor::has(const Rank& rank, uint64_t name, LayerId layer) const
   return it != rank.rare->parked.end() && (it->second.layers >> layer & 1) != 0;
 }
 
-// Slot of what a rank calls `hash`. An engine's own names mean what they mean in any namespace.
+// The slot of what a rank calls `hash`. With `any_space`, an engine's own, in whatever namespace.
 inline uint32_t Conductor::slot_in(uint64_t home, RankId id, uint64_t hash, uint64_t space,
                                    bool any_space) const {
   const Names& names = index_.ranks_[id].names;
@@ -69,15 +70,15 @@ inline BlockId Conductor::block_in(uint64_t home, RankId id, uint64_t hash, uint
   return slot == Names::kAbsent ? kNone : keys().block(index_.ranks_[id].names.value(slot));
 }
 
-// The block that `hash` means to a holder: by its own names, its source's, its instance's, or by
-// those of all others where they agree.
+// The block that `hash` means to a holder: by its own names, its source's, its instance's, or those
+// of all others where they agree.
 inline BlockId Conductor::meaning(const Source& source, RankId id, uint64_t hash, uint64_t space,
                                   bool any_space) const {
   const BlockId found = nearer(source, id, hash, space, any_space);
   return found != kNone ? found : elsewhere(*source.instance, hash, space, any_space);
 }
 
-// The same, or the block of that sequence hash, which is found sooner than the names of all others.
+// The same, but a block of that sequence hash, which is found sooner, precedes the others' names.
 inline BlockId Conductor::meaning_or_standard(const Source& source, RankId id, uint64_t hash,
                                               uint64_t space, bool any_space) const {
   BlockId found = nearer(source, id, hash, space, any_space);
@@ -107,11 +108,12 @@ inline BlockId Conductor::among(const Source& source, RankId asks, uint64_t hash
   return kNone;
 }
 
-// Returns how many tables have been asked since it was called last; each takes a step.
+// Returns the number of tables searched since its last call; each takes a step.
 inline size_t Conductor::tables_asked() { return std::exchange(tables_asked_, 0); }
 
-// Stores that serve every instance have their engines here, whose names mean what they mean in any
-// namespace; other instances' engines do not name their blocks.
+// The block that `hash` means to all other instances, where they agree. A store that serves every
+// instance has its engines among them, so their names mean the same in any namespace; for any other
+// instance, the engines of others do not name its blocks.
 inline BlockId Conductor::elsewhere(const Instance& instance, uint64_t hash, uint64_t space,
                                     bool any_space) const {
   BlockId found = kNone;
@@ -130,14 +132,15 @@ inline BlockId Conductor::elsewhere(const Instance& instance, uint64_t hash, uin
 }
 
 // The sequence hash of a parent that no name leads to, 0 unknown: the hash itself where the event
-// follows the standard, or where a block of that hash is held; else a parked block's.
+// follows the standard, else that of a parked block.
 inline uint64_t Conductor::standard_parent(const Source& source, RankId id, const StoredBlocks& e,
                                            uint64_t space) const {
   if (sequences().next(e.parent, plain_[0]) == e.hashes[0]) return e.parent;
   return parked_sequence(source, id, e.parent, space);
 }
 
-// The sequence hash of parked blocks that are called `hash`: one's own, else what all others say.
+// The sequence hash of parked blocks called `hash`: of its own instance, else what all others agree
+// on.
 inline uint64_t Conductor::parked_sequence(const Source& source, RankId id, uint64_t hash,
                                            uint64_t space) const {
   uint64_t found = 0;

@@ -1,7 +1,7 @@
 # distutils: language = c++
 """Reads msgpack bodies of requests: a map whose members are texts, numbers, and arrays of numbers.
 
-Nothing is made of Python for an array but its bytes.
+An array becomes bytes; no Python object is made for its elements.
 """
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
@@ -10,18 +10,18 @@ from libc.string cimport memcpy
 
 
 class Unread(bytes):
-    """A value of another kind, as it is in the body."""
+    """A value of another kind, as its bytes in the body."""
 
 
 def read_members(bytes body not None, dict arrays not None):
     """Returns the members of a body, in its order.
 
-    Values are None, int, str or Unread. Those that `arrays` names, with 4 or 8 bytes an element,
-    are arrays: of signed 32-bit or any 64-bit integers, or a bin of them, little-endian. They are
-    returned as such bytes; where an element is at fault, as (why, its index) with "invalid_type" or
-    "out_of_range".
+    Values are None, int, str or Unread. The members that `arrays` names, with 4 or 8 bytes an
+    element, are arrays of signed 32-bit or any 64-bit integers, or a little-endian bin of these.
+    They are returned as such bytes; if an element is faulty, as (why, its index) with
+    "invalid_type" or "out_of_range".
 
-    ValueError for what is no map of texts to values, of which no text comes twice.
+    ValueError for a body that is not a map from distinct texts to values.
     """
     cdef const uint8_t* begin = <const uint8_t*>PyBytes_AS_STRING(body)
     cdef CCursor* at = new CCursor(begin, begin + PyBytes_GET_SIZE(body))
@@ -66,7 +66,7 @@ cdef _value(CCursor* at):
         try:
             return text.data()[: text.size()].decode()
         except UnicodeDecodeError:
-            pass  # no text, then
+            pass  # then it is no text
     else:
         at.skip()
     return Unread(PyBytes_FromStringAndSize(<const char*>start, at.at() - start))
@@ -97,5 +97,5 @@ cdef _array(CCursor* at, size_t width):
 
 
 cdef bint fits(CInteger number) noexcept:
-    """Returns whether a number has 32 bits and a sign."""
+    """Returns whether a number fits into 32 bits with a sign."""
     return ~number.bits <= INT32_MAX if number.negative else number.bits <= INT32_MAX

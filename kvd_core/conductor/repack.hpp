@@ -1,18 +1,18 @@
-// Writes JSON text as msgpack, part by part: what reads msgpack then reads all publishers of KV
-// events.
+// Writes JSON text as msgpack, part by part, so that one reader of msgpack serves all publishers of
+// KV events.
 //
 //   {"ts": 1.5,  "events": [7, -1]}
 //   df00000002   a2 t s  cb3ff8..   a6 e v e n t s   dd00000002   07 ff
 //    `-- counted when the bracket closes -------------^
 //
-// Lengths of arrays and maps have four bytes, whatever they are: they are known last.
+// Lengths of arrays and maps always take four bytes, because they are known last.
 //
 // Invariants
 //   1. `open_` are the containers that are not closed yet, at most JsonStream::kMaxDepth;
 //   2. values are those of the text: an integer beyond 64 bits is the nearest double, -0 is 0.
 //
-// Costs: linear; 5 ns a byte of token ids, 10 at worst (short numbers). What is written is at most
-// 2.25 times the text (`1e9,`), of token ids and hashes less than it.
+// Costs: linear; 5 ns a byte of token ids, 10 at worst (short numbers). The output is at most 2.25
+// times as long as the text (`1e9,`), shorter than it for token ids and hashes.
 #pragma once
 
 #include <charconv>
@@ -30,10 +30,10 @@ namespace kvd {
 
 class Repack {
  public:
-  // Throws std::invalid_argument where the text is malformed.
+  // Throws std::invalid_argument if the text is malformed.
   void feed(const uint8_t* p, size_t n) { stream_.feed(p, n, *this); }
 
-  // To be called when all is fed: what was written, null unless it is one whole value.
+  // To be called when all text is fed: the msgpack, or null unless the text is one whole value.
   const std::vector<uint8_t>* whole() const { return stream_.complete() ? &out_ : nullptr; }
 
   // ---- the stream's sink
@@ -79,7 +79,7 @@ class Repack {
 
  private:
   struct Container {
-    size_t at;  // of the four bytes of its length
+    size_t at;  // position of the four bytes of its length
     uint32_t count;
   };
 
@@ -88,7 +88,7 @@ class Repack {
   }
 
   void real(const char* begin, const char* end) {
-    double value = 0;  // what is too small; what is too large is as good as any: no member is so
+    double value = 0;  // stays so for a number that is too small, or too large for any member
     std::from_chars(begin, end, value);
     uint64_t bits;
     std::memcpy(&bits, &value, sizeof bits);

@@ -14,4 +14,4 @@ cdef extern from "conductor/repack.hpp" namespace "kvd" nogil:
 cdef class Repack:
     cdef CRepack c
     cdef bytes text
-    cdef size_t at  # the first byte that is not read yet
+    cdef size_t at  # the first byte that has not been read

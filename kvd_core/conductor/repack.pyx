@@ -5,18 +5,18 @@ from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes
 
 
 cdef class Repack:
-    """One JSON text on its way to be msgpack.
+    """One JSON text that is being written as msgpack.
 
-    A text in it of 64 KiB or more may be refused: nothing that is read has such.
+    A string of 64 KiB or more in it may be refused: no member that is read is so long.
     """
 
     def __cinit__(self, bytes text not None):
         self.text = text
 
     def read(self, size_t length):
-        """Reads so many bytes of it; returns whether there are more.
+        """Reads the next `length` bytes of the text; returns whether there are more.
 
-        ValueError("json") where the text is none.
+        ValueError("json") if the text is malformed.
         """
         cdef size_t size = PyBytes_GET_SIZE(self.text)
         cdef const uint8_t* begin = <const uint8_t*>PyBytes_AS_STRING(self.text)
@@ -25,13 +25,13 @@ cdef class Repack:
             self.c.feed(begin + self.at, length)
             self.at += length
             if self.at == size:
-                self.c.feed(<const uint8_t*>b" ", 1)  # behind which even a bare number is whole
+                self.c.feed(<const uint8_t*>b" ", 1)  # completes even a bare number
         except ValueError:
             raise ValueError("json") from None
         return self.at != size
 
     def packed(self):
-        """The value as msgpack, once all is read; ValueError("json") unless it is whole."""
+        """Returns the value as msgpack, once all is read; ValueError("json") if it is not whole."""
         cdef const vector[uint8_t]* whole = self.c.whole()
         if whole == NULL:
             raise ValueError("json")

@@ -1,23 +1,23 @@
-// Who has registered with a conductor, who holds blocks for them, and as whom these count.
+// The registrations of a conductor, their holders, and the ranks that these count as.
 //
 //   add_source ─> source "a" ── holder ─> rank 5 of the index     owners_[5] = the source
 //
-//   link, instance "a" to worker 7          rank 5 of the index is seen as
+//   link, instance "a" to worker 7          rank 5 of the index counts as
 //     holder with rank 0                      rank 0 of worker 7, made if there is none
 //     holder without a rank                   each rank of worker 7
-//   no worker of that id                      nobody: only the conductor's own questions count it
+//   no worker of that id                      nothing: only queries of the conductor count it
 //
 //   instance "*" has no row and no worker     every worker's rank, with a rank or without
 //
 // Invariants
-//   1. `owners_[id]` is the source one of whose holders has the id, null for all other ranks;
-//   2. `rows` and `shared` of an instance are made anew when a source or holder comes, goes or has
-//      another id; who its holders are seen as, with every holder and link;
-//   3. a rank that an instance's worker has for its holders only is in the `rows`.
+//   1. `owners_[id]` is the source whose holder has the id, null for all other ranks;
+//   2. an instance's `rows` and `shared` are made anew when a source or holder comes, goes or gets
+//      another id; the aliases of its holders, with every new holder and link;
+//   3. a rank that an instance's worker has only for the instance's holders is in the `rows`.
 //
-// Costs: O(holders of the instance), times the worker's ranks for those without a rank; to find a
-// holder that is there O(log holders of the source). Blocks of a source removed: `Index::sweep`.
-// A rank that a worker gets back, O(ranks of the index).
+// Costs: O(holders of the instance), times the worker's ranks for those without a rank; finding an
+// existing holder O(log holders of the source). `Index::sweep` frees the blocks of a removed
+// source. Ending a rank that the worker had for holders alone: O(ranks of the index).
 #pragma once
 
 #include <algorithm>
@@ -82,7 +82,7 @@ inline void Conductor::link(Instance* instance, Worker* worker) {
   show(*instance);
 }
 
-// Ends the ranks that the instance's worker has for its holders only, but for those of its rows.
+// Ends the ranks that the instance's worker has only for its holders, except those with a row.
 inline void Conductor::give_back(const Instance& instance) {
   if (instance.worker == nullptr) return;
   std::vector<uint32_t> ended;
@@ -137,7 +137,7 @@ inline void Conductor::drop_idle(Source* source) {
 }
 
 inline LayerId Conductor::medium(const std::string& name, const std::string& key) {
-  if (name == "DP") return kNone;  // a row has another member of that name
+  if (name == "DP") return kNone;  // every row has another member of that name
   static const char* const kTiers[] = {"GPU", "CPU", "DISK", "EXTERNAL"};
   for (LayerId tier = 0; tier < kTierLayers; ++tier) {
     if (name == kTiers[tier]) return tier;
@@ -150,7 +150,7 @@ inline LayerId Conductor::medium(const std::string& name, const std::string& key
   return layer;
 }
 
-// What few blocks need of sequence hashes at the first source is made at once.
+// Prepares the first source. Makes the sequence hashes of a small index at once.
 inline void Conductor::prepare() {
   sequence(kSequencedAtOnce);
   index_.max_parked_ = kMaxWaiting;
@@ -176,7 +176,7 @@ inline void Conductor::own(RankId id, Source* source) {
   owners_[id] = source;
 }
 
-// Lets the instance's holders count as ranks of its worker, those without a rank as each of them.
+// Makes the instance's holders count as ranks of its worker: without a rank, as each of them.
 inline void Conductor::show(const Instance& instance) {
   std::vector<std::pair<uint32_t, RankId>> ranks;
   for (const bool ranked : {true, false}) {
@@ -187,7 +187,7 @@ inline void Conductor::show(const Instance& instance) {
       }
     }
   }
-  // What nothing but a conductor knows of is salted where its events say so.
+  // Ranks that only publishers have named: their events say which blocks are salted.
   for (const auto& rank : ranks) {
     if (!index_.rank(rank.second).listed) index_.rank(rank.second).salted = true;
   }

@@ -1,28 +1,29 @@
-// What publishers announce that has no place in the tree yet, and how it gets one.
+// Blocks that publishers have announced without a place in the tree, and how they get one.
 //
 //   waiters_   key of hash 501   CREDIT  rank 6, name 501   without tokens: counts as the
 //                                                           block of sequence hash 501 until that
-//                                                           is known
+//                                                           block is known
 //              key of hash 77    CHILD   rank 5, name 78    78 is the block behind 77
-//              key of hash 78    ALIAS   rank 5, name 78    what 78 is called
+//              key of hash 78    ALIAS   rank 5, name 78    the parked block is called 78
 //
-// When any event places a block, the keys of its sequence hash and of its announced hash are
-// looked up here, and what waited for them goes into the tree:
+// When any event places a block, the keys of its sequence hash and of its announced hash are looked
+// up here, and the blocks that waited for them go into the tree:
 //
 //   placed, announce ── await ─> work_     keys that something waits for
-//   a question's tokens ── place_by_prompt   what they show of sequence hashes that wait
-//   resolve_waiting  ── collect_waiting    what waits for a key ─> waiting_
+//   a query's tokens ── place_by_prompt    the blocks that waiting sequence hashes stand for
+//   resolve_waiting  ── collect_waiting    the blocks that wait for a key ─> waiting_
 //                    └─ try_place          each of these: try_credit, try_behind_parent ─> announce
 //
-// Blocks that wait are in the tables of index/parked.hpp, by holder and name; `waiters_` finds them
+// Waiting blocks are in the tables of index/parked.hpp, by holder and name; `waiters_` finds them
 // by what they wait for.
 //
 // Invariants: 1 of conductor/conductor.hpp, which `verify` checks; children wait under
 // `behind(key)`, all others under the key itself.
 //
-// Costs: a look-up a key while anything waits, of an engine's own hash one more for each other
-// namespace that its instance is registered in; to place a block what the index takes to store it.
-// `resolve_waiting` goes in slices, kStepsAWaiter a block tried. A block that waits: 300 bytes.
+// Costs: one look-up a key while anything waits; for an engine's own hash, one more for each other
+// namespace that its instance is registered in; to place a block, what the index takes to store it.
+// `resolve_waiting` goes in slices, kStepsAWaiter for each block tried. A waiting block takes 300
+// bytes.
 #pragma once
 
 #include <algorithm>
@@ -69,18 +70,19 @@ inline void Conductor::verify(Require&& require) const {
 
 // ---- setting aside
 
-// What came first stays: of a prompt that is its beginning, without which nothing behind it counts.
+// Whether n more blocks may wait. Those that came first stay: they are the beginnings of prompts,
+// without which nothing behind them counts.
 inline bool Conductor::can_wait(uint32_t n) const {
   return index_.budget_->fits(n) && index_.parked_ + n <= index_.max_parked_;
 }
 
-// Sets a run aside whose parent is unknown; `above` is the parent's sequence hash, 0 unknown.
+// Parks a run whose parent is unknown; `above` is the parent's sequence hash, 0 unknown.
 inline void Conductor::park_run(Source& source, RankId id, const StoredBlocks& e, const Store& s,
                                 uint64_t above) {
   for (uint32_t i = 0; i < s.n; ++i) {
     const uint32_t slot = index_.ranks_[id].names.find(s.names[i], keys());
     if (slot != Names::kAbsent) {
-      // An unknown parent does not contradict what is known, and what follows has a parent now.
+      // An unknown parent does not contradict a known block, and what follows has a parent now.
       const uint32_t value = index_.ranks_[id].names.value(slot);
       const BlockId below = keys().block(value);
       if ((keys().layers(value) >> s.layer & 1) == 0) index_.gain_name(id, slot, s.layer);
@@ -112,7 +114,7 @@ inline void Conductor::set_aside(Source& source, RankId id, uint64_t hash, const
   index_.park(id, name, one.layer, &one);
   Parked* parked = parked_at(id, name);
   if (parked == nullptr || had_content) return;
-  parked->stamp = ++index_.stamp_;  // what it was known by without content is over
+  parked->stamp = ++index_.stamp_;  // outdates the entries made while it had no content
   index_.order_.push({name, parked->stamp, id});
   parked->hash = hash;
   parked->by_engine = by_engine;
@@ -126,7 +128,7 @@ inline void Conductor::set_aside(Source& source, RankId id, uint64_t hash, const
   }
 }
 
-// A name that has been placed takes over what was parked under it.
+// A name that has been placed takes over the layers of the block that was parked under it.
 inline void Conductor::take_over_parked(RankId id, uint64_t name) {
   if (index_.ranks_[id].parked() == 0) return;
   const auto it = index_.ranks_[id].rare->parked.find(name);
@@ -140,10 +142,11 @@ inline void Conductor::take_over_parked(RankId id, uint64_t name) {
   }
 }
 
-// ---- by what it waits for
+// ---- entries by what a block waits for
 
-// Where those wait that come behind the block of a key. There may be thousands, of one prompt's
-// beginning that has not been heard: nobody who asks what the key means is to meet them.
+// The key under which the children of a key's block wait. There may be thousands, behind a prompt's
+// beginning that was never announced. So they have a key of their own, and no search for the
+// meaning of a hash passes over them.
 inline uint64_t Conductor::behind(uint64_t key) const { return hash_(key); }
 
 inline void Conductor::enter(uint64_t key, const Waiter& waiter) {
@@ -159,8 +162,9 @@ inline void Conductor::await(uint64_t key) {
   }
 }
 
-// A hash means something now; an engine's own also to a publisher of its instance, or of every
-// instance, that announced it by the hash alone, which waits in the namespace of that registration.
+// A hash has a meaning now: queues its key if anything waits for it. An engine's own hash may also
+// be awaited by publishers of its instance, or of every instance, that announced it by the hash
+// alone: such blocks wait in the namespace of that registration.
 inline void Conductor::announce(const Source& source, uint64_t space, uint64_t hash,
                                 bool by_engine) {
   if (waiters_.empty()) return;
@@ -196,9 +200,9 @@ inline bool Conductor::has_entry(RankId id, uint64_t name, uint64_t key) const {
   });
 }
 
-// ---- placing it
+// ---- placing
 
-// What waits for a key may have its place now: `waiting_` has it then.
+// Lists the blocks that wait for a key in `waiting_`: they may have a place now.
 inline void Conductor::collect_waiting(uint64_t key) {
   waiting_.clear();
   tried_ = 0;
@@ -206,7 +210,7 @@ inline void Conductor::collect_waiting(uint64_t key) {
   for (auto it = range.first; it != range.second; ++it) {
     if (parked_of(it->second) != nullptr) waiting_.push_back(it->second);
   }
-  // All at once: erasing one of many equal keys walks over those before it.
+  // Erased all at once: erasing one of many equal keys walks over those before it.
   waiters_.erase(range.first, range.second);
   for (const Waiter& each : waiting_) enter(key, each);
 }
@@ -249,7 +253,7 @@ inline void Conductor::try_behind_parent(Source& source, const Waiter& waiter,
   if (below != kNone) {
     const Parked was = parked;
     take_out(waiter);
-    index_.ranks_[waiter.rank].settling = true;  // what has waited is no second copy
+    index_.ranks_[waiter.rank].settling = true;  // a block that has waited is no second copy
     if (sequences().space_of(below) != was.space) ++index_.stats_.parked_unsalted;
     for (LayerId layer = 0; layer < kMaxLayers; ++layer) {
       if ((was.layers >> layer & 1) == 0) continue;
@@ -289,8 +293,8 @@ inline bool Conductor::place_by_prompt(BlockId last, const uint64_t* locals, con
   return true;
 }
 
-// Places the first that waits under the key of its sequence hash; the others follow it as they do
-// any.
+// Places the first block that waits under the key of its sequence hash; the others then follow it,
+// as they follow any placed block.
 inline bool Conductor::place(uint64_t key, uint64_t local, uint64_t plain, uint64_t space,
                              BlockId below) {
   const auto range = waiters_.equal_range(key);
@@ -301,7 +305,7 @@ inline bool Conductor::place(uint64_t key, uint64_t local, uint64_t plain, uint6
     if (waiter.kind != WaitsFor::CREDIT || parked == nullptr || source == nullptr) continue;
     const Parked was = *parked;
     take_out(waiter);
-    index_.ranks_[waiter.rank].settling = true;  // what has waited is no second copy
+    index_.ranks_[waiter.rank].settling = true;  // a block that has waited is no second copy
     for (LayerId layer = 0; layer < kMaxLayers; ++layer) {
       if ((was.layers >> layer & 1) == 0) continue;
       put(waiter.rank, {&waiter.name, &local, 1, true, 0, layer, 0, &plain, space}, below);
@@ -317,7 +321,7 @@ inline void Conductor::take_out(const Waiter& waiter) {
   ++index_.stats_.unparked;
 }
 
-// Frees what waited for those that are no more, while that is most of it; the sweep does so, too.
+// Drops stale entries while they are the most of `waiters_`; the sweep calls this, too.
 inline void Conductor::prune(Steps& steps) {
   for (; waiters_.size() > kWaitersABlock * index_.parked_ + 256 && steps.left();
        steps.take(1 + stale_.size())) {
