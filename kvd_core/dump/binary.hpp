@@ -3,10 +3,10 @@
 //   "KVDDUMP1"                                     the last byte is the version
 //   'P' u32 block_size  u32 n [model]  u32 n [tenant]             an entry; its runs follow
 //   'K' ..  'R' ..                                a rank's traits, a run (`dump/format.hpp`)
-//   'W' ..  'M' ..                                of publishers: what waits for its place, a medium
-//   'E' u64 blocks                                                the end, and how many there were
+//   'W' ..  'M' ..                                of publishers: a waiting block, a medium
+//   'E' u64 blocks                                                the end, and the number of blocks
 //
-// Costs: one copy of 16 bytes a block, of publishers' 24; memory one record.
+// Costs: one copy of 16 bytes a block, 24 for publishers; memory one record.
 #pragma once
 
 #include <cstdint>
@@ -48,7 +48,7 @@ class DumpBinary {
     return value;
   }
 
-  // The end of the record at p, or null when it goes on behind `end`.
+  // The end of the record at p, or null if the record extends beyond `end`.
   const uint8_t* record(const uint8_t* p, const uint8_t* end) {
     const size_t n = static_cast<size_t>(end - p);
     if (n == 0) return nullptr;

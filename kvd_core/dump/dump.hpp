@@ -4,27 +4,28 @@
 //                      chain          chain     └── [z]
 //   events    7: a .. 1100       7: x            a run ends where the rank stops or the path forks
 //
-// The dump follows the tree in preorder (parents before children) and may be left and resumed
-// anywhere, also inside an event, while the index goes on changing: it is weakly consistent. A
-// block that a rank holds all the time is written at least once; blocks that come or go meanwhile
-// may or may not be, which the live events settle for the reader.
+// The dump follows the tree in preorder (parents before children). It may be left and resumed
+// anywhere, even inside an event, while the index keeps changing: it is weakly consistent. A block
+// that a rank holds all the time is written at least once; blocks that come or go meanwhile may be
+// missing, and the live events settle those for the reader.
 //
-// Device blocks come as one event per rank and unbroken run between two forks, which is how
-// Dynamo's indexer merges them; in the text, lower tiers come as one event per block, as there.
-// Names are the rank's own. Cache groups beside the main one, salts, and the traits of
-// ranks are in the binary form only.
+// Device blocks come as one event for each rank and unbroken run between two forks, which is how
+// Dynamo's indexer merges them; in the text form, lower tiers come as one event a block, as they do
+// there. Names are the rank's own. Cache groups beside the main one, salts, and the traits of ranks
+// are in the binary form only.
 //
-// Chains are bounded, runs are not. A run that goes on in the next chain is written there and then,
-// and `taken_` notes how far, so that the visit to that chain begins behind it.
+// Chains are bounded, runs are not. A run that continues in the next chain is written to its end at
+// once; `taken_` notes how far it went, so that the visit to that chain begins behind it.
 //
 // Invariants
-//   1. while `open_`, `last_` is the block written last, or none yet and the run begins at `at_`;
+//   1. while `open_`, `last_` is the block written last; if there is none yet, the run begins at
+//      `at_`;
 //   2. everything of chain `watcher_.next` before (rank_, layer_, offset_) has been written, unless
-//      the chain has changed since (`moves_`): then it is begun anew.
+//      the chain has changed since (`moves_`): then its visit starts anew.
 //
 // Costs: O(bytes written); memory O(1) beside the caller's buffer, plus 16 bytes for each rank and
-// chain that a run went on in, plus a reverse table, 10 to 20 bytes a name, for ranks whose engine
-// hashes differ from the first holder's.
+// chain that a run has continued in, plus a reverse table, 10 to 20 bytes a name, for ranks whose
+// engine hashes differ from the first holder's.
 #pragma once
 
 #include <cstdint>
@@ -42,10 +43,10 @@
 
 namespace kvd {
 
-// What a rank calls the blocks that others call something else: block -> value of the rank's names.
+// A rank's names for blocks whose own name is a different one: block -> value of its names table.
 //
-// Open addressing with linear probing. Its memory is mapped and untouched until something is noted,
-// so neither to make nor to drop it takes long, however many names there are.
+// Open addressing with linear probing. Its memory is mapped, and untouched until something is
+// noted, so making and dropping it are quick however many names there are.
 class OtherNames {
  public:
   OtherNames() = default;
@@ -53,7 +54,7 @@ class OtherNames {
   OtherNames& operator=(const OtherNames&) = delete;
   ~OtherNames() { drop(); }
 
-  // Begins anew, with room for `most`, a power of two.
+  // Starts anew, with room for `most` names, a power of two.
   void reset(uint32_t most) {
     drop();
     capacity_ = size_t{most} * 2;
@@ -67,7 +68,7 @@ class OtherNames {
     slots_[i] = value;
   }
 
-  // The value noted for a block for which `same` holds, or 0.
+  // The value noted for a block that satisfies `same`, or 0.
   template <class Same>
   uint32_t find(BlockId block, Same&& same) const {
     if (capacity_ == 0) return 0;
@@ -91,10 +92,10 @@ class OtherNames {
 
 class Dump {
  public:
-  // Watches the index until it is destroyed; the index must outlive it.
+  // Watches the index until the dump is destroyed; the index must outlive it.
   Dump(Index& index, bool binary) : Dump(index, make_format(index, binary), binary) {}
 
-  // In the binary form, with sequence hashes; these must outlive it, too.
+  // A dump in the binary form with sequence hashes; `sequences` must outlive it, too.
   Dump(Index& index, const Sequences& sequences)
       : Dump(index, std::make_unique<BinaryFormat>(index, &sequences), true) {}
 
@@ -104,8 +105,8 @@ class Dump {
 
   uint64_t blocks_written() const { return blocks_written_; }
 
-  // Appends events until `out` holds `enough` bytes, a slice of the work is done, or all is
-  // written: then it returns false. `owners[rank]` is the id of a rank's worker as JSON, null where
+  // Appends events until `out` holds `enough` bytes, a slice of the work is done, or everything is
+  // written: then it returns false. `owners[rank]` is the id of the rank's worker as JSON, null if
   // the rank is not to be dumped.
   bool fill(const std::vector<const std::string*>& owners, std::string& out, size_t enough) {
     if (open_ && !still_ours(owners)) close(out);
@@ -136,11 +137,11 @@ class Dump {
 
  private:
   static constexpr uint32_t kBatch = 256;  // blocks named before they are written
-  // Work of a call, about 0.3 ms: blocks that are written, chains and ranks that have nothing to be
-  // dumped, and names searched.
+  // Work of a call, about 0.3 ms: blocks written, chains and ranks passed that have nothing to
+  // dump, and names searched.
   static constexpr int64_t kStepsASlice = 4096;
   static constexpr size_t kStepsABlock = 2;
-  static constexpr size_t kPieceBytes = 16 * 1024;  // of a run between two checks of the steps
+  static constexpr size_t kPieceBytes = 16 * 1024;  // of a run, between two checks of the steps
   static constexpr size_t kStepsAVisit = 8, kStepsAName = 3, kStepsALookup = 6, kStepsATable = 2048;
 
   Dump(Index& index, std::unique_ptr<DumpFormat> format, bool binary)
@@ -159,7 +160,7 @@ class Dump {
   // ---- which run comes next
 
   void step(const std::vector<const std::string*>& owners, std::string& out) {
-    if (watcher_.moves != moves_) {  // the chain in progress has changed: begin it anew
+    if (watcher_.moves != moves_) {  // the chain in progress has changed: start its visit anew
       moves_ = watcher_.moves;
       rank_ = layer_ = offset_ = 0;
     }
@@ -198,8 +199,8 @@ class Dump {
     return best;
   }
 
-  // Opens the rank's first run in the chain at or behind (layer_, offset_), or has its names
-  // collected first; false without one.
+  // Opens the rank's first run in the chain at or behind (layer_, offset_), or first has its names
+  // collected; false if there is no such run.
   bool begin_run(NodeId id, const std::string& owner, std::string& out) {
     const Node& node = tree().node(id);
     uint32_t start = 0;
@@ -221,7 +222,7 @@ class Dump {
     return false;
   }
 
-  // How much of the chain's start has been written as the end of a run that began above.
+  // How many blocks at the chain's start were written as the end of a run that began above.
   uint32_t behind_taken(const Node& node) const {
     const auto it = taken_.find(key(node.chain.block()[0]));
     if (it == taken_.end() || !is_in_tree(it->second)) return 0;
@@ -231,7 +232,7 @@ class Dump {
 
   uint64_t key(BlockId first) const { return uint64_t{first} << 32 | rank_; }
 
-  // True while the block lives (ids of freed blocks may be asked about until they are reused).
+  // True while the block lives. Ids of freed blocks may be passed too, until they are reused.
   bool is_in_tree(BlockId id) const {
     if (id >= tree().block_end()) return false;
     const Block& b = tree().block(id);
@@ -263,7 +264,7 @@ class Dump {
            index_.rank(rank_).dp_rank == dp_rank_;
   }
 
-  // The tree may have changed since the last piece: finds the run's place in it again.
+  // The tree may have changed since the last piece: finds the run's position in it again.
   void resume(std::string& out) {
     if (last_ != kNone && is_in_tree(last_)) {
       at_ = tree().after(last_);
@@ -325,19 +326,19 @@ class Dump {
   void close(std::string& out) {
     format_->close(out);
     open_ = false;
-    // Where the run has left its chain, nothing of the layer remains there.
+    // Where the run has left its chain, nothing of the layer remains to be written in that chain.
     offset_ = at_.node == watcher_.next ? at_.offset : kNone;
   }
 
   // ---- names
 
-  // Finds what the rank calls a block that it holds on the layer; false when its names are to be
-  // collected for that.
+  // Finds what the rank calls a block that it holds on the layer; false if its names have to be
+  // collected first.
   bool find_name(BlockId block, LayerId layer, uint64_t& name) {
     name = tree().block(block).name;
     if (means(name, block, layer)) return true;
     ++lookups_;
-    // What was noted may be another name by now, or none: then it does not mean the block.
+    // The noted value may mean another block by now, or be gone: then it does not count.
     const NameKeys& keys = index_.keys();
     const uint32_t value = other_names_[rank_].find(block, [&](uint32_t each) {
       return keys.is_there(each) && keys.block(each) == block &&
@@ -348,7 +349,7 @@ class Dump {
     return means(name, block, layer);
   }
 
-  // Whether a run that begins with a block can be opened now; else its rank's names are collected.
+  // Whether a run that begins with a block can be opened now; if not, sets `unnamed_` to collect.
   bool can_name(BlockId first) {
     uint64_t name;
     const BlockId above = tree().parent_of(first);
@@ -360,8 +361,8 @@ class Dump {
     return unnamed_ == kNone;
   }
 
-  // What it calls the block before a run. Where it does not hold that (behind a hole), the block's
-  // own name, as far as that means nothing else to the rank.
+  // What the rank calls the block before a run. If the rank does not hold that block (the run lies
+  // behind a hole), this is the block's own name, or another that means nothing to the rank.
   bool find_name_above(BlockId block, uint64_t& name) {
     if (tree().held(block, layer_, rank_)) return find_name(block, layer_, name);
     for (LayerId layer = 0; layer < kMaxLayers; ++layer) {
@@ -386,9 +387,9 @@ class Dump {
     return index_.keys().block(value) == block && (index_.keys().layers(value) >> layer & 1) != 0;
   }
 
-  // Goes on with searching the rank's names for those that are not the blocks' own. A table
-  // that has grown meanwhile is begun anew. One that was searched in parts, and still lacks
-  // the name, has changed: then it is searched at once.
+  // Continues the search of the rank's names for those that are not the blocks' own. If the table
+  // has grown meanwhile, the search starts anew. If the table was searched in parts and still lacks
+  // the name, it has changed meanwhile: then it is searched at once.
   void collect(Steps& steps) {
     const Names& all = index_.rank(rank_).names;
     auto& names = other_names_[rank_];
@@ -428,17 +429,17 @@ class Dump {
   bool open_ = false;
   Position at_{0, 0};
   BlockId last_ = kNone;
-  BlockId first_beyond_ = kNone;  // the first block of the chain below that the run is in, or none
-  std::string owner_;             // the open run's worker and rank
+  BlockId first_beyond_ = kNone;  // first block of the lower chain that the run is in, kNone: none
+  std::string owner_;             // worker and rank of the open run
   uint32_t dp_rank_ = 0;
 
   std::unordered_set<RankId> begun_;             // ranks whose first run has begun
   std::unordered_map<uint64_t, BlockId> taken_;  // (first block of a chain, rank) -> last written
-  BlockId unnamed_ = kNone;  // a block of the rank whose name is being looked for
-  uint64_t collected_ = 0;   // `key` of the one that was looked for last
-  uint32_t slots_ = 0;       // of the rank's names, while these are searched,
-  uint32_t slot_ = 0;        // and which is next
-  size_t lookups_ = 0;       // names in `other_names_`, since the steps were counted
+  BlockId unnamed_ = kNone;                      // a block of the rank whose name has to be found
+  uint64_t collected_ = 0;                       // `key` of the last such block
+  uint32_t slots_ = 0;  // size of the rank's names table, while it is searched
+  uint32_t slot_ = 0;   // the next slot of it
+  size_t lookups_ = 0;  // look-ups in `other_names_` whose steps have not been taken yet
   std::unordered_map<RankId, OtherNames> other_names_;
 };
 

@@ -1,4 +1,4 @@
-// The two forms of a dump: what is written for a run of blocks that a rank holds.
+// The two forms of a dump: how a run of blocks that a rank holds is written.
 //
 //   text     {"worker_id":1,"storage_tier":"device","residency_domain":"worker","event":{
 //            "event_id":0,"data":{"stored":{"parent_hash":null,"start_position":null,"blocks":[
@@ -9,28 +9,28 @@
 //            'R' flags tier group dp_rank parent term worker n | name local | name local | ..
 //                                                 one record or more a run, 16 bytes a block
 //
-// Binary records, little-endian and without padding; the worker's text is JSON with its quotes:
+// Binary records are little-endian, without padding; a worker's text is JSON with its quotes:
 //
 //   u8  'R'       u8  flags   1 has a parent, 2 the worker's id is a text, 4 has sequence hashes
-//   u8  tier      u32 group   the cache group, kNone is the main one, whose blocks are the prefix
+//   u8  tier      u32 group   the cache group, kNone for the main one, whose blocks are the prefix
 //   u32 dp_rank
-//   u64 parent    the rank's name of the block before the first; 0 without
-//   u64 term      what the local hashes have inherited from the prompt's first block (salt); or 0
-//   u64 worker    the id, or the bytes of its text
+//   u64 parent    the rank's name of the block before the first; 0 without a parent
+//   u64 term      what the prompt's first block adds to the seed of local hashes (salt); or 0
+//   u64 worker    the id, or the length of its text in bytes
 //   u32 n         1 .. kRecordBlocks
 //   [text]
 //   n times       u64 name (engine hash), u64 local hash
 //
-// With flag 4, for what a conductor's publishers hold, `term` is the namespace of the blocks;
+// Flag 4 is for what a conductor's publishers hold. Then `term` is the namespace of the blocks;
 // behind the text is u64, the sequence hash of the block before the first (0 unknown or none); and
-// each block has its own behind its local hash. The tier may be a medium. Behind the runs of a
-// partition:
+// each block has its own sequence hash behind its local hash. The tier may be a medium. Behind the
+// runs of a partition:
 //
 //   u8  'W'       u8  flags   1 its content is known, 2 an engine's own event has announced it,
 //                             4 its sequence hash is certain
 //   u8  tier      u32 group   of a block that has no place yet, or a further name of one that has
-//   u32 dp_rank   u64 bytes of the worker's text
-//   u64 name, announced hash, namespace, announced parent, local hash, the same by the seed of
+//   u32 dp_rank   u64 length of the worker's text in bytes
+//   u64 name, announced hash, namespace, announced parent, local hash, local hash by the seed of
 //       sequence hashes, sequence hash (0 unknown)
 //   [text]
 //
@@ -44,12 +44,11 @@
 //   u8  groups    u8  windows
 //   [text]
 //   groups times  u32 group, u8 kind (1 full attention, 2 window, 3 other), u64 window in tokens
-//   windows times u32 group, u32 blocks behind a prefix's end that the group must hold on the
-//   device
+//   windows times u32 group, u32 blocks that the group must hold on the device at the end of a
+//                 reusable prefix
 //
-// A longer run, one whose term changes, and one that was left in the middle, goes on in another
-// record whose parent is the last block of the one before. Of a rank without traits there is
-// no 'K'.
+// A longer run, one whose term changes, and one that was left in the middle continue in another
+// record, whose parent is the last block of the one before. A rank without traits has no 'K'.
 #pragma once
 
 #include <charconv>
@@ -65,13 +64,13 @@ constexpr uint8_t kRunTag = 'R';
 constexpr uint8_t kRankTag = 'K';
 constexpr uint8_t kHasParent = 1;
 constexpr uint8_t kTextWorker = 2;
-constexpr uint8_t kSequences = 4;  // of a run
-constexpr uint8_t kSalted = 4;     // of a rank, as the next two
+constexpr uint8_t kSequences = 4;  // flag of a run
+constexpr uint8_t kSalted = 4;     // flag of a rank, like the next two
 constexpr uint8_t kOffloads = 8;
 constexpr uint8_t kNumbersGroups = 16;
 constexpr uint8_t kWaitingTag = 'W';
 constexpr uint8_t kMediumTag = 'M';
-constexpr uint8_t kHasContent = 1;  // of what waits, as the next one
+constexpr uint8_t kHasContent = 1;  // flag of a waiting block, like the next two
 constexpr uint8_t kByEngine = 2;
 constexpr uint8_t kCertain = 4;
 constexpr size_t kRunHead = 39;      // bytes before the worker's text
@@ -80,12 +79,12 @@ constexpr size_t kWaitingHead = 75;  // the same
 constexpr size_t kMediumHead = 10;   // bytes before the texts
 constexpr size_t kGroupBytes = 13;
 constexpr size_t kWindowBytes = 8;
-// Blocks of one record: a reader keeps at most one record, 64 KiB, before it takes it.
+// Blocks of one record. A reader keeps at most one record, 64 KiB, before it processes it.
 constexpr uint32_t kRecordBlocks = 4096;
 
 constexpr const char* kTierNames[] = {"device", "host_pinned", "disk", "external"};
 
-// Appends a number of a binary record.
+// Appends a number in the form of binary records.
 template <class T>
 inline void put(std::string& out, T value) {
   char bytes[sizeof(T)];
@@ -100,7 +99,7 @@ struct RunHead {
   uint32_t group;
   bool has_parent;
   uint64_t parent;
-  BlockId before;  // the block of that name
+  BlockId before;  // the block that `parent` names
 };
 
 class DumpFormat {
@@ -112,7 +111,7 @@ class DumpFormat {
   // Blocks of one run.
   virtual void blocks(const BlockId* ids, const uint64_t* names, const uint64_t* locals, size_t n,
                       std::string& out) = 0;
-  // What is written so far is handed out, though the run may go on.
+  // Called when what is written so far is handed out, though the run may continue.
   virtual void pause(std::string& out) = 0;
   virtual void close(std::string& out) = 0;
 };
@@ -172,7 +171,7 @@ class TextFormat : public DumpFormat {
 
 class BinaryFormat : public DumpFormat {
  public:
-  // With `sequences` blocks come with what these know of them.
+  // With `sequences`, blocks come with their namespaces and sequence hashes.
   explicit BinaryFormat(const Index& index, const Sequences* sequences = nullptr)
       : index_(index), sequences_(sequences) {}
 
@@ -274,7 +273,7 @@ class BinaryFormat : public DumpFormat {
   uint32_t dp_rank_ = 0;
   bool has_parent_ = false;
   uint64_t parent_ = 0;
-  uint64_t above_ = 0;  // sequence hash of the block of that name
+  uint64_t above_ = 0;  // sequence hash of the block that `parent_` names
   size_t count_at_ = 0;
   uint32_t count_ = 0;
 };

@@ -1,5 +1,5 @@
 # cython: language_level=3
-"""Data sheet of dumps as they are received."""
+"""Data sheet of received dumps."""
 
 from libc.stddef cimport size_t
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t

@@ -1,11 +1,11 @@
-"""Dumps of other indexers: read whole into a stage first, applied to indexes afterwards.
+"""Dumps of other indexers: first read whole into a stage, then applied to indexes.
 
-The forms are described in `dump/format.hpp`, the stage in `dump/staged.hpp`. Reading changes no
-index; applying cannot fail halfway. Both go in slices that the caller chooses.
+`dump/format.hpp` describes the forms, `dump/staged.hpp` the stage. Reading changes no index, and
+applying cannot fail halfway. Both go in slices that the caller chooses.
 
-What came with a dump is announced again by the events that made it, when they are still on their
-way. So a rank that took blocks from a dump is `settling`: what its stream announces again is not a
-second copy of the block, until `Worker.settled` says that the stream has caught up.
+Events that a dump was made from may still be on their way, and announce its blocks again. So a rank
+that took blocks from a dump is `settling`: a re-announcement by its stream is no second copy, until
+`Worker.settled` says that the stream has caught up.
 """
 
 import json
@@ -19,7 +19,7 @@ BINARY_HEAD = b"KVDDUMP1"
 
 
 def binary_entry(str model_name, str tenant_id, uint32_t block_size):
-    """The record that opens one partition in a binary dump."""
+    """Returns the record that opens one partition in a binary dump."""
     cdef bytes model = model_name.encode(), tenant = tenant_id.encode()
     return b"".join((
         b"P", block_size.to_bytes(4, "little"),
@@ -28,21 +28,21 @@ def binary_entry(str model_name, str tenant_id, uint32_t block_size):
 
 
 def binary_end(uint64_t blocks):
-    """The record that ends a binary dump of so many blocks."""
+    """Returns the record that ends a binary dump of this many blocks."""
     return b"E" + blocks.to_bytes(8, "little")
 
 
 cdef class Staged:
-    """Everything one dump brought."""
+    """All content of one dump."""
 
     def __dealloc__(self):
         del self.c
 
 
 cdef class DumpReader:
-    """Reads one dump, in its text or its binary form; with `sequences` one of publishers.
+    """Reads one dump, in its text or binary form; with `sequences`, a dump of publishers.
 
-    ValueError says why a dump is refused: malformed, wrong, or beyond the limits. Nothing of it
+    A ValueError says why a dump is refused: malformed, wrong, or beyond the limits. Nothing of it
     may be used then.
     """
 
@@ -68,7 +68,7 @@ cdef class DumpReader:
         return self.stage.c.blocks()
 
     def feed(self, bytes piece not None):
-        """Reads on."""
+        """Reads the next piece."""
         cdef const uint8_t* p = <const uint8_t*>PyBytes_AS_STRING(piece)
         cdef size_t n = PyBytes_GET_SIZE(piece)
         if self.binary != NULL:
@@ -77,7 +77,7 @@ cdef class DumpReader:
             self.text.feed(p, n)
 
     def finish(self):
-        """The entries of the dump, which must be complete."""
+        """Returns the entries of the dump, which must be complete."""
         if self.binary != NULL:
             self.binary.finish()
         else:
@@ -106,12 +106,12 @@ cdef class StagedEntry:
 
     @property
     def model_name(self):
-        """The model, None where only the key names it."""
+        """The model, None if only the key names it."""
         return self.c.model.decode() if self.c.has_model else None
 
     @property
     def tenant_id(self):
-        """The tenant, None where only the key names it."""
+        """The tenant, None if only the key names it."""
         return self.c.tenant.decode() if self.c.has_tenant else None
 
     @property
@@ -126,20 +126,20 @@ cdef class StagedEntry:
 
     @property
     def worker_count(self):
-        """Returns the number of its workers."""
+        """The number of its workers."""
         return self.c.workers.size()
 
     def workers(self, size_t start=0, size_t stop=0xffffffff):
-        """The ids of its workers, or of a part, ints and texts, in the order `restore` wants them.
+        """Returns the ids of its workers, or of a part: ints and texts, in the order of `apply`.
 
-        ValueError when one is not well-formed.
+        ValueError if one is not well-formed.
         """
         cdef size_t i
         ids = []
         for i in range(start, min(stop, self.c.workers.size())):
             worker_id = json.loads(self.c.workers[i].id)
             if isinstance(worker_id, str):
-                worker_id.encode()  # an escaped lone surrogate is no text
+                worker_id.encode()  # refuses an escaped lone surrogate, which is no text
             ids.append(worker_id)
         return ids
 
@@ -152,7 +152,7 @@ cdef class StagedEntry:
 
 
 cdef class Restore:
-    """An entry being applied. Made by `StagedEntry.restore`."""
+    """An entry that is being applied. Made by `StagedEntry.restore`."""
 
     def __init__(self):
         raise TypeError("use StagedEntry.restore")
@@ -168,8 +168,8 @@ cdef class Restore:
     def apply(self, PrefixIndex index not None, list workers not None, uint32_t max_blocks):
         """Stores about `max_blocks` blocks; True while there are more.
 
-        `workers[i]` is the index's worker for `entry.workers()[i]`; blocks of None, and of one that
-        has been removed, are passed over.
+        `workers[i]` is the index's worker for `entry.workers()[i]`. If it is None or has been
+        removed, its blocks are skipped.
         """
         cdef vector[CWorker*] wanted
         cdef Worker worker

@@ -1,19 +1,20 @@
-// A dump as it was received, before any of it counts: checked whole, then applied in slices.
+// A received dump, before any of it counts: checked as a whole, then applied in slices.
 //
 //   entry "m:default", 16 tokens a block
-//     workers   0: 7 {0, 1}    1: 12 {0}               ids as JSON, and the ranks named
+//     workers   0: 7 {0, 1}    1: 12 {0}               ids as JSON, with the ranks named
 //     runs      [ worker 0, rank 0, device, parent -, 3 blocks ] [ .. ] ..
 //     pages     [ name local | name local | .. ]       64 Ki blocks each; a run lies in one page
 //
-// What publishers hold comes with sequence hashes: a third number a block, and that of the block
-// before a run; and with blocks that have no place yet, and names of media.
+// A dump of what publishers hold also has sequence hashes (a third number a block, and that of the
+// block before a run), waiting blocks, and names of media.
 //
-// Applying cannot fail halfway: everything that could be refused was refused while reading.
+// Applying cannot fail halfway: everything that could be refused was refused on reading.
 //
 // Invariants
-//   1. a run has 1 .. kRunBlocks blocks, all in one page; a longer one is cut, and each part names
+//   1. a run has 1 .. kRunBlocks blocks, all in one page; a longer one is cut, and each part has
 //      the last block of the one before as its parent;
-//   2. a run's worker and rank are listed in `workers`; a worker has at most kMaxRanksPerWorker;
+//   2. a run's worker and rank are listed in `workers`; a worker has at most kMaxRanksPerWorker
+//      ranks;
 //   3. no block is its own parent.
 //
 // Costs: 16 bytes a block, 56 a run, 80 a rank; applying costs what storing costs (0.2 us a block).
@@ -35,13 +36,13 @@
 
 namespace kvd {
 
-// Blocks stored in one go: 0.8 ms at 0.2 us each, which a query can wait.
+// Blocks stored in one go: 0.8 ms at 0.2 us each, a time that a query can wait.
 constexpr uint32_t kRunBlocks = kRecordBlocks;
 
-// Storing a run copies sets of holders, at worst of all ranks: so many take as long as a block.
+// Storing a run copies sets of holders, at worst of all ranks. This many take as long as a block.
 constexpr uint32_t kRanksABlock = 256;
 
-// What a dump may bring; more is refused.
+// The most that a dump may bring; more is refused.
 struct DumpLimits {
   uint64_t blocks;
   uint64_t runs;
@@ -62,7 +63,7 @@ struct StagedRun {
   uint64_t above;  // sequence hash of the block before, 0 unknown
 };
 
-// A block of a publisher that has no place yet, or a further name of one that has.
+// A waiting block of a publisher, or a further name of a block that has a place.
 struct StagedWaiting {
   uint32_t worker = 0;
   uint32_t dp_rank = 0;
@@ -70,17 +71,17 @@ struct StagedWaiting {
   uint8_t tier = 0;
   bool has_content = false;
   bool by_engine = false;
-  bool certain = false;  // `sequence` is
+  bool certain = false;  // whether `sequence` is certain
   uint64_t name = 0, hash = 0, space = 0, parent = 0, local = 0, plain = 0, sequence = 0;
 };
 
 struct StagedMedium {
-  uint8_t tier;  // as runs say it
+  uint8_t tier;  // its number in runs
   std::string name;
   std::string key;  // as a JSON member name
 };
 
-// Whose a run is, and where.
+// The rank and layer of a run, and what comes before it.
 struct RunOf {
   uint32_t dp_rank;
   uint8_t tier;
@@ -91,14 +92,14 @@ struct RunOf {
   uint64_t above = 0;
 };
 
-// A rank, and its traits.
+// A rank with its traits.
 struct StagedRank {
   struct StagedWindow {
     uint32_t group;
     uint32_t blocks;
   };
   uint32_t dp_rank;
-  uint32_t blocks = 0;  // of it on the device, by about as many names
+  uint32_t blocks = 0;  // on its device; it has about as many names
   bool salted = false;
   bool offloads = false;
   bool numbers_groups = false;
@@ -126,7 +127,7 @@ struct StagedEntry {
   std::vector<StagedMedium> media;
 };
 
-// Collects entries; every `refuse` is a std::invalid_argument with a text for the log.
+// Collects entries. `refuse` throws a std::invalid_argument with a text for the log.
 class Stage {
  public:
   static constexpr uint32_t kPageBlocks = 65536;
@@ -137,7 +138,7 @@ class Stage {
 
   std::deque<StagedEntry>& entries() { return entries_; }
   bool sequences() const { return sequences_; }
-  size_t words() const { return sequences_ ? 3 : 2; }  // of a block in a page
+  size_t words() const { return sequences_ ? 3 : 2; }  // numbers that a block takes in a page
   const uint64_t* page(uint64_t first) const {
     return pages_[first >> 32].data() + words() * (first & 0xffffffff);
   }
@@ -167,7 +168,7 @@ class Stage {
     ++entry.blocks;
   }
 
-  // Says of the blocks added since `begin_run` whose they are.
+  // Says which rank and layer the blocks added since `begin_run` belong to.
   void end_run(const std::string& worker_id, const RunOf& of) {
     StagedEntry& entry = entries_.back();
     if (entry.runs.size() == first_part_) return;
@@ -203,7 +204,7 @@ class Stage {
     entry.waiting.push_back(staged);
   }
 
-  // A removed entry's blocks stay in their pages until the stage goes.
+  // Blocks of all entries. Those of a removed entry stay in their pages as long as the stage.
   uint64_t blocks() const { return blocks_; }
 
  private:
@@ -219,8 +220,8 @@ class Stage {
                           goes_on ? last_sequence_ : 0});
   }
 
-  // No cache holds that: a dump that says so is not to be believed in the rest. A name that comes
-  // again further on may be an engine's that names blocks by their own content alone.
+  // No cache holds such a block, so nothing in this dump can be trusted. A name that comes again
+  // further on is fine: some engines name blocks by their own content alone.
   [[noreturn]] static void refuse_parent() { refuse("a block is its own parent"); }
 
   uint32_t worker_number(StagedEntry& entry, const std::string& id) {
@@ -259,13 +260,13 @@ class Stage {
   uint32_t last_worker_ = kNone;
 };
 
-constexpr uint32_t kStepsARestored = 2;  // a block
+constexpr uint32_t kStepsARestored = 2;  // for each block
 
-// Names for which room is made in the time that a block takes.
+// This many names can be made room for in the time that a block takes.
 constexpr uint32_t kNamesABlock = 16;
 
-// A dump's blocks as those of workers; `workers[i]` is the entry's, or null where its blocks are
-// not wanted (any more).
+// Stores a dump's blocks as those of workers; `workers[i]` is the worker of the entry's i-th, null
+// if its blocks are not wanted (any more).
 class WorkersOf {
  public:
   WorkersOf(Index& index, const std::vector<Worker*>& workers) : index_(index), workers_(workers) {}
@@ -291,16 +292,17 @@ class WorkersOf {
 
 // Applies one entry to an index, slice by slice.
 //
-// A run whose parent its rank does not know yet waits for it (the order of lower-tier events is
-// free). What waits in vain is stored last: the index parks it, as it parks any such event.
+// A run whose parent its rank does not know yet waits for it, because events of lower tiers come in
+// any order. Runs that have waited in vain are stored last: the index parks them, as it parks any
+// such event.
 //
-// `To` says whose the blocks are: `WorkersOf`, or what publishers hold
+// `To` says which ranks the blocks belong to: `WorkersOf`, or the holders of publishers
 // (conductor/kept_holdings.hpp).
 class Restore {
  public:
   Restore(const Stage& stage, const StagedEntry& entry) : stage_(stage), entry_(entry) {}
 
-  // Stores blocks until the steps are used up; false when all is done.
+  // Stores blocks until the steps are used up; false when everything is done.
   template <class To>
   bool apply(Index& index, To& to, Steps& steps) {
     while (steps.left() && worker_ < entry_.workers.size()) {
@@ -309,7 +311,7 @@ class Restore {
     while (steps.left()) {
       const StagedRun* run = next_run();
       if (run == nullptr) return false;
-      steps.take(kStepsARestored);  // a run that is not wanted takes time as well
+      steps.take(kStepsARestored);  // unwanted runs take time as well
       const RankId rank = to.rank(run->worker, run->dp_rank);
       if (rank == kNone) continue;
       if (!last_call_ && run->has_parent && !to.knows(rank, *run)) {
@@ -336,8 +338,8 @@ class Restore {
     }
   };
 
-  // Gives a worker's ranks their traits, and room for their names: tables of equal
-  // ranks that grow by and by all grow at once. Returns what that costs, in blocks.
+  // Gives a worker's ranks their traits, and makes room for their names: otherwise the tables of
+  // equal ranks would all grow at the same time. Returns the cost, in blocks.
   template <class To>
   size_t teach(Index& index, To& to) {
     const auto& ranks = entry_.workers[worker_].ranks;
@@ -353,7 +355,7 @@ class Restore {
     return cost;
   }
 
-  // What the rank's own stream has taught already stands.
+  // Sets only those traits that the rank's own stream has not shown already.
   static void teach(Index& index, RankId rank, const StagedRank& staged) {
     RankTraits& traits = index.rank(rank);
     traits.salted |= staged.salted;
@@ -396,7 +398,7 @@ class Restore {
     }
     index.rank(rank).settling = index.rank(rank).restored = true;
     const LayerId layer = to.layer(run.tier, run.group);
-    if (layer == kNone) return;  // too many groups: as their events would be, they are left out
+    if (layer == kNone) return;  // too many groups: left out, as their events would be
     Store blocks{names_.data(), locals_.data(), run.n, run.has_parent, run.parent, layer, run.term};
     if (words == 3) blocks.sequences = sequences_.data();
     if (to.store(rank, blocks, run.above)) stored_ += run.n;
@@ -411,7 +413,7 @@ class Restore {
 
   const Stage& stage_;
   const StagedEntry& entry_;
-  size_t worker_ = 0;  // the next one to be taught
+  size_t worker_ = 0;  // the next one whose ranks get their traits
   size_t next_ = 0;
   bool last_call_ = false;
   uint64_t stored_ = 0;

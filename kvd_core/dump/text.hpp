@@ -6,8 +6,8 @@
 //        } } ] } }
 //          STORED                         BLOCKS    BLOCK
 //
-// Members come in any order and unknown ones are passed over, as Dynamo's own reader does. What is
-// known must be there once, of the right type and in range, else the whole dump is refused.
+// Members come in any order and unknown ones are skipped, as in Dynamo's own reader. Every known
+// member must come once, with the right type and in range, else the whole dump is refused.
 #pragma once
 
 #include <charconv>
@@ -232,7 +232,7 @@ class DumpText {
     }
   }
 
-  // What a container that opens here is.
+  // The kind of a container that opens here.
   Nesting below(bool object) const {
     switch (nesting()) {
       case Nesting::OUTSIDE:
@@ -269,7 +269,7 @@ class DumpText {
     return nesting;
   }
 
-  // A scalar that belongs to no known member: fine among the members of an object only.
+  // A scalar that is no known member is allowed only as a member of an object.
   void elsewhere() const {
     switch (nesting()) {
       case Nesting::OUTSIDE:
@@ -282,7 +282,7 @@ class DumpText {
     }
   }
 
-  // Each known member is given once in its object.
+  // Refuses a known member that comes twice in its object.
   void take_member() {
     if (member_ == DumpMember::OTHER) return;
     uint32_t& seen = seen_at(nesting());
@@ -356,7 +356,7 @@ class DumpText {
     return value;
   }
 
-  // Negative hashes are the two's complement of unsigned ones, as everywhere.
+  // A negative hash is the two's complement of the unsigned one, as everywhere.
   static uint64_t hash(std::string_view digits) {
     if (digits[0] != '-') return unsigned_of(digits, ~uint64_t{0});
     return ~unsigned_of(digits.substr(1), uint64_t{1} << 63) + 1;
@@ -369,7 +369,7 @@ class DumpText {
     Stage::refuse("an unknown storage tier");
   }
 
-  // A text as JSON that has one form only.
+  // Writes a text as JSON in a form that is unique.
   static std::string quoted(std::string_view said) {
     std::string out = "\"";
     for (const char c : said) {

@@ -1,15 +1,15 @@
-// What an engine's answer looks like on the wire: its head, and where its body ends.
+// An engine's answer on the wire: its head, and where its body ends.
 //
 //   HTTP/1.1 200 OK\r\n  name: value\r\n ... \r\n   body
 //   └──────────── parse_head ─────────────────┘    └─ Body::decode: content-length, chunks, or the
 //                                                      end of the connection
 //
-// Only what the relay must know is read: the status, how the body is delimited, whether it is a
-// stream of events and whether the connection persists. The head goes to Python as it came. What
-// two readers could take for different things (two lengths, a length beside chunks, another coding
-// than chunks, a bare line feed in a chunk's size, a bare carriage return) is refused.
+// The relay reads only what it must know: the status, how the body is delimited, whether it is a
+// stream of events, and whether the connection persists. The head goes to Python as it came.
+// Anything that two readers could understand differently is refused: two lengths, a length beside
+// chunks, a coding other than chunks, a bare line feed in a chunk's size, a bare carriage return.
 //
-// Costs: a head O(bytes) once; a body O(bytes) without copies but for the closing of gaps between
+// Costs: a head O(bytes) once; a body O(bytes), without copies except to close the gaps between
 // chunks that came in one receive.
 #pragma once
 
@@ -33,7 +33,7 @@ enum class Parsed : uint8_t { kWhole, kPart, kWrong };
 
 inline char lower(char c) { return c >= 'A' && c <= 'Z' ? static_cast<char>(c | 0x20) : c; }
 
-// Says whether [at, end) is `word`, which is in lower case.
+// Whether [at, end) is `word`, which is in lower case.
 inline bool is_word(const char* at, const char* end, const char* word) {
   for (; at < end && *word != '\0'; ++at, ++word) {
     if (lower(*at) != *word) return false;
@@ -46,7 +46,7 @@ inline bool begins_with(const char* at, const char* end, const char* word) {
   return static_cast<size_t>(end - at) >= size && is_word(at, at + size, word);
 }
 
-// Says whether a comma-separated list has `word`, which is in lower case, among its elements.
+// Whether a comma-separated list has `word`, which is in lower case, among its elements.
 inline bool has_element(const char* at, const char* end, const char* word) {
   while (at < end) {
     const char* stop = static_cast<const char*>(std::memchr(at, ',', end - at));
@@ -60,7 +60,7 @@ inline bool has_element(const char* at, const char* end, const char* word) {
   return false;
 }
 
-// Says whether [at, end) can be a field's name: not empty, and without blanks and controls, by
+// Whether [at, end) can be a field's name: not empty, and without the blanks and controls with
 // which readers differ in what they take for the name (obs-fold, a blank before the colon).
 inline bool is_name(const char* at, const char* end) {
   if (at == end) return false;
@@ -81,7 +81,7 @@ inline bool read_length(const char* at, const char* end, uint64_t& length) {
   return true;
 }
 
-// Reads the head that `data` begin with. `size` becomes its bytes, empty line and all.
+// Reads the head at the start of `data`. Sets `size` to its bytes, including the empty line.
 inline Parsed parse_head(const char* data, size_t n, AnswerHead& head, size_t& size) {
   const void* found = memmem(data, n, "\r\n\r\n", 4);
   if (found == nullptr) return Parsed::kPart;
@@ -137,7 +137,7 @@ inline Parsed parse_head(const char* data, size_t n, AnswerHead& head, size_t& s
   return Parsed::kWhole;
 }
 
-// Where a body ends, while it is received.
+// Finds where a body ends, as it is received.
 class Body {
  public:
   void begin(const AnswerHead& head) {
@@ -150,11 +150,11 @@ class Body {
 
   bool complete() const { return complete_; }
 
-  // The end of the connection is the end of the body.
+  // Whether the body ends with its connection.
   bool ends_by_close() const { return delimiter_ == Delimiter::kClose; }
 
-  // Turns `n` received bytes into the payload in them, in place, and returns its size; sets `used`
-  // to the bytes that belong to this body. False: what came is no body.
+  // Turns `n` received bytes into the payload in them, in place, and sets `payload` to its size and
+  // `used` to the bytes that belong to this body. False if the bytes are not a valid body.
   bool decode(char* data, size_t n, size_t& payload, size_t& used) {
     payload = used = 0;
     if (complete_) return true;
@@ -197,7 +197,7 @@ class Body {
     return true;
   }
 
-  // Reads one byte of what stands between chunks.
+  // Reads one byte of the lines between chunks.
   bool step(char c) {
     if (++line_ > kMaxLine) return false;
     switch (state_) {
@@ -225,7 +225,7 @@ class Body {
         left_ = 0;
         state_ = State::kSize;
         return c == '\n';
-      case State::kTrailer:  // read and dropped, up to an empty line
+      case State::kTrailer:  // trailers are read and dropped, up to an empty line
         if (c == '\n') {
           complete_ = trailer_begins_;
           trailer_begins_ = true;
@@ -258,12 +258,12 @@ class Body {
   State state_ = State::kSize;
   bool complete_ = true;
   bool trailer_begins_ = true;  // at the beginning of a trailer's line
-  uint32_t line_ = 0;           // bytes of the line that is being read
-  uint64_t left_ = 0;           // of the length or the chunk
+  uint32_t line_ = 0;           // bytes of the current line
+  uint64_t left_ = 0;           // bytes left of the length or the chunk
 };
 
-// Finds the end of the first event that has data in the beginning of a stream: one that is only
-// comments, or that names an event without data, is none. Returns 0 while it is not all there.
+// Returns the end of the first event with data at the start of a stream, or 0 while it is not
+// complete. Events of comments alone, or with a name but no data, do not count.
 inline size_t first_event(const char* data, size_t n) {
   bool has_data = false;
   size_t line = 0;

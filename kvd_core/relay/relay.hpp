@@ -8,37 +8,38 @@
 //        └───────────┴─────────┴────────┴─────────┴──── END: the engine failed, the client left,
 //                                                        it took too long
 //
-// Nothing reaches the client before Python has seen how the answer begins: the head, and the first
+// Nothing reaches the client before Python has seen how the answer begins: the head, with the first
 // event of a stream, or the whole of any other answer up to `hold` bytes. So an engine that dies
-// after its head, or that says in its first event that it is overloaded, costs the client nothing:
-// Python drops the exchange and begins one with another engine. From `forward` on bytes pass from
-// socket to socket: one receive, one send, the frames between chunks drawn anew.
+// after its head, or whose first event says that it is overloaded, costs the client nothing: Python
+// drops the exchange and begins one with another engine. From `forward` on, bytes pass from socket
+// to socket: one receive, one send, with the frames between chunks made anew.
 //
-// A client that does not read stops its engine: when kWindow bytes wait for it, the engine's socket
-// is not read until it has taken them. A client that ends its stream has left.
+// A client that does not read stops its engine: when kWindow bytes wait for the client, the relay
+// stops reading the engine's socket until the client has taken them. A client that ends its stream
+// counts as gone.
 //
 // A body without a length or chunks ends with its connection. For a stream of events that proves
-// little: an engine that dies ends it as one does that has said all. So Python gets kClosed, and
-// judges by the last event. A connection that is reset has not ended its body, unless its engine
-// did not want the whole request.
+// little: an engine that dies ends it just like one that has said all. So Python gets kClosed and
+// judges by the last event. A reset connection has not ended its body, unless the engine answered
+// before it had taken the whole request.
 //
-// Engine connections are kept for the next request to the same engine, at most `idle_ns` long. They
-// stay in the epoll set, so that none has to be put there for each request; one that has news while
-// nobody uses it has ended. One that was kept and ends before it answers a byte had been closed by
-// the engine as the request was on its way: the request is sent again once, on a new connection,
-// without Python's knowledge.
+// Engine connections are kept for the next request to the same engine, for at most `idle_ns`. They
+// stay in the epoll set, so a request need not add them; an event on a connection that nobody uses
+// means that it has ended. If a kept connection ends before it answers a byte, the engine had
+// closed it while the request was on its way: the request is then sent again once, on a new
+// connection, without Python's knowledge.
 //
 // Invariants
-//   1. an exchange has its engine's descriptor and only lends the client's: who began it keeps the
-//      client's socket open until END or `drop`;
+//   1. an exchange owns its engine's descriptor and only borrows the client's: the caller of
+//      `begin` keeps the client's socket open until END or `drop`;
 //   2. after END nothing is read or written for an exchange, and its engine's descriptor is closed
-//      or kept for others; it stays until `drop`, so that Python can read what became of it;
+//      or kept for others; the exchange stays until `drop`, so that Python can read its outcome;
 //   3. a notice is given at most once per kind: READY, then END;
 //   4. a connection is kept only for the address that it was made to;
-//   5. an engine's connection has a line while it is open, in use or kept; its number distinguishes
-//      it from those that had its descriptor before, also in events that were fetched before they
-//      closed;
-//   6. what the client has taken is kept nowhere, but for the end of its payload (`tail`).
+//   5. an engine's connection has a line while it is open, in use or kept; the line's number tells
+//      it from connections that had its descriptor before, even in events that were fetched before
+//      those closed;
+//   6. nothing that the client has taken is kept, except the end of its payload (`tail`).
 //
 // Costs: begin 3 system calls on a kept connection, 5 on a new one; a receive of payload 2, plus
 // its share of an epoll_wait; memory about 500 B an exchange, up to `hold` until it is forwarded,
@@ -73,7 +74,7 @@ namespace kvd::relay {
 
 constexpr size_t kReceive = 64 * 1024;  // bytes of one receive
 constexpr size_t kWindow = 256 * 1024;  // bytes that may wait for a client
-constexpr size_t kMaxHead = 64 * 1024;  // bytes of an answer's head, with the 1xx before it
+constexpr size_t kMaxHead = 64 * 1024;  // bytes of an answer's head, with the 1xx heads before it
 constexpr size_t kMaxIdle = 1024;       // kept connections of one engine
 constexpr int kNoSocket = -1;
 
@@ -92,40 +93,40 @@ enum class ExchangePhase : uint8_t {
   kEnded
 };
 
-// What became of an exchange.
+// How an exchange has ended.
 enum class ExchangeOutcome : uint8_t {
   kUnderWay,
   kComplete,
   kUnreachable,    // no connection
   kNoAnswer,       // the engine's connection ended before a byte of the answer
   kBroken,         // it ended within the answer
-  kMalformed,      // what came is no answer
+  kMalformed,      // the bytes are not an answer
   kClientGone,     // the client ended its stream or reset it
   kConnectTime,    // connecting took too long
   kSilence,        // the engine sent nothing for too long
   kClientStalled,  // the client took nothing for too long
   kNoRoom,         // no descriptor, port or memory is left here for a connection
-  kClosed          // its connection has ended, and with that a stream that was delimited by nothing
-                   // else: what has been forwarded shows whether it was whole
+  kClosed          // the connection has ended, and with it a stream that had no other end mark: the
+                   // forwarded bytes show whether it was whole
 };
 
 enum class Framing : uint8_t { kAsIs, kChunks };
 
 struct Limits {
   int64_t connect_ns = 2'000'000'000;
-  int64_t silence_ns = 600'000'000'000;  // without a byte of the engine's, its head too
+  int64_t silence_ns = 600'000'000'000;  // without a byte from the engine, its head included
   int64_t client_ns = 60'000'000'000;    // without a byte taken by the client
-  int64_t idle_ns = 3'000'000'000;       // engines close after 5 s
+  int64_t idle_ns = 3'000'000'000;       // of a kept connection; engines close after 5 s
 };
 
 struct Stats {
   uint64_t begun = 0;
   uint64_t connected = 0;      // new connections to engines
   uint64_t reused = 0;         // requests sent on a kept connection
-  uint64_t sent_again = 0;     // after a kept connection had ended without a byte
+  uint64_t sent_again = 0;     // requests whose kept connection had ended without a byte
   uint64_t receives = 0;       // of payload that was forwarded
   uint64_t payload_bytes = 0;  // forwarded
-  uint64_t pauses = 0;         // engines that were not read because of their client
+  uint64_t pauses = 0;         // times that an engine was not read because of its client
   uint64_t fillers = 0;        // sent to clients while their engines were silent
 };
 
@@ -141,33 +142,33 @@ struct Exchange {
   ExchangePhase phase = ExchangePhase::kFree;
   ExchangeOutcome outcome = ExchangeOutcome::kUnderWay;
   Framing framing = Framing::kAsIs;
-  bool was_kept = false;  // the connection had served another request
+  bool was_kept = false;  // the connection has served another request
   bool client_watched = false;
-  bool completes = false;  // all of the payload is here
-  bool is_early = false;   // the answer came before the engine had taken the whole request
+  bool completes = false;  // all of the payload has arrived
+  bool is_early = false;   // the answer began before the engine had taken the whole request
   int engine_fd = kNoSocket;
   int client_fd = kNoSocket;
   uint32_t client_events = 0;
   EngineId engine = 0;
-  uint64_t era = 0;  // of the engine's address
+  uint64_t era = 0;  // of the engine's address, see Engine
   size_t hold = 0;
   std::string request;         // its head
-  const char* body = nullptr;  // the caller's, until `forward`, END or drop
+  const char* body = nullptr;  // the caller's memory, until `forward`, END or `drop`
   size_t body_size = 0;
-  size_t sent = 0;       // of both
-  std::string received;  // the head as far as it has come; then the head alone
-  size_t interim = 0;    // bytes of 1xx heads that came before it
+  size_t sent = 0;       // bytes of both that have been sent
+  std::string received;  // the head as far as it has come; later the complete head alone
+  size_t interim = 0;    // bytes of 1xx heads before it
   std::string held;      // payload before `forward`
   AnswerHead head;
   Body decoder;
-  std::string unsent;  // frames that wait for the client, from `unsent_at`
+  std::string unsent;  // frames that wait for the client, from `unsent_at` on
   size_t unsent_at = 0;
   Tail tail;  // of the payload that was forwarded
   uint64_t receives = 0;
-  int64_t touched_ns = 0;  // the last progress
+  int64_t touched_ns = 0;  // the time of the last progress
   std::string filler;      // sent to the client when nothing else was for `filler_ns`; 0: never
   int64_t filler_ns = 0;
-  int64_t filled_ns = 0;  // the last time
+  int64_t filled_ns = 0;  // the time of the last filler
 };
 
 inline int64_t now_ns() {
@@ -199,9 +200,9 @@ class Relay {
   const std::vector<Notice>& notices() const { return notices_; }
   void clear_notices() { notices_.clear(); }
 
-  // Takes the address of an engine: an IP address and a port, or a Unix socket and 0, by its path
-  // or as @NAME, which is an abstract one.
-  // Throws std::invalid_argument for any other text.
+  // Adds an engine by its address: an IP address and a port, or a Unix socket and 0. A Unix socket
+  // is given by its path, or as @NAME if it is abstract. Throws std::invalid_argument for any other
+  // text.
   EngineId add_engine(const char* host, uint16_t port) {
     EngineId id = 0;
     while (id < engines_.size() && engines_[id].size != 0) ++id;
@@ -210,7 +211,7 @@ class Relay {
     return id;
   }
 
-  // Has the next connections go to another address.
+  // Lets the next connections go to another address.
   void move_engine(EngineId id, const char* host, uint16_t port) {
     Engine& engine = engines_[id];
     sockaddr_storage address{};
@@ -222,7 +223,7 @@ class Relay {
     engine.size = size;
   }
 
-  // Exchanges under way with it go on.
+  // Removes an engine. Exchanges under way with it continue.
   void remove_engine(EngineId id) {
     forget_idle(id);
     ++engines_[id].era;
@@ -236,9 +237,9 @@ class Relay {
 
   size_t idle(EngineId id) const { return engines_[id].idle.size(); }
 
-  // Sends a request to an engine. The answer is held up to `hold` bytes; without a client
-  // (kNoSocket) it is never forwarded, and a stream is held to its end as well. `body` is read
-  // until `forward`, END or `drop`.
+  // Sends a request to an engine. The answer is held up to `hold` bytes. Without a client
+  // (kNoSocket) it is never forwarded, and even a stream is held to its end. `body` is read until
+  // `forward`, END or `drop`.
   ExchangeId begin(EngineId engine, int client_fd, const char* head, size_t head_size,
                    const char* body, size_t body_size, size_t hold) {
     const ExchangeId id = take();
@@ -258,8 +259,8 @@ class Relay {
   }
   const Exchange& exchange(ExchangeId id) const { return *exchanges_[static_cast<uint32_t>(id)]; }
 
-  // Sends the answer on, with a head for the client; true when it has all been taken already.
-  // The exchange is ready.
+  // Sends the answer of a ready exchange to the client, behind this head; true if the client has
+  // already taken all of it.
   bool forward(ExchangeId id, const char* head, size_t head_size, Framing framing) {
     Exchange& x = at(id);
     now_ = now_ns();
@@ -280,14 +281,14 @@ class Relay {
     return x.phase == ExchangePhase::kEnded;
   }
 
-  // Has `filler` sent, between two events of a stream, whenever nothing came for so long.
+  // Lets `filler` be sent between two events of a stream whenever nothing came for `pause_ns`.
   void fill(ExchangeId id, const char* filler, size_t size, int64_t pause_ns) {
     at(id).filler.assign(filler, size);
     at(id).filler_ns = pause_ns;
   }
 
-  // Forgets an exchange, whatever its phase. An engine that has not answered in full is left by
-  // closing its connection, which aborts the request there.
+  // Forgets an exchange in any phase. If the engine has not answered in full, its connection is
+  // closed, which aborts the request there.
   void drop(ExchangeId id) {
     Exchange& x = at(id);
     leave(x);
@@ -298,7 +299,7 @@ class Relay {
     --live_;
   }
 
-  // Serves what has come, for `budget_ns` nanoseconds at most.
+  // Serves pending events, for at most about `budget_ns` nanoseconds.
   Served turn(int64_t budget_ns) {
     epoll_event events[kEvents];
     const int64_t end = now_ns() + budget_ns;
@@ -310,7 +311,7 @@ class Relay {
         const uint64_t tag = events[i].data.u64;
         if (tag & kClientSide) {
           const ExchangeId id = tag & ~kClientSide;
-          if (knows(id)) on_client(id, events[i].events);  // else of a `begin` that failed
+          if (knows(id)) on_client(id, events[i].events);  // else from a `begin` that failed
         } else {
           on_line(tag, events[i].events);
         }
@@ -319,7 +320,7 @@ class Relay {
     }
   }
 
-  // Ends what has taken too long, and closes connections that were kept for too long.
+  // Ends exchanges that have taken too long, and closes connections that were kept for too long.
   void sweep() {
     now_ = now_ns();
     for (uint32_t slot = 0; slot < exchanges_.size(); ++slot) {
@@ -343,7 +344,7 @@ class Relay {
       }
     }
     for (Engine& engine : engines_) {
-      size_t stale = 0;  // the oldest are in front
+      size_t stale = 0;  // the oldest come first
       while (stale < engine.idle.size() && now_ - engine.idle[stale].since_ns > limits.idle_ns) {
         close_line(engine.idle[stale++].fd);
       }
@@ -352,10 +353,10 @@ class Relay {
   }
 
  private:
-  static constexpr int kEvents = 256;        // taken from the set at once
-  static constexpr int kReceivesInARow = 4;  // of one engine, before others have their turn
+  static constexpr int kEvents = 256;        // fetched from the epoll set at once
+  static constexpr int kReceivesInARow = 4;  // from one engine, before others have their turn
   static constexpr uint64_t kClientSide = UINT64_C(1) << 63;
-  static constexpr uint32_t kMaxLine = UINT32_C(1) << 30;  // the last bit of a tag is its side
+  static constexpr uint32_t kMaxLine = UINT32_C(1) << 30;  // a tag's last bit says which side
 
   static constexpr ExchangeId kNobody = ~UINT64_C(0);
 
@@ -365,20 +366,20 @@ class Relay {
   };
   // A connection to an engine.
   struct Line {
-    uint32_t number = 0;  // of all that there have been; 0: it is closed
+    uint32_t number = 0;  // unique among all lines so far; 0: closed
     uint32_t events = 0;
     bool watched = false;  // its descriptor is in the epoll set
     EngineId engine = 0;
-    ExchangeId exchange = kNobody;  // kNobody: it is kept for the next one
+    ExchangeId exchange = kNobody;  // kNobody: kept for the next exchange
   };
   struct Engine {
     sockaddr_storage address{};
     socklen_t size = 0;  // 0: there is no such engine
-    uint64_t era = 0;    // counts the addresses that this number has stood for
+    uint64_t era = 0;    // number of addresses that the id has stood for
     std::vector<Idle> idle;
   };
 
-  // Empties a text with its memory: `clear` keeps that, for as long as a stream may last.
+  // Empties a text and frees its memory, which `clear` would keep for as long as the stream lasts.
   static void give_back(std::string& text) { std::string().swap(text); }
 
   // Returns the size of the address, 0 if the text is not one.
@@ -427,7 +428,7 @@ class Relay {
     }
     const uint32_t slot = free_.back();
     free_.pop_back();
-    exchanges_[slot]->generation &= 0x7fffffff;  // the last bit of a tag is its side
+    exchanges_[slot]->generation &= 0x7fffffff;  // a tag's last bit says which side
     ++live_;
     return id_of(slot);
   }
@@ -498,8 +499,9 @@ class Relay {
     }
   }
 
-  // Whether a connection fails for want of something here, which says nothing about the engine. The
-  // queue of a Unix socket that is full is the engine's, but it is there.
+  // Whether a connection has failed for want of something on this side, which says nothing about
+  // the engine. EAGAIN is the full queue of a Unix socket: the engine's, but it shows that the
+  // engine is there.
   static bool lacks_room(int error) {
     return error == EADDRNOTAVAIL || error == EAGAIN || error == ENOBUFS || error == ENOMEM;
   }
@@ -525,7 +527,7 @@ class Relay {
       }
       const ssize_t put = send_parts(x.engine_fd, parts, n);
       if (put < 0 && errno == EAGAIN) return watch_engine(id, EPOLLOUT | EPOLLIN);
-      // What it has said before it stopped reading is to be received yet; else its end is.
+      // What the engine sent before it stopped reading is still to be received, or else its end.
       if (put < 0) return watch_engine(id, EPOLLIN);
       x.sent += static_cast<size_t>(put);
       x.touched_ns = now_;
@@ -578,7 +580,7 @@ class Relay {
     size_t payload = 0, used = 0;
     if (!x.decoder.decode(buffer_.get(), got, payload, used))
       return end(id, ExchangeOutcome::kMalformed);
-    if (used < got) x.head.persists = false;  // nobody asked for more
+    if (used < got) x.head.persists = false;  // bytes that nobody asked for
     on_payload(id, buffer_.get(), payload);
   }
 
@@ -595,10 +597,10 @@ class Relay {
       }
       if (x.head.status == 101) return end(id, ExchangeOutcome::kMalformed);
       if (x.head.status >= 200) break;
-      x.received.erase(0, size);  // 1xx: more is to come
+      x.received.erase(0, size);  // an interim (1xx) head: the final one is still to come
       x.interim += size;
     }
-    if (x.phase == ExchangePhase::kSending) {  // the rest of the request is not wanted
+    if (x.phase == ExchangePhase::kSending) {  // the engine does not want the rest of the request
       x.head.persists = false;
       x.is_early = true;
       watch_engine(id, EPOLLIN);
@@ -620,7 +622,7 @@ class Relay {
     x.completes = x.decoder.complete();
     if (x.phase == ExchangePhase::kHolding) {
       x.held.append(data, n);
-      const bool forwarded = x.client_fd != kNoSocket;  // else nobody reads the first event
+      const bool forwarded = x.client_fd != kNoSocket;  // else the first event is of no use
       const bool event =
           forwarded && x.head.events && first_event(x.held.data(), x.held.size()) != 0;
       if (x.completes || event || x.held.size() >= x.hold) make_ready(id);
@@ -668,7 +670,7 @@ class Relay {
     }
   }
 
-  // Gives the engine's connection to the next request, or closes it.
+  // Keeps the engine's connection for the next request, or closes it.
   void release_engine(Exchange& x) {
     if (x.engine_fd == kNoSocket) return;
     Engine& engine = engines_[x.engine];
@@ -702,7 +704,7 @@ class Relay {
 
   void close_line(int fd) {
     lines_[static_cast<size_t>(fd)].number = 0;
-    ::close(fd);  // and leaves the epoll set
+    ::close(fd);  // this also removes it from the epoll set
   }
 
   Line& line_of(const Exchange& x) { return lines_[static_cast<size_t>(x.engine_fd)]; }
@@ -735,7 +737,7 @@ class Relay {
     return static_cast<size_t>(std::snprintf(line, kChunkLine, "%zx\r\n", n));
   }
 
-  // Sends payload to the client, or keeps what it does not take.
+  // Sends payload to the client, and keeps what it does not take.
   void send_frame(ExchangeId id, const char* data, size_t n) {
     Exchange& x = at(id);
     if (x.unsent_at < x.unsent.size()) {
@@ -777,7 +779,7 @@ class Relay {
     watch_engine(id, 0);
   }
 
-  // Sends what waits for the client.
+  // Sends the bytes that wait for the client.
   void flush(ExchangeId id) {
     Exchange& x = at(id);
     while (x.unsent_at < x.unsent.size()) {
@@ -809,7 +811,7 @@ class Relay {
     x.tail.add(data, n);
   }
 
-  // All of the payload is here.
+  // Ends the answer: all of its payload has arrived.
   void complete(ExchangeId id) {
     Exchange& x = at(id);
     release_engine(x);
@@ -823,7 +825,7 @@ class Relay {
 
   void end(ExchangeId id, ExchangeOutcome outcome) {
     Exchange& x = at(id);
-    // The end of a broken answer is sent to the client only behind what it has been sent before.
+    // The client learns of a broken answer's end only behind everything that was forwarded before.
     const bool tells = outcome == ExchangeOutcome::kBroken ||
                        outcome == ExchangeOutcome::kMalformed ||
                        outcome == ExchangeOutcome::kSilence || outcome == ExchangeOutcome::kClosed;
@@ -839,7 +841,7 @@ class Relay {
     notices_.push_back({id, false});
   }
 
-  // Lets go of both sockets.
+  // Closes or releases both sockets.
   void leave(Exchange& x) {
     close_engine(x);
     if (x.client_fd == kNoSocket) return;
@@ -863,7 +865,7 @@ class Relay {
     watch(x.client_fd, id | kClientSide, events, x.client_watched, x.client_events);
   }
 
-  // Without events a descriptor leaves the set: a hangup would be reported over and over.
+  // Without events, a descriptor leaves the set: otherwise its hangup would be reported repeatedly.
   void watch(int fd, uint64_t tag, uint32_t events, bool& watched, uint32_t& current) {
     if (events == 0) return unwatch(fd, watched, current);
     if (watched && current == events) return;

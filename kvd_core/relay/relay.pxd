@@ -84,7 +84,7 @@ cdef extern from "relay/relay.hpp" namespace "kvd::relay" nogil:
 
 cdef class Relay:
     cdef CRelay* core
-    cdef dict bodies      # by exchange: what is sent, for as long as it may be
+    cdef dict bodies      # by exchange: bodies that may still be read
     cdef object on_notice
     cdef deliver(self)
     cdef const Exchange* known(self, uint64_t exchange) except NULL

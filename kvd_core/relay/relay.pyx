@@ -1,12 +1,12 @@
 # distutils: language = c++
-"""The relay for Python: what is begun, when its answer begins, what became of it.
+"""The relay for Python: begins exchanges, says when an answer begins and how each has ended.
 
     begin ──> READY: answer() says how it begins ──> forward ──> END: ending() says how it went
        └───────────────────────────────────────────────────────> END
 
-A notice is one call of `on_notice(exchange)`: the exchange is ready or has ended, whichever `ready`
-and `ended` say. What `begin` and `forward` bring about at once gives none: ask when they return.
-Who began an exchange drops it, before the client's socket is closed.
+A notice is one call of `on_notice(exchange)`: the exchange is ready or has ended, as `ready` and
+`ended` say. What `begin` and `forward` bring about themselves gives no notice: ask when they
+return. The caller that began an exchange drops it, before it closes the client's socket.
 """
 from collections import namedtuple
 from enum import IntEnum
@@ -22,12 +22,13 @@ cdef enum:
 NOTHING, ALL, SOME = kNothing, kAll, kSome
 NO_CLIENT = -1
 
-# How an answer begins: `head` are its bytes to the empty line, `held` is payload without frames;
-# `whole` says whether that is all of it, `events` whether it is a stream of server-sent events.
+# How an answer begins: `head` has its bytes up to the empty line, `held` its payload without
+# frames; `whole` says whether that is all of it, `events` whether it is a stream of server-sent
+# events.
 Answer = namedtuple("Answer", ("status", "head", "held", "whole", "events"))
 
-# How an exchange went: `forwarded` bytes of payload in `receives` pieces, of which `tail` is the
-# end.
+# How an exchange went: `forwarded` bytes of payload came in `receives` pieces; `tail` is the end of
+# the payload.
 Ending = namedtuple("Ending", ("outcome", "forwarded", "receives", "tail"))
 
 
@@ -48,7 +49,7 @@ class ExchangeOutcome(IntEnum):
     CLOSED = 11
 
 
-OUTCOMES = tuple(ExchangeOutcome)  # by number: to call the class takes 1 µs
+OUTCOMES = tuple(ExchangeOutcome)  # by number: calling the class takes 1 µs
 
 cdef class Relay:
     """Exchanges between clients and engines, on an epoll set of their own."""
@@ -69,8 +70,8 @@ cdef class Relay:
         return self.core.live()
 
     def set_limits(self, double connect_s, double silence_s, double client_s, double idle_s):
-        """Has these hold for all exchanges: seconds to connect, without a byte of the engine's,
-        without one taken by the client, and that a connection is kept.
+        """Sets the limits of all exchanges, in seconds: to connect, without a byte from the engine,
+        without a byte taken by the client, and for a connection to be kept.
         """
         self.core.limits.connect_ns = <int64_t>(connect_s * 1e9)
         self.core.limits.silence_ns = <int64_t>(silence_s * 1e9)
@@ -78,32 +79,31 @@ cdef class Relay:
         self.core.limits.idle_ns = <int64_t>(idle_s * 1e9)
 
     def add_engine(self, str host not None, uint16_t port):
-        """Takes an IP address and port, or a Unix socket's path or @NAME and 0.
+        """Adds an engine and returns its number.
 
-        Returns the engine's number.
-
-        Raises ValueError for any other host.
+        Takes an IP address and a port, or a Unix socket's path or @NAME and 0. ValueError for any
+        other host.
         """
         return self.core.add_engine(host.encode(), port)
 
     def move_engine(self, uint32_t engine, str host not None, uint16_t port):
-        """Has the next connections go elsewhere; raises as `add_engine` does."""
+        """Lets the next connections go elsewhere; ValueError as from `add_engine`."""
         self.core.move_engine(engine, host.encode(), port)
 
     def remove_engine(self, uint32_t engine):
-        """Forgets an engine, with which nothing is begun any more; what is under way goes on."""
+        """Forgets an engine that gets no further exchanges; those under way continue."""
         self.core.remove_engine(engine)
 
     def idle(self, uint32_t engine):
-        """Returns how many connections are kept to an engine."""
+        """Returns the number of connections kept to an engine."""
         return self.core.idle(engine)
 
     def begin(self, uint32_t engine, int client_fd, bytes head not None, bytes body not None,
               size_t hold):
         """Sends a request; returns the exchange.
 
-        The answer is held until its first event is there, if it is a stream with a client, else
-        until it is whole; and at `hold` bytes of payload whatever it is.
+        A stream for a client is held until its first event is complete, any other answer until it
+        is whole; either is ready at `hold` bytes of payload at the latest.
         """
         cdef uint64_t exchange = self.core.begin(
             engine, client_fd, PyBytes_AS_STRING(head), PyBytes_GET_SIZE(head),
@@ -118,7 +118,7 @@ cdef class Relay:
         return self.known(exchange).phase == ExchangePhase.kReady
 
     def ended(self, uint64_t exchange):
-        """Returns whether there is nothing more to come."""
+        """Returns whether the exchange has ended."""
         return self.known(exchange).phase == ExchangePhase.kEnded
 
     def answer(self, uint64_t exchange):
@@ -127,9 +127,9 @@ cdef class Relay:
         return Answer(x.head.status, x.received, x.held, x.completes, x.head.events)
 
     def forward(self, uint64_t exchange, bytes head not None, bint chunked):
-        """Sends a ready answer on behind this head, in chunks or as it is.
+        """Sends a ready answer to the client behind this head, in chunks or as it is.
 
-        What has been sent and received so far is forgotten.
+        The request, and all that was received of the answer, are forgotten.
         """
         if self.known(exchange).phase != ExchangePhase.kReady:
             raise ValueError("the exchange is not ready")
@@ -139,7 +139,7 @@ cdef class Relay:
         self.core.clear_notices()
 
     def fill(self, uint64_t exchange, bytes filler not None, double pause_s):
-        """Has `filler` sent, between two events of a stream, when nothing came for so long."""
+        """Sends `filler` between two events of a stream whenever nothing came for `pause_s`."""
         self.known(exchange)
         cdef int64_t pause_ns = <int64_t>(pause_s * 1e9)
         self.core.fill(exchange, PyBytes_AS_STRING(filler), PyBytes_GET_SIZE(filler), pause_ns)
@@ -150,27 +150,27 @@ cdef class Relay:
         return Ending(OUTCOMES[<int>x.outcome], x.tail.size(), x.receives, x.tail.text())
 
     def drop(self, uint64_t exchange):
-        """Forgets an exchange; an engine that has not answered in full hears of it as an abort."""
+        """Forgets an exchange; to an engine that has not answered in full this is an abort."""
         self.known(exchange)
         self.core.drop(exchange)
         self.bodies.pop(exchange, None)
 
     def serve_ready(self, int64_t budget_ns):
-        """Moves what has come, until nothing is left or `budget_ns` nanoseconds have passed.
+        """Serves pending events until none is left or `budget_ns` nanoseconds have passed.
 
-        Returns NOTHING if nothing had come, ALL, or SOME if more may be waiting.
+        Returns NOTHING if there were none, ALL, or SOME if more may be waiting.
         """
         cdef int served = <int>self.core.turn(budget_ns)
         self.deliver()
         return served
 
     def sweep(self):
-        """Ends what has taken too long, and connections that were kept for too long."""
+        """Ends exchanges that have taken too long, and closes connections kept for too long."""
         self.core.sweep()
         self.deliver()
 
     def stats(self):
-        """Returns the counters since the beginning, by name."""
+        """Returns the counters since the start, by name."""
         return self.core.stats
 
     cdef deliver(self):
@@ -178,7 +178,7 @@ cdef class Relay:
         cdef vector[Notice] notices = self.core.notices()
         self.core.clear_notices()
         for i in range(notices.size()):
-            # An answer may have been noticed as ready and ended in one turn.
+            # One turn may give two notices of an exchange; the first call may drop it.
             if self.core.knows(notices[i].id):
                 self.on_notice(notices[i].id)
 

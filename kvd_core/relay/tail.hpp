@@ -1,10 +1,9 @@
-// The end of a payload, however it came in pieces.
+// The last bytes of a payload that comes in pieces of any size.
 //
 //   ring_  [ ...newest | oldest... ]
 //                      ^ size_ % kMaxTail
 //
-// Costs: O(bytes) a piece, at most kMaxTail of them; kMaxTail bytes of memory from the first piece
-// on, and no more.
+// Costs: O(bytes) a piece, at most kMaxTail of them; memory kMaxTail bytes from the first piece on.
 #pragma once
 
 #include <cstddef>
@@ -15,11 +14,11 @@
 
 namespace kvd::relay {
 
-constexpr size_t kMaxTail = 1024;  // bytes of a payload's end that are kept, for errors and usage
+constexpr size_t kMaxTail = 1024;  // bytes kept of a payload's end, for errors and usage
 
 class Tail {
  public:
-  // Bytes that there have been.
+  // All bytes added so far.
   uint64_t size() const { return size_; }
 
   void add(const char* data, size_t n) {
@@ -34,7 +33,7 @@ class Tail {
     std::memcpy(ring_.get(), data + first, kept - first);
   }
 
-  // The last bytes, in order: all that there have been, or kMaxTail of them.
+  // The last kMaxTail bytes in order, or all if there are fewer.
   std::string text() const {
     if (size_ <= kMaxTail) return std::string(ring_.get(), static_cast<size_t>(size_));
     const size_t at = static_cast<size_t>(size_ % kMaxTail);
