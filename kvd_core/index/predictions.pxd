@@ -9,8 +9,6 @@ cdef extern from "index/predicted.hpp" namespace "kvd" nogil:
     cppclass CPredicted "kvd::Predicted":
         CPredicted(double, uint32_t, uint32_t) except +  # seconds, entries, entries
         uint32_t size()
-        # Predicts that a rank caches a prompt, by its local hashes, from a time in seconds on.
-        void add(uint32_t, const uint64_t*, size_t, double) except +
         void forget(uint32_t) except +  # drops all predictions of a rank
         cbool prune(double, size_t)     # ends at most this many that are too old or too many
 
