@@ -4,35 +4,35 @@
       ├ workers: worker id ──> record, lifecycle, reasons           the catalog, and its changes
       ├ scheduler: select, wait, stop                               chooses ranks, at once or later
       ├ reservations: reservation id ──> Candidates                 ids are unique service-wide
-      └ candidates: (model, tenant) ──> Candidates                  shared by the three
+      └ candidates: (model, tenant) ──> Candidates                  shared by these three
                                      ├ pool     kvd_core: the ranks that can be chosen, and what
                                      │          they are thought to cache (kvd_core.index)
                                      ├ ledger   kvd_core: their live requests
-                                     └ queue    selections that wait, all their ranks being busy
+                                     └ queue    selections that wait because their ranks are busy
 
-Listeners of KV events are those of the registry, shared with the other faces. Changes of the
-catalog are made one after the other and may wait for listeners to end; everything else is one
-atomic step: between choosing a rank and booking it nothing is awaited.
+The registry's listeners receive the KV events; all faces share them. Changes of the catalog run one
+after the other and may wait for listeners to end. Everything else is one atomic step: no code
+awaits between choosing a rank and booking it.
 
-    service                    `Selections`: the parts above, wired; what daemon and face use
-    scheduler, queue           choices, at once or later; selections that wait
-    immediate                  the usual selection, and the usual steps of a reservation, without
-                               scheduler and observers; compiled
-    weighing                   how a rank would be chosen: terms of its cost, by what, by chance
-    requests, phases           a `SelectRequest` and what comes of it; prefill and decode apart
-    reservations, retries      what is booked, until its end; answers that are asked for again
-    serving                    what a booking counts and how an answer begins, for the scheduler and
-                               for handlers that serve a selection at once; compiled
-    decay                      how much output blocks of a reservation weigh towards its end
+    service                    `Selections`: the parts above, wired for the daemon and the face
+    scheduler, queue           chooses ranks, at once or later; the selections that wait
+    immediate                  ordinary selections, and steps of reservations, that need neither
+                               scheduler nor observers; compiled
+    weighing                   how a rank would be chosen: the basis, costs and their terms, chances
+    requests, phases           a `SelectRequest`, its choice and its reply; prefill and decode apart
+    reservations, retries      live bookings, until their end; answers kept for retried requests
+    serving                    the tokens that a booking counts and the beginning of an answer, for
+                               the scheduler and for hot handlers; compiled
+    decay                      how the weight of a reservation's output blocks falls towards its end
     workers, worker_record, admission
-                               the catalog; a worker's record; what keeps one from being scheduled
-    candidates, streams        a fleet's ranks that can be chosen; those whose engine has gone
+                               the catalog; a worker's record; what keeps it from being scheduled
+    candidates, streams        a fleet's ranks that can be chosen; ranks whose engine has gone
     affinity, sessions         sessions and the ranks that they are bound to
-    options, tuning            settings; what operators change at run time
-    policies                   costs by name, each a row of weights
-    decisions                  the decision log: a line a booked choice, without prompts
-    speeds, regression         how fast ranks are, learned from their requests; the line through
-                               those, compiled
-    regret                     what was expected of choices, and what came of them
-    readiness, stats           is it worth asking; what has become of every selection
+    options, tuning            settings; changes that operators make at run time
+    policies                   named costs, each a row of weights
+    decisions                  the decision log: one line for each booked choice, without its prompt
+    speeds, regression         how fast ranks are, learned from their requests; fits a line to
+                               observations, compiled
+    regret                     the expected and the actual outcomes of choices
+    readiness, stats           whether the service is ready to select; counts of all selections
 """

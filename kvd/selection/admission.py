@@ -1,4 +1,4 @@
-"""Judges worker records: whether they can be scheduled beside what there is, and if not, why."""
+"""Judges whether a worker can be scheduled beside those already there, and if not, why."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvd.wire.curve import check_server_key
 from kvd.wire.endpoints import Addresses, is_endpoint
 from kvd_core.ledger import ledger
 
-OWNER = "selection"  # of its registrations
+OWNER = "selection"  # the name under which the selection service registers ranks
 
 MAX_WORKERS = 65_536  # worker records of the selection service
 
@@ -26,8 +26,8 @@ class CatalogEntry:
     """A worker of the catalog."""
 
     record: WorkerRecord
-    reasons: list[str]  # why it cannot be scheduled
-    blocked: bool = False  # by others: nothing is wrong with it alone
+    reasons: list[str]  # why the worker cannot be scheduled; empty if it can
+    blocked: bool = False  # only other workers, another face or a bound keep it out
 
     @property
     def lifecycle(self) -> WorkerLifecycle:
@@ -52,9 +52,10 @@ class Admission:
         self._options = options
 
     def check_addresses(self, record: WorkerRecord) -> None:
-        """Raises BadRequest on addresses that may not be connected to; malformed ones are reasons.
+        """Raises BadRequest on addresses that kvd may not connect to.
 
-        Without KV events the addresses are never connected to, and any text will do.
+        Malformed addresses pass: they become reasons not to schedule the worker. Without KV events
+        kvd connects to none of them, so any text will do.
         """
         if not self._options.uses_kv_events:
             return
@@ -71,7 +72,7 @@ class Admission:
         self._served.check(record.key)
 
     def judged(self, record: WorkerRecord) -> CatalogEntry:
-        """Returns the entry that a record would be."""
+        """Returns the entry that a record would get in the catalog."""
         candidates = self._candidates.get(record.key)
         others = () if candidates is None else candidates.workers.values()
         beside = next((one for one in others if one.worker_id != record.worker_id), None)
@@ -86,9 +87,10 @@ class Admission:
         return CatalogEntry(record, [])
 
     def _check_join(self, records: list[WorkerRecord], leaving: set[int]) -> None:
-        """Raises what `_join` would for workers of one fleet, once what these have has gone.
+        """Raises the error that these workers of one fleet would meet when they join it.
 
-        That is Unavailable at a bound, and Conflict with what another face has registered.
+        The `leaving` workers count as gone. Raises Unavailable at a bound, and Conflict with a
+        registration of another face.
         """
         if not records:
             return
@@ -119,7 +121,7 @@ class Admission:
             )
 
     def check_all(self, records: list[WorkerRecord], gone: Candidates | None) -> None:
-        """Raises what keeps any of the records from being scheduled, once a fleet has gone."""
+        """Raises an error unless all records could be scheduled after the fleet `gone` has left."""
         for record in records:
             reasons = record.reasons(records[0], uses_events=self._options.uses_kv_events)
             if reasons:
@@ -131,7 +133,7 @@ class Admission:
         self._check_join(records, leaving)
 
     def check_room(self, records: list[WorkerRecord]) -> None:
-        """Raises Unavailable if there are too many workers for these."""
+        """Raises Unavailable if the catalog has no room for these records."""
         new = {record.worker_id for record in records} - self._entries.keys()
         if len(self._entries) + len(new) > MAX_WORKERS:
             raise Unavailable(f"the limit of {MAX_WORKERS} workers is reached")

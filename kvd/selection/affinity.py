@@ -1,8 +1,8 @@
-"""Sessions of the selection service: their requests go where those before them went.
+"""Sends the requests of a session to the rank that served the session before.
 
-A booking binds its session to a rank, and later selections follow the binding. A pinned worker or
-an affinity target comes before the session and leaves it as it is; constraints that exclude the
-session's rank hold for that request alone.
+A booking binds its session to its rank, and later selections follow the binding. A request with a
+pinned worker or an affinity target ignores its session and leaves the binding as it is. Constraints
+that exclude the session's rank affect their own request alone.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from kvd.wire.affinity import Bound
 from kvd.wire.lifecycle import Outcome
 from kvd_core.ledger.journal import Journal
 
-MAX_SESSION_ID_BYTES = 256  # longest session id, as on the original
+MAX_SESSION_ID_BYTES = 256  # longest session id, as in Dynamo
 
-# Seconds by which a clock is ahead at least: those that follow NTP agree within milliseconds.
+# Least difference at which a replica's clock counts as ahead of ours: clocks that follow NTP agree
+# within milliseconds.
 LEAST_LEAD_S = 0.1
 
-LEASED = ord("S")  # kind of a journal's record of a session: its binding, and who holds it
+LEASED = ord("S")  # kind of a journal's record of a session: its binding, and who leases it
 
 Key = tuple[PartitionKey, str]
 
@@ -43,12 +44,12 @@ class Affinity:
         max_sessions: int = MAX_SESSIONS,
         journal: Journal | None = None,
     ) -> None:
-        """Changes of bindings are recorded in the `journal`, if there is one."""
+        """Records changes of bindings in the `journal`, if there is one."""
         self.sessions: Sessions[Key] = Sessions(ttl_s, max_sessions)
         self.leases: dict[str, tuple[Key, Binding]] = {}  # by reservation id
         self.bindings: Observers[[Bound]] = Observers()  # notified of bindings made here
-        self.lead_s = 0.0  # by which the last replica whose clock was ahead of ours was so
-        self.led_at = -math.inf  # when that was heard
+        self.lead_s = 0.0  # how far a replica's clock was ahead when that was last seen
+        self.led_at = -math.inf  # when it was last seen
         self._writer_id = writer_id
         self._candidates = candidates
         self._clock = clock
@@ -64,7 +65,7 @@ class Affinity:
     def booked(
         self, candidates: Candidates, ask: SelectRequest, reservation_id: str, rank: tuple[int, int]
     ) -> None:
-        """Binds a request's session to where it was booked, or keeps it bound."""
+        """Binds a booked request's session to its rank, or extends the binding that it has."""
         key = _key(ask)
         if key is None:
             return
@@ -72,20 +73,20 @@ class Affinity:
         if binding is not None and binding.means(*rank):
             self.sessions.lease(key, binding)
         elif binding is not None and _is_ruled_out(candidates, ask, binding):
-            return  # others of the session can go there
+            return  # other requests of the session can still go to its rank
         else:
             binding = self.sessions.bind(key, *rank, self._writer_id, self._wall_ns())
         self.leases[reservation_id] = key, binding
         self._tell(key, binding, reservation_id)
 
     def ended(self, reservation_id: str) -> None:
-        """Ends what a reservation has kept bound; its session's time to live begins."""
+        """Ends a reservation's lease; after the last one the session's time to live begins."""
         lease = self.leases.pop(reservation_id, None)
         if lease is not None and self.sessions.release(*lease, self._clock()):
             self._tell(*lease)
 
     def apply(self, bound: Bound, at: float | None = None) -> Outcome:
-        """Takes what a replica says of a session now, or what was so at an earlier time."""
+        """Applies a replica's binding of a session, made now or at an earlier time `at`."""
         self._note_lead(bound)
         candidates = self._candidates.get(bound.partition)
         if candidates is None or not candidates.workers:
@@ -104,13 +105,13 @@ class Affinity:
         return Outcome.APPLIED if taken else Outcome.OLDER
 
     def _note_lead(self, bound: Bound) -> None:
-        """Notes a version of the future: its writer's clock is ahead of ours."""
+        """Notes a version that lies in the future: the clock of its writer is ahead of ours."""
         lead_s = (bound.version.sequence - self._wall_ns()) / 1e9
         if lead_s > LEAST_LEAD_S:
             self.lead_s, self.led_at = lead_s, self._clock()
 
     def hold(self, reservation_id: str, bound: Bound) -> None:
-        """Keeps a session bound as long as a reservation lives, if it is bound so still."""
+        """Leases a binding to a live reservation, unless the session has been bound anew."""
         key = bound.partition, bound.session_id
         binding = self.sessions.find(key, self._clock())
         if binding is not None and binding.version == bound.version:
@@ -129,12 +130,12 @@ class Affinity:
             self._journal.put(LEASED, msgpack.packb(content))
 
     def bound(self) -> Iterator[Bound]:
-        """Yields all sessions that are bound now; others may change them between two."""
+        """Yields all sessions that are bound now; bindings may change between two yields."""
         for key, binding, _ in self.sessions.listed(self._clock()):
             yield Bound(*key, binding.worker_id, binding.dp_rank, binding.version)
 
     def export(self) -> Iterator[None]:
-        """Records all sessions as they are now; yields after each."""
+        """Records all sessions and leases in the journal; yields after each."""
         for key, binding, at in self.sessions.listed(self._clock()):
             self._record(Bound(*key, binding.worker_id, binding.dp_rank, binding.version), at)
             yield
@@ -153,7 +154,7 @@ def _key(ask: SelectRequest) -> Key | None:
 
 
 def _is_ruled_out(candidates: Candidates, ask: SelectRequest, binding: Binding) -> bool:
-    """Returns whether a request's constraints keep it from a rank that is there."""
+    """Returns whether constraints exclude the rank of a binding, although that rank exists."""
     record = candidates.workers.get(binding.worker_id)
     if record is None or ask.constraints is None:
         return False

@@ -22,7 +22,7 @@ from kvd_core.ledger.ledger import Ledger
 from kvd_core.selector.selector import Candidate, Pool
 from kvd_core.selector.settings import Settings
 
-# Predicted blocks forgotten between two checkpoints, some 0.1 µs each.
+# Predicted blocks forgotten between two checkpoints, at some 0.1 µs each.
 PREDICTED_SLICE = 4096
 
 
@@ -30,8 +30,8 @@ class Absence(NamedTuple):
     """The fault of a rank's event connection."""
 
     since: float  # seconds, of the service's clock
-    heard: bool  # what it caches counts: the connection was never made, so none of it was missed
-    reachable: bool  # it can be chosen still
+    heard: bool  # cached blocks still count: a connection that was never made has lost no events
+    reachable: bool  # the rank can still be chosen
 
 
 class Candidates:
@@ -42,7 +42,7 @@ class Candidates:
     ) -> None:
         self.key = key
         self._options = options
-        self.settings = settings  # of requests that override nothing
+        self.settings = settings  # for requests that override none of them
         self._state = state
         self.ledger = Ledger()
         self.ledger_block_size: int | None = None  # tokens; None: no worker has joined yet
@@ -50,15 +50,15 @@ class Candidates:
         self.absent: dict[tuple[int, int], Absence] = {}  # by worker and dp rank
         self.queue: SelectionQueue[QueuedRequest] = SelectionQueue(options.queue_policy)
         self._pool: Pool | None = None
-        self._former: Pool | None = None  # the pool before, whose turns the next one takes over
+        self._former: Pool | None = None  # the last pool: the next one takes over its round-robin
         self._masks: dict[Phase | None, bytes | None] = {}
         self.whole: bytes | None = None  # the pool's mask for whole requests, None: all ranks
-        self._silent: int | None = None
-        # By candidate, once needed: the members of an answer that name the chosen rank, as JSON.
+        self._silent: int | None = None  # see `changed`
+        # By candidate, made when needed: the JSON members of an answer that name the chosen rank.
         self.pieces: list[bytes | None] = []
         members = json.dumps(key._asdict(), separators=(",", ":"))
-        self.partition_json = members.encode()[:-1]  # unclosed
-        # Of what workers without KV events cache; None while there are none.
+        self.partition_json = members.encode()[:-1]  # a JSON object without its closing brace
+        # Blocks that workers without KV events should cache; None while there are no such workers.
         self.predictions: Predictions | None = None
 
     @property
@@ -67,12 +67,12 @@ class Candidates:
         return next((record.block_size for record in self.workers.values()), None)
 
     def has_rank(self, worker_id: int, dp_rank: int) -> bool:
-        """Returns whether a worker has a rank; the ledger has those, too, that are leaving."""
+        """Returns whether a worker has a rank; the ledger also has ranks that are leaving."""
         record = self.workers.get(worker_id)
         return record is not None and dp_rank in record.ranks
 
     def changed(self, silent: int | None = None) -> None:
-        """Notes that the workers, or what they cache in, have changed.
+        """Notes that the workers or their indexes have changed, so that the pool is made anew.
 
         The worker `silent` counts as caching nothing until the next change.
         """
@@ -81,7 +81,7 @@ class Candidates:
         self._silent = silent
 
     def note_absence(self, rank: tuple[int, int], absence: Absence | None) -> None:
-        """Takes note of what is wrong with the event connection of a rank, None for nothing."""
+        """Notes the fault of a rank's event connection; None means that it is sound."""
         if absence is None:
             self.absent.pop(rank, None)
         else:
@@ -97,7 +97,7 @@ class Candidates:
 
     @property
     def pool(self) -> Pool:
-        """The ranks there are now; O(ranks log ranks) after a change, once for many of them."""
+        """The ranks there are now; made anew, in O(ranks log ranks), at first use after changes."""
         if self._pool is None:
             self._pool = self._make_pool()
             for rank, absence in self.absent.items():
@@ -145,11 +145,11 @@ class Candidates:
         return bool(record.without_kv_events) or not self._options.uses_kv_events
 
     def _partition(self) -> Partition | None:
-        """Returns what is indexed of its workers by events, None without events."""
+        """Returns the index that events have filled for these workers, None without events."""
         return self._state.partitions.get(self.key) if self._options.uses_kv_events else None
 
     def piece(self, chosen: int) -> bytes:
-        """Returns the members that name a candidate in an answer, a comma behind them."""
+        """Returns the JSON members that name a candidate in an answer, with a comma after them."""
         piece = self.pieces[chosen]
         if piece is None:
             candidate = self.pool.candidates[chosen]
@@ -166,7 +166,7 @@ class Candidates:
         return piece
 
     def render_loads(self) -> bytes:
-        """Returns a JSON object of what its ranks work on, and what waits."""
+        """Returns a JSON object of the loads of its ranks, and of the selections that wait."""
         waiting = [held.prompt.isl_tokens for held in self.queue]
         return b'%b,"loads":%b,"pending_count":%d,"pending_isl_tokens":%d}' % (
             self.partition_json,
@@ -181,11 +181,11 @@ class Candidates:
         phase: Phase | None,
         preferred: Mapping[str, float] | None,
     ) -> Ranks:
-        """Returns the ranks there are now, as a request of these members sees them."""
+        """Returns the present ranks as a request with these members sees them."""
         return Ranks(self.pool, self.eligible(constraints, phase), self.factors(preferred))
 
     def eligible(self, constraints: Constraints | None, phase: Phase | None = None) -> bytes | None:
-        """Returns the pool's mask of the ranks that may serve a phase; None: all of them."""
+        """Returns the pool's mask of the ranks that may serve a phase; None means all."""
         pool = self.pool
         if phase not in self._masks:
             self._masks[phase] = self._mask(pool, phase)
@@ -212,10 +212,10 @@ class Candidates:
         return None if all(mask) else mask
 
     def factors(self, preferred: Mapping[str, float] | None) -> bytes | None:
-        """Returns the factors of the costs of the pool's ranks; None: all are 1.
+        """Returns a factor for the cost of each of the pool's ranks; None means that all are 1.
 
-        The preferences for a worker's taints add up to a factor between 1/e and e, below 1 where
-        they are positive.
+        The sum of the preferences for a worker's taints gives a factor between 1/e and e: below 1,
+        which favours the worker, where the sum is positive.
         """
         if not preferred:
             return None
@@ -228,7 +228,7 @@ class Candidates:
         return array("d", (by_worker[each.worker_id] for each in self.pool.candidates)).tobytes()
 
     def targets(self, affinity: tuple[int, int | None], eligible: bytes | None) -> bytes | None:
-        """Narrows a mask to an affinity target; None if no rank of it may serve the request."""
+        """Narrows a mask to an affinity target; None if no rank of the target is in the mask."""
         worker_id, dp_rank = affinity
         mask = bytes(
             each.worker_id == worker_id
@@ -239,13 +239,13 @@ class Candidates:
         return mask if any(mask) else None
 
     def predicted(self) -> int:
-        """Returns how many blocks are thought to be cached because prompts were booked."""
+        """Returns how many blocks are predicted: bookings suggest that ranks cache them."""
         partition = self._partition()
         beside_events = 0 if partition is None else partition.index.predicted()
         return beside_events + (0 if self.predictions is None else len(self.predictions))
 
     def forget_predictions(self, now: float) -> bool:
-        """Forgets some predictions that are too old or too many; True while there may be more."""
+        """Forgets a slice of the predictions that are too old or too many; True if more may be."""
         partition = self._partition()
         more = partition is not None and partition.index.forget_predicted(now, PREDICTED_SLICE)
         return (
@@ -273,6 +273,6 @@ def schedulable(owners: Mapping[PartitionKey, Candidates], key: PartitionKey) ->
 
 
 def members_json(members: dict[str, Any]) -> bytes:
-    """Renders members of an object, each with a comma behind it."""
+    """Renders the members of a JSON object, with a comma after each."""
     text = json.dumps(members, separators=(",", ":")).encode()
     return text[1:-1] + b"," if members else b""

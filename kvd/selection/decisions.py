@@ -1,16 +1,16 @@
-"""The decision log: one line a booked choice, and one for each further step of its request.
+"""The decision log: one line for each booked choice, and one for each later step of its request.
 
-    choice            when, for whom, the prompt's length and block hashes, the candidates that
-                      cached most of it, who was chosen, what that cost, what is foreseen
-    prefill_complete  when
-    end               when, how many tokens came out where engines report blocks of output
+    choice            the time, model and request, the prompt's length and block hashes, the
+                      candidates that cached most of it, the chosen rank, its cost, the forecast
+    prefill_complete  the time
+    end               the time, and the output tokens if the engine reports output blocks
 
-A line is a JSON object. There is no text and no token id of a prompt in it, only rolling hashes:
-the last of each LOGGED_TOKENS, so that a line of a long prompt stays short. `kvd replay` reads the
+Each line is a JSON object. It holds no text and no token ids of the prompt, only rolling hashes:
+one for every LOGGED_TOKENS, so that the line of a long prompt stays short. `kvd replay` reads the
 log (kvd/replay/decision_log.py).
 
-Choices of other replicas are in their own logs. What is only selected and never booked is in none:
-nobody knows whether it was sent.
+Other replicas log their choices themselves. A selection that is never booked is in no log: nobody
+knows whether its request was sent.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from kvd_core.ledger.ledger import LiveRequest
 # Tokens that one logged hash stands for, or a block if that is longer: a prompt of 100,000 tokens
 # has 200 hashes, 2 kB.
 LOGGED_TOKENS = 512
-MAX_LOGGED_HASHES = 2048  # of a prompt, a million tokens; what is behind them is left out
-MAX_MATCHED = 8  # candidates of a line, those that cached most
+MAX_LOGGED_HASHES = 2048  # hashes of one prompt, a million tokens; the rest of it is not logged
+MAX_MATCHED = 8  # candidates in one line, those that cache most of the prompt
 
 CHOICE, PREFILL_COMPLETE, END = "choice", "prefill_complete", "end"
 
@@ -41,8 +41,8 @@ _dumps = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def outcome(moment: Moment, live: LiveRequest, candidates: Candidates) -> dict[str, object]:
-    """Returns the rank that a request was just booked on, and its cost; O(candidates)."""
-    pool = candidates.pool  # it has matched this prompt last
+    """Returns the members of a choice: the rank just booked and its cost; O(candidates)."""
+    pool = candidates.pool  # this prompt is the last that it has matched
     chosen = pool.find(live.worker_id, live.dp_rank)
     assert chosen is not None
     row = pool.explained(chosen, candidates.settings)
@@ -62,7 +62,7 @@ def outcome(moment: Moment, live: LiveRequest, candidates: Candidates) -> dict[s
 
 
 class DecisionLog:
-    """Writes down what becomes of the reservations of a service."""
+    """Logs the steps of the reservations of a service."""
 
     def __init__(
         self,
@@ -74,8 +74,8 @@ class DecisionLog:
     ) -> None:
         """`wall_ns` returns nanoseconds since 1970.
 
-        Without `shares_blocks` sequence hashes of prompts are random, and are made of the local
-        ones instead.
+        Without `shares_blocks` the sequence hashes of bookings are random, so the log computes
+        them from the local hashes instead.
         """
         self._candidates = candidates
         self._writer = writer
@@ -83,7 +83,7 @@ class DecisionLog:
         self._shares_blocks = shares_blocks
 
     def note(self, moment: Moment) -> None:
-        """Takes a step of a reservation; O(candidates + hashes of the prompt)."""
+        """Logs a step of a reservation; O(candidates + hashes of the prompt)."""
         if moment.step is not Step.ADD:
             self._write(self._later(moment))
         elif moment.live is not None and not moment.mirrored:
@@ -98,13 +98,13 @@ class DecisionLog:
             return line | {"event": PREFILL_COMPLETE, "request": moment.request_id}
         line |= {"event": END, "request": moment.request_id}
         if moment.live is None:
-            return line | {"dropped": True}  # too old, or its rank was removed
+            return line | {"dropped": True}  # the request was too old, or its rank was removed
         block_size = self._candidates[moment.key].ledger_block_size or 0
         return line | {"output_tokens": moment.live.output_blocks * block_size or None}
 
     def _choice(self, moment: Moment, live: LiveRequest) -> dict[str, object]:
         candidates = self._candidates[moment.key]
-        pool = candidates.pool  # it has matched this prompt last
+        pool = candidates.pool  # this prompt is the last that it has matched
         prompt = pool.hold()
         stride = max(1, LOGGED_TOKENS // pool.block_size)
         hashes = array("Q", prompt.sequence_hashes)
@@ -122,7 +122,7 @@ class DecisionLog:
         }
 
     def families(self) -> Iterator[Family]:
-        """Yields what /metrics says of the log."""
+        """Yields the log's families of /metrics."""
         writer = self._writer
         help = "Number of lines of the decision log, by outcome"
         lines = {
