@@ -1,5 +1,5 @@
 # distutils: language = c++
-"""Data sheet of selections that need no scheduler (immediate.pyx)."""
+"""Data sheet of the selections and steps that need no scheduler (immediate.pyx)."""
 from libc.stdint cimport int64_t, uint32_t
 from libcpp.string cimport string
 from libcpp.string_view cimport string_view
@@ -18,15 +18,15 @@ cdef class ImmediateSelection:
     cdef Draws draws
     cdef ChoiceStats choice_stats
     cdef dict live                 # Candidates by reservation id
-    cdef list replicas, observers  # those notified of steps (kvd.slots.live_requests)
-    cdef Sample sample             # of requests whose steps observers get
+    cdef list replicas, observers  # subscribers to steps (kvd.slots.live_requests)
+    cdef Sample sample             # picks the requests whose steps observers get
     cdef readonly double booked_at  # seconds, when the last booking was made
 
-    # Says whether a selection can be served here; `reservation_id` is None if nothing is booked.
+    # Returns whether a selection can be served here; `reservation_id` is None if it books nothing.
     cpdef bint suits(self, candidates, str reservation_id, str session_id) except -1
-    # Chooses for the prompt that the fleet's pool has matched, and books it under the id if there
-    # is one; `expected` tokens of output, or kNone. Returns the candidate; -1, and nothing has
-    # changed, if that cannot be done here.
+    # Chooses a rank for the prompt that the fleet's pool has matched, and books it under the id if
+    # there is one; `expected` is its tokens of output, or kNone. Returns the candidate, or -1 and
+    # changes nothing if only the scheduler can serve it.
     cdef int64_t serve(self, candidates, str reservation_id, uint32_t expected) except? -2
 
     cdef bint reserve(self, candidates, Settings settings, Pool pool, size_t candidate,
@@ -38,7 +38,7 @@ cdef class ImmediateSteps:
     cdef dict live
     cdef list replicas, observers
     cdef Sample sample
-    cdef dict leases         # of sessions, by reservation id: replicas learn their end
+    cdef dict leases         # session leases by reservation id; the scheduler's way ends these
     cdef string prefill_id   # scratch: the id of a booking
 
     # Ends the prefill of a reservation, once or again; raises NotFound.
@@ -46,7 +46,7 @@ cdef class ImmediateSteps:
     # Ends a reservation; raises NotFound.
     cpdef int free(self, str reservation_id) except -1
 
-    # The ledger of the fleet that a reservation is booked in, None for `reservations`.
+    # The ledger that a reservation is booked in; None if `reservations` must take its steps.
     cdef Ledger ledger_of(self, str reservation_id)
-    # The number of a reservation in it, kNone without one and if its prefill is booked apart.
+    # The number of a reservation in a ledger; kNone if it has none, or books its prefill apart.
     cdef RequestId request_of(self, Ledger ledger, str reservation_id) except? 0xffffffff

@@ -1,7 +1,7 @@
 # distutils: language = c++
-"""Selections that need no more than the choice and the ledger: nobody waits before them, no replica
-is to be notified, no session is bound. All others go through kvd.selection.scheduler.
-Likewise steps of reservations that only the ledger has to know of; all others go through
+"""Serves selections that need only a choice and the ledger: no earlier selection waits, no replica
+is to be notified, and no session is bound. All others go through kvd.selection.scheduler.
+Likewise takes steps of reservations that change nothing but the ledger; all others go through
 kvd.selection.reservations.
 
 Costs: 1 µs beside matching, choosing and booking; the scheduler takes 14 µs.
@@ -28,7 +28,7 @@ cdef string PREFILL = PREFILL_SUFFIX.encode()
 
 
 cdef class ImmediateSelection:
-    """Chooses and books in one go."""
+    """Chooses a rank and books it in one step."""
 
     def __init__(self, selections not None):
         """Takes the daemon's selections."""
@@ -52,13 +52,13 @@ cdef class ImmediateSelection:
         if self.scheduler.held and candidates.queue.waits(None):
             return False
         cdef Settings settings = candidates.settings
-        return settings.c.mode != kDirect  # the request names no rank
+        return settings.c.mode != kDirect  # which needs a pinned worker
 
     def select(self, candidates not None, str reservation_id not None, expected=None):
-        """Chooses for the prompt that the fleet's pool has matched, and books it.
+        """Chooses a rank for the prompt that the fleet's pool has matched, and books it.
 
-        expected: tokens of output, if anything is known of them. Returns a Booked; None, and
-        nothing has changed, if only the scheduler can say who serves it.
+        expected: tokens of output, if they can be estimated. Returns a Booked, or None and changes
+        nothing if only the scheduler can serve the request.
         """
         cdef uint32_t output = kNone if expected is None else min(expected, U32_MAX - 1)
         cdef int64_t chosen = self.serve(candidates, reservation_id, output)
@@ -111,7 +111,7 @@ cdef class ImmediateSelection:
 
 
 cdef class ImmediateSteps:
-    """Steps of reservations."""
+    """Takes steps of reservations."""
 
     def __init__(self, selections not None):
         """Takes the daemon's selections."""

@@ -17,9 +17,8 @@ from kvd_core.selector.settings import DIRECT, KV, LEAST_LOADED, RANDOM, ROUND_R
 DEFAULT_DISCONNECTED_S = 3.0
 # Longest wait of a selection: below the deadline of handlers, so that the answer names the reason.
 DEFAULT_MAX_WAIT_S = 25.0
-# Answers to bookings that can be had again, about 1 KB each. Bookings whose answer is forgotten
-# refuse their retries as those without a key do; the oldest go first, whose clients have long had
-# their answers.
+# Answers to bookings kept for retries, about 1 KB each. Beyond that the oldest are forgotten: their
+# clients have long had them, and a retry is then refused like one without an Idempotency-Key.
 MAX_RETRIES = 65_536
 
 # Batches of prefill tokens beyond which a rank is busy, as the router guide says.
@@ -28,12 +27,13 @@ DEFAULT_TTL_S = 120.0  # life of a prediction where no events come, as the route
 DEFAULT_MAX_TREE_SIZE = 2**20  # predicted blocks of a model and tenant, as the router guide says
 # Share of the predicted blocks kept when there are too many, as the router guide says.
 DEFAULT_PRUNE_TARGET_RATIO = 0.8
-# Behind the gateway a prompt counts as cached from when it is sent: conversations that begin
-# together with the same system prompt would else have it computed on every engine. That ends with
-# its events or after 5 s, and counts only where there are not many more requests than elsewhere, or
-# one engine would get all of them.
+# Behind the gateway a prompt counts as cached from the moment it is sent. Otherwise conversations
+# that begin together with the same system prompt would have every engine compute it. This ends when
+# its events arrive or after 5 s.
 UNDER_WAY_S = 5.0
-UNDER_WAY_BOUND = 1.177  # times the mean requests plus 1, as for sessions (kvd.selection.policies)
+# A prompt under way counts on ranks with at most this times (mean requests + 1), or one engine
+# would get all conversations. The bound is that of sessions (kvd.selection.policies).
+UNDER_WAY_BOUND = 1.177
 
 
 class RouterMode(StrEnum):
@@ -52,7 +52,7 @@ class RouterMode(StrEnum):
 
     @classmethod
     def of(cls, settings: Settings) -> RouterMode:
-        """Returns the mode of some settings."""
+        """Returns the mode that core settings have."""
         return next(mode for mode, core in _CORE.items() if core == settings.members["mode"])
 
 
@@ -64,7 +64,8 @@ _CORE = {
     RouterMode.DIRECT: DIRECT,
 }
 
-# When a rank gets no new work, by the names that clients and the core's settings have for that.
+# Thresholds of load above which a rank gets no new work, as clients and the core's settings name
+# them.
 THRESHOLDS = (
     "active_decode_blocks_threshold",  # of its total_kv_blocks
     "active_prefill_tokens_threshold",  # tokens
@@ -74,25 +75,25 @@ THRESHOLDS = (
 
 @dataclass(slots=True)
 class RouterOptions:
-    """The settings of the service. All parts share one object, so a reload reaches all of them."""
+    """The settings of the service, in one object that all parts share: reloads reach them all."""
 
     settings: Settings = field(
         default_factory=lambda: Settings(queue_threshold=DEFAULT_QUEUE_THRESHOLD)
     )
     queue_policy: QueuePolicy = QueuePolicy.FCFS
     uses_kv_events: bool = True
-    assumes_kv_reuse: bool = True  # else prompts given as tokens share no block in use
-    ttl_s: float = DEFAULT_TTL_S  # of predicted blocks, where there are no events
+    assumes_kv_reuse: bool = True  # False: no two prompts given as tokens share a block in use
+    ttl_s: float = DEFAULT_TTL_S  # life of predicted blocks on workers without events
     max_tree_size: int = DEFAULT_MAX_TREE_SIZE  # predicted blocks of a model and tenant
-    prune_target_ratio: float = DEFAULT_PRUNE_TARGET_RATIO  # of these, once there are more
-    predicted_ttl_s: float | None = None  # of predicted blocks beside events; None: there are none
-    # Predicted blocks count on ranks with at most so many times the mean requests plus 1.
+    prune_target_ratio: float = DEFAULT_PRUNE_TARGET_RATIO  # share of them kept when it is exceeded
+    predicted_ttl_s: float | None = None  # life of predictions beside events; None: no such ones
+    # Predicted blocks count on ranks with at most this times (mean requests + 1).
     predicted_bound: float = math.inf
-    tracks_output_blocks: bool = False  # they weigh less towards the expected end of a request
-    session_affinity_ttl_s: int | None = None  # None: sessions are bound nowhere
+    tracks_output_blocks: bool = False  # output blocks weigh less towards the request's end
+    session_affinity_ttl_s: int | None = None  # None: no session is bound
     disconnected_s: float | None = DEFAULT_DISCONNECTED_S  # None: lost connections change nothing
-    unconnected_s: float | None = None  # the same of those that were never made
-    prefill_busy: float | None = None  # batches; None: advisory answers omit it
+    unconnected_s: float | None = None  # the same for connections that were never made
+    prefill_busy: float | None = None  # batches; None: advisory answers omit `prefill_busy`
     max_held: int = MAX_WAITING
     max_wait_s: float = DEFAULT_MAX_WAIT_S
     max_partitions: int = MAX_PARTITIONS

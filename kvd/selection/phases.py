@@ -1,13 +1,13 @@
-"""The phases of a request in disaggregated serving: which roles serve each, by which cost.
+"""The phases of a request in disaggregated serving, the roles that serve each, and its cost.
 
     phase        served by roles                weighed by                         booked
     none         all but prefill                everything                         blocks and tokens
     prefill      prefill, both                  cached blocks, prefill tokens      tokens
     decode       all but prefill                blocks in use                      blocks
-    both         one of each of the last two, in one step
+    both         a prefill and a decode worker, in one step
 
-A worker without a role serves whole requests: it can decode, but it is not known to hand over
-what it has prefilled.
+A worker without a role serves whole requests. It can decode, but nothing says that it can hand its
+prefilled blocks over to another worker.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ class Phase(StrEnum):
 
     PREFILL = "prefill"
     DECODE = "decode"
-    BOTH = "both"  # by two workers, or one
+    BOTH = "both"  # by two workers, or by one
 
 
-# Booked beside a reservation, under its id with this behind it: the prefill phase of BOTH.
+# A reservation for BOTH books its prefill phase apart, under its own id followed by this.
 PREFILL_SUFFIX = ":prefill"
 
-# Settings overridden by requests that are kept as they are weighed for a phase.
+# Results of `in_phase` that are cached: requests may override settings.
 SETTINGS_KEPT = 256
 
 
 def serves(role: Role | None, phase: Phase | None) -> bool:
-    """Returns whether a worker of this role serves a phase; None is the whole request."""
+    """Returns whether a worker of this role serves a phase; phase None is the whole request."""
     if phase is Phase.PREFILL:
         return role in (Role.PREFILL, Role.BOTH)
     return role is not Role.PREFILL
@@ -43,10 +43,10 @@ def serves(role: Role | None, phase: Phase | None) -> bool:
 
 @lru_cache(SETTINGS_KEPT)
 def in_phase(settings: Settings, phase: Phase | None) -> Settings:
-    """Returns the settings for one phase; prefill has a rotation of its own."""
+    """Returns the settings for one phase; prefill has a round-robin order of its own."""
     if phase is Phase.PREFILL:
         return settings.replace(track_active_blocks=False, line=1)
-    if phase is Phase.DECODE:  # which nothing that is being prefilled holds up
+    if phase is Phase.DECODE:  # prefills do not hold it up, so it never waits
         changes = {"overlap_weight": 0.0, "track_prefill": False, "queue_threshold": None}
-        return settings.replace(**changes, weighted=False)  # blocks in use, whatever the policy
+        return settings.replace(**changes, weighted=False)  # by blocks in use under every policy
     return settings

@@ -1,14 +1,14 @@
-"""The router's policies: costs by name, each a row of weights of the core's settings.
+"""The router's policies: named costs, each a row of weights in the core's settings.
 
-`dynamo` is Dynamo's function with the weights that operators and requests give it. The others are
-rows of the weighted cost, in tokens (kvd_core/selector/cost.pxd):
+`dynamo` is Dynamo's cost function with the weights that operators and requests give it. The others
+are rows of the weighted cost, in tokens (kvd_core/selector/cost.pxd):
 
     cost = uncached n (1 + hold_up D) + crowding A min(n, crowding_limit) + queued P
            + per_request A + per_block U + product max(1, P + n) (A + 1)
 
-with n tokens of the prompt to compute on the rank, P tokens being prefilled there, D requests that
-decode, A live ones, U tokens of the blocks in use; n counts at most `saturation` more than for
-the rank that has fewest.
+where the rank has n tokens of the prompt to compute, P tokens being prefilled, D requests that
+decode, A live requests, and U tokens in blocks in use. n counts at most `saturation` tokens more
+than on the rank with the least n.
 
     policy        uncached  crowding  queued  per_request  product  saturation  source
     kvd           1         0.07      0.5     0            0        off         [1]
@@ -21,17 +21,18 @@ Under kvd the crowding counts at most 16,384 tokens of n, or long prompts would 
 [1] our replays of recorded requests (docs/policies.md). [2] LMetric, arXiv 2603.15202: its
 (P + n) (A + 1) as published. [3] ai-dynamo/dynamo, branch rupei/learned-routing-public.
 
-Ramjet chooses the highest min(W, cap) - min(W - O, cap) - a (A + P / u) with the overlap O of a
-rank and the deepest W in units of 512 tokens. W is the same for all, so that is the lowest
-min(512 (W - O), 512 cap) + 512 a A + (512 a / u) P in tokens: saturation 512 cap, per_request
-512 a and queued 512 a / u, with a 4, cap 32, u 8192, and tuned 0.883, 68, 4552. It counts whole
-units of the device; here tokens count, and blocks of lower tiers as everywhere.
+Ramjet chooses the rank with the highest min(W, cap) - min(W - O, cap) - a (A + P / u), where O is
+the rank's overlap and W the deepest overlap of all ranks, in units of 512 tokens. W is the same for
+all ranks, so this is the rank with the lowest min(512 (W - O), 512 cap) + 512 a A + (512 a / u) P
+in tokens: saturation = 512 cap, per_request = 512 a, queued = 512 a / u. The defaults are a = 4,
+cap = 32, u = 8192; the tuned values are 0.883, 68 and 4552. Ramjet counts whole units on the device
+tier; here single tokens count, and blocks of lower tiers count as everywhere.
 
-No row weighs blocks in use: where prompts are long they only show how much a rank caches of them.
-Under kvd a session stays with its rank while that has at most 1.177 (mean + 1) live requests, the
-bound of [3]'s sticky sessions; the others set none.
+No row weighs blocks in use: with long prompts they only show how much of the prompts a rank caches.
+Under kvd a session stays with its rank while the rank has at most 1.177 (mean + 1) live requests,
+the bound of [3]'s sticky sessions; the other rows set no bound.
 
-A row with other weights is called by its policy and these: `kvd,hold_up=0.2`.
+A row with other weights is named by its policy and those weights: `kvd,hold_up=0.2`.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from typing import Any
 
 from kvd_core.selector.settings import Settings
 
-# Of the weighted cost: weights, and after them what can be off.
+# The weights of the weighted cost, and its limits and bounds.
 WEIGHTS = (
     "uncached",
     "hold_up",
@@ -66,12 +67,12 @@ DYNAMO_WEIGHTS = (
     "session_bound",
 )
 CAN_BE_OFF = ("crowding_limit", "saturation", "session_bound")
-OFF = "off"  # of those, in a text
+OFF = "off"  # how the text of a policy writes that one of these is off
 SHOWN = 40  # characters of a wrong weight that its error shows
 
-# The settings that a policy is a row of: its name, which cost, then weights of the weighted one.
+# The settings in a policy's row: its name, whether its cost is the weighted one, and the weights.
 ROW = ("policy", "weighted", *WEIGHTS)
-# The same, with what a policy may say of Dynamo's function.
+# All settings that a policy may set: its row, and the weights of Dynamo's function.
 MEMBERS = tuple(dict.fromkeys((*ROW, *DYNAMO_WEIGHTS)))
 
 
@@ -86,7 +87,7 @@ class RouterPolicy(StrEnum):
 
     @property
     def row(self) -> Mapping[str, Any]:
-        """The members of the core's settings that make it."""
+        """The members of the core's settings that make this policy."""
         return _ROWS[self]
 
     @property
@@ -97,19 +98,19 @@ class RouterPolicy(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A policy with some weights of its own; its text is its name, which `parse` reads."""
+    """A policy, perhaps with weights of its own; `parse` reads what `str` writes."""
 
     preset: RouterPolicy
-    own: tuple[tuple[str, float | None], ...] = ()  # weights, in the order of their names' table
+    own: tuple[tuple[str, float | None], ...] = ()  # weights that differ, in the preset's order
 
     @classmethod
     def of(cls, settings: Settings) -> Policy:
-        """Returns the policy of some settings."""
+        """Returns the policy that settings of the core have."""
         return cls.named(str(settings.members["policy"]), weights_of(settings))
 
     @classmethod
     def named(cls, name: str, weights: Mapping[str, float | None]) -> Policy:
-        """Returns a policy with other weights; raises ValueError that names what is wrong."""
+        """Returns a named policy with these weights; raises ValueError that says what is wrong."""
         if name not in set(RouterPolicy):
             raise ValueError(f"expected one of {', '.join(RouterPolicy)}")
         preset = RouterPolicy(name)
@@ -138,12 +139,12 @@ class Policy:
         return cls.named(name.lower(), weights)
 
     def with_weights(self, weights: Mapping[str, float | None]) -> Policy:
-        """Returns it with other weights; raises ValueError as `named` does."""
+        """Returns this policy with further weights; raises ValueError as `named` does."""
         return self.named(self.preset, {**dict(self.own), **weights})
 
     @property
     def row(self) -> Mapping[str, Any]:
-        """The members of the core's settings that make it."""
+        """The members of the core's settings that make this policy."""
         return {**self.preset.row, **dict(self.own)}
 
     def __str__(self) -> str:
@@ -152,7 +153,7 @@ class Policy:
 
 
 def weights_of(settings: Settings) -> dict[str, float | None]:
-    """Returns the weights of the cost that is in force, by their names in the core's settings."""
+    """Returns the weights of the cost that settings choose, by their names there."""
     names = WEIGHTS if settings.members["weighted"] else DYNAMO_WEIGHTS
     return {name: settings.members[name] for name in names}
 
@@ -162,13 +163,13 @@ def _text(value: float | None) -> str:
 
 
 def _row(policy: str, **weights: float) -> Mapping[str, Any]:
-    """Returns a row of the weighted cost; what is not named weighs nothing, or is off."""
+    """Returns a row of the weighted cost; weights that are not named are 0 or off."""
     row = dict.fromkeys(WEIGHTS, 0.0) | dict.fromkeys(CAN_BE_OFF) | weights
     return MappingProxyType(row | {"policy": policy, "weighted": True})
 
 
 def _ramjet(policy: str, alpha: float, cap: float, unit_of_load: float) -> Mapping[str, Any]:
-    tokens = 512  # of a unit of overlap
+    tokens = 512  # in Ramjet's unit of overlap
     return _row(
         policy,
         uncached=1.0,

@@ -1,22 +1,22 @@
-"""Selections that wait because every rank they may go to is busy.
+"""Holds selections that wait because every rank that may serve them is busy.
 
     constraints (allowed ranks)     waiting, best first
     none                           [s7 s3 s9]      a heap by (strict priority, score, arrival)
     {worker 1}                     [s4]
     {worker 2, worker 5}           [s8 s6]
 
-1. Selections with the same constraints wait in one queue. Its first one decides: if that cannot be
-   served, none behind it can.
-2. A queue that cannot move blocks no other one. (On the original, requests with constraints share
-   one queue, and its head holds up those behind it whose workers are idle.)
+1. Selections with the same constraints wait in one queue. Its first selection decides: if that
+   cannot be served, no selection behind it can.
+2. A queue that cannot move blocks no other queue. (In Dynamo, requests with constraints share one
+   queue, and its head holds up requests behind it whose workers are idle.)
 3. A queue without waiting selections does not exist.
-4. A queue sleeps once its first selection cannot be served, and keeps the ranks that it waits
-   for. It is awake when one of those has changed or another selection is first; until then the
-   answer would be the same.
+4. A queue falls asleep when its first selection cannot be served, and remembers the ranks that the
+   selection waits for. It wakes when one of these changes or another selection becomes the first.
+   Asking it earlier would bring the same result.
 
 Costs: push and remove O(log n); wake 0.1 us a queue; release O(log n) for each queue that is
-awake and each selection that is released. Removed ones stay in the heap, marked, until they come to
-the top or are half of it.
+awake and each selection that is released. Removed selections stay in the heap, marked, until they
+reach its top or make up half of it.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-ANYONE = -1  # the bits of all that may be waited for
+ANYONE = -1  # all bits: a change of any rank
 
 
 class QueuePolicy(StrEnum):
     """The order among selections of the same strict priority."""
 
-    FCFS = "fcfs"  # in order of arrival; a jump counts as seconds of earlier arrival
-    WSPT = "wspt"  # the shortest uncached prompt, weighted by the jump
+    FCFS = "fcfs"  # in order of arrival; a priority jump moves the arrival back by its seconds
+    WSPT = "wspt"  # the shortest uncached prompt first, weighted by the priority jump
 
 
 @dataclass(frozen=True, slots=True)
 class Urgency:
-    """The members of a request that decide its position in the queue, beside its arrival."""
+    """What decides the position of a request in its queue, beside its time of arrival."""
 
-    strict_priority: int = 0  # higher ones go first, whatever the policy says
+    strict_priority: int = 0  # higher priorities go first under every policy
     priority_jump: float = 0.0  # seconds under FCFS, a weight under WSPT; below 0 counts as 0
-    uncached_tokens: int = 0  # of the prompt, on the worker that has most of it
+    uncached_tokens: int = 0  # of the prompt, on the worker that caches most of it
 
     def score(self, policy: QueuePolicy, arrival: float) -> float:
         """Returns the score among selections of equal strict priority; higher goes first."""
@@ -58,14 +58,14 @@ class Urgency:
 
 @dataclass(slots=True, eq=False)
 class Waiting(Generic[T]):
-    """One waiting selection; `entry` is the value that its owner has pushed."""
+    """One waiting selection; `entry` is the value that the caller has pushed."""
 
     constraints: Hashable
     entry: T
     urgency: Urgency
     arrival: float
-    number: int  # decides among equals
-    sort_key: tuple[int, float, int]  # sorts before those that wait longer
+    number: int  # decides between selections of the same score
+    sort_key: tuple[int, float, int]  # the smallest is served first
     queued: bool = True
 
     def __lt__(self, other: Waiting[T]) -> bool:
@@ -78,7 +78,7 @@ class _ConstraintQueue(Generic[T]):
 
     heap: list[Waiting[T]] = field(default_factory=list)
     live: int = 0
-    awaits: int = ANYONE  # bits of the ranks that its first waits for
+    awaits: int = ANYONE  # bits of the ranks that its first selection waits for
 
     def first(self) -> Waiting[T]:
         while not self.heap[0].queued:
@@ -99,7 +99,7 @@ class SelectionQueue(Generic[T]):
     def __init__(self, policy: QueuePolicy) -> None:
         self.policy = policy
         self._queues: dict[Hashable, _ConstraintQueue[T]] = {}
-        self._awake: set[Hashable] = set()  # of these, whose first is to be asked
+        self._awake: set[Hashable] = set()  # queues whose first selection is to be tried
         self._arrivals = count()
         self._length = 0
 
@@ -112,11 +112,11 @@ class SelectionQueue(Generic[T]):
             yield from (waiting.entry for waiting in queue.heap if waiting.queued)
 
     def waits(self, constraints: Hashable) -> bool:
-        """Returns whether a selection with these constraints would come behind others."""
+        """Returns whether others with these constraints wait already."""
         return constraints in self._queues
 
     def reorder(self, policy: QueuePolicy) -> None:
-        """Orders all selections by another policy, also those that wait already. O(n)."""
+        """Orders all selections by another policy, those that wait already too. O(n)."""
         self.policy = policy
         for queue in self._queues.values():
             for waiting in queue.heap:
@@ -128,7 +128,7 @@ class SelectionQueue(Generic[T]):
         return -urgency.strict_priority, -urgency.score(self.policy, arrival), number
 
     def push(self, constraints: Hashable, entry: T, urgency: Urgency, now: float) -> Waiting[T]:
-        """Adds a selection; `constraints` is None if it has none."""
+        """Adds a selection; one without constraints has `constraints` None."""
         number = next(self._arrivals)
         sort_key = self._sort_key(urgency, now, number)
         waiting = Waiting(constraints, entry, urgency, now, number, sort_key)
@@ -141,7 +141,7 @@ class SelectionQueue(Generic[T]):
         return waiting
 
     def remove(self, waiting: Waiting[T]) -> bool:
-        """Takes a selection out; False if it was out already."""
+        """Takes a selection out of its queue; returns False if it was out already."""
         if not waiting.queued:
             return False
         queue = self._queues[waiting.constraints]
@@ -155,15 +155,16 @@ class SelectionQueue(Generic[T]):
         return True
 
     def wake(self, changed: int = ANYONE) -> None:
-        """Wakes the queues that wait for ranks of these bits, whose loads have changed."""
+        """Wakes the queues that wait for any of the `changed` ranks, given as bits."""
         self._awake.update(name for name, queue in self._queues.items() if queue.awaits & changed)
 
     def release(self, serve: Callable[[T], int]) -> Iterator[T]:
-        """Takes out selections of queues that are awake, best first, while `serve` returns 0.
+        """Takes selections out of the queues that are awake, best first, and yields them.
 
-        Else it returns the bits of those that must change before it would. It books each before it
-        is asked for the next, so that a queue is asked again with what it has made busy. One that
-        has said no is not asked again: a booking makes no rank idle.
+        `serve` answers a selection and returns 0, or returns the bits of the ranks that must change
+        before it can. Each selection is booked before the next one is tried, which so meets its
+        load. A queue whose first selection was not served is not tried again: a booking makes no
+        rank idle.
         """
         heads = [self._queues[name].first() for name in self._awake]
         heapq.heapify(heads)

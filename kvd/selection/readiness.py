@@ -1,7 +1,8 @@
 """Readiness of the service for selections, and what delays it at the start.
 
-A service without workers is never ready. With workers it is ready once it has asked its peers for
-their index, and once as many workers have been there as were to be waited for: those may leave.
+A service without schedulable workers is never ready. With workers it is ready once recovery from
+its peers has ended and the initial number of workers has been there at one time; some of these may
+have left since.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ class Recovery(StrEnum):
     OFF = "off"  # there are no peers
     RUNNING = "running"
     DONE = "done"
-    EMPTY = "empty"  # no peer had one
+    EMPTY = "empty"  # no peer had an index
 
 
 class Readiness:
@@ -27,10 +28,10 @@ class Readiness:
         self.peers = peers
         self.recovery = Recovery.RUNNING if peers else Recovery.OFF
         self.recovered_blocks = 0
-        self.enough = min_initial_workers == 0  # so many workers have been there at one time
+        self.enough = min_initial_workers == 0  # that many workers have been there at one time
 
     def note_recovery(self, outcome: Recovery, blocks: int) -> None:
-        """Notes that recovery has ended, and how many blocks it has brought."""
+        """Notes the outcome of recovery, and how many blocks it has brought."""
         self.recovery, self.recovered_blocks = outcome, blocks
 
     def note(self, schedulable: int) -> None:

@@ -1,5 +1,5 @@
 # distutils: language = c++
-"""The line through observations, by Theil and Sen (kvd.selection.speeds).
+"""Fits a line to observations by the method of Theil and Sen (kvd.selection.speeds).
 
 Cost: some 10 µs for 48 observations, which have 1,128 pairs.
 """
@@ -11,14 +11,14 @@ cdef extern from "<cmath>" namespace "std" nogil:
 
 
 cdef double median(vector[double]& values) noexcept nogil:
-    """Returns the middle of some values, at least one; of two in the middle the upper."""
+    """Returns the median of at least one value: the upper one of two in the middle."""
     cdef size_t middle = values.size() // 2
     nth_element(values.begin(), values.begin() + middle, values.end())
     return values[middle]
 
 
 cdef bint is_one_length(const vector[double]& xs, double narrow):
-    """Returns whether half of all x lie closer to their median than `narrow` of it."""
+    """Returns whether half of all x lie closer to their median than the share `narrow` of it."""
     cdef vector[double] values = xs
     cdef double middle = median(values)
     cdef size_t i
@@ -36,11 +36,10 @@ cdef double median_ratio(const vector[double]& xs, const vector[double]& seconds
 
 
 def fit(points not None, double narrow):
-    """Returns base and slope, both not negative, and the scatter: the median distance as a share.
+    """Returns base and slope, neither negative, and the scatter: the median relative distance.
 
-    points: (x, seconds), both positive. Where all x lie closer together than `narrow` of their
-    median, all of the time is taken for the slope's. Returns None for fewer than two points, and
-    where more of x takes less time.
+    points: (x, seconds), both positive. Where x hardly varies (`is_one_length`), the line goes
+    through the origin. Returns None for fewer than two points, or if the time does not grow with x.
     """
     cdef vector[double] xs, seconds, values
     cdef double x, took, base = 0.0, slope

@@ -1,12 +1,12 @@
 """Compares the expected outcomes of choices with the reported ones, by rank.
 
     expected   cached tokens, from the booking; seconds to the first token, where speeds are known
-    happened   what the caller reports: cached tokens, seconds; else when it said that the prefill
-               was complete
+    happened   the cached tokens and seconds that the caller reports; without seconds, the time
+               until it reported that the prefill was complete
 
-Regret is not summed over errors of both signs: tokens that were expected and not found count apart
-from those that were found and not expected. Sums are since the start; what an operator wants to see
-of the last minutes is the rate of the metrics.
+Errors of opposite sign do not cancel: tokens that were expected but not found count apart from
+tokens that were found but not expected. All sums run since the start; the rates of the metrics show
+the last minutes.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from kvd.model import PartitionKey
 
 Rank = tuple[PartitionKey, int, int]  # worker id, dp rank
 
-MAX_RANKS = 4096  # ranks with an account; reports about others are counted as unplaced
+MAX_RANKS = 4096  # ranks with an account; reports about further ranks are only counted
 
-# Bounds of |happened - expected| / happened of the time to the first token.
+# Upper bounds of the relative error |happened - expected| / happened of the time to first token.
 ERROR_BOUNDS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0)
 
 
 @dataclass(slots=True)
 class Account:
-    """Sums of one rank."""
+    """The sums of one rank."""
 
     reports: int = 0
     expected_cached_tokens: int = 0
     cached_tokens: int = 0
-    missing_tokens: int = 0  # expected and not found
-    surplus_tokens: int = 0  # found and not expected
-    timed: int = 0  # requests with an expected time to the first token, and one that happened
+    missing_tokens: int = 0  # expected but not found
+    surplus_tokens: int = 0  # found but not expected
+    timed: int = 0  # requests with both an expected and an actual time to the first token
     expected_ttft_s: float = 0.0
     ttft_s: float = 0.0
     errors: list[int] = field(default_factory=lambda: [0] * (len(ERROR_BOUNDS) + 1))
@@ -64,7 +64,7 @@ class Account:
         ]
 
     def error_at(self, share: float) -> float | None:
-        """Returns the bound of relative errors that so many of them keep; None: more than all."""
+        """Returns the least of ERROR_BOUNDS that a share of requests keeps, None without one."""
         left = share * self.timed
         for bound, count in zip(ERROR_BOUNDS, self.errors, strict=False):
             left -= count
@@ -91,12 +91,12 @@ class Regret:
         return account
 
     def note_cached(self, rank: Rank, expected: int, cached: int) -> None:
-        """Takes the cached tokens of a request, as expected and as reported."""
+        """Adds the expected and the reported cached tokens of a request."""
         if (account := self.of(rank)) is not None:
             account.note_cached(expected, cached)
 
     def note_ttft(self, rank: Rank, expected_s: float | None, took_s: float) -> None:
-        """Takes the seconds to the first token of a request, if any were expected."""
+        """Adds the seconds to the first token of a request, unless none were expected."""
         if expected_s is not None and (account := self.of(rank)) is not None:
             account.note_ttft(expected_s, took_s)
 
@@ -106,5 +106,5 @@ class Regret:
             self.accounts.pop(rank, None)
 
     def rows(self) -> Iterator[tuple[Rank, Account]]:
-        """Yields the accounts in order."""
+        """Yields the accounts, sorted by rank."""
         yield from sorted(self.accounts.items())

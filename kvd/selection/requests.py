@@ -1,4 +1,4 @@
-"""A request of the selection service: the ranks it may go to, its settings, its urgency."""
+"""Requests of the selection service: which ranks may serve them, their settings, their replies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvd.slots.live_requests import Receipt
 from kvd_core.selector.selector import Pool, Prompt
 from kvd_core.selector.settings import Settings
 
-PromptLookup = Callable[[Pool], None]  # puts a prompt before a pool
+PromptLookup = Callable[[Pool], None]  # has a pool match the request's prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,44 +41,44 @@ class SelectRequest:
     """One selection, without its prompt."""
 
     key: PartitionKey
-    settings: Settings  # of the whole request
+    settings: Settings  # of the whole request, before `in_phase`
     phase: Phase | None = None
     selection_id: str | None = None
-    reservation_id: str | None = None  # set: the selection is booked under it
+    reservation_id: str | None = None  # if given, the selection is booked under it
     constraints: Constraints | None = None
-    preferred: Mapping[str, float] | None = None  # taints, by what each makes of the cost
-    affinity: tuple[int, int | None] | None = None  # worker, dp rank, if they can be chosen
+    preferred: Mapping[str, float] | None = None  # preference for each taint (Candidates.factors)
+    affinity: tuple[int, int | None] | None = None  # worker and dp rank to use if they can serve
     strict_priority: int = 0
     priority_jump: float = 0.0
     expected_output_tokens: int | None = None
     lora_name: str | None = None
     explain: bool = False
-    advisory: bool = False  # nothing is sent there: it never waits
+    advisory: bool = False  # the client only asks and sends no request: the selection never waits
     session_id: str | None = None
-    expected_ttft: bool = False  # the answer says it
-    slo_ttft_s: float | None = None  # ranks that are expected to keep it are preferred
-    retry: Retry | None = None  # set: the answer to the same request is given once more
+    expected_ttft: bool = False  # the answer states the expected time to the first token
+    slo_ttft_s: float | None = None  # ranks that are expected to keep this limit are preferred
+    retry: Retry | None = None  # if given, a repeated request gets its first answer again
 
     def constraints_in(self, phase: Phase | None) -> Constraints | None:
-        """Returns the constraints of one phase; of both phases, a pinned worker decodes."""
+        """Returns the constraints of one phase; for BOTH, a pinned worker applies to the decode."""
         if phase is Phase.PREFILL and self.phase is Phase.BOTH and self.constraints is not None:
             return replace(self.constraints, pinned=None)
         return self.constraints
 
 
 class Ranks(NamedTuple):
-    """The ranks of a pool, as one phase of a request sees them; a byte or a double for each."""
+    """The ranks of a pool, as one phase of a request sees them."""
 
     pool: Pool
-    eligible: bytes | None  # those that may serve it, None: all of them
-    factors: bytes | None  # what their costs are multiplied with, None: 1
+    eligible: bytes | None  # a byte for each rank: whether it may serve; None: all may
+    factors: bytes | None  # a double for each rank: the factor of its cost; None: 1
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
     """A candidate, and how it was weighed."""
 
-    at: int  # in the pool of `ranks`
+    at: int  # position in the pool of `ranks`
     ranks: Ranks
     settings: Settings
     phase: Phase | None
@@ -87,17 +87,17 @@ class Choice:
 
 @dataclass(slots=True, eq=False)
 class QueuedRequest:
-    """A selection that waits; `done` is set with its answer, or its failure."""
+    """A selection that waits; `done` is set when its answer or its failure is there."""
 
     ask: SelectRequest
     prompt: Prompt
-    block_size: int  # tokens, by which the prompt was hashed
+    block_size: int  # tokens per block with which the prompt was hashed
     done: trio.Event = field(default_factory=trio.Event)
     answer: bytes | KvdError | None = None
     waiting: Waiting[QueuedRequest] | None = None
-    receipt: Receipt[Any] | None = None  # of what is booked with the answer
-    again: PromptLookup | None = None  # at its tokens, by any block size; None: it came hashed
-    goes_on: bool = False  # its task is to go on with the queue (`Scheduler.drain_queue`)
+    receipt: Receipt[Any] | None = None  # of the booking that came with the answer
+    again: PromptLookup | None = None  # hashes its tokens by any block size; None: it came hashed
+    goes_on: bool = False  # its task continues with the queue (`Scheduler.drain_queue`)
 
     def resolve(self, answer: SelectReply | KvdError) -> None:
         if isinstance(answer, SelectReply):
@@ -109,15 +109,15 @@ class QueuedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """Identifies a retry of the same request."""
+    """Identifies a request and its retries."""
 
     name: tuple[str | None, str]  # the reservation id as given, the Idempotency-Key
-    content: bytes  # a digest of all it says
+    content: bytes  # a digest of the whole request
 
 
 @dataclass(frozen=True, slots=True)
 class SelectReply:
-    """An answer, and what is booked with it."""
+    """An answer, and the receipt of its booking if there is one."""
 
     answer: bytes
     receipt: Receipt[Any] | None = None

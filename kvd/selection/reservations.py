@@ -1,7 +1,7 @@
 """Reservations that selections have booked on ranks, from the booking to its end.
 
 LiveRequests (kvd.slots)        booking, prefill complete, end, expiry, replicas, observers
-  └ Reservations                ids unique in the service, both phases of a request, sessions,
+  └ Reservations                adds: ids unique in the service, both phases of a request, sessions,
                                 retries, output blocks that weigh less towards the end
 """
 
@@ -49,8 +49,8 @@ class Reservations(LiveRequests[Candidates]):
     ) -> None:
         """`decays` makes output blocks weigh less towards the expected end of a request.
 
-        The answers of `max_retries` bookings can be had again. They are recorded in the `journal`,
-        if there is one; ledgers record the rest by themselves.
+        Keeps the answers of `max_retries` bookings for retries. They are recorded in the `journal`,
+        if there is one; the ledgers record everything else themselves.
         """
         super().__init__(candidates, expiry_s, clock)
         self.live: dict[str, Candidates] = {}
@@ -61,7 +61,7 @@ class Reservations(LiveRequests[Candidates]):
         self._decays = decays
 
     def open_ledger(self, candidates: Candidates, block_size: int) -> None:
-        """Lets a fleet and other faces weigh on each other from now on.
+        """Gives a fleet its ledger of this block size, whose loads other faces share.
 
         Ranks of another block size must have left the fleet.
         """
@@ -76,14 +76,14 @@ class Reservations(LiveRequests[Candidates]):
         candidates.ledger_block_size = block_size
 
     def check_new(self, reservation_id: str | None) -> None:
-        """Raises Conflict on an id that lives."""
+        """Raises Conflict if the id belongs to a live reservation."""
         if reservation_id is not None and reservation_id in self.live:
             raise Conflict(f"reservation {reservation_id} already exists")
 
     def reserve(
         self, candidates: Candidates, ask: SelectRequest, reservation_id: str, chosen: Choice
     ) -> Receipt[Candidates]:
-        """Books the prompt that the pool has matched; raises what `_admitted` does."""
+        """Books the prompt that the pool has matched; raises as `_admitted` does."""
         now = self._clock()
         tokens = self._add(candidates, ask, reservation_id, chosen, now)
         self._added(candidates, ask, reservation_id, chosen, tokens, now)
@@ -97,7 +97,7 @@ class Reservations(LiveRequests[Candidates]):
         decode: Choice,
         prefill: Choice,
     ) -> Receipt[Candidates]:
-        """Books both phases or neither; the prefill phase has an id of its own."""
+        """Books both phases or neither, the prefill phase under an id of its own."""
         now, prefill_id = self._clock(), reservation_id + PREFILL_SUFFIX
         tokens = self._add(candidates, ask, prefill_id, prefill, now)
         try:
@@ -117,7 +117,7 @@ class Reservations(LiveRequests[Candidates]):
         chosen: Choice,
         now: float,
     ) -> int:
-        """Returns the tokens that the booking counts."""
+        """Adds a booking to the ledger; returns the tokens that it counts."""
         pool = chosen.ranks.pool
         tokens = booked_tokens(pool, chosen.settings, chosen.at)
         outcome = pool.reserve(
@@ -164,13 +164,13 @@ class Reservations(LiveRequests[Candidates]):
         expected: int | None = None,
         phase: Phase | None = None,
     ) -> tuple[WorkerRecord, Receipt[Candidates]]:
-        """Books a prompt on a rank that was selected before; returns its worker.
+        """Books a prompt on a rank that was selected before; returns its worker and a receipt.
 
-        `predicts` says that the prompt is known by its local hashes too; `expected` are the tokens
-        of its output.
+        `predicts` says that the prompt has local hashes, so that its blocks can be predicted;
+        `expected` is the number of tokens of its output.
 
-        Raises Unavailable without a fleet, NotFound for a rank it does not have, Conflict on an
-        id that lives.
+        Raises Unavailable without a fleet, NotFound for a rank that the fleet does not have,
+        Conflict on the id of a live reservation.
         """
         candidates = schedulable(self._candidates, key)
         worker_id, dp_rank = rank
@@ -195,14 +195,14 @@ class Reservations(LiveRequests[Candidates]):
         return candidates.workers[worker_id], Receipt(candidates, reservation_id, now)
 
     def find(self, reservation_id: str) -> tuple[PartitionKey, LiveRequest]:
-        """Returns where a reservation is booked, and what; raises NotFound."""
+        """Returns the model and tenant of a reservation, and its request; raises NotFound."""
         candidates = self._candidates_of(reservation_id)
         live = candidates.ledger.request(reservation_id)
         assert live is not None
         return candidates.key, live
 
     def prefill_complete(self, reservation_id: str) -> None:
-        """Ends the prefill of a reservation, once or again; raises NotFound."""
+        """Ends the prefill of a reservation; repeating it is no error. Raises NotFound."""
         ended = self._end_prefill(reservation_id)
         if reservation_id in self.live or not ended:
             self.complete(self._candidates_of(reservation_id), reservation_id)
@@ -221,7 +221,7 @@ class Reservations(LiveRequests[Candidates]):
             self.end(self._candidates_of(reservation_id), reservation_id)
 
     def _end_prefill(self, reservation_id: str) -> bool:
-        """Ends what is booked for a reservation's prefill phase alone, if there is such a thing."""
+        """Ends the separate booking of a reservation's prefill phase; False without one."""
         prefill_id = reservation_id + PREFILL_SUFFIX
         candidates = self.live.get(prefill_id)
         if candidates is None or self.live.get(reservation_id, candidates) is not candidates:
@@ -230,7 +230,7 @@ class Reservations(LiveRequests[Candidates]):
         return True
 
     def expire(self, now: float) -> Iterator[None]:
-        """Drops answers, sessions, predictions and reservations of old; rests at every yield."""
+        """Drops outdated answers, sessions, predictions and reservations; rests at every yield."""
         while self.retries.expire(now - self.expiry_s, EXPIRY_SLICE):
             yield
         while self._affinity is not None and self._affinity.sessions.expire(now, EXPIRY_SLICE):
@@ -246,7 +246,7 @@ class Reservations(LiveRequests[Candidates]):
             raise NotFound(f"reservation {reservation_id} not found")
         return candidates
 
-    # ---- what LiveRequests asks of a face
+    # ---- hooks of LiveRequests
 
     def _is_elsewhere(self, owner: Candidates, request_id: str) -> bool:
         return self.live.get(request_id, owner) is not owner
@@ -269,7 +269,7 @@ def _hashes(pool: Pool, blocks: bool) -> bytes:
 
 
 def _decayed(candidates: Candidates, reservation_id: str) -> float | None:
-    """Returns what a reservation's output blocks weigh with one more; None if that is unknown."""
+    """Returns the weight of output blocks after one more; None if no length is expected."""
     live = candidates.ledger.request(reservation_id)
     if live is None or live.expected_output_tokens is None:
         return None
@@ -278,7 +278,7 @@ def _decayed(candidates: Candidates, reservation_id: str) -> float | None:
 
 
 def _admitted(outcome: int, reservation_id: str) -> None:
-    """Raises what a booking's outcome means to clients."""
+    """Raises the error that a failed booking means to clients."""
     if outcome == ledger.EXISTS:
         raise Conflict(f"reservation {reservation_id} already exists")
     if outcome == ledger.OVERFLOW:

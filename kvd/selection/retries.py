@@ -1,9 +1,9 @@
 """Answers of bookings that came with an Idempotency-Key, kept for retries.
 
-    (reservation id as given, key) ──> what was asked, what was answered, which booking
+    (reservation id as given, key) ──> digest of the request, answer, booking
 
-An answer is remembered as long as its booking lives: a retry after that books anew, as the first
-request would. Between a retry and another request under the same key their contents decide.
+An answer is kept as long as its booking lives; a later retry books anew. The digest distinguishes a
+retry from another request under the same key.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class Retries:
         self._journal = journal
         self._max_answers = max_answers
         self.repeated = 0
-        self.forgotten = 0  # at the bound
+        self.forgotten = 0  # answers dropped at the bound
         self._answers: dict[Name, tuple[bytes, SelectReply]] = {}  # oldest booking first
 
     def __len__(self) -> int:
         return len(self._answers)
 
     def find(self, retry: Retry | None) -> SelectReply | None:
-        """Returns the answer that the same request got, while its booking lives.
+        """Returns the answer that this request got before, if its booking still lives.
 
         Raises Conflict for another request under the same key.
         """
@@ -57,7 +57,7 @@ class Retries:
         return answered
 
     def rest(self, retry: Retry | None) -> str | None:
-        """Returns what is left of the ended booking of the same request, as `Receipt.left` does."""
+        """Returns the id of what is left of this request's ended booking, as `Receipt.left`."""
         known = None if retry is None else self._answers.get(retry.name)
         if retry is None or known is None or known[0] != retry.content:
             return None
@@ -66,7 +66,7 @@ class Retries:
         return None if receipt.lives() else receipt.left()
 
     def note(self, retry: Retry | None, answered: SelectReply) -> None:
-        """Remembers the answer of a booking that has just been made."""
+        """Keeps the answer of a booking that has just been made."""
         if retry is None:
             return
         self._answers.pop(retry.name, None)
@@ -85,7 +85,7 @@ class Retries:
             self._journal.put(ANSWERED, msgpack.packb(record))
 
     def export(self) -> Iterator[None]:
-        """Records all answers that are kept now; yields after each."""
+        """Records all kept answers in the journal; yields after each."""
         for name in list(self._answers):
             if name in self._answers:
                 self._record(name, *self._answers[name])

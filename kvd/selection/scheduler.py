@@ -1,6 +1,6 @@
-"""Chooses the rank that serves a prompt, at once or when one is free.
+"""Chooses the rank that serves a prompt, at once or when a rank becomes free.
 
-Between choosing a rank and booking it nothing is awaited.
+No code awaits between choosing a rank and booking it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from kvd_core.selector import selector
 from kvd_core.selector.selector import Explained, Pool
 from kvd_core.selector.settings import DIRECT, Settings
 
-# By phase: why no rank has been chosen.
+# Reasons why no rank was chosen, by phase.
 _NOBODY: dict[Phase | None, str] = {
     None: "no endpoints available to route work",
     Phase.PREFILL: "no prefill worker is available",
@@ -66,8 +66,8 @@ _OVERLOADED: dict[Phase | None, str] = {
     Phase.DECODE: "all decode workers are overloaded",
 }
 
-# Waiting selections served in one pass of the loop, 1.5 ms with the answers to their clients, or
-# 5 on a busy machine: others are served in the next ones.
+# Waiting selections served in one pass of the loop: 1.5 ms with the answers to their clients, 5 ms
+# on a busy machine. Later passes serve the rest.
 SERVED_AT_ONCE = 16
 
 _OTHER_SIZE = "the block size of the workers changed while the request waited"
@@ -90,7 +90,7 @@ class Scheduler:
         speeds: Speeds,
         affinity: Affinity | None = None,
     ) -> None:
-        """At most `max_waiting` selections wait: there are descriptors for that many clients."""
+        """At most `max_waiting` selections wait: the process has descriptors for their clients."""
         self.held = 0
         self._max_waiting = max_waiting
         self._registry = registry
@@ -105,11 +105,11 @@ class Scheduler:
         self._stopping = False
 
     def select(self, ask: SelectRequest, lookup: PromptLookup) -> SelectReply | QueuedRequest:
-        """Selects, and books if asked to; returns the answer, or the selection held.
+        """Selects a rank, and books it if asked to; returns the answer, or the held selection.
 
-        Raises Unserved without anyone eligible or with all of them overloaded, BadRequest for
-        constraints that contradict each other or do not say what the mode needs, Conflict on a
-        reservation id that lives.
+        Raises Unserved if no rank is eligible or all are overloaded, BadRequest for constraints
+        that contradict each other or lack what the mode needs, Conflict on the id of a live
+        reservation.
         """
         try:
             return self._select(ask, lookup)
@@ -120,15 +120,15 @@ class Scheduler:
     def _select(self, ask: SelectRequest, lookup: PromptLookup) -> SelectReply | QueuedRequest:
         if ask.retry is not None:
             if (rest := self._reservations.retries.rest(ask.retry)) is not None:
-                self._reservations.free(rest)  # its other worker has left, and it is booked anew
+                self._reservations.free(rest)  # only its prefill is booked still: book both anew
             if (again := self._again(ask)) is not None:
                 return again
         candidates = schedulable(self._candidates, ask.key)
         pool = candidates.pool
         _check_constraints(ask)
-        self._check_new(ask)  # before it waits for that
+        self._check_new(ask)  # now, so that no request waits only to meet a conflict
         lookup(pool)
-        # A request that names its worker, or books nothing, waits for no other.
+        # A request that names its worker, or only asks for advice, need not queue behind others.
         direct = ask.settings.members["mode"] == DIRECT
         if direct or ask.advisory or not candidates.queue.waits(_queue_key(ask)):
             answered = self._serve_one(candidates, ask)
@@ -139,8 +139,8 @@ class Scheduler:
     async def wait(self, held: QueuedRequest) -> bytes:
         """Waits for the answer of a held selection; raises as `select` does.
 
-        Whatever ends the wait, the selection is in no queue afterwards. What was booked with an
-        answer that no client will see is given back.
+        Whatever ends the wait, the selection is in no queue afterwards. If no client will receive
+        the answer, its booking is freed.
         """
         since = self._clock()
         try:
@@ -149,7 +149,7 @@ class Scheduler:
         except trio.Cancelled:
             if held.answer is None:
                 self._stats.ended(held.ask, SelectionOutcome.LEFT)
-            self.take_back(held)  # it may have been served since
+            self.take_back(held)  # the selection may have been served meanwhile
             raise
         finally:
             self._stats.waits.observe(self._clock() - since)
@@ -169,7 +169,7 @@ class Scheduler:
         return held.answer
 
     def take_back(self, held: QueuedRequest) -> None:
-        """Ends the booking of an answer that its client cannot be sent."""
+        """Ends the booking of an answer that cannot reach its client."""
         if held.receipt is not None:
             self._reservations.take_back(held.receipt)
 
@@ -186,7 +186,7 @@ class Scheduler:
         held.waiting = candidates.queue.push(_queue_key(ask), held, urgency, self._clock())
         candidates.ledger.loads.on_eased(
             partial(self.drain_queue, candidates)
-        )  # for what other faces end
+        )  # requests that end on other faces make room, too
         self.held += 1
         self._stats.held(ask)
         return held
@@ -198,7 +198,7 @@ class Scheduler:
         return again
 
     def _serve_one(self, candidates: Candidates, ask: SelectRequest) -> SelectReply | None:
-        """Chooses and books for the prompt that the pool has matched; None if all are busy."""
+        """Chooses and books a rank for the prompt that the pool has matched; None if all are busy."""
         if ask.phase is Phase.BOTH:
             answered = self._serve_both(candidates, ask)
         else:
@@ -222,9 +222,9 @@ class Scheduler:
         return SelectReply(self._answer(candidates, ask, chosen, ask.reservation_id, more), receipt)
 
     def _serve_both(self, candidates: Candidates, ask: SelectRequest) -> SelectReply | None:
-        """Serves both phases; the answer of the decode worker contains that of the prefill worker.
+        """Serves both phases; the decode worker's answer contains that of the prefill worker.
 
-        Without a prefill worker the decode worker serves all of it, and the answer says why.
+        Without a prefill worker the decode worker serves the whole request; the answer says why.
         """
         try:
             prefill_by = ask.constraints_in(Phase.PREFILL)
@@ -258,7 +258,7 @@ class Scheduler:
         phase: Phase | None,
         constraints: Constraints | None,
     ) -> Choice | None:
-        """Chooses for the prompt that the pool has matched; None if all are busy."""
+        """Chooses a rank for the prompt that the pool has matched; None if all are busy."""
         settings = in_phase(ask.settings, phase)
         ranks = self._ranks(candidates, ask, phase, constraints, settings)
         pool, eligible, _ = ranks
@@ -299,9 +299,9 @@ class Scheduler:
         settings: Settings,
         ranks: Ranks,
     ) -> Iterator[ChoiceAttempt]:
-        """Yields attempts to choose a rank: its session's, its affinity target's, then all."""
+        """Yields attempts to choose: the session's rank, the affinity target, then all ranks."""
         _, eligible, factors = ranks
-        if phase is not Phase.PREFILL:  # a session is where its requests decode
+        if phase is not Phase.PREFILL:  # a session is bound to the rank where its requests decode
             bound = self._bound(candidates, ask, settings, ranks)
             if bound is not None:
                 yield ChoiceAttempt(
@@ -313,9 +313,9 @@ class Scheduler:
         yield ChoiceAttempt(basis_of(settings), settings, eligible, factors)
 
     def weigh(self, ask: SelectRequest, lookup: PromptLookup) -> list[Weighed]:
-        """Weighs the candidates for each phase of a request now; nothing is chosen.
+        """Weighs the candidates for each phase of a request as of now, and chooses none.
 
-        Raises as `select` does, but for ranks that are shut out: these are said.
+        Raises as `select` does, except if no rank can be chosen: the result says why.
         """
         candidates = schedulable(self._candidates, ask.key)
         _check_constraints(ask)
@@ -349,7 +349,7 @@ class Scheduler:
     def _within_slo(
         self, candidates: Candidates, limit_s: float, settings: Settings, ranks: Ranks
     ) -> Ranks:
-        """Narrows ranks to those that are expected to keep the limit, if there are any."""
+        """Narrows ranks to those expected to keep the limit; keeps all if there are none."""
         mask = bytearray(len(ranks.pool))
         for at, row in enumerate(ranks.pool.explain(settings, ranks.eligible)):
             expected_s = self._expected_ttft_s(candidates, row)
@@ -357,17 +357,17 @@ class Scheduler:
         return ranks._replace(eligible=bytes(mask)) if any(mask) else ranks
 
     def _expected_ttft_s(self, candidates: Candidates, row: Explained) -> float | None:
-        """Returns the seconds to the first token on a rank; None: its speed is not known."""
+        """Returns the expected seconds to the first token, None if the rank's speed is unknown."""
         queued = row.active_prefill_tokens + row.effective_prefill_tokens
         return self._speeds.ttft_s((candidates.key, row.worker_id, row.dp_rank), queued)
 
     def _bound(
         self, candidates: Candidates, ask: SelectRequest, settings: Settings, ranks: Ranks
     ) -> bytes | None:
-        """Returns the mask of what the request's session is bound to, None if that cannot serve it.
+        """Returns the mask of the session's ranks, None if the session cannot decide.
 
-        Unless all ranks are busy the session's rank is taken, busy or not, as on the original; but
-        not if it has more requests than the policy's `session_bound` allows.
+        Unless all ranks are busy the session's rank is taken even if it is busy, as in Dynamo, but
+        not if it has more live requests than the policy's `session_bound` allows.
         """
         bound = None if self._affinity is None else self._affinity.target(ask)
         wanted = None if bound is None else candidates.targets(bound, ranks.eligible)
@@ -407,7 +407,7 @@ class Scheduler:
     def _ttft_members(
         self, candidates: Candidates, ask: SelectRequest, row: Explained
     ) -> dict[str, Any]:
-        """Returns what an answer says of the time to the first token; null: not known."""
+        """Returns the members about the time to the first token; None if its speed is unknown."""
         expected_s = self._expected_ttft_s(candidates, row)
         members: dict[str, Any] = {"expected_ttft_s": expected_s}
         if ask.slo_ttft_s is not None:
@@ -419,7 +419,7 @@ class Scheduler:
     def _explained(
         self, candidates: Candidates, ask: SelectRequest, row: Explained
     ) -> dict[str, Any]:
-        """Returns the terms of a rank's cost, its session, and the health of its stream."""
+        """Returns a rank's cost with its terms, its claim to the session, and its stream's health."""
         bound = None if self._affinity is None else self._affinity.target(ask)
         has = bound is not None and row.worker_id == bound[0] and bound[1] in (None, row.dp_rank)
         expected_s = self._expected_ttft_s(candidates, row)
@@ -435,14 +435,14 @@ class Scheduler:
         return None if listener is None else listener.health(self._clock())
 
     def stop(self) -> None:
-        """Refuses all selections that wait, and from now on all that would wait."""
+        """Refuses all selections that wait, and from now on every selection that would have to."""
         self._stopping = True
         self.ask_all()
 
-    # ---- what moves those that wait
+    # ---- serving the selections that wait
 
     def ask_all(self) -> None:
-        """Serves all waiting selections that can be served now; anything may have changed."""
+        """Tries all waiting selections anew, whatever has changed."""
         for candidates in self._candidates.values():
             candidates.queue.wake()
         self.drain_queues()
@@ -456,12 +456,12 @@ class Scheduler:
     def drain_queue(self, candidates: Candidates) -> None:
         """Serves waiting selections of one fleet whose ranks have changed, in order.
 
-        After SERVED_AT_ONCE it stops; the task of the last one goes on with the queue when it runs.
+        It stops after SERVED_AT_ONCE; the task of the last served selection goes on when it runs.
         """
         if not len(candidates.queue):
             return
         changed = candidates.pool.changed()
-        if changed is None:  # the pool is a new one
+        if changed is None:  # the pool is new
             self._end_hashed(candidates)
         candidates.queue.wake(ANYONE if changed is None else int.from_bytes(changed, "little"))
         with SELECTIONS:
@@ -474,7 +474,7 @@ class Scheduler:
         candidates.pool.remember()
 
     def _end_hashed(self, candidates: Candidates) -> None:
-        """Ends selections that came hashed by another block size than the workers have now."""
+        """Refuses selections that came hashed by a block size that the workers no longer have."""
         if not candidates.workers:
             return
         for held in list(candidates.queue):
@@ -486,14 +486,14 @@ class Scheduler:
                 held.resolve(error)
 
     def _serve(self, candidates: Candidates, held: QueuedRequest) -> int:
-        """Answers a selection and returns 0, or returns the bits of the ranks that it waits for."""
+        """Answers a selection and returns 0, or returns the bits of the ranks it must wait for."""
         ask = held.ask
         try:
             if self._stopping:
                 raise Unserved(SelectionOutcome.STOPPING, _STOPPING)
             if not candidates.workers:
                 raise Unserved(SelectionOutcome.NO_WORKERS, "no schedulable workers are available")
-            if (answered := self._again(ask)) is None:  # both have waited
+            if (answered := self._again(ask)) is None:  # else a retry was served before it
                 self._check_new(ask)
                 if self._all_busy(candidates, ask):
                     return _awaited(candidates, ask)
@@ -512,13 +512,13 @@ class Scheduler:
         if held.block_size == candidates.pool.block_size:
             candidates.pool.match_again(held.prompt)
             return
-        assert held.again is not None  # or it has ended
+        assert held.again is not None  # or `_end_hashed` has refused it
         held.again(candidates.pool)
         held.prompt, held.block_size = candidates.pool.hold(), candidates.pool.block_size
         self._stats.rehashed += 1
 
     def _all_busy(self, candidates: Candidates, ask: SelectRequest) -> bool:
-        """Returns whether all ranks are busy, which needs no match of the prompt."""
+        """Returns whether all ranks are busy; this needs no match of the prompt."""
         phase = Phase.PREFILL if ask.phase is Phase.BOTH else ask.phase
         eligible = candidates.eligible(ask.constraints_in(phase), phase)
         return candidates.pool.refusal(in_phase(ask.settings, phase), eligible) == selector.BUSY
@@ -527,7 +527,7 @@ class Scheduler:
 def _load(candidates: Candidates, chosen: Choice, busy: float | None) -> dict[str, int | None]:
     """Returns the load of a chosen rank and the capacity of its worker; None is unknown.
 
-    Says whether it prefills more than so many batches, if that is given.
+    With `busy`, a number of batches, it also says whether the rank prefills more than that.
     """
     row = chosen.ranks.pool.explained(chosen.at, chosen.settings)
     record = candidates.workers[row.worker_id]
@@ -543,7 +543,7 @@ def _load(candidates: Candidates, chosen: Choice, busy: float | None) -> dict[st
 
 
 def _awaited(candidates: Candidates, ask: SelectRequest) -> int:
-    """Returns the bits of the pool's ranks whose loads decide whether a selection can be served."""
+    """Returns the bits of the ranks whose loads decide whether a selection can be served."""
     awaited = 0
     for phase in (Phase.PREFILL, Phase.DECODE) if ask.phase is Phase.BOTH else (ask.phase,):
         eligible = candidates.eligible(ask.constraints_in(phase), phase)
@@ -554,7 +554,7 @@ def _awaited(candidates: Candidates, ask: SelectRequest) -> int:
 
 
 def _queue_key(ask: SelectRequest) -> Hashable:
-    """Names the ranks that may serve a selection: the key of its queue."""
+    """Returns the key of a selection's queue, which names the ranks that may serve it."""
     return ask.constraints if ask.phase is None else (ask.constraints, ask.phase)
 
 

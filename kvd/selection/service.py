@@ -1,4 +1,4 @@
-"""The selection service as a whole; the package describes its parts."""
+"""The selection service as a whole; the package's docstring describes its parts."""
 
 from __future__ import annotations
 
@@ -44,18 +44,17 @@ class Selections:
         max_waiting: int = MAX_WAITING,
         journal: Journal | None = None,
     ) -> None:
-        """Requests of other faces that use the same `ledgers` weigh on choices.
+        """Faces that use the same `ledgers` see each other's load.
 
-        Sessions and kept answers are recorded in the `journal`, if there is one.
-
-        There are descriptors for the clients of `max_waiting` selections that wait.
+        Sessions and kept answers are recorded in the `journal`, if there is one. At most
+        `max_waiting` selections wait: the process has descriptors for that many clients.
         """
         self.readiness = readiness or Readiness()
         self.options = options
         self.clock = clock
         self.draws = Draws(random)
         self.candidates: dict[PartitionKey, Candidates] = {}
-        self.writer_id = random.randrange(1, 2**64)  # of this process among replicas; 0 means none
+        self.writer_id = random.randrange(1, 2**64)  # names this process to replicas; 0 means none
         self.affinity: Affinity | None = None
         if options.session_affinity_ttl_s is not None:
             ttl_s = options.session_affinity_ttl_s
@@ -120,7 +119,7 @@ class Selections:
         self.scheduler.drain_queues()
 
     def run_due(self, now: float) -> Iterator[None]:
-        """Expires bookings and judges streams and workers again; rests at every yield."""
+        """Expires bookings, and judges streams and workers again; rests at every yield."""
         self.reservations.sample.adjust(now - self._adjusted_at)
         self._adjusted_at = now
         self.speeds.forget_absent()
@@ -130,15 +129,15 @@ class Selections:
             yield
 
     def settings(self, key: PartitionKey) -> Settings:
-        """Returns the settings of requests of a model and tenant that override nothing."""
+        """Returns the settings for requests of a model and tenant that override none of them."""
         candidates = self.candidates.get(key)
         return self.options.settings if candidates is None else candidates.settings
 
     def reload(self, options: RouterOptions, expiry_s: float) -> None:
-        """Applies other weights, thresholds, policy, expiry and bounds of waiting and fleets.
+        """Applies new weights, thresholds, policies, times, and bounds of waiting and partitions.
 
-        The rest stays as it is. Selections that wait have the weights and thresholds they came
-        with.
+        Other options stay as they are. Selections that wait keep the weights and thresholds with
+        which they came.
         """
         self.options.settings = options.settings
         self.options.queue_policy = options.queue_policy
@@ -154,7 +153,7 @@ class Selections:
         self.tuning.reload(options.settings)
 
     def render_loads(self, model_name: str | None, tenant_id: str | None) -> bytes:
-        """Returns a JSON array of what every fleet works on, sorted; None is any."""
+        """Returns a JSON array of every fleet's loads, sorted; None stands for any name."""
         rows = (
             candidates.render_loads()
             for key, candidates in sorted(self.candidates.items())

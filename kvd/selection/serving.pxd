@@ -1,5 +1,5 @@
 # distutils: language = c++
-"""Data sheet of what both ways to serve a selection have in common (serving.pyx)."""
+"""Data sheet of the functions that both ways to serve a selection share (serving.pyx)."""
 from libc.stdint cimport uint64_t
 from libcpp.string_view cimport string_view
 
@@ -10,5 +10,5 @@ cpdef uint64_t booked_tokens(
     Pool pool, Settings settings, size_t candidate
 ) except? 0xfffffffffffffffe
 cpdef bytes opening(str selection_id, str reservation_id, str phase)
-# The bytes of a text, which live as long as that.
+# The UTF-8 bytes of a text; they live as long as the text.
 cdef string_view utf8(str text) except *

@@ -1,5 +1,5 @@
 # distutils: language = c++
-"""Shared by both ways to serve a selection: the hot handler's, and the scheduler's."""
+"""Functions shared by both ways to serve a selection: the hot handler's and the scheduler's."""
 import json
 
 from libc.stdint cimport uint64_t
@@ -15,9 +15,9 @@ cdef extern from "Python.h":
 cpdef uint64_t booked_tokens(
     Pool pool, Settings settings, size_t candidate
 ) except? 0xfffffffffffffffe:
-    """Returns the tokens that a booking counts as to be prefilled.
+    """Returns the tokens to prefill that a booking on a candidate counts.
 
-    It is of the prompt that the pool has matched, on one of its candidates.
+    The booking is of the prompt that the pool has matched.
     """
     if not settings.c.track_prefill:
         return 0
@@ -25,7 +25,7 @@ cpdef uint64_t booked_tokens(
 
 
 cpdef bytes opening(str selection_id, str reservation_id, str phase):
-    """Returns the beginning of an answer, up to a comma behind it; None is not said."""
+    """Returns the beginning of an answer: a brace, and each member that is not None with a comma."""
     cdef bytes text = b"{"
     if selection_id is not None:
         text = b'{"selection_id":%b,' % quoted(selection_id)
@@ -37,7 +37,7 @@ cpdef bytes opening(str selection_id, str reservation_id, str phase):
 
 
 cdef bytes quoted(str text):
-    """Returns a text as json.dumps does."""
+    """Returns a text as json.dumps writes it."""
     if text.isascii() and text.isprintable() and '"' not in text and "\\" not in text:
         return b'"%b"' % text.encode()
     return json.dumps(text).encode()

@@ -1,15 +1,18 @@
-"""Sessions bound to ranks, so that requests find what earlier ones of the session have cached.
+"""Sessions bound to ranks, so that requests find the blocks that earlier requests have cached.
 
-    held     sessions with requests under way          kept as long as these are
-    idle     sessions without, the next to end first    kept for the time to live since the last
+    held     sessions with live requests                         kept as long as these live
+    idle     sessions without, in the order in which they end    kept for the time to live
 
-1. A request of a session that is bound nowhere binds it to the rank it is booked on, and leases the
-   binding; so does every later one that goes there. When a lease ends, the time to live begins.
-2. A binding has a version: its time and the process that made it. Every replica keeps the larger.
-   Times are those of a wall clock, but never before what has been seen.
-3. A lease is of one binding: what has been bound anew meanwhile is not touched by its end.
+1. The first request of a session binds it to the rank on which the request is booked, and leases
+   the binding. Every later request that goes there leases it too. When the last lease ends, the
+   time to live begins.
+2. A binding has a version: the time when it was made and the process that made it. Every replica
+   keeps the binding with the larger version. The time is that of the wall clock, but always later
+   than any version seen so far.
+3. A lease belongs to one binding. If the session has been bound anew, the end of an old lease does
+   not touch the new binding.
 
-Costs: O(1); `expire` O(what ends).
+Costs: O(1); `expire` O(bindings that end).
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from kvd.wire.affinity import Version
 
 Key = TypeVar("Key", bound=Hashable)
 
-# Sessions that are bound, some 500 bytes each. Beyond that the one that would end next goes.
+# Bound sessions, some 500 bytes each. Beyond that the session that would end next is dropped.
 MAX_SESSIONS = 262_144
 
 
@@ -31,10 +34,10 @@ class Binding:
     """A session's rank."""
 
     worker_id: int
-    dp_rank: int | None  # None: any of the worker's
+    dp_rank: int | None  # None: any rank of the worker
     version: Version
     leases: int = 0
-    expiry: float = 0.0  # without leases
+    expiry: float = 0.0  # when it ends; it counts only without leases
 
     def means(self, worker_id: int, dp_rank: int | None) -> bool:
         return worker_id == self.worker_id and self.dp_rank in (None, dp_rank)
@@ -44,12 +47,12 @@ class Sessions(Generic[Key]):
     """The bindings of all sessions."""
 
     def __init__(self, ttl_s: float, max_sessions: int = MAX_SESSIONS) -> None:
-        self.dropped = 0  # at the bound
+        self.dropped = 0  # sessions at the bound
         self._ttl_s = ttl_s
         self._max_sessions = max_sessions
         self._held: dict[Key, Binding] = {}
         self._idle: dict[Key, Binding] = {}
-        self._sequence = 0  # the largest one seen
+        self._sequence = 0  # the largest of all versions seen
 
     def __len__(self) -> int:
         return len(self._held) + len(self._idle)
@@ -71,7 +74,7 @@ class Sessions(Generic[Key]):
         return binding
 
     def lease(self, key: Key, binding: Binding) -> None:
-        """Keeps a binding until `release`."""
+        """Keeps a binding alive until `release`."""
         binding.leases += 1
         if self._idle.pop(key, None) is not None:
             self._held[key] = binding
@@ -90,7 +93,7 @@ class Sessions(Generic[Key]):
     def apply(
         self, key: Key, worker_id: int, dp_rank: int | None, version: Version, now: float
     ) -> bool:
-        """Takes a replica's binding; False if there is a newer one."""
+        """Applies a replica's binding; False if a newer one is known."""
         self._sequence = max(self._sequence, version.sequence)
         known = self.find(key, now)
         if known is not None and version < known.version:
@@ -104,9 +107,9 @@ class Sessions(Generic[Key]):
         return True
 
     def listed(self, now: float) -> Iterator[tuple[Key, Binding, float]]:
-        """Yields each session that is bound now, and since when its time to live runs, if it does.
+        """Yields the sessions that are bound now, with the start of their time to live.
 
-        Others may change them between two.
+        For a leased binding that is `now`. Bindings may change between two yields.
         """
         for key in [*self._idle, *self._held]:
             binding = self.find(key, now)
@@ -125,7 +128,7 @@ class Sessions(Generic[Key]):
         return len(old) == limit
 
     def _put(self, key: Key, binding: Binding, expiry: float) -> None:
-        """Makes it the session's binding, and the last one to end."""
+        """Makes this the session's binding, and puts it last in the order of expiry."""
         self._held.pop(key, None)
         self._idle.pop(key, None)
         if len(self) >= self._max_sessions:
