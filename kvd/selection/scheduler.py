@@ -198,7 +198,7 @@ class Scheduler:
         return again
 
     def _serve_one(self, candidates: Candidates, ask: SelectRequest) -> SelectReply | None:
-        """Chooses and books a rank for the prompt that the pool has matched; None if all are busy."""
+        """Chooses and books a rank for the prompt that the pool has matched; None if all busy."""
         if ask.phase is Phase.BOTH:
             answered = self._serve_both(candidates, ask)
         else:
@@ -419,7 +419,7 @@ class Scheduler:
     def _explained(
         self, candidates: Candidates, ask: SelectRequest, row: Explained
     ) -> dict[str, Any]:
-        """Returns a rank's cost with its terms, its claim to the session, and its stream's health."""
+        """Returns a rank's cost and its terms, whether it has the session, its stream's health."""
         bound = None if self._affinity is None else self._affinity.target(ask)
         has = bound is not None and row.worker_id == bound[0] and bound[1] in (None, row.dp_rank)
         expected_s = self._expected_ttft_s(candidates, row)

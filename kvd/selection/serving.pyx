@@ -25,7 +25,7 @@ cpdef uint64_t booked_tokens(
 
 
 cpdef bytes opening(str selection_id, str reservation_id, str phase):
-    """Returns the beginning of an answer: a brace, and each member that is not None with a comma."""
+    """Returns the beginning of an answer: a brace, and each given member followed by a comma."""
     cdef bytes text = b"{"
     if selection_id is not None:
         text = b'{"selection_id":%b,' % quoted(selection_id)

@@ -1,4 +1,4 @@
-"""Speeds of ranks: learned from their requests, or given in the record of their worker.
+"""Speeds of ranks, learned from their requests or given in the record of their worker.
 
     booked                     prefill complete                freed
       │  x = tokens queued on     │  T = time since then          │  t = time per output token
@@ -8,19 +8,19 @@
       │                       a: seconds before any token     c: seconds a step
       │                       1 / b: tokens a second          d: that each other request adds
 
-Each line is that of Theil and Sen: the slope is the median of the slopes between all pairs of the
-last WINDOW observations, the other term the median of what is left. So up to three observations in
-ten may be anything, as engines that stall and clients that report late make them. It is fitted when
-it is used, and anew after some further observations.
+Each line is fitted by the method of Theil and Sen: the slope is the median of the slopes between
+all pairs of the last WINDOW observations, and the base is the median of the remainders. Up to three
+observations in ten may therefore be outliers, from engines that stall or clients that report late.
+A line is fitted at its first use, and again after REFIT further observations.
 
-Confidence is from 0 to 1: it grows with the observations, falls with their scatter and halves with
-every FADES_S seconds without one. Below CONFIDENT nothing is predicted. When STREAK observations in
-a row lie on one side of the line and far from it, the engine is another one: the older ones go.
+The confidence in a line is from 0 to 1: it grows with the observations, falls with their scatter
+and halves with every FADES_S seconds without an observation. Below CONFIDENT nothing is predicted.
+When STREAK observations in a row lie far from the line on the same side, the engine's speed has
+changed, and the older observations are dropped.
 
-Where requests are many only some are observed (kvd_core.base.sampling); the others cost 50 ns a
-step.
+If requests are many, only some are observed (kvd_core.base.sampling); the others cost 50 ns a step.
 
-Costs: an observation of a line 0.6 µs, a fit 10 µs; memory some 5 KB a line, of two lines a rank.
+Costs: 0.6 µs for an observation, 10 µs for a fit; memory some 5 KB for each line, two lines a rank.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ WINDOW = 48  # observations that a line is fitted to: 1,128 pairs
 ENOUGH = 16  # observations for full confidence
 REFIT = 8  # further observations after which a line is fitted anew
 FADES_S = 3600.0  # seconds without an observation that halve the confidence
-CONFIDENT = 0.5  # least confidence of a line that is used
-STREAK = 10  # observations in a row on one side that make an engine another one
-FAR = 0.25  # of what was predicted: how far they lie from it at least
-NARROW = 0.1  # of the median: where all x lie closer together no slope can be fitted
-MAX_OBSERVED = 4096  # requests under way that are observed; the oldest are forgotten for others
+CONFIDENT = 0.5  # least confidence at which a line is used for predictions
+STREAK = 10  # observations in a row, far from the line on one side, that show a changed engine
+FAR = 0.25  # least distance of such an observation from the line, as a share of the prediction
+NARROW = 0.1  # share of the median: if half of all x lie closer to it, no slope can be fitted
+MAX_OBSERVED = 4096  # live requests that are observed; beyond that the oldest are forgotten
 
 
 class Estimate(NamedTuple):
     """A line, and how far it can be believed."""
 
     base: float  # seconds at x = 0
-    slope: float  # seconds for each of x
+    slope: float  # seconds for each unit of x
     confidence: float  # 0 to 1
     observations: int
 
@@ -65,11 +65,11 @@ class Line:
     points: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=WINDOW))
     last_at: float = 0.0  # seconds of the service's clock
     _fitted: tuple[float, float, float] | None = None  # base, slope, scatter as a share
-    _since: int = 0  # observations since then
+    _since: int = 0  # observations since that fit
     _streak: int = 0  # above the line if positive, below it if negative
 
     def add(self, x: float, seconds: float, at: float) -> None:
-        """Takes an observation of `seconds` at x; none without a positive time says anything."""
+        """Adds an observation of `seconds` at x, unless one of them is not positive."""
         if seconds <= 0.0 or x <= 0.0:
             return
         self.last_at = at
@@ -80,7 +80,7 @@ class Line:
             self._begin_anew()
 
     def _note_side(self, x: float, seconds: float) -> None:
-        """Counts observations in a row that lie on one side of the line and far from it."""
+        """Counts observations in a row that lie far from the line on the same side."""
         if self._fitted is None:
             return
         base, slope, scatter = self._fitted
@@ -100,7 +100,7 @@ class Line:
         self._streak, self._fitted = 0, None
 
     def estimate(self, now: float) -> Estimate | None:
-        """Returns the line through what was observed; None if nothing can be said yet."""
+        """Returns the line through the observations, None if none can be fitted yet."""
         if self._fitted is None or self._since >= REFIT:
             self._fitted, self._since = fit(self.points, NARROW), 0
         if self._fitted is None:
@@ -113,25 +113,25 @@ class Line:
 
 
 class RankSpeed(NamedTuple):
-    """The speed of a rank as far as known: seconds, and whether they were given."""
+    """How fast a rank prefills."""
 
     base_s: float  # before the first token of a prompt on an idle rank
     token_s: float  # for each token to prefill
     confidence: float
     observations: int
-    given: bool
+    given: bool  # by the worker's record; else learned
 
 
 @dataclass(slots=True)
 class _Observed:
-    """A request under way."""
+    """A live request that is observed."""
 
     rank: Rank
     begun_at: float
-    queued_tokens: int  # on its rank when it was booked, its own included
+    queued_tokens: int  # on its rank when the request was booked, its own included
     expected_s: float | None  # to its first token
     complete_at: float | None = None
-    requests: int = 1  # live on its rank then
+    requests: int = 1  # live requests on its rank at `complete_at`
 
     def complete(self, at: float, requests: int) -> None:
         """Notes the end of its prefill."""
@@ -141,7 +141,7 @@ class _Observed:
 
 @dataclass(slots=True)
 class _Lines:
-    """Observations of a rank."""
+    """The two lines of a rank."""
 
     prefill: Line = field(default_factory=Line)
     decode: Line = field(default_factory=Line)
@@ -157,7 +157,7 @@ class Speeds:
         regret: Regret,
         sample: Sample,
     ) -> None:
-        """Observed requests are counted in `sample`; their outcomes are reported to `regret`."""
+        """Counts observed requests in `sample`, and reports their outcomes to `regret`."""
         self._candidates = candidates
         self._clock = clock
         self._regret = regret
@@ -167,7 +167,7 @@ class Speeds:
         self.forgotten = 0  # observed requests beyond MAX_OBSERVED
 
     def observe(self, moment: Moment) -> None:
-        """Takes a step of a request's life."""
+        """Observes a step of a request's life."""
         if moment.step is Step.ADD:
             self._begin(moment)
         elif moment.step is Step.PREFILL_COMPLETE:
@@ -224,7 +224,7 @@ class Speeds:
             self._lines_of(seen.rank).decode.add(seen.requests, step_s, moment.at)
 
     def note_output(self, request_id: str, tokens: int) -> None:
-        """Takes the length of an output, which the caller reports before it frees the request."""
+        """Observes an output's length, which the caller reports before it frees the request."""
         seen = self._observed.get(request_id)
         if seen is None or seen.complete_at is None or tokens <= 0:
             return
@@ -233,7 +233,7 @@ class Speeds:
         self._lines_of(seen.rank).decode.add(seen.requests, step_s, now)
 
     def expected_of(self, request_id: str) -> float | None:
-        """Returns the seconds that were expected to a request's first token, if it is observed."""
+        """Returns the expected seconds to an observed request's first token, None if unknown."""
         seen = self._observed.get(request_id)
         return None if seen is None else seen.expected_s
 
@@ -258,19 +258,19 @@ class Speeds:
         return RankSpeed(found.base, found.slope, found.confidence, found.observations, False)
 
     def decode(self, rank: Rank) -> Estimate | None:
-        """Returns the seconds of an output token by the requests that decode; None: unknown."""
+        """Returns the seconds of an output token as a line over live requests; None if unknown."""
         lines = self._lines.get(rank)
         return None if lines is None else lines.decode.estimate(self._clock())
 
     def ttft_s(self, rank: Rank, tokens: int) -> float | None:
-        """Returns the seconds to the first token behind `tokens` to prefill; None: unknown."""
+        """Returns the seconds to the first token after `tokens` are prefilled; None if unknown."""
         speed = self.prefill(rank)
         if speed is None or speed.confidence < CONFIDENT:
             return None
         return speed.base_s + speed.token_s * tokens
 
     def forget_absent(self) -> None:
-        """Forgets ranks whose worker has left. O(ranks)."""
+        """Forgets the ranks of workers that have left. O(ranks)."""
         gone = [rank for rank in (*self._lines, *self._regret.accounts) if not self._is_there(rank)]
         for rank in gone:
             self._lines.pop(rank, None)

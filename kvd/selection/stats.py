@@ -1,7 +1,7 @@
-"""The outcome of every selection, its wait and its choice, counted for /metrics.
+"""Counts the outcomes, waits and choices of all selections for /metrics.
 
-A selection that could be read has one outcome in the end. Hot handlers count what they serve into
-the same `ChoiceStats` (kvd/faces/selection/handlers.pyx).
+Every selection whose request could be read gets one outcome. Hot handlers count the selections that
+they serve in the same `ChoiceStats` (kvd/faces/selection/handlers.pyx).
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from kvd_core.selector.selector import Pool
 class SelectionOutcome(IntEnum):
     """The outcome of a selection."""
 
-    SERVED = 0  # as the core has it
-    REPEATED = 1  # answered once more, under its Idempotency-Key
+    SERVED = 0  # the core counts these under the same number
+    REPEATED = 1  # a retry that got its first answer again
     NO_WORKERS = 2
     NOT_ELIGIBLE = 3
     OVERLOADED = 4
     QUEUE_FULL = 5
     TIMED_OUT = 6
     STOPPING = 7
-    LEFT = 8  # its client, while it waited
+    LEFT = 8  # its client went away while it waited
     CONFLICT = 9
     NO_ROOM = 10
     INVALID = 11
 
 
-# Positions of phases: those of requests, of which choices have all but the last.
+# Phases in the order in which the core counts them. Choices have all but the last.
 PHASES = (None, Phase.PREFILL, Phase.DECODE, Phase.BOTH)
 POSITIONS = {phase: position for position, phase in enumerate(PHASES)}
 
@@ -48,7 +48,8 @@ class Unserved(Unavailable):
         self.outcome = outcome
 
 
-# Outcomes of limits of the time to the first token, by whether the limit was kept.
+# Outcomes of choices with a limit for the time to first token, by whether they are expected to keep
+# it.
 SLO_OUTCOMES = {True: "met", False: "missed", None: "unknown"}
 
 
@@ -58,12 +59,12 @@ class SelectionStats:
     def __init__(self) -> None:
         self.choice_stats = ChoiceStats()
         self.waits = Histogram(BUCKETS)  # seconds
-        self.slo = dict.fromkeys(SLO_OUTCOMES.values(), 0)  # of choices with such a limit
-        self.fallbacks = 0  # requests for both phases that one worker serves
-        self.rehashed = 0  # prompts that waited until the block size was another one
+        self.slo = dict.fromkeys(SLO_OUTCOMES.values(), 0)  # choices with such a limit
+        self.fallbacks = 0  # requests for both phases that one worker serves alone
+        self.rehashed = 0  # prompts hashed again because the block size changed while they waited
 
     def served(self, ask: SelectRequest, pool: Pool, *choices: Choice) -> None:
-        """Counts one as served by these choices, with the prompt that the pool has matched."""
+        """Counts a selection as served by these choices for the pool's matched prompt."""
         self.choice_stats.serve(ask.settings, POSITIONS[ask.phase], pool)
         for each in choices:
             phase = POSITIONS[each.phase]
@@ -84,6 +85,6 @@ def _outcome_of(error: KvdError) -> SelectionOutcome:
         return error.outcome
     if isinstance(error, Conflict):
         return SelectionOutcome.CONFLICT
-    if isinstance(error, Unavailable):  # only the ledger says so
+    if isinstance(error, Unavailable):  # only a full ledger raises it
         return SelectionOutcome.NO_ROOM
     return SelectionOutcome.INVALID

@@ -1,19 +1,20 @@
-"""Health of the candidates' event streams: ranks whose engines have gone are not chosen.
+"""Judges ranks by their event connections, so that no rank is chosen whose engine has gone.
 
     EventStream ── joined, lost ──> Registry.links ──> Streams ──> Candidates.absent, the pool
 
-    connection of a rank's stream    what it caches     it is chosen
-    made, or paused by request       counts             yes
-    lost                             does not count     yes, for `disconnected_s`
-    lost for longer                  does not count     no
-    never made                       counts             yes, or for `unconnected_s` if that is set
+    connection of a rank's stream    its cached blocks  the rank is chosen
+    made, or paused by request       count              yes
+    lost                             do not count       yes, for `disconnected_s`
+    lost for longer                  do not count       no
+    never made                       count              yes, or for `unconnected_s` if that is set
 
-1. Each rank is judged by itself, whatever the others of its worker do.
-2. A rank can be chosen again in the step that makes its connection again; the pool stays.
-3. Selections that wait are judged again whenever a rank goes or comes back.
+1. Each rank is judged by itself, whatever the other ranks of its worker do.
+2. A rank can be chosen again in the step that restores its connection; the pool stays the same.
+3. Whenever a rank goes or comes back, the selections that wait are tried again.
 
-A connection is evidence that the engine runs: engines publish from the process that serves. A
-connection that was never made says nothing: its address may be wrong, or a firewall may block it.
+A connection is evidence that the engine runs, since engines publish from the process that serves. A
+connection that was never made is no evidence that the engine is down: its address may be wrong, or
+a firewall may block it.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from kvd.selection.options import RouterOptions
 from kvd.wire.event_stream import EventStream
 from kvd.wire.stream_link import ListenerStatus
 
-CHECK_SLICE = 64  # absent ranks examined between two checkpoints
+CHECK_SLICE = 64  # ranks with a faulty connection examined between two checkpoints
 
 
 class Streams:
-    """Judges the ranks of all fleets."""
+    """Judges the ranks of all workers."""
 
     def __init__(
         self,
@@ -41,7 +42,7 @@ class Streams:
         clock: Callable[[], float],
         on_change: Callable[[Candidates], None],
     ) -> None:
-        """Calls `on_change` when a rank can be chosen no more, or again."""
+        """Calls `on_change` when a rank stops or starts to be choosable."""
         self._candidates = candidates
         self._registry = registry
         self._options = options
@@ -50,7 +51,7 @@ class Streams:
         registry.links.subscribe(self.judge)
 
     def judge(self, key: RankKey) -> None:
-        """Judges a rank, if it is one of a fleet's, by its connection as it is now."""
+        """Judges a rank by the present state of its connection, unless no candidate has it."""
         candidates = self._candidates.get(key.partition)
         if candidates is None or not isinstance(key.instance_id, int):
             return
@@ -65,7 +66,7 @@ class Streams:
             self._on_change(candidates)
 
     def _absence(self, listener: EventStream | None, known: Absence | None) -> Absence | None:
-        """Returns what is wrong with a connection, None for nothing."""
+        """Returns the fault of a connection, None if it is sound."""
         if listener is None or listener.connected or listener.status is ListenerStatus.PAUSED:
             return None
         heard = listener.link.disconnected_since is None  # never connected: nothing was lost
@@ -78,7 +79,7 @@ class Streams:
         return Absence(since, heard, reachable=self._clock() - since <= limit_s)
 
     def recheck(self) -> Iterator[None]:
-        """Judges those again that were absent; rests at every yield."""
+        """Judges the ranks with faulty connections again; rests at every yield."""
         checked = 0
         for candidates in list(self._candidates.values()):
             for worker_id, dp_rank in list(candidates.absent):

@@ -1,8 +1,10 @@
-"""Router settings of models that calls change at run time: mode, policy, busy thresholds.
+"""Changes by calls to the router settings of models: mode, policy, busy thresholds.
 
 (model, tenant)  ──> changes ─┐
 (model, None)    ──> changes ─┼──> Candidates.settings, of requests that override nothing
 RouterOptions    ──> settings ┘
+
+A key is a model with a tenant, or a model with all its tenants.
 """
 
 from __future__ import annotations
@@ -15,13 +17,13 @@ from kvd.model import PartitionKey
 from kvd.selection.candidates import Candidates
 from kvd_core.selector.settings import Settings
 
-TuningKey = tuple[str, str | None]  # model, tenant; None is all of its tenants
+TuningKey = tuple[str, str | None]  # model, tenant; None means all tenants of the model
 
 
 class Tuning:
-    """The changes to the settings by model, and by model and tenant.
+    """The changed settings, by model and by model and tenant.
 
-    There are no more of them than models and tenants, and entries of the fleet file.
+    There are no more keys than models and tenants, and entries of the fleet file.
     """
 
     def __init__(
@@ -34,18 +36,18 @@ class Tuning:
         self._candidates = candidates
         self._settings = settings
         self._on_change = on_change
-        self.changes = 0  # of what is said
+        self.changes = 0  # how often settings have been changed
         self._changes: dict[TuningKey, dict[str, Any]] = {}
 
     def reload(self, settings: Settings) -> None:
-        """Has other settings hold where nothing else is said."""
+        """Replaces the settings that hold unless a key changes them."""
         self._settings = settings
         for key, candidates in self._candidates.items():
             candidates.settings = self.settings(*key)
         self._on_change()
 
     def settings(self, model_name: str, tenant_id: str | None) -> Settings:
-        """Returns what holds for a model and tenant, or for tenants that nothing is said of."""
+        """Returns the settings of a model and tenant; tenant None: those that changed nothing."""
         changes = {
             **self._changes.get((model_name, None), {}),
             **self._changes.get((model_name, tenant_id), {}),
@@ -55,11 +57,10 @@ class Tuning:
     def change(
         self, key: TuningKey, changes: Mapping[str, Any], whole: tuple[str, ...] = ()
     ) -> None:
-        """Changes settings by name, of a model and tenant or a model with all its tenants.
+        """Changes settings of a key by name; earlier changes of any of `whole` are dropped first.
 
-        What has been said of any of `whole` is forgotten. A tenant's own win over those of its
-        model. Raises NotFound for what has had no workers, ValueError as Settings does; nothing has
-        changed then.
+        A tenant's own settings win over those of its model. Raises NotFound for a key that has had
+        no workers, and ValueError as Settings does; nothing has changed then.
         """
         self._check(key)
         self._say(key, changes, whole)
@@ -67,8 +68,8 @@ class Tuning:
     def set_ahead(self, key: TuningKey, changes: Mapping[str, Any]) -> Mapping[str, Any]:
         """Changes settings of a key that may not have had workers yet; returns the changes.
 
-        Raises Conflict if any of them has been set for the key. How many keys there are is
-        bounded by the caller.
+        Raises Conflict if any of them has been set for the key already. The caller bounds the
+        number of keys.
         """
         said = self._changes.get(key, {})
         if changes.keys() & said.keys():
@@ -77,7 +78,9 @@ class Tuning:
         return changes
 
     def replace(self, key: TuningKey, names: Iterable[str], changes: Mapping[str, Any]) -> None:
-        """Sets these changes for a key, and takes back those of `names`; raises ValueError.
+        """Makes these changes for a key, and takes back other changes of `names`.
+
+        Raises ValueError as Settings does.
 
         The caller bounds the number of keys.
         """
@@ -87,12 +90,12 @@ class Tuning:
         self.take_back(key, left)
 
     def holds(self, key: TuningKey, changes: Mapping[str, Any]) -> bool:
-        """Returns whether exactly these changes hold for a key, by all of their names."""
+        """Returns whether all these settings are changed for a key, to exactly these values."""
         said = self._changes.get(key, {})
         return all(name in said and said[name] == value for name, value in changes.items())
 
     def take_back(self, key: TuningKey, names: Iterable[str]) -> None:
-        """Takes changes back wherever they were said, also without workers."""
+        """Takes back a key's changes of these names; the key may have no workers."""
         changes = self._changes.get(key, {})
         for name in names:
             changes.pop(name, None)
@@ -109,7 +112,7 @@ class Tuning:
         self._apply(key[0])
 
     def forget(self, key: TuningKey, names: tuple[str, ...]) -> None:
-        """Takes changes back; raises NotFound as `change` does."""
+        """Takes back a key's changes of these names; raises NotFound as `change` does."""
         self._check(key)
         self.take_back(key, names)
 
@@ -118,12 +121,12 @@ class Tuning:
         return [(key, dict(changes)) for key, changes in self._changes.items()]
 
     def said(self, names: tuple[str, ...]) -> list[TuningKey]:
-        """Returns the keys that change any of these names, models before their tenants."""
+        """Returns the keys with changes of any of these names, models before their tenants."""
         keys = [key for key, changes in self._changes.items() if changes.keys() & set(names)]
         return sorted(keys, key=_in_order)
 
     def where_set(self, names: tuple[str, ...]) -> list[TuningKey]:
-        """Returns the keys where any of these is set: changed, or all models if set by default."""
+        """Returns the keys with changes of any of these, and all models if a default is set."""
         keys = set(self.said(names))
         if any(self._settings.members[name] is not None for name in names):
             keys |= {(key.model_name, None) for key in self._candidates}

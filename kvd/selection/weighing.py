@@ -1,4 +1,4 @@
-"""Weighs the candidates for a request without choosing: rule, candidates, cost of each."""
+"""The result of weighing the candidates for a request without choosing: basis, chances, costs."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from kvd_core.selector.settings import LEAST_LOADED, RANDOM, ROUND_ROBIN, Settin
 
 
 class Basis(StrEnum):
-    """By what a rank is chosen."""
+    """What decides which rank is chosen."""
 
     SESSION = "session"  # the rank that the request's session is bound to
-    AFFINITY = "affinity_target"  # the one that it names
+    AFFINITY = "affinity_target"  # the rank that the request names
     COST = "cost"
-    REQUESTS = "requests"  # live ones
+    REQUESTS = "requests"  # the number of live requests
     TURNS = "turns"
     CHANCE = "chance"
 
@@ -41,12 +41,12 @@ class Term(NamedTuple):
 
 
 class WeighedRank(NamedTuple):
-    """The cost of one rank; the terms, added in their order, times its preference."""
+    """The cost of one rank: the sum of its terms, in their order, times the rank's preference."""
 
     row: Explained
-    cost: float | None  # None: none is weighed
+    cost: float | None  # None: the mode weighs no cost
     terms: list[Term]
-    exceeded: list[str]  # thresholds
+    exceeded: list[str]  # names of the thresholds that it exceeds
     stream: StreamHealth | None
     expected_ttft_s: float | None
 
@@ -56,13 +56,13 @@ class Weighed(NamedTuple):
 
     phase: Phase | None
     basis: Basis
-    policy: Policy  # the request's; decoding is by blocks in use, whatever it is
+    policy: Policy  # the request's; a decode is weighed by blocks in use under every policy
     settings: Settings
-    chances: list[Chance] | int  # of the ranks by their positions; an int: why none is chosen
+    chances: list[Chance] | int  # by position in the pool; an int is the reason why none is chosen
     ranks: list[WeighedRank]  # in the order of the pool
 
 
-# Names of the terms, of their weights among the settings, and of their members of Explained.
+# For each term its name, its weight's name in the settings, and its member of Explained.
 _DYNAMO = (
     ("prefill", "overlap_weight", "prefill_cost"),
     ("decode", None, "decode_cost"),
@@ -80,7 +80,7 @@ _WEIGHTED = (
 
 
 def basis_of(settings: Settings) -> Basis:
-    """Returns by what a rank is chosen where neither session nor affinity decides."""
+    """Returns what decides where neither a session nor an affinity target does."""
     by_mode = {
         LEAST_LOADED: Basis.REQUESTS,
         ROUND_ROBIN: Basis.TURNS,
@@ -90,7 +90,7 @@ def basis_of(settings: Settings) -> Basis:
 
 
 def cost_of(row: Explained, settings: Settings) -> float | None:
-    """Returns the figure whose lowest is chosen or most often drawn; None in modes without one."""
+    """Returns the figure by which the mode prefers the lowest rank; None in modes without one."""
     mode = _mode(settings)
     if mode == LEAST_LOADED:
         return float(row.active_requests)
@@ -98,7 +98,7 @@ def cost_of(row: Explained, settings: Settings) -> float | None:
 
 
 def terms(row: Explained, settings: Settings) -> list[Term]:
-    """Returns what a rank's cost is the sum of, in the order in which the core adds it up."""
+    """Returns the terms of a rank's cost, in the order in which the core adds them up."""
     members, mode = settings.members, _mode(settings)
     if mode == LEAST_LOADED:
         return [Term("requests", 1.0, float(row.active_requests))]

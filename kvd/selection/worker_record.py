@@ -1,13 +1,13 @@
-"""The worker catalog of the selection service: records, and which of them can be scheduled.
+"""The worker records of the selection service, and why a record cannot be scheduled.
 
     POST, PUT, PATCH ──> WorkerRecord ──> reasons() ──> schedulable, or incomplete with reasons
                                                             │
                                                             v
                                         Candidates (kvd.selection): listeners, ledger ranks, pool
 
-A record is what an operator or controller has said of a worker, nothing of it is derived. Worker
-ids are unique in the whole service: a known id under another model or tenant moves the worker.
-No I/O and no state beside the records.
+A record is an operator's or controller's description of a worker; nothing in it is derived. Worker
+ids are unique in the whole service: registering a known id under another model or tenant moves the
+worker there. This module does no I/O and has no state beside the records.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DEFAULT_MODEL = "default"
 MAX_DP_SIZE = 4096  # ranks of one worker, as in the slot tracker
 U32_MAX = 2**32 - 1
 
-# Members that are shown as they were given.
+# Members of Dynamo's records that are always shown, as they were given.
 SHOWN_AS_GIVEN = (
     "block_size",
     "data_parallel_start_rank",
@@ -44,7 +44,7 @@ SHOWN_AS_GIVEN = (
 )
 
 
-# Members of ours, which are shown where they were given.
+# Members that only kvd's records have; they are shown if they were given.
 OURS = ("curve_server_key", "without_kv_events", "prefill_tokens_per_s", "decode_step_ms")
 
 
@@ -53,7 +53,7 @@ class WorkerLifecycle(StrEnum):
 
     INCOMPLETE = "incomplete"  # something is missing or contradicts its fleet
     SCHEDULABLE = "schedulable"
-    UNSCHEDULABLE = "unschedulable"  # its engine is not there; or deleted, which only DELETE shows
+    UNSCHEDULABLE = "unschedulable"  # all its engines have gone; the answer to DELETE says it, too
 
 
 class Role(StrEnum):
@@ -66,15 +66,15 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class WorkerRecord:
-    """One worker as it was described; None is what was not given."""
+    """A worker as it was described; None stands for a member that was not given."""
 
     worker_id: int
     model_name: str = DEFAULT_MODEL
     tenant_id: str = DEFAULT_TENANT
-    endpoint: str | None = None  # where it serves requests, opaque to us
-    kv_events_endpoint: str | None = None  # of its only rank
+    endpoint: str | None = None  # where it serves requests; opaque to kvd
+    kv_events_endpoint: str | None = None  # for a worker with one rank
     kv_events_endpoints: Mapping[int, str] = field(default_factory=dict)  # by dp rank
-    replay_endpoint: str | None = None  # of all its ranks
+    replay_endpoint: str | None = None  # shared by all its ranks
     block_size: int | None = None  # tokens
     data_parallel_start_rank: int | None = None
     data_parallel_size: int | None = None
@@ -82,9 +82,9 @@ class WorkerRecord:
     total_kv_blocks: int | None = None
     stable_routing_id: str | None = None
     is_eagle: bool | None = None
-    prefill_tokens_per_s: float | None = None  # on an idle rank; None: learned
-    decode_step_ms: float | None = None  # of a step without a prefill; None: learned
-    without_kv_events: bool | None = None  # it publishes none: what it caches is predicted
+    prefill_tokens_per_s: float | None = None  # on an idle rank; None: learned from requests
+    decode_step_ms: float | None = None  # time of a step without a prefill; None: learned
+    without_kv_events: bool | None = None  # it publishes no events: its cached blocks are predicted
     role: Role | None = None
     taints: tuple[str, ...] = ()
     topology_domains: Mapping[str, str] = field(default_factory=dict)
@@ -93,7 +93,7 @@ class WorkerRecord:
     kv_transfer_preferred_weight: float | None = None
     router_hint_worker_type: str | None = None
     router_hint_source_control_endpoints: Mapping[int, str] = field(default_factory=dict)
-    curve_server_key: str | None = None  # of all its ranks, where they speak CURVE
+    curve_server_key: str | None = None  # shared by all its ranks, if they speak CURVE
 
     @property
     def key(self) -> PartitionKey:
@@ -102,27 +102,27 @@ class WorkerRecord:
 
     @property
     def ranks(self) -> range:
-        """Its data-parallel ranks; without a word about them, rank 0 alone."""
+        """Its data-parallel ranks; rank 0 alone if the record does not mention them."""
         start = self.data_parallel_start_rank or 0
         size = 1 if self.data_parallel_size is None else self.data_parallel_size
         return range(start, start + size)
 
     def events_endpoint(self, dp_rank: int) -> str | None:
-        """Returns where a rank publishes its KV events."""
+        """Returns the endpoint at which a rank publishes its KV events."""
         named = self.kv_events_endpoints.get(dp_rank)
         if named is None and len(self.ranks) == 1:
             return self.kv_events_endpoint
         return named
 
     def addresses(self, dp_rank: int) -> Addresses | None:
-        """Returns the address of a rank's KV events, None if none was given."""
+        """Returns the addresses of a rank's KV events, None if none were given."""
         endpoint = self.events_endpoint(dp_rank)
         if endpoint is None or self.without_kv_events:
             return None
         return Addresses(endpoint, self.replay_endpoint, self.curve_server_key)
 
     def reasons(self, beside: WorkerRecord | None, *, uses_events: bool) -> list[str]:
-        """Returns why the worker cannot be scheduled beside one of its fleet; [] if it can."""
+        """Returns why the worker cannot be scheduled beside another of its fleet; [] if it can."""
         return list(self._reasons(beside, uses_events))
 
     def _reasons(self, beside: WorkerRecord | None, uses_events: bool) -> Iterator[str]:
@@ -160,7 +160,7 @@ class WorkerRecord:
                 yield str(error)
 
     def shown(self, lifecycle: WorkerLifecycle, reasons: list[str]) -> dict[str, Any]:
-        """Returns the record as clients read it."""
+        """Returns the record in the form that clients read."""
         row: dict[str, Any] = {
             "worker_id": self.worker_id,
             "model_name": self.model_name,
@@ -190,5 +190,5 @@ class WorkerRecord:
 
 
 def _shown(endpoint: str | None) -> str | None:
-    """Returns an address without the user and the password it may have."""
+    """Returns an address with any user and password masked."""
     return endpoint and masked(endpoint)

@@ -1,15 +1,16 @@
 """The catalog of the selection service, and its changes.
 
-    POST, PUT, PATCH, DELETE ──> judged ──> leaves its fleet, joins it anew ──> those that wait
-                                   │                 │                           are served
+    POST, PUT, PATCH, DELETE ──> judged ──> leaves its fleet, joins it anew ──> selections that
+                                   │                 │                           wait are served
                                    v                 v
                               Entry: reasons    listeners, ledger ranks, pool
 
-Changes are made one after the other and may wait for listeners to end. Listeners of KV events are
-those of the registry, shared with the other faces.
+Changes run one after the other and may wait for listeners to end. The registry's listeners receive
+the KV events; all faces share them.
 
-A worker that only others keep out of its fleet, by their block size or by having registered its
-rank elsewhere, is judged again when anything leaves, here or on another face.
+A worker may be kept out of its fleet by others alone: by their block size, or because another face
+has registered its rank at another address. Such a worker is judged again whenever a worker or rank
+leaves, here or on another face.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from kvd.wire.endpoints import Addresses
 from kvd.wire.event_stream import EventStream
 from kvd_core.ledger import ledger
 
-# Workers judged again between two checkpoints, each against all ranks of its fleet.
+# Workers judged again between two checkpoints, each of them against all ranks of its fleet.
 RECONSIDERED = 64
 
 
@@ -55,7 +56,7 @@ class Workers:
         speeds: Speeds,
         on_change: Callable[[], None],
     ) -> None:
-        """Calls `on_change` after every change, when waiting selections may have got a rank."""
+        """Calls `on_change` after every change that may give waiting selections a rank."""
         self.entries: dict[int, CatalogEntry] = {}
         self._candidates = candidates
         self._state = state
@@ -65,19 +66,19 @@ class Workers:
         self._tuning = tuning
         self._streams = streams
         self.speeds = speeds
-        self.changes = 0  # of the catalog
+        self.changes = 0  # number of changes to the catalog
         self._on_change = on_change
         self._admission = Admission(self.entries, candidates, registry, options, state.served)
         self._changing = trio.Lock()
-        self._blocked: set[int] = set()  # incomplete through no fault of their own
-        self._due: deque[int] = deque()  # of these, those to be judged again
+        self._blocked: set[int] = set()  # workers that only others keep from being scheduled
+        self._due: deque[int] = deque()  # blocked workers that are to be judged again
         registry.departures.subscribe(self._obstacle_gone)
 
     async def put(self, record: WorkerRecord, *, new: bool = False) -> CatalogEntry:
-        """Replaces the record of a worker; with `new` a known one is a Conflict.
+        """Replaces the record of a worker; with `new` a known worker is a Conflict.
 
-        Raises Conflict if a schedulable one would not be any more, BadRequest on an address that
-        may not be connected to.
+        Raises Conflict if a schedulable worker would become unschedulable, BadRequest on an address
+        that kvd may not connect to.
         """
         self._admission.check_served(record)
         self._admission.check_addresses(record)
@@ -123,8 +124,8 @@ class Workers:
     async def put_all(self, key: PartitionKey, records: list[WorkerRecord]) -> list[CatalogEntry]:
         """Replaces all workers of a model and tenant by these, which must be schedulable.
 
-        Those that stay serve all the while, unless the block size changes. Raises Invalid, what
-        `_check_join` does, or BadRequest as `put` does; nothing has changed then.
+        Workers that stay go on serving, unless the block size changes. Raises Invalid, BadRequest
+        as `put` does, or as `Admission.check_all` does; nothing has changed then.
         """
         for record in records:
             self._admission.check_served(record)
@@ -138,7 +139,7 @@ class Workers:
             self._admission.check_all(records, candidates if replaced else None)
             named = {record.worker_id for record in records}
             old = [entry for entry in self.entries.values() if entry.record.key == key]
-            if replaced:  # blocks of two sizes cannot be in one index, for no moment
+            if replaced:  # an index cannot hold blocks of two sizes, not even for a moment
                 for entry in old:
                     await self._replace(entry, None)
             entries = [
@@ -152,26 +153,26 @@ class Workers:
             return entries
 
     def _changed(self) -> None:
-        """Ends a change: what kept other workers from joining may have gone."""
+        """Ends a change; it may have removed what kept blocked workers from joining."""
         self.changes += 1
         self._due = deque(sorted(self._blocked))
         self._reconsider()
         self._on_change()
 
     def _obstacle_gone(self) -> None:
-        """Judges blocked workers again after another face has unregistered something."""
+        """Judges blocked workers again after any face has unregistered a rank."""
         if self._blocked:
             self._due = deque(sorted(self._blocked))
             self.reconsider()
 
     def reconsider(self) -> bool:
-        """Judges some blocked workers again; True while there are more."""
+        """Judges a slice of the blocked workers again; True while there are more."""
         if self._due and not self._changing.locked() and self._reconsider():
             self._on_change()
         return bool(self._due) and not self._changing.locked()
 
     def _reconsider(self) -> bool:
-        """Judges a slice of blocked workers in one step; says whether any has joined."""
+        """Judges a slice of the blocked workers in one step; returns whether any has joined."""
         joined = False
         for _ in range(min(RECONSIDERED, len(self._due))):
             known = self.entries.get(self._due.popleft())
@@ -182,7 +183,7 @@ class Workers:
                 try:
                     self._join(entry.record)
                     joined = True
-                except KvdError as error:  # a bound of the state: nothing of it has been registered
+                except KvdError as error:  # a bound of the state, before any rank was registered
                     self._take_out(entry.record)
                     entry = CatalogEntry(entry.record, [str(error)], blocked=True)
             self._enter(entry)
@@ -197,7 +198,7 @@ class Workers:
             self._blocked.discard(worker_id)
 
     def absent(self, entry: CatalogEntry) -> dict[int, str]:
-        """Returns what is wrong with the event connections of a worker, by dp rank."""
+        """Returns the faults of a worker's event connections, by dp rank."""
         return self._streams.reasons(entry.record.key, entry.record.worker_id)
 
     def listeners(self, entry: CatalogEntry) -> dict[int, EventStream]:
@@ -210,7 +211,7 @@ class Workers:
         return {dp_rank: each for dp_rank, each in found.items() if each is not None}
 
     def partition(self, entry: CatalogEntry) -> Partition | None:
-        """Returns what is indexed of the worker's model and tenant, None if nothing is."""
+        """Returns the partition of the worker's model and tenant, None if there is none."""
         return self._state.partitions.get(entry.record.key)
 
     def lifecycle(self, entry: CatalogEntry) -> WorkerLifecycle:
@@ -225,7 +226,7 @@ class Workers:
         return entry.lifecycle
 
     def listed(self, model_name: str | None, tenant_id: str | None) -> list[CatalogEntry]:
-        """Returns the workers of a model and tenant, None for any, sorted."""
+        """Returns the workers of a model and tenant, sorted; None stands for any name."""
         found = [
             entry
             for entry in self.entries.values()
@@ -243,9 +244,9 @@ class Workers:
     async def _replace(self, old: CatalogEntry | None, new: CatalogEntry | None) -> CatalogEntry:
         """Replaces a worker in its fleet; ranks that stay as they are keep their bookings.
 
-        That is one step, after the listeners that it has no more have ended. What is booked on its
-        other ranks ends in slices, when they can be chosen no more and the new ones can. Selections
-        that wait are served only in between.
+        First the listeners end that the new record does not have. Then the ranks are exchanged in
+        one step, after which selections that wait are served. At last the bookings on the old ranks
+        end, in slices.
         """
         before = None if old is None or old.reasons else old.record
         after = None if new is None or new.reasons else new.record
@@ -279,17 +280,17 @@ class Workers:
         return new or old  # type: ignore[return-value]
 
     def _fits_beside(self, before: WorkerRecord, after: WorkerRecord) -> bool:
-        """Returns whether a worker's new ranks can be there while the old ones still are."""
+        """Returns whether a worker's new ranks can join while its old ranks are in the ledger."""
         candidates = self._candidates.get(after.key)
         if candidates is None:
             return True
         if candidates.ledger_block_size != after.block_size:
-            # In place of the ledger comes another one, in which no old booking would be found.
+            # Joining opens another ledger; the old bookings could not be found and ended there.
             return after.key != before.key
         return candidates.ledger.stats()["ranks"] + len(after.ranks) <= ledger.MAX_RANKS
 
     async def _fall_silent(self, record: WorkerRecord, after: WorkerRecord | None) -> None:
-        """Returns once the listeners have ended that the changed worker will not have."""
+        """Ends the listeners that the worker will not have after the change, and waits for that."""
         leaving = [
             dp_rank
             for dp_rank, heard in self._registry.addresses_of(
@@ -299,7 +300,7 @@ class Workers:
         ]
         candidates = self._candidates.get(record.key)
         if leaving and candidates is not None:
-            # Until it leaves it can be selected; what it caches goes with the listeners.
+            # The worker can be selected until it leaves, but its blocks go with its listeners.
             candidates.changed(silent=record.worker_id)
         for dp_rank in leaving:
             await self._registry.unregister(record.worker_id, *record.key, dp_rank, OWNER)
@@ -315,7 +316,7 @@ class Workers:
         candidates.changed()
 
     async def _drop_ranks(self, record: WorkerRecord, dp_ranks: Iterable[int]) -> None:
-        """Ends in slices what is booked on ranks that cannot be chosen any more."""
+        """Ends the bookings on ranks that cannot be chosen any more, in slices."""
         candidates = self._candidates.get(record.key)
         if candidates is None:
             return
@@ -333,7 +334,7 @@ class Workers:
         yield from self._reservations.drop_rank(candidates, rank, record.block_size or 0)
 
     def _join(self, record: WorkerRecord) -> None:
-        """Listens to a worker's ranks and makes them selectable; raises what `register` does."""
+        """Listens to a worker's ranks and makes them selectable; raises as `register` does."""
         if record.key not in self._candidates:
             self._admission.check_partitions()
             settings = self._tuning.settings(*record.key)
