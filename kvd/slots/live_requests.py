@@ -1,21 +1,21 @@
-"""The life of requests, from their booking to their end, as all faces account for it.
+"""The life of requests from their booking to their end, which all faces account for alike.
 
     LiveRequests                    one a face: SlotTrackers, and Reservations of the selection
       ├ owners: (model, tenant) ──> Tracker or Candidates: a ledger, its block size, its workers
       ├ steps    ──> replicas       each step that a client has taken here
       ├ moments  ──> observers      each step with its time, from any source
-      └ early                       ends that replicas sent before the beginnings
+      └ early                       ends that replicas sent before the bookings
 
     client   booking ──> prefill complete ──> free              sent to replicas, observed
     replica  ADD     ──> MarkPrefillCompleted ──> Free          observed
     here                  expiry by age                         observed
                           its rank is removed                   sent to replicas, observed
 
-A face books in its own way and says so by `begun`; the rest of a request's life is here. Compiled
-handlers book, complete and free in the ledger themselves where no one has subscribed
+Each face books in its own way and then calls `begun`; the rest of a request's life is here.
+Compiled handlers book, complete and free in the ledger themselves if nobody has subscribed
 (kvd/faces/*/handlers.pyx).
 
-One thread owns all of it and no method awaits: each call is one atomic change.
+One thread owns all of it and no method awaits, so each call is one atomic change.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from kvd_core.ledger.ledger import Ledger, LiveRequest
 # Requests expired, or owners examined, between two checkpoints: under 1 ms.
 EXPIRY_SLICE = 64
 
-# Requests that end with their rank, or ranks of one worker that go, between two checkpoints: under
-# 1 ms where each is logged.
+# Requests that end with their rank, or ranks that end with their worker, between two checkpoints:
+# under 1 ms even if each is logged.
 REMOVAL_SLICE = 64
 
-# Requests a second whose steps observers get, about, unless one wants all of them. Each costs
-# 0.1 ms where requests come one by one.
+# About how many requests a second observers get the steps of, unless one observer wants all. Each
+# costs 0.1 ms if requests come one by one.
 OBSERVED_PER_S = 50
 
 
 class LedgerOwner(Protocol):
-    """The requests and ranks that a face has of one model and tenant."""
+    """A face's requests and ranks of one model and tenant."""
 
     @property
     def key(self) -> PartitionKey: ...
@@ -57,7 +57,7 @@ class LedgerOwner(Protocol):
     def ledger(self) -> Ledger: ...
 
     def has_rank(self, worker_id: int, dp_rank: int) -> bool:
-        """Returns whether a worker has a rank; the ledger has those, too, that are leaving."""
+        """Returns whether a worker has a rank; the ledger also has ranks that are leaving."""
 
 
 Owner = TypeVar("Owner", bound=LedgerOwner)
@@ -66,8 +66,8 @@ Owner = TypeVar("Owner", bound=LedgerOwner)
 class Moment(NamedTuple):
     """One step of a request's life.
 
-    `live` is the request as booked for an ADD, and as it was before any other step. It is None for
-    the end of a request that was too old or whose rank was removed.
+    `live` is the request: after an ADD, but before any other step. It is None if the request ended
+    because it was too old or its rank was removed.
     """
 
     at: float  # seconds of the face's clock
@@ -75,24 +75,24 @@ class Moment(NamedTuple):
     key: PartitionKey
     request_id: str
     live: LiveRequest | None
-    mirrored: bool = False  # it came from a replica
+    mirrored: bool = False  # the step came from a replica
 
 
 @dataclass(slots=True, eq=False)
 class Receipt(Generic[Owner]):
-    """One booking, which another one under the same id is not."""
+    """Identifies one booking, and no later booking under the same id."""
 
     owner: Owner
     request_id: str
     booked_at: float  # seconds of the face's clock
-    beside: str | None = None  # the id of what was booked with it, and may outlive it
-    clients: int = 1  # those that were given its answer
+    beside: str | None = None  # the id of the prefill booked with it, which may outlive it
+    clients: int = 1  # how many clients were given its answer
 
     def lives(self) -> bool:
         return self._is_live(self.request_id)
 
     def left(self) -> str | None:
-        """Returns an id whose end is that of all that is left of the booking; None: nothing is."""
+        """Returns the id to end so that nothing of the booking is left, None if nothing is."""
         if self.lives():
             return self.request_id
         return self.beside if self.beside is not None and self._is_live(self.beside) else None
@@ -113,30 +113,30 @@ class LiveRequests(Generic[Owner]):
         """Drops requests older than `expiry_s`; `clock` returns seconds and never goes back."""
         self.expiry_s = expiry_s
         self.steps: Observers[[Lifecycle]] = Observers()  # notified of the steps of clients
-        # Notified of all steps of the requests in the sample, within each step.
+        # Notified of each step of the requests in the sample, within that step.
         self.moments: Observers[[Moment]] = Observers()
         self.sample = Sample(OBSERVED_PER_S)
         self.early = EarlySteps()
-        self.given_back = 0  # requests whose clients left before their answers
+        self.given_back = 0  # requests whose clients left before they had their answers
         self.expired = 0
-        self.removed = 0  # with their ranks
+        self.removed = 0  # requests that ended with their ranks
         self._owners = owners
         self._clock = clock
 
-    # ---- what a face adds
+    # ---- hooks that a face may override
 
     def _is_elsewhere(self, owner: Owner, request_id: str) -> bool:
-        """Returns whether the id is that of a request of another owner; ids are an owner's own."""
+        """Returns whether another owner has the id; here each owner has ids of its own."""
         return False
 
     def _enter(self, owner: Owner, request_id: str) -> None:
-        """Takes note of a replica's request that its owner's ledger has from now on."""
+        """Notes that the owner's ledger has a new request that came from a replica."""
 
     def _forget(self, request_id: str) -> None:
-        """Takes note of the end of a request, which its owner's ledger has no more."""
+        """Notes that a request has ended and left its owner's ledger."""
 
     def _end_booking(self, owner: Owner, request_id: str) -> None:
-        """Ends a request with all that was booked with it, which is nothing more."""
+        """Ends a request and everything booked with it; here that is the request alone."""
         self.end(owner, request_id)
 
     # ---- steps of clients
@@ -169,11 +169,11 @@ class LiveRequests(Generic[Owner]):
             self.moments.tell(moment)
 
     def watches(self, request_id: str) -> bool:
-        """Returns whether steps of a request are recorded or observed."""
+        """Returns whether observers get the steps of a request."""
         return bool(self.moments.subscribers) and self.sample.takes(request_id)
 
     def complete(self, owner: Owner, request_id: str) -> bool:
-        """Ends the prefill of a request, once or again; False if there is no such request."""
+        """Ends the prefill of a request; repeating it is no error. False without the request."""
         live = self._shown(owner, request_id)
         if not owner.ledger.prefill_complete(request_id):
             return False
@@ -190,7 +190,7 @@ class LiveRequests(Generic[Owner]):
         ease(owner.ledger)
 
     def _shown(self, owner: Owner, request_id: str) -> LiveRequest | None:
-        """Returns a request if anyone has subscribed."""
+        """Returns a request if anyone has subscribed to its steps."""
         if self.steps.subscribers or self.watches(request_id):
             return owner.ledger.request(request_id)
         return None
@@ -222,7 +222,7 @@ class LiveRequests(Generic[Owner]):
     def _observe(
         self, owner: Owner, request_id: str, step: Step, at: float | None, live: LiveRequest | None
     ) -> None:
-        """Notifies observers of a step, which is taken now unless `at` says when."""
+        """Notifies observers of a step that was taken at `at`, or now."""
         if self.watches(request_id):
             at = self._clock() if at is None else at
             self.moments.tell(Moment(at, step, owner.key, request_id, live))
@@ -230,11 +230,11 @@ class LiveRequests(Generic[Owner]):
     # ---- bookings whose clients have left
 
     def undoing(self, owner: Owner, request_id: str, booked_at: float) -> Callable[[], None]:
-        """Returns what takes back a booking whose answer goes to one client."""
+        """Returns a function that takes back a booking whose answer goes to one client."""
         return partial(self.take_back, Receipt(owner, request_id, booked_at))
 
     def take_back(self, receipt: Receipt[Owner]) -> None:
-        """Ends a booking of which its client will never hear, unless another one has."""
+        """Ends a booking whose answer did not reach a client, unless another client has it."""
         receipt.clients -= 1
         left = receipt.left()
         if receipt.clients == 0 and left is not None:
@@ -244,9 +244,9 @@ class LiveRequests(Generic[Owner]):
     # ---- ends that no client asked for
 
     def expire(self, now: float) -> Iterator[None]:
-        """Drops what is older than the expiry age; rests at every yield.
+        """Drops requests older than the expiry age; rests at every yield.
 
-        Replicas do the same with their own clocks and are not notified.
+        Replicas are not notified: each expires requests by its own clock.
         """
         before = now - self.expiry_s
         for number, key in enumerate(list(self._owners), 1):
@@ -256,8 +256,8 @@ class LiveRequests(Generic[Owner]):
                 yield
 
     def _expire_some(self, key: PartitionKey, before: float, now: float) -> bool:
-        """Drops some of an owner's requests; False without any."""
-        owner = self._owners.get(key)  # it may have ended, or begun anew, meanwhile
+        """Drops a slice of an owner's old requests; False if there were none."""
+        owner = self._owners.get(key)  # meanwhile it may have ended, or been made anew
         expired = [] if owner is None else owner.ledger.expire(before, EXPIRY_SLICE)
         if owner is None or not expired:
             return False
@@ -269,11 +269,11 @@ class LiveRequests(Generic[Owner]):
         return True
 
     def drop_rank(self, owner: Owner, rank: tuple[int, int], block_size: int) -> Iterator[None]:
-        """Takes a rank out of the ledger, if it is there, and ends what is booked on it.
+        """Takes a rank out of the ledger, if it is there, and ends its requests.
 
-        Rests at every yield, where the rank is there with what is left of its requests; nothing may
-        be booked on it any more. `block_size` is that of its worker, which the owner may have no
-        more. The caller eases the ledger, once for all ranks.
+        Rests at every yield; until the end the rank stays in the ledger with the requests that are
+        left, and nothing may be booked on it any more. `block_size` is that of its worker, since
+        the owner may have changed its own. The caller eases the ledger, once for all ranks.
         """
         number = owner.ledger.rank_of(*rank)
         if number is None:
@@ -292,14 +292,14 @@ class LiveRequests(Generic[Owner]):
             self._forget(request_id)
         return len(removed)
 
-    # ---- what another process has booked
+    # ---- bookings of other processes
 
     def owners(self) -> Iterable[Owner]:
-        """Returns all that requests are booked with."""
+        """Returns all owners of requests."""
         return self._owners.values()
 
     def owner(self, key: PartitionKey) -> Owner | None:
-        """Returns what requests of a model and tenant are booked with."""
+        """Returns the owner of the requests of a model and tenant."""
         return self._owners.get(key)
 
     def ledger_of(self, key: PartitionKey) -> Ledger:
@@ -309,13 +309,14 @@ class LiveRequests(Generic[Owner]):
     def rebook(self, event: Lifecycle, at: float, retry_key: str | None = None) -> Outcome:
         """Books a request that was booked at an earlier time; nobody is notified.
 
-        Requests of an owner come the oldest first. Changes nothing unless it is APPLIED.
+        The requests of an owner must come in order of age, the oldest first. Changes nothing unless
+        the outcome is APPLIED.
         """
         found = self._find_rank(event)
         return found if isinstance(found, Outcome) else self._admit(*found, event, at, retry_key)
 
     def _find_rank(self, event: Lifecycle) -> tuple[Owner, int] | Outcome:
-        """Returns whose request it is, and its rank there; or why there is none."""
+        """Returns the owner and the ledger's rank that an event is about, or why there is none."""
         owner = self._owners.get(event.partition)
         if owner is None or not owner.workers:
             return Outcome.UNKNOWN_MODEL
@@ -343,7 +344,7 @@ class LiveRequests(Generic[Owner]):
     # ---- steps of replicas
 
     def apply(self, event: Lifecycle, now: float) -> Outcome:
-        """Takes a step that a replica has sent; changes nothing unless it is APPLIED."""
+        """Applies a step that a replica has sent; changes nothing unless the outcome is APPLIED."""
         found = self._find_rank(event)
         if isinstance(found, Outcome):
             return found
@@ -352,7 +353,7 @@ class LiveRequests(Generic[Owner]):
         return self._move_mirrored(found[0], event, now)
 
     def _begin_mirrored(self, owner: Owner, rank: int, event: Lifecycle, now: float) -> Outcome:
-        """Books a replica's request, unless its end was heard before."""
+        """Books a replica's request, unless its end has arrived before."""
         if self._is_elsewhere(owner, event.request_id):
             return Outcome.DUPLICATE
         before = self.early.meet(event, now)
@@ -366,7 +367,7 @@ class LiveRequests(Generic[Owner]):
         return outcome
 
     def _move_mirrored(self, owner: Owner, event: Lifecycle, now: float) -> Outcome:
-        """Completes or ends a request as a replica has."""
+        """Completes or ends a request that a replica has completed or ended."""
         live = owner.ledger.request(event.request_id)
         if live is None:
             self.early.note(event, now)
@@ -377,7 +378,7 @@ class LiveRequests(Generic[Owner]):
         return Outcome.APPLIED
 
     def mirror_step(self, key: PartitionKey, request_id: str, step: Step, now: float) -> bool:
-        """Completes or ends a request that another process has; False if it is not here."""
+        """Completes or ends a request as another process has done; False if it is not here."""
         owner = self._owners.get(key)
         live = None if owner is None else owner.ledger.request(request_id)
         if owner is None or live is None:
@@ -394,6 +395,6 @@ class LiveRequests(Generic[Owner]):
 
 
 def ease(of: Ledger) -> None:
-    """Wakes selections that wait for ranks of a ledger to have less load."""
+    """Wakes the selections that wait for less load on the ranks of a ledger."""
     if of.loads.eased is not None:
         of.loads.eased()

@@ -1,8 +1,8 @@
-"""Requests that were booked before, or by another process: booked here as they are now.
+"""Books requests that an earlier or another process has booked, in their present state.
 
     Booked ──> Booking ── later steps ──> Booking ──> `rebook` ──> a face's ledger
 
-What a journal or a replica has of a request is its booking and what came after it.
+Journals and replicas describe a request by its booking and the steps after it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvd_core.ledger.journal import OUTPUT, PREFILLED, Booked, Stepped
 
 @dataclass(slots=True)
 class Booking:
-    """A live request: as it was booked, and what became of it."""
+    """A live request: its booking, and the effect of the steps since."""
 
     booked: Booked
     prefill_complete: bool
@@ -32,7 +32,7 @@ class Booking:
         return cls(booked, booked.prefill_complete, *outputs)
 
     def take(self, step: Stepped) -> None:
-        """Takes a step that does not end it."""
+        """Applies a step that does not end the request."""
         if step.kind == PREFILLED:
             self.prefill_complete = True
         elif step.kind == OUTPUT:
@@ -48,9 +48,9 @@ def rebook(
     booking: Booking,
     admitted_at: float,
 ) -> Outcome:
-    """Books a request with its age and all that became of it; nobody is notified.
+    """Books a request with its age and the effect of its steps; nobody is notified.
 
-    Changes nothing unless it is APPLIED.
+    Changes nothing unless the outcome is APPLIED.
     """
     booked = booking.booked
     outcome = face.rebook(
@@ -78,7 +78,7 @@ def rebook(
 
 
 def add_outputs(ledger: Any, booking: Booking, have: int) -> None:
-    """Gives a booked request, which has some, all output blocks of its booking."""
+    """Adds the output blocks that a booked request, which has `have` of them, still lacks."""
     name, all_of_it = booking.booked.request_id, booking.output_blocks
     decayed = min(booking.decayed_blocks, all_of_it)
     if decayed > have:

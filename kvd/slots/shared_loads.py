@@ -1,12 +1,12 @@
-"""The ledgers of all faces: each has its own, and those of the same ranks share their loads.
+"""The ledgers of all faces: each face has its own; ledgers of the same ranks share their loads.
 
     slot tracker ──> Ledger: its ranks, its requests ──┐
                                                        ├──> Loads of (model, tenant), block size
     selection    ──> Ledger: its ranks, its requests ──┘
 
-So what is booked through one face weighs on the choices and loads of the others, while each lists,
-finds and ends only what came through itself. Blocks of different sizes cannot be compared: then
-nothing is shared.
+A booking through one face therefore weighs on the choices and loads of the others, while each face
+lists, finds and ends only its own requests. Ledgers of different block sizes share nothing, since
+their blocks cannot be compared.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LEDGER = ord("L")  # kind of a journal's record that says which ledger has a num
 
 
 class Ledgers:
-    """The loads of ranks in this process, kept as long as any ledger of theirs lives."""
+    """The loads of ranks in this process, kept as long as any ledger that uses them lives."""
 
     def __init__(
         self,
@@ -33,17 +33,17 @@ class Ledgers:
         max_blocks: int = MAX_BLOCKS,
         journals: Sequence[Journal] = (),
     ) -> None:
-        """A ledger has so many requests; with those that it shares loads with, so many blocks.
+        """Bounds the requests of each ledger, and the blocks of ledgers that share loads.
 
         All steps of requests are recorded in each of the `journals`, two at most.
         """
         self._bounds = max_requests, max_blocks
         self._journals = journals
-        self._opened = 0  # ledgers so far, each of which has its number
+        self._opened = 0  # ledgers so far; this numbers them
         self._loads: WeakValueDictionary[tuple[PartitionKey, int], Loads] = WeakValueDictionary()
 
     def open(self, face: Face, key: PartitionKey, block_size: int) -> Ledger:
-        """Returns a face's new ledger, which weighs on others of the same key and block size."""
+        """Returns a face's new ledger; it shares loads with others of its key and block size."""
         loads = self._loads.get((key, block_size))
         if loads is None:
             loads = self._loads[key, block_size] = Loads()
@@ -58,5 +58,5 @@ class Ledgers:
     def introduce(
         self, journal: Journal, ledger: Ledger, face: Face, key: PartitionKey, block_size: int
     ) -> None:
-        """Records which ledger it is that a journal knows by its number."""
+        """Records the face, key and block size of a ledger, which a journal knows by number."""
         journal.put(LEDGER, msgpack.packb([ledger.number, face.value, *key, block_size]))
