@@ -1,14 +1,14 @@
-"""Slot trackers: what the running requests of every model and tenant weigh on its ranks.
+"""Slot trackers: the load that the live requests of each model and tenant put on its ranks.
 
     SlotTrackers
       └ trackers: (model, tenant) ──> Tracker
                                         ├ ledger    kvd_core: live requests, loads, projections;
-                                        │           other faces may weigh on these (shared_loads)
+                                        │           other faces may share these loads (shared_loads)
                                         ├ workers   worker id ──> its data-parallel ranks
-                                        └ leaving   those whose requests are being ended
+                                        └ leaving   workers whose requests are being ended
 
-A tracker lives from its first worker to its last; its block size is fixed by the first. What
-becomes of a booked request, here and on replicas, is in live_requests.py.
+A tracker lives from its first worker to its last; the first worker fixes its block size.
+live_requests.py has the life of a booked request, here and on replicas.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from kvd_core.json.scan import BodyScanner
 from kvd_core.ledger import ledger
 from kvd_core.ledger.ledger import Ledger
 
-MAX_DP_SIZE = 4096  # ranks of one worker, as on the original
+MAX_DP_SIZE = 4096  # ranks of one worker, as in Dynamo
 U32_MAX = 2**32 - 1
 
 
@@ -54,9 +54,9 @@ class Tracker:
     block_size: int  # tokens per block
     ledger: Ledger = field(default_factory=Ledger)
     workers: dict[int, range] = field(default_factory=dict)  # by worker id: its dp ranks
-    # Unregistered ones whose requests are being ended, by worker id: set when that is done.
+    # Unregistered workers whose requests are being ended, by id: set when all have ended.
     leaving: dict[int, trio.Event] = field(default_factory=dict)
-    row_prefix: bytes = b""  # rendered members that name the tracker in a row of loads
+    row_prefix: bytes = b""  # the JSON members that name the tracker in a row of loads
 
     def __post_init__(self) -> None:
         model, tenant = (json.dumps(name) for name in self.key)
@@ -92,20 +92,20 @@ class SlotTrackers(LiveRequests[Tracker]):
     ) -> None:
         """Drops requests older than `expiry_s`; without `ledgers` no other face shares loads.
 
-        There are trackers only of what is `served` here.
+        Only models and tenants that are `served` here have trackers.
         """
         self._served = served
         self.trackers: dict[PartitionKey, Tracker] = {}
         super().__init__(self.trackers, expiry_s, clock)
         self.max_trackers = max_trackers
         self._ledgers = ledgers or Ledgers()
-        self.changes = 0  # workers that have come and gone
+        self.changes = 0  # how often a worker has come or gone
         self.refused_trackers = 0  # at `max_trackers`
-        self.ended: Counter[str] = Counter()  # totals of ledgers that are no more
+        self.ended: Counter[str] = Counter()  # totals of the ledgers of ended trackers
 
     def tracker(self, model_name: str, tenant_id: str) -> Tracker:
         """Returns a tracker or raises NotFound."""
-        # A plain tuple finds the key that equals it, for a third of what making a key costs.
+        # A plain tuple finds the equal key, and costs a third of making a PartitionKey.
         found: Tracker | None = self.trackers.get((model_name, tenant_id))  # type: ignore[call-overload]
         if found is None:
             failure = NotFound(f"no slot tracker for model={model_name} tenant_id={tenant_id}")
@@ -119,7 +119,7 @@ class SlotTrackers(LiveRequests[Tracker]):
     ) -> None:
         """Registers a worker with its contiguous ranks; nothing has changed when it raises.
 
-        One that was registered before must have left, for which `settled` waits.
+        If the worker was registered before, it must have left entirely (see `settled`).
         """
         if block_size == 0:
             raise BadRequest("block_size must be greater than 0")
@@ -154,7 +154,7 @@ class SlotTrackers(LiveRequests[Tracker]):
         return Tracker(key, block_size, self._ledgers.open(self.face, key, block_size))
 
     async def settled(self, key: PartitionKey) -> None:
-        """Returns when none of its workers is leaving: then each can be registered again."""
+        """Waits until no worker of a tracker is leaving: then each can be registered again."""
         while (tracker := self.trackers.get(key)) is not None and tracker.leaving:
             await next(iter(tracker.leaving.values())).wait()
 
@@ -168,8 +168,9 @@ class SlotTrackers(LiveRequests[Tracker]):
     def leave(self, key: PartitionKey, worker_id: int) -> Iterator[None]:
         """Removes a worker with its live requests; rests at every yield. Raises NotFound.
 
-        From the first one on the worker is registered no more and nothing can be booked on it; its
-        ranks are there with what is left of their requests. A tracker goes with the last of it.
+        From the first yield on the worker is no longer registered and nothing can be booked on it;
+        its ranks stay in the ledger with the requests that are left. The last worker's end is that
+        of its tracker.
         """
         tracker = self.tracker(*key)
         ranks = tracker.workers.pop(worker_id, None)
@@ -191,7 +192,7 @@ class SlotTrackers(LiveRequests[Tracker]):
         left.set()
 
     def select(self, model_name: str | None, tenant_id: str | None) -> list[Tracker]:
-        """Returns the trackers of a model and a tenant, None for any, sorted."""
+        """Returns the trackers of a model and tenant, sorted; None stands for any name."""
         return [
             self.trackers[key]
             for key in sorted(self.trackers)
@@ -199,7 +200,7 @@ class SlotTrackers(LiveRequests[Tracker]):
         ]
 
     def workers(self, model_name: str | None, tenant_id: str | None) -> Iterator[WorkerRow]:
-        """Yields the registered workers of these trackers, sorted; some may go meanwhile."""
+        """Yields the registered workers of these trackers, sorted; workers may leave meanwhile."""
         for tracker in self.select(model_name, tenant_id):
             for worker_id in sorted(tracker.workers):
                 ranks = tracker.workers.get(worker_id)
@@ -207,7 +208,7 @@ class SlotTrackers(LiveRequests[Tracker]):
                     yield WorkerRow(tracker.key, worker_id, tracker.block_size, ranks)
 
     def render_loads(self, model_name: str | None, tenant_id: str | None) -> bytes:
-        """Returns a JSON array of what every rank of these trackers is working on, sorted."""
+        """Returns a JSON array of the loads of every rank of these trackers, sorted."""
         rows = (
             tracker.ledger.render_loads(tracker.row_prefix)
             for tracker in self.select(model_name, tenant_id)
@@ -227,10 +228,10 @@ class SlotTrackers(LiveRequests[Tracker]):
         now: float,
         retry_key: str | None,
     ) -> bool:
-        """Books a request; False if it is a retry of one that is booked already, equal in all.
+        """Books a request; False if it is an exact retry of a request that is booked already.
 
-        Raises NotFound, Conflict on an id that lives, Invalid on more tokens than the rank can
-        count, Unavailable at a bound.
+        Raises NotFound, Conflict on the id of another live request, Invalid on more tokens than the
+        rank can count, Unavailable at a bound.
         """
         rank = tracker.rank(worker_id, dp_rank)
         outcome = tracker.ledger.add(request_id, rank, hashes, tokens, now, retry_key)
@@ -245,7 +246,7 @@ class SlotTrackers(LiveRequests[Tracker]):
         raise _refusal(outcome)
 
     def prefill_complete(self, tracker: Tracker, request_id: str) -> None:
-        """Ends the prefill of a request, once or again; raises NotFound."""
+        """Ends the prefill of a request; repeating it is no error. Raises NotFound."""
         if not self.complete(tracker, request_id):
             raise NotFound(f"request {request_id} not found")
 
@@ -257,7 +258,7 @@ def _refusal(outcome: int) -> Exception:
 
 
 def ledger_stats(of: Ledger) -> dict[str, int]:
-    """Returns what a ledger counts that only grows."""
+    """Returns the counters of a ledger, which only grow."""
     stats = of.stats()
     counts = {name: stats[name] for name in ("added", "repeated", "freed")}
     return counts | {f"refused_{why}": count for why, count in stats["refused"].items()}
