@@ -1,4 +1,4 @@
-"""The index as a dump, piece by piece, in both its forms."""
+"""Writes the index as a dump, piece by piece, in JSON or in binary."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SLICE_BYTES = 64 * 1024
 
 
 def text_dump(state: State) -> Iterator[bytes]:
-    """Yields a dump as Dynamo's indexer writes it, with members that name the partition."""
+    """Yields a dump in Dynamo's form, with further members that name each partition."""
     separator = b"{"
     written: set[str] = set()
     for partition, events in state.dump():
@@ -38,10 +38,11 @@ def binary_dump(state: State) -> Iterator[bytes]:
 
 
 def _dump_head(partition: Partition, written: set[str]) -> bytes:
-    """Opens one partition's entry under a name that is not among those written.
+    """Opens one partition's entry under a name that no earlier entry has.
 
-    The usual name does not distinguish `a:b` of `c` from `a` of `b:c`, and a reader would keep one
-    of two equal ones; the members always can.
+    The usual name `model:tenant` does not distinguish model `a:b` of tenant `c` from model `a` of
+    tenant `b:c`, and a reader would keep only one of two equal names. The members always
+    distinguish them.
     """
     key = partition.key
     name = str(key)

@@ -1,7 +1,7 @@
-"""What registrations of ranks and of publishers share: the capacity, and listeners' start and end.
+"""The base of registrations of ranks and of publishers: capacity, start and end of listeners.
 
-Registrations of all faces count against one `ListenerCapacity`; each names its listeners by keys
-of its own.
+Registrations of all faces count against one `ListenerCapacity`; ranks and publishers identify their
+listeners by keys of their own.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Listeners(Protocol):
         """Starts the listener's task; KeyError while `key` has one."""
 
     async def stop(self, key: Hashable) -> bool:
-        """Returns True when the listener's task has ended; False, and at once, without one."""
+        """Ends a listener's task and returns True; without one returns False at once."""
 
 
 class ListenedRegistrations:
@@ -41,15 +41,15 @@ class ListenedRegistrations:
         outgoing: EgressPolicy | None = None,
         stale_after_s: float = STALE_AFTER_S,
     ) -> None:
-        """Without a rule about addresses the default one holds."""
+        """Without `outgoing` the default rules about addresses hold."""
         self._stale_after_s = stale_after_s
         self.outgoing = outgoing or EgressPolicy()
         self._state = state
         self._listeners = listeners
         self._capacity = capacity or ListenerCapacity()
-        self.left_stats = StreamStats()  # of listeners that are no more
-        self.refused = 0  # at the capacity
-        self.changes = 0  # registrations that have come and gone
+        self.left_stats = StreamStats()  # sums over ended listeners
+        self.refused = 0  # registrations beyond the capacity
+        self.changes = 0  # how often a registration has come or gone
 
     def _check_addresses(self, addresses: Addresses) -> None:
         """Raises BadRequest on an address or a key that cannot be listened to."""
@@ -72,6 +72,6 @@ class ListenedRegistrations:
         self._listeners.start(key, listener)
 
     def _end(self, listener: EventStream) -> None:
-        """Notes that a registration has gone, whose listener has stopped."""
+        """Notes that a registration has gone; its listener must have stopped."""
         self._capacity.give_back()
         self.left_stats.add(listener.stats)

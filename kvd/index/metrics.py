@@ -16,7 +16,7 @@ from kvd_core.zmq.drain import BAD_FRAME_COUNT, BAD_SEQUENCE
 
 BAD_MESSAGES = (BAD_FRAME_COUNT, BAD_SEQUENCE)
 
-# Counters of a listener that are summed over all of them, and what each says.
+# Counters that are summed over all listeners, with the help of their metrics.
 LISTENER_COUNTERS = {
     "messages": "Number of well-formed messages received from engines",
     "payload_bytes": "Total payload bytes of the messages received from engines",
@@ -42,7 +42,7 @@ LISTENER_COUNTERS = {
 def listener_families(
     listeners: Iterable[EventStream], left: StreamStats, now: float
 ) -> Iterator[Family | None]:
-    """Sums up `listeners` at the moment `now`; `left` counts for those that are no more."""
+    """Sums up `listeners` at the moment `now`; `left` has the sums of ended listeners."""
     totals = StreamStats()
     totals.add(left)
     statuses: dict[str, int] = dict.fromkeys(sorted(ListenerStatus), 0)
@@ -83,7 +83,7 @@ INDEX_GAUGES = (
         "Number of blocks set aside because their parent is unknown",
     ),
 )
-# The same, those that have ended included (State.ended_totals).
+# The same for counters; these include ended partitions (State.ended_totals).
 INDEX_COUNTERS = (
     ("kvd_questions_total", "questions", "Number of prompts looked up while the index held blocks"),
     (
@@ -115,7 +115,7 @@ INDEX_COUNTERS = (
 
 
 def state_families(state: State, instances: int) -> Iterator[Family | None]:
-    """Yields the families of the index; `instances` is the number of registered ones."""
+    """Yields the families of the index; `instances` is the number of registered instances."""
     sums = dict.fromkeys((name for _, name, _ in INDEX_GAUGES), 0) | state.ended_totals
     held: dict[str, int] = {}
     recovered = unmatched = 0

@@ -1,20 +1,23 @@
-"""The daemon's state: one prefix index per partition. Everything that changes it is here.
+"""The daemon's state: one prefix index for each partition, and everything that changes it.
 
     State
       ├ sized: (model, tenant, block size) ──> Partition
       │                                          ├ index      kvd_core: who holds which blocks
       │                                          ├ workers    instance id ──> kvd_core worker
       │                                          └ conductor  kvd_core: publishers of KV events
-      └ partitions: (model, tenant) ──> the one of these that faces with workers know
+      └ partitions: (model, tenant) ──> the one partition of these that faces with workers see
 
-A partition lives as long as it has a worker or a publisher. The conductor answers over all of them,
-whoever has announced the blocks. Faces with workers know one partition of a model and tenant: its
-block size is fixed by the first registered worker. Publishers of other block sizes have partitions
-of their own beside it. A publisher's instance whose id is a number is linked to the worker of that
-id in the partition that these faces know: what it holds counts there.
-Workers come by registration, or with a peer's dump: those hold blocks and count in answers, are
-listed nowhere, and stay until they are unregistered.
-All of it is touched by one thread only, and no method awaits: each call is one atomic change.
+A partition lives as long as it has a worker or a publisher. The conductor answers over all
+partitions and counts blocks of workers and of publishers. Faces with workers see one partition of
+each model and tenant; the first registered worker fixes its block size. Publishers with other block
+sizes have partitions of their own beside it. If the instance id of a publisher is a number, the
+instance is linked to the worker with that id in the partition that these faces see: the publisher's
+blocks count as the worker's there.
+
+Workers come by registration or with a peer's dump. Workers from a dump have blocks and count in
+answers, but no list shows them; they stay until they are unregistered.
+
+Only one thread touches this state and no method awaits, so each call is one atomic change.
 """
 
 from __future__ import annotations
@@ -31,15 +34,15 @@ from kvd_core.conductor.conductor import DEFAULT_SEED, Conductor, Source
 from kvd_core.index.chronicle import Chronicle
 from kvd_core.index.prefix_index import Budget, Dump, IngestStats, PrefixIndex, Stream, Worker
 
-# Partitions examined in one call of State.sweep, about 0.1 ms; the others have their turn in later
-# ones.
+# Partitions examined in one call of State.sweep, about 0.1 ms; later calls examine the others.
 SWEPT_PARTITIONS = 256
 
-# Instances and ranks unregistered while a peer's dump is being taken, ~150 bytes each. Recovery
-# takes seconds; what is beyond the bound comes back with the dump and can be unregistered again.
+# Instances and ranks unregistered during a recovery that are kept out of it, ~150 bytes each.
+# Recovery takes seconds. Beyond the bound they come back with the dump and can be unregistered
+# again.
 MAX_DEPARTED = 65_536
 
-# Tallies of PrefixIndex.stats() that only grow; what a partition had outlives it.
+# Counters of PrefixIndex.stats(), which only grow; they outlive their partition.
 TOTALS: tuple[
     Literal[
         "questions", "matched", "parked_dropped", "parked_unsalted", "removed_unknown", "rebound"
@@ -54,9 +57,9 @@ TOTALS: tuple[
     "rebound",
 )
 
-# Questions without any match before that is reported. Prompts rarely differ from their first block
-# on as often as this: they are hashed by another rule, or cut into blocks of another size, than
-# those that engines announce.
+# Questions without a single match after which a partition is reported. Prompts rarely differ in
+# their first block so often: more likely they are hashed by another rule than the engines' blocks,
+# or cut into blocks of another size.
 UNMATCHED_QUESTIONS = 100
 
 U64_MAX = 2**64 - 1
@@ -70,16 +73,16 @@ _Departure = tuple[str, str | None, InstanceId, int | None]
 
 @dataclass(slots=True)
 class Partition:
-    """The index of one model, tenant and block size, and who holds something in it."""
+    """The index of one model, tenant and block size, with its workers and publishers."""
 
     key: PartitionKey
     index: PrefixIndex
     conductor: Conductor
     workers: dict[InstanceId, Worker] = field(default_factory=dict)
-    ranks: dict[InstanceId, set[int]] = field(default_factory=dict)  # the registered ones
+    ranks: dict[InstanceId, set[int]] = field(default_factory=dict)  # the registered dp ranks
     sources: int = 0  # registered publishers
-    linked: set[InstanceId] = field(default_factory=set)  # workers that publishers count for, too
-    unmatched_said: bool = False  # the log has a line about it
+    linked: set[InstanceId] = field(default_factory=set)  # workers that publishers also count for
+    unmatched_said: bool = False  # the log has a line about `is_unmatched`
 
     @property
     def block_size(self) -> int:
@@ -92,7 +95,7 @@ class Partition:
 
     @property
     def is_unmatched(self) -> bool:
-        """Returns whether many questions were asked while it had blocks, and none ever matched."""
+        """Returns whether many questions were asked while it had blocks, but none matched any."""
         return self.index.matched == 0 and self.index.questions >= UNMATCHED_QUESTIONS
 
     def is_registered(self, instance_id: InstanceId) -> bool:
@@ -106,7 +109,7 @@ class Partition:
                 yield instance_id, dp_rank
 
     def ranks_of(self, instance_id: InstanceId, dp_rank: int | None) -> set[int]:
-        """Returns the registered ranks of an instance, or the one of them that is named."""
+        """Returns the registered ranks of an instance, narrowed to `dp_rank` if it is given."""
         registered = self.ranks.get(instance_id, set())
         return set(registered) if dp_rank is None else registered & {dp_rank}
 
@@ -126,10 +129,10 @@ class State:
         served: ServedModels = EVERYTHING,
         chronicle: Chronicle | None = None,
     ) -> None:
-        """All partitions together have `max_blocks` at most; 0 is no bound but memory.
+        """All partitions together have at most `max_blocks` blocks; 0 means no bound but memory.
 
-        There are partitions only of what is `served` here. What happens to blocks is noted in the
-        `chronicle`, if there is one.
+        Only models and tenants that are `served` here have partitions. The `chronicle`, if there is
+        one, records the changes of blocks.
         """
         self.served = served
         self.chronicle = chronicle
@@ -137,21 +140,21 @@ class State:
         self.max_partitions = max_partitions
         self.partitions: dict[PartitionKey, Partition] = {}
         self.sized: dict[SizedKey, Partition] = {}
-        self._sizes: dict[PartitionKey, list[Partition]] = {}  # all of them by key, oldest first
+        self._sizes: dict[PartitionKey, list[Partition]] = {}  # those of all sizes, oldest first
         self._hash_seed = hash_seed  # of sequence hashes
         self.ingest = IngestStats()
         self.refused_partitions = 0
         self.instance_id = uuid4().hex  # distinguishes this process from its peers
         self.replaced_partitions = 0  # recovered ones that gave way to another block size
-        self.ended_totals = dict.fromkeys(TOTALS, 0)  # of partitions that are no more
+        self.ended_totals = dict.fromkeys(TOTALS, 0)  # sums over ended partitions
         self.unconfirmed: set[tuple[PartitionKey, InstanceId]] = set()  # see confirm()
         self._departed: set[_Departure] | None = None
-        self._to_sweep: dict[SizedKey, Partition] = {}  # those of the round that is under way
+        self._to_sweep: dict[SizedKey, Partition] = {}  # left to examine in the current round
         self.unnoted_departures = 0  # beyond MAX_DEPARTED
 
     def partition(self, model_name: str, tenant_id: str) -> Partition:
         """Returns the partition or raises NotFound."""
-        # A plain tuple finds the key that equals it, for a third of what making a key costs.
+        # A plain tuple finds the equal key, and costs a third of making a PartitionKey.
         found: Partition | None = self.partitions.get((model_name, tenant_id))  # type: ignore[call-overload]
         if found is None:
             failure = NotFound(f"no indexer for model={model_name} tenant_id={tenant_id}")
@@ -159,9 +162,9 @@ class State:
         return found
 
     def add_rank(self, key: RankKey, block_size: int) -> Stream:
-        """Registers a rank and returns what its event batches are to be given to.
+        """Registers a rank and returns the stream that applies its event batches.
 
-        Makes the partition when it is the first. Raises Conflict on another block size.
+        Makes the partition if it is new. Raises Conflict on another block size.
         """
         partition = self.open_partition(key.partition, block_size)
         worker = _worker(partition, key.instance_id)
@@ -172,7 +175,7 @@ class State:
         return worker.stream(key.dp_rank)
 
     def remove_rank(self, key: RankKey) -> None:
-        """Removes one registered rank with its blocks; the last one takes the instance along."""
+        """Removes a registered rank with its blocks; an instance goes with its last rank."""
         partition = self.partitions[key.partition]
         staying = partition.ranks[key.instance_id]
         staying.discard(key.dp_rank)
@@ -182,7 +185,7 @@ class State:
                 self._link(partition, key.instance_id)
         else:
             del partition.ranks[key.instance_id]
-            # Ranks that only batches named have no registration of their own to outlive this.
+            # Ranks known from batches alone have no registration that could outlive the instance.
             self.note_departure(*key.partition, key.instance_id, None)
             self._remove_worker(partition, key.instance_id)
 
@@ -199,7 +202,7 @@ class State:
         *,
         store: bool,
     ) -> Source:
-        """Registers a publisher and returns what its events are to be given to.
+        """Registers a publisher and returns the source that applies its events.
 
         Raises Unavailable when there are too many partitions.
         """
@@ -216,7 +219,7 @@ class State:
         return source
 
     def remove_source(self, key: PartitionKey, block_size: int, source: Source) -> None:
-        """Removes a publisher with all that it holds."""
+        """Removes a publisher with all its blocks."""
         partition = self.sized[(*key, block_size)]
         hidden = self.partitions.get(key) is not partition
         source.remove_all()
@@ -232,7 +235,7 @@ class State:
             self.drop_if_empty(partition)
 
     def _link(self, partition: Partition, number: InstanceId) -> None:
-        """Lets what publishers of a worker's instance hold count as the worker's."""
+        """Lets the blocks of an instance's publishers count as the worker's."""
         partition.conductor.link(str(number), _worker(partition, number))
         partition.linked.add(number)
 
@@ -241,7 +244,7 @@ class State:
         partition.linked.discard(number)
 
     def _hide(self, partition: Partition) -> None:
-        """Takes a partition from the faces with workers; publishers go on with it."""
+        """Hides a partition from the faces with workers; its publishers keep it."""
         del self.partitions[partition.key]
         for number in list(partition.linked):
             self._unlink(partition, number)
@@ -250,7 +253,7 @@ class State:
         partition.workers.clear()
 
     def _show(self, partition: Partition) -> None:
-        """Makes a partition of publishers the one that faces with workers know."""
+        """Makes a partition of publishers the one that faces with workers see."""
         self.partitions[partition.key] = partition
         for name in partition.conductor.instances():
             number = number_of(name)
@@ -258,17 +261,17 @@ class State:
                 self._link(partition, number)
 
     def _show_next(self, key: PartitionKey) -> None:
-        """Shows the oldest partition of publishers that has an instance for the other faces."""
+        """Shows the oldest partition of publishers with an instance whose id is a number."""
         for partition in self._sizes.get(key, ()):
             if any(number_of(name) is not None for name in partition.conductor.instances()):
                 self._show(partition)
                 return
 
-    # ---- what came with a dump
+    # ---- workers that came with a dump
 
     @property
     def recovering(self) -> bool:
-        """True while a peer's dump is being taken: what is here may be a part of it."""
+        """True while a dump is being restored: the state may have only a part of it."""
         return self._departed is not None
 
     def begin_recovery(self) -> None:
@@ -280,9 +283,9 @@ class State:
     def note_departure(
         self, model: str, tenant: str | None, instance_id: InstanceId, dp_rank: int | None
     ) -> None:
-        """Keeps an instance, or one rank of it, out of the recovery under way.
+        """Keeps an unregistered instance, or one rank of it, out of the recovery under way.
 
-        A tenant of None is all of them.
+        Tenant None means all tenants.
         """
         if self._departed is None:
             return
@@ -292,7 +295,7 @@ class State:
             self.unnoted_departures += 1
 
     def drop_departed_ranks(self, partition: Partition) -> None:
-        """Removes what a dump has brought of single ranks that have departed since."""
+        """Removes the blocks that a dump has brought for single ranks that have departed since."""
         model, tenant = partition.key
         for left, of_tenant, instance_id, dp_rank in self._departed or ():
             worker = partition.workers.get(instance_id)
@@ -307,7 +310,7 @@ class State:
                 self.remove_stray(partition, instance_id, dp_rank)
 
     def restored_worker(self, partition: Partition, instance_id: InstanceId) -> Worker | None:
-        """Returns the worker that a dump's blocks belong to, None when it has departed since."""
+        """Returns the worker that owns a dump's blocks, None if it has departed since."""
         model, tenant = partition.key
         for of_tenant in (tenant, None):
             if (model, of_tenant, instance_id, None) in (self._departed or ()):
@@ -316,9 +319,9 @@ class State:
         return _worker(partition, instance_id)
 
     def confirm(self, key: PartitionKey, instance_id: InstanceId) -> None:
-        """Notes that the instance's stream has passed the origin of its restored blocks.
+        """Notes that the instance's stream has passed the position of its restored blocks.
 
-        Until then an event that announces a restored block again is not taken for a second copy.
+        Until then an event that announces a restored block again does not count as a second copy.
         """
         self.unconfirmed.discard((key, instance_id))
         partition = self.partitions.get(key)
@@ -328,7 +331,7 @@ class State:
     def strays(
         self, instance_id: InstanceId, model_name: str, tenant_id: str | None
     ) -> list[Partition]:
-        """Returns the partitions that know the instance from a dump only."""
+        """Returns the partitions that know the instance from a dump alone."""
         return [
             partition
             for partition in self.partitions_of(model_name, tenant_id)
@@ -344,7 +347,7 @@ class State:
     def remove_stray(
         self, partition: Partition, instance_id: InstanceId, dp_rank: int | None
     ) -> bool:
-        """Removes such an instance, or one rank of it; False when it has no such rank."""
+        """Removes an instance known from a dump, or one rank of it; False without that rank."""
         worker = partition.workers[instance_id]
         if dp_rank is not None and dp_rank not in worker.ranks():
             return False
@@ -357,7 +360,7 @@ class State:
         return True
 
     def drop_if_empty(self, partition: Partition) -> None:
-        """Ends a partition without workers; to publishers it goes on."""
+        """Ends a partition that has no workers left; its publishers, if any, keep it."""
         if not partition.workers and self.partitions.get(partition.key) is partition:
             self._end(partition)
             self._show_next(partition.key)
@@ -370,7 +373,7 @@ class State:
         self._drop(partition)
 
     def _make(self, key: PartitionKey, block_size: int) -> Partition:
-        """Adds an empty partition, which no face with workers knows yet."""
+        """Adds an empty partition, which no face with workers sees yet."""
         self.served.check(key)
         if len(self.sized) >= self.max_partitions:
             self.refused_partitions += 1
@@ -378,14 +381,14 @@ class State:
         index = PrefixIndex(block_size, self.ingest, budget=self.budget, chronicle=self.chronicle)
         partition = Partition(key, index, Conductor(index, self._hash_seed))
         if self._hash_seed != DEFAULT_SEED:
-            # These cannot be made of the local hashes later; with the default seed they can.
+            # Only with the default seed can sequence hashes be computed later, from local hashes.
             partition.conductor.sequence(0)
         self.sized[partition.sized_key] = partition
         self._sizes.setdefault(key, []).append(partition)
         return partition
 
     def _drop(self, partition: Partition) -> None:
-        """Forgets a partition that nobody knows any more."""
+        """Forgets a partition without workers and publishers."""
         del self.sized[partition.sized_key]
         self._to_sweep.pop(partition.sized_key, None)
         sizes = self._sizes[partition.key]
@@ -408,18 +411,17 @@ class State:
     # ---- walks
 
     def partitions_of(self, model_name: str, tenant_id: str | None) -> list[Partition]:
-        """Returns the partitions of a model, or of one tenant of it; O(partitions) without one."""
+        """Returns the partitions of a model, or of one tenant of it; O(partitions) for all."""
         if tenant_id is not None:
             found = self.partitions.get(PartitionKey(model_name, tenant_id))
             return [] if found is None else [found]
         return [one for key, one in self.partitions.items() if key.model_name == model_name]
 
     def sweep(self, max_steps: int) -> bool:
-        """Frees what removed and cleared ranks held, in small steps; True while there is more.
+        """Frees the memory of removed and cleared ranks, in small steps; True while there is more.
 
-        Sequence hashes that are missing are made likewise.
-
-        False also after SWEPT_PARTITIONS without anything to free; the next call goes on there.
+        Also makes missing sequence hashes. Returns False, too, after SWEPT_PARTITIONS partitions
+        with nothing to do; the next call goes on with the others.
         """
         for _ in range(min(SWEPT_PARTITIONS, len(self.sized))):
             if not self._to_sweep:
@@ -431,16 +433,17 @@ class State:
         return False
 
     def dump(self, binary: bool = False) -> Iterator[tuple[Partition, Dump]]:
-        """Yields every partition with its dump; partitions that vanish meanwhile are left out."""
+        """Yields every partition with its dump; leaves out partitions that end meanwhile."""
         for key in list(self.partitions):
             partition = self.partitions.get(key)
             if partition is not None:
                 yield partition, partition.index.dump(binary)
 
     def open_partition(self, key: PartitionKey, block_size: int) -> Partition:
-        """Returns the partition, made when it is new; raises Conflict on another block size.
+        """Returns the partition, made if it is new; raises Conflict on another block size.
 
-        One that only a dump has filled gives way: nobody registered could read it.
+        A partition without registered ranks gives way to the new block size: nobody who is
+        registered could read it.
         """
         partition = self.partitions.get(key)
         if partition is not None and partition.block_size != block_size:
@@ -460,7 +463,7 @@ class State:
 
 
 def number_of(instance_id: str) -> int | None:
-    """Returns the number that a text is the plain decimal text of, up to 64 bits; else None."""
+    """Returns the 64-bit number that an id writes in plain decimal digits, else None."""
     if not (instance_id.isascii() and instance_id.isdigit() and len(instance_id) <= 20):
         return None
     number = int(instance_id)
@@ -468,7 +471,7 @@ def number_of(instance_id: str) -> int | None:
 
 
 def _worker(partition: Partition, instance_id: InstanceId) -> Worker:
-    """Returns the instance's worker, made when it is new."""
+    """Returns the instance's worker, made if it is new."""
     worker = partition.workers.get(instance_id)
     if worker is None:
         worker = partition.workers[instance_id] = partition.index.add_worker(instance_id)

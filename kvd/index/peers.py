@@ -1,7 +1,7 @@
-"""The peers an operator has named: where a starting indexer may take its state from.
+"""The peers that operators have named: a starting indexer may take its state from them.
 
-The list is used at the start only, those that calls have named when it is started again; peers do
-not follow each other afterwards.
+The list is used at the start alone; peers that calls have named serve at the next start. Peers do
+not exchange anything afterwards.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from collections.abc import Iterable, Iterator
 from kvd.errors import NotFound, Unavailable
 from kvd.wire.egress import EgressPolicy
 
-# Peers that are listed: a fleet has two or three replicas. The bound keeps a client from storing
-# texts here.
+# Peers in the list: a fleet has two or three replicas. The bound keeps clients from using the list
+# to store texts.
 MAX_PEERS = 1024
 
 
 class Peers:
-    """Base URLs in the order they were named, each once."""
+    """Base URLs of peers, each once, in the order in which they were named."""
 
     def __init__(self, urls: Iterable[str] = (), outgoing: EgressPolicy | None = None) -> None:
-        """Without a rule about addresses the default one holds."""
+        """Without `outgoing` the default rules about addresses hold."""
         self._outgoing = outgoing or EgressPolicy()
         self._urls = dict.fromkeys(urls)
         self._set = set(self._urls)
@@ -31,16 +31,16 @@ class Peers:
         return iter(self._urls)
 
     def named(self) -> list[str]:
-        """Returns those that calls have named."""
+        """Returns the peers that calls have named."""
         return [url for url in self._urls if url not in self._set]
 
     def __len__(self) -> int:
         return len(self._urls)
 
     def add(self, url: str) -> None:
-        """Adds a peer; a known one stays where it is.
+        """Adds a peer; a known peer keeps its position.
 
-        Raises BadRequest on an address that may not be connected to, Unavailable at the bound.
+        Raises BadRequest on an address that kvd may not connect to, Unavailable at the bound.
         """
         self._outgoing.check_url(url)
         if url not in self._urls and len(self._urls) >= MAX_PEERS:

@@ -3,8 +3,9 @@
     register ──> State.add_source ──> StandardEventStream ──> EventStream ──> Listeners.start
     unregister ──> Listeners.stop, awaited ──> State.remove_source
 
-A publisher is an engine's rank or a store, as a router names it: `instance|tenant|rank` may have
-several, of other types, models, adapters, block sizes and salts, and several stores.
+A publisher is an engine's rank or a store. Routers name it `instance|tenant|rank`; several
+publishers may share that name if they differ in type, model, adapter, block size or salt, and so
+may several stores.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ from kvd_core.conductor.conductor import Source
 log = get_logger(__name__)
 
 STORES = ("mooncake",)  # types, in lower case; any other is an engine
-FIRST_OF_STORES = 1  # the number of the first message of mooncake_master
-EVERY_INSTANCE = "*"  # instance id of stores that serve all of them (kvd_core/conductor/types.hpp)
+FIRST_OF_STORES = 1  # the number of mooncake_master's first message
+EVERY_INSTANCE = "*"  # the instance id of stores that serve all (kvd_core/conductor/types.hpp)
 
 
 class PublisherKey(NamedTuple):
-    """Identifies a publisher; a registration of the same key at another address is a conflict."""
+    """Identifies a publisher; registering the same key at another address is a conflict."""
 
     tenant_id: str
     instance_id: str
@@ -58,7 +59,7 @@ class PublisherKey(NamedTuple):
 
     @property
     def triple(self) -> str:
-        """Returns the name that routers use."""
+        """The name that routers use."""
         return f"{self.instance_id}|{self.tenant_id}|{self.dp_rank}"
 
     def __str__(self) -> str:
@@ -67,7 +68,7 @@ class PublisherKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """A publisher as a client describes it."""
+    """A client's description of a publisher."""
 
     endpoint: str
     replay_endpoint: str | None
@@ -81,7 +82,7 @@ class Described:
     salt: str
     server_key: str | None = None  # of CURVE
     serves_all: bool = False  # a store whose blocks every instance can use
-    echoed: tuple[tuple[str, object], ...] = ()  # members that are shown again and mean nothing
+    echoed: tuple[tuple[str, object], ...] = ()  # members without a meaning here, only shown again
 
     @property
     def addresses(self) -> Addresses:
@@ -113,7 +114,7 @@ class Described:
 
 @dataclass(frozen=True, slots=True)
 class Narrowing:
-    """Selects publishers of an instance; None is any."""
+    """Selects publishers of an instance; None stands for any value."""
 
     tenant_id: str
     instance_id: str
@@ -142,7 +143,7 @@ class Narrowing:
 
 @dataclass(frozen=True, slots=True)
 class Publisher:
-    """One registration, its listener, and what its events have said."""
+    """One registration, its listener, and the state of its events."""
 
     described: Described
     listener: EventStream
@@ -164,7 +165,7 @@ class Publishers(ListenedRegistrations):
         super().__init__(state, listeners, capacity, outgoing, stale_after_s)
         self._publishers: dict[PublisherKey, Publisher] = {}
         self._leaving: set[PublisherKey] = set()
-        self._doubtful: dict[PublisherKey, Publisher] = {}  # those that have held nothing so far
+        self._doubtful: dict[PublisherKey, Publisher] = {}  # no block of theirs has been seen yet
         self.unsettled: dict[PublisherKey, Publisher] = {}  # see `settle`
 
     def __len__(self) -> int:
@@ -179,8 +180,8 @@ class Publishers(ListenedRegistrations):
     def register(self, described: Described) -> None:
         """Registers a publisher and starts to listen to it, whether it is up or not.
 
-        The same again changes nothing. Raises BadRequest on a faulty endpoint, Conflict on a
-        known publisher at another address, Unavailable at a bound.
+        Repeating a registration changes nothing. Raises BadRequest on a faulty endpoint, Conflict
+        on a known publisher at another address, Unavailable at a bound.
         """
         self._check_addresses(described.addresses)
         key = described.key
@@ -227,10 +228,13 @@ class Publishers(ListenedRegistrations):
         self._doubtful[key] = self._publishers[key]
         self._start(key, listener)
 
-    # ---- what another process has left (docs/state.md)
+    # ---- going on where another process has stopped (docs/state.md)
 
     def heir(self, key: PublisherKey, endpoint: str, position: StreamPosition) -> Publisher | None:
-        """Returns who may go on from a position: the same publisher at the same address."""
+        """Returns the publisher that may go on from a kept position: same key, same address.
+
+        None if it is not registered so, or messages of it have arrived already.
+        """
         found = self.find(key)
         if found is None or found.listener.endpoint != endpoint or not position.expected:
             return None
@@ -243,9 +247,9 @@ class Publishers(ListenedRegistrations):
         publication: KeptPublication,
         streams: Iterable[KeptStream],
     ) -> None:
-        """Has a publisher go on where another process was, whose blocks it has been given.
+        """Lets a publisher go on at the position of another process; its blocks are restored.
 
-        Nothing of it has been heard yet. One that has left meanwhile stays away.
+        No message of it may have arrived yet. If it has left meanwhile, nothing happens.
         """
         key = publisher.described.key
         if self._publishers.get(key) is not publisher:
@@ -259,13 +263,13 @@ class Publishers(ListenedRegistrations):
         self.unsettled.pop(key).publication.settled()
 
     def check_unused(self) -> Iterator[None]:
-        """Logs once of each publisher of which nothing is held because no event is its own.
+        """Logs, once each, the publishers without blocks whose events are foreign or ignored.
 
-        Yields between two of them.
+        Yields after each publisher.
         """
         for key, publisher in list(self._doubtful.items()):
             if not publisher.listener.stats.messages or self._doubtful.get(key) is not publisher:
-                continue  # nothing has been heard, or it has left meanwhile
+                continue  # no message has arrived, or the publisher has left meanwhile
             held = publisher.source.stats()
             why = publisher.publication.unused()
             if why:
@@ -275,26 +279,26 @@ class Publishers(ListenedRegistrations):
             yield
 
     async def unregister(self, wanted: Narrowing) -> list[str]:
-        """Removes publishers with all that they hold; returns what routers call them, sorted.
+        """Removes publishers with all their blocks; returns the names that routers use, sorted.
 
-        Raises NotFound when there are none. Returns when their listeners have ended.
+        Raises NotFound if there are none. Returns when their listeners have ended.
         """
         leaving = [
             (key, each) for key, each in self._publishers.items() if wanted.means(each.described)
         ]
         if not leaving:
             raise NotFound(f"{wanted.instance_id}|{wanted.tenant_id} has no such publisher")
-        # Shielded: a client that goes away must not leave one registered without its listener.
+        # Shielded: a client that goes away must not leave a publisher without its listener.
         with trio.CancelScope(shield=True):
             self._leaving.update(key for key, _ in leaving)
-            # All at once: each waits some milliseconds for the end of its connection.
+            # All at once, because each waits some milliseconds for its connection to end.
             async with trio.open_nursery() as nursery:
                 for key, publisher in leaving:
                     nursery.start_soon(self._leave, key, publisher)
         return sorted({key.triple for key, _ in leaving})
 
     async def _leave(self, key: PublisherKey, publisher: Publisher) -> None:
-        # Another request may be faster, and a client have registered it anew meanwhile.
+        # Another request may have removed it meanwhile, and a client may have registered it anew.
         if self._publishers.get(key) is publisher:
             await self._listeners.stop(key)
         if self._publishers.get(key) is publisher:

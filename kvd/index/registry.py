@@ -1,10 +1,10 @@
-"""Registrations of the indexer face, each with the listener of its rank.
+"""Registrations of ranks by the faces with workers and by files, each with its listener.
 
     register ──> State.add_rank ──> EventStream ──> Listeners.start     (net: a supervised task)
     unregister ──> Listeners.stop, awaited ──> State.remove_rank
 
-A rank's position in its engine's event stream outlives the registration: a worker that is
-registered again at the same endpoint goes on where it was, and what it missed shows as a gap.
+A rank's position in its engine's event stream outlives the registration. If the worker is
+registered again at the same endpoint, its stream goes on there, and missed messages show as a gap.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from kvd.wire.event_stream import EventStream
 from kvd.wire.position import StreamPosition
 from kvd.wire.stream_link import STALE_AFTER_S, ListenerStatus
 
-# Positions remembered for ranks that are not registered now, ~300 bytes each; the one left longest
-# ago goes first. A fleet replaces its pods many times over before that many have gone.
+# Stream positions kept for ranks that have left, ~300 bytes each; the rank that left longest ago is
+# forgotten first. A fleet replaces its pods many times over before that many ranks have left.
 MAX_LEFT_POSITIONS = 65_536
 
 # Time for which a model and tenant without workers keep their block size: a worker may leave before
 # its replacement is there.
 LEFT_PAIR_S = 60.0
-# Models and tenants without any worker that are remembered, about 200 bytes each; the one left
-# longest ago goes first.
+# Models and tenants whose last worker has left that are remembered, about 200 bytes each; the pair
+# left longest ago is forgotten first.
 MAX_LEFT_PAIRS = 16_384
 
-# The endpoint of a stream, and how far another process was with it.
+# The endpoint of a stream, and the position that another process had reached there.
 KeptPosition = tuple[str, StreamPosition]
 
-INDEXER = "indexer"  # the face that registers unless another one says so
+INDEXER = "indexer"  # the face that registers if no other is named
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +50,11 @@ class Registration:
 
     key: RankKey
     listener: EventStream
-    owners: set[str]  # faces that have registered it; without any it is being removed
+    owners: set[str]  # the faces that have registered it; if empty, it is being removed
 
 
 class Registry(ListenedRegistrations):
-    """The registrations of all faces; a rank that two have registered is listened to once."""
+    """The registered ranks of all faces; a rank that two faces register has one listener."""
 
     def __init__(
         self,
@@ -66,13 +66,13 @@ class Registry(ListenedRegistrations):
     ) -> None:
         super().__init__(state, listeners, capacity, outgoing, stale_after_s)
         self._ranks: dict[RankKey, Registration] = {}
-        self._left: dict[tuple[RankKey, str], int] = {}  # by rank and endpoint: number expected
+        self._left: dict[tuple[RankKey, str], int] = {}  # by rank and endpoint: next number
         self._kept: dict[RankKey, KeptPosition] = {}  # see `take_over`
-        # Models and tenants without any worker: when the last one left (monotonic), and its block
+        # Models and tenants whose last worker has left: when it did (monotonic), and its block
         # size, in tokens.
         self._left_pairs: dict[PartitionKey, tuple[float, int]] = {}
         self.forgotten_positions = 0
-        self.departures: Observers[[]] = Observers()  # called when something has left
+        self.departures: Observers[[]] = Observers()  # called after every unregistration
         # Called when the connection to a rank's engine has been made or lost.
         self.links: Observers[[RankKey]] = Observers()
         self._grown = trio.Event()  # set and replaced by every registration
@@ -91,13 +91,13 @@ class Registry(ListenedRegistrations):
         return self._ranks.values()
 
     def owned_by(self, owner: str) -> Iterable[Registration]:
-        """Returns what one face has registered."""
+        """Returns the registrations of one face."""
         return [each for each in self._ranks.values() if owner in each.owners]
 
     def addresses_of(
         self, key: PartitionKey, instance_id: InstanceId, ranks: Iterable[int], owner: str
     ) -> dict[int, Addresses]:
-        """Returns where an owner has ranks listened to, by dp rank."""
+        """Returns the addresses of those ranks that an owner has registered, by dp rank."""
         found = {dp_rank: self._ranks.get(RankKey(key, instance_id, dp_rank)) for dp_rank in ranks}
         return {
             dp_rank: each.listener.addresses
@@ -114,7 +114,7 @@ class Registry(ListenedRegistrations):
         return len({(key.partition, key.instance_id) for key in self._ranks})
 
     async def wait_for_instances(self, count: int) -> None:
-        """Returns once so many instances are registered."""
+        """Waits until at least `count` instances are registered."""
         while self.instances() < count:
             await self._grown.wait()
 
@@ -129,9 +129,9 @@ class Registry(ListenedRegistrations):
     ) -> None:
         """Registers a rank and starts to listen to it, whether its worker is up or not.
 
-        A rank that another face listens to at the same address is shared with that. Raises
-        BadRequest on a faulty endpoint, Conflict on a rank or block size that contradicts what is
-        registered, Unavailable at a bound; nothing has changed then.
+        If another face has registered the rank at the same address, both share its listener. Raises
+        BadRequest on a faulty endpoint, Conflict with an existing registration or block size,
+        Unavailable at a bound; nothing has changed then.
         """
         addresses = Addresses(endpoint, replay_endpoint, server_key)
         self._check_addresses(addresses)
@@ -161,7 +161,7 @@ class Registry(ListenedRegistrations):
             self._stale_after_s,
             on_link=lambda: self.links.tell(key),
         )
-        if stream.restored():  # else its blocks were removed meanwhile
+        if stream.restored():  # else the restored blocks were removed meanwhile
             self._take_over(key, listener)
         self._ranks[key] = Registration(key, listener, {owner})
         self._start(key, listener)
@@ -169,10 +169,10 @@ class Registry(ListenedRegistrations):
         self._grown = trio.Event()
 
     def take_over(self, positions: Mapping[RankKey, KeptPosition]) -> None:
-        """Has streams go on where another process was, whose blocks have been restored.
+        """Lets streams go on at another process's positions; their blocks are restored.
 
-        Those of ranks that are not registered are kept until they are, or `give_up`. A rank that is
-        registered at another endpoint now is another engine.
+        Positions of ranks that are not registered yet are kept until they are, or until `give_up`.
+        A rank that is now registered at another endpoint is another engine: its blocks are dropped.
         """
         self._kept.update(positions)
         for key, registration in self._ranks.items():
@@ -186,7 +186,7 @@ class Registry(ListenedRegistrations):
             listener.batches.drop_restored()
 
     def give_up(self, restored: Iterable[tuple[PartitionKey, InstanceId]]) -> int:
-        """Drops what was restored of instances that nobody has registered; returns how many."""
+        """Drops restored instances that nobody has registered; returns how many."""
         self._kept.clear()
         dropped = 0
         for key, instance_id in restored:
@@ -202,10 +202,10 @@ class Registry(ListenedRegistrations):
         owner: str,
         leaving: Container[InstanceId],
     ) -> None:
-        """Raises what `register` would for some ranks, once some instances have left the owner.
+        """Raises the error that registering these ranks would raise.
 
-        `addresses` are of these ranks. O(these), with another block size O(ranks of the partition):
-        that is a conflict unless all of them leave.
+        The owner's `leaving` instances count as gone. O(ranks in `addresses`). With another block
+        size O(ranks of the partition): that is a conflict unless all of them leave.
         """
         partition = self._state.partitions.get(key)
         here = contradicted = [rank for rank in addresses if rank in self._ranks]
@@ -244,9 +244,9 @@ class Registry(ListenedRegistrations):
     ) -> None:
         """Removes an instance, or one rank of it, from one tenant or from all of the model.
 
-        Takes those along that are known from a peer's dump only. Raises NotFound when this face
-        has nothing of that. Returns when its listeners have ended and its blocks no longer count;
-        what another face has registered as well goes on.
+        Ranks that are known from a dump alone are removed, too. Ranks that another face has also
+        registered go on. Raises NotFound if this face has none of them. Returns when the listeners
+        have ended and the blocks no longer count.
         """
         self._state.note_departure(model_name, tenant_id, instance_id, dp_rank)
         partitions = self._state.partitions_of(model_name, tenant_id)
@@ -263,7 +263,7 @@ class Registry(ListenedRegistrations):
         if not leaving and not any(strays):
             raise NotFound(_not_found(instance_id, model_name, tenant_id, dp_rank))
         # Shielded: a client that goes away must not leave a rank registered without its listener.
-        # Listeners end at their next checkpoint, so this takes no time to speak of.
+        # Listeners end at their next checkpoint, so this hardly takes any time.
         with trio.CancelScope(shield=True):
             self.changes += 1
             for registration in leaving:
@@ -283,10 +283,10 @@ class Registry(ListenedRegistrations):
         model_name: str | None = None,
         tenant_id: str | None = None,
     ) -> None:
-        """Stops listening to a rank, which keeps its blocks; returns when that has ended.
+        """Stops listening to a rank, which keeps its blocks; returns when its listener has ended.
 
-        None is any model, or any tenant. Raises NotFound when it is not registered, Conflict when
-        it is paused already.
+        None stands for any model or tenant. Raises NotFound if the rank is not registered, Conflict
+        if it is paused already.
         """
         where = instance_id, dp_rank, model_name, tenant_id
         for registration in self._in_state(*where, paused=False):
@@ -301,9 +301,9 @@ class Registry(ListenedRegistrations):
         model_name: str | None = None,
         tenant_id: str | None = None,
     ) -> None:
-        """Listens to a paused rank again: what was missed shows as a gap.
+        """Listens to a paused rank again; missed messages show as a gap.
 
-        None as in `pause`. Raises NotFound when it is not registered, Conflict when it is not
+        None as in `pause`. Raises NotFound if the rank is not registered, Conflict if it is not
         paused.
         """
         where = instance_id, dp_rank, model_name, tenant_id
@@ -320,7 +320,7 @@ class Registry(ListenedRegistrations):
         *,
         paused: bool,
     ) -> list[Registration]:
-        """Returns the rank's registrations, one per partition, that are paused, or are not."""
+        """Returns the rank's registrations, one per partition, that are or are not paused."""
         named = [
             registration
             for key, registration in self._ranks.items()
@@ -342,24 +342,24 @@ class Registry(ListenedRegistrations):
         return found
 
     def _is_current(self, registration: Registration) -> bool:
-        """Returns whether no other call has removed it, and maybe registered it anew, meanwhile."""
+        """Returns whether no other call has meanwhile removed or replaced the registration."""
         return self._ranks.get(registration.key) is registration
 
     async def _stop(self, registration: Registration) -> None:
-        """Ends the listener of a registration, never that of a later one of the same rank.
+        """Ends the listener of a registration, never that of a later registration of the rank.
 
-        Another call that has waited for the same end may have been faster, and resumed it.
+        It repeats, since another call may have resumed the listener as soon as it had ended.
         """
         while self._is_current(registration) and await self._listeners.stop(registration.key):
             pass
 
     def block_size_left(self, key: PartitionKey) -> int | None:
-        """Returns the block size of a model and tenant whose last worker left a moment ago."""
+        """Returns the block size of a model and tenant whose last worker left recently, or None."""
         left_at, block_size = self._left_pairs.get(key, (-math.inf, 0))
         return block_size if trio.current_time() - left_at < LEFT_PAIR_S else None
 
     def _note_left(self, partitions: Iterable[Partition]) -> None:
-        """Remembers those of the partitions that have ended with what has just left."""
+        """Remembers the block sizes of those partitions that have just ended."""
         for partition in partitions:
             if partition.key in self._state.partitions:
                 continue
@@ -391,7 +391,7 @@ def _not_found(
 def by_instance(
     registrations: Iterable[Registration],
 ) -> dict[tuple[PartitionKey, InstanceId], list[Registration]]:
-    """Groups registrations by instance, its ranks ascending."""
+    """Groups registrations by instance, with ranks in ascending order."""
     groups: dict[tuple[PartitionKey, InstanceId], list[Registration]] = {}
     for registration in registrations:
         key = registration.key

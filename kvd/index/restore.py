@@ -1,12 +1,13 @@
-"""Brings a dump into the state, a peer's or our own of before: all of it, or none.
+"""Brings a dump of a peer or of an earlier process into the state: all of it, or none.
 
     entries ── plan ──> every entry has its partition, nothing contradicts ── restore ──> blocks
                  │
                  └─ Conflict, Invalid: nothing has changed
 
-Both go in slices, between which queries are served; what they see grows as it does with live
-events. A registration between two slices goes first: a partition whose block size it fixes is left
-to it, as it is when the registration comes a moment later.
+Both steps work in slices, between which queries are served and see the index grow as it does with
+live events. A registration between two slices wins: if it fixes another block size for a partition,
+the dump's blocks for that partition are left out, just as they would give way to a later
+registration.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from kvd_core.index.prefix_index import Worker
 # Blocks stored between two checkpoints: 0.1 to 0.7 ms.
 SLICE_BLOCKS = 2048
 
-# Entries and workers examined, or made, between two checkpoints: about 1 ms at 8 us each.
+# Entries and workers examined or made between two checkpoints: about 1 ms, at 8 us each.
 SLICE_WORKERS = 128
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """One entry of a dump and where it belongs."""
+    """One entry of a dump, and the partition to which it belongs."""
 
     key: PartitionKey
     entry: StagedEntry
@@ -39,12 +40,12 @@ class Planned:
 
 
 def plan(state: State, entries: Sequence[StagedEntry]) -> Iterator[Planned | None]:
-    """Yields where every entry with blocks goes, and None after every slice of the work.
+    """Yields the plan of every entry that has blocks, and None after every slice of the work.
 
-    Nothing may be restored before the end. Raises Conflict on another block size than the one
-    registered, or than that of another entry of the same partition; Invalid on what no partition
-    can be found for or should be made of, and on workers that nobody could unregister; ValueError
-    on names that are no texts.
+    Nothing may be restored before the end. Raises Conflict if an entry's block size differs from
+    that of the registered partition or of another entry of the same partition; Invalid on entries
+    that fit no valid partition and on workers that nobody could unregister; ValueError on names
+    that are no texts.
     """
     named: dict[str, PartitionKey] = {}
     for key in state.partitions:
@@ -79,7 +80,7 @@ def plan(state: State, entries: Sequence[StagedEntry]) -> Iterator[Planned | Non
 
 
 async def planned_of(state: State, entries: Sequence[StagedEntry]) -> list[Planned]:
-    """Returns what `plan` yields, and lets others run; raises what that does."""
+    """Returns all that `plan` yields, and lets other tasks run; raises as `plan` does."""
     planned: list[Planned] = []
     for item in plan(state, entries):
         planned += [item] if item else []
@@ -88,17 +89,17 @@ async def planned_of(state: State, entries: Sequence[StagedEntry]) -> list[Plann
 
 
 async def bring_in(state: State, planned: Iterable[Planned], note: Callable[[int], None]) -> None:
-    """Stores what was planned, and lets others run; calls `note` with the blocks stored so far."""
+    """Restores a plan, and lets other tasks run; calls `note` with the blocks stored so far."""
     for blocks in restore(state, planned):
         note(blocks)
         await trio.lowlevel.checkpoint()
 
 
 def restore(state: State, planned: Iterable[Planned]) -> Iterator[int]:
-    """Stores what was planned; yields the blocks stored so far after every slice.
+    """Restores a plan; yields the number of blocks stored so far after every slice.
 
-    Workers that were unregistered since the recovery began stay away, and so does what a
-    registration has taken the place of.
+    Leaves out workers that were unregistered since the recovery began, and partitions that a
+    registration has replaced.
     """
     stored = 0
     for item in planned:
@@ -123,11 +124,11 @@ def _instance_id(worker_id: int | str) -> InstanceId:
 
 
 def _key(named: Mapping[str, PartitionKey], entry: StagedEntry) -> PartitionKey:
-    """Returns an entry's partition; a dump from elsewhere has it as `model:tenant` only.
+    """Returns an entry's partition; dumps by other programs only name it `model:tenant`.
 
-    A colon in a name makes that ambiguous. What is known here under the whole text decides; else
-    the tenant is behind the last colon, because models have them (`llama3:8b`) and tenants hardly
-    do.
+    A colon in a name makes that ambiguous. If a partition here has that text as its name, it is
+    meant. Otherwise the tenant follows the last colon, because models have colons in their names
+    (`llama3:8b`) and tenants hardly do.
     """
     model_name, tenant_id = entry.model_name, entry.tenant_id
     if model_name is not None and tenant_id is not None:
@@ -143,14 +144,14 @@ def _key(named: Mapping[str, PartitionKey], entry: StagedEntry) -> PartitionKey:
 def _open(
     state: State, item: Planned, start: int, workers: list[Worker | None]
 ) -> Partition | None:
-    """Makes the partition and a slice of its workers; None stands for what is not wanted any more.
+    """Makes the partition and a slice of its workers; None stands for those to be left out.
 
-    Workers of a partition that has ended between two slices were all unregistered.
+    If the partition has ended between two slices, all its workers have been unregistered.
     """
     wanted = item.workers[start : start + SLICE_WORKERS]
     try:
         partition = state.open_partition(item.key, item.entry.block_size)
-    except (Conflict, Unavailable):  # by what has registered since it was planned
+    except (Conflict, Unavailable):  # with a registration made since the plan
         workers += [None] * len(wanted)
         return None
     workers += [state.restored_worker(partition, id_) for id_ in wanted]

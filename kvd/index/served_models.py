@@ -1,8 +1,7 @@
 """The models and tenants that this process serves, and the owners of the others.
 
-A fleet that is too much for one kvd is divided by model and tenant: nothing is shared between two
-of them, neither blocks nor load. Settings say what each kvd serves, and may say who serves the
-rest.
+A fleet that is too large for one kvd is divided by model and tenant, because two of these share
+neither blocks nor load. Settings say what each kvd serves, and may say which kvd serves the rest.
 """
 
 from __future__ import annotations
@@ -14,33 +13,33 @@ from kvd.errors import Misdirected
 from kvd.model import is_name
 from kvd.telemetry.metrics import Family, counter
 
-# Models and tenants asked for in vain that are remembered; the one that was last asked for longest
-# ago is forgotten first. Clients have a few names, and those who try names out have many.
+# Unregistered models and tenants that are remembered because requests named them; the least
+# recently named is forgotten first. Mistaken clients name a few, those that try out names many.
 MAX_UNKNOWN = 64
-MAX_UNKNOWN_CHARACTERS = 256  # of the names of those; longer ones are nobody's mistake
+MAX_UNKNOWN_CHARACTERS = 256  # of such a name; nobody writes longer names by mistake
 
-ServedKey = tuple[str, str | None]  # model, tenant; None is every tenant of it
+ServedKey = tuple[str, str | None]  # model, tenant; None means every tenant of the model
 
 
 class ServedModels:
-    """The models that this process serves; by default all."""
+    """The models that this process serves; all by default."""
 
     def __init__(
         self,
         served: Collection[ServedKey] = (),
         owners: Mapping[ServedKey, str] = MappingProxyType({}),
     ) -> None:
-        """Without anything in `served` all is; `owners` says where others are served."""
+        """An empty `served` means everything; `owners` has the addresses of other processes."""
         self._served = frozenset(served)
         self._owners = owners
-        self._others: Mapping[str, Collection[ServedKey]] = {}  # by the address, as they say
+        self._others: Mapping[str, Collection[ServedKey]] = {}  # what others announce, by address
         self.misdirected = 0  # requests and registrations that belong elsewhere
-        self.unknown: dict[tuple[str, str], int] = {}  # requests about what nobody registered
-        self.forgotten = 0  # of these models and tenants, at the limit
+        self.unknown: dict[tuple[str, str], int] = {}  # requests by unregistered model and tenant
+        self.forgotten = 0  # entries of `unknown` dropped at the limit
 
     @property
     def listed(self) -> list[ServedKey]:
-        """Returns what is served here, sorted; nothing is everything."""
+        """The models and tenants that are served here, sorted; an empty list means everything."""
         return sorted(self._served, key=lambda partition: (partition[0], partition[1] or ""))
 
     def serves(self, partition: tuple[str, str]) -> bool:
@@ -48,7 +47,7 @@ class ServedModels:
         return not self._served or not self._served.isdisjoint((partition, (partition[0], None)))
 
     def owner(self, partition: tuple[str, str]) -> str | None:
-        """Returns where a model and tenant are served, None if nobody has said."""
+        """Returns the address at which a model and tenant are served, None if it is unknown."""
         every_tenant = (partition[0], None)
         if said := self._owners.get(partition) or self._owners.get(every_tenant):
             return said
@@ -58,16 +57,16 @@ class ServedModels:
         return None
 
     def note_others(self, others: Mapping[str, Collection[ServedKey]]) -> None:
-        """Notes what other processes say that they serve, by their addresses."""
+        """Notes which models other processes announce that they serve, by address."""
         self._others = others
 
     def check(self, partition: tuple[str, str]) -> None:
-        """Raises Misdirected for what is served elsewhere."""
+        """Raises Misdirected for a model and tenant that are served elsewhere."""
         if not self.serves(partition):
             raise self.elsewhere(partition)
 
     def elsewhere(self, partition: tuple[str, str]) -> Misdirected:
-        """Returns what is said of a model and tenant that are served elsewhere, and counts it."""
+        """Returns the error for a model and tenant that are served elsewhere, and counts it."""
         self.misdirected += 1
         model_name, tenant_id = partition
         return Misdirected(
@@ -78,14 +77,14 @@ class ServedModels:
         """Counts a request about a model and tenant that are served here and not registered."""
         if not all(len(each) <= MAX_UNKNOWN_CHARACTERS and is_name(each) for each in partition):
             return
-        # The last one asked for is last.
+        # Moves it to the end: the least recently named is first.
         self.unknown[partition] = self.unknown.pop(partition, 0) + 1
         if len(self.unknown) > MAX_UNKNOWN:
             del self.unknown[next(iter(self.unknown))]
             self.forgotten += 1
 
     def families(self) -> Iterator[Family]:
-        """Yields what metrics say."""
+        """Yields the families of /metrics."""
         help = "Number of requests and registrations for models that this process does not serve"
         yield counter("kvd_misdirected_total", help, self.misdirected)
         help = "Number of unknown (model, tenant) pairs forgotten at the limit"
