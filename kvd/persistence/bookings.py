@@ -1,12 +1,12 @@
-"""The bookings alive after a journal, and how they are restored.
+"""The bookings that are alive after a journal's records, and how they are restored.
 
-    records ──> KeptRequests.take, one by one ──> what is booked, and its answers and sessions
+    records ──> KeptRequests.take, one by one ──> live bookings, their answers and sessions
                                                    │
     faces  <── restore: the oldest first, with its age
 
-A journal holds what was booked when it was begun, and each step since. Steps that are recorded
-twice, or of what has ended, change nothing, so the records of one journal may be followed by those
-of the next.
+A journal holds everything that was booked when it was begun, and each step since. Steps that are
+recorded twice, or that concern ended requests, change nothing. So the records of one journal may be
+followed by those of the next.
 """
 
 from __future__ import annotations
@@ -31,20 +31,21 @@ from kvd.wire.affinity import Bound, Version
 from kvd.wire.lifecycle import Face, Outcome
 from kvd_core.ledger.journal import ENDED, Booked, OtherRecord, Stepped
 
-# Requests, sessions and answers that come back between two checkpoints: about 1 ms.
+# Requests, sessions and answers restored between two checkpoints: about 1 ms.
 SLICE = 32
 
-WHOLE = ord("W")  # a journal has recorded all that was booked when it began
-HOLE = ord("H")  # records before this journal were lost: it holds only as a whole
-SHARED = ord("T")  # so has the server of the shared state, of all that was booked before a time
+# Kinds of records about the journal itself.
+WHOLE = ord("W")  # by now the journal has everything that was booked when it was begun
+HOLE = ord("H")  # records before this journal were lost: it counts only once it is whole
+SHARED = ord("T")  # the shared state's server has everything that was booked before a time
 
 LedgerName = tuple[Face, PartitionKey, int]  # face, model and tenant, block size
-Live = tuple[LedgerName, str]  # a ledger and the id of a request there
+Live = tuple[LedgerName, str]  # a ledger and the id of a request in it
 
 
 @dataclass(frozen=True, slots=True)
 class SessionLease:
-    """The rank that a session is bound to, and the moment from which its time to live runs."""
+    """The rank that a session is bound to, and when its time to live began to run."""
 
     at: float
     bound: Bound
@@ -52,7 +53,7 @@ class SessionLease:
 
 @dataclass(frozen=True, slots=True)
 class KeptAnswer:
-    """An answer that is kept for retries, and what was booked with it."""
+    """An answer that is kept for retries, and the booking that came with it."""
 
     retry: Retry
     answer: bytes
@@ -63,39 +64,38 @@ class KeptAnswer:
 
 
 class KeptRequests:
-    """The bookings alive after the records read so far."""
+    """The bookings that are alive after the records read so far."""
 
     def __init__(self) -> None:
         self.live: dict[Live, Booking] = {}
-        self.leases: dict[tuple[PartitionKey, str], SessionLease] = {}  # of sessions
-        self.held: dict[str, Bound] = {}  # by reservation: what it keeps bound
+        self.leases: dict[tuple[PartitionKey, str], SessionLease] = {}  # by session
+        self.held: dict[str, Bound] = {}  # the binding that a reservation leases, by its id
         self.answers: dict[tuple[str | None, str], KeptAnswer] = {}
-        self.shared_at: float | None = None  # see kvd.persistence.journal
+        self.shared_at: float | None = None  # see `SharedUntil` (kvd.persistence.journal)
         # Reservations, and when each was booked by the clock of its last record.
         self._reserved: dict[tuple[PartitionKey, str | None], tuple[float, Live]] = {}
         self._ledgers: dict[int, LedgerName] = {}
         self._instance_id = ""
-        self._has_all = False  # some journal so far has begun with all that was booked
-        self._is_whole = False  # what was booked when the journal began has all been read
-        self._renewed: set[object] = set()  # by this journal, before it was whole
+        self._has_all = False  # at least one journal has been whole
+        self._is_whole = False  # the current journal's record WHOLE has been read
+        self._renewed: set[object] = set()  # names that the current journal recorded before that
         self._translate: ClockTranslation | None = None
-        # The state of the journals before a hole, until the one behind it has been whole.
+        # The state from before a hole, until the journal behind the hole is whole.
         self._before_hole: dict[str, Any] | None = None
 
     @property
     def is_part(self) -> bool:
-        """Returns whether the records are the rest of more: the beginning of a first journal is
-        missing.
+        """Whether earlier records are missing: there are some, but no journal has been whole.
 
-        The one before it has gone only once it had all.
+        An earlier journal is removed only once the next one is whole.
         """
         return bool(self.live or self.leases or self.answers) and not self._has_all
 
     def begin(self, instance_id: str, translate: ClockTranslation) -> None:
-        """Begins the records of another journal; `translate` reads its clock."""
+        """Begins the records of another journal; `translate` translates its clock to ours."""
         self.end()
         if instance_id != self._instance_id:
-            self._ledgers.clear()  # each process numbers its own
+            self._ledgers.clear()  # each process numbers its ledgers anew
         self._instance_id = instance_id
         self._is_whole = False
         self._renewed.clear()
@@ -104,14 +104,14 @@ class KeptRequests:
     def end(self) -> None:
         """Ends a journal; may be called before the first one.
 
-        What began behind a hole and is not whole is forgotten: with what was recorded before, it
-        would be a state that never was.
+        A journal that began behind a hole and is not whole is forgotten: together with the records
+        before the hole it would make a state that never existed.
         """
         if self._before_hole is not None:
             vars(self).update(self._before_hole)
 
     def take(self, record: Booked | Stepped | OtherRecord) -> None:
-        """Takes the next record; raises Damaged on one that means nothing."""
+        """Applies the next record; raises Damaged if it has no meaning."""
         if isinstance(record, Booked):
             if (name := self._name(record.ledger)) is not None:
                 self._take_booking((name, record.request_id), record)
@@ -134,9 +134,10 @@ class KeptRequests:
             raise Damaged(f"it has a record of the unknown kind {record.kind}")
 
     def _take_booking(self, live: Live, record: Booked) -> None:
-        """Takes a booking, or its record in a further journal.
+        """Applies the record of a booking, perhaps one that an earlier journal has had, too.
 
-        It keeps its time then: no two readings of clocks agree, and answers go by it.
+        A known booking keeps its time: translated from another journal's clock it would differ a
+        little, and kept answers find their booking by its exact time.
         """
         known = self.live.get(live)
         (face, key, _), request_id = live
@@ -155,7 +156,7 @@ class KeptRequests:
             self._renewed.add(what)
 
     def _forget_unrenewed(self) -> None:
-        """Forgets what only earlier journals have recorded: it ended where these had no room."""
+        """Forgets what only earlier journals have recorded: its end was among dropped records."""
         self._is_whole = self._has_all = True
         self._before_hole = None
         self.live = {name: each for name, each in self.live.items() if name in self._renewed}
@@ -167,9 +168,9 @@ class KeptRequests:
         self._renewed.clear()
 
     def _name(self, number: int) -> LedgerName | None:
-        """Returns which ledger it is; None for one that the journal is still to introduce.
+        """Returns the name of a ledger; None if the journal has not introduced it yet.
 
-        Its live requests are recorded behind that.
+        The ledger's live requests are then recorded after its introduction.
         """
         name = self._ledgers.get(number)
         if name is None and self._is_whole:
@@ -181,7 +182,7 @@ class KeptRequests:
         live = None if name is None else (name, step.request_id)
         booking = None if live is None else self.live.get(live)
         if live is None or booking is None:
-            return  # it has ended before this journal began
+            return  # the request ended before this journal was begun
         if step.kind == ENDED:
             del self.live[live]
             if live[0][0] is Face.SELECTION:
@@ -202,7 +203,7 @@ class KeptRequests:
     ) -> None:
         session = PartitionKey(*partition), session_id
         bound = Bound(*session, worker_id, dp_rank, Version(*version))
-        self.leases.pop(session, None)  # the next to end comes first
+        self.leases.pop(session, None)  # moves it to the end: the next to expire is first
         self.leases[session] = SessionLease(self._at(at), bound)
         self._tell(session)
         if reservation_id is not None:
@@ -227,7 +228,7 @@ class KeptRequests:
             reserved = self._reserved.get((of, each))
             if reserved is not None and reserved[0] == booked_at and reserved[1] in self.live:
                 at = self.live[reserved[1]].booked.admitted_at
-        self.answers.pop(retry.name, None)  # the oldest booking comes first
+        self.answers.pop(retry.name, None)  # moves it to the end: the oldest booking is first
         self.answers[retry.name] = KeptAnswer(retry, answer, of, request_id, at, beside)
         self._tell(retry.name)
 
@@ -240,7 +241,7 @@ class Restored:
     sessions: int = 0
     answers: int = 0
     expired: int = 0  # requests that were too old
-    dropped: int = 0  # those whose rank is gone
+    dropped: int = 0  # requests that their face did not take, mostly because the rank is gone
 
 
 def restore(
@@ -250,9 +251,9 @@ def restore(
     now: float,
     restored: Restored,
 ) -> Iterator[None]:
-    """Books again what lives, with its age, and yields after every slice.
+    """Restores live bookings with their ages, sessions and answers; yields after every slice.
 
-    The clock of the faces says `now`. Workers are to be registered before.
+    `now` is the time of the faces' clock. Workers must have been registered before.
     """
     faces: dict[Face, LiveRequests[Any]] = {
         Face.SLOT_TRACKER: slots,

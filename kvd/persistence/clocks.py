@@ -1,8 +1,8 @@
-"""Translates moments across a restart: between clocks of two processes, and of two boots.
+"""Translates moments across a restart: between the clocks of two processes, or of two boots.
 
-Ages of what is booked are kept by a clock that another process does not share. On the same boot the
-monotonic clock shows how long that was ago, whatever became of the wall clock; after another boot
-only the wall clock does, and what it says to be in the future is new.
+The ages of bookings are kept by a clock of the process. Within one boot the machine's monotonic
+clock tells how long ago a moment was, even if the wall clock has been set. After another boot only
+the wall clock can tell; a moment that it places in the future counts as now.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 class ClockReading:
     """One moment by all clocks, in seconds."""
 
-    clock: float  # the process's own
+    clock: float  # the process's own clock
     monotonic: float  # the machine's, since some moment of this boot
     wall: float  # since 1970
-    boot: str  # names the boot, "" where the system does not
+    boot: str  # names the boot; "" if the system does not
 
     @classmethod
     def now(cls, clock: float) -> ClockReading:
@@ -30,7 +30,7 @@ class ClockReading:
         return cls(clock, time.monotonic(), time.time(), _boot())
 
     def since(self, earlier: ClockReading) -> float:
-        """Returns the seconds from another process's moment to this one, 0 at least."""
+        """Returns the seconds from another process's moment to this one, at least 0."""
         if earlier.boot and earlier.boot == self.boot:
             return max(0.0, self.monotonic - earlier.monotonic)
         return max(0.0, self.wall - earlier.wall)
@@ -40,8 +40,8 @@ class ClockReading:
 class ClockTranslation:
     """Translates another process's clock readings to this process's clock.
 
-    It may say what is later than now, after another boot with its wall clock set back; two moments
-    stay as far apart as they were.
+    Two moments stay as far apart as they were. A result may lie in the future if the wall clock was
+    set back before another boot.
     """
 
     offset: float
@@ -51,7 +51,7 @@ class ClockTranslation:
         return cls(now.clock - now.since(then) - then.clock)
 
     def __call__(self, at: float) -> float:
-        """Returns when that was by this process's clock."""
+        """Returns the moment `at` by this process's clock."""
         return at + self.offset
 
 
@@ -59,5 +59,5 @@ class ClockTranslation:
 def _boot() -> str:
     try:
         return _BOOT_ID.read_text().strip()
-    except OSError:  # not a Linux, or a container without /proc
+    except OSError:  # another system than Linux, or a container without /proc
         return ""

@@ -1,12 +1,12 @@
 """A state directory: one owner, and files that are replaced whole.
 
-    lock               held by the process whose directory it is, as long as it lives
-    registrations      who was registered by calls       replaced at each change
+    lock               held by the process that owns the directory, as long as it lives
+    registrations      registrations made by calls       replaced at each change
     index              a snapshot                        replaced at intervals, and at the end
     journal.N          bookings, the largest N newest    appended to
-    *.new              a file that is being written: left over by a process that was killed
+    *.new              a file that is being written, or was when its process was killed
 
-Everything here may wait for a disk: it is called from threads, or before anything is served.
+Everything here may wait for a disk, so it is called from threads, or before anything is served.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ NEW = ".new"  # ends the name of a file that is being written
 
 _JOURNAL = re.compile(r"journal\.(\d{1,15})")
 
-FILE_RIGHTS = 0o600  # prompts' hashes, names of models, addresses
+FILE_RIGHTS = 0o600  # files have hashes of prompts, names of models, addresses
 
 
 class InUse(OSError):
-    """Another process has the directory."""
+    """Another process owns the directory."""
 
 
 class StateDirectory:
     """One state directory, ours until `close`."""
 
     def __init__(self, path: Path) -> None:
-        """Makes it when it is new, and takes it; raises InUse, and OSError where it cannot be."""
+        """Makes the directory if it is missing, and takes it; raises InUse, or another OSError."""
         self.path = path
         self._lock = _taken(path)
 
@@ -52,23 +52,23 @@ class StateDirectory:
         return self.path / f"journal.{number}"
 
     def journals(self) -> list[tuple[int, Path]]:
-        """Returns the journals that are there by number, the oldest first."""
+        """Returns the directory's journals with their numbers, the oldest first."""
         return journals(self.path)
 
     def drop_journals(self, before: int | None = None) -> None:
         """Removes all journals, or those of lower numbers."""
         for number, path in self.journals():
             if before is None or number < before:
-                with suppress(OSError):  # what cannot be removed is refused at the next start
+                with suppress(OSError):  # a journal that stays is read again at the next start
                     path.unlink()
 
     def drop_journal(self, number: int) -> None:
         """Removes a journal that is not needed."""
-        with suppress(OSError):  # the next start passes over one that stays
+        with suppress(OSError):  # the next start passes over a journal that stays
             self.journal(number).unlink()
 
     def create_journal(self, header: Header) -> tuple[int, int]:
-        """Begins a journal; returns its descriptor and its bytes so far. Raises OSError."""
+        """Begins a journal; returns its descriptor and its size so far. Raises OSError."""
         self._stay()
         path = self.journal(header.number)
         file = _create(path)
@@ -81,7 +81,7 @@ class StateDirectory:
         return file, len(opening(header))
 
     def has_journal(self, number: int, file: int) -> bool:
-        """Returns whether a journal is still found under its name."""
+        """Returns whether an open journal is still found under its name."""
         try:
             return os.path.samestat(os.stat(self.journal(number)), os.fstat(file))
         except FileNotFoundError:
@@ -93,9 +93,9 @@ class StateDirectory:
         return NewFile(self.file(header.content), header)
 
     def _stay(self) -> None:
-        """Takes the directory again where it has been removed or put elsewhere meanwhile.
+        """Takes the directory again if it has been removed or moved meanwhile.
 
-        Raises InUse where another process has the one that is there now, and OSError.
+        Raises InUse if another process owns the directory that is there now, or another OSError.
         """
         with suppress(FileNotFoundError):
             if os.path.samestat(os.stat(self.path / LOCK), os.fstat(self._lock)):
@@ -105,9 +105,9 @@ class StateDirectory:
         self._lock = lock
 
     def replace(self, header: Header, frames: Iterable[bytes]) -> int:
-        """Writes a file whole and puts it where the last one was; returns its bytes.
+        """Writes a file whole, puts it in place of the last one, and returns its size.
 
-        The last one stays where that fails, with OSError.
+        If that fails with OSError, the last file stays.
         """
         writing = self.begin(header)
         try:
@@ -120,7 +120,7 @@ class StateDirectory:
 
 
 class NewFile:
-    """A file on its way to take the place of another."""
+    """A file that is being written to replace another."""
 
     def __init__(self, path: Path, header: Header) -> None:
         self._path = path
@@ -140,7 +140,7 @@ class NewFile:
         self._frames += 1
 
     def finish(self) -> int:
-        """Replaces the old file by it, for good; returns its bytes."""
+        """Replaces the old file by this one, durably; returns its size."""
         try:
             self._put(frame(END, packed(self._frames)))
             os.fsync(self._file)
@@ -153,7 +153,7 @@ class NewFile:
         return self.size
 
     def drop(self) -> None:
-        """Gives it up."""
+        """Gives the new file up."""
         os.close(self._file)
         with suppress(FileNotFoundError):
             self._new.unlink()
@@ -164,7 +164,7 @@ class NewFile:
 
 
 def journals(path: Path) -> list[tuple[int, Path]]:
-    """Returns the journals of a directory by number, the oldest first."""
+    """Returns the journals of a directory with their numbers, the oldest first."""
     found = ((_JOURNAL.fullmatch(each.name), each) for each in path.iterdir())
     return sorted((int(match[1]), each) for match, each in found if match is not None)
 
@@ -177,7 +177,7 @@ def put(file: int, data: bytes) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Has the names of a directory's files survive the machine."""
+    """Puts the names of a directory's files on the disk, so that they survive a power loss."""
     file = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(file)
@@ -190,13 +190,13 @@ def _create(path: Path) -> int:
 
 
 def _taken(path: Path) -> int:
-    """Makes a directory when it is new, and takes it; returns the descriptor of its lock."""
+    """Makes a directory if it is missing, and takes it; returns the descriptor of its lock."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_RIGHTS)
     try:
         _take(lock)
         for left in path.glob(f"*{NEW}"):
-            if not left.is_dir():  # that is not ours; writing such a file will say so
+            if not left.is_dir():  # kvd makes no directories; writing the file will report it
                 left.unlink()
     except BaseException:
         os.close(lock)

@@ -3,9 +3,9 @@
     "KVDSTAT1" | frame | frame | ...                 the last byte of the first eight is the version
     frame:  u32 n | u32 CRC-32 of the rest | u8 kind | n - 1 bytes of content       little-endian
 
-The first frame is the header: which file this is, and when and by which process it was written.
-A file that is written as a whole ends with an END frame. One that is appended to may be cut off at
-its end, where its process was killed; a fault before the end is damage in either.
+The first frame is the header: it says what the file holds, and when and by which process it was
+written. A file that is written as a whole ends with an END frame. A file that is appended to may be
+cut off at its end, where its process was killed. A fault before the end is damage in both.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from kvd._version import VERSION
 from kvd.persistence.clocks import ClockReading
 
 MAGIC = b"KVDSTAT"
-FORMAT = 1  # of the files that are written
-READABLE = (1,)  # formats that are read
+FORMAT = 1  # number of the format in which files are written
+READABLE = (1,)  # formats that can be read
 
 _HEAD = Struct("<II")
 
-# Longest frame of a state directory's file. What is written stays below 8 MiB but for the hashes of
-# one huge prompt, so a longer one is damage.
+# Longest frame of a state directory's file. Frames stay below 8 MiB except for the hashes of one
+# huge prompt, so a longer frame is damage.
 MAX_FRAME_BYTES = 256 * 1024 * 1024
 
-# Longest header; one has some 200 bytes, of which the version and the process's id may grow.
+# Longest header; headers have some 200 bytes, of which the version and the process's id may grow.
 MAX_HEADER_BYTES = 4096
 
 HEADER = ord("H")
@@ -51,7 +51,7 @@ class Content(StrEnum):
 
 
 class Damaged(Exception):
-    """A file is not what kvd has written, whole; the text says how."""
+    """A file is not a whole file as kvd writes it; the text says what is wrong."""
 
 
 class CutOff(Damaged):
@@ -75,20 +75,20 @@ class Header:
     """The writer of a file, and the moment of writing."""
 
     content: Content
-    instance_id: str  # of the process, see State.instance_id
+    instance_id: str  # of the process (State.instance_id)
     moments: ClockReading
-    number: int = 0  # of a journal among those of its directory
+    number: int = 0  # of a journal in its directory
     version: str = VERSION
 
 
 def frame(kind: int, content: bytes) -> bytes:
-    """Returns a frame as it is written."""
+    """Returns the bytes of a frame."""
     body = bytes((kind,)) + content
     return _HEAD.pack(len(body), zlib.crc32(body)) + body
 
 
 def opening(header: Header) -> bytes:
-    """Returns what a file begins with."""
+    """Returns the first bytes of a file, up to the end of its header."""
     return MAGIC + b"%d" % FORMAT + frame(HEADER, packed(asdict(header)))
 
 
@@ -99,7 +99,7 @@ def packed(value: object) -> bytes:
 
 
 def unpacked(content: bytes) -> Any:
-    """Returns the value of some msgpack that a checksum has covered; raises Damaged."""
+    """Returns the value of msgpack whose checksum was right; raises Damaged."""
     try:
         return msgpack.unpackb(content, strict_map_key=False)
     except (TypeError, ValueError, msgpack.UnpackException) as error:
@@ -112,7 +112,7 @@ class Reading:
     def __init__(self, path: Path) -> None:
         # A pipe would wait for a writer, and a device may have no end.
         self._file = open(path, "rb", opener=_open_at_once)  # noqa: SIM115  closed by `close`
-        self.whole = 0  # bytes of the file that were read and are sound
+        self.whole = 0  # bytes of the file that were read and found sound
         try:
             about = os.fstat(self._file.fileno())
             if not stat.S_ISREG(about.st_mode):
@@ -127,10 +127,11 @@ class Reading:
         self._file.close()
 
     def frames(self, torn: int | None = None) -> Iterator[Frame]:
-        """Yields the frames behind the header.
+        """Yields the frames after the header.
 
-        A file of frames of the kind `torn` may have been cut off in the middle of a write: it just
-        ends before its first incomplete or faulty frame, unless a sound one lies behind that.
+        If `torn` is given, the file has frames of that kind and may have been cut off in the middle
+        of a write. It then ends before its first incomplete or faulty frame, unless a sound frame
+        follows: that is damage.
         """
         while self.whole < self.size:
             try:
@@ -143,7 +144,7 @@ class Reading:
             yield found
 
     def whole_frames(self) -> Iterator[Frame]:
-        """Yields the frames of a file that ends with an END; raises Damaged without one."""
+        """Yields the frames of a file that must end with an END frame; raises Damaged."""
         for found in self.frames():
             if found.kind == END:
                 if found.end != self.size:
@@ -174,7 +175,7 @@ class Reading:
             raise Damaged(f"its header is not understood: {error}") from None
 
     def _frame(self, most: int = MAX_FRAME_BYTES) -> Frame:
-        """Reads the frame at `whole`, which has `most` bytes at most."""
+        """Reads the frame at byte `whole`, which may have at most `most` bytes."""
         self._file.seek(self.whole)
         head = self._file.read(_HEAD.size)
         if len(head) < _HEAD.size:
@@ -190,10 +191,11 @@ class Reading:
         return Frame(body[0], body[1:], self.whole + _HEAD.size + size)
 
     def _sound_behind(self, kind: int) -> bool:
-        """Returns whether a sound frame lies behind the faulty one: then the fault is no torn end.
+        """Returns whether a sound frame follows the faulty one: then the fault is no torn end.
 
-        The faulty one's length may be what is wrong, so a frame may begin anywhere. What looks like
-        one has the kind, and so has the next one if it is not the last; a checksum is the proof.
+        The faulty frame's length may itself be wrong, so the next frame may begin anywhere. Bytes
+        may be a frame if they have the kind, and so has the frame after them, if any; the checksum
+        proves it.
         """
         self._file.seek(self.whole)
         rest = self._file.read(self.size - self.whole)

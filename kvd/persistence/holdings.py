@@ -1,12 +1,12 @@
 """Holdings of the conductor's publishers in a snapshot: stream positions and blocks.
 
     positions, numbers of events ─ in slices ┐
-    what each conductor's holders have ──────┴──> frames of the snapshot
-    frames ──> staged ──> matched with who is registered ──> blocks ──> publishers go on
+    blocks of each conductor's holders ──────┴──> frames of the snapshot
+    frames ──> staged ──> matched with registered publishers ──> blocks ──> publishers go on
 
-A publisher is found again by its key and address; what others held is left out, and they are
-replayed from their beginning. Inside a dump it is known by its index among those of its model,
-tenant and block size (kvd_core/conductor/kept_holdings.hpp).
+A publisher is found again by its key and address. The holdings of publishers that are not found are
+left out; these are replayed from their beginning. Inside a dump a publisher is known by its index
+among the publishers of its model, tenant and block size (kvd_core/conductor/kept_holdings.hpp).
 """
 
 from __future__ import annotations
@@ -28,19 +28,20 @@ from kvd.wire.standard_events import KeptPublication
 from kvd_core.conductor.kept_holdings import HoldingsDump, HoldingsRestore
 from kvd_core.dump.recovery import BINARY_HEAD, DumpReader, StagedEntry, binary_end, binary_entry
 
-PUBLISHERS = ord("P")  # kind of a frame with positions of publishers, SLICE_PUBLISHERS at most
-NUMBERS = ord("N")  # kind of a frame with numbers of a publisher's events, SLICE_STREAMS at most
-HOLDINGS = ord("B")  # kind of a frame with a piece of the dump
+# Kinds of frames.
+PUBLISHERS = ord("P")  # positions of at most SLICE_PUBLISHERS publishers
+NUMBERS = ord("N")  # event numbers in at most SLICE_STREAMS streams of one publisher
+HOLDINGS = ord("B")  # a piece of the dump
 KINDS = (PUBLISHERS, NUMBERS, HOLDINGS)
 
 SLICE_PUBLISHERS = 16  # publishers examined between two checkpoints: about 0.2 ms
 SLICE_STREAMS = 256  # streams of one publisher examined between two checkpoints
-SLICE_STEPS = 4096  # of 0.1 us, that blocks are brought back in between two checkpoints
+SLICE_STEPS = 4096  # steps of 0.1 us in which blocks are restored between two checkpoints
 
 
 @dataclass(slots=True)
 class KeptPublisher:
-    """A publisher as another process has left it."""
+    """A publisher in the state in which another process left it."""
 
     key: PublisherKey
     endpoint: str
@@ -51,17 +52,17 @@ class KeptPublisher:
 
 @dataclass(slots=True)
 class Holdings:
-    """The publishers' holdings of a snapshot, read whole."""
+    """All publishers' holdings in a snapshot."""
 
     publishers: list[KeptPublisher] = field(default_factory=list)
     entries: list[StagedEntry] = field(default_factory=list)
 
 
-# ---- written
+# ---- writing
 
 
 def contents(state: State, publishers: Publishers) -> Iterator[tuple[int, bytes]]:
-    """Yields kind and content of each frame, and nothing (b"") where others may run."""
+    """Yields the kind and content of each frame; content b"" only lets other tasks run."""
     known = list(publishers)
     rows: list[object] = []
     for number, each in enumerate(known):
@@ -81,7 +82,7 @@ def contents(state: State, publishers: Publishers) -> Iterator[tuple[int, bytes]
     for number, (sized, members) in enumerate(groups.items()):
         yield HOLDINGS, (b"" if number else BINARY_HEAD) + binary_entry(*sized)
         partition = state.sized.get(sized)
-        if partition is None or not partition.sources:  # all of them have left meanwhile
+        if partition is None or not partition.sources:  # all its publishers have left meanwhile
             continue
         dump = HoldingsDump(partition.conductor, [each.source for each in members])
         while not dump.done:
@@ -105,11 +106,11 @@ def _sized(key: PublisherKey) -> SizedKey:
     return (*key.partition, key.block_size)
 
 
-# ---- read
+# ---- reading
 
 
 class HoldingsReader:
-    """Takes the frames of one snapshot. Raises Damaged and ValueError on what cannot be."""
+    """Reads the frames of one snapshot. Raises Damaged and ValueError on impossible content."""
 
     def __init__(self, max_blocks: int, max_ranks: int) -> None:
         self._found = Holdings()
@@ -131,7 +132,7 @@ class HoldingsReader:
             raise Damaged(f"its publishers are not understood: {error}") from None
 
     def finish(self) -> Holdings:
-        """Returns all of it, which must be complete."""
+        """Returns the holdings; raises if they are not complete."""
         for number, streams in self._numbers.items():
             if not 0 <= number < len(self._found.publishers):
                 raise Damaged(f"it has no publisher {number}")
@@ -173,14 +174,14 @@ def _stream(row: Any) -> KeptStream:
     return KeptStream((lora_name, cache_salt, backend, medium, rank), first, last, marks)
 
 
-# ---- brought back
+# ---- restoring
 
 
 class Restoring:
-    """Gives publishers back what they held: all that is planned, or where they leave, less.
+    """Gives publishers back their holdings, except to those that leave meanwhile.
 
-    Made before anything changes: ValueError for what cannot be. Nothing of a publisher may have
-    been heard yet.
+    The constructor plans and changes nothing; it raises ValueError on impossible holdings. No
+    message of a publisher may have arrived yet.
     """
 
     def __init__(self, state: State, publishers: Publishers, holdings: Holdings) -> None:
@@ -204,7 +205,7 @@ class Restoring:
                 self._restores.append(HoldingsRestore(entry, partition.conductor, sources))
 
     async def run(self, note: Callable[[int], None]) -> None:
-        """Brings it back, and lets others run; calls `note` with the blocks stored so far."""
+        """Restores the holdings, and lets other tasks run; calls `note` with the blocks so far."""
         stored = 0
         for restore in self._restores:
             while restore.apply(SLICE_STEPS):

@@ -2,18 +2,18 @@
 
     ledgers, sessions, answers ──> Journal (memory) ── every FLUSH_S ──> journal.7     a thread
                                                                             │ too long, or a hole
-       all that is booked now, in slices ──> journal.8 <────────────────────┘
+       everything booked now, in slices ──> journal.8 <─────────────────────┘
        journal.7 goes when journal.8 has all of it
 
-What is recorded reaches the kernel within FLUSH_S, so a killed process loses the bookings of that
-time; it reaches the disk within SYNC_S, which is what a machine that loses its power loses.
+Records reach the kernel within FLUSH_S: a killed process loses the bookings of that time. They
+reach the disk within SYNC_S: a machine that loses its power loses the bookings of that time.
 
-Its records are those of requests (kvd_core/ledger/records.pxd), and by their first letter: L of
-shared loads (kvd.slots.shared_loads), A of retried answers (kvd.selection.retries), S of sessions
+The records are those of requests (kvd_core/ledger/records.pxd), and others by their kind: L of
+ledgers (kvd.slots.shared_loads), A of retried answers (kvd.selection.retries), S of sessions
 (kvd.selection.affinity), W, H and T of the journal itself (kvd.persistence.bookings).
 
-While the disk is full or faulty, nothing is recorded: what is there stays as it is, and from time
-to time a new journal is tried, which begins with all that is booked then.
+While the disk is full or faulty, nothing is recorded and the old journals stay as they are. Every
+RETRY_S a new journal is tried, which begins with everything that is booked then.
 """
 
 from __future__ import annotations
@@ -39,17 +39,18 @@ from kvd.telemetry.logs import get_logger
 from kvd.wire.lifecycle import Face
 from kvd_core.ledger.journal import Journal
 
-FLUSH_S = 0.05  # a booking is with the kernel after that, and outlives the process
-SYNC_S = 1.0  # it is on the disk after that, and outlives the machine
+FLUSH_S = 0.05  # time after which a booking is with the kernel, and outlives the process
+SYNC_S = 1.0  # time after which a booking is on the disk, and outlives a power loss
 
-# Records that wait for a slow disk. A booking of 10,000 tokens takes 5 KB, so these are 13,000.
+# Records that wait for a slow disk: 13,000 bookings of 10,000 tokens, which take 5 KB each.
 MAX_WAITING_BYTES = 64 * 1024 * 1024
 
-# Bytes of a journal after which a new one is begun; never below a few times what is booked.
+# Size beyond which a new journal is begun, or GROWTH times the size at which the journal was whole,
+# if that is more.
 MAX_JOURNAL_BYTES = 64 * 1024 * 1024
 GROWTH = 4
 
-EXPORT_BYTES = 64 * 1024  # of what is booked that are recorded between two checkpoints: 0.1 ms
+EXPORT_BYTES = 64 * 1024  # bookings recorded anew between two checkpoints: 0.1 ms
 RETRY_S = 5.0  # pause before a disk that has failed is tried again
 
 RECORDS = ord("R")  # kind of the frames of a journal
@@ -58,14 +59,14 @@ log = get_logger(__name__)
 
 
 class SharedUntil:
-    """Up to when all that is booked here has been sent to the server of the shared state.
+    """The time before which every booking here has been sent to the shared state's server.
 
-    What was booked later, and is known to nobody after a restart, has not ended elsewhere.
+    A later booking that no other process knows after a restart has not ended elsewhere.
     """
 
     def __init__(self, journal: Journal | None) -> None:
-        """It is recorded in the `journal`, if there is one."""
-        self.at: float | None = None  # by the clock of the faces; None: never
+        """Records the time in the `journal`, if there is one."""
+        self.at: float | None = None  # by the clock of the faces; None: nothing has been sent
         self._journal = journal
 
     def note(self, at: float) -> None:
@@ -73,7 +74,7 @@ class SharedUntil:
         self.export()
 
     def export(self) -> None:
-        """Records it."""
+        """Records the time in the journal."""
         if self._journal is not None and self.at is not None:
             self._journal.put(SHARED, packed(self.at))
 
@@ -86,7 +87,7 @@ class JournalStats:
     flushes: int = 0
     begun: int = 0  # journals
     failures: int = 0  # writes that the disk refused
-    lost_bytes: int = 0  # of records that could not be written
+    lost_bytes: int = 0  # size of the records that could not be written
 
 
 class JournalWriter:
@@ -111,25 +112,25 @@ class JournalWriter:
         self._clock = clock
         self.stats = JournalStats()
         self.shared_until = SharedUntil(journal)
-        self.error: str | None = None  # why nothing is recorded, None: all is
-        self._has_failed = False  # the disk has refused a write to the file
+        self.error: str | None = None  # why nothing is recorded; None: bookings are recorded
+        self._has_failed = False  # the disk has refused a write to the current file
         self._last = max((number for number, _ in directory.journals()), default=0)
         self._file: int | None = None
-        self._number = 0  # of the file
+        self._number = 0  # of the current file
         self._size = 0
         self._bound = MAX_JOURNAL_BYTES
-        self._dropped = 0  # records, when the journal was begun
+        self._dropped = 0  # records dropped so far when the journal was begun
         self._synced = 0  # bytes of the file that are on the disk
-        self._is_whole = False  # all that was booked when the journal was begun is in it
+        self._is_whole = False  # the file has everything that was booked when it was begun
 
     async def run(self) -> None:
-        """Records until it is cancelled; what waits then is written by `finish`."""
+        """Writes records until it is cancelled; `finish` writes those that wait then."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._write_all)
             nursery.start_soon(self._sync_all)
 
     async def _sync_all(self) -> NoReturn:
-        """Has what was written be on the disk, however long that takes: nobody waits for it."""
+        """Syncs the file to the disk every SYNC_S, however long that takes: nobody waits for it."""
         while True:
             await trio.sleep(SYNC_S)
             try:
@@ -138,10 +139,10 @@ class JournalWriter:
                 self._failed(error)
 
     async def sync(self) -> None:
-        """Has the disk have what was written; raises OSError, also where the journal is gone."""
+        """Syncs the written records to the disk; raises OSError, also if the journal is gone."""
         if self._file is None or self._has_failed:
             return
-        # A new journal may be begun meanwhile.
+        # A new journal may be begun while the thread works.
         file, size, number, is_whole = os.dup(self._file), self._size, self._number, self._is_whole
         try:
             await trio.to_thread.run_sync(self._put_on_disk, number, file, self._synced != size)
@@ -158,7 +159,7 @@ class JournalWriter:
             await trio.to_thread.run_sync(self._directory.drop_journals, number)
 
     def _put_on_disk(self, number: int, file: int, has_news: bool) -> None:
-        """In a thread: has a journal be on the disk, where the next start looks for it."""
+        """In a thread: syncs a journal, and checks that the next start will find it."""
         if has_news:
             os.fdatasync(file)
         if not self._directory.has_journal(number, file):
@@ -176,19 +177,19 @@ class JournalWriter:
                 await self.begin()
 
     async def finish(self) -> None:
-        """Writes what waits, and ends."""
+        """Writes the records that wait, and closes the journal."""
         await self.flush()
-        with suppress(OSError):  # nobody would hear of it
+        with suppress(OSError):  # the process ends, so nothing could be done about it
             await self.sync()
         self._close()
 
     async def begin(self) -> None:
-        """Begins a journal with all that is booked now; those before it are not needed then."""
-        if self._has_failed:  # what has waited meanwhile has nowhere to go
+        """Begins a journal with everything that is booked now; then earlier ones are not needed."""
+        if self._has_failed:  # there is no file for the records that wait
             self.stats.lost_bytes += len(self._journal.take())
-        await self.flush()  # to the one before: it may be needed still
+        await self.flush()  # to the journal before, which may still be needed
         is_behind_hole = self._has_failed or self._has_hole()
-        self._last += 1  # whatever becomes of it, the next one has another name
+        self._last += 1  # also if this one fails: the next one has another name
         number = self._last
         header = Header(Content.JOURNAL, self._instance_id, ClockReading.now(self._clock()), number)
         try:
@@ -212,10 +213,10 @@ class JournalWriter:
                 if self._has_failed:
                     break
                 await trio.lowlevel.checkpoint()
-        except MemoryError:  # more waits than may: a hole, so another one is begun
+        except MemoryError:  # too many records wait: that is a hole, so another journal is begun
             return
         await self.flush()
-        if self._has_failed and is_behind_hole:  # as a part it is of no use, and takes room
+        if self._has_failed and is_behind_hole:  # a part of it is of no use, and takes room
             await trio.to_thread.run_sync(self._directory.drop_journal, number)
         if self._has_failed or self._has_hole():
             return
@@ -227,18 +228,18 @@ class JournalWriter:
         self.stats.begun += 1
 
     def _has_hole(self) -> bool:
-        """Returns whether records were dropped for which the journal has had no room."""
+        """Returns whether records of this journal were dropped because too many waited."""
         return self._journal.dropped != self._dropped
 
     def _export(self) -> Iterator[None]:
-        """Records all that is booked, and yields after every slice of it."""
+        """Records everything that is booked; yields after every slice."""
         owners: list[tuple[Face, LedgerOwner]] = []
         owners += [(Face.SLOT_TRACKER, each) for each in self._slots.owners()]
         owners += [(Face.SELECTION, each) for each in self._selections.reservations.owners()]
         for face, owner in owners:
             block_size = owner.ledger_block_size
             if block_size is None or not owner.ledger.number:
-                continue  # it has had no worker, so nothing is booked
+                continue  # the owner has had no worker, so nothing is booked
             self._ledgers.introduce(self._journal, owner.ledger, face, owner.key, block_size)
             after: int | None = 0
             while after is not None:
@@ -251,12 +252,12 @@ class JournalWriter:
         self._journal.put(WHOLE, b"")
 
     async def flush(self) -> None:
-        """Writes what waits."""
+        """Writes the records that wait."""
         if self._file is None or self._has_failed or not len(self._journal):
             return
         records = self._journal.take()
         try:
-            with trio.CancelScope(shield=True):  # or what was taken would be lost
+            with trio.CancelScope(shield=True):  # or the records that were taken would be lost
                 await trio.to_thread.run_sync(self._append, self._file, records)
         except OSError as error:
             self.stats.lost_bytes += len(records)
@@ -266,18 +267,18 @@ class JournalWriter:
         self.stats.written_bytes += len(records)
 
     def _append(self, file: int, records: bytes) -> None:
-        """In a thread: appends a frame, whole or not at all."""
+        """In a thread: appends a frame, wholly or not at all."""
         framed = frame(RECORDS, records)
         try:
             put(file, framed)
         except OSError:
-            with suppress(OSError):  # it has failed already
+            with suppress(OSError):  # the write has failed already
                 os.ftruncate(file, self._size)
             raise
         self._size += len(framed)
 
     def _failed(self, error: OSError) -> None:
-        """Notes a fault; the file stays open until the next journal: a thread may write to it."""
+        """Notes a fault; the file stays open until the next journal, since a thread may use it."""
         self.stats.failures += 1
         reason = error.strerror or str(error)
         if self.error is None:

@@ -1,6 +1,6 @@
-"""Stands for the state directory where none is set, so that nobody has to ask whether there is one.
+"""Stands for the state directory if none is set, so that no caller has to ask whether there is one.
 
-The index then begins empty, or with what a peer knows.
+The index then begins empty, or with a peer's index.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from kvd.telemetry.metrics import Family
 
 
 class NoKeeper:
-    """Has kept nothing, and keeps nothing."""
+    """A keeper without a directory: it restores nothing and keeps nothing."""
 
     failures = 0
 

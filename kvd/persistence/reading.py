@@ -1,4 +1,4 @@
-"""Reads what a state directory has of registrations and bookings, checked whole."""
+"""Reads the registrations and bookings of a state directory, and checks them as a whole."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = get_logger(__name__)
 
 
 def frames_of(path: Path, content: Content) -> list[Frame]:
-    """Returns the frames of a file that is written whole; raises OSError and Damaged."""
+    """Returns the frames of a file that was written as a whole; raises OSError and Damaged."""
     reading = Reading(path)
     try:
         if reading.header.content is not content:
@@ -28,7 +28,7 @@ def frames_of(path: Path, content: Content) -> list[Frame]:
 
 
 class UnreadJournal(Exception):
-    """One of several journals cannot be believed, so none of them is."""
+    """A journal cannot be believed, so none of the journals is."""
 
     def __init__(self, path: Path, why: OSError | Damaged) -> None:
         super().__init__(f"{path.name}: {why}")
@@ -37,9 +37,9 @@ class UnreadJournal(Exception):
 
 
 async def bookings_of(paths: list[Path], now: float, *, is_later: bool = False) -> KeptRequests:
-    """Returns what lives after the records of all journals that there are, the oldest first.
+    """Returns the bookings that are alive after the records of these journals, oldest first.
 
-    Of all but the first, if it `is_later`. Raises UnreadJournal.
+    `is_later` says that earlier journals are left out. Raises UnreadJournal.
     """
     bookings = KeptRequests()
     present = ClockReading.now(now)
@@ -57,7 +57,7 @@ async def bookings_of(paths: list[Path], now: float, *, is_later: bool = False) 
 async def _read_journal(path: Path, bookings: KeptRequests, present: ClockReading) -> None:
     try:
         reading = await trio.to_thread.run_sync(Reading, path)
-    except CutOff as error:  # its process was killed before it had a header
+    except CutOff as error:  # its process was killed before it had written the header
         log.warning("journal_torn", file=str(path), dropped_bytes=error.size)
         return
     try:

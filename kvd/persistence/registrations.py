@@ -1,11 +1,11 @@
 """Keeps registrations and router settings that calls have made on all faces, and repeats them.
 
     registry, slot trackers, catalog, publishers, replicas, upstreams ──> rows of a fleet file
-    tuning ──> what was said of models and tenants; peers                      │
+    tuning ──> settings of models and tenants; peers                           │
                                                                                v
     faces  <── the targets of the fleet file <── parse <────── registrations, replaced whole
 
-What the settings and the fleet file say is not kept: they say it again themselves.
+Registrations of the settings and the fleet file are not kept: both make them again themselves.
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ from kvd.selection.tuning import TuningKey
 from kvd.slots.trackers import SlotTrackers
 from kvd.telemetry.logs import get_logger
 
-ROWS = ord("T")  # kind of a frame of registrations, SLICE of them at most
-SAID = ord("U")  # kind of a frame of what was said of a model, or of one tenant of it
-PEERS = ord("V")  # kind of a frame of peers
+# Kinds of frames.
+ROWS = ord("T")  # at most SLICE registrations
+SAID = ord("U")  # router settings of a model, or of one tenant of it
+PEERS = ord("V")  # peers
 
-SLICE = 32  # registrations examined, or made again, between two checkpoints: about 1 ms
+SLICE = 32  # registrations examined or made again between two checkpoints: about 1 ms
 
-# Marks a store of which only a client has said that it serves all: no fleet file can have it.
+# Marks a store that serves every instance by a client's word alone: no fleet file can say that.
 SHARED = "shared"
 
 log = get_logger(__name__)
@@ -53,7 +54,7 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Faces:
-    """The parts of the daemon with which clients register."""
+    """The parts of the daemon at which clients register."""
 
     registry: Registry
     slots: SlotTrackers
@@ -65,7 +66,7 @@ class Faces:
 
     @property
     def changes(self) -> int:
-        """Changes so far: another number than before says that something may have changed."""
+        """The number of changes so far: if it has grown, registrations may have changed."""
         parts = self.registry, self.slots, self.selections.workers, self.selections.tuning
         others = self.publishers, self.replicas, self.upstreams, self.peers
         return sum(part.changes for part in parts) + sum(part.changes for part in others)
@@ -73,14 +74,14 @@ class Faces:
 
 @dataclass(slots=True)
 class Again:
-    """Counts of kept registrations by outcome."""
+    """Counts of the registrations made again, by outcome."""
 
     registered: int = 0
     failed: int = 0
 
 
 class Registrations:
-    """Clients' registrations, without those of the settings and the fleet file."""
+    """The registrations of clients, without those of the settings and the fleet file."""
 
     def __init__(self, faces: Faces, config: Config, fleet: FleetFile) -> None:
         self._faces = faces
@@ -94,7 +95,7 @@ class Registrations:
         return self._faces.changes
 
     async def frames(self) -> list[bytes]:
-        """Returns all of it as frames; others run meanwhile."""
+        """Returns all registrations as frames; other tasks run meanwhile."""
         made: list[bytes] = []
         rows: list[tuple[str, dict[str, Any], str]] = []
         for table, _, members, mark in self.rows():
@@ -113,7 +114,7 @@ class Registrations:
     def rows(self) -> Iterator[tuple[str, Any, dict[str, Any], str]]:
         """Yields each registration that a client has made.
 
-        That is its table, what is wanted, and the same as members of a row and a mark.
+        Each comes as its table and wanted value, and the same as members of a row and a mark.
         """
         for table, wanted in self._all():
             if not self.is_set(table, wanted):
@@ -121,14 +122,14 @@ class Registrations:
                 yield table, wanted, OF_TABLE[table](wanted), mark
 
     def is_set(self, table: str, wanted: Any) -> bool:
-        """Returns whether the fleet file has registered something under that key."""
+        """Returns whether the fleet file has registered something under the same key."""
         key = TABLES[table].key(wanted)
         return self._fleet.held(table, key) is not None
 
     def _all(self) -> Iterator[tuple[str, Any]]:
         faces = self._faces
         for each in faces.registry.owned_by(INDEXER):
-            # Others may have been unregistered since the list was made.
+            # The registration may have been removed since the list was made.
             if each.key not in self._ranks and faces.registry.find(each.key) is each:
                 at = each.listener.addresses
                 size = faces.registry.block_size(each)
@@ -156,7 +157,7 @@ class Registrations:
                 yield "replica", Peer(replica.endpoint, replica.server_key)
 
     def said(self) -> Iterator[tuple[TuningKey, dict[str, Any]]]:
-        """Yields what clients have said of models, and of single tenants."""
+        """Yields the router settings that clients have made, by model and by tenant."""
         for tuning_key, changes in self._faces.selections.tuning.all_said():
             said = self._without_file(tuning_key, changes)
             if said:
@@ -165,7 +166,7 @@ class Registrations:
     def say(
         self, tuning_key: TuningKey, before: Mapping[str, Any], after: Mapping[str, Any]
     ) -> None:
-        """Replaces the settings of a model or tenant; raises ValueError and TypeError."""
+        """Replaces clients' settings of a model or tenant; raises ValueError and TypeError."""
         names = self._without_file(tuning_key, before)
         self._faces.selections.tuning.replace(
             tuning_key, names, self._without_file(tuning_key, after)
@@ -183,9 +184,9 @@ async def register_again(
     selections: Selections,
     peers: Peers,
 ) -> Again:
-    """Registers what was kept; what cannot be registered any more is logged and passed over.
+    """Makes the kept registrations again; logs and passes over those that cannot be made.
 
-    Raises Damaged before anything is registered, if a frame does not belong in this file.
+    Raises Damaged, before anything is registered, if a frame does not belong in this file.
     """
     rows: list[tuple[str, dict[str, Any], str]] = []
     said: list[tuple[TuningKey, dict[str, Any]]] = []
@@ -242,7 +243,7 @@ async def _register(
 
 
 def wanted_of(table: str, members: str, mark: str) -> Any:
-    """Returns what a row wants, of members in JSON; raises KvdError and ValueError."""
+    """Returns the wanted value of a row with JSON members; raises KvdError and ValueError."""
     if table not in TABLES:
         raise ValueError(f"there is no table {table!r}")
     wanted = TABLES[table].read(members.encode())
@@ -250,5 +251,5 @@ def wanted_of(table: str, members: str, mark: str) -> Any:
 
 
 def _is_shared(described: Described) -> bool:
-    """Returns whether a store serves everybody without its instance id saying so."""
+    """Returns whether a store serves every instance although its instance id does not say so."""
     return described.serves_all and described.instance_id != EVERY_INSTANCE

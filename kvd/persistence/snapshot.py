@@ -1,13 +1,13 @@
-"""The index in a file: the position of each stream, and a dump of what it had announced.
+"""The index in a file: the position of each stream, and a dump of the blocks.
 
     positions of streams, in slices ───┐
     dump, in slices ───────────────────┼──> index.new ── fsync, rename ──> index
     publishers, the same (holdings.py) ┘
     index ──> checked whole, staged ──> planned ──> blocks ──> streams go on at their positions
 
-Positions are taken before the dump begins, so blocks in the dump that were stored behind them are
-announced again by the replay that begins there, which does no harm. The dump is that of `GET /dump`
-in its binary form.
+Positions are taken before the dump begins. Blocks that are stored after a position may already be
+in the dump; the replay from that position announces them again, which does no harm. The dump has
+the binary form of `GET /dump`.
 """
 
 from __future__ import annotations
@@ -41,21 +41,22 @@ from kvd.persistence.holdings import Holdings, HoldingsReader
 from kvd.wire.position import KeptLosses, StreamPosition
 from kvd_core.dump.recovery import DumpReader, StagedEntry
 
-POSITIONS = ord("K")  # kind of a frame with positions of streams, SLICE_POSITIONS at most
-DUMP = ord("D")  # kind of a frame with a piece of the dump
+# Kinds of frames.
+POSITIONS = ord("K")  # positions of at most SLICE_POSITIONS streams
+DUMP = ord("D")  # a piece of the dump
 
 SLICE_POSITIONS = 32  # streams examined between two checkpoints: about 0.3 ms
-PIECE_BYTES = 256 * 1024  # of a dump that are one frame, read between two checkpoints: 0.5 ms
-WRITE_BYTES = 1024 * 1024  # of a snapshot that a thread writes at once
-READ_BYTES = 4 * 1024 * 1024  # and reads
+PIECE_BYTES = 256 * 1024  # bytes of the dump in one frame, read between two checkpoints: 0.5 ms
+WRITE_BYTES = 1024 * 1024  # bytes of a snapshot that a thread writes at once
+READ_BYTES = 4 * 1024 * 1024  # bytes of a snapshot that a thread reads at once
 
-# Blocks that a snapshot may have: those that were in an index of this machine.
+# Blocks that a snapshot may have: no bound in practice, since an index of this machine had them.
 MAX_BLOCKS = 2**40
 
 
 @dataclass(slots=True)
 class Snapshot:
-    """A snapshot that was read whole, and is not in the index yet."""
+    """A snapshot that was read as a whole, and is not in the index yet."""
 
     header: Header
     positions: dict[RankKey, KeptPosition] = field(default_factory=dict)
@@ -64,7 +65,7 @@ class Snapshot:
 
     @property
     def blocks(self) -> int:
-        """Blocks, counted once for each rank and tier, or holder and medium."""
+        """The number of blocks, counted once for each rank and tier, or holder and medium."""
         return sum(entry.blocks for entry in (*self.entries, *self.holdings.entries))
 
 
@@ -75,9 +76,9 @@ async def write(
     registry: Registry,
     publishers: Publishers,
 ) -> int:
-    """Writes a snapshot and returns its bytes; raises OSError, and the last one stays.
+    """Writes a snapshot and returns its size; if it raises OSError, the last snapshot stays.
 
-    Others run meanwhile: the loop is held for about 0.3 ms at a time.
+    Other tasks run meanwhile: the loop is held up for about 0.3 ms at a time.
     """
     to_thread = trio.to_thread.run_sync
     writing = await to_thread(directory.begin, header)
@@ -107,7 +108,7 @@ def _write(writing: NewFile, contents: list[tuple[int, bytes]]) -> None:
 
 
 def _contents(state: State, registry: Registry) -> Iterator[tuple[int, bytes]]:
-    """Yields kind and content of each frame, and nothing (b"") where others may run."""
+    """Yields the kind and content of each frame; content b"" only lets other tasks run."""
     rows: list[object] = []
     for registration in list(registry.registrations()):
         listener = registration.listener
@@ -130,7 +131,7 @@ def _contents(state: State, registry: Registry) -> Iterator[tuple[int, bytes]]:
 
 
 async def read(path: Path) -> Snapshot:
-    """Returns a snapshot, checked whole; raises OSError and Damaged."""
+    """Returns a snapshot, checked as a whole; raises OSError and Damaged."""
     reading = await trio.to_thread.run_sync(Reading, path)
     try:
         if reading.header.content is not Content.INDEX:
@@ -159,7 +160,7 @@ async def read(path: Path) -> Snapshot:
 
 
 def _some(frames: Iterator[Frame]) -> list[Frame]:
-    """In a thread: returns the next frames, of READ_BYTES or a little more."""
+    """In a thread: returns the next frames, in total READ_BYTES or a little more."""
     found: list[Frame] = []
     size = 0
     for each in frames:

@@ -1,14 +1,13 @@
-"""The part of the daemon that keeps its state in the state directory.
+"""Keeps the daemon's state in the state directory, and restores it at the start.
 
     start   registrations ──> bookings ──> faces serve ──> index ──> streams prove themselves
-    runs    journal of bookings      every 50 ms what was recorded       journal.py
+    runs    journal of bookings      new records every 50 ms             journal.py
             registrations            as soon as they change              registrations.py
             index                    every `snapshot_s`                  snapshot.py
     stop    index, journal
 
-A file that cannot be believed is put aside with a line of the log, and what it held begins anew;
-the others count none the less. An instance that was restored and is registered by nobody for
-GRACE_S is dropped.
+A file that cannot be believed is put aside and logged, and its part of the state begins empty; the
+other files are still restored. A restored instance that nobody registers within GRACE_S is dropped.
 """
 
 from __future__ import annotations
@@ -47,22 +46,23 @@ from kvd.telemetry.metrics import Family, by_label, counter, gauge
 from kvd.telemetry.stretches import SNAPSHOT
 from kvd_core.ledger.journal import Journal
 
-# Time in which a restored instance is to be registered again; a gateway asks its engines first.
+# Time within which a restored instance must be registered again: a gateway asks its engines before
+# it registers them.
 GRACE_S = 60.0
 
-# Age up to which a snapshot goes before a peer's dump. vLLM keeps the last 10,000 batches for
+# Age up to which a snapshot is preferred to a peer's dump. vLLM keeps the last 10,000 batches for
 # replays, a quarter of an hour of a busy engine.
 FRESH_S = 600.0
 
-# Pause between two checks whether registrations have changed; one that is younger dies with a
-# killed process.
+# Pause between two checks whether registrations have changed. A killed process loses the
+# registrations that are younger.
 REGISTRATIONS_S = 0.1
 
-# Share of its time that the loop may write registrations or snapshots: at 5 % the pause between two
-# is twenty times what the last one took.
+# Pause between two writes of registrations or snapshots, as a multiple of the time that the last
+# write took: so the loop spends at most 5 % of its time on them.
 PAUSES = 20
 
-STOP_S = 30.0  # that a snapshot at the end may take, on a disk that may stand still
+STOP_S = 30.0  # time that the writes at the end may take, on a disk that may hang
 
 REFUSED = ".refused"  # ends the name of a file that was put aside
 
@@ -72,9 +72,9 @@ log = get_logger(__name__)
 class FileOutcome(StrEnum):
     """The outcome of reading one file at the start."""
 
-    NONE = "none"  # it was not there
+    NONE = "none"  # there was no file
     RESTORED = "restored"
-    REFUSED = "refused"  # damaged, foreign, or against what is registered
+    REFUSED = "refused"  # damaged, foreign, or in conflict with registrations
 
 
 @dataclass(slots=True)
@@ -92,7 +92,7 @@ class StoreStats:
     )
     failures: int = 0
     index_bytes: int = 0  # of the last snapshot
-    index_s: float = 0.0  # that it took
+    index_s: float = 0.0  # time that the last snapshot took
     index_at: float | None = None  # when it was begun, by the clock of the loop
 
 
@@ -100,7 +100,7 @@ class StateStore:
     """One state directory, from its opening to the end of the process."""
 
     def __init__(self, directory: StateDirectory, every_s: float) -> None:
-        """Writes a snapshot every `every_s` seconds; 0 is only at the end."""
+        """Writes a snapshot every `every_s` seconds and at the end; with 0 at the end alone."""
         self.directory = directory
         self.journal = Journal(MAX_WAITING_BYTES)
         self.stats = StoreStats()
@@ -141,20 +141,20 @@ class Keeper:
             store.directory, store.journal, ledgers, slots, selections, state.instance_id, clock
         )
         self._restored: list[tuple[PartitionKey, InstanceId]] = []  # instances of the snapshot
-        self._is_begun = False  # what was kept has been restored, but for the index
-        self._restored_index = trio.Event()  # or there was none
-        self._gathering_s = 0.0  # that the registrations took the loop the last time
-        self._unwritten: set[Content] = set()  # files of which the last write has failed
+        self._is_begun = False  # everything but the index has been restored
+        self._restored_index = trio.Event()  # set, too, if there was no index to restore
+        self._gathering_s = 0.0  # time that collecting the registrations took last
+        self._unwritten: set[Content] = set()  # files whose last write has failed
 
     # ---- the start
 
     async def prepare(self, targets: dict[str, RegistrationTarget]) -> None:
-        """Restores all but the index: who was registered by calls, then what was booked on them."""
+        """Restores everything but the index: registrations by calls, then the bookings on them."""
         await self._restore_registrations(targets)
         await self._restore_bookings()
 
     async def _restore_registrations(self, targets: dict[str, RegistrationTarget]) -> None:
-        """Registers again who was registered by calls."""
+        """Makes the registrations again that calls had made."""
         path = self._directory.file(Content.REGISTRATIONS)
         try:
             frames = await trio.to_thread.run_sync(frames_of, path, Content.REGISTRATIONS)
@@ -169,7 +169,7 @@ class Keeper:
         log.info("registrations_restored", registered=again.registered, failed=again.failed)
 
     async def _restore_bookings(self) -> None:
-        """Books again what lived, after its workers are registered; begins a journal."""
+        """Restores the live bookings, whose workers are registered by now; begins a journal."""
         journals = self._directory.journals()
         now = self._clock()
         try:
@@ -178,7 +178,7 @@ class Keeper:
                 await trio.lowlevel.checkpoint()
         except UnreadJournal as error:
             await self._refuse(Content.JOURNAL, error.path, error.why)
-            # Without it the others would bring back what has ended.
+            # Without this journal the others would bring back requests that have ended.
             await trio.to_thread.run_sync(self._directory.drop_journals)
         else:
             self._writer.shared_until.at = bookings.shared_at
@@ -196,28 +196,28 @@ class Keeper:
         self._is_begun = True
 
     async def has_fresh_index(self) -> bool:
-        """Returns whether there is a snapshot that replays may still reach back to."""
+        """Returns whether there is a snapshot so young that replays may still reach back to it."""
         try:
             path = self._directory.file(Content.INDEX)
             reading = await trio.to_thread.run_sync(Reading, path)
-        except (OSError, Damaged):  # there is none, or `restore_index` says what is wrong with it
+        except (OSError, Damaged):  # there is none, or `restore_index` will report its fault
             return False
         reading.close()
         return ClockReading.now(self._clock()).since(reading.header.moments) < FRESH_S
 
     @property
     def shared_until(self) -> SharedUntil:
-        """Up to when what is booked here has been sent to the shared state."""
+        """The time before which every booking here has been sent to the shared state."""
         return self._writer.shared_until
 
     def leave_index(self) -> None:
-        """Has the index begin without the snapshot, which the next one replaces."""
+        """Starts without the snapshot, which the next snapshot will replace."""
         self._restored_index.set()
 
     async def restore_index(self) -> int | None:
         """Fills the index from the snapshot, while faces serve.
 
-        Returns the number of blocks, or None if there is no snapshot of use.
+        Returns the number of blocks, or None if there is no usable snapshot.
         """
         path = self._directory.file(Content.INDEX)
         began = self._clock()
@@ -241,7 +241,7 @@ class Keeper:
             self._restored = [(each.key, id_) for each in planned for id_ in each.workers]
         finally:
             self._state.end_recovery()
-        self._restored_index.set()  # not where it is given up: then the file stays as it is
+        self._restored_index.set()  # not if cancelled: then the file must stay as it is
         self.stats.outcomes[Content.INDEX] = FileOutcome.RESTORED
         log.info(
             "index_restored",
@@ -256,20 +256,20 @@ class Keeper:
         self.stats.blocks = blocks
 
     async def _refuse(self, content: Content, path: Path, error: Exception) -> None:
-        """Puts a file aside that cannot be believed, so that it can be examined."""
+        """Puts an unbelievable file aside, so that it can be examined."""
         self.stats.outcomes[content] = FileOutcome.REFUSED
         reason = error.strerror if isinstance(error, OSError) else str(error)
         kept = path.with_name(content + REFUSED)
         try:
             await trio.to_thread.run_sync(os.replace, path, kept)
-        except OSError:  # it may be unmovable for the same reason
+        except OSError:  # the fault that made it unreadable may also keep it from being moved
             kept = path
         log.error("state_refused", file=str(path), reason=reason, kept_as=str(kept))
 
     # ---- while the daemon runs
 
     async def run(self) -> None:
-        """Keeps all of it until cancelled."""
+        """Keeps the state until it is cancelled."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._writer.run)
             nursery.start_soon(self._keep_registrations)
@@ -302,7 +302,7 @@ class Keeper:
         return True
 
     async def _keep_index(self) -> None:
-        await self._restored_index.wait()  # before that it would be a part
+        await self._restored_index.wait()  # before that a snapshot would be incomplete
         while self._store.every_s:
             await trio.sleep(max(self._store.every_s, PAUSES * self.stats.index_s))
             await self._write_index()
@@ -349,8 +349,8 @@ class Keeper:
     # ---- the end
 
     async def finish(self) -> None:
-        """Writes what is there, once nothing changes it any more."""
-        if not self._is_begun:  # a start that was given up: what was kept is there as it was
+        """Writes the state for the last time, when nothing changes it any more."""
+        if not self._is_begun:  # the start was given up: the files must stay as they were
             return
         with trio.move_on_after(STOP_S):
             await self._writer.finish()
@@ -360,11 +360,11 @@ class Keeper:
 
     @property
     def failures(self) -> int:
-        """How often a file could not be written."""
+        """The number of writes that have failed."""
         return self.stats.failures + self._writer.stats.failures
 
     def families(self) -> Iterator[Family]:
-        """Yields what metrics say."""
+        """Yields the families of /metrics."""
         stats, journal = self.stats, self._writer.stats
         help = "Number of files of the state directory written whole, by content"
         yield by_label("kvd_state_files_total", "counter", help, "content", stats.written)

@@ -1,6 +1,6 @@
 """Replicas that exchange events of requests.
 
-plane           `ReplicaSync`: this process's port, the keys of its subscribers, what is published
-replicas        `Replicas`: those that are listened to; which face takes an event
-deduplication   `Deduplicator`: what replica sync brings is not sent through shared state, too
+plane           `ReplicaSync`: this process's port, its subscribers' keys, the events it publishes
+replicas        `Replicas`: the replicas whose events are applied; which face takes an event
+deduplication   `Deduplicator`: keeps events of replica sync out of the shared state
 """

@@ -2,8 +2,8 @@
 
     ZMQ event ──> Deduplicator.apply ──> a face, while the journal of the shared state is paused
 
-Where both ways are on, a request is booked by whichever is faster, and the other finds it booked,
-or finds that it has ended.
+With both replica sync and shared state on, the faster of them books a request. The slower finds it
+booked already, or finds that it has ended.
 """
 
 from __future__ import annotations
@@ -14,22 +14,23 @@ from kvd.model import PartitionKey
 from kvd.wire.lifecycle import Lifecycle, Outcome, Step
 from kvd_core.ledger.journal import Journal
 
-# Ends that are remembered, and how long: a booking may come by the slower way after them.
+# Ends of requests that are remembered, and for how long: their bookings may arrive later, by the
+# slower of the two ways.
 MAX_ENDED = 65_536
 ENDED_S = 60.0
 
 
 class Deduplicator:
-    """Remembers requests known by replica sync alone, and those it must not bring any more."""
+    """Remembers requests known from replica sync alone, and ended ones that it must not book."""
 
     def __init__(self, journal: Journal, clock: Callable[[], float]) -> None:
         self.requests: set[tuple[PartitionKey, str]] = set()
-        self._ended: dict[tuple[PartitionKey, str], float] = {}  # the oldest first
+        self._ended: dict[tuple[PartitionKey, str], float] = {}  # when each ended, oldest first
         self._journal = journal
         self._clock = clock
 
     def note_end(self, key: PartitionKey, request_id: str) -> None:
-        """Notes the end of a request, read in the stream or asked for by a client here."""
+        """Notes the end of a request, read from the stream or requested by a client here."""
         now = self._clock()
         self._ended.pop((key, request_id), None)
         self._ended[key, request_id] = now
@@ -40,7 +41,7 @@ class Deduplicator:
             del self._ended[name]
 
     def apply(self, event: Lifecycle, apply: Callable[[Lifecycle], Outcome]) -> Outcome:
-        """Has a face apply an event with the journal paused."""
+        """Lets a face apply an event while the journal is paused."""
         name = event.partition, event.request_id
         if event.step is Step.ADD and self._ended.pop(name, -ENDED_S) > self._clock() - ENDED_S:
             return Outcome.ENDED

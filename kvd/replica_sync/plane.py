@@ -1,10 +1,10 @@
-"""Takes part in replica sync: sends other replicas events of requests, and applies theirs.
+"""Takes part in replica sync: sends events of requests to other replicas, and applies theirs.
 
-    open     the port and who may subscribe: one in use ends the start with one line
-    start    slots and selections publish; each replica that is registered is listened to
+    open     opens the port for allowed subscribers; a port in use ends the start with one line
+    start    slots and selections publish; listens to each registered replica
 
-Both faces that account for requests share one port, so a replica's event is applied once, on the
-face that it came through there (`kvd.replica_sync.replicas`).
+Both faces that account for requests share one port, so a replica's event is applied once, if
+possible on the face through which the request came there (`kvd.replica_sync.replicas`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class ReplicaSync:
-    """This process's part in it; none without a port, or without a face that accounts."""
+    """This process's part in replica sync; none without a port or a face that accounts."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class ReplicaSync:
         self._check_open(self._publisher)
 
     def _check_open(self, publisher: PubSocket) -> None:
-        """Raises StartError if strangers could hear of requests, and nobody has said they may."""
+        """Raises StartError if strangers could subscribe, unless the settings allow that."""
         if self._config.allow_unauthenticated or self._authenticator is not None:
             return
         for endpoint in publisher.endpoints:
@@ -96,10 +96,10 @@ class ReplicaSync:
         selections: Selections,
         deduplicator: Deduplicator | None = None,
     ) -> Replicas:
-        """Returns the replicas, those of the settings registered; without a port there are none.
+        """Returns the replicas, with those of the settings registered; none without a port.
 
-        Where state is shared through a server, too, `deduplicator` keeps what replicas send here
-        from being sent there again.
+        If state is also shared through a server, `deduplicator` keeps events of replicas from being
+        sent there again.
         """
         sync = self._config.replica_sync
         if sync is None or self._publisher is None:
@@ -136,7 +136,7 @@ class ReplicaSync:
         return replicas
 
     def apply_config(self, config: Config) -> None:
-        """Has other keys hold for those who subscribe from now on."""
+        """Replaces the keys that clients need to subscribe from now on."""
         if self._authenticator is not None and config.curve.replicas is not None:
             self._authenticator.keys = config.curve.replicas
 

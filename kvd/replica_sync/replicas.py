@@ -1,12 +1,12 @@
-"""The replicas whose events are applied here, and what metrics say of them.
+"""The replicas whose events are applied here, and the metrics about them.
 
     register ──> Replica ──> Links.start        (net: a supervised task)
     deregister ──> forgotten ──> Links.stop, awaited
 
-Without a port of its own a process takes part in nothing: then there are no links, and no replica
-can be registered.
+A process without a port for replica sync takes no part in it: it has no links, and no replica can
+be registered.
 
-What replicas send is taken for one face only, since all weigh on the same ranks.
+Each event of a replica is applied on one face only, since all faces weigh on the same ranks.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from kvd.wire.endpoints import check_endpoint
 from kvd.wire.lifecycle import Face, Lifecycle, Outcome
 from kvd.wire.replica import Replica, ReplicaStats
 
-# Replicas that are listened to: a fleet has two or three. Each is a task with three ZMQ sockets.
+# Registered replicas: a fleet has two or three. Each takes a task with three ZMQ sockets.
 MAX_REPLICAS = 1024
 
-Apply = Callable[[Lifecycle, float], Outcome]  # at seconds
+Apply = Callable[[Lifecycle, float], Outcome]  # an event, the time in seconds
 
-# Outcomes of a step about a rank that is not registered with a face.
+# Outcomes of a step about a rank that is not registered with the face.
 ELSEWHERE = frozenset(
     {Outcome.UNKNOWN_MODEL, Outcome.BLOCK_SIZE, Outcome.UNKNOWN_WORKER, Outcome.UNKNOWN_RANK}
 )
 
 
 def apply_once(event: Lifecycle, now: float, faces: Mapping[Face, Apply]) -> Outcome:
-    """Takes a replica's step on the first face that has the rank, and says what became of it.
+    """Applies a replica's step on the first face that has the rank, and returns the outcome.
 
-    First is the face that it came through there, if that is known; the others follow in their
-    order. Where none has the rank, the answer is that of the last one that has the model.
+    The face through which it came there is tried first, if that is known, then the others in their
+    order. If no face has the rank, the outcome is that of the last face that has the model.
     """
     said = Outcome.UNKNOWN_MODEL
     for face in sorted(faces, key=lambda face: face is not event.face):
@@ -53,29 +53,29 @@ class Links(Protocol):
     """Starts and stops listeners to replicas; `kvd.net` provides it."""
 
     def start(self, replica: Replica) -> None:
-        """Starts to listen to a replica, whether it is there or not."""
+        """Starts to listen to a replica, whether it is up or not."""
 
     async def stop(self, replica: Replica) -> None:
-        """Returns when nobody listens to the replica any more."""
+        """Ends the listener to the replica, and waits for that."""
 
 
 class Replicas:
-    """The registered replicas; `links` is None where replica sync is off."""
+    """The registered replicas; `links` is None if replica sync is off."""
 
     def __init__(
         self, links: Links | None, stats: ReplicaStats, outgoing: EgressPolicy | None = None
     ) -> None:
-        """Without a rule about addresses the default one holds."""
+        """Without `outgoing` the default rules about addresses hold."""
         self._outgoing = outgoing or EgressPolicy()
         self._links = links
         self.stats = stats
         self._replicas: dict[str, Replica] = {}
         self.refused = 0  # registrations beyond MAX_REPLICAS
-        self.changes = 0  # replicas that have come and gone
+        self.changes = 0  # how often a replica has come or gone
 
     @property
     def are_on(self) -> bool:
-        """Returns whether there is a port for replicas, and a face that accounts."""
+        """Whether there is a port for replicas, and a face that accounts."""
         return self._links is not None
 
     def all(self) -> Iterable[Replica]:
@@ -88,10 +88,10 @@ class Replicas:
         return sorted(self._replicas)
 
     def register(self, endpoint: str, server_key: str | None = None) -> bool:
-        """Listens to a replica; returns whether it is a new one.
+        """Listens to a replica; returns whether it is new.
 
-        Raises Conflict where replica sync is off or the replica is known under another key,
-        BadRequest on a faulty address or key, Unavailable at the bound.
+        Raises Conflict if replica sync is off or the replica is known with another key, BadRequest
+        on a faulty address or key, Unavailable at the bound.
         """
         links = self._enabled()
         self._outgoing.check_replica_endpoint(endpoint)
@@ -110,7 +110,10 @@ class Replicas:
         return True
 
     async def deregister(self, endpoint: str) -> None:
-        """Returns when nothing more of a replica is applied; raises NotFound, or as `register`."""
+        """Removes a replica; returns when no more of its events can be applied.
+
+        Raises NotFound, or as `register` does.
+        """
         links = self._enabled()
         check_endpoint(endpoint)
         replica = self._replicas.pop(endpoint, None)
@@ -125,7 +128,7 @@ class Replicas:
         return self._links
 
     def families(self) -> Iterator[Family]:
-        """Yields what metrics say; addresses are no labels."""
+        """Yields the families of /metrics; addresses are not used as labels."""
         connected = sum(replica.connected for replica in self._replicas.values())
         yield gauge("kvd_replica_peers", "Number of registered replicas", len(self._replicas))
         yield gauge(
@@ -143,7 +146,7 @@ class Replicas:
         yield by_label("kvd_replica_dropped_total", "counter", help, "reason", self.stats.dropped)
 
 
-# Counters of ReplicaStats, and what each says.
+# The counters of ReplicaStats, with the help of their metrics.
 COUNTERS = {
     "published": "Number of events published to replicas",
     "oversized": "Number of events withheld because they exceeded the length that replicas read",
