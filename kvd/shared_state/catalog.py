@@ -1,17 +1,18 @@
-"""Registrations that were made by calls to any replica: said once, known to all.
+"""Shares registrations that calls to any replica make, so that all replicas have them.
 
     here, by calls ── new or other than agreed ──> catalog <── the same, by others
     here           <── add, remove ──────────────── other than agreed
 
-`agreed` is what was the same here and there after the last comparison. What differs from it here
-was changed here and is written; what differs there was changed by another process and is done here.
-A removal stays in the catalog for GONE_S, so that a process that was away for less hears of it.
-What a server that was emptied has lost stays agreed and is written again, but never over what
-another process has said since: a worker that is removed meanwhile would come back.
+The agreed rows are those that were the same here and in the catalog after the last comparison. A
+row that differs from them here was changed here and is written to the catalog. A row that differs
+in the catalog was changed by another process and is applied here. A removal stays in the catalog
+for GONE_S, so that processes that were away for less time learn of it. If the server was emptied,
+the lost rows stay agreed and are written again, but never over a row that another process has
+written since: otherwise a worker that was removed meanwhile would come back.
 
-What calls have said of models (thresholds, modes, policies) is in the table SAID, a row a setting.
-What the settings or the fleet file of this process say goes before the catalog. Replicas and peers
-that were named by calls are no part of it: they are each process's own.
+Router settings that calls have made for models (thresholds, modes, policies) are in the table SAID,
+with one row for each setting. The settings and the fleet file of this process win over the catalog.
+Replicas and peers that calls have named are not shared: each process has its own.
 """
 
 from __future__ import annotations
@@ -34,29 +35,29 @@ from kvd.shared_state.keys import Keys
 from kvd.shared_state.server import Client, time_of, write_missing
 from kvd.telemetry.logs import get_logger
 
-GONE_S = 86_400.0  # that a removal is kept for those who were away
+GONE_S = 86_400.0  # time that a removal is kept for processes that were away
 WRITTEN_AT_ONCE = 64  # rows that one command writes
 
-SAID = "said"  # the table of what was said of models: its keys are a model, a tenant and a name
+SAID = "said"  # the table of router settings; its keys are a model, a tenant and a setting's name
 
-MAX_ROWS = 131_072  # registrations in the catalog; what comes beyond that stays with its process
+MAX_ROWS = 131_072  # changed rows that one comparison writes; further ones stay with the process
 
 log = get_logger(__name__)
 
-Field = str  # of the catalog: the table and the key of a registration
+Field = str  # a field of the catalog's hash: the table and the key of a registration
 
-# Has the server write; False if it refuses.
+# Lets the server write; returns False if it refuses.
 Write = Callable[[Awaitable[Any]], Awaitable[bool]]
 
 
 @dataclass(frozen=True, slots=True)
 class CatalogRow:
-    """A registration, or that it has been removed."""
+    """A registration, or the fact that it has been removed."""
 
     table: str
-    members: str  # JSON, in one order; empty: it was removed
+    members: str  # JSON with sorted keys; empty if the registration was removed
     mark: str  # see kvd.persistence.registrations
-    gone_at: float  # by the server's clock, 0: it was not
+    gone_at: float  # when it was removed, by the server's clock; 0 if it was not
 
     def packed(self) -> bytes:
         content: bytes = msgpack.packb([FORM, self.table, self.members, self.mark, self.gone_at])
@@ -64,7 +65,7 @@ class CatalogRow:
 
     @classmethod
     def read(cls, content: bytes) -> CatalogRow | None:
-        """Returns a row, None in a form of another version; raises Unreadable."""
+        """Returns a row, None if another version's form is not known here; raises Unreadable."""
         with understanding("a registration"):
             form, table, members, mark, gone_at = unpacked(content)
             if form != FORM:
@@ -72,7 +73,7 @@ class CatalogRow:
             return cls(str(table), str(members), str(mark), moment_of(gone_at))
 
     def is_like(self, other: CatalogRow | None) -> bool:
-        """Returns whether two say the same, whenever they have said it."""
+        """Returns whether two rows say the same; the time of a removal does not matter."""
         return other is not None and (self.members, self.mark) == (other.members, other.mark)
 
 
@@ -88,7 +89,7 @@ class CatalogStats:
 
 
 class Catalog:
-    """Keeps the registrations here and those of the catalog the same."""
+    """Keeps the registrations of this process and those of the catalog the same."""
 
     def __init__(
         self, registrations: Registrations, targets: Mapping[str, RegistrationTarget]
@@ -97,26 +98,26 @@ class Catalog:
         self._registrations = registrations
         self._targets = targets
         self._agreed: dict[Field, CatalogRow] = {}
-        self._failed: set[Field] = set()  # rows of others that cannot be registered here
-        self._restored: set[Field] = set()  # what a state directory has brought, until agreed
-        self._unread: set[Field] = set()  # what the catalog has in a form that is not read here
-        self._lost: set[Field] = set()  # agreed, and to be written again
-        self._changes: int | None = None  # of the registrations, when they were compared
-        self._seen: bytes | None = None  # the name of the catalog's last change then
+        self._failed: set[Field] = set()  # rows of others that could not be registered here
+        self._restored: set[Field] = set()  # registrations from the state directory, until agreed
+        self._unread: set[Field] = set()  # fields of the catalog that cannot be read here
+        self._lost: set[Field] = set()  # agreed rows that the server has lost
+        self._changes: int | None = None  # the registrations' `changes` at the last comparison
+        self._seen: bytes | None = None  # the name of the catalog's last change at that time
 
     @property
     def changes(self) -> int:
-        """Changes of what is registered here, so far."""
+        """The number of changes so far to the registrations here."""
         return self._registrations.changes
 
     async def note_restored(self) -> None:
-        """Notes what is registered before any call can have come."""
+        """Notes the registrations that exist before any call can have arrived."""
         self._restored = set(await self._here())
 
     async def sync(self, client: Client, keys: Keys, write: Write) -> None:
-        """Does what others have changed, and has what has changed here written.
+        """Applies the changes of other processes, and writes those made here.
 
-        What the server refuses to take is tried again the next time. Raises what the client raises.
+        Writes that the server refuses are tried again the next time. Raises what the client raises.
         """
         seen = await client.get(keys.catalog_changes)
         if seen != self._seen or self._seen is None:
@@ -128,7 +129,7 @@ class Catalog:
         self._restored.clear()
 
     async def _here(self) -> dict[Field, CatalogRow]:
-        """Returns what clients have registered here; others run meanwhile."""
+        """Returns the registrations of clients here; other tasks run meanwhile."""
         found: dict[Field, CatalogRow] = {}
         for number, (table, wanted, members, mark) in enumerate(self._registrations.rows(), 1):
             if table != "replica":
@@ -162,7 +163,7 @@ class Catalog:
         return found
 
     async def _take(self, there: dict[Field, CatalogRow]) -> None:
-        """Does here what others have changed since the last comparison."""
+        """Applies what other processes have changed since the last comparison."""
         here = await self._here()
         for number, (field, row) in enumerate(there.items(), 1):
             mine = here.get(field)
@@ -180,7 +181,7 @@ class Catalog:
                 await trio.lowlevel.checkpoint()
         self._lost = self._agreed.keys() - there.keys() - self._unread  # the server was emptied
         if self._lost:
-            self._changes = None  # `_write` is to compare what is here again
+            self._changes = None  # `_write` must compare all registrations again
 
     async def _do(self, field: Field, mine: CatalogRow | None, row: CatalogRow) -> None:
         self._agreed[field] = row
@@ -206,9 +207,9 @@ class Catalog:
                 if not self._registrations.is_set(row.table, wanted):
                     await target.add(wanted, over=mine is not None)
                     self.stats.added += 1
-        except NotFound:  # a client was faster
+        except NotFound:  # a client has removed it meanwhile
             return
-        except Misdirected:  # another process serves that model
+        except Misdirected:  # this process does not serve that model
             self._failed.add(field)
         except (KvdError, ValueError, TypeError) as error:
             self._failed.add(field)
@@ -216,7 +217,7 @@ class Catalog:
             log.warning("shared_registration_failed", registration=field, reason=str(error))
 
     def _say(self, field: Field, mine: CatalogRow | None, row: CatalogRow) -> None:
-        """Applies another process's settings of a model; raises ValueError and TypeError."""
+        """Applies another process's router setting; raises ValueError and TypeError."""
         model_name, tenant_id, _ = json.loads(field.removeprefix(f"{SAID} "))
         if not isinstance(model_name, str) or not isinstance(tenant_id, str | None):
             raise TypeError("the entry names no model and tenant")
@@ -225,9 +226,9 @@ class Catalog:
         self._registrations.say((model_name, tenant_id), before, after)
 
     async def _write(self, client: Client, keys: Keys, write: Write) -> bool:
-        """Writes what clients have changed here since then; False if that was refused.
+        """Writes what clients have changed here since the last comparison; False if refused.
 
-        It is agreed once others can have heard of it.
+        Changes count as agreed once other processes can see them.
         """
         here = await self._here()
         now = await time_of(client, keys)

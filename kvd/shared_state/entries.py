@@ -1,16 +1,16 @@
-"""Entries of the stream and pieces of views: as bytes, and read again.
+"""Writes entries of the stream and pieces of views as bytes, and reads them again.
 
     entry   v: form   w: writer   n: number of its first step   m: of its last
             t: the writer's clock   s: the server's then   l: ledgers   d: dots   r: records
     ask     v: form   w: writer   ask: the writer whose view is wanted
 
-A ledger is the face, the model and tenant, and the block size that a number stands for in the
-records of one writer; the records are those of a journal (kvd_core/ledger/records.pxd), byte for
-byte. Each of them has a number, from 1 for each writer. A step that is no booking has a dot: it is
-of the request that was booked by the record of that writer and number, whatever else has its id.
+The list of ledgers says for which face, model, tenant and block size each ledger number stands in
+the writer's records. The records are those of a journal (kvd_core/ledger/records.pxd), byte for
+byte. Each writer numbers its records from 1. A step that is no booking has a dot: the writer and
+number of the record that booked its request, so that another request with the same id is not meant.
 
-What is written here is read by other processes, perhaps of other versions: a form that is not known
-is passed over.
+Other processes read what is written here, perhaps in other versions of kvd. They pass over entries
+in a form that they do not know.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ import msgpack
 from kvd.model import PartitionKey
 from kvd.wire.lifecycle import Face
 
-FORM = 1  # of entries, views and what members say; another one is not read
+FORM = 1  # number of the form of entries, views and members; other forms are not read
 
-# Bytes of records in one entry or piece, but for a single longer record: about 1 ms to apply.
+# Bytes of records in one entry or piece, unless a single record is longer: about 1 ms to apply.
 ENTRY_BYTES = 64 * 1024
 
-# Bytes of one entry or piece that are read: the longest record is a booking of 2^18 blocks, 2 MiB.
+# Longest entry or piece that is read: the longest record is a booking of 2^18 blocks, 2 MiB.
 MAX_ENTRY_BYTES = 4 * 1024 * 1024
 
 
@@ -51,7 +51,7 @@ class Position(NamedTuple):
 
     @classmethod
     def of(cls, text: bytes | str) -> Position:
-        """Raises ValueError."""
+        """Returns the position that the server's text names; raises ValueError."""
         ms, _, number = (text.decode() if isinstance(text, bytes) else text).partition("-")
         return cls(int(ms), int(number))
 
@@ -63,7 +63,7 @@ BEGINNING = Position(0, 0)
 
 
 class Dot(NamedTuple):
-    """Identifies a booking: the process that made it first, and its step number."""
+    """Identifies a booking: the process that made it first, and the number of that step."""
 
     writer: str
     number: int
@@ -73,13 +73,13 @@ class Unreadable(ValueError):
     """An entry of another process cannot be read."""
 
 
-# Errors that malformed entries raise when they are taken to pieces.
+# Errors that malformed entries may raise when they are read.
 _UNFIT = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 
 @contextmanager
 def understanding(what: str) -> Iterator[None]:
-    """Turns each error of reading into Unreadable: any client can write to the server."""
+    """Turns errors of reading into Unreadable, since any client may have written to the server."""
     try:
         yield
     except Unreadable:
@@ -89,9 +89,9 @@ def understanding(what: str) -> Iterator[None]:
 
 
 def number_of(value: Any) -> int:
-    """Returns a number of a step or the like, which goes into msgpack again; raises what int does.
+    """Returns a step number or a count, as an integer that fits into msgpack again.
 
-    Raises ValueError on one that nobody can have counted to.
+    Raises what int raises, and ValueError on a number out of range.
     """
     number = int(value)
     if not 0 <= number < 2**63:
@@ -100,7 +100,7 @@ def number_of(value: Any) -> int:
 
 
 def moment_of(value: Any) -> float:
-    """Returns a reading of a clock; raises what float does, and ValueError on an endless one."""
+    """Returns a reading of a clock; raises what float raises, and ValueError if not finite."""
     moment = float(value)
     if not math.isfinite(moment):
         raise ValueError(f"{moment} is no time")
@@ -109,19 +109,19 @@ def moment_of(value: Any) -> float:
 
 @dataclass(frozen=True, slots=True)
 class StreamEntry:
-    """Steps of one writer, one after the other."""
+    """Consecutive steps of one writer."""
 
     writer: str
-    first: int  # number of the first of them
+    first: int  # number of the first step
     last: int
-    clock: float  # seconds, when they were gathered
+    clock: float  # seconds of the writer's clock when the entry was made
     ledgers: Mapping[int, LedgerName]
-    dots: list[Dot | None]  # one a step; None: only its id is known
+    dots: list[Dot | None]  # one for each step that is no booking; None: only its id is known
     records: bytes
-    server_clock: float | None = None  # the server's at `clock`; None: not said
+    server_clock: float | None = None  # the server's clock at `clock`; None if not stated
 
     def fields(self, server_s: float) -> dict[str | bytes, bytes | str | int]:
-        """Returns it as the server keeps it, whose clock is `server_s` before the writer's."""
+        """Returns the server's fields; its clock is `server_s` ahead of the writer's."""
         return {
             "v": FORM,
             "w": self.writer,
@@ -137,7 +137,7 @@ class StreamEntry:
 
 @dataclass(frozen=True, slots=True)
 class ViewRequest:
-    """A replica's wish to read the view of a writer."""
+    """A replica's request for a new view of a writer."""
 
     of: str
 
@@ -146,7 +146,7 @@ class ViewRequest:
 
 
 def read_entry(fields: Mapping[Any, Any]) -> StreamEntry | ViewRequest | None:
-    """Returns what an entry says, None for a form of another version; raises Unreadable."""
+    """Returns the content of an entry, None if its form is not known here; raises Unreadable."""
     with understanding("an entry of the stream"):
         if int(fields[b"v"]) != FORM:
             return None
@@ -167,7 +167,7 @@ def read_entry(fields: Mapping[Any, Any]) -> StreamEntry | ViewRequest | None:
 
 
 def last_of(fields: Mapping[Any, Any], writer: str) -> int | None:
-    """Returns the number of the last step of an entry of one writer, None if it is of another.
+    """Returns the number of an entry's last step if it is of this writer, else None.
 
     Raises Unreadable.
     """
@@ -177,7 +177,7 @@ def last_of(fields: Mapping[Any, Any], writer: str) -> int | None:
 
 
 def packed_dots(dots: list[Dot | None]) -> bytes:
-    """Returns them as a list of writers, and for each dot the index there and the number."""
+    """Packs dots as a list of writers, and for each dot its index in that list and its number."""
     writers = list(dict.fromkeys(dot.writer for dot in dots if dot is not None))
     indexes = {writer: index for index, writer in enumerate(writers)}
     flat = [None if dot is None else [indexes[dot.writer], dot.number] for dot in dots]
@@ -186,7 +186,7 @@ def packed_dots(dots: list[Dot | None]) -> bytes:
 
 
 def read_dots(content: bytes) -> list[Dot | None]:
-    """Raises Unreadable."""
+    """Returns packed dots; raises Unreadable."""
     with understanding("a list of dots"):
         writers, flat = unpacked(content)
         return [None if each is None else _dot(writers[each[0]], each[1]) for each in flat]
@@ -199,7 +199,7 @@ def packed_ledgers(ledgers: Mapping[int, LedgerName]) -> bytes:
 
 
 def read_ledgers(content: bytes) -> dict[int, LedgerName]:
-    """Raises Unreadable."""
+    """Returns packed names of ledgers by number; raises Unreadable."""
     found = {}
     with understanding("a list of ledgers"):
         for number, face, model_name, tenant_id, block_size in unpacked(content):
@@ -209,10 +209,10 @@ def read_ledgers(content: bytes) -> dict[int, LedgerName]:
 
 
 def unpacked(content: bytes) -> Any:
-    """Returns what msgpack says; raises Unreadable."""
+    """Returns the value of msgpack; raises Unreadable."""
     try:
         return msgpack.unpackb(content, use_list=True, strict_map_key=False)
-    # TypeError: a map has a key that is a list or a map.
+    # TypeError comes from a map with a key that is a list or a map.
     except (TypeError, ValueError, msgpack.exceptions.UnpackException) as error:
         raise Unreadable(f"an entry or a view is not msgpack: {error!r}") from None
 
@@ -222,16 +222,16 @@ def unpacked(content: bytes) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class ViewHead:
-    """The head of a writer's view: the steps that it stands for."""
+    """The head of a writer's view: which steps are in it."""
 
-    number: int  # of the view; its pieces carry it in their name
+    number: int  # of the view; the key of its pieces contains it
     pieces: int
     size_bytes: int
-    numbers: Mapping[str, int]  # up to which steps of each writer were in it when it was begun
-    position: Position  # up to which the stream had been read then
-    own: int  # number of the writer's own last step that was on its way then
-    partial: bool  # it does not have all that lives: what it lacks says nothing
-    served: list[tuple[str, str | None]]  # models and tenants; empty is all
+    numbers: Mapping[str, int]  # by writer: the last step that was in it when it was begun
+    position: Position  # up to which the writer had read the stream then
+    own: int  # number of the writer's own last step then, sent or not
+    partial: bool  # it lacks live requests, so a missing request need not have ended
+    served: list[tuple[str, str | None]]  # models and tenants; empty means all
 
     def packed(self) -> bytes:
         said = {
@@ -250,7 +250,7 @@ class ViewHead:
 
     @classmethod
     def read(cls, content: bytes) -> ViewHead | None:
-        """Returns a view's head, None for a form of another version; raises Unreadable."""
+        """Returns a view's head, None if its form is not known here; raises Unreadable."""
         with understanding("a view"):
             said = unpacked(content)
             if said["v"] != FORM:
@@ -268,28 +268,28 @@ class ViewHead:
 
 
 class Outputs(NamedTuple):
-    """Output blocks of one request that one writer has reported."""
+    """The output blocks of one request that one writer has reported."""
 
     writer: str
-    number: int  # of the last step that is in here
+    number: int  # of the last of its steps that is counted here
     blocks: int
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some of what a writer has live, as it was at one moment."""
+    """Some of a writer's live requests, as they were at one moment."""
 
-    clock: float  # the writer's
-    position: Position  # up to which the stream had been read
-    own: int  # number of the writer's last own step
+    clock: float  # the writer's clock at that moment
+    position: Position  # up to which the writer had read the stream
+    own: int  # number of the writer's own last step
     ledgers: Mapping[int, LedgerName] = field(default_factory=dict)
     records: bytes = b""  # bookings, and bindings of sessions
-    dots: list[Dot | None] = field(default_factory=list)  # one a booking; None: not to be sent
-    # One for each booking: the writers of its output blocks; None: that of the view, up to `own`.
+    dots: list[Dot | None] = field(default_factory=list)  # one a booking; None: readers skip it
+    # For each booking who has reported its output blocks; None: the view's writer, up to `own`.
     outputs: list[list[Outputs] | None] = field(default_factory=list)
-    # Live bookings without a rank here: a face, model, tenant, request id and dot each.
+    # Live bookings without a rank at the writer: face, model, tenant, request id and dot.
     elsewhere: list[tuple[str, str, str, str, Dot]] = field(default_factory=list)
-    server_clock: float | None = None  # the server's at `clock`; None: not said
+    server_clock: float | None = None  # the server's clock at `clock`; None if not stated
 
     def packed(self) -> bytes:
         said = {
@@ -308,7 +308,7 @@ class Piece:
 
     @classmethod
     def read(cls, content: bytes) -> Piece:
-        """Raises Unreadable."""
+        """Returns a piece; raises Unreadable."""
         with understanding("a piece of a view"):
             said = unpacked(content)
             records = said["r"]
@@ -321,7 +321,7 @@ class Piece:
                 read_ledgers(said["l"]),
                 records,
                 read_dots(said["dots"]),
-                # Earlier versions do not say `outputs` and `s`.
+                # Earlier versions do not write `outputs` and `s`.
                 [None if each is None else _outputs(each) for each in said.get("outputs", ())],
                 list(_elsewhere(said["elsewhere"])),
                 None if said.get("s") is None else moment_of(said["s"]),

@@ -1,14 +1,15 @@
-"""The names of what is kept on the server.
+"""The names of the keys on the server.
 
     {PREFIX}:ops              stream   steps of all writers, in the order in which they came
     {PREFIX}:members          set      writers whose view may still be there
-    {PREFIX}:member:WRITER    text     what a writer says of itself; ends a lease after it
-    {PREFIX}:view:WRITER      text     which view of a writer is whole, and what it stands for
-    {PREFIX}:view:WRITER:N    list     the pieces of its view N
-    {PREFIX}:catalog          hash     registrations that were made by calls, and removals
-    {PREFIX}:catalog:changes  text     another one after each change of the catalog
+    {PREFIX}:member:WRITER    text     a writer's announcement of itself; expires after a lease
+    {PREFIX}:view:WRITER      text     the head of a writer's last whole view
+    {PREFIX}:view:WRITER:N    list     the pieces of the writer's view N
+    {PREFIX}:catalog          hash     registrations that calls have made, and removals
+    {PREFIX}:catalog:changes  text     a random text, another one after each change of the catalog
 
-The braces are a hash tag: on a cluster all of it is in one slot, so a script may change several.
+The braces are a hash tag: it puts all keys into one slot of a cluster, so that a script may change
+several of them.
 """
 
 from __future__ import annotations

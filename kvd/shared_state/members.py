@@ -1,11 +1,11 @@
-"""The processes that share the state: each announces itself again and again.
+"""The processes that share the state: each announces itself at short intervals.
 
-    member:WRITER = {name, address, serves, numbers, view}     ends a lease after its last word
-    members       = the writers of which a lease or a view may still be there
+    member:WRITER = {name, address, serves, numbers, view}     expires a lease after the last one
+    members       = the writers whose lease or view may still be there
 
-`numbers` are those up to which a process has all steps of each writer, its own included as far as
-the server has them: a process that has heard less, and has read the stream, has missed steps. That
-may be of a process that is gone, whose last steps only some have heard.
+For each writer `numbers` has the number up to which the announcing process has all steps; for
+itself that is the last step that the server has. A process that has read the stream and has less
+has missed steps. These may be the last steps of a process that is gone, which only some have read.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvd.shared_state.entries import FORM, Unreadable, number_of, understanding,
 from kvd.shared_state.keys import Keys
 from kvd.shared_state.server import Client
 
-MAX_MEMBERS = 1024  # entries of processes that are read; more is a fault
+MAX_MEMBERS = 1024  # announcements of processes that are read; more would be a fault
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +28,10 @@ class Member:
 
     writer: str
     name: str  # of its host
-    address: str | None  # of its indexer face, as others reach it
-    serves: tuple[tuple[str, str | None], ...]  # models and tenants; empty is all
-    numbers: Mapping[str, int]  # of each writer, up to which it has all steps
-    view: int  # of the last view, 0: none yet
+    address: str | None  # at which others reach its indexer face
+    serves: tuple[tuple[str, str | None], ...]  # models and tenants; empty means all
+    numbers: Mapping[str, int]  # by writer: the step up to which it has all
+    view: int  # number of its last view; 0 if it has none yet
 
     def packed(self) -> bytes:
         said = {
@@ -47,7 +47,7 @@ class Member:
 
     @classmethod
     def read(cls, writer: str, content: bytes) -> Member | None:
-        """Returns what a process has said, None in a form of another version.
+        """Returns a process's announcement, None if its form is not known here.
 
         Raises Unreadable.
         """
@@ -68,18 +68,18 @@ class Member:
 
 
 async def tell(client: Client, keys: Keys, member: Member, lease_s: float) -> None:
-    """Announces that a process is there; raises what the client raises."""
+    """Announces a process for the time of a lease; raises what the client raises."""
     await client.sadd(keys.members, [member.writer])
     await client.set(keys.member(member.writer), member.packed(), px=round(lease_s * 1000))
 
 
 async def leave(client: Client, keys: Keys, writer: str) -> None:
-    """Announces that a process is gone; its view stays until it ends."""
+    """Removes a process's announcement; its view stays until it expires."""
     await client.delete([keys.member(writer)])
 
 
 async def listed(client: Client, keys: Keys, own: str) -> tuple[dict[str, Member], list[str]]:
-    """Returns the other processes that are there, and those that are not and have left a view.
+    """Returns the other processes that are there, and the writers that are gone but left a view.
 
     Raises what the client raises.
     """
@@ -96,7 +96,7 @@ async def listed(client: Client, keys: Keys, own: str) -> tuple[dict[str, Member
     for writer, content in zip(others, contents, strict=True):
         try:
             member = None if content is None else Member.read(writer, content)
-        except Unreadable:  # it will say it again
+        except Unreadable:  # the process will announce itself again
             continue
         if member is not None:
             found[writer] = member

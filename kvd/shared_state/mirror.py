@@ -1,30 +1,32 @@
-"""The bookings of all processes as known here, and how far each process was read.
+"""The live requests of all processes as known here, and how far each process was read.
 
     entries of the stream ──> take ──────────┐
                                              ├──> the faces' ledgers, as live requests
     views of other writers ──> Merge ────────┘
 
-    numbers    writer ──> number of its last step that is in here, none before it lacking
+    numbers    writer ──> number up to which all its steps are in here
     requests   face, model, tenant, id ──> Known: its dot, and from where on its steps count
-    behind     writer ──> number of a step of it that is in the stream, or was: a gap before it
+    behind     writer ──> number of a step of it that exists, although earlier ones are missing here
 
-A request's dot is its writer and the number of the step that booked it. A replica that has heard of
-that step, by `numbers`, and does not have the request, knows that it has ended. So two views merge
-without a memory of what ended (an observed-remove set with a version vector): of what only one of
-them has, the other one's numbers say whether it is new or gone.
+The dot of a request is its writer and the number of the step that booked it. If a replica's
+`numbers` include that step and it does not have the request, then the request has ended. So two
+views merge without remembering ended requests (an observed-remove set with a version vector): if
+only one of them has a request, the other's numbers say whether the request is new or gone.
 
-1. Steps of a writer are taken in the order of their numbers, each once. After a gap none of it are
-   taken until its view has been merged.
-2. Where two writers book the same id, the first in the stream stands, on all replicas.
-3. A step is of one booking, by its dot. One that comes before it is held for a while.
-4. A step counts for a request if it came after what was known of it: behind the position in the
-   stream up to which the view that described it had read, or numbered behind that writer's own last
-   step.
-5. What has no rank here waits for one, with all that becomes of it.
-6. Of a request's output blocks each process knows how many each other writer has reported, up to
-   which of its steps; all else that the ledger has are its own. So two counts merge, too.
+1. The steps of a writer are applied in the order of their numbers, each once. After a gap no more
+   are applied until a view with the missing ones has been merged.
+2. If two writers book the same id, all replicas keep the booking that is first in the stream.
+3. A step belongs to one booking, named by its dot. A step that arrives before its booking is held
+   for a while.
+4. A step counts for a request unless the request's description has it already. A view has the own
+   steps of its writer up to the last one then, and those of others up to the position at which its
+   writer had read the stream.
+5. A request without a rank here waits for one, and its steps are applied to it meanwhile.
+6. For each request a process knows how many output blocks every other writer has reported, and up
+   to which of its steps; the remaining output blocks in the ledger are its own. So two counts
+   merge, too.
 
-Costs: a step some 10 µs, a booking with its hashes 20 µs; 400 bytes a live request.
+Costs: a step some 10 µs, a booking with its hashes 20 µs; 400 bytes for a live request.
 """
 
 from __future__ import annotations
@@ -66,31 +68,31 @@ from kvd_core.ledger.journal import (
 
 BOUND = ord("G")  # kind of a record of a session: the payload of `kvd.wire.affinity`
 
-SCRATCH_BYTES = 64 * 1024 * 1024  # of one slice of an export; the longest booking takes 2 MiB
+SCRATCH_BYTES = 64 * 1024 * 1024  # records in one slice of an export; one booking has up to 2 MiB
 
-SLICE = 32  # records taken between two checkpoints: under 1 ms
+SLICE = 32  # records applied between two checkpoints: under 1 ms
 
-# The position of a step of our own on a booking known from replica sync alone: no view has it.
+# The position given to our own steps on bookings known from replica sync alone: no view has them.
 NEWEST = Position(2**63, 0)
 
-# Requests that wait for their rank to be registered here. Beyond that they are left out, and the
-# view of this process says that it is not whole.
+# Requests that wait for their rank to be registered here. Further ones are left out, and the view
+# of this process says that it is partial.
 MAX_WAITING = 16_384
 
-# Steps that wait for the booking before them, and how long: where replica sync is on, too, a step
-# may overtake it. Beyond that the oldest goes.
+# Steps that wait for their booking, and how long: with replica sync on, too, a step may overtake
+# its booking. Beyond the bound the oldest are dropped.
 MAX_EARLY = 65_536
 EARLY_S = 60.0
 
-# Time after which a silent writer without live requests is forgotten: each restart is a new writer.
-# Should it be there still, its next step is a gap, and its view is read.
+# Time after which a silent writer without live requests is forgotten, since each restart makes a
+# new writer. If the writer is still there, its next step shows as a gap, and its view is read.
 FORGET_S = 3600.0
 
 Faces = Mapping[Face, LiveRequests[Any]]
 
 
 class Name(NamedTuple):
-    """A request, by the face through which it was booked."""
+    """Names a request, with the face through which it was booked."""
 
     face: Face
     key: PartitionKey
@@ -99,7 +101,7 @@ class Name(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """From where on steps of a request count: those before are in its description."""
+    """Which steps a request's description already has: later ones count."""
 
     position: Position
     writer: str
@@ -112,20 +114,20 @@ class Seen:
 
 
 def _all(dot: Dot) -> Seen:
-    """Returns that all steps of a booking count, our own that nobody has read, too."""
+    """Returns the Seen of a fresh booking: all later steps count, also our own unsent ones."""
     return Seen(Position(-1, 0), *dot)
 
 
 @dataclass(slots=True)
 class Known:
-    """A request that lives, as far as is known."""
+    """A request that lives, as far as this process knows."""
 
     dot: Dot
-    also: Dot | None  # another one that it has elsewhere: it was restored there, or claimed
+    also: Dot | None  # another dot that it has elsewhere, where it was restored or claimed
     seen: Seen
     face: Face | None  # where it is booked here; None: it waits for a rank
     waiting: RequestWithoutRank | None = None
-    outputs: dict[str, Outputs] = field(default_factory=dict)  # that other writers have reported
+    outputs: dict[str, Outputs] = field(default_factory=dict)  # as other writers reported them
 
     @property
     def foreign_outputs(self) -> int:
@@ -136,9 +138,9 @@ class Known:
 class ForeignStep:
     """One step of another writer."""
 
-    dot: Dot  # its own
+    dot: Dot  # the writer and number of this step
     record: Booked | Stepped | OtherRecord
-    of: Dot | None  # of the request that it is a step of
+    of: Dot | None  # the dot of the step's request, if known
     position: Position  # in the stream
 
 
@@ -155,11 +157,11 @@ class RequestWithoutRank:
 class MirrorStats:
     """Counts of other processes' steps by outcome; plain numbers for metrics."""
 
-    steps: int = 0  # taken
-    bookings: int = 0  # of others, booked here
+    steps: int = 0  # applied
+    bookings: int = 0  # requests of others, booked here
     ended: int = 0  # requests that a view has shown to be gone
-    replaced: int = 0  # bookings made here under an id that another one had booked first
-    left_out: int = 0  # requests without a rank here, beyond MAX_WAITING
+    replaced: int = 0  # bookings made here under an id that another process had booked first
+    left_out: int = 0  # requests beyond MAX_WAITING, and held steps beyond MAX_EARLY
     gaps: int = 0
     views: int = 0  # merged
 
@@ -177,16 +179,16 @@ class Mirror:
         serves: Callable[[PartitionKey], bool],
         clock: Callable[[], float],
     ) -> None:
-        """`journal` is where the faces record; it is paused while steps of others are taken.
+        """The faces record in the `journal`; it is paused while steps of others are applied.
 
-        Requests that `deduplicator` knows are sent by replica sync, and not from here.
+        Requests that `deduplicator` knows are shared by replica sync, and not sent from here.
         """
         self.writer = writer
         self.own = 0  # number of the last step of this process
-        self.settled = 0  # number of its last step that was read in the stream
+        self.settled = 0  # number of its last step that has come back in the stream
         self.position = BEGINNING  # up to which the stream has been read
         self.numbers: dict[str, int] = {}
-        self._heard_at: dict[str, float] = {}  # when a writer's number grew last
+        self._heard_at: dict[str, float] = {}  # when a writer's number last grew
         self.requests: dict[Name, Known] = {}
         self.waiting: dict[Name, Known] = {}
         self.behind: dict[str, int] = {}
@@ -197,22 +199,22 @@ class Mirror:
         self._serves = serves
         self._clock = clock
         self._deduplicator = deduplicator
-        self._restored: set[Name] = set()  # which nobody else has described yet
+        self._restored: set[Name] = set()  # restored requests that nobody else has described yet
         self._early: dict[Dot | Name, list[tuple[float, ForeignStep]]] = {}
-        self._held = 0  # steps in there
+        self._held = 0  # number of steps in `_early`
 
-    # ---- what happens here
+    # ---- steps made here
 
     def booked_here(self, name: LedgerName, request_id: str) -> None:
-        """Notes a booking that has the number `own`."""
+        """Notes a booking made here, whose step has the number `own`."""
         dot = Dot(self.writer, self.own)
         known = Known(dot, None, _all(dot), name.face)
         self.requests[Name(name.face, name.key, request_id)] = known
 
     def stepped_here(self, ledger: LedgerName, step: Stepped) -> Dot | None:
-        """Notes a step that has the number `own`, and returns of which booking it is.
+        """Notes a step made here, which has the number `own`; returns the dot of its booking.
 
-        None: that is known from replica sync alone, and not yet from the stream.
+        None means that the booking is known from replica sync alone, and not yet from the stream.
         """
         name = Name(ledger.face, ledger.key, step.request_id)
         found = self._find(name)
@@ -227,15 +229,15 @@ class Mirror:
         return known.dot
 
     def skip_own(self) -> None:
-        """Leaves out a number: something of ours is lost for the stream."""
+        """Leaves out a number, because steps of ours were lost and never reach the stream."""
         self.own += 1
 
     def note_restored(self) -> None:
-        """Notes what is booked before any call can have come."""
+        """Notes the requests that are booked before any call can have arrived."""
         self._restored = {each[0] for each in self._unknown() if each is not None}
 
     def claim(self) -> Iterator[None]:
-        """Gives dots to what is booked here and has none: it was restored, or its step was lost."""
+        """Gives dots to bookings here that have none: restored ones, and those with a lost step."""
         for found in self._unknown():
             if found is None:
                 yield
@@ -245,9 +247,9 @@ class Mirror:
             self.booked_here(LedgerName(name.face, name.key, 0), name.request_id)
 
     def drop_unknown(self, shared_at: float) -> Iterator[None]:
-        """Ends what is booked here and known to nobody, if all was shared before `shared_at`.
+        """Ends bookings from before `shared_at` that no other process knows.
 
-        It ended while this process was away.
+        They had all been shared, so they ended while this process was away.
         """
         for found in self._unknown(shared_at):
             if found is None:
@@ -258,7 +260,7 @@ class Mirror:
             self.stats.ended += 1
 
     def _unknown(self, before: float = math.inf) -> Iterator[tuple[Name, LiveRequests[Any]] | None]:
-        """Yields earlier bookings of this process that none has reported, None for a rest."""
+        """Yields bookings here from before `before` that nobody has shared; None for a rest."""
         scratch = Journal(SCRATCH_BYTES)
         for kind, face in self._faces.items():
             for owner in list(face.owners()):
@@ -276,7 +278,7 @@ class Mirror:
                     yield None
 
     def prune(self) -> Iterator[None]:
-        """Forgets what is not booked here any more, and what has waited too long for a rank."""
+        """Forgets requests that are no longer booked here or have waited too long for a rank."""
         now = self._clock()
         writers: set[str] = set()
         for number, (name, known) in enumerate(list(self.requests.items()), 1):
@@ -308,12 +310,12 @@ class Mirror:
         owner = None if face is None else self._faces[face].owner(name.key)
         return owner is not None and owner.ledger.request(name.request_id) is not None
 
-    # ---- what the stream says
+    # ---- steps of others
 
     def take(self, entry: StreamEntry, position: Position, age_s: float) -> Iterator[None]:
-        """Takes an entry of the stream that was gathered `age_s` ago; rests at every yield.
+        """Applies an entry of the stream that was made `age_s` ago; rests at every yield.
 
-        Raises ValueError on what are no records; what came before is taken none the less.
+        Raises ValueError on a malformed record; the records before it have been applied.
         """
         if entry.writer == self.writer:
             return
@@ -341,18 +343,18 @@ class Mirror:
             raise ValueError(f"an entry up to step {entry.last} ends with step {number}")
 
     def hear(self, writer: str, number: int) -> None:
-        """Notes that all steps of a writer are in here, up to a number."""
+        """Notes that all steps of a writer up to a number are in here."""
         if number > self.numbers.get(writer, 0):
             self.numbers[writer] = number
             self._heard_at[writer] = self._clock()
 
     def heard_lately(self) -> dict[str, int]:
-        """Returns the numbers of those that have sent something not long ago."""
+        """Returns the numbers of the writers that have recently sent steps."""
         since = self._clock() - FORGET_S / 2
         return {each: self.numbers[each] for each, at in self._heard_at.items() if at >= since}
 
     def missed(self, writer: str, number: int) -> None:
-        """Notes that steps of a writer up to a number exist, and that some are not in here."""
+        """Notes that steps of a writer up to a number exist, some of which are missing here."""
         if writer not in self.behind:
             self.stats.gaps += 1
         self.behind[writer] = max(self.behind.get(writer, 0), number)
@@ -406,14 +408,14 @@ class Mirror:
         self._step(name, step)
 
     def outputs_of(self, known: Known, booked: Booked) -> list[Outputs] | None:
-        """Returns who has reported the output blocks of a booking; None: this process alone."""
+        """Returns the output blocks of a booking by writer; None if all are this process's own."""
         if not known.outputs:
             return None
         own = Outputs(self.writer, self.own, max(0, booked.output_blocks - known.foreign_outputs))
         return [*known.outputs.values(), own]
 
     def _hold(self, of: Dot | Name, foreign: ForeignStep) -> None:
-        """Keeps a step of a request of which its writer was not heard yet."""
+        """Holds a step whose booking has not arrived yet."""
         self._early.setdefault(of, []).append((self._clock(), foreign))
         self._held += 1
         while self._held > MAX_EARLY:
@@ -421,9 +423,10 @@ class Mirror:
             self.stats.left_out += 1
 
     def _take_held(self, name: Name, dot: Dot, is_new: bool, counted: int) -> None:
-        """Takes the steps of a request that came before its booking.
+        """Applies the held steps of a request, which came before its booking.
 
-        Our own are in it already, unless it `is_new`; output blocks up to our step `counted` are.
+        Our own steps are in the ledger already, unless the booking `is_new`. Even then our output
+        blocks up to the step `counted` are already in the booking.
         """
         for of in (dot, name):
             for _, foreign in self._early.get(of, ()):
@@ -438,7 +441,7 @@ class Mirror:
             self._held -= len(self._early.pop(of, ()))
 
     def _gives_way(self, name: Name, known: Known) -> bool:
-        """Ends a booking of this process that comes behind another's in the stream."""
+        """Ends a booking of this process if another's is first in the stream; returns whether."""
         if known.dot.writer != self.writer or known.dot.number <= self.settled:
             return False
         self._end(name)
@@ -470,7 +473,7 @@ class Mirror:
     def _rebook(
         self, name: Name, known: Known, block_size: int, booking: Booking, at: float
     ) -> bool:
-        """Books it on its rank, or has it wait for one; False if it was booked before."""
+        """Books a request on its rank, or lets it wait for one; False if it is booked already."""
         for kind in sorted(self._faces, key=lambda kind: kind is not name.face):
             face = self._faces[kind]
             at = self._make_way(name._replace(face=kind), at)
@@ -482,7 +485,7 @@ class Mirror:
                 face.observe_begin(owner, name.request_id, mirrored=True)
                 self.stats.bookings += 1
                 return True
-            if outcome is Outcome.DUPLICATE:  # replica sync was faster, or it was restored
+            if outcome is Outcome.DUPLICATE:  # it came by replica sync before, or was restored
                 known.face = kind
                 return False
         if len(self.waiting) >= MAX_WAITING:
@@ -494,9 +497,9 @@ class Mirror:
         return True
 
     def _make_way(self, name: Name, at: float) -> float:
-        """Takes out what was restored here: the fleet says anew what became of it.
+        """Takes a restored request out of the ledger, since another process describes it anew.
 
-        It stays the same booking for its client, so it keeps its time, which is returned.
+        For its client it stays the same booking, so it keeps its time, which is returned.
         """
         if name not in self._restored:
             return at
@@ -510,7 +513,7 @@ class Mirror:
         return admitted_at
 
     def rebook_waiting(self) -> Iterator[None]:
-        """Books what waits for a rank, where there is one now."""
+        """Books the waiting requests whose rank is registered by now."""
         for number, (name, known) in enumerate(list(self.waiting.items()), 1):
             waiting = known.waiting
             if waiting is not None and self.waiting.get(name) is known:
@@ -522,7 +525,7 @@ class Mirror:
                 yield
 
     def bring_up(self, name: Name, booked: Booked, seen: Seen, outputs: Iterable[Outputs]) -> None:
-        """Takes what a view has more of a request that is known here."""
+        """Updates a known request with the steps that another description has in addition."""
         known = self.requests[name]
         before = known.foreign_outputs
         for each in outputs:
@@ -571,7 +574,7 @@ class Mirror:
         self.waiting.pop(name, None)
 
     def find(self, name: Name) -> Known | None:
-        """Returns what is known of a request by what a face calls it."""
+        """Returns what is known of a request, under the name that a face gives it."""
         found = self._find(name)
         return None if found is None else self.requests[found]
 
@@ -589,7 +592,7 @@ class Mirror:
             self._affinity.apply(bound)
 
     def _quietly(self, what: Callable[..., Any], *arguments: Any) -> None:
-        """Does something that is not sent to others, because it came from them."""
+        """Applies something that came from others, and so must not be sent to them again."""
         self._journal.pause()
         try:
             what(*arguments)
@@ -598,7 +601,7 @@ class Mirror:
 
 
 class Merge:
-    """One view of another writer, brought in piece by piece."""
+    """Merges one view of another writer, piece by piece."""
 
     def __init__(self, mirror: Mirror, writer: str, head: ViewHead) -> None:
         self._mirror = mirror
@@ -606,10 +609,10 @@ class Merge:
         self._head = head
         self._mentioned: set[Name] = set()
         self._before = dict(mirror.numbers)
-        self._lacking: dict[str, int] = {}  # first booking of a writer that the view only names
+        self._lacking: dict[str, int] = {}  # by writer: its first booking that the view only names
 
     def take(self, piece: Piece, age_s: float) -> Iterator[None]:
-        """Takes a piece that was written `age_s` ago; rests at every yield."""
+        """Merges a piece that was written `age_s` ago; rests at every yield."""
         mirror = self._mirror
         seen = Seen(piece.position, self._writer, piece.own)
         later = mirror._clock() - piece.clock - age_s
@@ -665,7 +668,7 @@ class Merge:
         return mirror.own if writer == mirror.writer else self._before.get(writer, 0)
 
     def finish(self) -> Iterator[None]:
-        """Ends what the writer knew and has no more; from then on its numbers are ours."""
+        """Ends the requests that the writer knew and no longer has; takes over its numbers."""
         mirror, head = self._mirror, self._head
         if not head.partial:
             for number, (name, known) in enumerate(list(mirror.requests.items()), 1):

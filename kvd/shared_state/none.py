@@ -1,6 +1,6 @@
-"""Stands for the shared state where no server is set, so that nobody has to ask whether it is on.
+"""Stands for the shared state if no server is set, so that no caller has to ask whether it is on.
 
-It is apart from `service`, which loads 18 MB of a client for Redis.
+It is apart from `service`, which loads a client for Redis of 18 MB.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from kvd.telemetry.metrics import Family
 
 
 class NoSharedState:
-    """Shares nothing, and knows of nobody."""
+    """Shares nothing, and knows no other process."""
 
     async def prepare(self) -> None:
         """Notes nothing."""

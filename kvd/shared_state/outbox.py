@@ -2,14 +2,14 @@
 
     ledgers, sessions ──> Journal (native, bounded) ── drain ──> entries, numbered ──> stream
                                                         │
-                                                        └──> Mirror: what of ours lives
+                                                        └──> Mirror: our live requests
 
-It is drained as steps come, with a server or without, and in slices: one call may end thousands of
-requests. Entries wait for the server; beyond MAX_WAITING_BYTES they are lost for the stream, as is
-what finds no room in the journal: its numbers are left out, others see the gap and read this
-writer's view.
+The journal is drained as steps come, with or without a server, and in slices, since one call may
+end thousands of requests. Entries wait for the server. Beyond MAX_WAITING_BYTES all waiting entries
+are dropped, and so are steps for which the journal has no room. Their numbers are left out, so
+others see a gap and read this writer's view.
 
-Costs: a step 12 us.
+Costs: 12 us for a step.
 """
 
 from __future__ import annotations
@@ -26,36 +26,36 @@ from kvd.slots.shared_loads import LEDGER, Ledgers
 from kvd.wire.lifecycle import Face
 from kvd_core.ledger.journal import Booked, Journal, OtherRecord, pieces, read
 
-# Records that wait for the server: those of 20 s at 100 bookings a second of 1,000 blocks.
+# Records that wait for the server: 20 s of 100 bookings a second with 1,000 blocks each.
 MAX_WAITING_BYTES = 16 * 1024 * 1024
 
-# Steps numbered between two rests of the loop: under 1 ms.
+# Steps numbered between two checkpoints: under 1 ms.
 NUMBERED_AT_ONCE = 64
 
 
 class Outbox:
-    """The entries that are to be written, and the journal before them."""
+    """The entries that wait to be written, and the journal that feeds them."""
 
     def __init__(self, journal: Journal, mirror: Mirror, ledgers: Ledgers, faces: Faces) -> None:
         self.entries: deque[StreamEntry] = deque()  # the first is written first
-        self.holes = 0  # times that steps were lost for the stream
+        self.holes = 0  # how often steps were lost and left out of the stream
         self._size = 0  # bytes of the entries
         self._journal = journal
         self._mirror = mirror
         self._opened = ledgers
         self._faces = faces
         self._ledgers: dict[int, LedgerName] = {}
-        self._taken: Iterator[bytes] = iter(())  # records out of the journal, not yet numbered
+        self._taken: Iterator[bytes] = iter(())  # records taken from the journal, not yet numbered
         self._taken_bytes = 0
         self._dropped = 0
 
     def __len__(self) -> int:
-        """Bytes that wait."""
+        """Returns the number of bytes that wait."""
         return len(self._journal) + self._taken_bytes + self._size
 
     @property
     def shared_number(self) -> int:
-        """Number of the last step that the server has, in an entry or by our next view."""
+        """The number of the last step that the server has, in an entry or by our next view."""
         return self.entries[0].first - 1 if self.entries else self._mirror.own
 
     @property
@@ -63,7 +63,7 @@ class Outbox:
         return len(self) > 0
 
     def introduce(self) -> None:
-        """Records which ledgers there are: the journal was paused, or full, when they came."""
+        """Records all ledgers anew: the journal was paused or full when they were opened."""
         for kind, face in self._faces.items():
             for owner in face.owners():
                 if owner.ledger_block_size is not None and owner.ledger.number:
@@ -71,12 +71,12 @@ class Outbox:
                     self._opened.introduce(self._journal, *of)
 
     async def drain(self) -> None:
-        """Numbers all that was recorded, up to this moment when it returns."""
+        """Numbers all recorded steps, including those that come meanwhile."""
         while self._number_some(trio.current_time()):
             await trio.lowlevel.checkpoint()
 
     def _number_some(self, now: float) -> bool:
-        """Numbers some of what was recorded; returns whether there is more."""
+        """Numbers a slice of the recorded steps; returns whether there are more."""
         if not self._taken_bytes:
             self._take()
         if piece := next(self._taken, b""):
@@ -95,7 +95,7 @@ class Outbox:
         if self._journal.dropped != self._dropped:
             self._dropped = self._journal.dropped
             self.holes += 1
-            # The gap's number is before theirs: newer steps may come while these are numbered.
+            # The number left out comes first, since newer steps may come while these are numbered.
             self._mirror.skip_own()
             self.introduce()
 
@@ -115,7 +115,7 @@ class Outbox:
                     self._introduce(record.content)
                 continue
             name = self._ledgers.get(record.ledger)
-            if name is None:  # where its introduction was lost, this step is, too
+            if name is None:  # the introduction of its ledger was lost, so the step is lost, too
                 if not isinstance(record, Booked):
                     dots.append(None)
                 continue

@@ -1,6 +1,6 @@
-"""The client of the server: coredis, which runs on trio, and knows sentinels and clusters.
+"""Connects to the server with coredis, which runs on trio and supports sentinels and clusters.
 
-It takes 18 MB of memory, so this room is imported where an address is set.
+coredis takes 18 MB of memory, so this module is imported only if an address is set.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from coredis.retry import NoRetryPolicy
 from kvd.shared_state.keys import Keys
 from kvd.wire.state_address import StateServer
 
-# It writes tracebacks of what it raises, too; who catches that says it in a line.
+# coredis logs tracebacks of the errors that it raises; whoever catches these logs them in one line.
 logging.getLogger("coredis").setLevel(logging.CRITICAL + 1)
 
 Client = Redis[bytes] | RedisCluster[bytes]
 
-# Errors of a server, or of the way to it.
+# Errors of the server, or of the network to it.
 ServerError = (OSError, RedisError)
 
-CONNECT_S = 2.0  # that a server may take to accept a connection
-ANSWER = 0.3  # leases that it may take to answer; longer than it is asked to wait for news
+CONNECT_S = 2.0  # longest time that the server may take to accept a connection
+ANSWER = 0.3  # leases that the server may take to answer; with no new entries it takes NEWS anyway
 WRITE_MISSING = "for i = 1, #ARGV, 2 do redis.call('HSETNX', KEYS[1], ARGV[i], ARGV[i + 1]) end"
 
 
 @asynccontextmanager
 async def connected(server: StateServer) -> AsyncIterator[Client]:
-    """Gives a client of the server.
+    """Yields a client of the server.
 
-    What goes wrong with it raises a ServerError, perhaps in a group.
+    Faults of the connection raise a ServerError, perhaps in an exception group.
     """
     address = server.address
     times = {"stream_timeout": ANSWER * server.lease_s, "connect_timeout": CONNECT_S}
@@ -71,7 +71,8 @@ async def connected(server: StateServer) -> AsyncIterator[Client]:
 async def time_of(client: Client, keys: Keys) -> float:
     """Returns the server's clock in seconds; raises what the client raises.
 
-    A script, because a cluster's client sends a command to where its keys are, and TIME has none.
+    It runs a script, because the client of a cluster sends each command to the node of its keys,
+    and TIME has no key.
     """
     answer: Any = await client.eval("return redis.call('TIME')", [keys.ops], [])
     seconds, micros = answer
@@ -81,6 +82,7 @@ async def time_of(client: Client, keys: Keys) -> float:
 async def write_missing(client: Client, key: str, rows: Mapping[str, bytes]) -> None:
     """Sets the fields that a hash does not have, and leaves the others as they are.
 
-    A script, because no command does that for several fields. Raises what the client raises.
+    It runs a script, because no command does that for several fields. Raises what the client
+    raises.
     """
     await client.eval(WRITE_MISSING, [key], [part for row in rows.items() for part in row])

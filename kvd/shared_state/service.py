@@ -1,10 +1,10 @@
-"""The part of the daemon that shares state: it keeps a session with the server, while there is one.
+"""The part of the daemon that shares state: it keeps a session with the server.
 
     connected ──> Session ── ends by a fault ──> a pause ──> connected ..
-       what this process knows, and what it has still to say, lives on between two
+       the known state and the steps still to be sent outlive each session
 
-Nothing waits for the server: requests are booked and answered with what is known here, and what
-others have missed they read later.
+Nothing waits for the server: requests are booked and answered with the state that is known here,
+and processes that have missed steps read them later.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from kvd.wire.lifecycle import Face
 from kvd.wire.state_address import StateServer
 from kvd_core.ledger.journal import Journal
 
-# Pauses before a server is tried again, each twice the last; the longest in leases.
+# Pauses before the server is tried again, each twice the last; the longest is in leases.
 FIRST_PAUSE_S, LONGEST_PAUSE = 0.2, 0.5
-STOP_S = 2.0  # that the server has at the end, to take what is left
+STOP_S = 2.0  # time that the server has at the end to take the last steps
 
 log = get_logger(__name__)
 
 
 class SharedState:
-    """The part of the daemon that shares this process's state, from start to end."""
+    """Shares this process's state from its start to its end."""
 
     def __init__(
         self,
@@ -60,9 +60,9 @@ class SharedState:
         catalog: Catalog,
         shared_until: SharedUntil,
     ) -> None:
-        """`journal` is where the ledgers record, for this alone; it is paused until `prepare`.
+        """The ledgers record in the `journal`, which is for this alone and paused until `prepare`.
 
-        What was booked before `shared_until` was sent before this process began.
+        Restored bookings from before `shared_until` were sent before this process began.
         """
         faces: Faces = {Face.SLOT_TRACKER: slots, Face.SELECTION: selections.reservations}
         writer = token_hex(8)
@@ -83,10 +83,10 @@ class SharedState:
         self._standing = KnownFleet(served)
         self._stopping = trio.Event()
         self._ended = trio.Event()
-        self._joined = trio.Event()  # what others had is in here
+        self._joined = trio.Event()  # the state of the others has been read
         self._pause_s = FIRST_PAUSE_S  # before the server is tried again
         self._losses = 0  # sessions that ended by a fault
-        self._fault: str | None = None  # why there is no session, as it was said last
+        self._fault: str | None = None  # why there is no session, as logged last
         if affinity is not None:
             affinity.bindings.subscribe(self._note_binding)
 
@@ -94,7 +94,7 @@ class SharedState:
         self._journal.put(BOUND, sessions.encode(bound))
 
     async def prepare(self) -> None:
-        """Notes what is registered, and listens, before any call can have come."""
+        """Notes the restored state and begins to record, before any call can have arrived."""
         self._standing.note_restored(self._shared_until.at)
         self._mirror.note_restored()
         self._journal.resume()
@@ -110,7 +110,7 @@ class SharedState:
         self._ended.set()
 
     async def _gather(self) -> NoReturn:
-        """Numbers steps as they come: a drain of all that was booked in an outage would be long."""
+        """Numbers steps as they come: numbering all steps of an outage at once would take long."""
         while True:
             await trio.sleep(FLUSH_S)
             await self._outbox.drain()
@@ -137,14 +137,14 @@ class SharedState:
                     await session.run(self._welcome, self._stopping)
             except* ServerError as faults:
                 self._lost(faults)
-            except* Exception as faults:  # the client takes nonsense to pieces without looking
+            except* Exception as faults:  # the client may raise anything on a malformed answer
                 self._crashed(faults)
             with trio.move_on_after(self._pause_s):
                 await self._stopping.wait()
             self._pause_s = min(LONGEST_PAUSE * self._server.lease_s, 2 * self._pause_s)
 
     def _welcome(self) -> None:
-        """Notes that a session has begun: all that others have is in here."""
+        """Notes that a session has begun, and the state of the others has been read."""
         log.info("shared_state_connected", server=str(self._server.address))
         self._standing.is_connected = True
         self._fault = None
@@ -152,7 +152,7 @@ class SharedState:
         self._joined.set()
 
     def _lost(self, faults: BaseExceptionGroup[BaseException]) -> None:
-        """Notes why a session has ended, and says it once."""
+        """Notes why there is no session, and logs each reason once."""
         fault = str(_first(faults)) or type(_first(faults)).__name__
         if self._standing.is_connected or fault != self._fault:
             log.warning("shared_state_lost", server=str(self._server.address), reason=fault)
@@ -161,7 +161,7 @@ class SharedState:
         self._fault = fault
 
     def _crashed(self, faults: BaseExceptionGroup[BaseException]) -> None:
-        """Notes a bug, here or of the client: it costs the session, and is said once in a row."""
+        """Notes a bug, here or in the client: it costs the session; repetitions are not logged."""
         fault = repr(_first(faults))
         if fault != self._fault:
             log.exception("shared_state_crashed", server=str(self._server.address))
@@ -170,22 +170,22 @@ class SharedState:
         self._fault = fault
 
     async def finish(self) -> None:
-        """Has the server take what is left, if it does so in time."""
+        """Ends the session after its last steps are written, or after STOP_S."""
         self._stopping.set()
         with trio.move_on_after(STOP_S):
             await self._ended.wait()
 
-    # ---- what others say of themselves
+    # ---- the fleet and the status
 
     async def addresses(self, wait_s: float) -> list[str]:
-        """Returns where other processes have an index, once they are known or `wait_s` is over."""
+        """Returns addresses of other processes' indexes, once known or after `wait_s`."""
         with trio.move_on_after(wait_s):
             await self._joined.wait()
         members = self._standing.members.values()
         return sorted(each.address for each in members if each.address is not None)
 
     def shown(self) -> dict[str, Any]:
-        """Returns what a status says."""
+        """Returns the members of a status."""
         refusals = iter(self._standing.refusals.values())
         return {
             "server": str(self._server.address),
@@ -196,7 +196,7 @@ class SharedState:
         }
 
     def families(self) -> Iterator[Family]:
-        """Yields what metrics say."""
+        """Yields the families of /metrics."""
         standing, mirror, outbox = self._standing, self._mirror, self._outbox
         stats, of_mirror, of_views = standing.stats, mirror.stats, self._views.stats
         help = "Whether the server of the shared state is connected"

@@ -1,12 +1,12 @@
 """The tasks that run while the server is connected.
 
     write   within FLUSH_S      own steps ──> stream
-    read    as they come        stream ──> Mirror, and where there is a gap: views
-    keep    ten times a lease   our lease, who else is there, our view, the catalog
+    read    as they come        stream ──> Mirror, and after a gap: views
+    keep    ten times a lease   our lease, the other processes, our view, the catalog
 
-A session ends with the first fault of the server or of the way to it; what is to be written stays,
-and the next session goes on where this one has read. Where the server only refuses to write, since
-it is full, the session goes on and reads.
+A session ends with the first fault of the server or of the network to it. Steps that are not yet
+written stay, and the next session goes on at the position up to which this one has read. If the
+server only refuses to write, since it is full, the session goes on and reads.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ from kvd.shared_state.server import Client, time_of
 from kvd.shared_state.views import Views, read_head, read_pieces
 from kvd.telemetry.logs import get_logger
 
-POLL_S = 0.005  # pause between two checks for steps to be written, and after some were read
-FLUSH_S = 0.01  # pause between two writes: each command is 0.2 ms of CPU, however much it has
-ENTRIES_AT_ONCE = 64  # entries that are read at once: at most 4 MiB, but for bookings of millions
+POLL_S = 0.005  # pause between two checks for steps to write, and after steps were read
+FLUSH_S = 0.01  # pause between two writes: a command takes 0.2 ms of CPU, however many steps it has
+ENTRIES_AT_ONCE = 64  # entries read at once: at most 4 MiB, except with bookings of huge prompts
 
-# Bytes of the stream, about, and entries: older ones go. A process that was away for longer reads
-# views.
+# Approximate size of the stream, within MIN_ENTRIES and MAX_ENTRIES: older entries are dropped. A
+# process that was away for longer reads views instead.
 STREAM_BYTES = 64 * 1024 * 1024
 MIN_ENTRIES, MAX_ENTRIES = 1024, 65_536
 
-VIEW_EVERY_S = 60.0  # a view is as old as that at most, where anything has changed
-PRUNE_S = 30.0  # pause between two checks for what has ended unseen: 2 us a live request
+VIEW_EVERY_S = 60.0  # greatest age of our view while anything changes
+PRUNE_S = 30.0  # pause between two checks for requests that ended unseen: 2 us a live request
 
-TICK = 0.1  # leases between two checks who is there, and between two signs of life of our own
-NEWS = 0.1  # leases that the server waits for news at most
-ASK_AGAIN = 0.2  # leases between two wishes for the view of one writer
+TICK = 0.1  # leases between two checks of the fleet, and between two announcements of our own
+NEWS = 0.1  # leases that the server waits for new entries at most
+ASK_AGAIN = 0.2  # leases between two requests for the view of one writer
 GIVE_UP = 1.0  # leases after which missing steps of a process that is gone are given up
-WRITE_AGAIN = 0.1  # leases after the server has refused to write
+WRITE_AGAIN = 0.1  # leases before a refused write is tried again
 
 log = get_logger(__name__)
 
@@ -73,22 +73,22 @@ class SessionStats:
     unreadable: int = 0
     unknown_form: int = 0  # entries of another version of kvd
     refused: int = 0  # writes, by a server that is full or may not be written to
-    lost_stream: int = 0  # times that the server had less than was read before
-    given_up: int = 0  # gaps of processes that are gone
+    lost_stream: int = 0  # how often the server had fewer entries than had been read
+    given_up: int = 0  # gaps given up because their process is gone
 
 
 @dataclass(slots=True)
 class KnownFleet:
     """Knowledge about the fleet that outlives a session."""
 
-    served: ServedModels  # which is given what the others serve
+    served: ServedModels  # is notified of the models that others serve
     members: dict[str, Member] = field(default_factory=dict)
     stats: SessionStats = field(default_factory=SessionStats)
-    has_joined: bool = False  # all that others had at our start is in here
-    has_settled: bool = False  # what was restored here is known to all, or has been dropped
-    shared_at: float | None = None  # up to when what was restored here had been sent to the server
+    has_joined: bool = False  # the state that others had at our start has been read
+    has_settled: bool = False  # restored bookings have been shared with all, or dropped
+    shared_at: float | None = None  # restored bookings from before had been sent to the server
     is_connected: bool = False
-    refusals: dict[str, str] = field(default_factory=dict)  # what is not taken, and why
+    refusals: dict[str, str] = field(default_factory=dict)  # why the server refuses, by kind
 
     def note_members(self, found: dict[str, Member]) -> None:
         """Notes which other processes there are, and what they serve."""
@@ -98,12 +98,12 @@ class KnownFleet:
         )
 
     def note_restored(self, shared_at: float | None) -> None:
-        """Notes up to when what was restored had been sent to the server; None: never."""
+        """Notes the time before which restored bookings had been sent to the server, if any."""
         self.shared_at = shared_at
 
 
 class Session:
-    """One connection's worth of work."""
+    """The work of one connection to the server."""
 
     def __init__(
         self,
@@ -136,23 +136,23 @@ class Session:
         self._viewed_at = -VIEW_EVERY_S
         self._viewed_numbers: dict[str, int] = {}
         self._read_since_view = 0
-        self._wanted = trio.Event()  # our view, by others
-        self._ask_at: dict[str, float] = {}  # for the view of a writer, at the earliest
+        self._wanted = trio.Event()  # a new view of ours is wanted
+        self._ask_at: dict[str, float] = {}  # by writer: when its view may be requested again
         self._behind_since: dict[str, float] = {}
-        # Claims of others a tick ago: which process has all steps of a writer up to a number.
+        # Announcements a tick ago: a process, and the number up to which it has a writer's steps.
         self._expected: list[tuple[str, str, int]] = []
-        self._source: dict[str, str] = {}  # writers that lack, and whose view has more of them
-        self._entry_bytes = 1024.0  # mean of what was read lately
+        self._source: dict[str, str] = {}  # by writer with a gap: whose view has more of its steps
+        self._entry_bytes = 1024.0  # mean size of the entries read lately
         self._has_said_unreadable = False
-        self._holes = outbox.holes  # those that our view is to describe
-        self._rebooked_at: int | None = None  # changes of registrations, when all was last tried
-        self._server_s = 0.0  # the server's clock less ours
+        self._holes = outbox.holes  # number of holes for which a view has been requested
+        self._rebooked_at: int | None = None  # the catalog's `changes` at the last rebooking
+        self._server_s = 0.0  # the server's clock minus ours
 
     async def run(self, joined: Callable[[], None], stopping: trio.Event) -> None:
-        """Goes on until it is to stop, and then writes what is left.
+        """Runs until `stopping` is set, and then writes the last steps.
 
-        Calls `joined` when what others have is in here. Raises what the client raises, perhaps in a
-        group.
+        Calls `joined` when the state of the others has been read. Raises what the client raises,
+        perhaps in an exception group.
         """
         await self._set_clock()
         async with trio.open_nursery() as nursery:
@@ -175,9 +175,9 @@ class Session:
     # ---- joining
 
     async def _join(self) -> None:
-        """Reads what others have, and says that we are there.
+        """Reads the state of the others, and announces this process.
 
-        Who is registered comes first: what others have booked there is to find its rank.
+        Registrations come first, so that the bookings of others find their ranks.
         """
         mirror = self._mirror
         await self._check_stream()
@@ -199,10 +199,10 @@ class Session:
         await self._catalog.sync(self._client, self._keys, partial(self._try, what="catalog"))
 
     async def _settle(self) -> None:
-        """Decides on what is booked here and known to nobody, once all others have been heard.
+        """Decides on restored bookings that nobody else knows, once all views have been read.
 
-        Where others share their state, what had been sent to them has ended while this process was
-        away. All else is ours.
+        If there were views to merge, a booking that had been sent to the server and is in none of
+        them ended while this process was away. All other bookings are live and become ours.
         """
         mirror = self._mirror
         if self._standing.has_settled or mirror.behind:
@@ -215,7 +215,7 @@ class Session:
         self._standing.has_settled = True
 
     async def _among_news(self, work: Iterator[None]) -> None:
-        """Sorts known bookings from others, while clients make new ones."""
+        """Goes through bookings in slices, while clients make new ones."""
         await self._outbox.drain()
         for _ in work:
             await trio.lowlevel.checkpoint()
@@ -231,8 +231,8 @@ class Session:
         return Position.of(last[0].identifier) if last else BEGINNING
 
     async def _check_stream(self) -> None:
-        """Begins anew where the server has lost what was read: it was emptied, or another one."""
-        position = self._mirror.position  # more may be read while the server is asked
+        """Reads the stream from its start if the server lost entries: it was emptied or replaced."""
+        position = self._mirror.position  # before asking, since more may be read meanwhile
         if await self._end() < position:
             self._stats.lost_stream += 1
             self._mirror.position = BEGINNING
@@ -275,18 +275,19 @@ class Session:
             self._note_shared(trio.current_time())
 
     def _most_entries(self) -> int:
-        """Returns how many entries the stream keeps, by the mean of their bytes."""
+        """Returns how many entries the stream keeps, given their mean size."""
         return int(min(MAX_ENTRIES, max(MIN_ENTRIES, STREAM_BYTES / self._entry_bytes)))
 
     async def _try(self, command: Any, what: str) -> bool:
-        """Has the server write; False if it refuses. Raises what else the client raises.
+        """Runs a command that writes; returns False if the server refuses it.
 
-        It may take one thing and refuse another, where a user has some rights only.
+        Raises what else the client raises. The server may refuse some kinds of writes alone, if the
+        user has only some rights.
         """
         refusals = self._standing.refusals
         try:
             await command
-        except ReadOnlyError:  # it has become a copy of another one, which is to be found
+        except ReadOnlyError:  # the server has become a copy; a new session finds the new primary
             raise
         except ResponseError as error:
             self._stats.refused += 1
@@ -301,7 +302,7 @@ class Session:
     # ---- reading
 
     async def _read(self) -> NoReturn:
-        news_ms = max(1, round(1000 * NEWS * self._lease_s))  # 0 would be endless
+        news_ms = max(1, round(1000 * NEWS * self._lease_s))  # 0 would mean no limit
         while True:
             found = await self._client.xread(
                 {self._keys.ops: str(self._mirror.position)}, count=ENTRIES_AT_ONCE, block=news_ms
@@ -315,7 +316,7 @@ class Session:
                 await trio.sleep(POLL_S)
 
     async def _take(self, position: Position, fields: Any) -> None:
-        """Takes one entry, whatever is in it, and is behind it then."""
+        """Applies one entry, even if it is malformed, and moves the position behind it."""
         self._stats.entries_read += 1
         self._read_since_view += 1
         size = sum(len(value) for value in fields.values())
@@ -323,7 +324,7 @@ class Session:
         self._entry_bytes += (size - self._entry_bytes) / 256
         try:
             if (settled := last_of(fields, self._mirror.writer)) is not None:
-                settled = min(settled, self._mirror.own)  # else the entry is invented
+                settled = min(settled, self._mirror.own)  # another client may have forged the entry
                 self._mirror.settled = max(self._mirror.settled, settled)
                 return
             entry = read_entry(fields)
@@ -334,7 +335,7 @@ class Session:
                 self._stats.unknown_form += 1
             else:
                 await self._apply(entry, position)
-        except ValueError as error:  # Unreadable, or records that are none
+        except ValueError as error:  # Unreadable, or malformed records
             self._note_unreadable(error)
         finally:
             self._mirror.position = max(self._mirror.position, position)
@@ -365,7 +366,7 @@ class Session:
             self._behind_since.pop(writer, None)
 
     async def _heal(self) -> None:
-        """Merges the views of writers of which something is lacking."""
+        """Merges views that have the missing steps of writers with a gap."""
         now = trio.current_time()
         for writer in list(self._mirror.behind):
             since = self._behind_since.setdefault(writer, now)
@@ -387,16 +388,16 @@ class Session:
                 await self._try(self._client.xadd(self._keys.ops, field_values=ask), "stream")
 
     def _give_up(self, writer: str) -> None:
-        """Waits no longer for a process that is gone; what others have of it, their views show."""
+        """Gives up the gap of a process that is gone; views of others may still have its steps."""
         del self._mirror.behind[writer]
         self._source.pop(writer, None)
         self._behind_since.pop(writer, None)
         self._stats.given_up += 1
 
     async def _merge(self, writer: str) -> bool:
-        """Merges a view that has more of a writer than is here; says whether nothing lacks then.
+        """Merges a view that has more steps of a writer; returns whether its gap is closed.
 
-        That is the writer's own, or that of who has heard more of one that is gone.
+        That is the writer's own view, or if it is gone, the view of a process that has read more.
         """
         mirror = self._mirror
         self._caught_up(writer)
@@ -424,7 +425,7 @@ class Session:
         return writer not in mirror.behind
 
     async def _catch_up(self, position: Position) -> None:
-        """Takes again what the stream has from a position on, up to where it has been read."""
+        """Applies the entries of the stream again, from a position up to where it has been read."""
         end = self._mirror.position
         while position < end:
             start = Position(position.ms, position.number + 1)
@@ -439,7 +440,7 @@ class Session:
                     entry = read_entry(each.field_values)
                     if isinstance(entry, StreamEntry):
                         await self._apply(entry, position)
-                except ValueError:  # counted when it was read first
+                except ValueError:  # was counted when the entry was first read
                     continue
 
     # ---- keeping
@@ -463,7 +464,7 @@ class Session:
                 await self._rest_between(self._mirror.rebook_waiting())
             if trio.current_time() - pruned >= PRUNE_S:
                 pruned = trio.current_time()
-                self._rebooked_at = None  # where a bound was in the way, there may be room again
+                self._rebooked_at = None  # there may be room again where a bound was reached
                 await self._rest_between(self._mirror.prune())
             if await self._is_view_due():
                 self._wanted.set()
@@ -475,7 +476,7 @@ class Session:
         await self._try(members.tell(self._client, self._keys, own, self._lease_s), "member")
 
     async def _note_members(self) -> None:
-        """Notes who is there, and whose steps the server had a tick ago that are not in here."""
+        """Notes the other processes, and gaps in steps that they had announced a tick ago."""
         mirror = self._mirror
         for source, writer, number in self._expected:
             if number > mirror.numbers.get(writer, 0):
@@ -499,7 +500,7 @@ class Session:
         return has_changed and (is_old or self._read_since_view >= self._most_entries() // 2)
 
     async def _show(self) -> NoReturn:
-        """Writes our view whenever it is wanted."""
+        """Writes our view whenever a new one is wanted."""
         while True:
             await self._wanted.wait()
             self._wanted = trio.Event()

@@ -1,12 +1,12 @@
-"""A writer's view of all that lives: written to the server in pieces, read and merged by others.
+"""A writer's view of all live requests: written to the server in pieces, merged by others.
 
     ledgers ── export, a slice at a time ──> pieces ──> list view:WRITER:N
                                                            │ whole
     view:WRITER <── its head ──────────────────────────────┘
-        └──> others: head, pieces ──> Merge, then the stream from where the view had read it
+        └──> others: head, pieces ──> Merge, then the stream from where the writer had read it
 
-A view is written piece by piece while requests come and go; each piece says how far the writer was
-when it was made, so a process that merges it knows which steps are in it already.
+A view is written piece by piece while requests come and go. Each piece states how far the writer
+had read when it was made, so a process that merges it knows which steps it already has.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from kvd.shared_state.server import Client
 from kvd.wire import affinity as sessions
 from kvd_core.ledger.journal import Booked, Journal, read
 
-# Time that a view is kept without being written anew: bookings of a writer that is gone for longer
-# have expired, by default.
+# Time that a view is kept unless it is written anew: with default settings the bookings of a writer
+# that is gone for longer have expired.
 VIEW_S = 900
 OLD_PIECES_S = 60  # time that pieces of a replaced view are kept for their readers
 
-# Pieces of one view that are read: 16 GiB. What claims more is refused.
+# Pieces of one view that are read, 16 GiB: a view that claims more is refused.
 MAX_PIECES = 2**18
 
-# Bounds of a piece's other entries, beside its bookings: some 50 KB.
+# Sessions, and requests without a rank, in one piece: some 50 KB.
 SESSIONS_A_PIECE = 256
 ELSEWHERE_A_PIECE = 512
 
@@ -70,7 +70,7 @@ class Views:
         served: Collection[tuple[str, str | None]],
         at_rest: trio.Lock,
     ) -> None:
-        """`at_rest` is held while an entry is applied, from its first step to its last."""
+        """`at_rest` is a lock that is held while an entry is applied, from first step to last."""
         self.stats = ViewStats()
         self.number = 0  # of the last view
         self._mirror = mirror
@@ -80,12 +80,12 @@ class Views:
         self._served = served
         self._at_rest = at_rest
         self._scratch = Journal(SCRATCH_BYTES)
-        self._server_s = 0.0  # the server's clock less ours
+        self._server_s = 0.0  # the server's clock minus ours
 
     async def write(self, client: Client, keys: Keys, server_s: float) -> None:
-        """Writes a view of what lives now; raises what the client raises.
+        """Writes a view of the present live requests; raises what the client raises.
 
-        The server's clock is `server_s` before ours.
+        The server's clock is `server_s` ahead of ours.
         """
         self._server_s = server_s
         mirror = self._mirror
@@ -102,7 +102,7 @@ class Views:
             async for piece in made:
                 content = piece.packed()
                 await client.rpush(name, [content])
-                if not pieces:  # it ends by itself, should this process end before it is whole
+                if not pieces:  # so that it expires if this process ends before the view is whole
                     await client.expire(name, VIEW_S)
                 pieces += 1
                 size += len(content)
@@ -173,7 +173,7 @@ def _flat(name: Name) -> tuple[str, str, str, str]:
 
 
 async def read_head(client: Client, keys: Keys, writer: str) -> ViewHead | None:
-    """Returns what a writer's last view stands for, None if there is none of a form we know.
+    """Returns the head of a writer's last view, None without one in a form known here.
 
     Raises Unreadable, and what the client raises.
     """
