@@ -233,7 +233,7 @@ class Publishers(ListenedRegistrations):
     def heir(self, key: PublisherKey, endpoint: str, position: StreamPosition) -> Publisher | None:
         """Returns the publisher that may go on from a kept position: same key, same address.
 
-        None if it is not registered so, or messages of it have arrived already.
+        None if there is no such publisher, or it has sent messages already.
         """
         found = self.find(key)
         if found is None or found.listener.endpoint != endpoint or not position.expected:

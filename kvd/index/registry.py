@@ -34,8 +34,8 @@ MAX_LEFT_POSITIONS = 65_536
 # Time for which a model and tenant without workers keep their block size: a worker may leave before
 # its replacement is there.
 LEFT_PAIR_S = 60.0
-# Models and tenants whose last worker has left that are remembered, about 200 bytes each; the pair
-# left longest ago is forgotten first.
+# Models and tenants that are remembered after their last worker has left, about 200 bytes each; the
+# pair left longest ago is forgotten first.
 MAX_LEFT_PAIRS = 16_384
 
 # The endpoint of a stream, and the position that another process had reached there.

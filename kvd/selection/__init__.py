@@ -1,12 +1,12 @@
-"""The selection service: which rank should serve a prompt, and what is booked on it.
+"""The selection service: chooses the rank that should serve a prompt, and books the request there.
 
     Selections                                                      service
       ├ workers: worker id ──> record, lifecycle, reasons           the catalog, and its changes
       ├ scheduler: select, wait, stop                               chooses ranks, at once or later
       ├ reservations: reservation id ──> Candidates                 ids are unique service-wide
       └ candidates: (model, tenant) ──> Candidates                  shared by these three
-                                     ├ pool     kvd_core: the ranks that can be chosen, and what
-                                     │          they are thought to cache (kvd_core.index)
+                                     ├ pool     kvd_core: the ranks that can be chosen, and the
+                                     │          blocks that they should cache (kvd_core.index)
                                      ├ ledger   kvd_core: their live requests
                                      └ queue    selections that wait because their ranks are busy
 

@@ -50,7 +50,7 @@ class Candidates:
         self.absent: dict[tuple[int, int], Absence] = {}  # by worker and dp rank
         self.queue: SelectionQueue[QueuedRequest] = SelectionQueue(options.queue_policy)
         self._pool: Pool | None = None
-        self._former: Pool | None = None  # the last pool: the next one takes over its round-robin
+        self._former: Pool | None = None  # the replaced pool; the next one goes on with its turns
         self._masks: dict[Phase | None, bytes | None] = {}
         self.whole: bytes | None = None  # the pool's mask for whole requests, None: all ranks
         self._silent: int | None = None  # see `changed`
@@ -141,7 +141,7 @@ class Candidates:
         return Pool(index, self.ledger, block_size, candidates, self.predictions, bound)
 
     def _is_predicted(self, record: WorkerRecord) -> bool:
-        """Returns whether what a worker caches is only predicted."""
+        """Returns whether a worker's cached blocks are only predicted, for lack of events."""
         return bool(record.without_kv_events) or not self._options.uses_kv_events
 
     def _partition(self) -> Partition | None:

@@ -38,7 +38,7 @@ cdef class ImmediateSteps:
     cdef dict live
     cdef list replicas, observers
     cdef Sample sample
-    cdef dict leases         # session leases by reservation id; the scheduler's way ends these
+    cdef dict leases         # session leases by reservation id; `reservations` ends these
     cdef string prefill_id   # scratch: the id of a booking
 
     # Ends the prefill of a reservation, once or again; raises NotFound.

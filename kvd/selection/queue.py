@@ -116,7 +116,7 @@ class SelectionQueue(Generic[T]):
         return constraints in self._queues
 
     def reorder(self, policy: QueuePolicy) -> None:
-        """Orders all selections by another policy, those that wait already too. O(n)."""
+        """Orders all selections by another policy, including those that wait already. O(n)."""
         self.policy = policy
         for queue in self._queues.values():
             for waiting in queue.heap:

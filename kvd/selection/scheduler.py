@@ -198,7 +198,7 @@ class Scheduler:
         return again
 
     def _serve_one(self, candidates: Candidates, ask: SelectRequest) -> SelectReply | None:
-        """Chooses and books a rank for the prompt that the pool has matched; None if all busy."""
+        """Chooses and books a rank for the pool's matched prompt; None if all ranks are busy."""
         if ask.phase is Phase.BOTH:
             answered = self._serve_both(candidates, ask)
         else:
@@ -364,7 +364,7 @@ class Scheduler:
     def _bound(
         self, candidates: Candidates, ask: SelectRequest, settings: Settings, ranks: Ranks
     ) -> bytes | None:
-        """Returns the mask of the session's ranks, None if the session cannot decide.
+        """Returns the mask of the session's ranks, None if the session does not decide.
 
         Unless all ranks are busy the session's rank is taken even if it is busy, as in Dynamo, but
         not if it has more live requests than the policy's `session_bound` allows.
@@ -442,19 +442,19 @@ class Scheduler:
     # ---- serving the selections that wait
 
     def ask_all(self) -> None:
-        """Tries all waiting selections anew, whatever has changed."""
+        """Tries all waiting selections again, whatever may have changed."""
         for candidates in self._candidates.values():
             candidates.queue.wake()
         self.drain_queues()
 
     def drain_queues(self) -> None:
-        """Serves waiting selections of all fleets whose ranks have changed."""
+        """Serves the selections of all fleets whose awaited ranks have changed, if it can."""
         if self.held:
             for candidates in self._candidates.values():
                 self.drain_queue(candidates)
 
     def drain_queue(self, candidates: Candidates) -> None:
-        """Serves waiting selections of one fleet whose ranks have changed, in order.
+        """Serves the selections of one fleet whose awaited ranks have changed, in order.
 
         It stops after SERVED_AT_ONCE; the task of the last served selection goes on when it runs.
         """

@@ -47,7 +47,7 @@ class Tuning:
         self._on_change()
 
     def settings(self, model_name: str, tenant_id: str | None) -> Settings:
-        """Returns the settings of a model and tenant; tenant None: those that changed nothing."""
+        """Returns the settings of a model and tenant; None means its tenants without changes."""
         changes = {
             **self._changes.get((model_name, None), {}),
             **self._changes.get((model_name, tenant_id), {}),

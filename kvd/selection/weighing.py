@@ -90,7 +90,7 @@ def basis_of(settings: Settings) -> Basis:
 
 
 def cost_of(row: Explained, settings: Settings) -> float | None:
-    """Returns the figure by which the mode prefers the lowest rank; None in modes without one."""
+    """Returns the figure that the mode wants lowest; None in modes without such a figure."""
     mode = _mode(settings)
     if mode == LEAST_LOADED:
         return float(row.active_requests)

@@ -65,7 +65,7 @@ class CatalogRow:
 
     @classmethod
     def read(cls, content: bytes) -> CatalogRow | None:
-        """Returns a row, None if another version's form is not known here; raises Unreadable."""
+        """Returns a row, None if its form is not known here; raises Unreadable."""
         with understanding("a registration"):
             form, table, members, mark, gone_at = unpacked(content)
             if form != FORM:

@@ -18,9 +18,9 @@ only one of them has a request, the other's numbers say whether the request is n
 2. If two writers book the same id, all replicas keep the booking that is first in the stream.
 3. A step belongs to one booking, named by its dot. A step that arrives before its booking is held
    for a while.
-4. A step counts for a request unless the request's description has it already. A view has the own
-   steps of its writer up to the last one then, and those of others up to the position at which its
-   writer had read the stream.
+4. A step counts for a request unless the request's description includes it already. A view includes
+   its writer's own steps up to the last one, and the steps of others up to the position at which
+   the writer had read the stream.
 5. A request without a rank here waits for one, and its steps are applied to it meanwhile.
 6. For each request a process knows how many output blocks every other writer has reported, and up
    to which of its steps; the remaining output blocks in the ledger are its own. So two counts

@@ -28,7 +28,7 @@ Client = Redis[bytes] | RedisCluster[bytes]
 ServerError = (OSError, RedisError)
 
 CONNECT_S = 2.0  # longest time that the server may take to accept a connection
-ANSWER = 0.3  # leases that the server may take to answer; with no new entries it takes NEWS anyway
+ANSWER = 0.3  # leases that the server may take to answer; more than NEWS, its wait for entries
 WRITE_MISSING = "for i = 1, #ARGV, 2 do redis.call('HSETNX', KEYS[1], ARGV[i], ARGV[i + 1]) end"
 
 

@@ -231,7 +231,7 @@ class Session:
         return Position.of(last[0].identifier) if last else BEGINNING
 
     async def _check_stream(self) -> None:
-        """Reads the stream from its start if the server lost entries: it was emptied or replaced."""
+        """Reads the stream from its start if the server, emptied or replaced, lost entries."""
         position = self._mirror.position  # before asking, since more may be read meanwhile
         if await self._end() < position:
             self._stats.lost_stream += 1

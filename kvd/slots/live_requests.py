@@ -92,7 +92,7 @@ class Receipt(Generic[Owner]):
         return self._is_live(self.request_id)
 
     def left(self) -> str | None:
-        """Returns the id to end so that nothing of the booking is left, None if nothing is."""
+        """Returns the id whose end ends all that is left of the booking, None if nothing is."""
         if self.lives():
             return self.request_id
         return self.beside if self.beside is not None and self._is_live(self.beside) else None
