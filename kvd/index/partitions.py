@@ -2,7 +2,7 @@
 
     State
       ├ sized: (model, tenant, block size) ──> Partition
-      │                                          ├ index      kvd_core: who holds which blocks
+      │                                          ├ index      kvd_core: the ranks of each block
       │                                          ├ workers    instance id ──> kvd_core worker
       │                                          └ conductor  kvd_core: publishers of KV events
       └ partitions: (model, tenant) ──> the one partition of these that faces with workers see
@@ -145,7 +145,7 @@ class State:
         self.ingest = IngestStats()
         self.refused_partitions = 0
         self.instance_id = uuid4().hex  # distinguishes this process from its peers
-        self.replaced_partitions = 0  # recovered ones that gave way to another block size
+        self.replaced_partitions = 0  # recovered partitions that gave way to another size
         self.ended_totals = dict.fromkeys(TOTALS, 0)  # sums over ended partitions
         self.unconfirmed: set[tuple[PartitionKey, InstanceId]] = set()  # see confirm()
         self._departed: set[_Departure] | None = None

@@ -108,7 +108,7 @@ class Described:
         )
 
     def shared(self) -> Described:
-        """Returns the same store, for every instance."""
+        """Returns the same store as one that serves every instance."""
         return replace(self, serves_all=True)
 
 

@@ -3,7 +3,7 @@
     ledgers, sessions, answers ──> Journal (memory) ── every FLUSH_S ──> journal.7     a thread
                                                                             │ too long, or a hole
        everything booked now, in slices ──> journal.8 <─────────────────────┘
-       journal.7 goes when journal.8 has all of it
+       journal.7 goes once journal.8 is whole and on the disk
 
 Records reach the kernel within FLUSH_S: a killed process loses the bookings of that time. They
 reach the disk within SYNC_S: a machine that loses its power loses the bookings of that time.

@@ -1,6 +1,6 @@
 """Keeps the daemon's state in the state directory, and restores it at the start.
 
-    start   registrations ──> bookings ──> faces serve ──> index ──> streams prove themselves
+    start   registrations ──> bookings ──> faces serve ──> index ──> streams go on from it
     runs    journal of bookings      new records every 50 ms             journal.py
             registrations            as soon as they change              registrations.py
             index                    every `snapshot_s`                  snapshot.py

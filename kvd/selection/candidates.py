@@ -245,7 +245,7 @@ class Candidates:
         return beside_events + (0 if self.predictions is None else len(self.predictions))
 
     def forget_predictions(self, now: float) -> bool:
-        """Forgets a slice of the predictions that are too old or too many; True if more may be."""
+        """Forgets some outdated or surplus predictions; True while there may be more."""
         partition = self._partition()
         more = partition is not None and partition.index.forget_predicted(now, PREDICTED_SLICE)
         return (

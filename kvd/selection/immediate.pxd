@@ -41,7 +41,7 @@ cdef class ImmediateSteps:
     cdef dict leases         # session leases by reservation id; `reservations` ends these
     cdef string prefill_id   # scratch: the id of a booking
 
-    # Ends the prefill of a reservation, once or again; raises NotFound.
+    # Ends the prefill of a reservation; repeating it is no error. Raises NotFound.
     cpdef int prefill_complete(self, str reservation_id) except -1
     # Ends a reservation; raises NotFound.
     cpdef int free(self, str reservation_id) except -1

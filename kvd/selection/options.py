@@ -1,4 +1,4 @@
-"""Options of the selection service's routing, named as in the router guide."""
+"""Options of the selection service's routing, named as in Dynamo's router guide."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ DEFAULT_PRUNE_TARGET_RATIO = 0.8
 # that begin together with the same system prompt would have every engine compute it. This ends when
 # its events arrive or after 5 s.
 UNDER_WAY_S = 5.0
-# A prompt under way counts on ranks with at most this times (mean requests + 1), or one engine
-# would get all conversations. The bound is that of sessions (kvd.selection.policies).
+# A prompt under way counts on ranks with at most 1.177 (mean + 1) live requests, or one engine
+# would get all conversations. Sessions have the same bound (kvd.selection.policies).
 UNDER_WAY_BOUND = 1.177
 
 
@@ -87,7 +87,7 @@ class RouterOptions:
     max_tree_size: int = DEFAULT_MAX_TREE_SIZE  # predicted blocks of a model and tenant
     prune_target_ratio: float = DEFAULT_PRUNE_TARGET_RATIO  # share of them kept when it is exceeded
     predicted_ttl_s: float | None = None  # life of predictions beside events; None: no such ones
-    # Predicted blocks count on ranks with at most this times (mean requests + 1).
+    # Predicted blocks count on ranks with at most `predicted_bound` (mean + 1) live requests.
     predicted_bound: float = math.inf
     tracks_output_blocks: bool = False  # output blocks weigh less towards the request's end
     session_affinity_ttl_s: int | None = None  # None: no session is bound

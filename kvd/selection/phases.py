@@ -1,4 +1,4 @@
-"""The phases of a request in disaggregated serving, the roles that serve each, and its cost.
+"""The phases of a request in disaggregated serving, with the roles and the cost of each.
 
     phase        served by roles                weighed by                         booked
     none         all but prefill                everything                         blocks and tokens

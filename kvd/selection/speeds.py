@@ -6,7 +6,7 @@
       │      included             v                               v
       │                       T = a + b x                     t = c + d D
       │                       a: seconds before any token     c: seconds a step
-      │                       1 / b: tokens a second          d: that each other request adds
+      │                       1 / b: tokens a second          d: seconds that each request adds
 
 Each line is fitted by the method of Theil and Sen: the slope is the median of the slopes between
 all pairs of the last WINDOW observations, and the base is the median of the remainders. Up to three

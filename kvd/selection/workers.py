@@ -266,7 +266,7 @@ class Workers:
             if after is not None:
                 try:
                     self._join(after)
-                except KvdError as error:  # another face was faster
+                except KvdError as error:  # another face has taken the rank meanwhile
                     await self._fall_silent(after, None)
                     self._take_out(after)
                     await self._drop_ranks(after, after.ranks)

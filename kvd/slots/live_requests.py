@@ -1,6 +1,6 @@
 """The life of requests from their booking to their end, which all faces account for alike.
 
-    LiveRequests                    one a face: SlotTrackers, and Reservations of the selection
+    LiveRequests                    one for each face: SlotTrackers, and Reservations
       ├ owners: (model, tenant) ──> Tracker or Candidates: a ledger, its block size, its workers
       ├ steps    ──> replicas       each step that a client has taken here
       ├ moments  ──> observers      each step with its time, from any source
