@@ -1,4 +1,4 @@
-"""The HTTP APIs: what requests say, and what is answered.
+"""The HTTP APIs: each face reads requests and writes answers.
 
     indexer        Dynamo's standalone KV indexer (docs/faces/indexer.md)
     slot_tracker   Dynamo's slot tracker (docs/faces/slot_tracker.md)
@@ -9,7 +9,7 @@
     ui             the page at /ui of every face, and what `kvd top` shows
     common         what several faces share: members of bodies, /health, replicas, metrics of ranks
 
-In each, `routes` is the table of routes with the handlers of cold ones, and `schemas` says what
-routes read and answer, for the OpenAPI document. `handlers` has the handlers of hot ones, compiled;
-the gateway has no such routes.
+In each face, `routes` has the table of routes and the handlers of the cold ones. `handlers` has the
+compiled handlers of the hot ones; the gateway has no such module. `schemas` describes what routes
+read and answer, for the OpenAPI document.
 """

@@ -1,12 +1,12 @@
-"""Shared by several faces.
+"""Parts that several faces share.
 
 bodies         members of bodies, parameters of queries and path segments, read strictly
-reader         members of bodies for hot handlers, compiled; `bodies` words what is wrong with them
+reader         members of bodies for hot handlers, compiled; `bodies` writes the error messages
 monitoring     /health and /metrics
 diagnosis      /diagnose
 slices         long answers, written piece by piece
-schemas        what faces say of their routes: words for JSON schemas, routes of several faces
-openapi        the OpenAPI document of a face, made from that and its routes
-rank_metrics   the load of each rank in /metrics, where there are few enough of them
+schemas        helpers for JSON schemas; descriptions of the routes that several faces have
+openapi        builds the OpenAPI document of a face from its routes and their descriptions
+rank_metrics   the load of each rank in /metrics, while there are few enough ranks
 replica_sync   the routes that list, add and remove replicas
 """

@@ -1,7 +1,7 @@
-"""Reads what requests say, strictly: members of bodies, parameters of queries, path segments.
+"""Reads requests strictly: members of bodies, parameters of queries, path segments.
 
-Bodies are JSON objects whose members are checked one by one; what is missing, mistyped or out of
-range is Invalid (422) with the member's name, what is no JSON at all is BadJson (400).
+Bodies are JSON objects whose members are checked one by one. A member that is missing, mistyped or
+out of range raises Invalid (422) with its name; a body that is not JSON raises BadJson (400).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvd.model import DEFAULT_TENANT, PartitionKey, is_name
 from kvd_core.json.scan import BodyScanner
 
 U32_MAX = 2**32 - 1
-# Longest name or address that is registered: the longest path Linux has.
+# Longest name or address that can be registered, as long as the longest path on Linux.
 MAX_KEPT_BYTES = 4096
 U64_MAX = 2**64 - 1
 
@@ -58,7 +58,10 @@ def bounded(value: str, name: str) -> str:
 
 
 def kept_name(value: str, name: str) -> str:
-    """Returns a text that names what is kept; addresses have rules of their own."""
+    """Returns a name that will be kept; raises Invalid if it is too long or has control characters.
+
+    Not for addresses, which have rules of their own.
+    """
     if not is_name(value):
         raise Invalid(f"{name}: has control characters")
     return bounded(value, name)
@@ -101,9 +104,9 @@ def optional_flag(members: Members, name: str) -> bool:
 
 
 def alias(members: Members, *names: str) -> str | None:
-    """Returns the one member of several names for the same text; None when none is given.
+    """Returns a text that a body may give under any of several names; None if it gives none.
 
-    Both names with one value are fine, with two values an error. A given member must not be null.
+    Several names with the same value are fine; different values are an error, and so is null.
     """
     given = {name: text(members, name) for name in names if name in members}
     if len(set(given.values())) > 1:
@@ -120,7 +123,7 @@ def tenant(members: Members) -> str:
 
 
 def parameters(request: Request, *names: str) -> dict[str, Any]:
-    """Returns what the query says of the partition and of `names`; BadRequest if twice."""
+    """Returns the query's parameters for the partition and `names`; BadRequest for duplicates."""
     found: dict[str, Any] = {}
     for name, value in parse_qsl(request.query.decode("latin-1"), keep_blank_values=True):
         if name not in PARTITION_MEMBERS and name not in names:
@@ -132,13 +135,13 @@ def parameters(request: Request, *names: str) -> dict[str, Any]:
 
 
 def filters(request: Request) -> tuple[str | None, str | None]:
-    """Returns the model and the tenant that a listing is narrowed to; None is any."""
+    """Returns the model and the tenant to which a listing is limited; None stands for any."""
     wanted = parameters(request)
     return wanted.get("model_name"), alias(wanted, *TENANT)
 
 
 def segment(request: Request) -> str:
-    """Returns the text in the path that the route's placeholder stands for."""
+    """Returns the decoded segment of the path that fills the route's placeholder."""
     return decoded(unquote_to_bytes(request.captured))
 
 
@@ -150,7 +153,10 @@ def decoded(path: bytes) -> str:
 
 
 def retry_key(request: Request) -> str | None:
-    """Returns the key; several lines are one list, as a proxy may join them (RFC 9110 §5.3)."""
+    """Returns the Idempotency-Key; None if there is none.
+
+    Several header lines count as one list, since a proxy may join them (RFC 9110 §5.3).
+    """
     lines = [value.strip(b" \t") for name, value in request.headers if name == RETRY_KEY]
     key = b", ".join(line for line in lines if line)
     if len(key) > MAX_RETRY_KEY_BYTES:
@@ -159,7 +165,7 @@ def retry_key(request: Request) -> str | None:
 
 
 def json_response(value: Any) -> Response:
-    """Returns a 200 with the value, written without blanks as the peers do."""
+    """Returns a 200 with the value as JSON without blanks, which is how the peers write it."""
     return Response(200, render(value))
 
 
@@ -174,7 +180,7 @@ def _text(value: Any, name: str) -> str:
 
 
 def _uint(value: Any, name: str, maximum: int) -> int:
-    if type(value) is not int:  # bool is an int to Python, and not to JSON
+    if type(value) is not int:  # excludes bool, which Python counts as an int
         raise Invalid(f"{name}: expected a whole number")
     if not 0 <= value <= maximum:
         raise Invalid(f"{name}: expected a number from 0 to {maximum}")

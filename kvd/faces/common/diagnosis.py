@@ -15,14 +15,14 @@ from kvd.http.routes import ConcurrencyLimit, Route
 if TYPE_CHECKING:
     from kvd.diagnosis.doctor import Doctor
 
-# Diagnoses under way, of all faces: each walks over all streams, and may probe engines.
+# Diagnoses at a time, over all faces: each walks over all streams, and may probe engines.
 MAX_DIAGNOSES = 4
 
 PROBES = {"": False, "0": False, "1": True}
 
 
 async def diagnose(doctor: Doctor, request: Request) -> Response:
-    """Answers what is wrong, in the order of the chain; `?probe=1` has engines probed."""
+    """Answers all findings, in the order of the chain; with `?probe=1` it probes engines."""
     given = parse_qs(request.query.decode("latin-1"), keep_blank_values=True).get("probe", [""])
     if given[-1] not in PROBES or len(given) > 1:
         raise BadRequest("the parameter `probe` is 0 or 1")
@@ -35,6 +35,6 @@ def diagnose_route(doctor: Doctor, diagnoses: ConcurrencyLimit) -> Route:
 
 
 def diagnoses_bound() -> ConcurrencyLimit:
-    """Returns what bounds the diagnoses of one process, on all of its faces."""
+    """Returns the limit on diagnoses that all faces of a process share."""
     refusal = f"the limit of {MAX_DIAGNOSES} concurrent diagnoses is reached"
     return ConcurrencyLimit(MAX_DIAGNOSES, refusal)

@@ -13,7 +13,7 @@ from kvd.telemetry.stretches import SCRAPE
 
 
 def health(body: bytes, request: Request) -> Response:
-    """Answers as long as the daemon lives, whatever it knows."""
+    """Answers 200 as long as the daemon runs, in whatever state."""
     return Response(200, body, content_type=JSON if body else b"")
 
 
@@ -23,7 +23,7 @@ def health_route(body: bytes = b"") -> Route:
 
 
 async def metrics(sources: Sequence[Source], request: Request) -> Response:
-    """Answers what is counted, in Prometheus' text format; others run while it is written."""
+    """Answers in Prometheus' text format; other tasks run while the answer is written."""
     return Response(200, await whole(render(_families(sources)), SCRAPE), CONTENT_TYPE)
 
 
@@ -33,5 +33,5 @@ def _families(sources: Sequence[Source]) -> Iterator[Family | None]:
 
 
 def metrics_route(sources: Sequence[Source]) -> Route:
-    """Returns the route that shows what `sources` say at the moment they are asked."""
+    """Returns the route of /metrics; each scrape calls all `sources`."""
     return Route("GET", METRICS_PATH, partial(metrics, sources), hot=True)

@@ -1,4 +1,4 @@
-"""The OpenAPI 3.1 document of a face: its routes, and what the face says of them.
+"""Builds the OpenAPI 3.1 document of a face from its routes and their descriptions.
 
     Route                        method, path, scope, whether it takes a body
     schemas.py of the face       an Operation for each: summary, bodies, answers, refusals
@@ -6,7 +6,8 @@
         v
     document()                   GET /openapi.json
 
-Statuses that any route can have are added here, from what its declaration says.
+Refusals of the server itself are added here. Which of them a route can have follows from its
+declaration.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from kvd.faces.common.schemas import DOCUMENT_PATH, Description, Operation, Sche
 from kvd.http.messages import Request, Response
 from kvd.http.routes import Route, Scope
 
-# Statuses with which the server itself refuses a request, whatever its route: malformed, too slow,
-# too long a URL, an expectation, too long a head, a bug, a bound (docs/faces/indexer.md).
+# Statuses with which the server itself refuses a request of any route: malformed, too slow, URL too
+# long, expectation, head too long, bug, limit reached (docs/faces/indexer.md).
 _OF_ALL = (400, 408, 414, 417, 431, 500, 503)
-_OF_BODIES = (413, 415)  # too long; compressed, or not announced as what it is
-_OF_TOKENS = (401, 403, 421)  # no token; the wrong one, or a page's origin; another host
+_OF_BODIES = (413, 415)  # too long; compressed, or of another content type
+_OF_TOKENS = (401, 403, 421)  # no token; wrong token, or another page's Origin; wrong Host
 
 _ABOUT = (
     "HEAD works wherever GET does. Unknown parameters, and unknown members of JSON bodies, are "
@@ -54,7 +55,7 @@ def with_document(
 
 
 def document(name: str, routes: Sequence[Route], description: Description) -> Schema:
-    """Returns the document; raises KeyError for a route that the face says nothing of."""
+    """Returns the document; raises KeyError for a route without a description."""
     paths: dict[str, dict[str, Schema]] = {}
     for route in routes:
         said = description.operations[f"{route.method} {route.path}"]

@@ -1,6 +1,6 @@
-"""The load of each rank in /metrics, where there are few enough ranks.
+"""The load of each rank in /metrics, while there are few enough ranks.
 
-Only there a label holds names that clients chose, hence the bound.
+The number of ranks is bounded because labels of these metrics hold names that clients chose.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def rank_families(
     loads: list[tuple[Labels, Load]] = []
     for number, (key, ledger, worker_id, dp_rank) in enumerate(ranks, 1):
         rank = ledger.rank_of(worker_id, dp_rank)
-        if rank is not None:  # it may have gone during a rest
+        if rank is not None:  # None: removed while the scrape paused at a `yield None`
             loads.append((_labels(key, worker_id, dp_rank), ledger.load(rank)))
         if number % BREATH == 0:
             yield None

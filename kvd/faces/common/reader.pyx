@@ -1,9 +1,9 @@
 # distutils: language = c++
-"""Reads members of request bodies for hot handlers, compiled as long as they are right.
+"""Reads members of request bodies for hot handlers: the usual valid ones in compiled code.
 
-A member of the usual kind costs some ten nanoseconds. Anything else goes to the function of
-kvd.faces.common.bodies that reads such a member for cold handlers: it takes what is rare and right,
-and words what is wrong.
+Such a member costs some ten nanoseconds. Any other goes to the function of kvd.faces.common.bodies
+that reads this kind of member for cold handlers: it accepts rare valid forms, and raises the error
+for invalid ones.
 """
 from cpython.unicode cimport PyUnicode_DecodeUTF8
 from libc.stddef cimport ptrdiff_t
@@ -23,7 +23,7 @@ cdef str TENANT = DEFAULT_TENANT
 
 
 cdef class BodyReader(BodyScanner):
-    """The body scanner of a hot route, with the members' values."""
+    """Scans the bodies of a hot route and reads the values of their members."""
 
     cdef bint scans(self, const char* body, size_t size) except -1:
         return self.core.scan(<const uint8_t*>body, size) == ScanResult.ok
@@ -75,7 +75,7 @@ cdef class BodyReader(BodyScanner):
         return string_view(self.id_text)
 
     cdef dict known(self):
-        """Returns the members as Python values; raises Invalid for a number that Python has not."""
+        """Returns the members as Python values; raises Invalid if one cannot be converted."""
         try:
             return self.members()
         except TypeError as error:

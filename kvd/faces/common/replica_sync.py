@@ -1,4 +1,4 @@
-"""The routes that say which replicas to listen to; the same on every face that has replicas."""
+"""The routes that register, remove and list replicas, on every face that has replica sync."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Peer(NamedTuple):
     """A replica as it is registered."""
 
     endpoint: str
-    server_key: str | None  # of CURVE
+    server_key: str | None  # its public CURVE key; None without CURVE
 
 
 def routes(replicas: Replicas) -> tuple[Route, ...]:

@@ -1,6 +1,6 @@
-"""Descriptions of routes: words for JSON schemas, and the routes that several faces have.
+"""Helpers for JSON schemas, and the descriptions of routes that several faces have.
 
-A body's further members are ignored; an answer has no member that its schema lacks.
+Handlers ignore members of a body that its schema lacks. Answers have no such members.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ DOCUMENT_PATH = "/openapi.json"
 DIAGNOSE_PATH = "/diagnose"
 EXPLAIN_PATH = "/explain"
 PICTURE_PATH, BRANCHES_PATH = "/picture", "/branches"
-# Of the page of every face: by path, a file of kvd/faces/ui/files and its content type.
+# The files of the page that every face serves: by path, the name in kvd/faces/ui/files and the
+# content type.
 UI_FILES = {
     "/ui": ("index.html", "text/html; charset=utf-8"),
     "/ui/kvd.svg": ("kvd.svg", "image/svg+xml"),
@@ -41,8 +42,8 @@ UI_FILES = {
 }
 
 
-# Of explanations: why a match ends, beside what its blocks' history says; why a rank cannot be
-# chosen.
+# Reasons in explanations. ELSEWHERE: why a match ends, beside the reasons of the chronicle (WHYS).
+# SHUT_OUT: why a rank cannot be chosen.
 ELSEWHERE = (
     "other_salt",
     "other_adapter",
@@ -59,11 +60,11 @@ def whole(minimum: int, maximum: int) -> Schema:
 
 
 def counted(unit: str) -> Schema:
-    """Returns the schema of a number of these."""
+    """Returns the schema of a count of `unit`."""
     return {"type": "integer", "minimum": 0, "description": unit}
 
 
-ANY: Schema = {}  # of a value that is kept and shown again, or opaque
+ANY: Schema = {}  # a value that kvd does not interpret
 TEXT: Schema = {"type": "string"}
 FLAG: Schema = {"type": "boolean"}
 NUMBER: Schema = {"type": "number"}
@@ -87,7 +88,7 @@ def array(items: Schema) -> Schema:
 
 
 def by_name(values: Schema) -> Schema:
-    """Returns the schema of an object whose members are named by data."""
+    """Returns the schema of an object whose member names are data."""
     return {"type": "object", "additionalProperties": values}
 
 
@@ -123,9 +124,9 @@ def in_query(name: str, required: bool = False) -> Schema:
 class Operation:
     """The documentation of one route.
 
-    `answers` are the contents of the answers of a handler that succeeds, by status; `refuses` are
-    the statuses of its own failures, beside those that any route can have. `parameters` are those
-    of the query and the head. `segment` is the schema of what stands for a placeholder in the path.
+    `answers` has the content of each successful answer, by status; `refuses` has the statuses of
+    the handler's own failures, beside those that any route can have. `parameters` are those of the
+    query and the head. `segment` is the schema of the text that fills the path's placeholder.
     """
 
     summary: str

@@ -1,4 +1,4 @@
-"""Long answers, written piece by piece so that others run between."""
+"""Writes long answers piece by piece, so that other tasks run in between."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from kvd.telemetry.stretches import REQUESTS, Cause
 
 
 async def sliced(pieces: Iterable[bytes], cause: Cause = REQUESTS) -> AsyncIterator[bytes]:
-    """Joins pieces to slices and lets others run between them, and at every empty piece.
+    """Joins pieces into slices; lets other tasks run after each slice and each empty piece.
 
-    The loop's time for a piece counts as of `cause`.
+    The time that a piece takes is counted under `cause`.
     """
     waiting: list[bytes] = []
     size = 0
@@ -30,5 +30,5 @@ async def sliced(pieces: Iterable[bytes], cause: Cause = REQUESTS) -> AsyncItera
 
 
 async def whole(pieces: Iterable[bytes], cause: Cause = REQUESTS) -> bytes:
-    """Joins all pieces of an answer whose length is bounded; others run meanwhile."""
+    """Joins all pieces of an answer of bounded length; other tasks run meanwhile."""
     return b"".join([piece async for piece in sliced(pieces, cause)])
