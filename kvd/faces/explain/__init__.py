@@ -4,10 +4,10 @@
                        └─ Traces: how far each rank caches the prompt, why it ends, what happened
                                                                         └─> Explanation, as JSON
 
-questions   what a body asks about: a prompt, or the request of a booking
-traces      a prompt followed through the chronicle of its index
-answers     what is found, as members of the answer
-routes      the routes: POST of a prompt or a request, GET of a request for pages
+questions   reads what a body asks about: a prompt, or a live request
+traces      follows a prompt through the chronicle of its index
+answers     writes the findings as members of the answer
+routes      POST /explain for a prompt or a live request; GET for a request, for links in pages
 
-Nothing is booked, drawn or counted by it.
+Explaining books, draws and counts nothing.
 """

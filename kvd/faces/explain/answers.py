@@ -1,4 +1,4 @@
-"""An explanation as the members of an answer."""
+"""Writes an explanation as the members of an answer."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from kvd_core.index.trace import End
 from kvd_core.selector import selector
 from kvd_core.selector.selector import Chance, Explained
 
-MAX_CANDIDATES = 256  # candidates shown of a phase, those first that would be chosen: 1 kB each
-MAX_EVENTS = 100  # events shown, the newest
+MAX_CANDIDATES = 256  # candidates shown of a phase, the most likely ones first: 1 kB each
+MAX_EVENTS = 100  # newest events that are shown
 
 REFUSALS = {
     selector.NONE: "nobody_eligible",
     selector.BUSY: "all_busy",
     selector.OVERLOADED: "all_overloaded",
 }
-NOT_CHOSEN_HERE = "no_selection"  # the model has no workers that can be chosen, but an index
+NOT_CHOSEN_HERE = "no_selection"  # the model has an index, but no workers to choose from
 
-# Of Explained: what a cost is made of, and is shown beside its terms.
+# Members of Explained from which costs are computed; answers show them beside the terms.
 FACTS = (
     "cached_tokens",
     "effective_prefill_tokens",
@@ -39,12 +39,12 @@ FACTS = (
     "active_requests",
     "decoding_requests",
 )
-# In which unit costs are, by what is weighed.
+# The unit of costs, for each basis of a choice that has neither blocks nor tokens.
 UNITS = {Basis.REQUESTS: "requests", Basis.TURNS: None, Basis.CHANCE: None}
 
 
 class Narrator:
-    """Words what was found about one prompt."""
+    """Writes what was found about one prompt."""
 
     def __init__(self, prompt: HashedPrompt, traces: Traces, now: float) -> None:
         self._prompt = prompt
@@ -84,7 +84,7 @@ class Narrator:
         }
 
     def unchosen(self) -> dict[str, Any]:
-        """Returns what is cached where, of a model whose ranks are not chosen here."""
+        """Returns what each rank caches, for a model whose ranks are not chosen here."""
         rows = sorted(self._traces.rows.items(), key=lambda row: (-row[1].all.depth, str(row[0])))
         return {
             "phase": None,
@@ -115,7 +115,7 @@ class Narrator:
     def _named(
         self, weighed: Weighed, at: list[int], chances: Mapping[int, Chance], best: list[int]
     ) -> dict[str, Any] | None:
-        """Returns a candidate, with what it costs more than the best."""
+        """Returns a candidate, and by how much it costs more than the best one."""
         if not at:
             return None
         rank, least = weighed.ranks[at[0]], weighed.ranks[best[0]].cost
@@ -188,7 +188,7 @@ class Narrator:
         return why | {"tier": tier} | self._end(end)
 
     def _known(self, end: End) -> End:
-        """Returns an end; unknown where the content of the block behind it is."""
+        """Returns an end; its reason is unknown where the content of the next block is unknown."""
         if end.why == "never_stored" and end.depth >= self._prompt.known:
             return end._replace(why="unknown")
         return end
@@ -214,7 +214,7 @@ class Narrator:
 def heading(
     question: ExplainRequest, prompt: HashedPrompt, block_size: int, now: float
 ) -> dict[str, Any]:
-    """Returns what is explained."""
+    """Returns the members that name what is explained."""
     return {
         "model_name": question.key.model_name,
         "tenant_id": question.key.tenant_id,
@@ -225,7 +225,7 @@ def heading(
 
 
 def chronicled(chronicle: Chronicle | None, now: float) -> dict[str, Any]:
-    """Returns how far back it is known what has happened."""
+    """Returns the size of the chronicle, and how far back it reaches."""
     if chronicle is None:
         return {"changes": 0, "overwritten": 0, "capacity": 0, "reach_s": 0.0}
     return {

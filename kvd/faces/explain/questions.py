@@ -1,4 +1,4 @@
-"""Reads what is to be explained: a prompt as POST /select takes it, or a booked request."""
+"""Reads what is to be explained: a prompt as POST /select takes it, or a live request."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvd_core.index.trace import given, hashed, recalled, terms
 from kvd_core.ledger.ledger import LiveRequest
 from kvd_core.selector.selector import Pool
 
-# Beside the prompt, what a choice depends on.
+# Members of a prompt, and others that a choice depends on.
 FIELDS = (
     *PROMPT_FIELDS,
     "session_id",
@@ -43,11 +43,11 @@ HASH = Struct("Q")
 
 @dataclass(frozen=True, slots=True)
 class HashedPrompt:
-    """A prompt by its local hashes, bytes of native 64-bit integers."""
+    """The local hashes of a prompt, as bytes of native 64-bit integers."""
 
     plain: bytes
-    salted: bytes | None  # with its salt; None: it has none
-    known: int  # blocks whose content is known; of what lies behind nothing can be said
+    salted: bytes | None  # hashed with the prompt's salt; None if it has no salt
+    known: int  # leading blocks whose content is known: explanations cover no others
 
     @property
     def blocks(self) -> int:
@@ -68,13 +68,12 @@ class ExplainRequest:
 
     ask: SelectRequest
     lookup: PromptLookup
-    prompt: Callable[
-        [int, Partition | None], HashedPrompt
-    ]  # in blocks of a size, as an index has it
-    # By block size, and what adapter and salt add to the seed of local hashes: those of its first
-    # so many blocks. None: it came hashed.
+    # Hashes the prompt in blocks of a size; a live request's is recalled from the partition.
+    prompt: Callable[[int, Partition | None], HashedPrompt]
+    # Returns local hashes by block size, terms and number of leading blocks, where the terms are
+    # what adapter and salt add to the seed. None: the prompt came as hashes.
     rehashed: Callable[[int, tuple[int, int], int], bytes] | None
-    own_terms: tuple[int, int]  # what its adapter and salt add
+    own_terms: tuple[int, int]  # of the prompt's own adapter and salt
     booked: BookedRequest | None = None
 
     @property
@@ -83,15 +82,16 @@ class ExplainRequest:
 
 
 def read(request: Request, state: State, selections: Selections) -> ExplainRequest:
-    """Returns what a body asks; raises as /select does, NotFound for a request that is not live."""
-    reader = PromptReader(ARRAYS, FIELDS)  # its own: answers are written in slices
+    """Reads a question; raises as /select does, and NotFound if a request is not live."""
+    reader = PromptReader(ARRAYS, FIELDS)  # not shared: other bodies are read between slices
     members = bodies.scan(reader, request.body)
     request_id = bodies.optional_text(members, "request_id")
     if request_id is not None:
         if any(members.get(name) is not None for name in ARRAYS):
             raise BadRequest("request_id: a request or a prompt can be explained, not both")
         return of_request(request_id, state, selections)
-    # A prompt that shares no blocks is made unique by a number that is drawn: it is drawn again.
+    # Where prompts share no blocks, a drawn number makes each of them unique. `undrawn` puts the
+    # number back: the next selection draws it as if nothing had been explained.
     selections.draws.undrawn(partial(reader.read_prompt, selections))
     session_id = bodies.optional_text(members, "session_id")
     ask = choosing.request_of(
@@ -127,10 +127,10 @@ def _rehashed(reader: PromptReader, block_size: int, terms: tuple[int, int], blo
 
 
 def of_request(request_id: str, state: State, selections: Selections) -> ExplainRequest:
-    """Returns the question about a live request, as if one more of its prompt had come.
+    """Returns the question about a live request, as if another request had the same prompt.
 
-    A booking has the sequence hashes of its blocks. Their content is known as far as the index has
-    the prompt.
+    A booking has only the sequence hashes of its blocks. Their content is known as far as the index
+    has the prompt.
     """
     key, live = selections.reservations.find(request_id)
     candidates = selections.candidates[key]
@@ -140,7 +140,7 @@ def of_request(request_id: str, state: State, selections: Selections) -> Explain
 
     def prompt(block_size: int, partition: Partition | None) -> HashedPrompt:
         plain = b"" if partition is None else recalled(partition.index, sequence)
-        known = max(1, len(plain) // HASH.size)  # the first block's two hashes are the same
+        known = max(1, len(plain) // HASH.size)  # a first block's local and sequence hash are equal
         return HashedPrompt(plain + sequence[len(plain) :], None, known)
 
     def lookup(pool: Pool) -> None:

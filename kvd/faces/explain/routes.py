@@ -1,4 +1,4 @@
-"""The route of explanations."""
+"""The routes of explanations."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from kvd.index.partitions import Partition, State
 from kvd.selection.service import Selections
 from kvd.selection.weighing import Weighed
 
-# Explanations being written, of all faces: each takes some milliseconds, in slices, and has some
-# megabytes for a prompt of a million tokens.
+# Explanations written at a time, over all faces: each takes some milliseconds, in slices, and holds
+# some megabytes for a prompt of a million tokens.
 MAX_EXPLANATIONS = 4
 
 
@@ -32,28 +32,28 @@ class Explainer:
     selections: Selections
 
     async def explain(self, request: Request) -> Response:
-        """Answers who would be chosen for a prompt, and why; raises as /select does.
+        """Answers which rank would be chosen for a prompt, and why; raises as /select does.
 
-        Where no workers can be chosen, it is said what those of the index cache.
+        For a model without workers to choose from, it answers what the ranks of its index cache.
         """
         return await self._answer(read(request, self.state, self.selections))
 
     async def explain_request(self, request: Request) -> Response:
-        """Answers the same for a live request that the query names, so that a link can ask."""
+        """Answers the same for a live request; the query names it, so that pages can link here."""
         request_id = bodies.parameters(request, "request_id").get("request_id")
         if request_id is None:
             raise BadRequest("the parameter `request_id` is missing")
         return await self._answer(of_request(request_id, self.state, self.selections))
 
     async def _answer(self, question: ExplainRequest) -> Response:
-        # Of a prompt of a million tokens each part takes 10 to 20 ms: others run between them.
+        # With a million tokens each step takes 10 to 20 ms: other tasks run in between.
         await trio.lowlevel.checkpoint()
         weighed = self._weigh(question)
         partition = self.state.partitions.get(question.key)
         if weighed and not self.selections.options.uses_kv_events:
             partition = None  # what ranks cache is not announced, but predicted
         if partition is None and not weighed:
-            partition = self.state.partition(*question.key)  # raises who serves it, or NotFound
+            partition = self.state.partition(*question.key)  # raises NotFound
         size = self._block_size(question, partition)
         await trio.lowlevel.checkpoint()
         prompt = question.prompt(size, partition)
@@ -105,7 +105,7 @@ def explain_routes(explainer: Explainer, explanations: ConcurrencyLimit) -> tupl
 
 
 def explanations_bound() -> ConcurrencyLimit:
-    """Returns what bounds the explanations of one process, on all of its faces."""
+    """Returns the limit on explanations that all faces of a process share."""
     return ConcurrencyLimit(
         MAX_EXPLANATIONS, f"the limit of {MAX_EXPLANATIONS} concurrent explanations is reached"
     )

@@ -1,4 +1,4 @@
-"""A prompt followed through its index: how far each rank caches it, why it ends, what happened."""
+"""Follows a prompt through its index: how far each rank caches it, why no further, its past."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from kvd_core.index.prefix_index import TIERS
 from kvd_core.index.trace import Happened, Trace, Traced, seeds
 
 SLICE_CHANGES = 16_384  # changes examined between two checkpoints, 0.3 ms
-MAX_STEPS = 4096  # changes of the prompt's blocks that are kept, before they are gathered
+MAX_STEPS = 4096  # changes of the prompt's blocks that are kept, counted before they are joined
 MAX_TENANTS = 16  # other tenants of the model that are searched
-GATHERED_S = 1.0  # changes of neighbouring blocks within this are shown as one
+GATHERED_S = 1.0  # changes of neighbouring blocks within this time are shown as one event
 
 TracedRank = tuple[int | str, int]  # worker id, dp rank
 
 
 class Elsewhere(NamedTuple):
-    """The same tokens, cached further than the prompt that was asked about."""
+    """How far the prompt's tokens are cached under another salt, adapter or tenant."""
 
     why: str
     blocks: int
@@ -31,9 +31,9 @@ class Elsewhere(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that has happened to blocks [begin, end) of the prompt, or to all of a rank."""
+    """A change of blocks [begin, end) of the prompt, or of everything that a rank held."""
 
-    at: float  # seconds, of the first
+    at: float  # seconds, of the first change
     kind: str
     worker_id: int | str
     dp_rank: int
@@ -49,7 +49,7 @@ class Traces:
 
     rows: dict[TracedRank, Traced]
     events: list[Event]  # the oldest first
-    left_out: int  # older changes
+    left_out: int  # number of older changes, which `events` lacks
     elsewhere: dict[TracedRank, Elsewhere]
 
 
@@ -63,7 +63,7 @@ async def find_traces(
     prompt: HashedPrompt,
     ranks: Iterable[TracedRank],
 ) -> Traces:
-    """Follows a prompt on these ranks, in slices; ranks that the index has not are left out."""
+    """Follows a prompt on these ranks, in slices; leaves out ranks that the index lacks."""
     trace = Trace(partition.index, prompt.plain, prompt.salted, MAX_STEPS)
     for worker_id, dp_rank in ranks:
         worker = partition.workers.get(worker_id)
@@ -113,7 +113,7 @@ def _held(partition: Partition, hashes: bytes) -> dict[TracedRank, int]:
 
 
 def _gathered(happened: Iterable[Happened]) -> Iterator[Event]:
-    """Yields changes as events; those of neighbouring blocks at about one time are one."""
+    """Yields changes as events; joins those of neighbouring blocks at about the same time."""
     last: Event | None = None
     for each in happened:
         whole = each.begin == each.end  # all that the rank held on these tiers

@@ -1,8 +1,8 @@
 """The gateway's face: OpenAI's and Anthropic's APIs in front of engines.
 
-routes     paths of the APIs, each with how it is routed; lists of models; health
-engines    routes for the engines: who is there, who comes, who goes
-schemas    what the face says of its routes
+routes     paths that engines answer; lists of models; health and status
+engines    routes that add and remove engines
+schemas    descriptions of the routes
 processes  /metrics of several processes that share the port
-metrics    what has become of requests, and how the engines are
+metrics    how requests ended, and the states of engines
 """

@@ -1,4 +1,4 @@
-"""Routes for the engines behind a gateway: who is there, who comes, who goes."""
+"""Routes that add engines to a gateway and remove them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvd_core.json.scan import BodyScanner
 
 UPSTREAM_MEMBERS = ("url", "role")
 UPSTREAM = BodyScanner({}, UPSTREAM_MEMBERS)
-CALLS = "calls"  # who wants the engines that came by POST /upstreams
+CALLS = "calls"  # the owner of engines that POST /upstreams has added
 
 
 def upstream_routes(upstreams: Upstreams) -> tuple[Route, ...]:
@@ -33,7 +33,7 @@ def upstream_routes(upstreams: Upstreams) -> tuple[Route, ...]:
 
 
 def read_upstream(body: bytes) -> Wanted:
-    """Returns the engine, or the name that leads to some, that a body describes."""
+    """Returns the engine that a body describes, or the DNS name of engines."""
     members = bodies.scan(UPSTREAM, body)
     url = bodies.bounded(bodies.text(members, "url"), "url")
     role = bodies.optional_text(members, "role")
@@ -48,7 +48,7 @@ def read_upstream(body: bytes) -> Wanted:
 
 
 def add(upstreams: Upstreams, request: Request) -> Response:
-    """Has an engine be asked what it is, and served with from then on."""
+    """Adds an engine: it gets requests once the gateway has asked it what it is."""
     wanted = read_upstream(request.body)
     if wanted.name is not None:
         raise BadRequest("url: dns: names belong in the settings or the fleet file")
@@ -60,7 +60,7 @@ def add(upstreams: Upstreams, request: Request) -> Response:
 
 
 def remove(upstreams: Upstreams, request: Request) -> Response:
-    """Has an engine that came by a call get nothing new; what it is answering goes on."""
+    """Removes an engine that a call has added: it gets no new requests, but finishes its own."""
     text = request.captured.decode("latin-1")
     found = upstreams.each.get(int(text)) if text.isdecimal() and len(text) < 20 else None
     if found is None:

@@ -18,14 +18,14 @@ from kvd.telemetry.metrics import CONTENT_TYPE, METRICS_PATH, Source, by_label, 
 
 
 def metrics_route(siblings: Siblings, sources: Sequence[Source]) -> Route:
-    """Returns the route that shows what all processes count, or one that the query names."""
+    """Returns the route of the metrics of all processes, or of one that the query names."""
     return Route("GET", METRICS_PATH, partial(merged_metrics, siblings, sources), hot=True)
 
 
 async def merged_metrics(
     siblings: Siblings, sources: Sequence[Source], request: Request
 ) -> Response:
-    """Joins the metrics of all processes, each with a label; `?process=` has one of them alone."""
+    """Answers the metrics of all processes, by label; `?process=` asks for one of them alone."""
     query = dict(parse_qsl(request.query.decode("latin-1"), keep_blank_values=True))
     asked, identity = query.get("process"), siblings.identity
     if asked is None:

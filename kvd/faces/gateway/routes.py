@@ -1,4 +1,4 @@
-"""The gateway's routes: what engines answer, and what the gateway answers itself."""
+"""The gateway's routes: those that engines answer, and those that the gateway answers itself."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvd.http.errors import Refusal as ServerRefusal
 from kvd.http.messages import Headers, Request, Response
 from kvd.http.routes import Route, Scope
 
-# Paths that engines answer, each with the API that its prompt and its errors are of.
+# Paths that engines answer, each with the API that defines the form of its prompts and errors.
 RELAYED: Mapping[str, Api] = {
     "/v1/chat/completions": Api.CHAT,
     "/v1/completions": Api.COMPLETIONS,
@@ -50,12 +50,12 @@ STORED = (
     ("DELETE", "/v1/responses/{response_id}"),
     ("POST", "/v1/responses/{response_id}/cancel"),
 )
-# Clients that may use engines, and those that watch, may see which models there are.
+# Clients that may use engines may list models, and so may those that only read.
 MODELS_SCOPE = Scope.GENERATE | Scope.READ
 
 
 class ClientFailures(Failures):
-    """Words what the server itself refuses as the clients of each API expect it."""
+    """Writes the server's own refusals in the form that clients of each API expect."""
 
     def response(
         self,
@@ -89,7 +89,7 @@ def gateway_routes(
 ) -> tuple[Route, ...]:
     """Returns the face's routes; bodies have `body_limit` bytes at most.
 
-    One of several processes shows its name.
+    `process` is the name that one of several processes shows in /status.
     """
     relayed = partial(
         Route, handler=_never, hot=True, any_type=True, body_limit=body_limit, scope=Scope.GENERATE
@@ -114,7 +114,7 @@ def _never(request: Request) -> NoReturn:
 
 
 def list_models(upstreams: Upstreams, request: Request) -> Response:
-    """Lists the models of all engines, each once, as clients of both APIs read lists."""
+    """Lists the models of all engines, each once, in a form that clients of both APIs read."""
     cards = list(_cards(upstreams))
     ends = {
         "first_id": cards[0]["id"] if cards else None,
@@ -134,9 +134,10 @@ def show_model(upstreams: Upstreams, request: Request) -> Response:
 
 
 def _cards(upstreams: Upstreams) -> Iterator[dict[str, Any]]:
-    """Yields a card for each name: the first engine's, as far as it holds for all.
+    """Yields one card for each model name: the first engine's, made to hold for all engines.
 
-    The context is the shortest, the age the greatest; where their files differ, none are named.
+    It has the shortest context and the earliest time of creation; its `root`, which names the
+    model's files, is null where the engines' differ.
     """
     found: dict[str, dict[str, Any]] = {}
     for upstream in upstreams:
@@ -155,7 +156,7 @@ def _cards(upstreams: Upstreams) -> Iterator[dict[str, Any]]:
 
 
 def ready(upstreams: Upstreams, request: Request) -> Response:
-    """Returns whether a request could be served now."""
+    """Answers whether a request could be served now."""
     serving = sum(upstream.standing is UpstreamState.SERVING for upstream in upstreams)
     body = json.dumps({"ready": serving > 0, "serving": serving}).encode()
     return Response(200 if serving else 503, body)
@@ -164,7 +165,7 @@ def ready(upstreams: Upstreams, request: Request) -> Response:
 def status(
     upstreams: Upstreams, choices: Choices, process: str | None, request: Request
 ) -> Response:
-    """Shows every engine: what it has said of itself, and how it is; and the kvds that choose."""
+    """Shows the facts and the state of every engine, and the kvds that choose engines."""
     names = [
         {"name": wanted.url, "addresses": len(name.urls), "problem": name.problem}
         for wanted, name in upstreams.followed.items()

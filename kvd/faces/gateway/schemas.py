@@ -1,4 +1,4 @@
-"""Schemas of the gateway's routes: bodies and answers are the engines', and open."""
+"""Descriptions of the gateway's routes. Engines' bodies and answers may have any members."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from kvd.selection.worker_record import Role
 
 STREAM = "text/event-stream"
 ANSWER: Content = {JSON: {"schema": by_name(ANY)}, STREAM: {"schema": TEXT}}
-# The gateway's own are of OpenAI's form, and behind /v1/messages of Anthropic's; engines have more.
+# The gateway's failures have OpenAI's form, or Anthropic's below /v1/messages; engines add others.
 FAILURE = {
     "anyOf": [
         members(
@@ -80,7 +80,7 @@ ADDED = in_json(row({"url": TEXT, "worker_id": U64}))
 NAME = row({"name": TEXT, "addresses": COUNT, "problem": nullable(TEXT)})
 KVD = row({"url": TEXT, "up": FLAG, "problem": nullable(TEXT)})
 READY = in_json(row({"ready": FLAG, "serving": COUNT}))
-# Statuses of the gateway's own failures; those of engines are passed on, whichever they are.
+# Statuses of the gateway's own failures. Clients also get those of engines, whatever they are.
 REFUSED = (400, 404, 429, 502, 503, 504)
 
 SOUND: Content = {"audio/*": {"schema": TEXT}}
