@@ -1,7 +1,7 @@
 """The live picture: what kvd does now, for people, at /ui of every face and in `kvd top`.
 
     /ui, /ui/*.js    static files ──> files/
-    /picture         one bounded JSON document ─┬─ who there is, from the parts themselves
+    /picture         one bounded JSON document ─┬─ faces, streams, models, ranks as they are now
     (kvd top, too)                              └─ the last minutes: History
     /branches        the prefix tree, a level at a time
 

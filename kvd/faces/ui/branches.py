@@ -1,7 +1,7 @@
 """The prefix tree, a level at a time: GET /branches.
 
-A branch is a chain of blocks that some ranks hold; what it is called, `9-91c07ad203fe55aa`, is good
-until the tree has changed there. Prompts cannot be read from it: a hash is of a block's tokens.
+A branch is a chain of blocks that some ranks hold. Its name, such as `9-91c07ad203fe55aa`, is valid
+until the tree changes there. It has a hash of tokens, from which no prompt can be read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvd.model import DEFAULT_TENANT
 from kvd_core.index.branches import Branch, branches
 from kvd_core.index.prefix_index import TIERS
 
-MAX_BRANCHES = 24  # branches of a page, with their holders at most 1 ms of work
+MAX_BRANCHES = 24  # branches on a page: with their holders at most 1 ms of work
 MAX_HOLDERS = 12  # holders listed of a branch on a tier; the others are counted
 
 _NAME = re.compile(r"(\d{1,10})-([0-9a-f]{16})")
@@ -32,7 +32,7 @@ def branches_route(state: State) -> Route:
 
 
 def show(state: State, request: Request) -> Response:
-    """Lists the branches below one, newest first; without `above` those that prompts begin with."""
+    """Lists the branches below `above`, newest first; without it, the first ones of prompts."""
     wanted = bodies.parameters(request, "block_size", "above", "after")
     partition = _partition(state, wanted)
     above, after = _tree_position(wanted, "above"), _tree_position(wanted, "after")
@@ -60,7 +60,7 @@ def _partition(state: State, wanted: dict[str, Any]) -> Partition:
 
 
 def _tree_position(wanted: dict[str, Any], name: str) -> tuple[int, int] | None:
-    """Returns the node and first hash that a branch is named by."""
+    """Returns the node and the first hash in a branch's name; None without the parameter."""
     if name not in wanted:
         return None
     found = _NAME.fullmatch(wanted[name])

@@ -1,4 +1,4 @@
-"""The last minutes of the picture, in rings that are filled only while it is read.
+"""The last minutes of the picture, in rings that are filled only while somebody reads it.
 
     read ──> wakes the task ──> a sample every SAMPLE_S ──> nobody has read for SAMPLED_S: all is
                                                             forgotten, nothing is subscribed to
@@ -7,7 +7,7 @@
              |  .  .  |  .  .  |     live requests, share of cached tokens: of each rank, MAX_RANKS
     MAX_DECISIONS                    choices, as in the decision log
 
-A share is that of a sample of choices where there are very many (kvd/slots/live_requests.py).
+Where choices are very many, shares are those of a sample (kvd/slots/live_requests.py).
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from kvd.wire.lifecycle import Step
 
 SAMPLE_S = 2.0  # seconds between two samples
 POINTS = 60  # samples kept: two minutes
-# Seconds after the last read until nothing is sampled any more: longer than browsers let a page in
-# the background wait.
+# Seconds after the last read at which sampling ends: longer than browsers delay the timers of a
+# page in the background.
 SAMPLED_S = 70.0
 MAX_DECISIONS = 32  # last choices shown, 0.5 kB each
 MAX_RANKS = 256  # ranks with a row and a history, 30 numbers and 2 kB each
 
 
 class Sums(NamedTuple):
-    """Totals since the start, and what there is at a moment."""
+    """Totals since the start; `live` and `queued` are numbers at one moment."""
 
     requests: int
     events: int
@@ -56,7 +56,7 @@ def _series() -> Series:
 
 @dataclass(slots=True)
 class Curves:
-    """Curves of all ranks together; None where there was nothing to share."""
+    """Curves of all ranks together; a share of nothing is None."""
 
     requests_per_s: Series = field(default_factory=_series)
     events_per_s: Series = field(default_factory=_series)
@@ -87,7 +87,7 @@ class History:
         ranks: Callable[[], Iterable[RankKey]],
         load: Load,
     ) -> None:
-        """`ranks` are the first MAX_RANKS that there are."""
+        """`ranks` returns the first MAX_RANKS ranks, `load` the live requests of one."""
         self._selections = selections
         self._sums = sums
         self._ranks = ranks
@@ -101,11 +101,12 @@ class History:
         self.curves = Curves()
         self.by_rank: dict[RankKey, RankCurves] = {}
         self.decisions: deque[tuple[float, dict[str, object]]] = deque(maxlen=MAX_DECISIONS)
-        self._chosen: dict[RankKey, tuple[int, int]] = {}  # cached tokens, prompt tokens
+        # Cached tokens and prompt tokens of choices since the last sample.
+        self._chosen: dict[RankKey, tuple[int, int]] = {}
         self._last = None
 
     def keep_sampling(self) -> None:
-        """Has samples taken for SAMPLED_S from now on."""
+        """Makes `run` take samples for SAMPLED_S from now on."""
         self._wanted_at = trio.current_time()
         self._wanted.set()
 
@@ -123,7 +124,7 @@ class History:
             self._wanted = trio.Event()
 
     def _note(self, moment: Moment) -> None:
-        """Takes a choice."""
+        """Notes a choice that was made here, not on a replica."""
         live = moment.live
         if moment.step is not Step.ADD or live is None or moment.mirrored:
             return

@@ -1,10 +1,11 @@
-"""The page at /ui: static files of this package, public, under a strict policy.
+"""The page at /ui: static files of this package, open to all, under a strict policy.
 
-They hold no data and are the same for everybody, and a browser cannot show a token with what a page
-is made of: so they are open to all. Everything that they show comes by routes that want a token.
+The files need no token, because browsers send none when they load the parts of a page. They hold no
+data and are the same for everybody; all that they show comes from routes that want a token.
 
-The policy lets nothing run or load but these files, from nowhere but here, and no page frame this
-one. Names in files are relative, so that it works behind a proxy under another path, too.
+The policy allows the page to run and load only these files, from this server, and forbids other
+pages to frame it. Addresses in the files are relative, so that it also works behind a proxy under
+another path.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ HEADERS: Headers = [
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
     (b"cross-origin-opener-policy", b"same-origin"),
-    (b"cache-control", b"no-cache"),  # after an upgrade no page is of two versions
+    (b"cache-control", b"no-cache"),  # so that no page mixes two versions after an upgrade
 ]
 
 

@@ -1,7 +1,7 @@
 """A live picture of kvd as one bounded JSON document: GET /picture.
 
-It is written piece by piece, so that others run between, and costs what it shows: at most MAX_RANKS
-rows, MAX_MODELS models, MAX_DOUBTFUL streams. All streams are counted.
+It is written piece by piece, so that other tasks run in between, and shows at most MAX_RANKS ranks,
+MAX_MODELS models and MAX_DOUBTFUL streams. The counts of streams are of all.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from kvd.telemetry.metrics import BREATH, RequestMetrics
 from kvd.wire.event_stream import StreamHealth
 
 MAX_MODELS = 64  # models and tenants shown, 0.3 kB each
-MAX_DOUBTFUL = 64  # streams listed that cannot be believed wholly, 0.5 kB each
-MAX_PICTURES = 8  # pictures being written at a time, some 100 kB each at most
+MAX_DOUBTFUL = 64  # streams listed because they are not exact, 0.5 kB each
+MAX_PICTURES = 8  # pictures written at a time, some 100 kB each at most
 SLICE_RANKS = 16  # rows of ranks between two checkpoints: 1 ms
-CACHING = (0, 1)  # phases whose choices are about what is cached: whole, prefill
-OWN_PATHS = frozenset({PICTURE_PATH, BRANCHES_PATH})  # requests that only look at the others
+CACHING = (0, 1)  # phases that are chosen for by what ranks cache: whole, prefill
+OWN_PATHS = frozenset({PICTURE_PATH, BRANCHES_PATH})  # not counted: they only show the others
 
 
 class FaceShown(Protocol):
@@ -110,7 +110,7 @@ class Picture:
         )
 
     def _pieces(self, now: float) -> Iterator[bytes]:
-        """Yields the document, and nothing (b"") where others may run."""
+        """Yields the document, and b"" where other tasks may run."""
         rows = Rows(self._ranks, now)
         sums, history = self._sums(), self.history
         yield b'{"kvd":' + render({"version": VERSION, "process": self._parts.state.instance_id})
@@ -135,7 +135,7 @@ class Picture:
         yield b"]}"
 
     def _streams(self, rows: Rows) -> Iterator[bytes]:
-        """Yields how many streams there are of each state, and the first that are not exact."""
+        """Yields the number of streams in each state, and the first that are not exact."""
         counts = Counter(dict.fromkeys(map(str, StreamHealth), 0))
         doubtful: list[dict[str, Any]] = []
         registered = [(each.key, each.listener) for each in self._parts.registry.registrations()]
@@ -199,7 +199,7 @@ def _publisher(publisher: Publisher) -> dict[str, Any]:
 
 
 def _shown(made: dict[str, object]) -> dict[str, object]:
-    """Returns a choice with the names of the picture."""
+    """Returns a choice with the picture's names of members."""
     shown = {"model_name": made["model"], "tenant_id": made["tenant"], **made}
     shown["worker_id"] = str(made["worker_id"])
     return {name: value for name, value in shown.items() if name not in ("model", "tenant")}

@@ -4,7 +4,7 @@
     registrations      ├──> RankKey ──> row    registrations are those of indexer and selections
     slot trackers     ─┘
 
-Only the first of very many ranks are shown. What cannot be believed is listed of all of them.
+At most MAX_RANKS ranks are shown. The picture's list of streams that are not exact is of all ranks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class RankRows:
     selections: Selections
 
     def first(self) -> list[RankKey]:
-        """Returns the first MAX_RANKS there are, and one more if there are more."""
+        """Returns the first MAX_RANKS ranks, and one more if there are more."""
         found: dict[RankKey, None] = {}
         for key in self._every():
             found[key] = None
@@ -61,7 +61,7 @@ class RankRows:
         return chain(chosen, registered, tracked)
 
     def load(self, key: RankKey) -> Load | None:
-        """Returns what a rank works on; None if no face books on it."""
+        """Returns the load of a rank; None if no face books on it."""
         instance_id = key.instance_id
         if not isinstance(instance_id, int):
             return None
@@ -102,7 +102,7 @@ class Rows:
         return row
 
     def stream(self, listener: EventStream) -> dict[str, Any]:
-        """Returns how far a stream can be believed, and why no further."""
+        """Returns the health and status of a stream, and why it is not exact."""
         shown: dict[str, Any] = {"stream": listener.health(self.now), "status": listener.status}
         said = [listener.link.quiet, listener.link.last_error, listener.loss]
         if shown["stream"] != StreamHealth.EXACT and (why := ", ".join(str(x) for x in said if x)):
@@ -110,7 +110,7 @@ class Rows:
         return shown
 
     def _rank_state(self, key: RankKey) -> dict[str, Any]:
-        """Returns whether the selection service can choose the rank, if it has it."""
+        """Returns whether the selection service can choose the rank; {} if it lacks the rank."""
         workers, instance_id = self.ranks.selections.workers, key.instance_id
         entry = workers.entries.get(instance_id) if isinstance(instance_id, int) else None
         if entry is None or entry.record.key != key.partition:
@@ -134,7 +134,7 @@ class Rows:
 
 
 def named(key: RankKey) -> dict[str, Any]:
-    """Returns members that name a rank; an id may be more than a browser's numbers can say."""
+    """Returns the members that name a rank; ids are texts, as browsers would round large ones."""
     return {
         "model_name": key.partition.model_name,
         "tenant_id": key.partition.tenant_id,

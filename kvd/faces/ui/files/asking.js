@@ -1,16 +1,16 @@
-// Asks kvd, with the token of this tab where one is needed.
+// Sends requests to kvd, with the token of this tab if it has one.
 
 const KEPT = "kvd-token";
 export const TIMEOUT_MS = 10000; // longest wait for an answer
 
-export class Refused extends Error {} // a token is needed, or another one
+export class Refused extends Error {} // kvd wants a token, or another one
 
 export function setToken(token) {
   if (token) sessionStorage.setItem(KEPT, token);
   else sessionStorage.removeItem(KEPT);
 }
 
-// Returns fetch's response. Raises Refused for 401, and for 403 where a page is asking by itself.
+// Returns fetch's response, whatever its status.
 export async function send(path, options = {}) {
   const headers = { ...options.headers };
   const token = sessionStorage.getItem(KEPT);
@@ -19,7 +19,7 @@ export async function send(path, options = {}) {
   return await fetch(path, { signal, ...options, headers, cache: "no-store" });
 }
 
-// Returns what a GET answers, read as JSON; raises for anything but 200.
+// Returns the JSON that a GET answers; raises Refused for 401 and 403, Error for other failures.
 export async function read(path, options = {}) {
   const answer = await send(path, options);
   if (answer.ok) return await answer.json();

@@ -1,4 +1,4 @@
-// Elements, curves and bars. Texts are set as texts: names in them are their clients'.
+// Elements, curves and bars. Texts are never parsed as HTML: they have names that clients chose.
 
 const SVG = "http://www.w3.org/2000/svg";
 export const TIERS = ["device", "host", "disk", "external"];
@@ -20,7 +20,7 @@ export function draw(tag, attributes = {}, ...children) {
   return element;
 }
 
-// Changes a text only where it differs: what is selected stays so.
+// Sets a text only if it differs, so that a selection in it survives.
 export function say(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
@@ -30,7 +30,7 @@ export function number(value, digits = 0) {
   return value.toLocaleString("en", { maximumFractionDigits: digits });
 }
 
-// Returns a number of things.
+// Returns a number and its noun.
 export function counted(value, noun) {
   return `${number(value)} ${noun}${value === 1 ? "" : "s"}`;
 }
@@ -43,7 +43,7 @@ export function lastOf(values) {
   return values?.findLast((value) => value !== null) ?? null;
 }
 
-// A curve over time that ends at the right edge; gaps where nothing was known.
+// A curve over time that ends at the right edge, with gaps where nothing was known.
 export class Curve {
   constructor(points, title) {
     this.points = points;
@@ -80,7 +80,7 @@ export class Curve {
   }
 }
 
-// A bar of parts, by tier; what is left of `whole` is free.
+// A bar with a part for each tier; the rest of `whole` is free.
 export class Stack {
   constructor() {
     this.title = draw("title");

@@ -3,7 +3,7 @@
 import { read } from "./asking.js";
 import { $, make, say } from "./drawing.js";
 
-const TIMEOUT_MS = 30000; // kvd looks at engines for ten seconds at most
+const TIMEOUT_MS = 30000; // kvd probes engines for ten seconds at most
 
 export class Doctor {
   constructor() {

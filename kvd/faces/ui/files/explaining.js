@@ -1,4 +1,4 @@
-// Why a request goes where it goes: what POST /explain answers, as tables.
+// Why a request goes where it goes: the answers of /explain, as tables.
 
 import { read } from "./asking.js";
 import { $, counted, make, number } from "./drawing.js";

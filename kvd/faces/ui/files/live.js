@@ -1,4 +1,4 @@
-// What goes on now: rates, streams, ranks, choices.
+// What is going on now: rates, streams, ranks, choices.
 
 import { $, Curve, Stack, TIERS, counted, lastOf, make, number, say, share } from "./drawing.js";
 import { explain } from "./explaining.js";
@@ -19,7 +19,7 @@ const nameOf = (each) => `${each.worker_id}:${each.dp_rank}`;
 const placeOf = (each) =>
   each.tenant_id === "default" ? each.model_name : `${each.model_name}/${each.tenant_id}`;
 
-// The request of a recent choice; whoever presses it sees why it went where it went.
+// Returns a button that names the request of a recent choice and explains the choice.
 function requestOf(choice) {
   const button = make("button", "text", choice.request);
   button.type = "button";

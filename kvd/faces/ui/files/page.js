@@ -1,4 +1,4 @@
-// The page: asks for the picture again and again, and shows the view that the address names.
+// The page: reads the picture every EVERY_MS and shows the view that the address names.
 
 import { Refused, read, setToken } from "./asking.js";
 import { $, say } from "./drawing.js";
@@ -75,7 +75,7 @@ async function look() {
     }
   }
   clearTimeout(timer);
-  // Nobody is asked while the dialog waits for a token.
+  // No request is sent while the dialog waits for a token.
   if (!$("token-dialog").open) timer = setTimeout(look, EVERY_MS);
 }
 

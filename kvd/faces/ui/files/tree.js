@@ -15,7 +15,7 @@ export class Tree {
     $("tree-again").addEventListener("click", () => this.begin());
   }
 
-  // Takes the models of a picture; after another process began, what was read means nothing.
+  // Takes the models of a picture; begins anew if kvd has restarted, as names of branches changed.
   show({ kvd, models }) {
     const names = JSON.stringify(models.map(({ model_name, tenant_id, block_size }) =>
       [model_name, tenant_id, block_size]));
@@ -47,7 +47,7 @@ export class Tree {
     this.fill(list, null, null);
   }
 
-  // Reads a page of the branches below one into a list.
+  // Appends a page of the branches below `above` to a list.
   async fill(list, above, after) {
     const asked = new URLSearchParams({ ...this.shown });
     if (above) asked.set("above", above);
@@ -100,7 +100,7 @@ export class Tree {
   }
 
   bar(branch) {
-    // By the root: short runs are seen beside long ones.
+    // The width is the square root of the length, so that short runs are seen beside long ones.
     const width = WIDEST * Math.sqrt(Math.min(1, branch.blocks / FULL));
     const svg = draw("svg", { class: "bar", viewBox: "0 0 100 10", preserveAspectRatio: "none" },
       draw("rect", { width: 100, height: 10, rx: 1 }));

@@ -1,4 +1,4 @@
-// Try a route: what this face's OpenAPI document says of it, an example to fill in, the answer.
+// Tries a route: shows its description from the OpenAPI document, an example to edit, the answer.
 
 import { read, send } from "./asking.js";
 import { $, make, number, say } from "./drawing.js";
@@ -7,7 +7,7 @@ import { explanation } from "./explaining.js";
 const MOST_SHOWN = 200000; // characters of an answer
 const TOKENS = 64; // token ids of an example
 
-// Returns a value as JSON for people: numbers of an array stand beside each other.
+// Returns a value as JSON for people, with the numbers of an array on one line.
 function written(value) {
   const text = JSON.stringify(value, null, 2);
   return text.replace(/\[\s+(-?[\d.e+-]+(?:,\s+-?[\d.e+-]+)*)\s+\]/g, (_, numbers) =>
@@ -16,9 +16,9 @@ function written(value) {
 
 export class Trying {
   constructor() {
-    this.opening = null; // while and after the document is read
+    this.opening = null; // the promise of the document, once it has been asked for
     this.operations = [];
-    this.known = {}; // members of a body that a picture shows
+    this.known = {}; // values for members of a body, from the picture
     $("try-route").addEventListener("change", () => this.choose());
     $("try-form").addEventListener("submit", (event) => {
       event.preventDefault();
@@ -34,8 +34,8 @@ export class Trying {
     }
   }
 
-  // Reads the document once, however often this is called meanwhile: read twice, it would take back
-  // the choice of a route between. What could not be read is read at the next call.
+  // Reads the document once, however often it is called: a second reading would undo the choice of
+  // a route. After a failure, the next call reads again.
   open() {
     this.opening ??= this.load().catch((error) => {
       this.opening = null;
@@ -78,7 +78,7 @@ export class Trying {
     $("try-answer").hidden = true;
   }
 
-  // Returns a value that a schema allows: what is known of this kvd, else the least.
+  // Returns a value that a schema allows: one that this kvd has, else the least one.
   example(schema, name = "") {
     if (schema.example !== undefined) return schema.example;
     if (schema.const !== undefined) return schema.const;
