@@ -10,14 +10,14 @@
     chain       the checks of all links, in their order
     engines     does the engine answer, does it speak ZeroMQ, does it publish KV events?
     upstreams   do engines behind the gateway serve?
-    events      do they arrive whole, and can they be used as registered?
-    identity    are model, tenant and ranks those that are asked for?
-    capacity    is there room to hold what they cache?
+    events      do events arrive whole, and do they fit the registration?
+    identity    are the models and tenants that are asked for registered, with all ranks?
+    capacity    is there room for what engines cache?
     questions   do questions match what is held: salts, adapters, tokens?
     choices     does every worker get requests, do bookings end, do replicas and clocks agree?
-    findings    the names, severities and remedies of all that can be found
-    growth      how far counters have grown in the last minutes
-    probes      engines probed from outside, within bounds: the first bytes of ZeroMQ
+    findings    the names, severities and remedies of all findings
+    growth      by how much counters have grown in the last minutes
+    probes      probes engines from outside, within bounds: the first bytes of ZeroMQ
 
-Checks are functions from evidence to findings: they ask nobody and know no clock.
+Checks are functions from evidence to findings, without I/O or a clock.
 """

@@ -9,7 +9,7 @@ from kvd.diagnosis.findings import Finding, counted, found, minutes
 
 
 def check_capacity(capacity: CapacityEvidence, watched_s: float) -> Iterator[Finding]:
-    """Yields that blocks are refused, if some were lately."""
+    """Yields a finding if the index has refused blocks lately."""
     if not capacity.refused_lately:
         return
     evidence = (
@@ -25,7 +25,7 @@ def check_capacity(capacity: CapacityEvidence, watched_s: float) -> Iterator[Fin
 
 
 def check_files(unwritten: Mapping[str, int], watched_s: float) -> Iterator[Finding]:
-    """Yields what could not be written lately."""
+    """Yields a finding for each content whose writes have failed lately."""
     for name, failed in unwritten.items():
         evidence = f"{counted(failed, 'write')} failed in {minutes(watched_s)}"
         yield found("files_not_written", name, evidence)

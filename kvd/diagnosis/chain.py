@@ -15,12 +15,12 @@ from kvd.diagnosis.identity import check_identity
 from kvd.diagnosis.questions import check_questions
 from kvd.diagnosis.upstreams import check_kvd, check_upstream
 
-# Findings of one name that are shown; the next one counts the others. A fleet that is unreachable
-# as a whole is one fault.
+# Findings of one name that are shown; one more counts the others, as a whole fleet may have one
+# fault.
 MOST_OF_A_KIND = 64
 
 
-# Streams checked between two rests: about 0.5 ms.
+# Streams checked between two checkpoints: about 0.5 ms.
 SLICE = 128
 
 
@@ -36,7 +36,7 @@ def in_order(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def walk(evidence: Evidence) -> Iterator[Finding | None]:
-    """Yields all that is wrong, and None where others may run."""
+    """Yields all that is wrong, and None where other tasks may run."""
     for number, stream in enumerate(evidence.streams, 1):
         yield from check_engine(stream)
         yield from check_events(stream)

@@ -7,14 +7,15 @@ from collections.abc import Iterator
 from kvd.diagnosis.evidence import Evidence, SelectionEvidence, ShareEvidence
 from kvd.diagnosis.findings import Finding, counted, found, minutes, partition_name
 
-# Bookings before their shares say anything.
+# Bookings that are needed before their distribution is judged.
 ENOUGH_BOOKINGS = 100
-# Share of one worker that is nearly all. Prompts of one prefix go to one worker while its load
-# allows; a fleet that is in use has others.
+# Share of the bookings that one worker should not get. Prompts of one prefix go to one worker while
+# its load allows, but a fleet in use also gets other prompts.
 NEARLY_ALL = 0.95
-# Seconds without a connection to a replica before that is said; a restarted one is back sooner.
+# Seconds without a connection to a replica before it is a finding; restarted replicas are back
+# sooner.
 AWAY_S = 5.0
-# Lead of a replica's clock that is not the network's and not rounding.
+# Lead of a replica's clock that neither the network nor rounding explains.
 SKEW_S = 1.0
 
 

@@ -22,17 +22,17 @@ class Doctor:
     """Finds out what is wrong, from what the daemon knows and what engines show from outside."""
 
     def __init__(self, parts: DiagnosedParts, dialer: Dialer, now: float, shared: Shown) -> None:
-        """Moments are monotonic seconds; `shared` shows the shared state."""
+        """`now` is in monotonic seconds; `shared` returns the status of the shared state."""
         self._gathering = Gathering(parts, now)
         self._prober = EngineProber(dialer)
         self._shared = shared
 
     def note_counters(self, now: float) -> None:
-        """Takes counters now and then; to be called every few seconds."""
+        """Samples counters when that is due; to be called every few seconds."""
         self._gathering.note_counters(now)
 
     def families(self) -> Iterator[Family]:
-        """Yields what metrics say of its bounds."""
+        """Yields the metrics that count what the doctor's own bounds left out."""
         help = "Number of bookings on busy ranks left out of the doctor's counts at the limit"
         name = "kvd_diagnosis_bookings_uncounted_total"
         yield counter(name, help, self._gathering.uncounted)

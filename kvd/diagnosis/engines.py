@@ -9,18 +9,18 @@ from kvd.diagnosis.findings import Finding, counted, found
 from kvd.wire.endpoints import host_and_port
 from kvd.wire.stream_link import Quiet
 
-# Time after which a restart is no news any more; rolling restarts of a fleet take some minutes.
+# Time for which a restart is a finding; rolling restarts of a fleet take some minutes.
 RECENT_S = 600.0
 
 # Errors of connections that were made but never completed a ZeroMQ handshake.
 NO_HANDSHAKE = ("handshake", "protocol error", "connection lost")
 CURVE_FAULTS = ("CURVE", "authentication failed")
 PUBLISHING = ("PUB", "XPUB")
-SHOWN_BYTES = 24  # of what something else than ZeroMQ has said
+SHOWN_BYTES = 24  # shown of an answer that is not ZeroMQ's
 
 
 def check_engine(stream: StreamEvidence) -> Iterator[Finding]:
-    """Yields what is wrong with the connection, or with who is at its other end."""
+    """Yields what is wrong with the connection, or with its other end."""
     if stream.is_paused:
         return
     fault = _contact(stream)
@@ -44,8 +44,8 @@ def check_engine(stream: StreamEvidence) -> Iterator[Finding]:
 
 
 def _contact(stream: StreamEvidence) -> Finding | None:
-    """Returns why there is no connection of use."""
-    # libzmq takes what an HTTP server answers for a peer of ZMTP 1.0, for a moment.
+    """Returns why there is no usable connection; None if there is one, or none yet."""
+    # Being connected is not enough: libzmq briefly takes an HTTP server for a peer of ZMTP 1.0.
     if stream.is_connected and (stream.messages or stream.probe is None or stream.probe.is_zmtp):
         return None
     error = stream.last_error
@@ -57,7 +57,7 @@ def _contact(stream: StreamEvidence) -> Finding | None:
         return fault
     if error or stream.quiet == Quiet.UNREACHABLE:
         return _unreachable(stream, error or f"no connection for {stream.quiet_s:.0f} s")
-    return None  # it is just being connected to
+    return None  # the first connection is under way
 
 
 def _handshake(stream: StreamEvidence) -> Finding | None:
@@ -84,7 +84,7 @@ def _seen(stream: StreamEvidence, probe: ProbeResult) -> Finding | None:
         own = "CURVE" if stream.has_key else "NULL"
         evidence = f"{where} wants {probe.mechanism}, and is registered for {own}"
         return found("keys_differ", stream.subject, evidence)
-    # An engine that greets and never goes on is found by that; else a connection is under way.
+    # An engine that greets but never completes the handshake is a fault; any other is connecting.
     return _handshake(stream) if probe.mechanism else None
 
 

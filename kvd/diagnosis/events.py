@@ -1,4 +1,4 @@
-"""Do events arrive whole, and can they be used as they are registered?"""
+"""Do events arrive whole, and do they fit the registration of their stream?"""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvd.wire.replay import ReplayEnd
 # Reasons of ignored events that have a finding of their own.
 NAMED = ("block_size", "tokens", "full")
 
-# Ends of replays in which the engine has answered, and in which nobody has.
+# Ends of replays that the engine answered, and of those that nobody answered.
 ANSWERED = (ReplayEnd.REACHED, ReplayEnd.MARKER, ReplayEnd.HOLE)
 UNANSWERED = (ReplayEnd.SILENT, ReplayEnd.FAILED)
 
@@ -83,7 +83,7 @@ def _check_lost(stream: StreamEvidence) -> Iterator[Finding]:
 
 
 def _check_replay(stream: StreamEvidence) -> Iterator[Finding]:
-    """Yields what a probe of the replay endpoint has shown, before it is needed."""
+    """Yields faults that a probe of the replay endpoint has shown, before a replay is needed."""
     probe, where = stream.replay_probe, stream.replay_endpoint
     if probe is None or not stream.is_connected:
         return

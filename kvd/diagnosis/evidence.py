@@ -1,16 +1,16 @@
 """The state of a daemon at one moment, as plain values: all that checks see.
 
-    Evidence ─┬─ streams      those of engines and publishers that show a sign of anything
+    Evidence ─┬─ streams      of engines and publishers, those with a sign of trouble
               ├─ upstreams, kvds   of the gateway
               ├─ models       each model and tenant with an index: questions beside events
               ├─ unknown      models and tenants that were asked for and are not registered
               ├─ workers      of the selection service, those that cannot be chosen
-              ├─ shares       bookings by busy worker, of each fleet
+              ├─ shares       bookings by worker, while it was busy, of each fleet
               ├─ faces        requests refused for their Host
               ├─ replicas, shared, clock
               └─ capacity, selections, expired
 
-`since` of a growth is how long its counters have been watched: see `kvd.diagnosis.growth`.
+`watched_s` is the time over which each Growth was counted: see `kvd.diagnosis.growth`.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class ProbeResult:
     """The result of probing an engine's address from outside."""
 
     fault: str = ""  # why there was no connection, "" if there was one
-    said: bytes = b""  # the first bytes, of whatever listens there
-    is_zmtp: bool = False  # these are a greeting of ZeroMQ's
-    mechanism: str = ""  # of that greeting: NULL, PLAIN or CURVE
-    socket_type: str = ""  # that it names, "" if it came to no handshake
+    said: bytes = b""  # the first bytes of the answer, from whatever listens there
+    is_zmtp: bool = False  # the answer begins with a greeting of ZeroMQ
+    mechanism: str = ""  # in that greeting: NULL, PLAIN or CURVE
+    socket_type: str = ""  # in its READY command, "" if none came
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +52,13 @@ class StreamEvidence:
     messages: int = 0
     bad_frames: Mapping[str, int] = field(default_factory=dict)
     batches_flawed: int = 0
-    flaw: str = ""  # why the last of these could not be read
+    flaw: str = ""  # why the last flawed batch could not be read
     joins: int = 0  # connections
     restarts: int = 0
-    restarted_s: float | None = None  # seconds since the last of these
+    restarted_s: float | None = None  # seconds since the last restart
     gaps: int = 0
     lost: int = 0  # messages that are missing for good
-    dropped: int = 0  # of them, those that found no room here
+    dropped: int = 0  # lost messages for which the stream's queue had no room
     replays: Mapping[str, int] = field(default_factory=dict)  # by how they ended
     loss: str = ""
     ignored: Mapping[str, int] = field(default_factory=dict)  # events, by reason
@@ -78,7 +78,7 @@ class UpstreamEvidence:
 
 @dataclass(frozen=True, slots=True)
 class KvdEvidence:
-    """A kvd elsewhere, that the gateway asks who serves a prompt."""
+    """A kvd elsewhere, which chooses engines for the gateway."""
 
     url: str
     problem: str  # why it is not asked, "" if it is
@@ -91,8 +91,8 @@ class Side:
     prompts: int = 0
     salted: int = 0
     adapted: int = 0
-    telling: int = 0  # by engines that would have announced a salt
-    first_tokens: frozenset[int] = frozenset()  # of the last of them
+    telling: int = 0  # prompts of engines that would have announced a salt
+    first_tokens: frozenset[int] = frozenset()  # with which the latest prompts begin
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +105,10 @@ class ModelEvidence:
     parked: int  # blocks without content or a parent
     questions: int
     matched: int
-    is_unmatched: bool  # asked often enough to say so
+    is_unmatched: bool  # of enough questions, none has matched
     asked: Side
     announced: Side
-    ranks: Mapping[InstanceId, frozenset[int]]  # registered ones, where some are missing between
+    ranks: Mapping[InstanceId, frozenset[int]]  # of instances with holes in their rank numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +134,8 @@ class ShareEvidence:
     """The bookings of a model and tenant by worker, while the workers were busy."""
 
     key: PartitionKey
-    bookings: Mapping[int, Growth]  # by worker, of those observed
-    workers: int  # that could have been chosen
+    bookings: Mapping[int, Growth]  # by worker, of a sample of requests
+    workers: int  # number of workers that can be chosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,12 +144,12 @@ class FaceEvidence:
 
     name: str
     refused: Growth
-    host: str  # of the last of them
+    host: str  # the Host of the last one
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaEvidence:
-    """A replica that is listened to."""
+    """A replica that this process listens to."""
 
     endpoint: str
     away_s: float  # seconds without a connection
@@ -163,7 +163,7 @@ class SharedEvidence:
 
     server: str
     is_connected: bool
-    behind: int  # processes of which steps are lacking
+    behind: int  # processes whose steps have not all arrived here
     fault: str
 
 
@@ -201,7 +201,7 @@ class ExpiredEvidence:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaTraffic:
-    """Messages that were not sent to replicas, or were missed from them."""
+    """Messages that could not be sent to replicas, and those of replicas that did not arrive."""
 
     overflows: Growth = 0
     missed: Growth = 0
@@ -209,9 +209,9 @@ class ReplicaTraffic:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """All of it."""
+    """All evidence of one moment."""
 
-    watched_s: float = 0.0  # for which counters have been watched
+    watched_s: float = 0.0  # seconds over which each Growth was counted
     streams: tuple[StreamEvidence, ...] = ()
     upstreams: tuple[UpstreamEvidence, ...] = ()
     kvds: tuple[KvdEvidence, ...] = ()

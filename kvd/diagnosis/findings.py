@@ -1,7 +1,7 @@
-"""The kinds of findings: each with a name, a severity, its meaning and a line that mends it.
+"""The kinds of findings: each with a name, a severity, its meaning and a remedy.
 
 `KINDS` is the catalog that documents, schemas and checks share. A remedy is a template whose fields
-a check fills in; where it depends on what was found, there are several, by case.
+a check fills in; a kind whose remedy depends on the evidence has several, by case.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Severity(StrEnum):
     """The severity of a finding."""
 
     ERROR = "error"  # prompts miss blocks that are cached, or requests fail
-    WARNING = "warning"  # it may be so, or will be
+    WARNING = "warning"  # this may happen, or will
 
 
 class FindingKind(NamedTuple):
@@ -33,8 +33,8 @@ class Finding(NamedTuple):
 
     name: str  # a key of KINDS
     severity: Severity
-    subject: str  # what it is wrong with
-    evidence: str  # with its numbers
+    subject: str  # the stream, model, worker or other part that it concerns
+    evidence: str  # what was observed, with numbers
     remedy: str  # a line to paste, or what to do
 
 
@@ -242,7 +242,7 @@ KINDS: Mapping[str, FindingKind] = {
 
 
 def found(name: str, subject: str, evidence: str, case: str = "", **fields: object) -> Finding:
-    """Returns a finding of a kind, whose remedy has these fields filled in."""
+    """Returns a finding of a kind, with `fields` filled into its remedy."""
     kind = KINDS[name]
     template = kind.remedy if isinstance(kind.remedy, str) else kind.remedy[case]
     remedy = template.format(subject=subject, **fields)
@@ -250,15 +250,15 @@ def found(name: str, subject: str, evidence: str, case: str = "", **fields: obje
 
 
 def partition_name(key: PartitionKey) -> str:
-    """Returns what findings call a model and tenant."""
+    """Returns the name of a model and tenant in findings."""
     return f"{key.model_name}/{key.tenant_id}"
 
 
 def minutes(seconds: float) -> str:
-    """Returns a time as findings say it."""
+    """Returns a duration in words, with its unit."""
     return f"{seconds:.0f} s" if seconds < 120.0 else f"{seconds / 60:.0f} minutes"
 
 
 def counted(number: int, noun: str) -> str:
-    """Returns a number of things."""
+    """Returns a number and its noun."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

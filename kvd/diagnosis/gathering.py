@@ -1,7 +1,7 @@
 """Gathers evidence from the parts of the daemon.
 
-Streams that show no sign of anything are passed over, and long walks rest between slices, so that
-a diagnosis costs the routing nothing to speak of.
+Streams without a sign of trouble are passed over, and long walks let other tasks run between
+slices, so that a diagnosis hardly slows the routing.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ from kvd.wire.stream_link import ListenerStatus
 from kvd_core.index.prefix_index import PromptStats
 
 SLICE = 32  # streams, or models, between two checkpoints: 0.5 to 1 ms
-# Requests of a rank with which another one could as well go elsewhere: with fewer, prompts of one
-# prefix rightly go to one rank.
+# Requests of a rank above which its bookings count: with fewer, prompts of one prefix rightly go to
+# one rank, and with more they could as well go elsewhere.
 BUSY_REQUESTS = 4
 MAX_SHARES = 4096  # workers whose bookings are counted; those of others are not
 
-Counted = tuple[str, Hashable]  # a kind of counter, and what it is about
+Counted = tuple[str, Hashable]  # a kind of counter, and its subject
 Probes = Mapping[str, ProbeResult]  # by address
-Shown = Callable[[], dict[str, Any] | None]  # what the shared state says of itself, if it is on
+Shown = Callable[[], dict[str, Any] | None]  # returns the status of the shared state, if it is on
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class DiagnosedParts:
     upstreams: Upstreams
     choices: Choices  # of the gateway
     authorizers: Mapping[str, Authorizer]  # by face, of those that are served
-    failures: Mapping[str, Callable[[], int]]  # to write files, by what these keep
+    failures: Mapping[str, Callable[[], int]]  # counts of failed writes, by content
 
 
 class Gathering:
@@ -86,19 +86,19 @@ class Gathering:
         self._parts = parts
         self._growth: Growth[Counted] = Growth(now)
         self.uncounted = 0  # bookings, beyond MAX_SHARES workers
-        self._away: dict[str, float] = {}  # replicas, and when they were first seen unconnected
+        self._away: dict[str, float] = {}  # when each replica was first seen unconnected
         self._bookings: Counter[tuple[PartitionKey, int]] = Counter()
         parts.selections.reservations.moments.subscribe(self._note)
 
     def note_counters(self, now: float) -> None:
-        """Takes the counters now and then; to be called every few seconds."""
+        """Notes unconnected replicas, and counters when due; to be called every few seconds."""
         away = [each.endpoint for each in self._parts.replicas.all() if not each.connected]
         self._away = {endpoint: self._away.get(endpoint, now) for endpoint in away}
         if self._growth.is_due(now):
             self._growth.take(self._event_counts(), now)
 
     def endpoints(self) -> list[str]:
-        """Returns the addresses that a probe may say something about."""
+        """Returns the addresses whose probes may show a fault."""
         replicas = self._parts.replicas
         found = [each.endpoint for each in replicas.all() if not each.connected]
         for listener in self._listeners():
@@ -165,7 +165,7 @@ class Gathering:
     # ---- counters
 
     def _note(self, moment: Moment) -> None:
-        """Counts a booking that the sample has and a busy rank got; replicas count their own."""
+        """Counts a booking of the sample if its rank is busy; replicas count their own."""
         live, candidates = moment.live, self._parts.selections.candidates.get(moment.key)
         if moment.step is not Step.ADD or moment.mirrored or live is None or candidates is None:
             return
@@ -179,7 +179,7 @@ class Gathering:
             self.uncounted += 1
 
     def _event_counts(self) -> dict[Counted, int]:
-        """Returns the counters whose growth says something."""
+        """Returns the counters whose growth is evidence."""
         parts = self._parts
         stats = parts.replicas.stats
         totals: dict[Counted, int] = {
@@ -306,12 +306,12 @@ class Gathering:
 
 
 def _of(grown: Mapping[Counted, int], kind: str) -> dict[Any, int]:
-    """Returns what has grown of a kind, by what its counters are about."""
+    """Returns the counters of a kind that have grown, by subject."""
     return {about: count for (each, about), count in grown.items() if each == kind and count}
 
 
 def _shows(listener: EventStream, probes: Probes) -> bool:
-    """Returns whether a stream shows a sign of anything."""
+    """Returns whether a stream shows a sign of trouble, or its replay endpoint was probed."""
     return (
         listener.health(trio.current_time()) is not StreamHealth.EXACT
         or listener.restarted_at is not None
@@ -389,7 +389,7 @@ def _side(said: PromptStats) -> Side:
 
 
 def _with_holes(ranks: Mapping[InstanceId, set[int]]) -> dict[InstanceId, frozenset[int]]:
-    """Returns the ranks of instances whose ranks are not numbered one after the other."""
+    """Returns the ranks of those instances whose rank numbers have holes."""
     return {
         instance_id: frozenset(each)
         for instance_id, each in ranks.items()
@@ -398,7 +398,7 @@ def _with_holes(ranks: Mapping[InstanceId, set[int]]) -> dict[InstanceId, frozen
 
 
 def _present(candidates: Candidates) -> list[int]:
-    """Returns the workers of a fleet of which a rank can be chosen."""
+    """Returns the workers of a fleet that have a rank which can be chosen."""
     return [
         record.worker_id
         for record in candidates.workers.values()

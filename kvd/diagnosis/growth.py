@@ -2,7 +2,7 @@
 
     time      ───┼────────────┼────────────┼─── now
               before        middle        (the next step)
-    grown     from `before` on: one step to two; since the start until there have been two
+    grown     since `before`, one to two steps ago; since the start until two steps have passed
 
 Costs: one dict of counters each step, and another one for a diagnosis.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from typing import Generic, TypeVar
 
-STEP_S = 300.0  # from one taking of counters to the next: a finding lasts for two of these at most
+STEP_S = 300.0  # from one sample of counters to the next: findings last for two steps at most
 
 Name = TypeVar("Name", bound=Hashable)
 
@@ -21,7 +21,7 @@ class Growth(Generic[Name]):
     """Counters that only grow, as they were one step and two steps ago."""
 
     def __init__(self, now: float) -> None:
-        """Moments are seconds, monotonic."""
+        """Times are in monotonic seconds."""
         self._before: Mapping[Name, int] = {}
         self._middle: Mapping[Name, int] = {}
         self._before_at = self._middle_at = now
@@ -36,11 +36,11 @@ class Growth(Generic[Name]):
         self._middle, self._middle_at = totals, now
 
     def since_s(self, now: float) -> float:
-        """Returns the seconds over which `grown` says anything."""
+        """Returns the seconds that `grown` covers."""
         return now - self._before_at
 
     def grown(self, totals: Mapping[Name, int]) -> dict[Name, int]:
-        """Returns by how much each counter has grown; one that began anew counts from 0."""
+        """Returns by how much each counter has grown; one that was reset counts from 0."""
         before = self._before
         found = {}
         for name, total in totals.items():

@@ -1,4 +1,4 @@
-"""Are model, tenant and ranks those that are asked for?"""
+"""Are the models and tenants that are asked for registered, with all ranks?"""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MOST_NAMED = 4  # registered names, or ranks, that a finding lists
 
 
 def check_identity(evidence: Evidence) -> Iterator[Finding]:
-    """Yields what is asked for and not registered, and workers that are not registered whole."""
+    """Yields models and tenants that are asked for in vain, and faults of registrations."""
     for key, asked in evidence.unknown.items():
         if key not in evidence.registered:
             yield _unknown(key, asked, evidence.registered)
@@ -40,7 +40,7 @@ def _unknown(key: PartitionKey, asked: int, registered: Collection[PartitionKey]
 
 
 def _check_ranks(model: ModelEvidence) -> Iterator[Finding]:
-    """Yields instances whose ranks have holes; ranks are numbered one after the other."""
+    """Yields a finding for each instance with holes in its ranks, whose numbers are consecutive."""
     for instance_id, ranks in model.ranks.items():
         missing = sorted(set(range(min(ranks), max(ranks))) - ranks)
         evidence = f"ranks {_some(sorted(ranks))} are registered, {_some(missing)} are not"

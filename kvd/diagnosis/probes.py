@@ -1,11 +1,11 @@
-"""Engines probed from outside: who listens at an address, and what does it speak?
+"""Probes engines from outside: does anything listen at an address, and what does it speak?
 
     connect ── greeting of ZMTP 3.0 ──> greeting? ── READY, as a SUB socket ──> its socket type
        └ errno                             └ something else, or nothing
 
 ZMTP (rfc.zeromq.org/spec/23) has both ends send a greeting of 64 bytes at once, and then, without
-CURVE or PLAIN, a READY command that names the type of the socket. The connection ends there. What
-is dialled has been registered, and is dialled all the time; the rules about addresses hold.
+CURVE or PLAIN, a READY command that names the type of the socket. The connection ends there. Only
+registered addresses are probed, which kvd dials anyway, and by the same rules for addresses.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from kvd.wire.endpoints import host_and_port
 if TYPE_CHECKING:
     from kvd.net.dialing import Dialer
 
-PROBE_S = 2.0  # for one address; who speaks ZeroMQ answers within a round trip
-PROBES_S = 10.0  # for all of them, below the deadline of handlers
-PROBES_AT_ONCE = 64  # a descriptor each
-MAX_PROBES = 1024  # addresses; others are not probed
-MOST_BYTES = 512  # read of an answer: a greeting and a command have 64 and some 40
+PROBE_S = 2.0  # for one address; a peer that speaks ZeroMQ answers within a round trip
+PROBES_S = 10.0  # for all addresses of a diagnosis, below the deadline of handlers
+PROBES_AT_ONCE = 64  # each needs a descriptor
+MAX_PROBES = 1024  # addresses of a diagnosis; others are not probed
+MOST_BYTES = 512  # read of an answer: a greeting has 64, the command some 40
 
-# Of a greeting, as the protocol has it: the mechanism, all of it, what comes before the mechanism.
+# Sizes in a greeting: the mechanism's, the whole greeting's, that of the part before the mechanism.
 MECHANISM_BYTES = 20
 GREETING_BYTES = 64
 VERSION_END = 12
@@ -46,15 +46,15 @@ IPC = "ipc://"
 
 
 class EngineProber:
-    """Probes addresses; all who ask together have PROBES_AT_ONCE connections."""
+    """Probes addresses; all diagnoses together have PROBES_AT_ONCE connections."""
 
     def __init__(self, dialer: Dialer) -> None:
         self._dialer = dialer
         self._limiter = trio.CapacityLimiter(PROBES_AT_ONCE)
-        self.left_out = 0  # addresses, for their number or for want of time
+        self.left_out = 0  # addresses that were not probed: too many, or out of time
 
     async def probe(self, endpoints: Iterable[str]) -> dict[str, ProbeResult]:
-        """Probes each of them, MAX_PROBES at most, as far as it gets within PROBES_S."""
+        """Probes the first MAX_PROBES addresses, as many as it can within PROBES_S."""
         probes: dict[str, ProbeResult] = {}
         wanted = list(dict.fromkeys(endpoints))
 
@@ -71,7 +71,7 @@ class EngineProber:
 
 
 async def probe_once(endpoint: str, dialer: Dialer) -> ProbeResult:
-    """Probes one address: PROBE_S at most to connect, and as long to hear who is there."""
+    """Probes one address: it has PROBE_S to connect, and PROBE_S more to read the answer."""
     stream: trio.SocketStream | None = None
     try:
         address = await dialer.endpoint(endpoint)
@@ -85,7 +85,7 @@ async def probe_once(endpoint: str, dialer: Dialer) -> ProbeResult:
         return ProbeResult(f"no connection within {PROBE_S:g} s")
     said = bytearray()
     async with aclosing(stream):
-        # An engine that hangs up has sent what counts before.
+        # If the engine hangs up, what it sent before is enough.
         with trio.move_on_after(PROBE_S), suppress(trio.BrokenResourceError):
             await _talk(stream, said)
     return read_probe(bytes(said))
@@ -110,7 +110,7 @@ async def _connect(address: str) -> trio.SocketStream:
 
 async def _talk(stream: trio.SocketStream, said: bytearray) -> None:
     """Sends a subscriber's greeting, and collects the answer until it identifies the other end."""
-    # An engine with another mechanism hangs up at once when it hears ours.
+    # The rest of the greeting waits: an engine with another mechanism hangs up when it reads ours.
     await stream.send_all(GREETING[:VERSION_END])
     while len(said) < GREETING_BYTES:
         if not await _hear(stream, said) or not is_greeting(said):
@@ -125,14 +125,14 @@ async def _talk(stream: trio.SocketStream, said: bytearray) -> None:
 
 
 async def _hear(stream: trio.SocketStream, said: bytearray) -> bool:
-    """Takes some more; returns whether there was any."""
+    """Reads more of the answer; returns False at its end."""
     data = await stream.receive_some(MOST_BYTES)
     said += data
     return bool(data)
 
 
 def is_greeting(said: bytes | bytearray) -> bool:
-    """Returns whether an answer begins as ZMTP does; the 8 bytes after its first may be any."""
+    """Returns whether an answer begins as ZMTP does; any 8 bytes may follow the first one."""
     return said[:1] == SIGNATURE[:1] and (len(said) < len(SIGNATURE) or said[9] & 1 == 1)
 
 
@@ -147,7 +147,7 @@ def read_probe(said: bytes | bytearray) -> ProbeResult:
 
 
 def _mechanism(said: bytes | bytearray) -> str:
-    """Returns the mechanism that a greeting names, "" while it has not come as far."""
+    """Returns the mechanism that a greeting names, "" while the greeting is incomplete."""
     name = (
         bytes(said[VERSION_END : VERSION_END + MECHANISM_BYTES])
         if len(said) >= GREETING_BYTES

@@ -1,4 +1,4 @@
-"""Do questions match what engines cache, and do they get as far as to be asked?"""
+"""Do questions match what engines cache, or are they refused before?"""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Iterator
 from kvd.diagnosis.evidence import Evidence, FaceEvidence, ModelEvidence
 from kvd.diagnosis.findings import Finding, found, minutes, partition_name
 
-# Prompts of a side before it counts that none of them has a salt, or an adapter: the first few of a
-# fleet are often probes, which have neither.
+# Prompts that are needed on a side before a lack of salts, or of adapters, counts: a fleet's first
+# prompts are often probes, which have neither.
 ENOUGH = 20
 
-_HOST = re.compile(r"[\w.:\[\]-]+", re.ASCII)  # what names and addresses of hosts are made of
+_HOST = re.compile(r"[\w.:\[\]-]+", re.ASCII)  # the characters of hosts' names and addresses
 
-SHOWN_TOKENS = 4  # of those with which prompts begin
+SHOWN_TOKENS = 4  # first tokens of prompts that a finding shows
 
 
 def check_questions(evidence: Evidence) -> Iterator[Finding]:
-    """Yields why questions may not match, by model, and which were refused."""
+    """Yields why questions may not match, by model, and why faces refused requests."""
     for model in evidence.models:
         yield from check_model(model)
     for face in evidence.faces:
@@ -39,7 +39,7 @@ def check_model(model: ModelEvidence) -> Iterator[Finding]:
 
 def _check_salts(model: ModelEvidence) -> Iterator[Finding]:
     asked, announced = model.asked, model.announced
-    # Engines that do not announce salts are matched without.
+    # Prompts of engines that announce no salts are matched without them.
     tells = announced.salted > 0 or announced.telling == announced.prompts
     if tells:
         yield from _one_sided(
@@ -55,7 +55,7 @@ def _check_adapters(model: ModelEvidence) -> Iterator[Finding]:
 def _one_sided(
     model: ModelEvidence, name: str, what: str, asked: int, announced: int
 ) -> Iterator[Finding]:
-    """Yields that of all prompts only those `asked`, or only those `announced`, have something."""
+    """Yields a finding if only questions, or only events, have prompts with `what`."""
     questions, stored = model.asked.prompts, model.announced.prompts
     if min(questions, stored) < ENOUGH or max(asked, announced) < ENOUGH or min(asked, announced):
         return
@@ -85,7 +85,7 @@ def _unmatched(model: ModelEvidence) -> Finding:
 
 def _host(face: FaceEvidence, watched_s: float) -> Finding:
     evidence = f"{face.refused} requests in {minutes(watched_s)}, the last for {face.host!r}"
-    # Anybody can send a name, and the remedy is pasted into a shell.
+    # Anybody can send any Host, and operators paste the remedy into a shell.
     host = face.host if _HOST.fullmatch(face.host) else "HOST"
     return found("host_refused", f"{face.name} face", evidence, host=host)
 

@@ -1,4 +1,4 @@
-"""Do engines behind the gateway serve, and does a kvd elsewhere choose for it?"""
+"""Do the engines behind the gateway serve, and does the kvd that chooses for it answer?"""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ def check_upstream(upstream: UpstreamEvidence) -> Iterator[Finding]:
 
 
 def check_kvd(kvd: KvdEvidence) -> Iterator[Finding]:
-    """Yields why a kvd elsewhere is not asked who serves a prompt."""
+    """Yields why the gateway cannot ask a kvd elsewhere to choose."""
     if kvd.problem:
         yield found("kvd_unreachable", f"kvd {kvd.url}", kvd.problem, endpoint=kvd.url)
