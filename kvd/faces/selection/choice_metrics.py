@@ -1,7 +1,7 @@
 """Metrics of selections: their outcomes, choices and waits, and the loads of ranks.
 
-Families named dynamo_* are those of Dynamo's router that a service beside the request path can
-fill: it sees prompts and choices, not the tokens that come back.
+Families named dynamo_* are those of Dynamo's router that the selection service can fill. It sees
+prompts and choices, but not the engines' answers.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 MODE_NAMES = {mode.core: str(mode) for mode in RouterMode}
 PHASE_NAMES = tuple("whole" if phase is None else str(phase) for phase in PHASES)
-CACHING = (0, 1)  # phases whose choices are about what is cached: whole, prefill
+CACHING = (0, 1)  # phases that are chosen for by what ranks cache: whole, prefill
 SELECT_PATHS = ("/select", "/select_and_reserve")
 
 Key = Literal[
@@ -47,7 +47,7 @@ Key = Literal[
     "chosen_blocks",
     "best_blocks",
 ]
-# Sums over choices, by phase: name of the family, key in ChoiceSums, help.
+# Sums over choices, labelled by phase: name of the family, key in ChoiceSums, help.
 SUMS: tuple[tuple[str, Key, str], ...] = (
     ("kvd_selection_choices_total", "choices", "Number of ranks chosen"),
     (
@@ -81,7 +81,10 @@ SUMS: tuple[tuple[str, Key, str], ...] = (
 def choice_families(
     selections: Selections, requests: RequestMetrics, most_ranks: int
 ) -> Iterator[Family | None]:
-    """Shows loads rank by rank up to `most_ranks` schedulable ranks; `requests` are the face's."""
+    """Yields the families; those of single ranks only while at most `most_ranks` can be chosen.
+
+    `requests` counts the requests of this face.
+    """
     choice_stats, stats = selections.choice_stats, selections.stats
     yield from _ends(choice_stats)
     help = "Number of two-phase requests served by one worker for lack of a prefill worker"
@@ -104,7 +107,7 @@ def _ends(choice_stats: ChoiceStats) -> Iterator[Family]:
         ("", (*_kind(mode, phase), ("outcome", SelectionOutcome(outcome).name.lower())), number)
         for mode, phase, outcome, number in choice_stats.outcomes()
     ]
-    if ended:  # series appear once they are hit
+    if ended:  # there is a series only for combinations that have occurred
         help = "Number of selections ended, by outcome"
         yield Family("kvd_selection_decisions_total", "counter", help, ended)
     held = [("", _kind(mode, phase), number) for mode, phase, number in choice_stats.held()]

@@ -1,4 +1,4 @@
-"""Reads a selection's members that are unusual beside its prompt, and waits for its choice."""
+"""Reads the unusual members of a selection into a SelectRequest, and waits for its choice."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FLOAT = Struct("f")
 
 INPUT_TRIGGERS = ("user_message", "tool_result", "other")  # of a session's context
 
-# Overrides that change a choice, by their names in requests; the rest is accepted and passed over.
+# Overrides that change a choice, by their names in requests; others are accepted and ignored.
 OVERRIDES = {
     "overlap_score_weight": "overlap_weight",
     "kv_overlap_score_weight": "overlap_weight",
@@ -45,7 +45,7 @@ OVERRIDES = {
     "overlap_score_credit": "device_credit",
     "router_temperature": "temperature",
 }
-# Overrides that only Dynamo's cost has: a request with one of them is for that cost.
+# Overrides of weights that only Dynamo's cost has: requests with one of them get that cost.
 OF_DYNAMO = OVERRIDES.keys() - {"router_temperature"}
 
 
@@ -61,7 +61,7 @@ def request_of(
 ) -> SelectRequest:
     """Returns the selection that a body asks for.
 
-    What nearly every body has is read already; the rest is among its `members`.
+    The caller has read the usual members; the unusual ones are read here, from `members`.
     """
     required, preferred = _taints(members)
     constraints = Constraints(_allowed(members), _rank(members, "pinned_worker"), required)
@@ -100,7 +100,7 @@ def _slo(members: bodies.Members) -> float | None:
 
 
 def check_booking(ask: SelectRequest | None, reservation_id: str | None) -> None:
-    """Raises what keeps a selection from being booked under an id, if one is given."""
+    """Raises if a selection cannot be booked, or not under the given id."""
     if ask is not None and ask.advisory:
         raise BadRequest("advisory: an advisory request cannot book")
     longest = MAX_REQUEST_ID_BYTES
@@ -111,7 +111,7 @@ def check_booking(ask: SelectRequest | None, reservation_id: str | None) -> None
 
 
 async def wait(scheduler: Scheduler, queued: QueuedRequest) -> Response:
-    """Returns the response to a selection that waits."""
+    """Waits for a queued selection; returns the response to it."""
     undo = partial(scheduler.take_back, queued)
     return Response(200, await scheduler.wait(queued), undo=undo)
 
@@ -122,10 +122,10 @@ class _Hints(NamedTuple):
 
 
 def _hints(members: bodies.Members) -> _Hints:
-    """Returns what `nvext.agent_hints` says of the request, unless it says so itself.
+    """Returns the hints in `nvext.agent_hints`; the request's own priority_jump wins.
 
-    `osl` is expected_output_tokens there, `latency_sensitivity` or a `priority` above 0
-    priority_jump.
+    There `osl` stands for expected_output_tokens, and `latency_sensitivity`, or a `priority` above
+    0, for priority_jump.
     """
     nvext = optional_object(members, "nvext") or {}
     hints = optional_object(nvext, "agent_hints") or {}
@@ -140,9 +140,9 @@ def _hints(members: bodies.Members) -> _Hints:
 
 
 def _session(selections: Selections, members: bodies.Members, session_id: str | None) -> str | None:
-    """Returns the session that the request belongs to, if sessions are followed.
+    """Returns the session of the request; None if it has none or sessions are not kept.
 
-    Its context goes before its id.
+    The id in `session_context` wins over `session_id`.
     """
     context = optional_object(members, "session_context")
     if context is not None:
@@ -202,7 +202,7 @@ def _taints(members: bodies.Members) -> tuple[frozenset[str], dict[str, float] |
 
 
 def _weight(weights: bodies.Members, taint: str) -> float:
-    """Returns a weight in single precision, as the original has them."""
+    """Returns a weight in single precision, as Dynamo has it."""
     try:
         weight: float = FLOAT.unpack(FLOAT.pack(number(weights, taint)))[0]
     except (Invalid, OverflowError):

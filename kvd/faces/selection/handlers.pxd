@@ -11,19 +11,20 @@ from kvd_core.selector.selector cimport Pool
 
 
 cdef class PromptReader(BodyReader):
-    # The prompt of the last body: token ids with the first four, else hashes.
+    # The prompt of the last body. The four members after `by_tokens` are only of a prompt by token
+    # ids, `locals_` is only of one by hashes.
     cdef readonly bint by_tokens
     cdef readonly str lora_name, cache_salt  # None: none
-    cdef object unique              # a number for a prompt that shares no blocks in use, or None
+    cdef object unique              # the number of a prompt that shares no blocks in use, or None
     cdef readonly bint eagle
-    cdef int locals_                # which array says what ranks cache of it
+    cdef int locals_                # the array that is taken for its local hashes
     cdef readonly uint64_t isl_tokens
 
-    # Reads the prompt of the scanned body; raises BadRequest without a whole one.
+    # Reads the prompt of the scanned body; raises BadRequest if it is incomplete.
     cpdef int read_prompt(self, selections) except -1
-    # Does the same where only the sequence hashes are needed, of a prompt chosen for before.
+    # Does the same for a booking on a chosen rank, which needs only the sequence hashes.
     cpdef int read_booked(self, selections) except -1
-    # Has a pool match the prompt that was read.
+    # Makes a pool match the prompt that was read.
     cpdef int put_before(self, Pool pool) except -1
 
     cdef int read_tokens(self, selections) except -1
@@ -37,7 +38,7 @@ cdef class PromptHandler(HotHandler):
 
     # The model and tenant that the body names, as a tuple.
     cdef tuple partition_key(self)
-    # The pool that has matched the body's prompt; raises Unserved without anyone in it.
+    # Makes the fleet's pool match the body's prompt; raises Unserved if the fleet has no worker.
     cdef Pool matched_pool(self, partition_key)
 
 cdef class PotentialLoadsHandler(PromptHandler):
@@ -50,13 +51,13 @@ cdef class SelectHandler(PromptHandler):
     cdef object reservations, scheduler  # parts of the selections
     cdef Draws draws
     cdef ImmediateSelection immediate
-    # Of the last body: its usual members, and the id to book under (None where nothing is booked).
+    # The last body's usual members, and the id of its booking (None if it books nothing).
     cdef str selection_id, session_id, reservation_id
-    cdef uint32_t expected   # tokens of output, kNone: unsaid
+    cdef uint32_t expected   # tokens of output; kNone: not given
     cdef bint is_matched      # the fleet's pool has matched its prompt
-    cdef object receipt      # of what the scheduler has booked with the answer
+    cdef object receipt      # of the scheduler's booking, None without one
     cdef object queued       # the selection that waits
-    cdef object booked_in    # the Candidates among which it was booked at once; None: it was not
+    cdef object booked_in    # the Candidates in which it was booked at once; None: it was not
 
     cdef bytes answered(self, const char* body, size_t size, request)
     cdef bint is_usual(self) noexcept

@@ -8,11 +8,11 @@ A selection without unusual members is chosen and booked here, in one go:
                                 v                  v
                kvd.selection.immediate ── no rank ─> kvd.selection.scheduler ──> answer, or a wait
 
-The scheduler serves what needs more than the choice and the ledger: constraints, phases, sessions,
-explanations, replicas, Idempotency-Keys, the queue. It also words why no rank can be chosen. Both
-ways have the body read once, by the same reader and `choosing.request_of`; they choose by the same
-Pool, and count and word a booking by kvd.selection.serving. On the fast path, a selection for the
-scheduler is left to its task, as it may have to wait.
+The scheduler serves selections that need more than the choice and the ledger: constraints, phases,
+sessions, explanations, replicas, Idempotency-Keys, the queue. It also raises the errors where no
+rank can be chosen. Both ways read the body once, with the same reader and `choosing.request_of`,
+choose with the same Pool, and count and report a booking with kvd.selection.serving. The fast path
+leaves a selection for the scheduler to the task of its connection, as it may have to wait.
 
 Costs: those of kvd.selection.immediate, and scanning the body.
 """
@@ -59,7 +59,7 @@ cdef enum:
     kStrictPriority
     kSessionId
     kSessionContext
-    kUnusual = kSessionContext  # from here on: the scheduler's
+    kUnusual = kSessionContext  # the first of the unusual fields, which need the scheduler
 PROMPT_FIELDS = (
     "model_name",
     "tenant_id",
@@ -106,7 +106,7 @@ cdef class PromptReader(BodyReader):
         if self.core.present(kTokenIds):
             return self.read_tokens(selections)
         self.by_tokens = False
-        self.optional_flag(kEagle)  # they are hashed already, as one or the other
+        self.optional_flag(kEagle)  # only checked: the prompt is hashed already
         if not (self.core.present(kBlockHashes) and self.core.present(kSequenceHashes)):
             raise prompts.missing(self.known(), "block_hashes", "sequence_hashes")
         if self.is_unset(kIslTokens):
@@ -170,7 +170,7 @@ cdef class PromptReader(BodyReader):
         return pool.match_prompt()
 
     def put_again(self, bytes body not None):
-        """Returns a function that hashes the body's tokens anew for a pool; None without tokens."""
+        """Returns a function that makes a pool match the tokens anew; None without tokens."""
         if not self.by_tokens:
             return None
         said = self.lora_name, self.cache_salt, self.unique, self.eagle
@@ -178,7 +178,7 @@ cdef class PromptReader(BodyReader):
 
 
 cdef class PromptHandler(HotHandler):
-    """The base of handlers of questions about a prompt."""
+    """The base of handlers that match a prompt."""
 
     FIELDS = PROMPT_FIELDS
 
@@ -232,9 +232,9 @@ cdef class OverlapScoresHandler(PromptHandler):
 
 
 cdef class SelectHandler(PromptHandler):
-    """Chooses the rank that should serve a prompt, and reserves it there if so asked.
+    """Chooses the rank that should serve a prompt, and with `reserves` books the prompt there.
 
-    It may wait until a rank is not busy.
+    A selection may wait until a rank is not busy.
     """
 
     FIELDS = SELECT_FIELDS
@@ -249,7 +249,8 @@ cdef class SelectHandler(PromptHandler):
         self.waits = True
 
     cdef bytes answer(self, const char* body, size_t size, Text captured, request):
-        # A task that the request is left to asks once more, and must draw what was drawn here.
+        # If the request is left to a task, that task calls `answer` again: it must draw the same
+        # numbers.
         self.draws.mark()
         try:
             answer = self.answered(body, size, request)
@@ -295,11 +296,11 @@ cdef class SelectHandler(PromptHandler):
         return self.selection_id, expected, priority, self.session_id, asks.optional_text(kLora)
 
     cdef object asked(self, partition_key, usual, members):
-        """Returns the SelectRequest of the body, whose unusual members are given."""
+        """Returns the SelectRequest of the body; `members` has its unusual members."""
         return choosing.request_of(self.selections, PartitionKey(*partition_key), members, *usual)
 
     cdef object read_booking(self, ask, request):
-        """Reads the id to book under; returns the Retry of a request with an Idempotency-Key."""
+        """Reads the id of the booking, or makes one; returns the Retry if there is a key for it."""
         given = self.body.optional_text(kReservationId)
         if ask is not None or (given is not None and utf8(given).size() > kMaxIdBytes):
             choosing.check_booking(ask, given)
@@ -311,7 +312,7 @@ cdef class SelectHandler(PromptHandler):
         return retry
 
     cdef bytes scheduled(self, ask, retry, request):
-        """Has the scheduler answer; None if the request waits."""
+        """Returns the scheduler's answer; None if the selection waits."""
         if self.adds_request:
             ask = replace(ask, reservation_id=self.reservation_id, retry=retry)
         lookup = has_matched if self.is_matched else self.body.put_before
@@ -343,7 +344,7 @@ cdef class SelectHandler(PromptHandler):
         return self.body.is_unset(kOverride)
 
     cdef bytes served(self, candidates):
-        """Chooses and books; None, and nothing has changed, if that cannot be done here."""
+        """Chooses and books at once; returns None, with nothing changed, if it cannot."""
         cdef Pool pool = candidates.pool
         self.body.put_before(pool)
         self.is_matched = True
@@ -362,7 +363,7 @@ cdef class SelectHandler(PromptHandler):
 
 
 cdef class ReservationHandler(HotHandler):
-    """The base of handlers of steps of reservations."""
+    """The base of handlers that take a step of a reservation."""
 
     def __init__(self, selections not None):
         """Takes the daemon's selections."""
@@ -371,7 +372,7 @@ cdef class ReservationHandler(HotHandler):
 
 
 cdef class PrefillCompleteHandler(ReservationHandler):
-    """Ends the prefill of a reservation, once or again."""
+    """Ends the prefill of a reservation; doing so again is no error."""
 
     cdef bytes answer(self, const char* body, size_t size, Text captured, request):
         self.steps.prefill_complete(segment(captured))
@@ -387,7 +388,7 @@ cdef class FreeHandler(ReservationHandler):
 
 
 cdef class LoadsHandler(HotHandler):
-    """Returns the load of every rank and the queues, by model and tenant; the query narrows it."""
+    """Returns the loads of all ranks and the queues; the query may name a model and tenant."""
 
     def __init__(self, selections not None):
         """Takes the daemon's selections."""

@@ -1,4 +1,4 @@
-"""Members that bodies of the selection service have in common, read strictly."""
+"""Strict readers of the members that several bodies of the selection service have."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def optional_number(members: bodies.Members, name: str) -> float:
 
 
 def retry_of(request: Request, reservation_id: str | None) -> Retry | None:
-    """Returns what a repetition of the request will have in common with it; None without a key."""
+    """Returns what identifies a retry of this request; None without an Idempotency-Key."""
     key = bodies.retry_key(request)
     if key is None:
         return None
@@ -80,7 +80,7 @@ def retry_of(request: Request, reservation_id: str | None) -> Retry | None:
 def booked(
     status: int, answer: bytes, receipt: Receipt[Candidates], selections: Selections
 ) -> Response:
-    """Returns the response that reports a booking, which ends if it does not reach its client."""
+    """Returns the response that reports a booking; if its client has left, the booking ends."""
     return Response(status, answer, undo=partial(selections.reservations.take_back, receipt))
 
 
@@ -107,7 +107,10 @@ def mode_of(members: Mapping[str, Any]) -> RouterMode:
 
 
 def policy_of(members: Mapping[str, Any], held: Settings | None) -> Policy:
-    """Returns a policy: a name, or an object with weights, onto those of `held` without a name."""
+    """Returns the policy of a body: a name, or an object with a name, weights or both.
+
+    Without a name, the weights change those of `held`, the settings so far.
+    """
     value = members["router_policy"]
     try:
         if isinstance(value, str):

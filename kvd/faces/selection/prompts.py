@@ -1,4 +1,4 @@
-"""Prompts in bodies: what is wrong with them, and how one that has waited is matched again."""
+"""Failures of prompts in bodies, and matching a prompt again after it has waited."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ ARRAYS: dict[str, Any] = {
     "sequence_hashes": "hash64?",
     "token_ids": "u32?",
 }
-# Its own, for prompts that have waited: the others may hold a body that is about to be matched.
+# Only for prompts that have waited: the other scanners may hold a body that is being read.
 LATER = BodyScanner({"token_ids": "u32?"})
 
 
 def missing(members: bodies.Members, *names: str) -> BadRequest:
-    """Returns the failure of a prompt that lacks one of these members, and tokens."""
+    """Returns the failure of a prompt that has neither tokens nor all of these members."""
     name = next(name for name in names if members.get(name) is None)
     return BadRequest(f"{name} is required, or token_ids")
 
@@ -37,7 +37,10 @@ def of_two_lengths(blocks: int, hashes: int) -> BadRequest:
 
 
 def unique(selections: Selections, members: bodies.Members) -> int | None:
-    """Returns a number for a prompt that is not to share blocks in use with any other."""
+    """Returns a number that makes a prompt unique, so that it shares no blocks in use.
+
+    None if prompts may share blocks, as the settings or the request say.
+    """
     reuse = selections.options.assumes_kv_reuse
     override = optional_object(members, "router_config_override")
     if override is not None and override.get("assume_kv_reuse") is not None:
@@ -53,6 +56,6 @@ def match_again(
     eagle: bool,
     pool: Pool,
 ) -> None:
-    """Puts a body's tokens before a pool once more."""
+    """Makes a pool match the tokens of a body once more."""
     LATER.scan(body)
     pool.match_tokens(LATER, 0, lora_name, cache_salt, unique, eagle=eagle)

@@ -1,4 +1,4 @@
-"""Worker records of the selection service: read strictly from bodies, and shown."""
+"""Reads worker records strictly from bodies, and writes the rows of listings."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ FIELDS = tuple(each.name for each in fields(WorkerRecord))
 
 
 def shown(workers: Workers, entry: CatalogEntry) -> dict[str, Any]:
-    """Returns a worker as it is listed, with why it cannot be chosen and how its streams are."""
+    """Returns the row of a worker: its record, why it cannot be chosen, its streams and speeds."""
     lifecycle, absent = workers.lifecycle(entry), workers.absent(entry)
     gone = list(absent.values()) if lifecycle is WorkerLifecycle.UNSCHEDULABLE else []
     row = entry.record.shown(lifecycle, entry.reasons + gone)
-    if absent:  # members of ours
+    if absent:  # from here on, members that Dynamo's rows lack
         row["disconnected_dp_ranks"] = {str(dp_rank): why for dp_rank, why in absent.items()}
     now = trio.current_time()
     listeners = workers.listeners(entry)
@@ -44,7 +44,7 @@ def shown(workers: Workers, entry: CatalogEntry) -> dict[str, Any]:
 
 
 def _speeds(workers: Workers, entry: CatalogEntry) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields what is known of the speed of a worker's ranks."""
+    """Yields the speeds of those ranks of a worker whose speed is known."""
     for dp_rank in entry.record.ranks:
         rank = entry.record.key, entry.record.worker_id, dp_rank
         prefill, decode = workers.speeds.prefill(rank), workers.speeds.decode(rank)
@@ -66,7 +66,7 @@ def _speeds(workers: Workers, entry: CatalogEntry) -> Iterator[tuple[str, dict[s
 
 def record(members: bodies.Members) -> WorkerRecord:
     worker_id = bodies.uint(members, "worker_id", bodies.U64_MAX)
-    for name in bodies.PARTITION_MEMBERS:  # null is no name, and absence means another one
+    for name in bodies.PARTITION_MEMBERS:  # refuses null, which `changes` takes for absent
         if name in members:
             bodies.text(members, name)
     return WorkerRecord(**{**changes(members), "worker_id": worker_id})

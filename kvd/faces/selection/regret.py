@@ -1,4 +1,4 @@
-"""Routes of what was expected of choices and what came of them."""
+"""Routes of reported outcomes: taking a report, and comparing reports with expectations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REPORT = BodyScanner({}, ("prompt_tokens", "cached_tokens", "output_tokens", "tt
 
 
 def report(request: Request, *, selections: Selections) -> Response:
-    """Takes what became of a request, as far as its caller knows, before it is freed."""
+    """Takes a client's report on the outcome of a live reservation, which may be incomplete."""
     reservation_id = bodies.segment(request)
     members = bodies.scan(REPORT, request.body)
     key, live = selections.reservations.find(reservation_id)

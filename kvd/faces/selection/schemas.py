@@ -1,4 +1,4 @@
-"""Schemas of the selection service's routes: bodies as its modules read them, and answers."""
+"""Schemas of the selection service's routes: of bodies, as its modules read them, and answers."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ ABOVE_0: Schema = {**NUMBER, "exclusiveMinimum": 0}
 
 
 def optional(**schemas: Schema) -> dict[str, Schema]:
-    """Returns members that may be null, which is as if they were absent."""
+    """Returns members that may be null, which means the same as absent."""
     return {name: nullable(schema) for name, schema in schemas.items()}
 
 

@@ -10,7 +10,7 @@ from kvd.telemetry.metrics import BREATH, Family, Labels, by_label, counter
 
 
 def speed_families(selections: Selections, most_ranks: int) -> Iterator[Family | None]:
-    """Yields them; rank by rank only where there are at most `most_ranks`."""
+    """Yields the families; those of single ranks only while there are at most `most_ranks`."""
     help = "Number of choices with a limit on the time to the first token, by outcome"
     name = "kvd_selection_slo_choices_total"
     yield by_label(name, "counter", help, "outcome", selections.stats.slo)
@@ -31,7 +31,7 @@ def speed_families(selections: Selections, most_ranks: int) -> Iterator[Family |
         return
     found = []
     for number, rank in enumerate(ranks, 1):
-        if speed := speeds.prefill(rank):  # its line may have to be fitted anew
+        if speed := speeds.prefill(rank):  # may fit the rank's line anew, hence the pauses
             found.append((_labels(rank), speed))
         if number % BREATH == 0:
             yield None

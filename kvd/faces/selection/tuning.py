@@ -1,6 +1,6 @@
 """Routes that change at run time how a model is routed: busy thresholds, router mode and policy.
 
-What is said of a model holds for all its tenants; what is said of a tenant wins.
+A change to a model holds for all its tenants; a change to one tenant wins over it.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from kvd.selection.tuning import TuningKey
 from kvd_core.json.scan import BodyScanner
 from kvd_core.selector.selector import MAX_ISL_TOKENS
 
-OFF = "off"  # of a threshold
+OFF = "off"  # the value of a threshold that is not applied
 
 
 class TuningPolicy(NamedTuple):
-    """A policy, and the model, or the model's tenant, that it is of."""
+    """A policy, and the model, or the tenant of a model, for which it is set."""
 
     key: TuningKey
     policy: Policy
@@ -37,7 +37,7 @@ POLICY = BodyScanner({}, POLICY_MEMBERS)
 
 
 def post_thresholds(request: Request, *, selections: Selections) -> Response:
-    """Sets those thresholds that are given, and says what holds."""
+    """Sets the given thresholds; answers those that now hold."""
     members = bodies.scan(BUSY, request.body)
     key = _key(members)
     changes = {
@@ -54,14 +54,14 @@ def list_thresholds(request: Request, *, selections: Selections) -> Response:
 
 
 def delete_thresholds(request: Request, *, selections: Selections) -> Response:
-    """Takes back what was set, so that the model's or the default ones hold again."""
+    """Removes thresholds that were set, so that the model's or the default ones hold again."""
     key = _named(request)
     selections.tuning.forget(key, THRESHOLDS)
     return bodies.json_response(_busy(selections, key))
 
 
 def post_mode(request: Request, *, selections: Selections) -> Response:
-    """Sets the router mode if one is given, and says which holds."""
+    """Sets the router mode if one is given; answers the one that now holds."""
     members = bodies.scan(MODE, request.body)
     key = _key(members)
     if members.get("router_mode") is not None:
@@ -70,7 +70,7 @@ def post_mode(request: Request, *, selections: Selections) -> Response:
 
 
 def list_modes(request: Request, *, selections: Selections) -> Response:
-    """Lists the default mode, and where another one has been set."""
+    """Lists the default mode, and the modes that were set for models and tenants."""
     answer = {
         "router_mode": RouterMode.of(selections.options.settings),
         "router_modes": [_mode(selections, key) for key in selections.tuning.said(("mode",))],
@@ -85,7 +85,7 @@ def delete_mode(request: Request, *, selections: Selections) -> Response:
 
 
 def post_policy(request: Request, *, selections: Selections) -> Response:
-    """Sets the router policy if one is given, and says which holds."""
+    """Sets the router policy if one is given; answers the one that now holds."""
     members = bodies.scan(POLICY, request.body)
     key = _key(members)
     if members.get("router_policy") is not None:
@@ -103,7 +103,7 @@ def read_policy(body: bytes) -> TuningPolicy:
 
 
 def list_policies(request: Request, *, selections: Selections) -> Response:
-    """Lists the default policy, where another one has been set, and the weights of all."""
+    """Lists the default policy, those set for models and tenants, and the weights of all."""
     settings = selections.options.settings
     answer = {
         "router_policy": str(Policy.of(settings)),

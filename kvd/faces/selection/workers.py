@@ -16,7 +16,7 @@ from kvd.selection.service import Selections
 from kvd.selection.worker_record import WorkerLifecycle, WorkerRecord
 from kvd_core.json.scan import BodyScanner
 
-SharedStatus = Callable[[], dict[str, Any] | None]  # of the state that replicas share, if they do
+SharedStatus = Callable[[], dict[str, Any] | None]  # the status of shared state, if it is on
 
 DESCRIBED = (*FIELDS, "routing_group")
 WORKER = BodyScanner({}, DESCRIBED)
@@ -24,7 +24,7 @@ WORKERS = BodyScanner({}, (*bodies.PARTITION_MEMBERS, "workers"))
 
 
 def ready(request: Request, *, selections: Selections, shared: SharedStatus) -> Response:
-    """Answers 200 once a worker can be selected; lists all workers where the client may."""
+    """Answers 200 once a worker can be selected; lists the workers if the client may read them."""
     entries = selections.workers.listed(None, None)
     lifecycles = Counter(selections.workers.lifecycle(entry) for entry in entries)
     count = lifecycles[WorkerLifecycle.SCHEDULABLE]
@@ -70,7 +70,7 @@ def read_worker(body: bytes) -> WorkerRecord:
 
 
 async def put_workers(request: Request, *, selections: Selections) -> Response:
-    """Makes the given workers all there are of a model and tenant."""
+    """Replaces all workers of a model and tenant by the given ones."""
     members = bodies.scan(WORKERS, request.body)
     key = partition_key(members)
     rows = bodies.require(members, "workers")
