@@ -1,9 +1,9 @@
 # distutils: language = c++
-"""The conductor's hot handlers: what each instance holds of a prompt.
+"""The conductor's hot handlers: they answer how much of a prompt each instance holds.
 
-Members have several names, and hashes may be texts. Whatever is rarer than the documented names is
-read by kvd.faces.conductor.members, which also words what is wrong. The dialect in msgpack is
-answered by kvd.faces.conductor.msgpack.
+Members have several names, and hashes may be texts. The documented names are read here;
+kvd.faces.conductor.members reads the rarer ones, and raises the failures of wrong members.
+kvd.faces.conductor.msgpack answers questions in msgpack.
 """
 from cpython.unicode cimport PyUnicode_DecodeUTF8
 from libc.stdint cimport uint64_t
@@ -108,8 +108,8 @@ cdef class QueryHandler(HotHandler):
     ARRAYS = {"token_ids": "u32?"}
 
     def __init__(self, dict partitions not None, packed not None, served not None):
-        """Takes partitions by model, tenant and block size; what answers a Request in msgpack; and
-        what is served here.
+        """Takes partitions by model, tenant and block size; a function that answers a Request in
+        msgpack; and the ServedModels of this process.
         """
         self.served = served
         self.body = QuestionReader(self.ARRAYS, FIELDS)
@@ -142,13 +142,13 @@ cdef class QueryHandler(HotHandler):
 cdef class HashQueryHandler(QueryHandler):
     """Returns what every instance holds of a prompt given as its sequence hashes.
 
-    The first question to a partition waits until its blocks have theirs.
+    The first question to a partition waits until sequence hashes are made for its blocks.
     """
 
     ARRAYS = dict.fromkeys(reading.HASHES, "hash64?")
 
     def __init__(self, dict partitions, packed, served, sequence not None):
-        """Takes also the function that makes sequence hashes of a Conductor and is awaited."""
+        """Takes also an async function that makes the sequence hashes of a Conductor."""
         super().__init__(partitions, packed, served)
         self.sequence = sequence
         self.waits = True
@@ -170,11 +170,11 @@ cdef class HashQueryHandler(QueryHandler):
         cdef QuestionReader asks = self.body
         cdef int array, found = -1
         if not asks.scans(body, size):
-            spelled = reading.as_integers(body[:size])  # kept until the answer: values lie in it
+            spelled = reading.as_integers(body[:size])
             if spelled is None:
                 asks.read(body, size)
             else:
-                self.spelled = spelled
+                self.spelled = spelled  # kept until the answer: the reader's values point into it
                 asks.read(self.spelled, len(self.spelled))
         for array in range(len(reading.HASHES)):
             if not asks.core.present(array):
@@ -195,5 +195,5 @@ cdef class HashQueryHandler(QueryHandler):
     async def sequenced(self, request, conductor):
         """Answers once a conductor has its sequence hashes."""
         await self.sequence(conductor)
-        response = self(request)  # others have used the reader
+        response = self(request)  # reads the body again: others have used the reader meanwhile
         return response if isinstance(response, Response) else await response

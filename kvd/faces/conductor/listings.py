@@ -41,7 +41,7 @@ class _Context(NamedTuple):
 
 
 async def services(publishers: Publishers, request: Request) -> Response:
-    """Lists who is registered, what their events really say, and how their streams are."""
+    """Lists the publishers: their registration, what their events say, and their streams."""
     listed, now = list(publishers), trio.current_time()
     if packed.wants_packed(request):
         verbose = b"verbose=1" in request.query.split(b"&")
@@ -51,7 +51,7 @@ async def services(publishers: Publishers, request: Request) -> Response:
 
 
 def _packed_service(publisher: Publisher, now: float, verbose: bool) -> dict[str, Any]:
-    """Returns a row as that dialect has it; kvd's own members only if they are asked for."""
+    """Returns the row of the msgpack dialect; with kvd's own members only if it is verbose."""
     row, echoed = _service(publisher, now), dict(publisher.described.echoed)
     shown = {name: value for name, value in row.items() if verbose or name[0].isupper()}
     del shown["AdditionalSalt"]
@@ -62,7 +62,7 @@ def _packed_service(publisher: Publisher, now: float, verbose: bool) -> dict[str
 async def _packed_list(
     count: str, name: str, length: int, rows: Iterable[Mapping[str, Any]]
 ) -> Response:
-    """Answers with an object of a number and a list of so many rows."""
+    """Answers an object of two members: `count` with the number of rows, `name` with the rows."""
     packer = msgpack.Packer()
 
     def pieces() -> Iterator[bytes]:
@@ -115,7 +115,7 @@ def _service(publisher: Publisher, now: float) -> dict[str, Any]:
         "last_error": listener.link.last_error,
         **publisher.source.stats(),
     }
-    row["blocks"] += row["waiting"]  # questions by hash may find those, too
+    row["blocks"] += row["waiting"]  # questions by hash may find waiting blocks, too
     if listener.loss:
         row["loss"] = listener.loss
     if unused := said.unused():
@@ -126,12 +126,12 @@ def _service(publisher: Publisher, now: float) -> dict[str, Any]:
 
 
 def _is_unmatched(stats: Mapping[str, Any]) -> bool:
-    """Returns whether a publisher holds blocks that questions about its instance never find."""
+    """Returns whether a publisher holds blocks, but no question about its instance has matched."""
     return bool(stats["blocks"] + stats["waiting"] and stats["asked"] and not stats["matched"])
 
 
 async def global_view(state: State, publishers: Publishers, request: Request) -> Response:
-    """Lists what blocks are kept apart by; the blocks themselves stay here."""
+    """Lists the contexts that keep blocks apart; the blocks themselves are not shown."""
     if packed.wants_packed(request):
         contexts = _packed_contexts(state, publishers)
         return await _packed_list("context_count", "contexts", len(contexts), contexts)
@@ -140,7 +140,10 @@ async def global_view(state: State, publishers: Publishers, request: Request) ->
 
 
 def _contexts(listed: list[Publisher], partitions: list[Partition]) -> Iterator[bytes]:
-    """Yields those of publishers, and of workers, whose adapters only their events name."""
+    """Yields the contexts of publishers and of workers; those of workers name no adapter.
+
+    The adapters of workers stand only in their events.
+    """
     contexts: set[_Context] = set()
     for number, publisher in enumerate(listed, 1):
         described = publisher.described
@@ -194,7 +197,7 @@ def _packed_contexts(state: State, publishers: Publishers) -> list[dict[str, Any
 
 
 def _rows(rows: Iterable[Mapping[str, Any]]) -> Iterator[bytes]:
-    """Yields what is left of an object whose last member is a list of these."""
+    """Yields rows and the end of an object whose last member is the list of them."""
     for number, row in enumerate(rows):
         yield (("," if number else "") + json.dumps(row)).encode()
         if number % SLICE_ROWS == SLICE_ROWS - 1:
@@ -203,7 +206,7 @@ def _rows(rows: Iterable[Mapping[str, Any]]) -> Iterator[bytes]:
 
 
 def families(state: State, publishers: Publishers) -> Iterator[Family | None]:
-    """Yields what /metrics says of this face's listeners, and of all partitions."""
+    """Yields the metrics of this face's listeners, and of all partitions."""
     listed = list(publishers)
     listeners = [publisher.listener for publisher in listed]
     yield from listener_families(listeners, publishers.left_stats, trio.current_time())

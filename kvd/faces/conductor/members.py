@@ -1,4 +1,4 @@
-"""Members of the conductor's request bodies, and the failures that say what is wrong with them."""
+"""Reads members of the conductor's request bodies, and makes the failures of wrong ones."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ SALT = ("cache_salt", "additional_salt", "additionalsalt")
 HASHES = ("seq_hashes", "block_hash", "block_hashes")
 ASKED = ("tenant_id", "block_size", "lora_name", "instance_id", "lora_id")
 
-# Reads a question, and its hashes as whatever they are.
+# Reads a question with hashes of any type.
 SPELLED = BodyScanner({}, (*MODEL, *SALT, *ASKED, *HASHES))
-# Longest body in bytes whose hashes are texts, some 10,000: Python objects are made of them, for 30
-# ms.
+# Longest body in bytes whose hashes may be texts, some 10,000: making Python objects of them takes
+# 30 ms.
 TEXT_HASHES_LIMIT = 256 * 1024
 
 Members = dict[str, Any]
@@ -71,7 +71,7 @@ def text(members: Members, name: str) -> str | None:
 
 
 def kept_text(name: str, value: object) -> str:
-    """Returns a value that has to be a text short enough to be kept."""
+    """Returns a text that is short enough to be kept; raises for any other value."""
     if not isinstance(value, str):
         raise wrong_type(name, "a text")
     if len(value.encode()) > MAX_KEPT_BYTES:
@@ -80,7 +80,7 @@ def kept_text(name: str, value: object) -> str:
 
 
 def optional_name(members: Members, name: str) -> str | None:
-    """Returns a text that names what is kept."""
+    """Returns a name that will be kept, or None when the member is absent or null."""
     return named(text(members, name), name)
 
 
@@ -95,14 +95,14 @@ def named(value: _Name, name: str) -> _Name:
 
 
 def checked(described: Described) -> Described:
-    """Refuses an engine that would serve every instance; returns any other publisher."""
+    """Returns a publisher; raises for an engine that claims to serve every instance."""
     if described.instance_id == EVERY_INSTANCE and not described.is_store:
         raise invalid("instance_id: `*` is for stores, which serve every instance", "instance_id")
     return described
 
 
 def usable(value: str | None, name: str, check: Callable[[str], None]) -> None:
-    """Has `check` judge an address or key, if there is one; names it where that finds a fault."""
+    """Runs `check` on an address or key, if there is one; its failure gets the member's name."""
     if value is None:
         return
     try:
@@ -119,7 +119,7 @@ def echoed(value: object, name: str) -> object:
 
 
 def alias(members: Members, names: tuple[str, ...]) -> str | None:
-    """Returns the one member of several names for the same text."""
+    """Returns a text that a body may give under any of several names; None if it gives none."""
     given = {name: value for name in names if (value := text(members, name)) is not None}
     if len(set(given.values())) > 1:
         raise differing(list(given), min(given))
@@ -127,7 +127,7 @@ def alias(members: Members, names: tuple[str, ...]) -> str | None:
 
 
 def model_name(members: Members, called: str) -> str:
-    """Returns the model; `called` is the name that the documentation has for it there."""
+    """Returns the model; failures name the member `called`, as the route's documentation does."""
     name = alias(members, MODEL)
     if name is None:
         raise missing(called)
@@ -137,12 +137,12 @@ def model_name(members: Members, called: str) -> str:
 
 
 def kept_model_name(members: Members, called: str) -> str:
-    """Returns the model name of a registration, which keeps it; raises Invalid as `named`."""
+    """Returns the model name of a registration, which will be kept; checks it as `named` does."""
     return named(model_name(members, called), called)
 
 
 def adapter(members: Members) -> str:
-    """Returns the adapter's name; a number finds blocks of engines that know only that."""
+    """Returns the adapter's name, or #N for its number N, where engines know only numbers."""
     name = text(members, "lora_name") or ""
     number = members.get("lora_id")
     if number is None:
@@ -175,9 +175,9 @@ def optional_uint(members: Members, name: str, minimum: int) -> int | None:
 
 
 def as_integers(body: bytes) -> bytes | None:
-    """Returns a body with its hashes as integers; None if that is not what is wrong with it.
+    """Returns a body with its hashes as integers; None if none of them is a text.
 
-    They may be texts, for clients whose JSON has no 64-bit integers.
+    Hashes may be texts for clients whose JSON has no 64-bit integers.
     """
     if len(body) > TEXT_HASHES_LIMIT:
         return None
@@ -210,6 +210,6 @@ def differing(names: list[str], field: str) -> KvdError:
 
 
 def detailed(error: KvdError, reason: str, name: str | None = None) -> KvdError:
-    """Returns the failure with what this face says of every one."""
+    """Returns the failure with the details that this face adds to all of its failures."""
     error.details = {"reason": reason} if name is None else {"reason": reason, "field": name}
     return error

@@ -1,7 +1,7 @@
 """The conductor's msgpack dialect, that of Mooncake's C++ Conductor: its bodies and answers.
 
-It is not only another encoding of the JSON dialect: members have one name each, none may be
-unknown, null is a value of a wrong type, and rows count tier by tier as the indexer does.
+It is more than another encoding of the JSON dialect: each member has one name, unknown members and
+nulls are refused, and rows count blocks tier by tier, as the indexer does.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FORMS = dict.fromkeys(
     ("application/msgpack", "application/x-msgpack", "application/vnd.msgpack"), FORM
 )
 
-# Hash profiles by strategy: the algorithms, the projection, whether there is a seed.
+# Hash profiles by strategy: the algorithms, the projection, whether a seed is needed.
 PROFILES = {
     "vllm_v1": (("sha256_cbor", "sha256"), "low64_be", True),
     "sglang": (("sha256_raw",), "first64_be", False),
@@ -43,8 +43,8 @@ PROFILES = {
 }
 
 Members = dict[str, Any]
-Value = None | int | str | bytes | tuple[str, int]  # of a member, as `read_members` has it
-Tiers = tuple[int, int, int, int, int]  # dp rank, device, with own host memory, host, disk
+Value = None | int | str | bytes | tuple[str, int]  # a member's value from `read_members`
+Tiers = tuple[int, int, int, int, int]  # dp rank; match on device, with own host, with host, disk
 
 
 class MemberRule(NamedTuple):
@@ -55,7 +55,7 @@ class MemberRule(NamedTuple):
 
 
 def is_packed(request: Request) -> bool:
-    """Returns whether a body is announced as msgpack, which its answer is then, too."""
+    """Returns whether a body's content type is msgpack; if so, its answer is msgpack as well."""
     return content_type(request.headers) in FORMS
 
 
@@ -82,7 +82,7 @@ def _quality(parameters: str) -> float:
             try:
                 return float(value)
             except ValueError:
-                return 0.0  # no weight that could prefer anything
+                return 0.0  # not a number: it expresses no preference
     return 1.0
 
 
@@ -94,7 +94,7 @@ def response(value: object) -> Response:
 
 
 def read_question(body: bytes, array: str, width: int) -> tuple[Topic | None, bytes]:
-    """Returns what a question is about, and its array as bytes; None: about nothing that can be."""
+    """Returns the topic of a question and its array as bytes; no topic for an empty instance."""
     members = _read(
         body,
         {
@@ -122,7 +122,7 @@ def read_question(body: bytes, array: str, width: int) -> tuple[Topic | None, by
 
 
 def read_publisher(body: bytes) -> Described:
-    """Returns the publisher that a registration describes; its addresses may be unusable.
+    """Returns the publisher that a registration describes; its addresses are not checked yet.
 
     A store that is registered in this dialect serves every instance.
     """
@@ -160,7 +160,7 @@ def read_publisher(body: bytes) -> Described:
 
 
 def read_narrowing(body: bytes) -> Narrowing:
-    """Returns which publishers are to be unregistered."""
+    """Returns the criteria of the publishers that are to be unregistered."""
     members = _read(
         body,
         {
@@ -229,7 +229,7 @@ def _rank(name: str, value: Value) -> int:
 
 
 def _any_rank(name: str, value: Value) -> int:
-    """Reads the rank of an /unregister; every fault of it has the same error kind."""
+    """Reads the rank of an /unregister; all its failures have the same reason."""
     try:
         return _rank(name, value)
     except BadRequest as error:
@@ -256,7 +256,7 @@ def _array(name: str, value: Value) -> bytes:
 
 
 def _hash_profile(name: str, value: Value) -> Members:
-    """Returns a profile as it is shown again, which is all that it is for here."""
+    """Returns a hash profile with its root digest; kvd only shows profiles again."""
     if not isinstance(value, Unread) or len(value) > MAX_KEPT_BYTES:
         raise wrong_type(name, f"a map of at most {MAX_KEPT_BYTES} bytes")
     profile = _read(
@@ -285,11 +285,11 @@ def _is_seed(seed: str | None) -> bool:
 
 
 def _root_digest(algorithm: str, seed: str) -> str:
-    """Returns the SHA-256 of the seed, as vLLM writes that text down; "" where there is none."""
+    """Returns the SHA-256 of the seed in vLLM's encoding; "" for algorithms without a seed."""
     if algorithm == "sha256_cbor":
         return hashlib.sha256(bytes([0x60 + len(seed)]) + seed.encode()).hexdigest()
     if algorithm == "sha256":
-        import pickle  # here, as no other publisher needs it
+        import pickle  # imported here, as no other profile needs it
 
         return hashlib.sha256(pickle.dumps(seed, protocol=5)).hexdigest()
     return ""
@@ -299,7 +299,7 @@ def _root_digest(algorithm: str, seed: str) -> str:
 
 
 def rows(found: Iterable[tuple[str, list[Tiers]]]) -> Response:
-    """Answers a question with the tiers of all ranks, under the names of both versions' rows."""
+    """Answers a question with the tiers of all ranks, in members of both versions of the API."""
     return response({"instances": {instance: _row(ranks) for instance, ranks in found}})
 
 
@@ -315,7 +315,7 @@ def _row(ranks: list[Tiers]) -> Members:
 
 
 def _tiers(device: int, own_host: int, host: int, disk: int) -> Members:
-    """Names a rank's tiers, of which each goes on where the one before ends."""
+    """Returns a rank's matches by tier; each includes the match on the tiers before it."""
     return {
         "gpu": device,
         "cpu": host,

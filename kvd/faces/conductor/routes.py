@@ -41,7 +41,7 @@ from kvd.wire.curve import check_server_key
 from kvd_core.conductor.conductor import Conductor
 from kvd_core.json.scan import BodyScanner
 
-ECHOED = ("hash_profile", "cache_group")  # of newer conductors: shown again, without effect
+ECHOED = ("hash_profile", "cache_group")  # for newer conductors: only shown again, without effect
 
 DESCRIBED = (
     *MODEL,
@@ -59,12 +59,12 @@ DESCRIBED = (
 )
 REGISTER = BodyScanner({}, DESCRIBED)
 
-Sequence = Callable[[Conductor], Awaitable[None]]  # has its sequence hashes made
+Sequence = Callable[[Conductor], Awaitable[None]]  # makes its missing sequence hashes
 
 REGISTERED = "registered successfully"
 UNREGISTERED = "unregistered successfully"
 
-# The kind of a failure that does not name its own, by status.
+# Reasons of failures that do not give one, by status.
 REASONS = {
     400: "invalid_request",
     401: "unauthenticated",
@@ -81,7 +81,7 @@ REASONS = {
     503: "unavailable",
 }
 
-# Steps of making sequence hashes between two checkpoints, 4,096 blocks: 1 to 1.5 ms.
+# Steps of making sequence hashes between two checkpoints: 4,096 blocks, 1 to 1.5 ms.
 SEQUENCE_STEPS = 8192
 
 
@@ -109,7 +109,7 @@ def _admin(path: str, handler: Handler) -> Route:
     return Route("POST", path, handler, hot=True, any_type=True, scope=Scope.ADMIN)
 
 
-# ---- questions: the msgpack dialect, and hashes that are missing
+# ---- questions in msgpack, and missing sequence hashes
 
 
 def _packed_query(state: State, request: Request) -> Response:
@@ -140,7 +140,7 @@ async def _packed_query_by_hash(state: State, sequence: Sequence, request: Reque
 
 
 async def _make_sequences(making: trio.Lock, conductor: Conductor) -> None:
-    """Makes missing sequence hashes; of several that wait for those, the one with the lock does."""
+    """Makes missing sequence hashes; of the questions that wait, the one with the lock does it."""
     if conductor.sequence(0):
         return
     async with making:
@@ -168,7 +168,7 @@ def register(publishers: Publishers, request: Request) -> Response:
 
 
 def read_publisher(body: bytes) -> Described:
-    """Returns the publisher that a registration describes; its addresses may be unusable."""
+    """Returns the publisher that a registration describes; its addresses are not checked yet."""
     members = scan(REGISTER, body)
     described = Described(
         endpoint=required(members, "endpoint"),
@@ -201,7 +201,7 @@ async def unregister(publishers: Publishers, request: Request) -> Response:
 
 
 def read_narrowing(body: bytes) -> Narrowing:
-    """Returns which publishers are to be unregistered."""
+    """Returns the criteria of the publishers that are to be unregistered."""
     members = scan(REGISTER, body)
     return Narrowing(
         tenant_id=text(members, "tenant_id") or DEFAULT_TENANT,

@@ -1,4 +1,4 @@
-"""Schemas of the conductor's routes, in both dialects: bodies as they are read, and answers."""
+"""Schemas of the conductor's routes in both dialects: of bodies, as they are read, and answers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ PACKED = FORM.content_type.decode()
 
 
 def in_both(said: Schema, packed: Schema) -> Content:
-    """Returns a body in JSON and in each name of msgpack."""
+    """Returns the content of a body in JSON, and under each content type of msgpack."""
     return in_json(said) | {name: {"schema": packed} for name in FORMS}
 
 
@@ -53,12 +53,12 @@ def answered(said: Schema, packed: Schema) -> Mapping[int, Content]:
 
 
 def closed(schema: Schema) -> Schema:
-    """Returns the schema of an object in msgpack, where no further member is allowed."""
+    """Returns the schema of an object in msgpack, which may have no further members."""
     return schema | {"additionalProperties": False}
 
 
 def one_needed(*names: str) -> Schema:
-    """Returns what holds of objects that have to have one of these members."""
+    """Returns the schema of objects that must have one of these members."""
     return {"anyOf": [{"required": [name]} for name in names]}
 
 
