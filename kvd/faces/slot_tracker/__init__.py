@@ -1,7 +1,7 @@
 """The slot tracker's API, as Dynamo serves it (docs/faces/slot_tracker.md).
 
 routes    `routes`: the table of routes and the handlers of cold ones
-schemas   what each route reads and answers, for the OpenAPI document
+schemas   descriptions of the routes, for the OpenAPI document
 handlers  /add, /prefill_complete, /free, /loads and /potential_loads, compiled
-metrics   what /metrics says of live requests and loads
+metrics   metrics of live requests and loads
 """

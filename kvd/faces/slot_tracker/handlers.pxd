@@ -12,7 +12,7 @@ cdef class SlotHandler(HotHandler):
     cdef BodyReader body
     cdef object slots   # kvd.slots.trackers.SlotTrackers
     cdef dict trackers  # its trackers by (model, tenant); each has a Ledger as `ledger`
-    cdef list replicas, observers  # those notified of steps (kvd.slots.live_requests)
+    cdef list replicas, observers  # to be notified of steps (kvd.slots.live_requests)
 
     # The tracker that the body names; raises NotFound.
     cdef object tracker(self)
@@ -20,14 +20,16 @@ cdef class SlotHandler(HotHandler):
 
 cdef class AddHandler(SlotHandler):
     cdef object clock      # returns seconds
-    cdef string booked_as  # what the last answer has booked: as what, where, when
-    cdef object booked_in  # a tracker
+    # The booking of the last answer: its request id, its tracker (None if nothing was booked), and
+    # its time in seconds.
+    cdef string booked_as
+    cdef object booked_in
     cdef double booked_at
 
 cdef class StepHandler(SlotHandler):
-    # Takes the step of a request that only the ledger has to know of.
+    # Takes a request's step in the ledger alone.
     cdef int take(self, Ledger ledger, RequestId live) except -1
-    # Takes it where others are notified of it, or says why it cannot be taken.
+    # Takes it by `SlotTrackers`, which notifies replicas and observers, and raises failures.
     cdef int tell(self, tracker, str request_id) except -1
 
 cdef class PrefillCompleteHandler(StepHandler):

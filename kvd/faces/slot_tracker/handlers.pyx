@@ -1,8 +1,8 @@
 # distutils: language = c++
 """The slot tracker's hot handlers: steps in the life of a request, loads and projections.
 
-A step that only the ledger has to know of is taken here. `SlotTrackers` takes one that replicas or
-observers are notified of or that has an Idempotency-Key, and words why a step cannot be taken.
+A step that concerns only the ledger is taken here. `SlotTrackers` takes steps of which replicas or
+observers are notified and those with an Idempotency-Key, and raises the failures of all.
 
 Costs: 0.5 µs beside scanning the body and the ledger's work.
 """
@@ -63,7 +63,7 @@ cdef class SlotHandler(HotHandler):
 cdef class AddHandler(SlotHandler):
     """Books a request: 201, or 200 for a retry under the same Idempotency-Key."""
 
-    # Hashes of bookings are signed, as the original has them; a question may have them either way.
+    # Hashes of bookings are signed, as Dynamo's are; questions may have signed or unsigned ones.
     ARRAYS = {"sequence_hashes": "i64"}
     FIELDS = (*STEP, "worker_id", "dp_rank", "new_isl_tokens")
 
@@ -84,12 +84,12 @@ cdef class AddHandler(SlotHandler):
         cdef uint64_t worker_id = self.body.uint(kWorkerId, U64_MAX)
         cdef uint64_t dp_rank = self.body.uint(kDpRank, U32_MAX)
         key = None if request is None else bodies.retry_key(request)
-        # A body that is wrong is wrong whether there is a tracker or not.
+        # Looked up last: an invalid body gets the same failure with or without a tracker.
         tracker = self.tracker()
         cdef Ledger ledger = tracker.ledger
         admission.rank = ledger.find_rank(worker_id, dp_rank)
         if tracker.leaving and worker_id in tracker.leaving:
-            admission.rank = kNone  # the ledger has its ranks until all of its requests have ended
+            admission.rank = kNone  # its ranks stay in the ledger until its requests have ended
         admission.hashes = self.body.u64(0, &admission.blocks)
         admission.now = self.clock()
         admission.expected = kNone
@@ -118,7 +118,7 @@ cdef class AddHandler(SlotHandler):
 
 
 cdef class StepHandler(SlotHandler):
-    """The base of handlers of steps of a booked request."""
+    """The base of handlers that take a step of a booked request."""
 
     cdef bytes answer(self, const char* body, size_t size, Text captured, request):
         self.body.read(body, size)
@@ -141,7 +141,7 @@ cdef class StepHandler(SlotHandler):
 
 
 cdef class PrefillCompleteHandler(StepHandler):
-    """Ends the prefill of a request, once or again."""
+    """Ends the prefill of a request; doing so again is no error."""
 
     cdef int take(self, Ledger ledger, RequestId live) except -1:
         ledger.complete(live)
@@ -178,7 +178,7 @@ cdef class PotentialLoadsHandler(SlotHandler):
 
 
 cdef class LoadsHandler(HotHandler):
-    """Returns the load of every rank; parameters of the query narrow it."""
+    """Returns the loads of all ranks; the query may name a model and tenant."""
 
     def __init__(self, slots not None):
         """Takes the daemon's slot trackers."""

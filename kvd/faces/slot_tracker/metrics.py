@@ -9,7 +9,7 @@ from kvd.faces.common.rank_metrics import Rank, rank_families
 from kvd.slots.trackers import SlotTrackers, ledger_stats
 from kvd.telemetry.metrics import BREATH, Family, by_label, counter, gauge
 
-# Counters of the ledgers, by what each says.
+# Counters of the ledgers, each with its HELP.
 LEDGER_COUNTERS = {
     "added": "Number of requests added, those of replicas included",
     "repeated": "Number of repeated requests to add, which changed nothing",
@@ -21,7 +21,10 @@ REFUSALS = ("exists", "full", "overflow", "output_blocks")
 
 
 def slot_families(slots: SlotTrackers, most_ranks: int) -> Iterator[Family | None]:
-    """Sums up all trackers; shows loads rank by rank up to `most_ranks` registered ranks."""
+    """Yields sums over all trackers, and the load of each rank while there are few enough.
+
+    That is, at most `most_ranks` registered ranks.
+    """
     sums = Counter(slots.ended)
     sums.update(expired=slots.expired, removed=slots.removed)
     live = workers = ranks = 0

@@ -27,7 +27,7 @@ from kvd_core.json.scan import BodyScanner
 
 OK = b'{"status":"ok"}'
 
-# Workers of the list written between two checkpoints: at most about 1 ms.
+# Workers in a list that are written between two checkpoints: at most about 1 ms.
 SLICE_ROWS = 128
 
 PARTITION_MEMBERS = bodies.PARTITION_MEMBERS
@@ -39,7 +39,7 @@ Clock = Callable[[], float]  # seconds, never going back
 
 
 def routes(slots: SlotTrackers, clock: Clock) -> tuple[Route, ...]:
-    """Returns the face's routes over the daemon's slot trackers; ages are by `clock`."""
+    """Returns the face's routes over the daemon's slot trackers; `clock` measures ages."""
     return (
         health_route(),
         Route("POST", "/register", partial(register, slots), hot=True, scope=Scope.ADMIN),
@@ -102,12 +102,12 @@ async def unregister(slots: SlotTrackers, request: Request) -> Response:
 
 
 async def workers(slots: SlotTrackers, request: Request) -> Response:
-    """Lists the workers; `?model_name=`, `?tenant_id=` and its newer name narrow it."""
+    """Lists the workers, of all models and tenants or of those that the query names."""
     return Response(200, await whole(_listed(slots.workers(*bodies.filters(request)))))
 
 
 def _listed(rows: Iterable[WorkerRow]) -> Iterator[bytes]:
-    """Yields a JSON array of workers, and nothing (b"") where others may run."""
+    """Yields a JSON array of workers, and b"" where other tasks may run."""
     separator = b"["
     for number, row in enumerate(rows, 1):
         shown = {

@@ -1,4 +1,4 @@
-"""Schemas of the slot tracker's routes: bodies as `routes` reads them, and answers."""
+"""Schemas of the slot tracker's routes: of bodies, as `routes` reads them, and answers."""
 
 from __future__ import annotations
 
