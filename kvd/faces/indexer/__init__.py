@@ -1,7 +1,7 @@
 """The KV indexer's API, as Dynamo's standalone indexer serves it (docs/faces/indexer.md).
 
 routes    `routes`: the table of routes and the handlers of cold ones; its metrics
-schemas   what each route reads and answers, for the OpenAPI document
+schemas   descriptions of the routes, for the OpenAPI document
 handlers  /query, /query_by_hash and /query_tiered_by_hash, compiled
 workers   /workers: the rows of listings, and the members that show a stream
 """

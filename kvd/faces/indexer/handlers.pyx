@@ -1,7 +1,7 @@
 # distutils: language = c++
-"""The indexer's hot handlers: how much of a prompt each rank caches.
+"""The indexer's hot handlers: they answer how much of a prompt each rank caches.
 
-Costs: 0.4 µs beside scanning the body and asking the index.
+Costs: 0.4 µs beside scanning the body and querying the index.
 """
 import trio
 
@@ -32,7 +32,7 @@ cdef class QueryHandler(HotHandler):
     FIELDS = FIELDS
 
     def __init__(self, state not None, registry):
-        """Takes the daemon's state, whose partitions are asked, and the registry of its ranks."""
+        """Takes the daemon's state, which has the partitions, and the registry of its ranks."""
         self.body = BodyReader(self.ARRAY, self.FIELDS)
         self.state = state
         self.registry = registry
@@ -77,8 +77,8 @@ cdef class HashQueryHandler(QueryHandler):
 cdef class TieredQueryHandler(QueryHandler):
     """Returns what each rank caches on each tier, for selectors without an index of their own.
 
-    Such a selector fails or forgets all overlap where it gets no answer: a model and tenant whose
-    workers have only just gone has no matches, rather than no answer.
+    Such a selector fails, or forgets all overlap, if it gets no answer. So a model and tenant whose
+    last worker has just left is answered with no matches, rather than with NotFound.
     """
 
     ARRAY = {"block_hashes": "hash64"}

@@ -52,7 +52,7 @@ PEER = BodyScanner({}, ("url",))
 
 
 def dumps_bound(limit: int) -> ConcurrencyLimit:
-    """Returns what bounds the dumps of one process, to be shared by all that knows of them."""
+    """Returns the limit on dumps of one process, which all faces and their metrics share."""
     return ConcurrencyLimit(limit, f"the limit of {limit} concurrent dumps is reached")
 
 
@@ -64,7 +64,7 @@ def routes(
     *,
     test_endpoints: bool = False,
 ) -> tuple[Route, ...]:
-    """Returns the face's routes over the daemon's state, with `test_endpoints` all of them."""
+    """Returns the face's routes over the daemon's state; `test_endpoints` adds those for tests."""
     control = (
         _admin("/test/pause_listener", partial(pause_listener, registry)),
         _admin("/test/resume_listener", partial(resume_listener, registry)),
@@ -86,7 +86,7 @@ def routes(
 
 
 def dump_route(state: State, dumps: ConcurrencyLimit) -> Route:
-    """Returns the route that any face with an index has."""
+    """Returns the route of dumps, for every face over an index."""
     return Route("GET", "/dump", partial(dump, state), admission=dumps, scope=Scope.ADMIN)
 
 
@@ -107,7 +107,7 @@ class RegisteredRank:
     endpoint: str
     block_size: int  # tokens
     replay_endpoint: str | None
-    server_key: str | None  # of CURVE
+    server_key: str | None  # its public CURVE key; None without CURVE
 
     def register(self, registry: Registry) -> None:
         registry.register(
@@ -127,7 +127,7 @@ def register(registry: Registry, request: Request) -> Response:
 def read_rank(body: bytes) -> RegisteredRank:
     """Returns the rank that a registration describes."""
     members = bodies.scan(REGISTER, body)
-    # Read for its type only: engines salt by themselves today.
+    # Salts are only checked for their type: today's engines put salts in their events.
     if all(name in members for name in SALT):
         raise Invalid("`additional_salt` and `additionalsalt` are the same member")
     for name in SALT:
@@ -164,7 +164,7 @@ async def unregister(registry: Registry, request: Request) -> Response:
 
 
 async def pause_listener(registry: Registry, request: Request) -> Response:
-    """Makes a rank's stream lose what is published until it is resumed."""
+    """Makes a rank's stream lose all batches that are published until it is resumed."""
     await registry.pause(*_rank(request))
     return Response(200, OK)
 
@@ -175,7 +175,7 @@ def resume_listener(registry: Registry, request: Request) -> Response:
 
 
 def _rank(request: Request) -> tuple[int, int, str | None, str | None]:
-    """Returns the instance and rank, with the model and tenant that it is narrowed to."""
+    """Returns the instance and rank, and the model and tenant if the body names them."""
     members = bodies.scan(RANK, request.body)
     return (
         bodies.uint(members, "instance_id", bodies.U64_MAX),
@@ -186,7 +186,7 @@ def _rank(request: Request) -> tuple[int, int, str | None, str | None]:
 
 
 async def workers(state: State, registry: Registry, request: Request) -> Response:
-    """Lists the instances; `?model_name=`, `?tenant_id=` and its newer name narrow it."""
+    """Lists the instances, of all models and tenants or of those that the query names."""
     wanted = bodies.parameters(request)
     model_name = wanted.get("model_name")
     tenant_id = bodies.alias(wanted, *bodies.TENANT)
@@ -199,9 +199,9 @@ async def workers(state: State, registry: Registry, request: Request) -> Respons
 
 
 def dump(state: State, request: Request) -> Response:
-    """Streams all blocks of all partitions; memory stays bounded by one slice.
+    """Streams all blocks of all partitions, and holds one slice of them in memory at a time.
 
-    The compact form goes to clients that ask for it by name.
+    Clients that name the binary form in `Accept` get that, all others JSON.
     """
     headers = [(INSTANCE_HEADER, state.instance_id.encode())]
     if state.recovering:
@@ -227,7 +227,7 @@ def list_peers(peers: Peers, request: Request) -> Response:
 
 
 def families(state: State, registry: Registry, dumps: ConcurrencyLimit) -> Iterator[Family | None]:
-    """Yields what /metrics says of listeners, partitions and recovery."""
+    """Yields the metrics of listeners, partitions and recovery."""
     listeners = [registration.listener for registration in registry.registrations()]
     yield from listener_families(listeners, registry.left_stats, trio.current_time())
     help = "Number of stream positions of unregistered ranks forgotten at the limit"
@@ -240,6 +240,6 @@ def families(state: State, registry: Registry, dumps: ConcurrencyLimit) -> Itera
 
 
 def _optional_tenant(members: bodies.Members) -> str | None:
-    """Returns the tenant to unregister from; absent or null is every tenant of the model."""
+    """Returns the tenant to unregister from; None, for every tenant, if it is absent or null."""
     given = {name: members[name] for name in bodies.TENANT if members.get(name) is not None}
     return bodies.alias(given, *bodies.TENANT)

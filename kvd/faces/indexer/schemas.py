@@ -1,4 +1,4 @@
-"""Schemas of the indexer's routes: bodies as `routes` reads them, and answers."""
+"""Schemas of the indexer's routes: of bodies, as `routes` reads them, and answers."""
 
 from __future__ import annotations
 
@@ -121,10 +121,10 @@ UNREGISTER = members(
 LISTENER = members(RANK, TENANT | {"model_name": nullable(TEXT), "dp_rank": nullable(U32)})
 PEER = members({"url": LABEL})
 
-# Of a model and tenant: whether questions match anything.
+# Members of a model and tenant that say whether questions match anything.
 MATCHING = {"questions": COUNT, "matched": COUNT}
 WARNING = {"warning": TEXT}
-# Of a rank's stream.
+# Members of a rank's stream.
 STREAM_MEMBERS = row(
     {"endpoint": TEXT, "status": STATUS, "stream": STREAM},
     {

@@ -1,4 +1,4 @@
-"""The list of registered instances, written rank by rank."""
+"""Writes the list of registered instances, rank by rank."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ Instance = tuple[Partition, list[Registration]]
 
 
 def listed(instances: Iterable[Instance], now: float) -> Iterator[bytes]:
-    """Yields a JSON array of instances, and nothing (b"") where others may run.
+    """Yields a JSON array of instances, and b"" where other tasks may run.
 
-    Each is shown as it is when its turn comes; one that goes meanwhile is still listed.
+    An instance is shown in the state that it has when it is written. One that is unregistered
+    meanwhile is still listed.
     """
     separator = b"["
     written = 0
@@ -91,7 +92,7 @@ def matching(partition: Partition) -> dict[str, int | str]:
 
 
 def stream_members(listener: EventStream, now: float) -> Iterator[tuple[str, object]]:
-    """Yields members that say how a rank's stream is."""
+    """Yields members that describe a rank's stream."""
     yield "endpoint", listener.endpoint
     yield "status", listener.status
     if listener.link.last_error is not None:
@@ -111,7 +112,7 @@ def stream_members(listener: EventStream, now: float) -> Iterator[tuple[str, obj
 
 
 def streams_of(partition: Partition, registry: Registry, now: float) -> bytes:
-    """Returns how far each rank's stream can be believed, by instance and rank, as JSON."""
+    """Returns the health of each rank's stream, by instance and rank, as JSON."""
     streams: dict[int | str, dict[int, str]] = {}
     for instance_id, dp_rank in sorted(partition.rank_keys()):
         listener = registry.find_listener(RankKey(partition.key, instance_id, dp_rank))
