@@ -1,4 +1,4 @@
-"""Measures how soon replicas know of each other's bookings, and agree again after a failure."""
+"""Measures how soon replicas learn of each other's bookings, and agree again after a failure."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from servers import free_ports
 from tests.support.state_servers import StateServer, sentinel_of
 
 WORKER = {**MODEL, "worker_id": 1, "block_size": 16, "dp_start": 0, "dp_size": 8}
-DELAYS = 300  # bookings of which the delay is measured
-AWAY_S = 10.0  # that the server, or a replica, stands still
-AWAY_BOOKINGS = 1000  # made meanwhile
+DELAYS = 300  # bookings whose delay is measured
+AWAY_S = 10.0  # time for which the server, or a replica, stands still
+AWAY_BOOKINGS = 1000  # bookings made meanwhile
 FAILOVER = "kvd"  # the sentinel's name of the server
 
-Command = Callable[..., list[str]]  # of a slot tracker: a port, further flags
+Command = Callable[..., list[str]]  # starts a slot tracker, by its port and further flags
 
 
 def kvd_command(port: int, *flags: str) -> list[str]:
@@ -34,7 +34,7 @@ def kvd_command(port: int, *flags: str) -> list[str]:
 
 
 def syncing(mine: int, theirs: int) -> tuple[str, str]:
-    """Returns the flags of a replica that tells another one, and is told by it."""
+    """Returns the flags of a replica that exchanges its bookings with another one."""
     return f"--replica-sync-port={mine}", f"--replica-sync-peers=tcp://127.0.0.1:{theirs}"
 
 
@@ -56,7 +56,7 @@ def state_server(folder: Path, kind: str, *flags: str) -> Iterator[StateServer]:
 
 def register(port: int) -> None:
     client = Client(port)
-    with suppress(BenchError):  # a replica has told it already
+    with suppress(BenchError):  # fails if another replica has already announced the worker
         client.ask("POST", "/register", WORKER)
     client.close()
 
@@ -83,12 +83,12 @@ def delays(kind: str, peer: str | None, folder: Path) -> None:
 def measure_delays(
     title: str, flags_of: Mapping[int, Sequence[str]], command: Command, folder: Path
 ) -> None:
-    """Prints how soon a booking on the first of two replicas is in the loads of the second."""
+    """Prints how soon a booking on the first of two replicas shows in the loads of the second."""
     with ExitStack() as stack:
         for port, flags in flags_of.items():
             stack.enter_context(serving(port, folder, command(port, *flags)))
             register(port)
-        time.sleep(1)  # until they have connected: neither says so
+        time.sleep(1)  # for them to connect: neither reports that it has
         booker, reader = map(Client, flags_of)
         p50, p99 = p50_p99([delay_of(number, booker, reader) for number in range(DELAYS)])
         print(f"| {title} | {p50 * 1e3:.1f} ms | {p99 * 1e3:.1f} ms |", flush=True)
@@ -123,7 +123,7 @@ def tokens_of(client: Client) -> int:
 
 
 class Fleet:
-    """Three replicas that share state by a URL."""
+    """Three replicas that share state through the server at a URL."""
 
     def __init__(self, url: str, folder: Path, stack: ExitStack) -> None:
         self.ports = free_ports(3)
@@ -143,7 +143,7 @@ class Fleet:
         self.processes.append(self._stack.enter_context(serving(port, self._folder, command)))
 
     def book(self, *ports: int) -> None:
-        """Books AWAY_BOOKINGS requests on replicas, in turns."""
+        """Books AWAY_BOOKINGS requests, by turns on each of the replicas at `ports`."""
         clients = [Client(port) for port in ports]
         for number in range(self._booked, self._booked + AWAY_BOOKINGS):
             body = {**MODEL, "request_id": f"r{number}", "worker_id": 1, "dp_rank": number % 8}
@@ -154,7 +154,7 @@ class Fleet:
             client.close()
 
     def agree(self) -> bool:
-        """Says whether all have everything that was booked."""
+        """Returns whether all replicas know all bookings."""
         loads = [asks(port, "/loads") for port in self.ports]
         tokens = sum(row["active_prefill_tokens"] for row in loads[0])
         return tokens == 512 * self._booked and loads == [loads[0]] * len(loads)
@@ -202,7 +202,7 @@ def healing(kind: str, folder: Path) -> None:
 
 
 def failing_over(kind: str, folder: Path) -> None:
-    """The server is killed, and a sentinel puts its copy in its place."""
+    """Measures the time after a killed server, which a sentinel replaces by its copy."""
     with ExitStack() as stack:
         server = stack.enter_context(state_server(folder, kind))
         copy = stack.enter_context(

@@ -3,9 +3,9 @@
 OTHER_TREE is another checkout of kvd, built with its own `make build`. BENCH is the name of a
 script here that prints one Markdown table of CPU microseconds (selector, ledger). The scripts of
 both trees run in turns, each in a process of its own, so a slow minute of the machine hits both.
-Prints the medians of each tree and, below them, the median share of this tree's figure in the
-other's of the same turn; with --lowest the lowest figures and their share, which a busy machine
-disturbs least.
+Prints the medians of each tree and, below them, the median ratio of this tree's figure to the
+other's of the same turn. With --lowest it prints the lowest figures and their ratio instead, which
+a busy machine disturbs least.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Measures the memory that a limit of blocks allows: fills an index to its budget, ten times over.
+"""Measures the memory that a limit of blocks allows: offers an index ten times its budget.
 
     python bench/ceiling.py [--blocks 1000000]
 
-Each fill runs in a process of its own and prints what the process has grown by, for each block of
-the limit (`index_max_blocks`).
+Each fill runs in a process of its own and prints by how many bytes the process has grown, per block
+of the limit (`index_max_blocks`).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from kvd.platform.memory import keep_freed_memory
 from kvd_core.conductor.conductor import Conductor
 from kvd_core.index.prefix_index import Budget, IngestStats, PrefixIndex
 
-PROMPT = 512  # blocks, where nothing else is said
-TIMES = 10
+PROMPT = 512  # blocks of a prompt, unless a fill says otherwise
+TIMES = 10  # blocks offered for each block of the limit
 
 
 def fill(
     blocks: int, prompt: int = PROMPT, ranks: int = 1, *, tiers: int = 1, own_names: bool = False
 ) -> tuple[PrefixIndex, Budget]:
-    """Offers TIMES as many blocks as there is room for."""
+    """Offers TIMES as many blocks as the limit allows."""
     budget = Budget(blocks)
     index = PrefixIndex(16, IngestStats(), budget=budget)
     workers = [index.add_worker(number) for number in range(ranks)]

@@ -1,11 +1,11 @@
-"""Measures the cost of the chronicle to stores and evictions, in the core alone.
+"""Measures what the chronicle adds to the cost of stores and evictions, in the core alone.
 
     python bench/chronicle.py [--rounds N]
 
-Prints Markdown: the median over the rounds of CPU nanoseconds a block, of one index without a
-chronicle and one with it, in turns in one process. Eight workers hold prompts of 128 blocks. A
-prompt is evicted from its end, by itself; or all of a worker's at once, the last block of each in
-turn, of which nothing is in the processor's caches.
+Prints Markdown: the median over the rounds of CPU nanoseconds a block, for an index without a
+chronicle and one with it, in turns in one process. Eight workers hold prompts of 128 blocks.
+Prompts are evicted from their ends: either one after the other, or all of a worker's together, a
+block of each in turn, so that none of them is in the processor's caches.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from kvd.platform.memory import keep_freed_memory
 from kvd_core.index.chronicle import Chronicle
 from kvd_core.index.prefix_index import IngestStats, PrefixIndex, Worker
 
-WORKERS, PROMPTS, BLOCKS = 8, 250, 128  # workers, prompts of each, blocks of each of those
+WORKERS, PROMPTS, BLOCKS = 8, 250, 128  # workers, prompts of a worker, blocks of a prompt
 CAPACITY = 65_536  # changes: the default of `index_chronicle`
-RUN = 32  # blocks of an event that has many
+RUN = 32  # blocks of a long event
 
 
 def hashes(count: int) -> array[int]:
@@ -39,7 +39,7 @@ NAMES = [[hashes(BLOCKS) for _ in range(PROMPTS)] for _ in range(WORKERS)]
 
 
 def store(worker: Worker, locals: list[array[int]], names: list[array[int]], run: int) -> None:
-    """Stores all prompts of a worker by events of `run` blocks, a prompt after the other."""
+    """Stores all prompts of a worker, one after the other, by events of `run` blocks."""
     for content, named in zip(locals, names, strict=True):
         parent = None
         for at in range(0, BLOCKS, run):
@@ -56,7 +56,7 @@ def all_in_turn(names: list[array[int]]) -> array[int]:
 
 
 def ns_a_block(step: Callable[[int], None]) -> float:
-    """Returns the CPU time of a step that is done for each worker, by their blocks."""
+    """Runs a step for each worker; returns its CPU time per block."""
     started = time.process_time_ns()
     for number in range(WORKERS):
         step(number)
@@ -64,7 +64,7 @@ def ns_a_block(step: Callable[[int], None]) -> float:
 
 
 class Index:
-    """An index with a chronicle or without, and what its steps have taken."""
+    """An index with or without a chronicle, and the times of its steps."""
 
     def __init__(self, chronicle: Chronicle | None = None) -> None:
         index = PrefixIndex(16, IngestStats(), chronicle=chronicle)
@@ -74,7 +74,7 @@ class Index:
         self.figures: dict[str, list[float]] = {}
 
     def measure(self, run: int, order: Callable[[list[array[int]]], array[int]], kind: str) -> None:
-        """Stores all prompts by events of `run` blocks and evicts them in an order."""
+        """Stores all prompts by events of `run` blocks, and evicts them in the given order."""
         going = [order(names) for names in NAMES]
         workers = self.workers
         stored = ns_a_block(lambda each: store(workers[each], LOCALS[each], NAMES[each], run))

@@ -1,6 +1,6 @@
 """Measures kvd and Dynamo's services side by side in one run.
 
-Both servers are alive together and are run in turns; see README.md for what the figures mean.
+Both servers live at the same time and get load in turns; README.md explains the figures.
 """
 
 from __future__ import annotations

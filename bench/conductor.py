@@ -1,11 +1,12 @@
-"""Compares the costs of the conductor's part of an index and the indexer's, in one process.
+"""Compares the conductor's and the indexer's costs in an index, in one process.
 
     python bench/conductor.py
 
-Prints CPU us of a query on both faces at equal sizes, CPU ns and bytes of an index's block with
-and without sequence hashes, and of a publisher's event; how long the sequence hashes of a large
-partition take. Lowest of several rounds, taken in turns. Then how long batches hold the loop, and
-what a hash costs that nobody of its instance knows.
+Prints CPU us of a query on both faces at equal sizes; CPU ns and bytes of a block that a worker
+stores, with and without sequence hashes, and of one that a publisher stores; and how long making
+the sequence hashes of a large partition takes. Figures are the lowest of several rounds, taken in
+turns. Then it prints how long batches hold the loop, and the cost of a hash that no rank of its
+instance has announced.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ BLOCK_SIZE = 16
 KEY = PartitionKey("m", "default")
 SIZES = ((8, 32, True), (8, 512, True), (64, 128, True), (64, 128, False), (512, 128, True))
 ROUNDS = 11
-MANY = 1_000_000  # blocks of a partition that is asked by hash for the first time
+MANY = 1_000_000  # blocks of a partition that gets its first question by hash
 
 
 def compact(members: dict[str, Any]) -> bytes:
@@ -49,7 +50,7 @@ def compact(members: dict[str, Any]) -> bytes:
 
 
 def lowest(calls: int, *timed: Callable[[], object]) -> list[float]:
-    """Returns the CPU seconds of a call of each."""
+    """Returns the CPU seconds of one call of each function, in its fastest round."""
     best = [float("inf")] * len(timed)
     for _ in range(ROUNDS):
         for at, call in enumerate(timed):
@@ -149,7 +150,7 @@ def ingest() -> None:
 
 
 def opening() -> None:
-    """Prints what the first question by hash to a large partition waits for."""
+    """Prints how long the first question by hash to a large partition waits."""
     index = PrefixIndex(BLOCK_SIZE, IngestStats())
     worker = index.add_worker(1)
     for first in range(0, MANY, 1000):
@@ -170,7 +171,7 @@ def hashes(n: int) -> list[int]:
 
 
 def long_batches() -> dict[str, bytes]:
-    """Batches as long as they may be, nearly."""
+    """Returns batches that are nearly as long as allowed."""
     blocks = 17_000
     prompt = [random.randrange(50_000) for _ in range(16 * blocks * BLOCK_SIZE)]
     placed = {"event_type": "stored", "parent_hash": None, "base_block_idx": 0}
@@ -215,7 +216,7 @@ def slices() -> None:
 
 
 def unknown() -> None:
-    """A store's hashes without tokens, of an instance of which nobody knows them."""
+    """Prints the cost of a store's hashes without tokens that no rank has announced."""
     for ranks in (10, 100, 1000):
         index = PrefixIndex(BLOCK_SIZE, IngestStats())
         part = Conductor(index)

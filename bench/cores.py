@@ -1,15 +1,15 @@
-"""Models how many questions/s several cores answer, in three ways, from measured terms.
+"""Models how many questions/s several cores could answer, in three designs, from measured costs.
 
     python bench/cores.py [--blocks-per-s 100000]
 
-    threads    one process; JSON is scanned and tokens are hashed in threads beside the loop
-    processes  one a core, on one port; each has an index of its own and hears all engines
-    shards     half of the processes are fronts that scan, hash and merge; each of the others has
-               the engines of its part, and answers all fronts
+    threads    one process; threads beside the loop scan JSON and hash tokens
+    processes  one a core, on one port; each has an index of its own and listens to all engines
+    shards     half of the processes are fronts that scan, hash and merge; each of the others
+               listens to a part of the engines, and answers all fronts
 
-Scanning, hashing, matching and rendering are measured here; what a question costs beside that, and
-what passing it on does, are constants below. Prints thousands of questions/s, without waits for
-one another: the most that there could be.
+Scanning, hashing, matching and rendering are measured here. The other costs of a question, and
+those of passing it on, are constants below. Prints thousands of questions/s, as if no process ever
+waited for another: an upper bound.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ CORES = (1, 2, 4, 8, 16)
 ROUNDS = 15
 # CPU us of a question by tokens: `kvbench http --conns 16`, the machine of the decision below.
 WHOLE_US = {512: 8.3, 8_192: 34.3, 131_072: 418.0}
-# Of a block that is told of in an event of 64 (docs/performance.md, Events).
+# CPU us of a block in an event of 64 blocks (docs/performance.md, Events).
 BLOCK_US = 0.456
-# By prototypes of docs/decisions/2026-11-27-replicas-before-threads-and-shards.md.
-HAND_OVER_US = 1.9  # a question to another thread and back
-ASK_SHARD_US = 2.8  # a front, for each shard
-SHARD_US = 5.0  # a shard, beside matching and rendering
+# From prototypes of docs/decisions/2026-11-27-replicas-before-threads-and-shards.md.
+HAND_OVER_US = 1.9  # of handing a question to another thread and back
+ASK_SHARD_US = 2.8  # of a front, for each shard that it asks
+SHARD_US = 5.0  # of a shard, beside matching and rendering
 
 
 class Terms(NamedTuple):
@@ -61,7 +61,7 @@ def lowest_us(call: Callable[[], object]) -> float:
 
 
 def terms(tokens: int) -> Terms:
-    """Measures a question whose first half one rank caches."""
+    """Measures a question about a prompt whose first half one rank caches."""
     numbers = random.Random(1)
     prompt = [numbers.randrange(100, 120_100) for _ in range(tokens)]
     hashes = local_hashes(prompt, BLOCK_SIZE)

@@ -1,6 +1,6 @@
-"""Draws what curves.py has measured: a picture a curve, CPU on the left, memory on the right.
+"""Draws the results of curves.py: one picture for each curve, CPU on the left, memory on the right.
 
-The background is white, as a page may be dark.
+The background is white, so that labels can be read on dark pages, too.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ INCHES, DPI = (10.0, 4.2), 110
 
 @dataclass(frozen=True)
 class Picture:
-    """How a curve is drawn: `cpu` names its figures in microseconds."""
+    """How a curve is drawn; `cpu` has the label of each of its figures in microseconds."""
 
     title: str
     across: str
     cpu: dict[str, str]
     memory: str = "RSS, bytes a block"
     unit: int = 1  # bytes
-    log: tuple[str, ...] = ()  # of cpu and memory, those whose scale is
+    log: tuple[str, ...] = ()  # which of "cpu" and "memory" have a logarithmic scale
 
 
 QUERY = "question of 128 blocks"

@@ -3,15 +3,15 @@
     python bench/curves.py [CURVE ...] [--most N] --json FILE
     python bench/curves.py --from FILE --pictures FOLDER        # needs matplotlib
 
-A point is measured in a process of its own: CPU microseconds are the lowest of some rounds, seen
-from Python; memory is growth of RSS, per block or, of requests, in all. Questions have 128 blocks
-(2,048 tokens), as hashes that have been read already, and ask for another prompt each time. Engines
-send events of 8 blocks, a message each: one after the other of new prompts of 128, and for
-evictions the last ones of one cached prompt after the other.
+Each point is measured in a process of its own. CPU microseconds are the lowest of some rounds, seen
+from Python; memory is the growth of RSS, per block, or in total for requests. Questions have 128
+blocks (2,048 tokens), as hashes that have been scanned already; each is about another prompt.
+Engines send messages of one event of 8 blocks: stores go through new prompts of 128 blocks, one
+after the other, and evictions take the last blocks of one cached prompt after the other.
 
     blocks    8 ranks; each prompt has 256 blocks
-    ranks     1,000,000 blocks over all; of one prompt all ranks hold the first half
-    tenants   1,000,000 blocks over all, an index each; 8 ranks in each
+    ranks     1,000,000 blocks in all; there is one prompt of which all ranks hold the first half
+    tenants   1,000,000 blocks in all; each tenant has an index and 8 ranks
     requests  64 ranks; live prompts of 512 blocks, of which all share the first 64
 """
 
@@ -43,24 +43,24 @@ from kvd_core.selector.selector import Candidate, Pool
 from kvd_core.selector.settings import Settings
 
 BLOCK_SIZE = 16
-CHAIN = 256  # blocks of a prompt that is cached
+CHAIN = 256  # blocks of a cached prompt
 ASKED = 128  # blocks of a question
 EVENT = 8  # blocks of an event
-RANKS = 8  # where they are not what grows
-BLOCKS = 1_000_000  # likewise
-PROMPTS = 8_192  # asked one after the other: more than processors cache
-MESSAGES = 2_000  # of stores, and of evictions, a round
+RANKS = 8  # on curves over something else
+BLOCKS = 1_000_000  # on curves over something else
+PROMPTS = 8_192  # asked about one after the other: too many for the processor's caches
+MESSAGES = 2_000  # of stores, and of evictions, in a round
 ROUNDS = 5
-LIVE, SHARED = 512, 64  # blocks of live prompts; of these the same in all
+LIVE, SHARED = 512, 64  # blocks of a live prompt; how many of these all prompts share
 LEDGER_RANKS = 64
-CYCLES = 2_000  # bookings a round
+CYCLES = 2_000  # bookings in a round
 
 Figures = dict[str, float]
 Call = Callable[[int], object]
 
 
 def lowest_us(calls: int, call: Call) -> float:
-    """Returns the CPU microseconds of a call that gets its number, in the fastest round."""
+    """Returns the CPU microseconds of a call in the fastest round; each call gets its number."""
     return min(once_us(calls, call) for _ in range(ROUNDS))
 
 
@@ -72,7 +72,7 @@ def once_us(calls: int, call: Call) -> float:
 
 
 def hashes_of(chain: int, blocks: int = CHAIN) -> range:
-    """Returns the names of a chain's blocks, which are their local hashes, too."""
+    """Returns the names of a chain's blocks, which are also their local hashes."""
     return range((chain + 1) << 20, ((chain + 1) << 20) + blocks)
 
 
@@ -83,7 +83,7 @@ def question(hashes: Iterable[int]) -> BodyScanner:
 
 
 class Holdings:
-    """Indexes of tenants with chains, dealt to their ranks in turns."""
+    """The indexes of all tenants, with chains that are spread evenly over their ranks."""
 
     def __init__(self, tenants: int, ranks: int, blocks: int) -> None:
         before = resident()
@@ -162,7 +162,7 @@ def message(event: list[object]) -> bytes:
 
 
 class Requests:
-    """A ledger with live requests, dealt to its ranks in turns."""
+    """A ledger with live requests that are spread evenly over its ranks."""
 
     def __init__(self, ranks: int, requests: int, blocks: int) -> None:
         self._random = random.Random(1)
@@ -264,7 +264,7 @@ CURVES: dict[str, tuple[Callable[[int], Figures], Sequence[int]]] = {
 
 
 def apart(measure: Callable[[int], Figures], at: int) -> Figures:
-    """Returns what a process of its own measures."""
+    """Returns the figures of a point, measured in a process of its own."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:

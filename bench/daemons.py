@@ -1,4 +1,4 @@
-"""Daemons as processes, and what is asked of them; what a request's life takes of one."""
+"""Starts daemons as processes, sends them requests, and times the lives of requests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MODEL = {"model_name": "m"}
 
 
 class Client:
-    """Asks over one connection."""
+    """Sends requests over one connection."""
 
     def __init__(self, port: int) -> None:
         self._http = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
@@ -58,7 +58,7 @@ def until(condition: Callable[[], object], what: str) -> None:
             if condition():
                 return
         except (OSError, http.client.HTTPException, BenchError):
-            pass  # it is not there yet
+            pass  # the server does not answer yet
         if time.monotonic() > deadline:
             raise BenchError(f"not {what} after {PATIENCE_S:.0f} s")
         time.sleep(0.005)
@@ -83,7 +83,7 @@ def cpu_s(pid: int) -> float:
 
 
 def lives(client: Client, first: int) -> list[float]:
-    """Runs LIVES requests through a slot tracker; returns the seconds of each."""
+    """Takes LIVES requests through a slot tracker, from add to free; returns their seconds."""
     took = []
     for number in range(first, first + LIVES):
         name = f"request-{number}"

@@ -4,8 +4,8 @@
 
 Two `kvd select-service`, one of them with a log, get the same reservations in turns over one
 connection each: /select_and_reserve with 2,048 or 32,768 tokens in blocks of 16 as hashes,
-/prefill_complete, DELETE. Prints microseconds of the process, all threads, for a whole life, and
-the bytes of its lines. Nothing is cached, and engines are silent.
+/prefill_complete, DELETE. Prints the CPU microseconds of a whole life, over all threads of the
+process, and the bytes of its lines in the log. Nothing is cached, and engines publish nothing.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Client:
         assert answer.status < 300, text
 
     def live(self, tokens: int) -> None:
-        """One reservation, from its beginning to its end."""
+        """Takes one reservation from its beginning to its end."""
         self._number += 1
         hashes = [tokens + at for at in range(tokens // BLOCK_SIZE)]
         name = f"reservation-{self._number}"
@@ -73,7 +73,7 @@ class Client:
 
 
 def clients(stack: ExitStack, folder: Path, workers: int, engine: str) -> Iterator[Client]:
-    """Yields one without a log and one with it."""
+    """Yields a client of a server without the log, then one of a server with it."""
     for name, flags in (("off", ()), ("on", (f"KVD_DECISION_LOG={folder}/log",))):
         command = ("env", *flags, sys.executable, "-m", "kvd", "select-service")
         contender = Contender(f"decision-log-{name}", command, HERE.parent)

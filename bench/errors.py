@@ -4,4 +4,4 @@ from __future__ import annotations
 
 
 class BenchError(Exception):
-    """A run that cannot go on; its text is all a user needs to see."""
+    """A run cannot go on; the text is all that a user needs to see."""

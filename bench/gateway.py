@@ -1,20 +1,20 @@
-"""Compares kvd's gateway with other proxies, in one run, before the same simulated engines.
+"""Compares kvd's gateway with other proxies, in one run, in front of the same simulated engines.
 
     python bench/gateway.py [--peers FOLDER] [NAME ...] [--rounds N]
 
-    direct         no proxy: what engines, generator and machine can do
+    direct         no proxy: the limit of engines, generator and machine
     kvd            kvd gateway of this checkout
-    nginx          round robin, without buffering; of the PATH
+    nginx          the one in the PATH, with round robin and without buffering
     smg, sglang-router, vllm-router
-                   each from a virtual environment of its name in FOLDER (pip install NAME); a
+                   each from a virtual environment of its name in FOLDER (pip install NAME); each
                    policy is a contender of its own
 
-Proxies and engines live together; each row asks one proxy after the other, in every round anew, so
-that what slows the machine for longer slows all of them. The load are next turns of known
-conversations (loadgen/chats.hpp), so that a gateway that remembers them needs no tokenizer; an
-answer's frames have 200 bytes. Shares of cached tokens are those of the engines' own caches, with
-fresh engines and proxies for each workload and round. CPU is user and system time of the proxy's
-process. Prints Markdown.
+All proxies and engines run at the same time. Each row puts load on one proxy after the other, anew
+in every round, so that whatever slows the machine for longer slows all of them. The load consists
+of next turns of known conversations (loadgen/chats.hpp), so a gateway that remembers conversations
+needs no tokenizer; frames of answers have 200 bytes. Shares of cached tokens come from the engines'
+own caches; each workload and round has fresh engines and proxies. CPU is the user and system time
+of the proxy's process. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Row:
     load: Mapping[str, Option]
     aim: Callable[[float], bool] | None = None
     aims: str = "–"
-    beyond_direct: bool = False  # the figure less that without a proxy
+    beyond_direct: bool = False  # show the difference to the figure without a proxy
     digits: int = 0
 
 
@@ -80,7 +80,7 @@ CLOSED = {"conns": 16, "secs": SECONDS}
 MANY = {"conns": 1000, "rate": 1000, "warm": 2, "frames": 20000, "pace_us": 50000, "secs": SECONDS}
 FAST = {"conns": 64, "frames": 20000, "secs": SECONDS}
 LONG = {"body_bytes": 65536}
-# The thousand streams come first: memory, once grown, is not given back.
+# The thousand streams come first: a process does not return memory that later rows would grow.
 ROWS = (
     Row("RSS at 1,000 streams, MB", "rss_mb", MANY, lambda x: x <= 60, "≤ 60"),
     Row("CPU µs a chunk, 1,000 streams of 20 a second", "frame_cpu_us", MANY, digits=1),
@@ -104,7 +104,7 @@ class Workload:
     prompts: int  # system prompts
     cache_blocks: int  # of each engine
     aim: float  # share of cached tokens
-    most_busy: float | None = None  # requests of the busiest engine by the mean
+    most_busy: float | None = None  # the aim for requests of the busiest engine ÷ the mean
 
     def load(self) -> dict[str, Option]:
         lengths: dict[str, Option] = {"system_tokens": SYSTEM_TOKENS, "turn_tokens": TURN_TOKENS}
@@ -112,10 +112,11 @@ class Workload:
         return {"prompts": self.prompts, "chats": CHATS, "turns": TURNS, **lengths, **answers}
 
 
-# With these, an endless cache has 0.909 of all tokens of the first workload, 0.913 of the last one.
+# With these, an unlimited cache has 0.909 of all tokens of the first workload, 0.913 of the last.
 CHATS, TURNS, SYSTEM_TOKENS, TURN_TOKENS = 200, 6, 1072, 64
-AMPLE = 1 << 20  # blocks: nothing is ever evicted
-# Blocks of all conversations with 8 system prompts: users' messages, and answers but the last.
+AMPLE = 1 << 20  # blocks of a cache that never evicts any
+# Blocks of all conversations with 8 system prompts: the prompts, users' messages, and all answers
+# but the last.
 WORKING_SET = (8 * SYSTEM_TOKENS + CHATS * (2 * TURNS - 1) * TURN_TOKENS) // 16
 WORKLOADS = (
     Workload("8 system prompts", 8, AMPLE, 0.909),
@@ -123,12 +124,12 @@ WORKLOADS = (
              WORKING_SET * 3 // 4 // ENGINES, 0.78),
     Workload("one system prompt", 1, AMPLE, 0.91, 1.2),
 )  # fmt: skip
-PREFILL_US = 20  # of a token that is not cached, in these workloads
+PREFILL_US = 20  # for each token that is not cached, in these workloads
 
 
 @dataclass
 class Proxy:
-    """A contender."""
+    """A proxy of the comparison, and its results."""
 
     name: str
     command: Command
@@ -171,7 +172,7 @@ class Engine:
 
 @dataclass(frozen=True)
 class Target:
-    """Where the generator sends requests, and whose CPU is read; 0: nobody's."""
+    """Where the generator sends requests, and the process whose CPU it reads (0: none)."""
 
     address: str
     pid: int
@@ -180,7 +181,8 @@ class Target:
 # ---- contenders
 
 
-# How it is started before engines, on the first of two ports; the other is for its metrics.
+# Returns the command that starts a proxy in front of engines, on the first of two ports; the other
+# one is for its metrics.
 Command = Callable[[Sequence[int], "Sequence[Engine]"], tuple[str, ...]]
 
 
@@ -219,7 +221,7 @@ def router(start: Sequence[str], policy: str) -> Command:
 
 
 def proxies(peers: Path | None, names: Sequence[str], folder: Path) -> list[Proxy]:
-    """All contenders that are installed; says of the others why they are left out."""
+    """Returns all contenders that are installed; prints why others are left out."""
     found = [Proxy("kvd", kvd, machine.commit(HERE.parent))]
     if shutil.which("nginx"):
         found.append(Proxy("nginx", nginx(folder), "of the PATH"))
@@ -281,7 +283,7 @@ def _wait_answers(server: Server) -> None:
             if connection.getresponse().status == 200:
                 return
         except (OSError, http.client.HTTPException):
-            pass  # it is not ready yet
+            pass  # the proxy is not ready yet
         finally:
             connection.close()
         if time.monotonic() > deadline:
@@ -293,20 +295,20 @@ def _wait_answers(server: Server) -> None:
 
 
 class Runs:
-    """All runs, in turns."""
+    """Runs all measurements, with the proxies in turns, and holds their results."""
 
     def __init__(self, binary: Path, logs: Path, found: Sequence[Proxy], rounds: int) -> None:
         self._binary, self._logs = binary, logs
         self._generator = Generator(binary)
         self._proxies = found
         self._rounds = rounds
-        self._seeds = count(1)  # of texts that nobody has seen
+        self._seeds = count(1)  # for texts that no engine or proxy has seen
         self.direct: dict[str, list[float]] = {}
-        self.spread: dict[str, float] = {}  # bounds of shares where all engines are used
+        self.spread: dict[str, float] = {}  # the highest possible shares if all engines are used
         self.failed: list[str] = []
 
     def loads(self, rows: Sequence[Row]) -> None:
-        """Every row of figures about speed."""
+        """Measures every row of figures about speed."""
         with ExitStack() as stack:
             engines = stack.enter_context(engines_of(self._binary, self._logs))
             alive = [
@@ -317,7 +319,7 @@ class Runs:
             for load in dict.fromkeys(tuple(row.load.items()) for row in rows):
                 wanted = [row for row in rows if tuple(row.load.items()) == load]
                 say(", ".join(row.title for row in wanted))
-                # Memory is that of the first time: what has grown stays.
+                # Memory is read in the first round only: it never shrinks.
                 for number in range(self._rounds):
                     base = self._run(direct, dict(load))
                     self._note(self.direct, wanted, base, None)
@@ -340,7 +342,7 @@ class Runs:
                 results.setdefault(row.title, []).append(result[row.key] - less)
 
     def shares(self, workloads: Sequence[Workload]) -> None:
-        """Cached shares of all workloads; `direct` is one engine that serves all of it."""
+        """Measures cached shares of all workloads; for `direct`, one engine serves everything."""
         for workload in workloads:
             say(f"cached share, {workload.title}")
             cache = {"cache-blocks": workload.cache_blocks, "prefill-us": PREFILL_US}
@@ -351,7 +353,7 @@ class Runs:
                 self._rounds_of(Target(only.server.address, 0), workload, only)
                 share, tokens = self._share([only]), only.figure("prompt_tokens")
                 self.direct[workload.title] = [share]
-                if workload.most_busy:  # every engine computes every system prompt
+                if workload.most_busy:  # at best, each engine computes each system prompt once
                     more = (ENGINES - 1) * workload.prompts * SYSTEM_TOKENS
                     self.spread[workload.title] = share - more / tokens
             for one in self._proxies:

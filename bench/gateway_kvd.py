@@ -4,9 +4,10 @@
 
 Two gateways in front of the same simulated engines (examples.engine) get the same completions in
 turns, over one kept connection and over 16: prompts of 512 and 16,384 token ids in blocks of 16,
-one token of output. One gateway chooses itself, the other asks a `kvd serve`. Prints microseconds
-of CPU of the gateway and of kvd for a request, all threads, and the median time of an answer. The
-engines publish no events, so that none of it is that of an index. Medians of the rounds.
+one token of output. One gateway chooses itself, the other asks a `kvd serve`. Prints the CPU
+microseconds of a request in the gateway and in kvd, over all threads, and the median time of an
+answer. The engines publish no events, so that no index takes part of the CPU. Figures are medians
+of the rounds.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class Gateway(Started):
         return self._connections[number]
 
     def wait(self) -> None:
-        """Waits until all engines serve, and the kvd that is asked, if one is."""
+        """Waits until all engines serve, and the kvd that the gateway asks, if it asks one."""
         deadline = time.monotonic() + START_S
         while time.monotonic() < deadline:
             try:
@@ -89,7 +90,7 @@ class Gateway(Started):
     def ask(
         self, number: int, method: str, path: str, body: bytes | None = None
     ) -> tuple[str | None, bytes]:
-        """Asks over one of the connections; returns the decision and the answer."""
+        """Sends a request over one of the connections; returns the decision and the answer."""
         connection = self.connection(number)
         connection.request(method, path, body, HEADERS)
         answer = connection.getresponse()
@@ -97,7 +98,7 @@ class Gateway(Started):
 
 
 def prompts(tokens: int) -> Iterator[bytes]:
-    """Yields bodies with token ids that share nothing."""
+    """Yields bodies with token ids; no two prompts share a block."""
     for number in count(1):
         ids = range(number * tokens, (number + 1) * tokens)
         yield json.dumps({"model": "demo", "max_tokens": 1, "prompt": list(ids)}).encode()
@@ -106,7 +107,7 @@ def prompts(tokens: int) -> Iterator[bytes]:
 def measure(
     gateway: Gateway, connections: int, bodies: Iterator[bytes], pids: Sequence[int]
 ) -> list[float]:
-    """Returns microseconds of CPU of each process for a request, then of the median answer."""
+    """Returns microseconds: CPU of a request in each process, then the median time of an answer."""
     each = REQUESTS // connections
     shares = [[next(bodies) for _ in range(each)] for _ in range(connections)]
     times: list[float] = []

@@ -35,7 +35,7 @@ def build(directory: Path) -> Path:
 
 
 def _figures(line: bytes | str) -> Result:
-    """The numbers of a result line."""
+    """Returns the numbers of a result line."""
     fields: dict[str, object] = json.loads(line)
     return {name: float(x) for name, x in fields.items() if isinstance(x, int | float)}
 
@@ -80,17 +80,17 @@ class Generator:
         self._binary = binary
 
     def run(self, mode: str, server: Server, **options: Option) -> Result:
-        """One bounded run; raises BenchError unless every request and event went well."""
+        """Does one bounded run; raises BenchError unless every request and event succeeded."""
         (line,) = self._lines(self._command(mode, server, options))
         return _figures(line)
 
     def bodies(self, **options: Option) -> list[str]:
-        """Request bodies as the http mode would send them."""
+        """Returns request bodies as the http mode would send them."""
         return self._lines([str(self._binary), "bodies", *_flags(options)])
 
     @contextmanager
     def hold(self, server: Server, **options: Option) -> Iterator[Hold]:
-        """Engines that have filled `server` and stay registered."""
+        """Yields engines that have filled `server` and stay registered."""
         process = subprocess.Popen(
             self._command("hold", server, options),
             stdin=subprocess.PIPE,

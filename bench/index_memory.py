@@ -2,15 +2,15 @@
 
     python bench/index_memory.py [TRACE ...] [--hours 1]
 
-First 250 chains of 1,024 blocks. Then, for each trace in Mooncake's form, what simulated engines
-hold after they have served it (kvd/replay/): a block of a trace is 32 blocks of 16 tokens, a prompt
-is stored by one event, and what has been used least recently is evicted. At last churn: the first
-trace again and again, always with new contents, until its engines have stored and evicted as many
-blocks as busy ones do in so many hours.
+The first populations are 250 chains of 1,024 blocks. Next comes, for each trace in Mooncake's form,
+what simulated engines hold after they have served it (kvd/replay/): a block of a trace is 32 blocks
+of 16 tokens, one event stores a prompt, and the least recently used blocks are evicted. The last
+one is churn: the first trace again and again, each time with new contents, until its engines have
+stored and evicted as many blocks as busy engines do in `--hours`.
 
-Each population is in a process of its own. Bytes a (rank, block) are those of
-`PrefixIndex.stats()`, growth of what the C library's heaps have in use (the rest is in mappings of
-its own), and growth of RSS.
+Each population is in a process of its own. It prints three kinds of bytes per pair of a rank and a
+block: those of `PrefixIndex.stats()`, the growth of what the C library's heaps have in use (large
+memory is mapped outside of them), and the growth of RSS.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ from kvd.replay.simulation import SimulatedFleet, replay
 from kvd_core.index.prefix_index import IngestStats, PrefixIndex
 
 BLOCK_SIZE = 16
-FINER = mooncake.BLOCK_SIZE // BLOCK_SIZE  # blocks in one of a trace
+FINER = mooncake.BLOCK_SIZE // BLOCK_SIZE  # blocks in a block of a trace
 PARTS = [random.getrandbits(64) for _ in range(FINER)]
 CHAINS = [[random.getrandbits(64) for _ in range(1024)] for _ in range(250)]
 RANKS = (1, 8, 64)
 CAPACITIES = (500, 4000)  # of an engine, in blocks of a trace: 256,000 and 2 million tokens
 CHURNING = (8, 4000)  # ranks, and blocks of a trace that each caches
 BUSY = 2_500 * 3_600  # blocks that a busy engine stores and evicts in an hour
-LOOKS = 8  # at the memory while it churns
+LOOKS = 8  # readings of the memory during churn
 HEAD = "(rank, block) pairs | blocks | bytes a pair: stats | heap | RSS |"
 
-Told = tuple[int, Event]  # an engine and what it tells
+Told = tuple[int, Event]  # an engine and one of its events
 
 
 class Population:
-    """An index whose ranks hear events, and what the process grows by meanwhile."""
+    """An index that takes events of its ranks, and the growth of the process meanwhile."""
 
     def __init__(self, ranks: int, *, own_names: bool = False) -> None:
         self.index = PrefixIndex(BLOCK_SIZE, IngestStats())
@@ -65,7 +65,7 @@ class Population:
         self._at_first = self._bytes()
 
     def hear(self, rank: int, event: Event) -> int:
-        """Takes an event; returns how many blocks it has."""
+        """Applies an event; returns the number of its blocks."""
         salt = self._salts[rank]
         if isinstance(event, Stored):
             contents = finer(event.blocks, PARTS)
@@ -93,7 +93,7 @@ class Population:
 
 
 def finer(blocks: Sequence[int], parts: Sequence[int]) -> list[int]:
-    """Returns the hashes of these parts of each block of a trace."""
+    """Returns the hashes of the smaller blocks in blocks of a trace, one for each part."""
     return [(block + part) & mooncake.U64_MAX for block in blocks for part in parts]
 
 
@@ -108,7 +108,7 @@ def synthetic(ranks: int, *, own_names: bool = False, tiers: int = 1) -> Iterato
 
 
 class Listener:
-    """Routes as kvd does, and writes down what engines tell."""
+    """Routes as kvd does, and writes the events of engines to a file."""
 
     def __init__(self, fleet: SimulatedFleet, to: IO[bytes]) -> None:
         self._router = CoreRouter(fleet, parse("kvd").settings(), 1)
@@ -123,7 +123,7 @@ class Listener:
 
 
 def simulate(trace: Path, laps: int, ranks: int, capacity: int, to: IO[bytes]) -> Iterator[str]:
-    """Writes what so many engines tell while they serve a trace so many times; yields nothing."""
+    """Writes the events of `ranks` engines that serve a trace `laps` times; yields nothing."""
     recorded = mooncake.read(trace, None).requests
     fleet = SimulatedFleet(ranks, capacity, mooncake.BLOCK_SIZE)
     replay(list(again(recorded, laps)), fleet, Listener(fleet, to))
@@ -132,7 +132,7 @@ def simulate(trace: Path, laps: int, ranks: int, capacity: int, to: IO[bytes]) -
 
 
 def again(requests: Sequence[RecordedRequest], laps: int) -> Iterator[RecordedRequest]:
-    """Yields requests so many times, one lap after the other, each with contents of its own."""
+    """Yields the requests `laps` times, each time with other contents."""
     for lap in range(laps):
         later_s = lap * requests[-1].arrival_s
         other = mooncake.mixed(lap << 32)
@@ -157,8 +157,8 @@ def told(events: IO[bytes]) -> Iterator[Told]:
 
 
 def real(events: IO[bytes], ranks: int, *, own_names: bool, looks: int = 1) -> Iterator[str]:
-    """Yields cells at so many looks, the last one at the end."""
-    # What Python takes for the longest event is not the index's.
+    """Yields the cells of `looks` readings of the memory, the last one at the end."""
+    # Python's own memory for the longest event is taken now, so that it does not count.
     longest = max(told(events), key=lambda told: len(told[1].blocks))
     Population(ranks).hear(*longest)
     population = Population(ranks, own_names=own_names)
@@ -171,7 +171,7 @@ def real(events: IO[bytes], ranks: int, *, own_names: bool, looks: int = 1) -> I
 
 
 def apart(title: str, cells: Iterator[str]) -> None:
-    """Prints rows that a process of its own finds."""
+    """Prints rows that are measured in a process of its own."""
     sys.stdout.flush()
     child = os.fork()
     if child == 0:

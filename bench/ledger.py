@@ -23,8 +23,8 @@ from kvd_core.ledger.ledger import ADDED, Ledger
 
 RANKS = (8, 64, 512, 4096)
 REQUESTS = 4  # live ones of each rank
-BLOCKS, SHARED = 512, 64  # of a prompt; of these the same in all
-CALLS = 2000  # a round
+BLOCKS, SHARED = 512, 64  # blocks of a prompt; how many of these all prompts share
+CALLS = 2000  # in a round
 
 Call = Callable[[int], object]
 
@@ -64,7 +64,7 @@ def lifecycle(ledger: Ledger, ranks: int, prompts: Prompts) -> Call:
 
 
 def measured(call: Call, rounds: int) -> float:
-    """Returns the median CPU microseconds a call, of rounds of CALLS."""
+    """Returns the median over rounds of CALLS calls of the CPU microseconds a call."""
     for i in range(CALLS // 10):
         call(i)
     times = []

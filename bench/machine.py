@@ -1,4 +1,4 @@
-"""Describes the conditions of a run besides the servers: machine, its other work, versions."""
+"""Describes the conditions of a run: the machine, its other work, versions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ BUSY_FIELDS = (0, 1, 2, 5, 6, 7)  # user nice system irq softirq steal
 
 
 class OtherLoad:
-    """CPU that neither this process nor its ended children used since construction, in cores."""
+    """Measures the CPU that other processes use, in cores.
+
+    That is all but the use of this process and of its children that have ended.
+    """
 
     def __init__(self) -> None:
         self._since = time.monotonic()
@@ -24,7 +27,7 @@ class OtherLoad:
         self._own = _own_cpu()
 
     def cores(self) -> float:
-        """Average since construction; call when all children have been reaped."""
+        """Returns the average since construction; to be called once all children are reaped."""
         other = (_machine_cpu() - self._busy) - (_own_cpu() - self._own)
         return max(0.0, other) / (time.monotonic() - self._since)
 
@@ -40,13 +43,13 @@ def _own_cpu() -> float:
 
 
 def resident() -> int:
-    """Bytes of this process that are resident."""
+    """Returns the resident bytes of this process."""
     pages = Path("/proc/self/statm").read_text().split()[1]
     return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 def describe() -> str:
-    """CPU model, cores, kernel."""
+    """Returns the CPU's model, its cores and the kernel."""
     models = [
         line.split(":", 1)[1].strip()
         for line in Path("/proc/cpuinfo").read_text().splitlines()
@@ -57,7 +60,7 @@ def describe() -> str:
 
 
 def _output(command: list[str], directory: Path) -> str:
-    """Trimmed standard output, empty on any failure: a version is a note, not a result."""
+    """Returns the trimmed standard output; "" on any failure, as a version is only a note."""
     try:
         done = subprocess.run(
             command, cwd=directory, capture_output=True, text=True, timeout=VERSION_TIMEOUT
@@ -68,7 +71,7 @@ def _output(command: list[str], directory: Path) -> str:
 
 
 def version(python: str, package: str, directory: Path) -> str:
-    """Installed version of a distribution, and the interpreter's."""
+    """Returns the installed version of a distribution, and the interpreter's."""
     code = (
         "import importlib.metadata as m, platform as p;"
         f"print(m.version({package!r}), 'on Python', p.python_version())"
@@ -77,5 +80,5 @@ def version(python: str, package: str, directory: Path) -> str:
 
 
 def commit(directory: Path) -> str:
-    """The checked-out commit with a mark for uncommitted changes; empty outside a repository."""
+    """Returns the checked-out commit, marked if there are uncommitted changes; "" if none is."""
     return _output(["git", "describe", "--always", "--dirty"], directory)

@@ -1,12 +1,12 @@
-"""Measures the live page: time until it is drawn, and CPU of the daemon while a browser looks.
+"""Measures the live page: time until it is drawn, and CPU of the daemon while it is open.
 
     python bench/page.py [--workers 64] [--rounds 5]
     python bench/page.py --workers 16 --pictures docs/pictures    # draws those of the documentation
 
-A daemon with simulated engines that have published blocks, Debian's Chromium without a window, by
-playwright (`pip install .[test]`). Drawn: from the navigation until the last of the ranks is in
-the document and the first picture was painted; each round is a browser context without a cache.
-CPU: of the daemon's process, 10 s without the page and 10 s with it open.
+A daemon has simulated engines that have published blocks; playwright (`pip install .[test]`) opens
+the page in Debian's Chromium without a window. The page is drawn once the last rank is in the
+document; the first paint is measured separately. Each round has a browser context without a cache.
+CPU is that of the daemon's process, for 10 s without the page and 10 s with it.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ def cpu_s(fleet: Pictured) -> float:
 
 
 def watched(fleet: Pictured) -> float:
-    """Returns the share of a core that the daemon takes in the next seconds."""
+    """Returns the share of a core that the daemon takes in the next WATCHED_S seconds."""
     before = cpu_s(fleet)
     time.sleep(WATCHED_S)
     return (cpu_s(fleet) - before) / WATCHED_S
 
 
 def drawn(browser: Any, fleet: Pictured, workers: int) -> tuple[Any, list[float]]:
-    """Opens the page; returns it with milliseconds until drawn and painted, and bytes."""
+    """Opens the page; returns it with milliseconds until drawn, until painted, and its bytes."""
     page = browser.new_context().new_page()
     page.set_default_timeout(PATIENCE_MS)
     page.goto(f"{fleet.url}/ui", wait_until="commit")
@@ -65,7 +65,7 @@ def drawn(browser: Any, fleet: Pictured, workers: int) -> tuple[Any, list[float]
 
 
 def take_pictures(browser: Any, fleet: Pictured, folder: Path) -> None:
-    """Writes what the page looks like after a minute of requests."""
+    """Writes pictures of the page after a minute of requests."""
     pages = {name: browser.new_context(**look).new_page() for name, look in LOOKS.items()}
     for page in pages.values():
         page.goto(f"{fleet.url}/ui")
