@@ -2,10 +2,10 @@
 
     python bench/policies.py TRACE [--policy NAME]... [--peer-python PY]
 
-Takes the options of `kvd replay`, and two policies more: `live-kvd` and `live-dynamo` are the
+Takes the options of `kvd replay`, and two more policies: `live-kvd` and `live-dynamo` run the
 selection services of kvd and of Dynamo as processes, over HTTP and ZMQ, with their defaults.
-`live-kvd,policy=NAME` starts kvd's with that policy. Time is simulated: nothing here says how fast
-a service is.
+`live-kvd,policy=NAME` starts kvd's with that policy. Time is simulated: the figures do not show how
+fast a service is.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from kvd.replay.traffic import Traffic
 
 HERE = Path(__file__).resolve().parent
 LIVE_KVD, LIVE_DYNAMO = "live-kvd", "live-dynamo"
-# Nothing is held in a queue of the router, nor forgotten: real time is not that of the replay.
+# Dynamo must neither queue requests nor let them expire: the replay's time is not real time.
 ENVIRON = {"DYN_ROUTER_QUEUE_THRESHOLD": "None", "DYN_ROUTER_ACTIVE_REQUEST_EXPIRY_SECS": "86400"}
 
 
@@ -46,7 +46,7 @@ class Service:
 
     name: str
     command: tuple[str, ...]
-    policy: Chooser  # what it is thought to choose by
+    policy: Chooser  # by which kvd's core judges its choices
 
     def __str__(self) -> str:
         return self.name
@@ -94,7 +94,7 @@ def service(name: str, peer_python: str | None) -> Service:
     if name == LIVE_DYNAMO:
         if peer_python is None:
             raise BenchError("--peer-python is needed")
-        # With more threads it loses blocks of engines that share tokens.
+        # With more threads, Dynamo loses blocks of engines that share tokens.
         made = (peer_python, "-m", "dynamo.select_service", "--threads", "1")
         return Service(name, made, Chooser("dynamo"))
     kind, _, policy = name.partition(",policy=")

@@ -5,15 +5,15 @@
     fleets        4, 8, 16, 32 engines x 500, 2,000, 8,000 blocks of 512 tokens x load 1 and 1.5;
                   load 1 on 8 engines is the trace as recorded, and arrivals come faster in
                   proportion on larger fleets
-    workloads     8 engines with 2,000 blocks at load 1, and one thing that is otherwise: bound by
-                  decoding (outputs five times as long, prefill six times as fast, a request of a
-                  step 0.5 ms and 512 tokens of its context 0.02 ms), nothing shared, late events,
-                  two routers, engines of two speeds, an engine that joins empty
+    workloads     8 engines with 2,000 blocks at load 1, and one difference: bound by decoding
+                  (outputs are five times as long and prefill is six times as fast; a request adds
+                  0.5 ms to a step, and 512 tokens of its context 0.02 ms), nothing shared, late
+                  events, two routers, engines of two speeds, an engine that joins empty
 
 Arrivals of one timestamp are spread over the 3 s that it stands for. Every policy gets the same
-arrivals in the same round. Tune on `--windows odd`, report on even ones; all requests are replayed,
-those of the windows count. Prints Markdown: ratios to the first policy, the mean of all cells with
-the worst, then every cell.
+arrivals in the same round. Tune on `--windows odd`, report on even ones: all requests are replayed,
+but only those in the windows count. Prints Markdown with ratios to the first policy: first the mean
+over all cells and the worst cell, then every cell.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ from kvd.replay.traffic import Traffic
 ENGINES = 4, 8, 16, 32
 CAPACITIES = 500, 2000, 8000  # blocks
 LOADS = 1.0, 1.5
-RECORDED_ENGINES = 8  # that the traces are about right for
+RECORDED_ENGINES = 8  # engines that can about serve the traces as recorded
 DEFAULT_POLICIES = "dynamo", "kvd", "lmetric", "ramjet", "ramjet-tuned"
 JOINS_S = 300.0
-# Of ratios to the first policy, the worst of all cells, beyond which a cell counts as lost.
+# Figures in which a cell counts as lost if a policy is worse there than the first policy.
 LOST_ROWS = "ttft_mean", "whole"
 
 
@@ -84,9 +84,9 @@ def fleets(traffic: Traffic, base: Chooser) -> list[Cell]:
 
 
 def workloads(traffic: Traffic, base: Chooser) -> list[Cell]:
-    """Returns the cells of the workloads that are special in one thing."""
+    """Returns the cells of the workloads, each of which differs in one thing."""
     fleet, routing = SimulatedFleet(), Routing(base)
-    # Prompts cost little and outputs are long: what is full are the batches that decode.
+    # Prompts cost little and outputs are long, so that decoding limits the engines.
     slow = Speed(
         prefill_tokens_per_s=60_000.0, step_s_per_request=0.0005, step_s_per_token=0.00002 / 512
     )
@@ -143,7 +143,7 @@ def every_cell(cells: Cells, base: str) -> list[str]:
 
 
 def lost(cells: Cells, base: str, policy: str) -> list[str]:
-    """Returns what a policy makes worse than the first one by more than noise, in words."""
+    """Returns the cells and figures in which a policy is worse than `base` by more than noise."""
     found = []
     for name, rounds in cells.items():
         means = _means(rounds[policy], rounds[base])
@@ -174,7 +174,7 @@ def _mean_and_worst(values: Sequence[float], row: FigureRow) -> str:
 
 PLOTTED = "cached", "ttft_mean", "ttft_p50", "ttft_p99", "token_interval", "whole"
 WIDTH, LINE, LEFT, TOP = 900, 26, 150, 60
-LOWEST, HIGHEST = 0.1, 2.5  # ratios at the edges; those beyond are drawn there
+LOWEST, HIGHEST = 0.1, 2.5  # ratios at the edges; ratios beyond them are drawn at the edge
 
 
 def picture(cells: Cells, base: str, title: str) -> str:

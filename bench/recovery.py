@@ -1,4 +1,4 @@
-"""The recovery suite's measurements: a dump under query load, and how soon a replica stands."""
+"""Measures for the recovery suite: a dump under query load, and how soon a replica answers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MIB = 2**20
 
 
 def dump_under_load(generator: Generator, server: Server, load: dict[str, Option]) -> Result:
-    """Dumps again and again while queries run; the queries' p50 and p99 are of that time."""
+    """Dumps again and again while queries run; returns figures of the dumps and the queries."""
     before = _memory(server.pid, "VmRSS")
     seconds = []
     size = 0
@@ -47,7 +47,7 @@ def dump_under_load(generator: Generator, server: Server, load: dict[str, Option
 
 
 def replica(contender: Contender, donor: Server, logs: Path, body: str) -> Result:
-    """Starts a replica with `donor` as its peer; the state is there when `body` finds a prefix."""
+    """Starts a replica with `donor` as its peer; waits until the query `body` finds a prefix."""
     command = (*contender.command, "--peers", f"http://{donor.address}")
     named = replace(contender, name=f"{contender.name}-replica", command=command)
     started = time.monotonic()
@@ -63,7 +63,7 @@ def replica(contender: Contender, donor: Server, logs: Path, body: str) -> Resul
 
 
 def _read_dump(server: Server) -> int:
-    """Returns the bytes of the answer; nothing is parsed, so that the server is what is timed."""
+    """Returns the size of a dump in bytes; parses nothing, so that only the server is timed."""
     address = ("127.0.0.1", server.port)
     with socket.create_connection(address, timeout=DUMP_TIMEOUT) as connection:
         connection.sendall(b"GET /dump HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")

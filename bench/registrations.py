@@ -2,7 +2,7 @@
 
     python bench/registrations.py [--workers 64 512]
 
-Each rank has an engine that it is connected to, and 16 blocks. A fresh daemon for each number.
+Each rank has 16 blocks and a connected engine. Each number of ranks gets a fresh daemon.
 """
 
 from __future__ import annotations

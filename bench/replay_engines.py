@@ -1,4 +1,4 @@
-"""Engines that publish batches of blocks and answer for those that a listener has missed."""
+"""Engines that publish batches of blocks, and replay those that a listener has missed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Engines:
         )
 
     def publish_all(self) -> None:
-        """Publishes everything that there is to say, in the background."""
+        """Publishes all batches that are not published yet, in the background."""
         self._wanted = [len(kept) for kept in self._kept]
 
     def publish_one_more(self) -> None:

@@ -15,7 +15,7 @@ Runs = tuple[list[Result], list[Result]]  # of the first and the second server, 
 
 @dataclass(frozen=True)
 class Figure:
-    """A column: which number of a result it shows and under what name."""
+    """A column: the key of the number in a result that it shows, and its title."""
 
     key: str
     title: str
@@ -40,26 +40,26 @@ class Case:
     runs: Runs = field(default_factory=lambda: ([], []))
 
     def medians(self, key: str) -> tuple[float, float]:
-        """The median of each server's runs."""
+        """Returns the median of each server's runs."""
         first, second = (median(run[key] for run in side) for side in self.runs)
         return first, second
 
     def ratios(self, key: str) -> list[float]:
-        """First / second for each round, smallest first.
+        """Returns first / second for each round, smallest first.
 
-        Both runs of a round are seconds apart, so what slows the machine for longer cancels out.
-        A round where a figure is zero (shorter than the clock tick) has no ratio.
+        The two runs of a round are seconds apart, so whatever slows the machine for longer cancels
+        out. A round where a figure is zero (shorter than the clock tick) has no ratio.
         """
         pairs = zip(*self.runs, strict=True)
         return sorted(a[key] / b[key] for a, b in pairs if a[key] > 0 and b[key] > 0)
 
     def ratio(self, key: str) -> float:
-        """The median ratio; NaN without any."""
+        """Returns the median ratio; NaN without any."""
         ratios = self.ratios(key)
         return median(ratios) if ratios else nan
 
     def misses(self) -> list[str]:
-        """Keys whose limit is not met; a ratio that could not be measured meets none."""
+        """Returns the keys whose limit is not met; without a ratio it is not met either."""
         return [key for key, limit in self.limits.items() if not self.ratio(key) <= limit]
 
 
@@ -118,7 +118,7 @@ def _summary(cases: Sequence[Case]) -> list[str]:
 
 
 def markdown(names: tuple[str, str], facts: Mapping[str, str], cases: Sequence[Case]) -> str:
-    """The whole report; `facts` say where and how it was measured."""
+    """Returns the whole report; `facts` tell where and how it was measured."""
     lines = [f"## {names[0]} / {names[1]}", ""]
     lines += [f"- {name}: {fact}" for name, fact in facts.items()]
     lines += [
@@ -133,7 +133,7 @@ def markdown(names: tuple[str, str], facts: Mapping[str, str], cases: Sequence[C
 def as_json(
     names: tuple[str, str], facts: Mapping[str, str], cases: Sequence[Case]
 ) -> dict[str, object]:
-    """The same with every single run, for later comparison."""
+    """Returns the report with every single run, for later comparison."""
     rows = [
         {
             "suite": case.suite.name,

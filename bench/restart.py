@@ -3,15 +3,16 @@
     python bench/restart.py [--blocks 1000000] [--peer-python /path/to/venv/bin/python]
 
 Restart: 16 engines with replay servers hold the blocks, in batches of 64 blocks of 16 tokens. A kvd
-with a state directory hears all of it, is ended by SIGTERM or SIGKILL, and started again; meanwhile
-each engine publishes one batch more. Measured from exec: the first correct answer to /query, and
-all streams `exact`. Beside it a kvd without state, which replays everything; with a peer's Python
-also Dynamo's indexer that recovers from a kvd which has heard the same.
+with a state directory receives all batches, is ended by SIGTERM or SIGKILL, and started again;
+meanwhile each engine publishes one more batch. The times from exec until the first correct answer
+to /query and until all streams are `exact` are measured. The same is measured for a kvd without
+state, which replays everything, and with --peer-python for Dynamo's indexer, which recovers from a
+kvd with the same blocks.
 
 Cost: the life of a request (/add of 2,048 tokens in blocks of 16, /prefill_complete, /free) on two
-slot trackers, with a state directory and without, in turns over one connection each: CPU of the
-process, all threads, and wall time p50 and p99. And /query of 512 tokens on the full index while
-snapshots are written one after the other, and while none is.
+slot trackers, with a state directory and without, in turns over one connection each: CPU over all
+threads of the process, and wall time p50 and p99. Also /query of 512 tokens on the full index while
+snapshots are written one after the other, and while none is written.
 """
 
 from __future__ import annotations
@@ -49,14 +50,14 @@ QUESTIONS = 20_000
 
 
 def is_found(port: int) -> bool:
-    """Says whether a prompt of the last engine is known in full."""
+    """Returns whether a prompt of the last engine is found in full."""
     question = MODEL | {"token_ids": tokens_of(ENGINES - 1, 0)}
     scores: dict[str, dict[str, int]] = asks(port, "/query", question)["scores"]
     return scores.get(str(ENGINES), {}).get("0") == BATCH_BLOCKS * BLOCK_SIZE
 
 
 def is_connected(port: int) -> bool:
-    """Says whether all engines are listened to, and the subscriptions have had time to arrive."""
+    """Returns whether all listeners are connected; lets their subscriptions arrive meanwhile."""
     rows = asks(port, "/workers")
     time.sleep(0.2)
     return all(row["status"] == "active" for row in rows)
@@ -119,7 +120,7 @@ def restarts(blocks: int, peer: str | None, folder: Path) -> None:
 
 
 def cold(engines: Engines, port: int, log: Path) -> None:
-    """A kvd without state has each engine's whole replay before its first live batch."""
+    """Measures a kvd without state, which replays all batches of each engine."""
     began = time.monotonic()
     with started(kvd_command(port, engines), log):
         until(lambda: is_there(port), "healthy")
@@ -133,7 +134,7 @@ def cold(engines: Engines, port: int, log: Path) -> None:
 
 
 def peers(engines: Engines, peer: str, port: int, other: int, log: Path) -> None:
-    """Dynamo's indexer, which takes the dump of another one that a kvd has filled."""
+    """Measures Dynamo's indexer, which takes the dump of a kvd that engines have filled."""
     command = [peer, "-m", "dynamo.indexer", "--block-size", "16", "--model-name", "m"]
     with started(kvd_command(port, engines), log):
         until(lambda: is_there(port), "healthy")
@@ -148,7 +149,7 @@ def peers(engines: Engines, peer: str, port: int, other: int, log: Path) -> None
 
 
 def bookings(folder: Path) -> None:
-    """What the journal costs a request."""
+    """Measures what the journal costs a request."""
     ports = free_ports(2)
     flags: tuple[list[str], ...] = ([], [f"--state-dir={folder / 'slots'}"])
     with ExitStack() as stack:
@@ -180,7 +181,7 @@ def bookings(folder: Path) -> None:
 
 
 def questions(blocks: int, folder: Path) -> None:
-    """What snapshots cost questions."""
+    """Measures what snapshots cost questions."""
     engines = Engines(blocks)
     (port,) = free_ports(1)
     try:
@@ -192,7 +193,7 @@ def questions(blocks: int, folder: Path) -> None:
                 until(lambda: is_connected(port), "connected")
                 engines.publish_one_more()
                 until(lambda: is_exact(port), "exact")
-                # In a process of its own, which has nothing else to do.
+                # Asked by a process that does nothing else: the engines run in this one.
                 asking = [sys.executable, __file__, "--ask", str(port)]
                 took = json.loads(subprocess.run(asking, capture_output=True, check=True).stdout)
                 p50, p99 = p50_p99(took)

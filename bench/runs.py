@@ -1,4 +1,4 @@
-"""Holds the parts that all suites share: plan, figures of an HTTP load, rounds of paired runs."""
+"""The parts that all suites share: the plan, figures of an HTTP load, rounds of paired runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RPS = Figure("rps", "requests/s")
 
 @dataclass(frozen=True)
 class Plan:
-    """How long and how often: `rounds` pairs of runs of `seconds` on `pairs` blocks."""
+    """The size of a comparison: `rounds` pairs of runs of `seconds` each, on `pairs` blocks."""
 
     rounds: int
     seconds: float
@@ -53,20 +53,20 @@ class Runs:
         self._plan = plan
 
     def _load(self, pair: Pair, case: Case, request: dict[str, Option]) -> None:
-        """All rounds of an HTTP load."""
+        """Runs all rounds of an HTTP load."""
         timing = {"secs": self._plan.seconds, "warm": self._plan.warm}
         options: dict[str, Option] = {**request, **timing}
         self._rounds(case, pair, lambda server: self._generator.run("http", server, **options))
 
     def _rounds(self, case: Case, pair: Pair, run: Callable[[Server], Result]) -> None:
-        """All rounds of a case on one pair of servers, in the order A, B, A, B..."""
+        """Runs all rounds of a case on one pair of servers, in the order A, B, A, B..."""
         say(f"{case.suite.name}: {case.name}")
         for _ in range(self._plan.rounds):
             for server, results in zip(pair, case.runs, strict=True):
                 results.append(run(server))
 
     def _fresh_rounds(self, case: Case, mode: str, options: dict[str, Option]) -> None:
-        """Rounds that each fill a fresh pair: memory once grown is never measured again."""
+        """Runs each round on a fresh pair, since the growth of memory can be measured only once."""
         say(f"{case.suite.name}: {case.name}")
         for _ in range(self._plan.rounds):
             with running_pair(self._contenders, self._logs) as pair:
@@ -75,5 +75,5 @@ class Runs:
 
 
 def say(text: str) -> None:
-    """Progress goes to standard error; the report alone goes to standard output."""
+    """Prints progress to standard error; standard output has the report alone."""
     print(text, file=sys.stderr, flush=True)

@@ -16,8 +16,8 @@ TIMEOUT = 30.0  # seconds for one answer
 Scores = dict[tuple[str, str], int]  # (instance, rank) -> tokens
 Rows = list[dict[str, object]]
 
-# Members of the slot tracker's rows that need not be equal: what each calls a tenant, and a count
-# that only newer versions of the peer give.
+# Members of the slot tracker's rows that need not be equal: the two names for a tenant, and a count
+# that only newer versions of the peer have.
 FREE_MEMBERS = ("tenant_id", "routing_group", "active_requests")
 
 # Members of a selection that must be equal.
@@ -32,7 +32,7 @@ SELECTED = (
     "potential_decode_blocks",
 )
 
-LIFE_PATHS = ("/add", "/prefill_complete", "/free")  # of the bodies of a request's life, in order
+LIFE_PATHS = ("/add", "/prefill_complete", "/free")  # for the bodies of a request's life, in order
 
 
 def _ask(server: Server, method: str, path: str, body: str = "") -> bytes:
@@ -51,13 +51,13 @@ def _ask(server: Server, method: str, path: str, body: str = "") -> bytes:
 
 
 def _scores(server: Server, path: str, body: str) -> Scores:
-    """Non-zero scores: whether a worker without a match is listed is each server's choice."""
+    """Returns the scores above zero: only some servers list workers without a match."""
     rows: dict[str, dict[str, int]] = json.loads(_ask(server, "POST", path, body))["scores"]
     return {(i, rank): n for i, ranks in rows.items() for rank, n in ranks.items() if n}
 
 
 def check_equal(pair: Pair, path: str, bodies: Iterable[str], matched: int) -> None:
-    """Raise unless both servers score every body alike, the best at `matched` tokens."""
+    """Raises unless both servers score every body alike, the best at `matched` tokens."""
     for number, body in enumerate(bodies):
         first, second = (_scores(server, path, body) for server in pair)
         if first != second:
@@ -83,13 +83,16 @@ def _check_selected(pair: Pair, path: str, body: str, matched: int) -> None:
 
 
 def check_selections_equal(pair: Pair, bodies: Iterable[str], matched: int) -> None:
-    """Raise unless both selection services choose the same, with `matched` tokens cached there."""
+    """Raises unless both services choose the same rank, which caches `matched` tokens."""
     for body in bodies:
         _check_selected(pair, "/select", body, matched)
 
 
 def check_reservations_equal(pair: Pair, bodies: Iterable[str], matched: int) -> None:
-    """Raise unless both book the same and say the same after every step; they leave nothing."""
+    """Raises unless both services book alike and have equal loads after every step.
+
+    All bookings are freed again.
+    """
     for body in bodies:
         _check_selected(pair, "/select_and_reserve", body, matched)
         path = f"/reservations/{json.loads(body)['reservation_id']}"
@@ -114,16 +117,16 @@ def _fleet_loads(server: Server) -> Rows:
 
 @dataclass(frozen=True)
 class LoadStats:
-    """What slot trackers must answer: every worker's live load, and what a question adds to it."""
+    """The expected answers of slot trackers: each worker's load, and what a question adds to it."""
 
     workers: int
     blocks: int
     prefill_tokens: int
-    novel_blocks: int  # of a question, to the worker that shares the most of it
+    novel_blocks: int  # blocks of a question that even the worker with most of them lacks
 
 
 def _rows(server: Server, method: str, path: str, body: str = "") -> Rows:
-    """Rows in the order of worker and rank, without FREE_MEMBERS."""
+    """Returns rows in the order of worker and rank, without FREE_MEMBERS."""
     rows: Rows = json.loads(_ask(server, method, path, body))
     kept = ({name: x for name, x in row.items() if name not in FREE_MEMBERS} for row in rows)
     return sorted(kept, key=lambda row: (row["worker_id"], row["dp_rank"]))
@@ -146,9 +149,9 @@ def _check_loads(pair: Pair, totals: LoadStats) -> None:
 def check_slots_equal(
     pair: Pair, questions: Iterable[str], lives: Iterable[str], totals: LoadStats
 ) -> None:
-    """Raise unless both slot trackers say the same of what is live, and of a life's every step.
+    """Raises unless both slot trackers have equal loads, also after every step of a request.
 
-    `lives` are the bodies of LIFE_PATHS, one request's after the other's; they leave nothing.
+    `lives` are the bodies for LIFE_PATHS, request by request; no request stays live.
     """
     _check_loads(pair, totals)
     for body in questions:

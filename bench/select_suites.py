@@ -1,4 +1,4 @@
-"""The selection service's suites: as suites.py, for `kvd select-service` and its peer."""
+"""The selection service's suites: like suites.py, for `kvd select-service` and its peer."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ REQUEST: dict[Suite, dict[str, Option]] = {
 }
 
 DEPTH = 512  # blocks of a chain: more than half of the longest prompt
-SHARED = 32  # of them, leading: the same on all workers, so that every rank matches something
+SHARED = 32  # leading blocks of a chain that all workers hold, so that every rank matches some
 EVENT_BLOCKS = 64
-WINDOW = 20_000  # blocks on their way: what is not read yet must not fill the sockets
+WINDOW = 20_000  # blocks on their way: few enough not to fill the sockets' queues
 SAMPLES = 8  # prompts that both servers answer before anything is timed
 
 
 class SelectSuites(Runs):
-    """Runs the selection service's suites; results come back as cases."""
+    """Runs the selection service's suites; returns the results as cases."""
 
     def run(self, names: list[str]) -> list[Case]:
-        """The cases of all worker counts, by suite."""
+        """Returns the cases of all worker counts, by suite."""
         if HASHES.name not in names:
             return []
         cases = [case for workers in WORKERS for case in self._at(workers)]
         return [case for suite in REQUEST for case in cases if case.suite is suite]
 
     def _at(self, workers: int) -> list[Case]:
-        """Loads one filled pair with everything."""
+        """Runs all suites on one filled pair of servers."""
         say(f"{HASHES.name}: filling both servers, {workers} workers")
         data = self._data(workers)
         fill: dict[str, Option] = {"event_blocks": EVENT_BLOCKS, "window": WINDOW}

@@ -1,9 +1,9 @@
 """Times the choice of a rank, without HTTP: python bench/selector.py [--rounds N]
 
 Prints Markdown. Each figure is the lowest over short rounds of CPU microseconds a call, seen from
-Python: what else runs on the machine only adds. Prompts have 2,048 tokens in 128 blocks, of which
-all ranks cache the first 32 and one rank in eight all, some on lower tiers; every rank has 4 live
-requests.
+Python: other work on the machine can only raise it. Prompts have 2,048 tokens in 128 blocks. All
+ranks cache the first 32 of these, and one rank in eight caches all, some of them on lower tiers.
+Every rank has 4 live requests.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ CANDIDATES = (8, 64, 512)
 BLOCK_SIZE, TOKENS = 16, 2048
 SHARED = 32  # blocks that every rank caches, and that every live request begins with
 HOST, DISK = 96, 112  # where the blocks of the lower tiers begin
-REQUESTS = 4  # live ones of each rank
-PROMPTS = 8  # different ones, each cached by one rank in eight
-CALLS = 200  # a round
+REQUESTS = 4  # live requests of each rank
+PROMPTS = 8  # different prompts, each cached by one rank in eight
+CALLS = 200  # in a round
 
 Call = Callable[[int], object]
 
@@ -73,7 +73,7 @@ def packed(hashes: list[int]) -> bytes:
 
 
 def measured(call: Call, rounds: int) -> float:
-    """Returns the lowest CPU microseconds a call, of rounds of CALLS."""
+    """Returns the CPU microseconds a call in the fastest of `rounds` rounds of CALLS calls."""
     for i in range(CALLS):
         call(i)
     times = []

@@ -17,7 +17,7 @@ from errors import BenchError
 
 START_TIMEOUT = 30.0  # seconds; both servers answer /health in about one
 STOP_TIMEOUT = 10.0  # seconds for a graceful end before SIGKILL
-POLL_EVERY = 0.02  # seconds between looks at a starting server
+POLL_EVERY = 0.02  # seconds between two checks of a starting server
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 _libc = ctypes.CDLL(None)
@@ -25,7 +25,7 @@ _libc = ctypes.CDLL(None)
 
 @dataclass(frozen=True)
 class Contender:
-    """What to start: `command` gets `--port N` appended and runs in `directory`."""
+    """A server to start: `command` gets `--port N` appended and runs in `directory`."""
 
     name: str
     command: tuple[str, ...]
@@ -49,12 +49,12 @@ Pair = tuple[Server, Server]
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this child when compare.py dies, however it dies."""
+    """Makes the kernel kill this child when its parent dies, however that happens."""
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Stop a child and reap it; returns within STOP_TIMEOUT and a little."""
+    """Stops a child and reaps it; returns soon after STOP_TIMEOUT at the latest."""
     process.terminate()
     try:
         process.wait(STOP_TIMEOUT)
@@ -64,7 +64,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on, each another one."""
+    """Returns different ports that nobody listens on."""
     with ExitStack() as stack:
         probes = [stack.enter_context(socket.socket()) for _ in range(count)]
         for probe in probes:
@@ -98,7 +98,7 @@ def _wait_healthy(name: str, process: subprocess.Popen[bytes], port: int, log: P
 
 
 def _check_alone(server: Server) -> None:
-    """CPU and RSS are read of one process; work done by children would be missed."""
+    """Raises if a server has children: their CPU and RSS would not be counted."""
     for children in Path(f"/proc/{server.pid}/task").glob("*/children"):
         if children.read_text().strip():
             raise BenchError(f"{server.name} has child processes; its CPU is not all counted")
@@ -106,7 +106,7 @@ def _check_alone(server: Server) -> None:
 
 @contextmanager
 def running(contender: Contender, log_directory: Path) -> Iterator[Server]:
-    """A healthy server; raises BenchError if it does not start or dies before the end."""
+    """Yields a healthy server; raises BenchError if it does not start or dies before the end."""
     (port,) = free_ports(1)
     on_port = replace(contender, command=(*contender.command, "--port", str(port)))
     with running_on(on_port, port, log_directory) as server:
@@ -115,7 +115,7 @@ def running(contender: Contender, log_directory: Path) -> Iterator[Server]:
 
 @contextmanager
 def running_on(contender: Contender, port: int, log_directory: Path) -> Iterator[Server]:
-    """The same for a command that names its port itself."""
+    """Does the same as `running`, for a command that names its port itself."""
     log = log_directory / f"{contender.name}.log"
     with log.open("wb") as output:
         try:
@@ -137,7 +137,7 @@ def running_on(contender: Contender, port: int, log_directory: Path) -> Iterator
             raise BenchError(f"{contender.name} did not live to the end")
         _check_alone(server)
     except BenchError as error:
-        # A dead server first shows as a failed run; its log says more.
+        # A server that died shows as a failed run first; add its log to the error.
         if process.poll() is None:
             raise
         died = f"{contender.name} ended with {process.returncode}:\n{_tail(log)}"
@@ -148,7 +148,7 @@ def running_on(contender: Contender, port: int, log_directory: Path) -> Iterator
 
 @contextmanager
 def running_pair(contenders: tuple[Contender, Contender], logs: Path) -> Iterator[Pair]:
-    """Both servers, alive together."""
+    """Yields both servers, which live at the same time."""
     with ExitStack() as stack:
         first = stack.enter_context(running(contenders[0], logs))
         second = stack.enter_context(running(contenders[1], logs))

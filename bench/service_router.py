@@ -1,9 +1,9 @@
 """A selection service in a process of its own, driven in lockstep with simulated time.
 
-Engines' events go out on real PUB sockets, requests over HTTP. Before each selection the service is
-asked for the prompt's overlaps until they are what the engines really hold: so it has applied all
-events that concern the choice, and has applied them right. kvd's core follows its choices, and
-counts those that cost no more than any other would have.
+Events of engines are published on real PUB sockets, and requests are sent over HTTP. Before each
+selection the router asks the service for the prompt's overlaps until they equal what the engines
+hold: then the service has applied all events that concern the choice, and correctly. kvd's core
+follows the service's choices, and counts those that cost no more than any other choice.
 
 Blocks are published with made-up tokens, so that services hash them as they hash an engine's.
 """
@@ -71,7 +71,7 @@ class ServiceRouter:
             "isl_tokens": request.input_tokens,
         }
         self._wait_applied(prompt, held())
-        # One of the names is Dynamo 1.6.1's.
+        # Dynamo 1.6.1 reads one of the names, kvd the other.
         names = {"reservation_id": request.name, "selection_id": request.name}
         answer = self._ask("POST", "/select_and_reserve", {**prompt, **names})
         chosen: int = answer["worker_id"]
@@ -96,7 +96,7 @@ class ServiceRouter:
         return ["BlockStored", *stored]
 
     def _tokens(self, block: int) -> list[int]:
-        """Returns made-up tokens for a block; small ones, which are short on the wire."""
+        """Returns made-up tokens for a block: small numbers, which are short in msgpack."""
         digits = [block >> shift & 127 for shift in range(0, 64, 7)]
         return digits + [0] * (self._block_size - len(digits))
 
@@ -106,8 +106,8 @@ class ServiceRouter:
         return self._local[block]
 
     def _engine(self, number: int) -> zmq.Socket[bytes]:
-        """Registers an engine; returns the socket that its events go out on."""
-        socket = self._context.socket(zmq.XPUB)  # a PUB that tells when it has a subscriber
+        """Registers an engine; returns the socket that publishes its events."""
+        socket = self._context.socket(zmq.XPUB)  # a PUB that shows when it has a subscriber
         socket.sndhwm = 0
         port = socket.bind_to_random_port("tcp://127.0.0.1")
         worker = {
@@ -134,7 +134,7 @@ class ServiceRouter:
         return [seen.get(number, 0) for number in range(engines)]
 
     def _ask(self, method: str, path: str, body: Json | None = None) -> Json:
-        # Dynamo does not read bodies where it needs none, and may close the connection for it.
+        # No body where none is needed: Dynamo does not read it, and may close the connection.
         headers = {} if body is None else {"Content-Type": "application/json"}
         payload = None if body is None else json.dumps(body, separators=(",", ":")).encode()
         self._http.request(method, path, payload, headers)

@@ -2,18 +2,19 @@
 
     python bench/shared_state.py [--server redis-server] [--peer-python /path/to/venv/bin/python]
 
-Cost, on four daemons in turns in one run: one without state; one with a state directory, a snapshot
-each second; one that shares state through a server; one that tells another one by replica sync. The
-life of a request (/add of 2,048 tokens in blocks of 16, /prefill_complete, /free): CPU of the
-process, all threads, wall time p50 and p99. And /query of 512 tokens, while a client books there
-all the time. Then commands and bytes that the server has had, by the lives on the one that shares.
+Cost is measured on four daemons in turns in one run: one without state; one with a state directory
+and a snapshot each second; one that shares state through a server; one with replica sync to another
+one. It is the cost of the life of a request (/add of 2,048 tokens in blocks of 16,
+/prefill_complete, /free), as CPU over all threads of the process and wall time p50 and p99, and of
+/query of 512 tokens while a client books on the daemon all the time. Then come the commands and
+bytes that the server receives for each life on the daemon that shares state.
 
-Delay: from the answer to /add on one replica until another one's /loads has it: through the server,
-by replica sync, and with a peer's Python by that of Dynamo's slot tracker.
+Delay is the time from the answer to /add on one replica until another one's /loads shows the
+booking: through the server, by replica sync, and with --peer-python by Dynamo's slot trackers.
 
-Healing: time until all three replicas have all bookings: after the server stood still under them,
-was emptied, was killed and came back empty; after a replica stood still, and one was killed and has
-come back; and after a sentinel has put a copy in the place of the server.
+Healing is the time until all three replicas have all bookings: after the server stood still, was
+emptied, or was killed and came back empty; after a replica stood still, or was killed and came
+back; and after a sentinel has replaced the server by a copy.
 
 Needs `pip install .[test]`, and a Redis or Valkey server.
 """
@@ -36,16 +37,16 @@ from servers import free_ports
 
 from tests.support.state_servers import StateServer
 
-QUESTIONS = 2000  # a round
+QUESTIONS = 2000  # in a round
 
 
 class Variant:
-    """One daemon, what it is asked, and what that took."""
+    """One daemon with its clients, and the times that it took."""
 
     def __init__(self, name: str, flags: list[str], folder: Path, stack: ExitStack) -> None:
         self.name = name
         self._port, index = free_ports(2)
-        flags = [f"--indexer-bind=127.0.0.1:{index}", *flags]  # of two equal flags the later holds
+        flags = [f"--indexer-bind=127.0.0.1:{index}", *flags]  # overrides that of `kvd_command`
         command = kvd_command(self._port, *flags)
         self._pid = stack.enter_context(serving(self._port, folder, command)).pid
         register(self._port)
@@ -63,7 +64,7 @@ class Variant:
         self.cpu_s += cpu_s(self._pid) - before
 
     def ask(self) -> None:
-        """Asks while a process books."""
+        """Times questions while another process books."""
         booking = [sys.executable, __file__, "--book", str(self._port)]
         question = MODEL | {"token_ids": list(range(512))}
         with started(booking, self._folder / "book.log"):
@@ -110,7 +111,7 @@ def costs(kind: str, folder: Path) -> None:
 
 
 def had(server: StateServer) -> tuple[int, int]:
-    """Returns how many commands a server has had, and how many bytes."""
+    """Returns how many commands and bytes a server has received."""
     text = server.ask(b"INFO stats").decode()
     found = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
     return int(found["total_commands_processed"]), int(found["total_net_input_bytes"])
@@ -119,7 +120,8 @@ def had(server: StateServer) -> tuple[int, int]:
 def book_on(port: int) -> None:
     """Books and frees until the process is ended."""
     client = Client(port)
-    for first in count(time.time_ns() // 1000, LIVES):  # the last one may have left requests
+    # Ids begin at the time: an earlier process may have left requests under lower ones.
+    for first in count(time.time_ns() // 1000, LIVES):
         lives(client, first)
 
 

@@ -1,4 +1,4 @@
-"""The slot tracker's suites: as suites.py, for `kvd slot-tracker` and `dynamo.slot_tracker`."""
+"""The slot tracker's suites: like suites.py, for `kvd slot-tracker` and `dynamo.slot_tracker`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MEMORY = Suite(
 )
 
 PROMPT = 512  # hashes
-SHARED = 64  # of them, leading: the system prompt, the same in all
+SHARED = 64  # leading hashes of a prompt that all prompts share: the system prompt
 LIVE = 4  # requests of each worker that stay live during a load; half of them in decode
 
 WORKERS = {LIFE: (8, 64, 512), PROJECTION: (8, 64, 512), LOADS: (512,)}
@@ -45,10 +45,10 @@ SAMPLES = 8  # prompts that both servers answer before anything is timed
 
 
 class SlotSuites(Runs):
-    """Runs the slot tracker's suites; results come back as cases."""
+    """Runs the slot tracker's suites; returns the results as cases."""
 
     def run(self, names: list[str]) -> list[Case]:
-        """The named suites, in table order."""
+        """Runs the named suites, in table order."""
         cases = []
         for suite in (LIFE, PROJECTION, LOADS):
             if suite.name in names:
@@ -58,7 +58,7 @@ class SlotSuites(Runs):
         return cases
 
     def _at(self, suite: Suite, workers: int) -> list[Case]:
-        """Loads a fresh pair: what is live must not get old enough to expire."""
+        """Runs a suite on a fresh pair, so that live requests do not get old enough to expire."""
         cases = []
         with self._admitted_pair(suite, workers) as pair:
             for connections in CONNECTIONS:
@@ -71,7 +71,7 @@ class SlotSuites(Runs):
 
     @contextmanager
     def _admitted_pair(self, suite: Suite, workers: int) -> Iterator[Pair]:
-        """Both servers with the same live requests, answering alike before and after."""
+        """Yields both servers with the same live requests; checks answers before and after."""
         say(f"{suite.name}: admitting {LIVE * workers} requests")
         prompts = _prompts(workers, LIVE * workers)
         with running_pair(self._contenders, self._logs) as pair:
@@ -100,7 +100,7 @@ class SlotSuites(Runs):
 
 
 def _prompts(workers: int, live: int) -> dict[str, Option]:
-    """What the generator draws requests from."""
+    """Returns the options from which the generator draws requests."""
     return {
         "workers": workers,
         "live": live,

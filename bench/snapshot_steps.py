@@ -2,10 +2,10 @@
 
     python bench/snapshot_steps.py [--blocks 1000000]
 
-16 ranks hold the blocks: each prompts of its own; or all the same prompts, each under names of its
-own, as vLLM's engines call them. In this process a snapshot is written three times, and restored
-three times into an empty index; each step of the loop is timed by the CPU time of its thread, since
-others take of the machine what they like.
+16 ranks hold the blocks: either each rank has prompts of its own, or all have the same prompts, but
+each under engine hashes of its own, as with vLLM's engines. In this process a snapshot is written
+three times, and restored three times into an empty index. Each step of the loop is timed by the CPU
+time of its thread, which other work on the machine does not disturb.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Steps(trio.abc.Instrument):
 
     def __init__(self) -> None:
         self.took: list[float] = []
-        self._began: float | None = None  # None: in the step that has made this
+        self._began: float | None = None  # None: still in the step that created this object
 
     def before_task_step(self, task: trio.lowlevel.Task) -> None:
         self._began = time.thread_time()
@@ -76,8 +76,8 @@ def filled(blocks: int, is_shared: bool) -> State:
 
 @contextmanager
 def timed(title: str) -> Iterator[None]:
-    """Prints what the steps of the loop took that were made meanwhile."""
-    gc.collect()  # of what was made before: a large index takes some milliseconds to free
+    """Prints how long the steps of the loop within the context took."""
+    gc.collect()  # now, so that no step is timed that frees a large index, for milliseconds
     gc.freeze()
     steps = Steps()
     trio.lowlevel.add_instrument(steps)
@@ -104,7 +104,7 @@ async def measure(title: str, state: State, folder: Path) -> None:
                 await trio.lowlevel.checkpoint()
                 header = Header(Content.INDEX, "bench", ClockReading.now(trio.current_time()))
                 await snapshot.write(directory, header, state, *listened)
-        restored = [State() for _ in range(ROUNDS)]  # which are freed when nothing is timed
+        restored = [State() for _ in range(ROUNDS)]  # kept, so that none is freed in a timed step
         with timed(f"restored, {title}"):
             for again in restored:
                 await trio.lowlevel.checkpoint()

@@ -1,4 +1,4 @@
-"""Reads from a kvd's /metrics how long its loop was busy without a pause, and with what."""
+"""Reads from a kvd's /metrics how long its loop was busy without a pause, and by which cause."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ SAMPLE = re.compile(r'kvd_loop_(\w+)\{cause="(\w+)"(?:,le="([^"]+)")?\} (\S+)')
 
 @dataclass(frozen=True)
 class Stretch:
-    """The longest of a cause."""
+    """The longest stretch of a cause since an earlier reading."""
 
     cause: str
     ms: float
-    exact: bool  # else it is shorter than that, and there was a longer one before
-    cpu_ms: float = 0.0  # of an exact one, in which the thread ran
+    exact: bool  # False: `ms` is an upper bound, as the cause had a longer stretch before
+    cpu_ms: float = 0.0  # CPU time of the thread in it, if it is exact
 
     def __str__(self) -> str:
         cause = self.cause.replace("_", " ")
@@ -35,7 +35,7 @@ class Stretch:
 
 @dataclass
 class Reading:
-    """What was counted since the start, by cause."""
+    """The counters of one scrape, by cause."""
 
     at: float = field(default_factory=time.monotonic)
     buckets: dict[str, dict[float, float]] = field(default_factory=lambda: defaultdict(dict))

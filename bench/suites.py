@@ -1,4 +1,4 @@
-"""The indexer's suites: what is run against both, in which order, against which targets."""
+"""The indexer's suites: the load for both servers, its order, and the targets."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ BURST = Suite(
     (Figure("rss_after_mib", "whole RSS, MiB"), Figure("rss_bytes_per_pair", "bytes/pair")),
 )
 LATENCY = Suite("latency", "From event to queryable, one block", (P50, P99))
-# By case: blocks/s that are published in between, and how many an event has.
+# By case: the blocks/s that are published in between, and the blocks of an event.
 FRESH = {"idle server": "", "100,000 blocks/s": "100000 64"}
 DUMP = Suite(
     "recovery",
@@ -63,7 +63,7 @@ P99_AT_MANY = 1.0  # limit on the p99 ratio with more than one connection
 # (blocks an event, events a batch) -> limit on the ratio of CPU per block
 INGEST_CPU = {(1, 1): 1.1, (8, 1): 0.7, (64, 1): 0.6, (1, 16): None}
 
-# No limit on p99: the peer answers from other threads than the one that dumps.
+# No limit on p99: the peer dumps in one thread and answers from others.
 DUMP_LIMITS = {"dump_s": 0.3, "extra_mib": 0.05}
 REPLICA_LIMITS = {"stands_s": 0.6, "peak_mib": 0.5}
 
@@ -74,8 +74,7 @@ MEMORY_SHAPES: dict[str, dict[str, Option]] = {
     "8 workers, replicated": {"workers": 8, "replicated": 1},
     "64 workers": {"workers": 64},
 }
-# What is left of the socket queues that a burst has filled is the server's own affair, and it has
-# some seconds to clear up.
+# Seconds after a burst that a server has to free the memory of the socket queues that it filled.
 BURST_REST = 10
 BURST_SHAPES: dict[str, dict[str, Option]] = {
     "1 worker": {"workers": 1},
@@ -85,15 +84,15 @@ BURST_SHAPES: dict[str, dict[str, Option]] = {
 # Limits on the ratio of the whole RSS, by shape.
 MEMORY_RSS = {"64 workers": 0.6}
 BURST_RSS = {"1 worker": 1.0, "8 workers": 1.0, "64 workers": 0.6}
-# Blocks on their way while memory is measured: a blast would measure socket queues instead.
+# Blocks on their way while memory is measured: with more, socket queues would be measured as well.
 MEMORY_WINDOW = 20_000
 
 
 class IndexerSuites(Runs):
-    """Runs the indexer's suites; results come back as cases."""
+    """Runs the indexer's suites; returns the results as cases."""
 
     def run(self, names: list[str]) -> list[Case]:
-        """The named suites, in table order."""
+        """Runs the named suites, in table order."""
         cases: list[Case] = []
         if {QUERY.name, HASH.name, TIERED.name, LATENCY.name} & set(names):
             cases += self._filled_suites(names)
@@ -108,7 +107,7 @@ class IndexerSuites(Runs):
         return cases
 
     def _filled_suites(self, names: list[str]) -> list[Case]:
-        """Suites that ask one and the same filled pair of servers."""
+        """Runs the suites that share one filled pair of servers."""
         cases: list[Case] = []
         with self._filled_pair() as (pair, holds):
             if QUERY.name in names:
@@ -131,7 +130,7 @@ class IndexerSuites(Runs):
             yield pair, holds
 
     def _prompt_data(self) -> dict[str, Option]:
-        """Chains long enough for half of the longest prompt."""
+        """Returns options for chains that are long enough for half of the longest prompt."""
         return {"pairs": self._plan.pairs, "depth": 8192, "block_size": BLOCK}
 
     def _prompts(
@@ -221,10 +220,14 @@ class IndexerSuites(Runs):
         return {"pairs": self._plan.pairs, "block_size": BLOCK}
 
     def _recovery(self) -> list[Case]:
-        """Dumps first: memory that a dump has grown once would come for free the second time."""
+        """Measures dumps and replicas on fresh pairs.
+
+        The measured dumps come first: a later dump would reuse memory that an earlier one has
+        grown, and seem to need none.
+        """
         dump = Case(DUMP, f"{self._plan.pairs:,} pairs", DUMP_LIMITS)
         own = Case(REPLICA, "of its own kind", REPLICA_LIMITS)
-        other = Case(REPLICA, "of the other kind")  # half of it is the other's doing
+        other = Case(REPLICA, "of the other kind")  # no limits: half of the work is the donor's
         prompt: dict[str, Option] = {"kind": "query", "tokens": 2048, "hit": HIT}
         for _ in range(self._plan.rounds):
             with self._filled_pair() as (pair, _):

@@ -2,13 +2,13 @@
 
     python bench/tails.py [CASE ...] [--seconds 5] [--peer-python PEER/bin/python]
 
-One connection asks /query of 512 tokens, one after the other, while engines publish 100,000 and
-500,000 blocks/s over 8, 64 and 512 streams (64 blocks an event, as many taken out again), and while
-the daemon writes a dump, a snapshot, /metrics, recovers from another one, loses all its workers, or
-has 1,000 selections that wait: for these it asks /overlap_scores. A fresh daemon for each group of
-cases; 1,000,000 blocks, or half of that over 512 streams. The peer, where it does the same, is
-asked at the same places. A stretch is the time from one look at the sockets to the next
-(docs/operations.md, How busy the loop is).
+One connection sends one /query of 512 tokens after the other. Meanwhile engines publish 100,000 or
+500,000 blocks/s over 8, 64 or 512 streams (64 blocks an event, and as many blocks are removed
+again); or the daemon writes a dump, a snapshot or /metrics, recovers from another one, or loses all
+workers but one; or 1,000 selections wait, where the question is /overlap_scores. Each group of
+cases has a fresh daemon with 1,000,000 blocks, or half of that over 512 streams. Cases that the
+peer has as well are measured on both. A stretch is the time from one check of the sockets to the
+next (docs/operations.md, How busy the loop is).
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ DEPTH = 1024  # blocks of a chain
 PAIRS = {8: 1_000_000, 64: 1_000_000, 512: 524_288}
 WINDOW = 20_000  # blocks on their way while an index is filled
 TIMEOUT = 60.0  # seconds
-WARM_S = 0.2  # not measured
+WARM_S = 0.2  # before measuring
 
 WAITING = 1_000  # selections
 BATCH = 100_000  # tokens that make a worker busy
 MODEL = {"model_name": "bench"}
 
-Beside = Callable[[], None]  # a piece of what runs beside the queries, again and again
+Beside = Callable[[], None]  # does a piece of work; called beside the queries, again and again
 
 
 @dataclass(frozen=True)
 class Bench:
-    """What every case needs."""
+    """The contender, and what every case needs to measure it."""
 
     generator: Generator
     contender: Contender
@@ -68,7 +68,7 @@ class Bench:
 
     @contextmanager
     def filled(self, streams: int, *flags: str) -> Iterator[tuple[Server, Hold]]:
-        """A server that knows the blocks of that many engines."""
+        """Yields a server that has indexed the blocks of `streams` engines."""
         contender = replace(self.contender, command=(*self.contender.command, *flags))
         with ExitStack() as stack:
             server = stack.enter_context(running(contender, self.logs))
@@ -77,7 +77,7 @@ class Bench:
             yield server, stack.enter_context(hold)
 
     def measure(self, case: str, server: Server, asked: dict[str, Option], beside: Beside) -> None:
-        """Asks while `beside` is called again and again, in a thread; prints a row."""
+        """Runs queries while a thread calls `beside` again and again; prints a row."""
         before = self._reading(server)
         with repeated(beside):
             figures = self.generator.run("http", server, **asked)
@@ -105,7 +105,7 @@ def data(streams: int) -> dict[str, Option]:
 
 @contextmanager
 def repeated(beside: Beside) -> Iterator[None]:
-    """Calls a function again and again, in a thread; raises what it has raised."""
+    """Calls a function again and again in a thread; raises BenchError if it has failed."""
     ended, failures = Event(), []
 
     def repeat() -> None:
@@ -186,7 +186,7 @@ def snapshot(bench: Bench) -> None:
 
 def recovery(bench: Bench) -> None:
     with bench.filled(8) as (donor, _):
-        # A worker of its own, whose engine is not there, so that the model is known at once.
+        # It has a worker whose engine does not exist, so that queries for the model work at once.
         own = "--model-name=bench", "--block-size=16", "--workers=9=tcp://127.0.0.1:9"
         peers = "--peers", f"http://{donor.address}"
         contender = replace(bench.contender, command=(*bench.contender.command, *own, *peers))
@@ -196,7 +196,7 @@ def recovery(bench: Bench) -> None:
 
 def unregistration(bench: Bench) -> None:
     with bench.filled(512) as (server, _):
-        leaving = iter(range(1, 512))  # without the last one the model would be unknown
+        leaving = iter(range(1, 512))  # one stays, or queries for the model would fail
 
         def leave() -> None:
             worker = next(leaving, None)
@@ -235,7 +235,7 @@ def selections(bench: Bench) -> None:
         busy = iter(range(1, 9))
 
         def free() -> None:
-            time.sleep(2 * WARM_S)  # the queries are measured by then
+            time.sleep(2 * WARM_S)  # until the queries are being measured
             worker = next(busy, None)
             if worker is not None:
                 ask(server.port, "DELETE", f"/reservations/busy-{worker}")
@@ -262,7 +262,7 @@ def reserve(server: Server, name: str, worker: int, tokens: int) -> None:
 
 
 def waiting(server: Server, number: int) -> socket.socket:
-    """Asks for a reservation, and waits for the answer."""
+    """Asks for a reservation; returns the connection, on which the answer is still to come."""
     hashes = [number * 100 + each for each in range(8)]
     members = {"block_hashes": hashes, "sequence_hashes": hashes, "isl_tokens": 128}
     body = json.dumps({**MODEL, **members, "reservation_id": f"waiting-{number}"})

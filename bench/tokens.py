@@ -1,10 +1,10 @@
-"""Measures the cost of bearer tokens to a request on the fast path: without any, with 1, 2 and 64.
+"""Measures the cost of bearer tokens to a request on the fast path: with 0, 1, 2 and 64 tokens.
 
     PYTHONPATH=. python bench/tokens.py
 
-One connection asks for the `/loads` of a slot tracker without workers, in this process: the figures
-hold both ends' two system calls, which are most of them. The kinds take turns, and the quickest
-round of each counts.
+One connection asks for the `/loads` of a slot tracker without workers, in this process. Most of a
+figure is the system calls, two at each end. The numbers of tokens take turns, and the fastest round
+of each counts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvd.slots.trackers import SlotTrackers
 
 ROUNDS, REQUESTS = 25, 4_000
 TOKEN = b"bench-0123456789abcdef"
-HELD = (0, 1, 2, 64)  # tokens; the one that is shown is compared last, as all are
+HELD = (0, 1, 2, 64)  # tokens; a request is compared with all, and shows the last one
 ROUTES = {
     f"{route.method} {route.path}".encode(): route
     for route in slot_tracker.routes(SlotTrackers(1.0), time.monotonic)
@@ -34,7 +34,7 @@ class Connection:
 
 
 def note(*_: object) -> None:
-    """Counts nothing here."""
+    """Does nothing: requests are not counted here."""
 
 
 def unexpected(*asked: object) -> NoReturn:
@@ -42,7 +42,7 @@ def unexpected(*asked: object) -> NoReturn:
 
 
 def nanoseconds(held: int) -> float:
-    """Returns what one request takes, of this thread's time."""
+    """Returns this thread's CPU time for one request."""
     rules = PermitRules()
     others = [(b"other-0123456789-%d" % number, 1) for number in range(held - 1)]
     rules.replace([*others, *([(TOKEN, 1)] if held else [])], [], [])
