@@ -1,16 +1,16 @@
-// kvbench: load generator for KV-cache index daemons and slot trackers. One mode a run, one JSON
-// line a result.
+// kvbench: load generator for indexers, slot trackers, selection services and gateways. A run has
+// one mode, and prints each result as one line of JSON.
 //
 //   ingest   engines publish a data set; rate, server CPU and RSS until all of it is queryable
 //   hold     the same, then the engines stay up and obey commands on standard input
-//   admit    workers and live requests for a slot tracker; RSS a request
+//   admit    registers workers and live requests with a slot tracker; RSS per request
 //   http     closed-loop HTTP load; rate, latencies, server CPU per request
-//   engine   a simulated engine with OpenAI's API, for gateways to stand before it
-//   streams  next turns of conversations, answered by streams; latencies, gateway CPU
+//   engine   a simulated engine with OpenAI's API, for use behind a gateway
+//   streams  next turns of conversations, with streamed answers; latencies, gateway CPU
 //   rounds   every turn of every conversation once
-//   bodies   print request bodies, one a line, as `http` would send them
+//   bodies   prints request bodies, one a line, as `http` would send them
 //
-// See README.md for what the figures mean.
+// README.md explains the figures.
 #include <cstdio>
 #include <cstring>
 #include <exception>

@@ -46,7 +46,7 @@ class Bodies {
            ",\"new_isl_tokens\":" + std::to_string(new_tokens) + "}";
   }
 
-  // What /prefill_complete and /free take.
+  // The body of /prefill_complete and /free.
   std::string slot_step(const std::string& id) const {
     return "{" + model_member() + ",\"request_id\":\"" + id + "\"}";
   }
@@ -68,7 +68,7 @@ class Bodies {
     return "{" + hash_members(tokens, block_size) + "," + model_member() + "}";
   }
 
-  // One of the names of the reservation's id is each service's, and passed over by the other.
+  // Each service reads one of the two names of the reservation's id, and ignores the other.
   std::string reserve(const std::string& id, const Tokens& tokens, size_t block_size) const {
     return "{" + model_member() + ",\"reservation_id\":\"" + id + "\",\"selection_id\":\"" + id +
            "\"," + hash_members(tokens, block_size) + "}";
@@ -81,7 +81,7 @@ class Bodies {
            ",\"isl_tokens\":" + std::to_string(tokens.size());
   }
 
-  // Hashes go out as signed numbers: the peer reads i64 only.
+  // Hashes are sent as signed numbers, since the peer reads only i64.
   std::string hash_array(const Hashes& hashes) const {
     return array(std::vector<int64_t>(hashes.begin(), hashes.end()));
   }

@@ -1,8 +1,8 @@
-// What clients of a gateway ask: the turns of conversations, as bodies of chat completions.
+// Questions of a gateway's clients: the turns of conversations, as bodies of chat completions.
 //
 //   system prompt p | user 0 | assistant 0 | user 1 | ...      turn t ends with user t
 //
-// Words are letters and blanks, so a body's bytes are a prompt's tokens times kTokenBytes, about.
+// Words are letters and blanks, so that a body has about kTokenBytes bytes for each of its tokens.
 #pragma once
 
 #include <numeric>
@@ -15,7 +15,7 @@
 
 namespace kvbench {
 
-// A text of `size` bytes that no other `number` has.
+// Returns a text of `size` bytes; each `number` has another one.
 inline std::string words(uint64_t number, size_t size) {
   std::mt19937_64 random(number);
   std::string text;
@@ -33,7 +33,7 @@ inline std::string message(const char* role, const std::string& content) {
   return std::string("{\"role\":\"") + role + "\",\"content\":\"" + content + "\"}";
 }
 
-// A body that asks for an answer to these messages.
+// Returns a body that asks for an answer of `frames` frames to these messages.
 inline std::string chat_body(const Options& options, long frames, const std::string& messages) {
   return "{\"model\":\"" + options.text("model") +
          "\",\"stream\":true,\"max_tokens\":" + std::to_string(frames) +
@@ -41,7 +41,7 @@ inline std::string chat_body(const Options& options, long frames, const std::str
          messages + "]}";
 }
 
-// Gives the next body, or nothing to a client that asks too early or too late.
+// Source of request bodies. `next` returns false if no body is due yet, or all have been sent.
 class Questions {
  public:
   virtual ~Questions() = default;
@@ -50,8 +50,8 @@ class Questions {
   virtual bool ended() const { return false; }
 };
 
-// First one turn of each conversation, then a next turn of any of them for ever: all but their last
-// two messages are known to a server that has seen the first one.
+// First one turn of each conversation, then without end the second turn of each, always with other
+// texts. A server that has seen the first turns knows all but the last two messages of each body.
 class FollowUps : public Questions {
  public:
   explicit FollowUps(const Options& options)
@@ -82,18 +82,18 @@ class FollowUps : public Questions {
   void answered() override { open_--; }
 
  private:
-  static constexpr size_t kRest = 400;  // bytes of a body beside the known messages, about
+  static constexpr size_t kRest = 400;  // approximate bytes of a body beside the known messages
 
   const Options& options_;
   long frames_;
-  uint64_t first_;  // number of its texts
+  uint64_t first_;  // lowest number of its texts
   std::vector<std::string> known_;
   size_t asked_ = 0, open_ = 0;
   bool introduced_ = false;
 };
 
-// Every turn of every conversation once: all first turns in any order, then all second ones, and so
-// on. So whatever is cached of a conversation has to outlive a turn of all others.
+// Every turn of every conversation once: all first turns in random order, then all second ones, and
+// so on. So the cached blocks of a conversation have to outlive a turn of all others.
 class Rounds : public Questions {
  public:
   explicit Rounds(const Options& options)
@@ -138,7 +138,7 @@ class Rounds : public Questions {
   const Options& options_;
   long frames_, turns_, turn_ = 0;
   size_t message_bytes_;
-  uint64_t first_;  // number of its texts
+  uint64_t first_;  // lowest number of its texts
   std::mt19937_64 random_;
   std::vector<size_t> order_;
   std::vector<std::string> chats_;  // messages so far

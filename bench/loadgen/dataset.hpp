@@ -24,8 +24,8 @@ namespace kvbench {
 using Tokens = std::vector<uint32_t>;
 using Hashes = std::vector<uint64_t>;
 
-// Token ids come from separate ranges, so that generated blocks can never match by accident.
-// They are in the range of real vocabularies where timing depends on them: JSON costs by digit.
+// Token ids come from separate ranges, so that generated blocks can never match by accident. Where
+// timing depends on them they are in the range of real vocabularies, as JSON costs by the digit.
 constexpr uint32_t kDataTokens = 100;  // .. +kVocabulary: blocks of the data set
 constexpr uint32_t kVocabulary = 120000;
 constexpr uint32_t kSentinelTokens = 200000;  // upwards: sentinel blocks
@@ -37,7 +37,7 @@ inline uint64_t local_hash(const uint32_t* tokens, size_t count) {
   return XXH3_64bits_withSeed(tokens, count * sizeof *tokens, kHashSeed);
 }
 
-// Sequence hash of a block from its parent's and its own local hash.
+// Returns a block's sequence hash, from that of its parent and its own local hash.
 inline uint64_t chain_hash(uint64_t parent, uint64_t local) {
   const uint64_t both[2] = {parent, local};
   return XXH3_64bits_withSeed(both, sizeof both, kHashSeed);
@@ -50,9 +50,9 @@ inline Hashes local_hashes(const Tokens& tokens, size_t block_size) {
   return hashes;
 }
 
-// Sequence hashes of the blocks in `tokens` below `parent` (null: the chain starts here). They
-// serve as engine hashes: equal content has equal hashes on all workers, as with vLLM under one
-// PYTHONHASHSEED.
+// Returns the sequence hashes of the blocks in `tokens` below `parent` (null: the chain starts
+// here). They serve as engine hashes: equal content has equal hashes on all workers, as with vLLM
+// under one PYTHONHASHSEED.
 inline Hashes sequence_hashes(const Tokens& tokens, size_t block_size, const uint64_t* parent) {
   Hashes hashes = local_hashes(tokens, block_size);
   for (size_t i = 0; i < hashes.size(); i++) {
@@ -62,7 +62,7 @@ inline Hashes sequence_hashes(const Tokens& tokens, size_t block_size, const uin
   return hashes;
 }
 
-// A well-mixed number from a counter (splitmix64's finaliser).
+// Turns a counter into a well-mixed number (splitmix64's finaliser).
 inline uint64_t scramble(uint64_t x) {
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ULL;
   x = (x ^ (x >> 27)) * 0x94d049bb133111ebULL;
@@ -90,7 +90,7 @@ class DataSet {
   long prompts() const { return prompts_; }
   long prompt_of(long chain) const { return chain % prompts_; }
 
-  // Tokens of blocks [first, first + count) of a chain, appended to `out`.
+  // Appends the tokens of blocks [first, first + count) of a chain to `out`.
   void append(long worker, long chain, long first, long count, Tokens& out) const {
     for (long block = first; block < first + count; block++)
       for (long slot = 0; slot < block_size; slot++)
@@ -104,8 +104,8 @@ class DataSet {
     return out;
   }
 
-  // A prompt of `blocks` blocks: the first `hits` of a chain that is indexed, then novel ones.
-  // `number` picks the chain and the novel part.
+  // Returns a prompt of `blocks` blocks: the first `hits` blocks of an indexed chain, then novel
+  // ones. `number` picks the chain and the novel part.
   Tokens prompt(uint64_t number, long blocks, long hits) const {
     const long worker = long(scramble(number * 2 + 1) % uint64_t(workers));
     const long chain = long(scramble(number * 2 + 2) % uint64_t(chains_));

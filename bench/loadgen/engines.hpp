@@ -33,8 +33,8 @@ class Engines {
 
   const std::string& endpoint(long engine) const { return engines_[size_t(engine)].endpoint; }
 
-  // Returns once the server has subscribed to every engine. XPUB shows subscriptions; without
-  // this wait the first messages would be published to nobody.
+  // Waits until the server has subscribed to every engine, which XPUB shows. Without this wait the
+  // first messages would be published to nobody.
   void wait_subscribed() {
     for (Engine& engine : engines_) {
       char message[64];

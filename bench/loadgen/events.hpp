@@ -56,7 +56,7 @@ class MsgPack {
   std::string bytes_;
 };
 
-// Collects events and gives them out as one batch.
+// Collects events into one batch.
 class Batch {
  public:
   enum class Form { kArrays, kMaps };
@@ -94,7 +94,7 @@ class Batch {
   size_t events() const { return count_; }
   size_t blocks_stored() const { return blocks_; }
 
-  // The payload of all events so far; the batch starts anew.
+  // Returns the payload of all events so far, and empties the batch.
   std::string take() {
     MsgPack out;
     out.array(3);

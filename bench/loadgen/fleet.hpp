@@ -1,4 +1,4 @@
-// Engines together with the server they are registered at: register, publish, wait until applied.
+// Engines and the server that they are registered with: register, publish, wait until applied.
 #pragma once
 
 #include <string>
@@ -12,7 +12,7 @@
 
 namespace kvbench {
 
-// How often a reply (blanks aside, which JSON writers place as they like) holds `part`.
+// Returns how often a reply holds `part`. Blanks do not count, as JSON writers place them freely.
 inline long occurrences(const std::string& reply, const std::string& part) {
   std::string dense;
   for (char c : reply)
@@ -40,18 +40,19 @@ class Fleet {
 
   void publish(long worker, const std::string& payload) { engines_.publish(worker, payload); }
 
-  // Returns once everything published so far is applied: a worker's events are applied in
-  // order, so a sentinel block published last on every worker is visible last.
+  // Waits until everything published so far is applied. A server applies each worker's events in
+  // order, so it is enough to publish a sentinel block on every worker and to wait for all of them.
   void wait_applied() {
     const Sentinel sentinel = next_sentinel();
     for (long worker = 0; worker < engines_.count(); worker++) publish(worker, sentinel.payload);
-    // Long enough that asking costs the server next to nothing beside applying, short
-    // against a run of a second.
+    // Long enough that these queries cost the server next to nothing beside applying events, and
+    // short against a run of a second.
     constexpr double kPollEvery = 0.005;
     wait_visible(sentinel, engines_.count(), kPollEvery);
   }
 
-  // Publishes one block on `worker` and asks for it back to back; seconds until it is found.
+  // Publishes one block on `worker` and asks for it without pauses; returns the seconds until it is
+  // found.
   double publish_and_find(long worker) {
     const Sentinel sentinel = next_sentinel();
     const double start = now();
@@ -60,7 +61,7 @@ class Fleet {
     return now() - start;
   }
 
-  // Asks for the whole of a chain; throws unless one worker at least holds all of it.
+  // Asks for a whole chain; throws unless at least one worker holds all of it.
   void check_chain(long worker, long chain) {
     const Tokens tokens = data_.tokens(worker, chain, 0, data_.depth);
     const std::string reply = server_.call(question(tokens));
@@ -108,7 +109,7 @@ class Fleet {
     return post_request(selects_ ? "/overlap_scores" : "/query", bodies_.query(tokens));
   }
 
-  // What a reply says of a worker that holds all `blocks` blocks asked for.
+  // Returns the part of a reply that shows that a worker holds all `blocks` blocks asked for.
   std::string found(long blocks) const {
     if (selects_) return "\"device_blocks\":" + std::to_string(blocks) + ",";
     return "\"longest_matched\":" + std::to_string(blocks * data_.block_size);

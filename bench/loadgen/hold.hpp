@@ -11,12 +11,12 @@
 
 namespace kvbench {
 
-// Steady state of a busy cache: new root chains are stored, the oldest ones removed again.
+// Steady state of a busy cache: it stores new root chains, and removes the oldest ones again.
 class Churn {
  public:
   Churn(Fleet& fleet, const DataSet& data) : fleet_(fleet), data_(data) {}
 
-  // Reports how `store` went.
+  // Calls `store` and prints its result.
   void run(double rate, double seconds, long chain_blocks) {
     const double start = now();
     const Stored done = store(rate, seconds, chain_blocks);
@@ -29,7 +29,7 @@ class Churn {
     size_t blocks = 0, late = 0;
   };
 
-  // `rate` blocks stored per second in chains of `chain_blocks`, for `seconds`.
+  // Stores `rate` blocks per second in chains of `chain_blocks`, for `seconds`.
   Stored store(double rate, double seconds, long chain_blocks) {
     constexpr double kLate = 0.05;  // seconds behind schedule that count as not keeping up
     const double start = now();
@@ -78,11 +78,11 @@ class Churn {
   uint64_t chains_stored_ = 0;
 };
 
-// Time from publishing one block to finding it, `samples` times: on a server that is otherwise
-// idle, or in between chains of `chain_blocks`, at `rate` blocks/s.
+// Measures the time from publishing one block to finding it, `samples` times: on an idle server, or
+// in between chains of `chain_blocks` blocks at `rate` blocks/s.
 inline void measure_fresh(Fleet& fleet, const DataSet& data, Churn& churn, long samples,
                           double rate, long chain_blocks) {
-  constexpr double kApart = 0.003;  // seconds; both ends have gone back to sleep by then
+  constexpr double kApart = 0.003;  // seconds, after which both ends have gone back to sleep
   std::vector<float> micros;
   for (long i = 0; i < samples; i++) {
     if (rate > 0) churn.store(rate, kApart, chain_blocks);
@@ -100,8 +100,8 @@ inline void measure_sync(Fleet& fleet) {
   JsonLine().text("mode", "sync").number("seconds", now() - start).print();
 }
 
-// Obeys lines `churn RATE SECONDS BLOCKS`, `fresh SAMPLES [RATE BLOCKS]`, `sync`, `quit`; each
-// answers one line.
+// Obeys the lines `churn RATE SECONDS BLOCKS`, `fresh SAMPLES [RATE BLOCKS]`, `sync`, `quit`. All
+// but the last are answered by one line.
 inline void obey(Fleet& fleet, const DataSet& data) {
   Churn churn(fleet, data);
   for (std::string line; std::getline(std::cin, line) && line != "quit";) {

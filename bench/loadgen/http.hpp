@@ -20,7 +20,7 @@ namespace kvbench {
   throw std::runtime_error(what + ": " + std::strerror(errno));
 }
 
-constexpr int kSocketTimeout = 60;  // seconds a blocking call waits for the server's next byte
+constexpr int kSocketTimeout = 60;  // seconds that a blocking call waits for the server
 
 inline int connect_unix(const std::string& path) {
   sockaddr_un address{};
@@ -49,7 +49,7 @@ inline int connect_tcp(const std::string& url) {
   return fd;
 }
 
-// A connected, blocking socket to HOST:PORT or unix:/path.
+// Returns a connected, blocking socket to HOST:PORT or unix:/path.
 inline int connect_to(const std::string& url) {
   const std::string scheme = "unix:";
   const bool local = url.rfind(scheme, 0) == 0;
@@ -77,7 +77,7 @@ inline std::string post_request(const std::string& path, const std::string& body
 // response must end before the next one starts, since this client never pipelines.
 class ResponseReader {
  public:
-  // Takes bytes; true once the response is complete.
+  // Takes bytes; returns whether the response is complete.
   bool feed(const char* bytes, size_t count) {
     raw_.append(bytes, count);
     if (!have_head_ && !read_head()) return false;
@@ -138,17 +138,17 @@ class ResponseReader {
   bool have_head_ = false, chunked_ = false;
   int status_ = 0;
   size_t at_ = 0;      // offset in raw_ of the body, then of the next chunk
-  size_t length_ = 0;  // Content-Length; 0 without one (every server here sends one or chunks)
+  size_t length_ = 0;  // Content-Length; 0 without one (servers here send one, or chunks)
 };
 
-// One keep-alive connection used for one call at a time.
+// A keep-alive connection for one call at a time.
 class Caller {
  public:
   explicit Caller(const std::string& url) : url_(url), fd_(connect_to(url)) {}
   ~Caller() { close(fd_); }
   Caller(const Caller&) = delete;
 
-  // Connects anew: a server may have closed a connection that was long idle.
+  // Connects anew, as a server may have closed a connection that was idle for long.
   void reconnect() {
     close(fd_);
     fd_ = connect_to(url_);

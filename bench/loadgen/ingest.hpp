@@ -1,4 +1,5 @@
-// Mode `ingest`: engines publish a data set to a server; how fast and at what cost it is applied.
+// Mode `ingest`: engines publish a data set to a server. Measures how fast the server applies it,
+// and at what cost.
 #pragma once
 
 #include <vector>
@@ -13,9 +14,9 @@ struct Message {
   std::string payload;
 };
 
-// All messages of one worker: its system prompts first (their blocks are the parents of the
-// rest), then the chains, `kInterleaved` of them at a time, since an engine runs requests side by
-// side and an index that sees one chain whole after the other has it too easy.
+// All messages of one worker: first its system prompts, whose blocks are the parents of the others,
+// then its chains, `kInterleaved` at a time. An engine runs several requests at once, and an index
+// that got one whole chain after the other would have less work than with a real engine.
 class WorkerFeed {
  public:
   WorkerFeed(const DataSet& data, long worker, long event_blocks, long batch_events)
@@ -35,7 +36,7 @@ class WorkerFeed {
   }
 
  private:
-  // A chain while it is written: blocks below `at` are out, `last_hash` is the last of them.
+  // A chain while it is written: blocks before `at` are written, the last of them is `last_hash`.
   struct Run {
     long chain, at;
     uint64_t last_hash;
@@ -79,7 +80,7 @@ class WorkerFeed {
   std::vector<Message> messages_;
 };
 
-// The messages of all workers, taken in turns.
+// Returns the messages of all workers, one of each in turn.
 inline std::vector<Message> build_messages(const DataSet& data, const Options& options) {
   const long event_blocks = options.integer("event-blocks", 1);
   const long batch_events = options.integer("batch-events", 1);
@@ -99,7 +100,8 @@ struct Fill {
   long settled_rss = 0;
 };
 
-// Publishes everything and waits until it is applied, at most `window` blocks ahead (0: no bound).
+// Publishes all messages and waits until they are applied. At most `window` blocks are published
+// ahead of the server (0: no bound).
 inline void publish_all(Fleet& fleet, const std::vector<Message>& messages, size_t window) {
   size_t ahead = 0;
   for (const Message& message : messages) {
@@ -112,14 +114,15 @@ inline void publish_all(Fleet& fleet, const std::vector<Message>& messages, size
   fleet.wait_applied();
 }
 
-// Sentinels prove that all was seen; this proves that it was kept, for two chains a worker.
+// Sentinels prove that the server has seen all events; this proves, for two chains of each worker,
+// that it has kept their blocks.
 inline void check_filled(Fleet& fleet, const DataSet& data) {
   for (long worker = 0; worker < data.workers; worker++)
     for (long chain : {0L, data.chains() - 1}) fleet.check_chain(worker, chain);
 }
 
 inline Fill fill(Fleet& fleet, const DataSet& data, const Options& options) {
-  constexpr double kTickSettle = 0.02;  // seconds: two clock ticks, so that CPU used is booked
+  constexpr double kTickSettle = 0.02;  // seconds: two clock ticks, so that used CPU is counted
   const ServerProcess server(options.integer("pid", 0));
   const std::vector<Message> messages = build_messages(data, options);
   Fill fill;
@@ -129,7 +132,7 @@ inline Fill fill(Fleet& fleet, const DataSet& data, const Options& options) {
     fill.bytes += message.payload.size();
   }
   fleet.register_all();
-  fleet.wait_applied();  // the first requests and events pay for set-up; keep them out
+  fleet.wait_applied();  // so that the set-up by the first requests and events is not measured
   sleep_seconds(kTickSettle);
   fill.before = server.usage();
   const double start = now();

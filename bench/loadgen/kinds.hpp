@@ -1,4 +1,4 @@
-// What `--kind` may be, and the requests of each kind as connections send them.
+// The values of `--kind`, and the requests of each kind as connections send them.
 #pragma once
 
 #include <functional>
@@ -13,8 +13,7 @@
 
 namespace kvbench {
 
-// Distinct prompts of the kinds that ask about prompts: enough of them to get past the server's
-// caches for short ones, at most ~2 MB in all so that they do not flush the client's own.
+// Returns `count` distinct prompts.
 inline std::vector<Tokens> make_prompts(const Options& options, long count) {
   const DataSet data(options);
   const long blocks = options.integer("tokens", 1) / data.block_size;
@@ -24,6 +23,8 @@ inline std::vector<Tokens> make_prompts(const Options& options, long count) {
   return prompts;
 }
 
+// Enough prompts that short ones do not stay in the server's processor caches, and at most about
+// 2 MB in all, so that they stay in the client's.
 inline long default_prompt_count(const Options& options) {
   constexpr long kLeast = 8, kMost = 256, kAllBytes = 2000000, kBytesPerToken = 7;
   const long prompt_bytes = options.integer("tokens", 1) * kBytesPerToken;
@@ -37,7 +38,7 @@ struct PromptKind {
   BodyMaker body;
 };
 
-// Kinds of request made from a prompt of tokens; a new kind is a line here.
+// Kinds of requests that are made from a prompt of tokens; a new kind is a line here.
 inline const std::map<std::string, PromptKind>& prompt_kinds() {
   static const std::map<std::string, PromptKind> kinds = {
       {"query",
@@ -98,7 +99,7 @@ inline std::vector<Script> make_prompt_scripts(const Options& options, long coun
   return scripts;
 }
 
-// The whole life of a reservation of the selection service, for each prompt.
+// Returns a script for each prompt: the whole life of a reservation of the selection service.
 inline std::vector<Script> make_reserve_scripts(const Options& options, long count) {
   const Bodies bodies(options);
   const size_t block_size = size_t(options.integer("block-size", 1));
@@ -131,7 +132,7 @@ inline std::vector<Script> default_scripts(const Options& options) {
   return make_prompt_scripts(options, default_prompt_count(options));
 }
 
-// As many scripts as wanted.
+// Returns `count` scripts of the kind.
 inline std::vector<Script> make_scripts(const Options& options, long count) {
   if (is_reserve_kind(options)) return make_reserve_scripts(options, count);
   return is_slot_kind(options) ? make_slot_scripts(options, count)

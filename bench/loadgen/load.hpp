@@ -1,5 +1,5 @@
-// Modes `http` (closed-loop load over keep-alive connections, one epoll loop) and `bodies` (print
-// the bodies that load would send).
+// Modes `http`, closed-loop load over keep-alive connections in one epoll loop, and `bodies`, which
+// prints the bodies that this load would send.
 #pragma once
 
 #include <fcntl.h>
@@ -21,7 +21,7 @@ inline int run_bodies(const Options& options) {
   return 0;
 }
 
-// One connection with at most one request under way.
+// A connection with at most one request under way.
 class Connection {
  public:
   Connection(const std::string& url, size_t first_script)
@@ -55,7 +55,7 @@ class Connection {
     }
   }
 
-  // Reads what is there; true when that completed the response.
+  // Reads all available bytes; returns whether they completed the response.
   bool receive() {
     static char piece[1 << 18];
     bool complete = false;
@@ -72,8 +72,8 @@ class Connection {
     return complete;
   }
 
-  size_t script;    // index of the script it is in
-  size_t step = 0;  // of the request it sends next in there; 0: that one starts a script
+  size_t script;    // index of its current script
+  size_t step = 0;  // position in the script of the request it sends next; 0 begins a script
 
  private:
   int fd_;
@@ -134,12 +134,12 @@ class Load {
   }
 
  private:
-  static constexpr double kStall = 60;  // seconds without any response that are an error
+  static constexpr double kStall = 60;  // seconds without any response after which a run fails
 
   void add_connection(const std::string& url, size_t number) {
     connections_.push_back(std::make_unique<Connection>(url, number % scripts_.size()));
     epoll_event event{};
-    // Edge-triggered: long requests need EPOLLOUT now and then, and no call to turn it on.
+    // Edge-triggered, so that long requests get EPOLLOUT when needed, without calls to turn it on.
     event.events = EPOLLIN | EPOLLOUT | EPOLLET;
     event.data.ptr = connections_.back().get();
     if (epoll_ctl(epoll_, EPOLL_CTL_ADD, connections_.back()->fd(), &event))
@@ -160,13 +160,14 @@ class Load {
     while (now() < end) turn(true);
   }
 
-  // Ends the scripts under way, so that the next run finds the server idle and as it was.
+  // Completes the scripts under way, so that they leave no bookings and no load for the next run.
   void finish() {
     const auto busy = [](const auto& connection) { return connection->busy(); };
     while (std::any_of(connections_.begin(), connections_.end(), busy)) turn(false);
   }
 
-  // One epoll round; `measured` responses count, and start the next script where one has ended.
+  // Does one epoll round. If `measured`, its responses count, and connections go on with the next
+  // script.
   void turn(bool measured) {
     epoll_event events[64];
     const int ready = epoll_wait(epoll_, events, 64, int(kStall * 1000));
@@ -176,7 +177,7 @@ class Load {
       auto& connection = *static_cast<Connection*>(events[i].data.ptr);
       connection.send_more();
       if (!(events[i].events & ~uint32_t(EPOLLOUT)) || !connection.receive()) continue;
-      // The end of a run is no reason to count what the run did not wait for.
+      // Responses after the end of a run are not counted: the run did not wait for them.
       if (measured) latencies_.push_back(float(connection.seconds_since_start() * 1e6));
       check(connection.response());
       if (measured || connection.step) begin(connection);

@@ -1,5 +1,4 @@
-// What is measured and how it is printed: clocks, a server process's usage, percentiles, JSON
-// lines.
+// Measuring and printing: clocks, the usage of a server process, percentiles, JSON lines.
 #pragma once
 
 #include <time.h>
@@ -24,7 +23,7 @@ inline double clock_seconds(clockid_t clock) {
 
 inline double now() { return clock_seconds(CLOCK_MONOTONIC); }
 
-// CPU the generator itself has used; tells whether the client was the bottleneck.
+// Returns the CPU that the generator itself has used, which shows if it was the bottleneck.
 inline double own_cpu_seconds() { return clock_seconds(CLOCK_PROCESS_CPUTIME_ID); }
 
 inline void sleep_seconds(double seconds) {
@@ -43,8 +42,8 @@ struct Usage {
   double cpu_s() const { return user_s + system_s; }
 };
 
-// The server under test, seen through /proc. CPU comes in clock ticks of 10 ms, so a run must
-// spend a second or more of it for a figure good to 1 %.
+// The server under test, seen through /proc. CPU is counted in clock ticks of 10 ms, so a figure is
+// good to 1 % only if the server spends at least a second of CPU in a run.
 class ServerProcess {
  public:
   explicit ServerProcess(long pid) : pid_(pid) {}
@@ -60,7 +59,7 @@ class ServerProcess {
     return usage;
   }
 
-  // RSS once it has stopped moving: allocators give memory back a little later.
+  // Returns RSS once it is stable, since allocators return memory a little later.
   long settled_rss_bytes() const {
     constexpr int kLooks = 20;           // at most 4 s
     constexpr double kLookApart = 0.2;   // seconds; longer than an allocator's purge delay
@@ -105,7 +104,7 @@ class ServerProcess {
   long pid_;
 };
 
-// The q-quantile (nearest rank, exact) of samples, 0 without any; reorders them.
+// Returns the q-quantile (nearest rank, exact) of samples, 0 without any; reorders them.
 inline double quantile(std::vector<float>& samples, double q) {
   if (samples.empty()) return 0;
   const size_t rank = std::min(samples.size() - 1, size_t(q * double(samples.size())));

@@ -1,7 +1,7 @@
-// Command-line options: one table of everything that may be given, with default and meaning.
+// Command-line options: one table of all options, with their defaults and meanings.
 //
-// An option nobody knows is an error: a misspelt --conns would otherwise measure the default and
-// look like a result.
+// An unknown option is an error: with a misspelt --conns the default would be measured, and the
+// figures would look like a result.
 #pragma once
 
 #include <cstdlib>

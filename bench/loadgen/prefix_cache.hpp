@@ -1,6 +1,6 @@
-// The prefix cache of a simulated engine: blocks of prompts, least recently used out first.
+// The prefix cache of a simulated engine: blocks of prompts; the least recently used are evicted.
 //
-// Cost: a probe and a move in the order for each block of a prompt.
+// Cost: a lookup, and a move in the order of use, for each block of a prompt.
 #pragma once
 
 #include <list>
@@ -11,9 +11,9 @@
 
 namespace kvbench {
 
-constexpr size_t kTokenBytes = 4;  // of a text that are one token
+constexpr size_t kTokenBytes = 4;  // bytes of a text that make one token
 
-// Appends a text's tokens: every four bytes are one, so equal beginnings have equal tokens.
+// Appends the tokens of a text, one for each kTokenBytes: equal beginnings have equal tokens.
 inline void append_tokens(Tokens& tokens, const char* text, size_t size) {
   for (size_t at = 0; at < size; at += kTokenBytes) {
     uint32_t word = 0;
@@ -26,13 +26,13 @@ class PrefixCache {
  public:
   PrefixCache(size_t capacity, size_t block_size) : capacity_(capacity), block_size_(block_size) {}
 
-  // Makes the whole blocks of a prompt resident and notes what that stores and removes. Returns how
-  // many of them, from the first on, were there already.
+  // Caches the whole blocks of a prompt, and adds the stored and removed blocks to `events`.
+  // Returns how many leading blocks were cached before.
   size_t serve(const Tokens& tokens, Batch& events) {
     const Hashes chain = sequence_hashes(tokens, block_size_, nullptr);
     size_t held = 0;
     while (held < chain.size() && places_.count(chain[held])) held++;
-    for (size_t i = chain.size(); i-- > 0;) touch(chain[i]);  // leaves are the first to go
+    for (size_t i = chain.size(); i-- > 0;) touch(chain[i]);  // so that the last block goes first
     if (held < chain.size()) {
       const auto first = tokens.begin() + long(held * block_size_);
       const auto end = tokens.begin() + long(chain.size() * block_size_);

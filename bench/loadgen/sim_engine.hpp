@@ -1,14 +1,13 @@
-// Mode `engine`: OpenAI's API in front of a prefix cache, as cheap as can be, for proxies to stand
-// before it.
+// Mode `engine`: OpenAI's API over a prefix cache, for use behind a proxy, as cheap as possible.
 //
 //   request ──> tokens, cache, KV events ──> head and first frame ──> frame ... ──> [DONE]
 //                                               prefill later          pace, or as fast as taken
 //
-// One epoll loop. Each frame is a chunk of its own with a send of its own, as engines do; the last
-// one goes together with the end. What an answer is like stands in the request, in members that
-// every proxy passes on: `max_tokens` frames, `seed` microseconds apart. What engines say of
-// themselves is said as vLLM and SGLang say it. `POST /bench/reset` empties the cache,
-// `GET /bench/stats` says what has been asked and was cached.
+// One epoll loop serves all. Each frame is a chunk and a send of its own, as with real engines; the
+// last one is sent together with the end. The request defines its answer by members that every
+// proxy passes on: it has `max_tokens` frames, `seed` microseconds apart. The engine describes
+// itself in the form of vLLM and SGLang. `POST /bench/reset` empties the cache, `GET /bench/stats`
+// shows how many requests and tokens there were, and how many tokens were cached.
 #pragma once
 
 #include <fcntl.h>
@@ -26,9 +25,9 @@
 
 namespace kvbench {
 
-constexpr size_t kFrameBytes = 200;  // of a stream's event, with its blank line
+constexpr size_t kFrameBytes = 200;  // bytes of a stream's event, with its blank line
 
-// One event of a stream, which is padded to kFrameBytes.
+// Returns one event of a stream, padded to kFrameBytes.
 inline std::string stream_frame(const std::string& model) {
   std::string frame =
       "data: "
@@ -44,7 +43,7 @@ inline std::string as_chunk(const std::string& data) {
   return line + data + "\r\n";
 }
 
-// The number behind a member's name, `otherwise` where it is not.
+// Returns the number behind a member's name, `otherwise` if the body has no such member.
 inline long member(const std::string& body, const char* name, long otherwise) {
   const std::string key = std::string("\"") + name + "\":";
   const size_t at = body.find(key);
@@ -101,7 +100,7 @@ class SimEngine {
  private:
   struct Client {
     int fd;
-    uint64_t number;  // of the connection: descriptors are used again
+    uint64_t number;  // of the connection, since descriptors are reused
     std::string received;
     std::string unsent;
     long left = 0;  // frames of the answer under way
@@ -162,7 +161,7 @@ class SimEngine {
     if (!serve(client)) leave(client);
   }
 
-  // Serves a request that is there as a whole; false if the client is to be left.
+  // Serves a request once it is complete; returns false if the client is gone.
   bool serve(Client& client) {
     const size_t end = client.received.find("\r\n\r\n");
     if (end == std::string::npos || client.left > 0) return true;
@@ -189,7 +188,7 @@ class SimEngine {
     return 0;
   }
 
-  // ---- what engines say of themselves
+  // ---- how engines describe themselves
 
   const std::string* answer_to(const std::string& path, const std::string& body) {
     if (path == "/tokenize") return &(said_ = tokenized(body));
@@ -231,7 +230,7 @@ class SimEngine {
       tokens.push_back(kVocabulary);  // where a message begins
       append_tokens(tokens, text, size);
     });
-    tokens.push_back(kVocabulary);  // of the answer that follows
+    tokens.push_back(kVocabulary);  // where the answer begins
     return tokens;
   }
 
@@ -259,7 +258,7 @@ class SimEngine {
     publisher_.publish(0, batch.take());
   }
 
-  // ---- what generates
+  // ---- generation
 
   bool generate(Client& client, const std::string& body) {
     const Tokens tokens = tokens_of(body);
@@ -297,7 +296,7 @@ class SimEngine {
                            std::to_string(body.size()) + "\r\n\r\n" + body);
   }
 
-  // Sends the next frame, and has the one after it sent when it is due; false: it is gone.
+  // Sends the next frame and schedules the one after it; returns false if the client is gone.
   bool advance(Client& client) {
     if (!send_frame(client)) return false;
     if (client.left == 0) return true;
@@ -328,7 +327,7 @@ class SimEngine {
     }
   }
 
-  // Sends one frame to each client that takes them as fast as they come.
+  // Sends one frame to each client whose frames have no pace.
   void send_fast() {
     std::vector<Due> turn;
     turn.swap(fast_);
@@ -341,7 +340,7 @@ class SimEngine {
     if (!turn.empty() && stuck()) sleep_seconds(50e-6);
   }
 
-  // Says whether nobody takes anything at the moment.
+  // Returns whether none of these clients takes anything at the moment.
   bool stuck() {
     for (const Due& each : fast_)
       if (const Client* client = find(each); client && client->unsent.empty()) return false;
@@ -387,8 +386,8 @@ class SimEngine {
   int epoll_, listener_;
   std::string frame_, end_, said_;
   std::unordered_map<int, std::unique_ptr<Client>> clients_;
-  std::priority_queue<Due> due_;  // answers that wait for their time
-  std::vector<Due> fast_;         // answers that go as fast as they are taken
+  std::priority_queue<Due> due_;  // answers whose next frame waits for its time
+  std::vector<Due> fast_;         // answers whose frames are sent as fast as clients take them
   uint64_t accepted_ = 0;
   double computing_until_ = 0;
   uint64_t requests_ = 0, questions_ = 0, prompt_tokens_ = 0, cached_tokens_ = 0;

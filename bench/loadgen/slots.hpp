@@ -6,7 +6,7 @@
 //   passing request    [== system prompt ==][------ own blocks ------]      add, complete, free
 //
 // The system prompt, `prefix` blocks, is the same in all. Every other request of a worker has
-// completed its prefill. Hashes are well-mixed numbers: a tracker never sees what they are of.
+// completed its prefill. Hashes are well-mixed numbers, since a tracker never sees their tokens.
 #pragma once
 
 #include <algorithm>
@@ -29,10 +29,10 @@ struct Post {
 
 constexpr long kBytesPerHash = 20;  // in a body
 
-// What one connection sends in order, each when it has the answer to the one before.
+// Requests that one connection sends in order, each once the one before is answered.
 using Script = std::vector<Post>;
 
-// As long as a UUID and of its form, as routers name their requests.
+// Returns an id in the form of a UUID, as routers name their requests.
 inline std::string request_id(uint64_t source) {
   char text[40];
   const uint64_t high = scramble(source), low = scramble(~source);
@@ -42,8 +42,9 @@ inline std::string request_id(uint64_t source) {
   return text;
 }
 
-// Distinct scripts for `connections`: 2 MB in all, as for the other kinds. A script names its
-// request, so it must never be under way twice: their number is a multiple of connections.
+// Returns the number of distinct scripts for `connections`: 2 MB in all, as for the other kinds. A
+// script names its request, so that no two connections may run it at once: the number is a multiple
+// of `connections`.
 inline long named_script_count(long connections, long body_bytes) {
   constexpr long kMost = 256, kAllBytes = 2000000;
   const long wanted = std::min(kMost, kAllBytes / body_bytes);
@@ -65,7 +66,7 @@ class SlotRequests {
     return {"/register", bodies_.slot_worker(worker + 1, block_size)};
   }
 
-  // Books live request `number` and leaves it where it stays.
+  // Books live request `number`, and completes its prefill if it is to be in decode.
   Script admission(long number) const {
     Script script{add(uint64_t(number), number % workers)};
     if (number / workers % 2 == 0) script.push_back(complete(uint64_t(number)));
@@ -94,14 +95,14 @@ class SlotRequests {
   const long workers, live, block_size;
 
  private:
-  // What hashes and ids are drawn from; live request n draws from n itself.
+  // Numbers from which hashes and ids are drawn; live request n draws from n itself.
   static constexpr uint64_t kPassing = 1ULL << 40, kAsked = 2ULL << 40, kSystem = 3ULL << 40;
 
   static uint64_t own(uint64_t source, long block) {
     return scramble(scramble(source) + uint64_t(block));
   }
 
-  // The first `count` hashes of a request's prompt.
+  // Returns the first `count` hashes of a request's prompt.
   Hashes prompt(uint64_t source, long count) const {
     Hashes hashes;
     for (long block = 0; block < count; block++)

@@ -1,11 +1,11 @@
 // Modes `streams` and `rounds`: clients of a gateway that read streams of events, on one epoll
 // loop.
 //
-//   streams   next turns of known conversations, in a closed loop or so many a second
+//   streams   next turns of known conversations, in a closed loop or at a rate
 //   rounds    every turn of every conversation once (chats.hpp)
 //
-// An answer is read in place: its head, then the sizes of its chunks. What counts is when its first
-// data come and how many frames' worth of bytes there are, however a proxy has cut them.
+// Answers are read in place: the head, then the sizes of chunks. Counted are the time of the first
+// data and the number of frames by the bytes of data, however a proxy has cut these into chunks.
 #pragma once
 
 #include <fcntl.h>
@@ -22,12 +22,12 @@
 
 namespace kvbench {
 
-// Finds an answer's payload and its end, by chunks or a length, in pieces of a byte stream.
+// Finds the payload and the end of an answer, by chunks or a length, in pieces of a byte stream.
 class StreamReader {
  public:
   void reset() { *this = StreamReader(); }
 
-  // Takes bytes; throws for what is not the beginning of a stream with status 200.
+  // Takes bytes; throws if they do not begin an answer with status 200 and a stream of events.
   void feed(const char* data, size_t n) {
     if (!in_body_) {
       head_.append(data, n);
@@ -97,7 +97,8 @@ class StreamReader {
 
   std::string head_;
   bool in_body_ = false, chunked_ = false, last_ = false, whole_ = false;
-  uint64_t size_ = 0, left_ = 0, payload_ = 0;  // of a chunk's line, of the chunk or body, of all
+  // Bytes: the size that a chunk's line gives, those left of the chunk or body, all payload.
+  uint64_t size_ = 0, left_ = 0, payload_ = 0;
   size_t skip_ = 0;
 };
 
@@ -122,7 +123,7 @@ class StreamLoad {
     close(epoll_);
   }
 
-  // Asks until `done()`, as fast as answers come.
+  // Sends requests until `done()`, as fast as answers come.
   template <class Done>
   void run_until(Done done) {
     while (!done()) {
@@ -131,7 +132,7 @@ class StreamLoad {
     }
   }
 
-  // Asks for so many seconds, at the rate if there is one.
+  // Sends requests for `seconds`, at the rate if there is one.
   void run_for(double seconds) {
     const double end = now() + seconds;
     if (rate_ > 0 && timer_ < 0) start_timer();
@@ -177,7 +178,7 @@ class StreamLoad {
   }
 
  private:
-  static constexpr double kStall = 60;  // seconds without an answer that are an error
+  static constexpr double kStall = 60;  // seconds without an answer after which a run fails
 
   struct Connection {
     std::string url;
@@ -309,8 +310,8 @@ class StreamLoad {
   int epoll_, timer_ = -1;
   std::vector<std::unique_ptr<Connection>> connections_;
   std::vector<Connection*> idle_;
-  std::vector<float> first_us_;  // from the first byte sent to the first data, microseconds
-  uint64_t requests_ = 0, payload_ = 0, missed_ = 0;  // missed: no connection was idle
+  std::vector<float> first_us_;  // microseconds from the first byte sent to the first data
+  uint64_t requests_ = 0, payload_ = 0, missed_ = 0;  // missed: no connection was idle for one
   double elapsed_ = 0, cpu_ = 0, user_ = 0, own_cpu_ = 0;
   long rss_ = 0;
 };
