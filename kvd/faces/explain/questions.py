@@ -47,7 +47,7 @@ class HashedPrompt:
 
     plain: bytes
     salted: bytes | None  # hashed with the prompt's salt; None if it has no salt
-    known: int  # leading blocks whose content is known: explanations cover no others
+    known: int  # leading blocks whose content is known; later ones cannot be explained
 
     @property
     def blocks(self) -> int:

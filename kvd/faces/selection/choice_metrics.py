@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 MODE_NAMES = {mode.core: str(mode) for mode in RouterMode}
 PHASE_NAMES = tuple("whole" if phase is None else str(phase) for phase in PHASES)
-CACHING = (0, 1)  # phases that are chosen for by what ranks cache: whole, prefill
+CACHING = (0, 1)  # phases for which ranks are chosen by what they cache: whole, prefill
 SELECT_PATHS = ("/select", "/select_and_reserve")
 
 Key = Literal[

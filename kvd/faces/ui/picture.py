@@ -35,7 +35,7 @@ MAX_MODELS = 64  # models and tenants shown, 0.3 kB each
 MAX_DOUBTFUL = 64  # streams listed because they are not exact, 0.5 kB each
 MAX_PICTURES = 8  # pictures written at a time, some 100 kB each at most
 SLICE_RANKS = 16  # rows of ranks between two checkpoints: 1 ms
-CACHING = (0, 1)  # phases that are chosen for by what ranks cache: whole, prefill
+CACHING = (0, 1)  # phases for which ranks are chosen by what they cache: whole, prefill
 OWN_PATHS = frozenset({PICTURE_PATH, BRANCHES_PATH})  # not counted: they only show the others
 
 

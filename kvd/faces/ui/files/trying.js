@@ -78,7 +78,7 @@ export class Trying {
     $("try-answer").hidden = true;
   }
 
-  // Returns a value that a schema allows: one that this kvd has, else the least one.
+  // Returns a value that a schema allows: one that this kvd has, else the smallest.
   example(schema, name = "") {
     if (schema.example !== undefined) return schema.example;
     if (schema.const !== undefined) return schema.const;
