@@ -15,8 +15,8 @@ from kvd.diagnosis.identity import check_identity
 from kvd.diagnosis.questions import check_questions
 from kvd.diagnosis.upstreams import check_kvd, check_upstream
 
-# Findings of one name that are shown; one more counts the others, as a whole fleet may have one
-# fault.
+# Findings of one name that are shown; one more counts the others, since one fault may affect a
+# whole fleet.
 MOST_OF_A_KIND = 64
 
 

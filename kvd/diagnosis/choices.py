@@ -9,8 +9,8 @@ from kvd.diagnosis.findings import Finding, counted, found, minutes, partition_n
 
 # Bookings that are needed before their distribution is judged.
 ENOUGH_BOOKINGS = 100
-# Share of the bookings that one worker should not get. Prompts of one prefix go to one worker while
-# its load allows, but a fleet in use also gets other prompts.
+# Share of the bookings on one worker that is a finding. Prompts of one prefix go to one worker
+# while its load allows, but a fleet in use also gets other prompts.
 NEARLY_ALL = 0.95
 # Seconds without a connection to a replica before it is a finding; restarted replicas are back
 # sooner.

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 PROBE_S = 2.0  # for one address; a peer that speaks ZeroMQ answers within a round trip
 PROBES_S = 10.0  # for all addresses of a diagnosis, below the deadline of handlers
-PROBES_AT_ONCE = 64  # each needs a descriptor
+PROBES_AT_ONCE = 64  # addresses probed at a time; each needs a descriptor
 MAX_PROBES = 1024  # addresses of a diagnosis; others are not probed
 MOST_BYTES = 512  # read of an answer: a greeting has 64, the command some 40
 
