@@ -202,7 +202,7 @@ def healing(kind: str, folder: Path) -> None:
 
 
 def failing_over(kind: str, folder: Path) -> None:
-    """Measures the time after a killed server, which a sentinel replaces by its copy."""
+    """Measures how soon replicas agree after a sentinel has replaced a killed server."""
     with ExitStack() as stack:
         server = stack.enter_context(state_server(folder, kind))
         copy = stack.enter_context(

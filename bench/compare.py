@@ -134,12 +134,12 @@ def _report(arguments: argparse.Namespace, facts: dict[str, str], cases: list[Ca
 
 
 def _stop(_signal: int, _frame: FrameType | None) -> None:
-    """Leave by an exception, so that every server is stopped on the way out."""
+    """Leaves by an exception, so that every server is stopped on the way out."""
     raise SystemExit("compare.py: terminated")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the suites and print the report; 0 when all of them ran, whatever the targets say."""
+    """Runs the suites and prints the report; returns 0 even if targets are missed."""
     arguments = _arguments(argv)
     arguments.build_dir = arguments.build_dir.resolve()
     arguments.build_dir.mkdir(parents=True, exist_ok=True)

@@ -23,7 +23,7 @@ Result = dict[str, float]
 
 
 def build(directory: Path) -> Path:
-    """Bring kvbench up to date in `directory` and return its path."""
+    """Brings kvbench up to date in `directory` and returns its path."""
     command = ["make", "--silent", "-C", str(HERE), f"BUILD={directory}"]
     try:
         made = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT)
@@ -48,7 +48,7 @@ class Hold:
         self.filled = self._answer()
 
     def ask(self, command: str) -> Result:
-        """Send one command line and return its result."""
+        """Sends one command line and returns its result."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(command.encode() + b"\n")

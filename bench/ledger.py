@@ -22,7 +22,7 @@ from kvd.platform.memory import keep_freed_memory
 from kvd_core.ledger.ledger import ADDED, Ledger
 
 RANKS = (8, 64, 512, 4096)
-REQUESTS = 4  # live ones of each rank
+REQUESTS = 4  # live requests of each rank
 BLOCKS, SHARED = 512, 64  # blocks of a prompt; how many of these all prompts share
 CALLS = 2000  # in a round
 

@@ -80,5 +80,5 @@ def version(python: str, package: str, directory: Path) -> str:
 
 
 def commit(directory: Path) -> str:
-    """Returns the checked-out commit, marked if there are uncommitted changes; "" if none is."""
+    """Returns the checked-out commit, marked if files differ from it; "" outside a repository."""
     return _output(["git", "describe", "--always", "--dirty"], directory)

@@ -71,7 +71,7 @@ class ServiceRouter:
             "isl_tokens": request.input_tokens,
         }
         self._wait_applied(prompt, held())
-        # Dynamo 1.6.1 reads one of the names, kvd the other.
+        # The id has two names, as Dynamo 1.6.1 reads another one.
         names = {"reservation_id": request.name, "selection_id": request.name}
         answer = self._ask("POST", "/select_and_reserve", {**prompt, **names})
         chosen: int = answer["worker_id"]

@@ -77,7 +77,7 @@ def filled(blocks: int, is_shared: bool) -> State:
 @contextmanager
 def timed(title: str) -> Iterator[None]:
     """Prints how long the steps of the loop within the context took."""
-    gc.collect()  # now, so that no step is timed that frees a large index, for milliseconds
+    gc.collect()  # now, or a timed step would free an earlier index, which takes milliseconds
     gc.freeze()
     steps = Steps()
     trio.lowlevel.add_instrument(steps)

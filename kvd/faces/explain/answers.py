@@ -39,7 +39,7 @@ FACTS = (
     "active_requests",
     "decoding_requests",
 )
-# The unit of costs, for each basis of a choice that has neither blocks nor tokens.
+# The unit of costs, for each basis of a choice whose costs are neither in blocks nor in tokens.
 UNITS = {Basis.REQUESTS: "requests", Basis.TURNS: None, Basis.CHANCE: None}
 
 
@@ -145,7 +145,7 @@ class Narrator:
             **self._cached((row.worker_id, row.dp_rank), row),
         }
 
-    # ---- what is cached, and why no more
+    # ---- what is cached, and why not more
 
     def _cached(self, traced_rank: TracedRank, row: Explained | None) -> dict[str, Any]:
         traced = self._traces.rows.get(traced_rank)
