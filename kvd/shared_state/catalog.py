@@ -40,7 +40,7 @@ WRITTEN_AT_ONCE = 64  # rows that one command writes
 
 SAID = "said"  # the table of router settings; its keys are a model, a tenant and a setting's name
 
-MAX_ROWS = 131_072  # changed rows that one comparison writes; further ones stay with the process
+MAX_ROWS = 131_072  # changed rows that one comparison writes; the next ones write the rest
 
 log = get_logger(__name__)
 
@@ -226,9 +226,10 @@ class Catalog:
         self._registrations.say((model_name, tenant_id), before, after)
 
     async def _write(self, client: Client, keys: Keys, write: Write) -> bool:
-        """Writes what clients have changed here since the last comparison; False if refused.
+        """Writes what clients have changed here since the last comparison.
 
-        Changes count as agreed once other processes can see them.
+        Changes count as agreed once other processes can see them. Returns whether all have been
+        written: not if the server refuses some, or if there are more than MAX_ROWS.
         """
         here = await self._here()
         now = await time_of(client, keys)
@@ -264,7 +265,7 @@ class Catalog:
             return False
         self._agreed |= written
         self._lost.clear()
-        return True
+        return len(written) == len(changed)
 
 
 def _field(table: str, wanted: Any) -> Field:

@@ -142,6 +142,12 @@ class MemoryServer:
         await self._enter()
         return dict(self._find(name) or {})
 
+    async def hset(self, name: str, field_values: Mapping[str, bytes]) -> int:
+        await self._enter()
+        rows = {_bytes(field): value for field, value in field_values.items()}
+        self.values.setdefault(name, {}).update(rows)
+        return len(rows)
+
     # ---- the stream
 
     async def xadd(self, name: str, field_values: Mapping[Any, Any], **trims: Any) -> bytes:

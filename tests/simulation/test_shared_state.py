@@ -455,6 +455,35 @@ class LateAnswers(MemoryServer):
         return found
 
 
+class Settings(NoRegistrations):
+    """Three router settings of one model, made by calls."""
+
+    changes = 1
+
+    def said(self) -> Any:
+        yield ("m", "default"), {"first": 1, "second": 2, "third": 3}
+
+
+def test_rows_beyond_the_bound_of_one_comparison_are_written_by_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvd.shared_state.catalog.MAX_ROWS", 2)
+
+    async def write(command: Awaitable[Any]) -> bool:
+        await command
+        return True
+
+    async def main() -> None:
+        server: Any = MemoryServer(1000)
+        catalog = Catalog(Settings(), {})  # type: ignore[arg-type]
+        for written in (2, 3, 3):
+            await catalog.sync(server, Keys("kvd"), write)
+            assert len(server.values[Keys("kvd").catalog]) == written
+            assert catalog.stats.written == written
+
+    trio.run(main, clock=MockClock(autojump_threshold=0))
+
+
 def test_a_server_that_has_everything_is_not_read_again() -> None:
     async def main() -> None:
         async with trio.open_nursery() as nursery:
