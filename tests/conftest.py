@@ -24,27 +24,28 @@ from tests.support.publishing import Running, running_conductor
 
 PEER_VARIABLE = "KVD_PEER_PYTHON"
 
-# A suite that `nohup` has started ignores it, and so would every process that tests start.
+# Under `nohup` this process ignores SIGHUP, and so would every process that a test starts.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-# Without compiled modules, as many container images have it, each of the daemons that tests start
-# would compile all of kvd again. They are kept out of the tree, as was wished.
+# Many container images forbid Python to write bytecode. Each daemon that a test starts would then
+# compile all of kvd again, so bytecode is written after all, but outside the source tree.
 if sys.dont_write_bytecode:
     sys.dont_write_bytecode = False
     sys.pycache_prefix = os.fspath(REPOSITORY / "build" / "pycache")
     os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # `python -B` sets none
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # `python -B` does not set it
 
-# The same examples in every run, and none that fails because the machine is busy.
+# Every run tries the same examples, and none fails because the machine is busy.
 hypothesis.settings.register_profile(
     "kvd", derandomize=True, deadline=None, max_examples=scaled(20)
 )
 hypothesis.settings.load_profile("kvd")
 
-# What is imported and collected stays to the end: collections of garbage that find nothing would
-# take a quarter of the time (`pytest_collection_finish`).
+# Modules and collected tests live to the end of the run. Looking for garbage while they are loaded
+# would take a quarter of that time; `pytest_collection_finish` enables it again.
 gc.disable()
-# Syntax trees and models are many objects that live for long, and were walked over and over.
+# Rarer than by default: syntax trees and models have many long-lived objects, which would be walked
+# over and over.
 COLLECT_AFTER = (10_000, 20, 20)
 
 
@@ -56,9 +57,9 @@ def free_port() -> Callable[[], int]:
 
 @pytest.fixture
 def kvd_process(tmp_path: Path) -> Iterator[Callable[..., Server]]:
-    """A function that starts a face of kvd with further flags (and `environ`) and waits for it.
+    """A function that starts a face of kvd with these flags, and waits until it is healthy.
 
-    Each one must end with exit code 0 on SIGTERM when the test is over, unless the test ended it.
+    After the test each process must end with exit code 0 on SIGTERM, unless the test ended it.
     """
     servers: list[Server] = []
 
@@ -79,21 +80,21 @@ def kvd_process(tmp_path: Path) -> Iterator[Callable[..., Server]]:
 
 @pytest.fixture(scope="module")
 def conductor_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A conductor for a module's tests, which may say what other flags theirs needs."""
+    """A conductor for a module's tests; a module that needs other flags overrides this fixture."""
     with running_conductor(tmp_path_factory.mktemp("conductor")) as running:
         yield running
 
 
 @pytest.fixture
 def conductor(conductor_process: Running) -> Iterator[Running]:
-    """The module's conductor, without publishers."""
+    """The module's conductor, without publishers; those of the test are removed after it."""
     yield conductor_process
     conductor_process.end()
 
 
 @pytest.fixture
 def peer_process(tmp_path: Path) -> Iterator[Callable[..., Server]]:
-    """A function that starts a service of Dynamo's own with further flags and waits for it."""
+    """A function that starts a service of Dynamo with these flags; waits until it is healthy."""
     servers: list[Server] = []
 
     def start(
@@ -108,7 +109,7 @@ def peer_process(tmp_path: Path) -> Iterator[Callable[..., Server]]:
 
     yield start
     for server in servers:
-        server.stop(signal.SIGKILL)  # it has no handler for any other
+        server.stop(signal.SIGKILL)  # it handles no gentler signal
 
 
 @pytest.fixture(scope="session")
@@ -126,7 +127,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """Workers of `-n auto`: while one waits for a daemon or a deadline, another one works."""
+    """Returns two workers per CPU for `-n auto`: while one waits for a daemon, another can run."""
     return 2 * (os.cpu_count() or 1)
 
 
@@ -139,7 +140,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     gc.collect()
-    gc.freeze()  # and no later collection walks it
+    gc.freeze()  # later collections skip all objects that exist now
     gc.set_threshold(*COLLECT_AFTER)
     gc.enable()
 

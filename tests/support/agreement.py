@@ -11,7 +11,7 @@ from kvd.wire.stream_link import ListenerStatus
 
 
 def check_agreement(state: State, registry: Registry, tasks: Iterable[RankKey]) -> None:
-    """`tasks` are the ranks that have a listener's task."""
+    """Fails unless all three agree; `tasks` are the ranks whose listener task runs."""
     registrations = list(registry.registrations())
     known = {
         RankKey(key, *rank)

@@ -49,7 +49,7 @@ DESCRIPTIONS = {
 
 def all_routes() -> dict[str, tuple[Route, ...]]:
     """Returns every route that a daemon can have, by the name of its face."""
-    nobody: Any = None  # nothing is registered here
+    nobody: Any = None  # stands for parts that only the handlers use
     state, dumps = State(), indexer.dumps_bound(8)
     registry, replicas = Registry(state, nobody), Replicas(None, ReplicaStats())
     clocks = time.monotonic, time.time_ns

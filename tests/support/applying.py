@@ -13,7 +13,7 @@ class Applying(Protocol):
 
 
 def apply_whole(stream: Applying, payload: bytes) -> int:
-    """Applies a batch, however many slices that takes, and returns what it has shown."""
+    """Applies a batch, in as many slices as it takes; returns the bits of `BatchSink.apply`."""
     shown = stream.apply(payload)
     while shown == UNFINISHED:
         shown = stream.go_on()

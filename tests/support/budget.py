@@ -8,5 +8,5 @@ BUDGET = float(os.environ.get("KVD_TEST_BUDGET", "1"))
 
 
 def scaled(usual: int) -> int:
-    """Returns how many examples, seeds or steps to try where the suite usually tries so many."""
+    """Returns how many examples, seeds or steps to try where `usual` is the normal number."""
     return max(1, round(usual * BUDGET))

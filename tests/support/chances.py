@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Hashable, Mapping
 from math import sqrt
 
-FEW = 5.0  # expected draws, below which the statistic is no chi-square
+FEW = 5.0  # with fewer expected draws the statistic is not a chi-square
 SIGMAS = 4.75  # one fair test in a million fails
 
 

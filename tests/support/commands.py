@@ -13,7 +13,7 @@ from typing import IO
 from tests.support.forking import start_process
 from tests.support.processes import REPOSITORY, STOP_DEADLINE_S, clean_environment
 
-# The end of what one command says on standard error; kvd writes no such byte there.
+# Separates the commands' outputs on standard error; kvd itself never writes this byte there.
 END = "\0"
 CHILD = f"""
 import json, os, sys
@@ -28,7 +28,7 @@ print(json.dumps(codes))
 
 @dataclass(frozen=True)
 class Ended:
-    """A command that has ended: its exit code, and what it has said."""
+    """A command that has ended: its exit code and its output."""
 
     code: int
     stdout: str
@@ -36,7 +36,7 @@ class Ended:
 
 
 def run_command(*arguments: str, stdout: IO[bytes] | None = None, **environ: str) -> Ended:
-    """Runs one command in a process of its own; what it writes goes to `stdout` if there is one."""
+    """Runs one command in a process of its own; its output goes to `stdout` if that is given."""
     with TemporaryFile() as output, TemporaryFile() as errors:
         command = [sys.executable, "-m", "kvd", *arguments]
         process = start_process(command, clean_environment(**environ), stdout or output, errors)

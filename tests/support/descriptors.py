@@ -1,4 +1,4 @@
-"""Counts what a test leaves open."""
+"""Counts file descriptors, to find those that a test leaves open."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import os
 def open_descriptors() -> int:
     """Returns how many file descriptors this process has open.
 
-    What earlier tests have left to the collector is closed first: it would go in the middle.
+    Collects garbage first. Otherwise descriptors of earlier tests might close during this one.
     """
     gc.collect()
     return descriptors_now()
 
 
 def descriptors_now() -> int:
-    """The same without a collection, for who asks again and again until the number is right."""
+    """Does the same without collecting garbage, for callers that poll."""
     return len(os.listdir("/proc/self/fd"))

@@ -1,4 +1,4 @@
-"""Engines that publish what they cache, answer replays, and know the truth: for whole daemons."""
+"""Simulated engines for tests of daemons: they publish events, answer replays, know their cache."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import zmq
 BLOCK_SIZE = 4
 END = b"\xff" * 8
 
-_hashes = count(1)  # engines name their blocks as they like; these are distinct in all of a run
+_hashes = count(1)  # names of blocks, distinct among all engines of a run
 
 
 def address_of(bound: zmq.Socket[bytes]) -> str:
@@ -26,13 +26,13 @@ def address_of(bound: zmq.Socket[bytes]) -> str:
 class Engine:
     """One rank: an XPUB socket, a ROUTER for replays, and its cache.
 
-    It lives in a thread of its own, so that a test which waits does not stop it.
+    It runs in a thread of its own, so that it goes on while the test waits.
     """
 
     def __init__(self, replays: bool = True, buffered: int = 10_000) -> None:
-        """Its replay server, if it has one, has the last `buffered` batches."""
+        """Starts the engine; its replay server, if any, keeps the last `buffered` batches."""
         self._context = zmq.Context()
-        self._pub = self._context.socket(zmq.XPUB)  # it sees subscribers come
+        self._pub = self._context.socket(zmq.XPUB)  # it receives subscriptions
         self._pub.xpub_verboser = True
         self._pub.sndhwm = 0
         self._pub.bind("tcp://127.0.0.1:0")
@@ -44,14 +44,14 @@ class Engine:
         self._buffered = buffered
         self._lock = Lock()
         self._ending = Event()
-        self.subscribed = Event()  # once a subscription has been heard
-        self.replays = 0  # requests for one
+        self.subscribed = Event()  # set once a subscription has arrived
+        self.replays = 0  # requests so far
         self.restart()
         self._thread = Thread(target=self._serve, daemon=True)
         self._thread.start()
 
     def restart(self) -> None:
-        """Becomes another process, with an empty cache."""
+        """Becomes a new engine process, with an empty cache."""
         with self._lock:
             self._kept: deque[tuple[int, bytes]] = deque(maxlen=self._buffered)
             self.seq = 0
@@ -59,7 +59,7 @@ class Engine:
             self._by_path: dict[tuple[int | None, tuple[int, ...]], int] = {}
 
     def store(self, tokens: Sequence[int]) -> None:
-        """Caches the whole blocks of a prompt, and tells of those that are new."""
+        """Caches the full blocks of a prompt, and publishes those that are new."""
         parent: int | None = None
         first_parent: int | None = None
         new: list[int] = []
@@ -79,7 +79,7 @@ class Engine:
             self.publish([["BlockStored", new, first_parent, told, BLOCK_SIZE, None]])
 
     def evict(self, hash: int) -> None:
-        """Drops a block and all that go on from it."""
+        """Drops a block and all of its descendants."""
         gone = [hash]
         for one in gone:
             gone += [other for other, (parent, _) in self.cache.items() if parent == one]
@@ -88,7 +88,7 @@ class Engine:
         self.publish([["BlockRemoved", gone]])
 
     def paths(self) -> set[tuple[int, ...]]:
-        """Returns the tokens of each cached block with all before it."""
+        """Returns, for each cached block, its tokens with all tokens before them."""
         return {self._tokens(hash) for hash in self.cache}
 
     def _tokens(self, hash: int | None) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""`kvd serve` as a process that lives more than once, and what is asked of it."""
+"""`kvd serve` as a process that tests kill and start again, and requests to it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PATIENCE_S = 60.0
 def wait(condition: Callable[[], object]) -> None:
     """Waits for a condition; fails the test after PATIENCE_S.
 
-    What takes longer is asked for less often: most conditions are questions to daemons.
+    Polls ever more slowly, as most conditions ask a daemon.
     """
     deadline, pause = time.monotonic() + PATIENCE_S, FIRST_POLL_S
     while not condition():
@@ -36,10 +36,10 @@ def wait(condition: Callable[[], object]) -> None:
 
 
 class Kvd:
-    """`kvd serve` on one state directory, life after life."""
+    """`kvd serve`, which can be started again on the same state directory."""
 
     def __init__(self, folder: Path, *flags: str) -> None:
-        """The folder is there, and is this daemon's alone."""
+        """`folder` exists, and no other daemon uses it."""
         self.folder = folder
         self.state = folder / "state"
         self.ports = {face: find_free_port() for face in FACES}
@@ -68,7 +68,7 @@ class Kvd:
         return float(line.split()[1])
 
     def snapshots_before_death(self) -> bool:
-        """Says whether the process has begun with a snapshot in which something had been heard."""
+        """Returns whether the process began by restoring blocks from a snapshot."""
         assert self.server is not None
         self.server.wait_said("event=ready")
         found = re.search(r"event=index_restored blocks=(\d+)", self.server.stderr)
@@ -109,7 +109,7 @@ class Kvd:
         assert self.post("indexer", "/register", body).status_code == 201
 
     def health(self, instance_id: int = 1) -> tuple[str, str]:
-        """Returns how far a stream is believed, and why not."""
+        """Returns the state of an instance's stream, and why it is not exact."""
         for row in self.get("indexer", "/workers"):
             if row["instance_id"] == instance_id:
                 listener = row["listeners"]["0"]
@@ -117,7 +117,7 @@ class Kvd:
         return "absent", ""
 
     def paths(self, instance_id: int = 1) -> set[tuple[int, ...]]:
-        """Returns the local hashes of each block that an instance holds, with all before it."""
+        """Returns, for each block of an instance, its local hash with all before it."""
         return paths_of(self.get("indexer", "/dump"), instance_id)
 
     def matched(self, tokens: list[int], instance_id: int = 1) -> int:
@@ -128,7 +128,7 @@ class Kvd:
 
 
 def paths_of(dump: dict[str, Any], instance_id: int = 1) -> set[tuple[int, ...]]:
-    """Returns what `Kvd.paths` does, of a dump."""
+    """Does what `Kvd.paths` does, with a dump."""
     found: dict[int | None, tuple[int, ...]] = {None: ()}
     for event in dump.get("m:default", {"events": []})["events"]:
         if event["worker_id"] == instance_id:
@@ -165,7 +165,7 @@ def prompt(number: int, blocks: int = 3) -> list[int]:
 
 
 def settle(kvd: Kvd, engine: Engine, prompts: int = 5) -> None:
-    """Has an engine heard from its first batch on, and its index in a snapshot."""
+    """Registers an engine, stores prompts, and waits until a snapshot has all of its blocks."""
     kvd.register(engine)
     assert engine.subscribed.wait(PATIENCE_S)
     for number in range(prompts):

@@ -1,4 +1,4 @@
-"""Ports for servers under test, so that test runs beside one another never get the same."""
+"""Ports for servers under test; test runs beside one another never get the same ones."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import socket
 
 # The kernel gives ports above these to processes that connect or bind to port 0.
 FIRST, END = 10_000, 32_000
-BLOCK = 200  # ports for one process; more than one test module has servers
+BLOCK = 200  # ports for one process, which may run several modules with servers
 
 
 def find_free_port() -> int:
     """Returns a loopback TCP port that nobody listens on and no other test process returns."""
     for port in itertools.islice(_ports, BLOCK):
         with socket.socket() as probe:
-            # Connections that have ended keep a port for a minute; servers do not mind them.
+            # A closed connection keeps its port for a minute; servers can bind it all the same.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if _bound(probe, port):
                 return port
@@ -22,7 +22,7 @@ def find_free_port() -> int:
 
 
 def _take_block() -> tuple[socket.socket, range]:
-    """Takes a block of ports; that its first one stays bound is what keeps others away."""
+    """Takes a block of ports; its first port stays bound, so that no other process takes it."""
     for first in range(FIRST, END, BLOCK):
         claim = socket.socket()
         if _bound(claim, first):
@@ -39,6 +39,6 @@ def _bound(made: socket.socket, port: int) -> bool:
     return True
 
 
-# At import, as tests count the descriptors that are open before and after.
+# Taken at import, as tests compare the number of open descriptors before and after.
 _claim, _block = _take_block()
-_ports = itertools.cycle(_block)  # the longest unused comes first
+_ports = itertools.cycle(_block)  # the longest unused port comes first

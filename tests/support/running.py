@@ -23,11 +23,11 @@ def running_kvd(
 
 @contextmanager
 def running_both(folder: Path, *flags: str) -> Iterator[tuple[Server, str]]:
-    """Runs `kvd serve`; yields it, with the indexer's port, and the slot tracker's URL."""
+    """Runs `kvd serve`; yields its indexer as a Server, and the slot tracker's URL."""
     ports = find_free_port(), find_free_port()
     faces = ("--indexer-bind", "--slot-tracker-bind")
     binds = [f"{face}=127.0.0.1:{port}" for face, port in zip(faces, ports, strict=True)]
-    # Their ports may be another test run's.
+    # Another test run may use the default ports of the other faces.
     binds += ["--selection-bind=off", "--conductor-bind=off"]
     with running(folder, ports[0], "serve", *binds, *flags) as server:
         yield server, f"http://127.0.0.1:{ports[1]}"
@@ -41,9 +41,9 @@ def running(
     environ: dict[str, str] | None = None,
     under: Sequence[str] = (),
 ) -> Iterator[Server]:
-    """Runs a kvd that answers on `port`, by the command `under` if there is one.
+    """Runs a kvd that answers on `port`, started by the command `under` if there is one.
 
-    It must end with exit code 0 on SIGTERM, and alive until then.
+    It must run until the block ends, and then end with exit code 0 on SIGTERM.
     """
     command = [*under, sys.executable, "-m", "kvd", *arguments]
     server = Server(command, folder, port, clean_environment(**environ or {}))
