@@ -1,4 +1,4 @@
-"""Four faces on three kinds of address each, and requests to them byte by byte."""
+"""`kvd serve` with four faces, each on three kinds of address, and raw requests to them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pathlib import Path
 from tests.support.processes import Server, clean_environment
 
 FACES = ("indexer", "slot-tracker", "selection", "conductor")
-SECONDS = 10.0  # for what takes milliseconds
+SECONDS = 10.0  # timeout of connections, whose answers take milliseconds
 
 
 class _Connection(http.client.HTTPConnection):
@@ -45,7 +45,7 @@ class Faces:
     server: Server
     folder: Path
     trust: ssl.SSLContext
-    addresses: dict[str, list[str]] = field(default_factory=dict)  # by face, in that order
+    addresses: dict[str, list[str]] = field(default_factory=dict)  # by face, in this order
 
     def note_addresses(self) -> None:
         lines = re.findall(r"event=serving .*face=(\S+) bind=(.*)", self.server.stderr)
@@ -84,7 +84,7 @@ class Faces:
         body: bytes | None = None,
         host: str | None = "localhost",
     ) -> Reply:
-        """Makes one request on a connection of its own; without `host` there is no such header."""
+        """Makes one request on its own connection; sends no Host header if `host` is None."""
         with closing(self.connect(address)) as sock:
             connection = _Connection(sock)
             connection.putrequest(method, path, skip_host=True, skip_accept_encoding=True)
@@ -98,12 +98,12 @@ class Faces:
             return Reply(response.status, dict(response.getheaders()), response.read())
 
     def exchange(self, address: str, data: bytes) -> bytes:
-        """Sends bytes and returns all that comes until the server ends it, or resets."""
+        """Sends bytes; returns all that the server sends until it closes or resets."""
         with closing(self.connect(address)) as sock:
             received = b""
             try:
                 sock.sendall(data)
-                socket.socket.shutdown(sock, socket.SHUT_WR)  # TLS, too, can be read on
+                socket.socket.shutdown(sock, socket.SHUT_WR)  # SSLSocket's own would end reading
                 while piece := sock.recv(65536):
                     received += piece
             except OSError:
@@ -121,7 +121,7 @@ class Faces:
 def serving_faces(
     folder: Path, certificates: Path, *lines: str, client_ca: bool = False, **environ: str
 ) -> Iterator[Faces]:
-    """Runs it with a configuration file of these `lines`; it must end with exit code 0."""
+    """Runs the faces with further `lines` in the configuration; kvd must end with exit code 0."""
     binds = [
         f'{face.replace("-", "_")}_bind = ["127.0.0.1:0", "tls:127.0.0.1:0", '
         f'"unix:{folder}/{face}.sock"]'
@@ -150,7 +150,7 @@ def serving_faces(
 
 
 def make_certificate(folder: Path, valid_for: str = "IP:127.0.0.1", subject: str = "kvd") -> None:
-    """Writes cert.pem, which is its own authority, and key.pem."""
+    """Writes a self-signed certificate, cert.pem, and its key.pem."""
     command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 1"
     names = ["-subj", f"/CN={subject}", "-addext", f"subjectAltName={valid_for}"]
     files = ["-keyout", "key.pem", "-out", "cert.pem"]
@@ -158,7 +158,7 @@ def make_certificate(folder: Path, valid_for: str = "IP:127.0.0.1", subject: str
 
 
 def make_client_certificates(folder: Path, *names: str) -> None:
-    """Writes ca.pem, and NAME.pem with NAME.key for each name; `stranger` is another CA's."""
+    """Writes ca.pem, and NAME.pem with NAME.key for each name; another CA signs `stranger`."""
 
     def openssl(*arguments: str) -> None:
         command = ["openssl", *arguments]
@@ -180,6 +180,6 @@ def bearer(token: str) -> tuple[str, str]:
 
 
 def counted(text: bytes) -> dict[str, int]:
-    """Returns the refusals that /metrics tells of, by reason."""
+    """Returns the refusals that a text of /metrics counts, by reason."""
     found = re.findall(rb'kvd_http_refusals_total\{reason="(\w+)"\} (\d+)', text)
     return {reason.decode(): int(number) for reason, number in found}

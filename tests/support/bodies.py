@@ -1,6 +1,6 @@
-"""Bodies for POST routes: what makes any of them refused, and how that is checked.
+"""Bodies for POST routes: faults for which any route refuses a body, and checks of the refusals.
 
-`indexer_bodies.py` and `slot_bodies.py` have a fine body for each route of their face.
+`indexer_bodies.py` and its like for other faces have a valid body for each route of their face.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def deep(opening: bytes, closing: bytes, levels: int = 100_000) -> bytes:
     return opening * levels + b"1" + closing * levels
 
 
-# What may stand for an unknown member's value in JSON, and what may not.
+# Values of an unknown member that are JSON, and some that are not.
 JSON_VALUES = {
     "arrays 100,000 deep": deep(b"[", b"]"),
     "objects 100,000 deep": deep(b'{"a":', b"}"),
@@ -80,13 +80,13 @@ NO_INTEGERS = (
     "-" + "9" * 5000,
 )
 NO_TEXTS = ("1", "true", "[]", '{"a": "b"}')
-# What is kept has a name that can be shown everywhere.
+# kvd shows the names that it keeps in many outputs, so they may have no control characters.
 NO_NAMES = (*NO_TEXTS, '"a\\u0000b"', '"a\\n"', '"\\u007f"', '"\\u009b2J"')
 NO_ARRAYS = ("null", "1", '"1"', "{}")
 
 
 def elements(*numbers: str) -> list[str]:
-    """Returns arrays with an element that is no number, or one of these, which are no good."""
+    """Returns arrays with one bad element: no integer, or one of `numbers`, out of range."""
     return [f"[1, {value}]" for value in (*NO_INTEGERS, "null", *numbers)]
 
 
@@ -94,9 +94,9 @@ def elements(*numbers: str) -> list[str]:
 class Bodies:
     """The bodies of one face's POST routes."""
 
-    posts: dict[str, tuple[dict[str, Any], int]]  # a fine one, and the status it has in the tests
+    posts: dict[str, tuple[dict[str, Any], int]]  # a valid body, and its status in the tests
     required: dict[str, tuple[str, ...]]
-    # Per route and member: what is JSON and does not fit. Null may mean absence, so it is named.
+    # By route and member: JSON that does not fit. Null is listed where it does not mean absence.
     unfit: dict[str, dict[str, tuple[str, ...]]]
     contradictions: dict[str, tuple[bytes, ...]]  # members that exclude each other
     limits: dict[str, int]  # bytes
@@ -116,7 +116,7 @@ CONTENT_TYPES = {
     "application/x-www-form-urlencoded": False,
 }
 
-# Dynamo stops at the end of the object, and does not look into texts that it does not want.
+# Dynamo accepts these: it stops reading after the object, and does not decode texts it ignores.
 READ_BY_THE_PEER = {
     "twice",
     "x: lone surrogate",
@@ -128,7 +128,7 @@ READ_BY_THE_PEER = {
 
 
 class Refusals:
-    """Posts bodies to a running face; what is refused must change nothing."""
+    """Posts bodies to a running face; a refused body must change nothing."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class Refusals:
         state: Callable[[], object],
         undo: Callable[[str], None],
     ) -> None:
-        """`state` is all that a request may change; `undo` takes back a fine post to a route."""
+        """`state` returns all that a request may change; `undo` reverts a valid post to a route."""
         self._client = client
         self._bodies = bodies
         self._state = state
@@ -147,12 +147,12 @@ class Refusals:
         return json.dumps(self._bodies.posts[path][0]).encode()
 
     def with_member(self, path: str, member: str, value: str) -> bytes:
-        """Returns a fine body with one member that has another value, as a text of JSON."""
+        """Returns a valid body in which one member has another value, given as JSON."""
         members = {**self._bodies.posts[path][0], member: 0}
         return json.dumps(members).replace(f'"{member}": 0', f'"{member}": {value}').encode()
 
     def refused(self, path: str, bodies: dict[str, bytes], status: int, **more: str) -> list[str]:
-        """Posts bodies that are all refused with `status`; returns the errors."""
+        """Posts bodies, all of which must be refused with `status`; returns the errors."""
         before = self._state()
         errors = []
         for name, body in bodies.items():
@@ -166,7 +166,7 @@ class Refusals:
         return errors
 
     def accepted(self, path: str, bodies: dict[str, bytes], **more: str) -> None:
-        """Posts bodies that are all as good as the fine one."""
+        """Posts bodies, all of which must have the valid body's status."""
         for name, body in bodies.items():
             response = self._client.post(path, content=body, headers=JSON | more)
             status = self._bodies.posts[path][1]
@@ -200,7 +200,7 @@ class Refusals:
             }
             for error in self.refused(path, bodies, 422):
                 assert error.startswith(member), error
-                assert len(error) < 200  # and does not repeat 5,000 digits
+                assert len(error) < 200  # it does not repeat 5,000 digits
 
     def check_missing(self, path: str) -> None:
         for missing in self._bodies.required[path]:
@@ -231,7 +231,7 @@ class Refusals:
         self.refused(path, {"a byte more": longest + b" "}, 413)
 
     def all_kinds(self, path: str) -> dict[str, bytes]:
-        """Returns all that is wrong with bodies in these tables, by name."""
+        """Returns a body for each fault in these tables, by name."""
         fine = self.fine(path)
         bodies = {name: change(fine) for name, change in WHOLE_BODIES.items()}
         bodies |= {
@@ -249,7 +249,10 @@ class Refusals:
         return bodies
 
     def check_peer(self, path: str, theirs: Client, *more: str) -> None:
-        """Compares the statuses with a live Dynamo's, which takes what begins with `more`."""
+        """Compares the statuses with a live Dynamo's.
+
+        Dynamo also accepts the bodies whose names begin with one of `more`.
+        """
         answers = {
             name: tuple(
                 one.post(path, content=body, headers=JSON).status_code
@@ -261,13 +264,13 @@ class Refusals:
         beyond_a_double = {name for name in answers if "1e400" in name or "99999" in name}
         assert {name for name, both in differing.items() if both == (422, 400)} == beyond_a_double
         taken = {name for name in answers if name.startswith(more)}
-        # Control characters in names are taken there.
+        # Dynamo accepts control characters in names.
         odd = tuple(value[:30] for value in NO_NAMES if value not in NO_TEXTS)
         taken |= {name for name in answers if name.endswith(odd)}
         assert differing.keys() - beyond_a_double == READ_BY_THE_PEER | taken
 
 
-# What every POST route refuses, or not: a test of each face goes through them.
+# What every POST route must refuse or accept; each face has a test that runs all of these checks.
 NO_JSON, UNFIT = "no JSON is 400", "a member that does not fit is 422 and named"
 CHECKS: dict[str, Callable[[Refusals, str], None]] = {
     NO_JSON: Refusals.check_no_json,

@@ -1,4 +1,4 @@
-"""Whether what a face answers, and what it accepts, is what its OpenAPI document says."""
+"""Checks that a face's answers, and the requests it accepts, are as its OpenAPI document says."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ JSON, PACKED = "application/json", "application/msgpack"
 
 
 class Documented:
-    """The document of one face, and what requests and answers have to be by it."""
+    """The document of one face, against which requests and answers are checked."""
 
     def __init__(self, document: dict[str, Any]) -> None:
         self._components = {"components": document["components"]}
@@ -29,7 +29,7 @@ class Documented:
         self._validators: dict[int, Draft202012Validator] = {}
 
     def untrue(self, response: httpx.Response) -> str | None:
-        """Returns the first thing that the document has otherwise, None if there is none."""
+        """Returns the first difference from the document, None if there is none."""
         request = response.request
         path = request.url.raw_path.partition(b"?")[0].decode("latin-1")
         method = "get" if request.method == "HEAD" else request.method.lower()
@@ -57,12 +57,12 @@ class Documented:
             return None
         headers = request.headers
         if headers.get("content-type", "").partition(";")[0] not in said["content"]:
-            headers = httpx.Headers({"content-type": JSON})  # some routes do not look at it
+            headers = httpx.Headers({"content-type": JSON})  # some routes ignore it
         wrong = self._invalid(said["content"], headers, request.content)
         return wrong and f"accepted a body that is not documented: {wrong}"
 
     def _invalid(self, content: dict[str, Any], headers: httpx.Headers, body: bytes) -> str | None:
-        """Returns what is wrong with a body, whose type has to be one of `content`."""
+        """Returns what is wrong with a body, which must have one of the types of `content`."""
         given = headers.get("content-type")
         if not content:
             return None if not given and not body else f"{given}: no content is documented"
@@ -78,7 +78,7 @@ class Documented:
             value = _texts(msgpack.unpackb(body))
         else:
             return None
-        # Kept, as the schemas are: no other one gets the same id.
+        # The document keeps its schemas alive, so no two of them ever have the same id.
         validator = self._validators.setdefault(
             id(schema), Draft202012Validator(schema | self._components)
         )
@@ -87,7 +87,7 @@ class Documented:
 
 
 def _texts(value: Any) -> Any:
-    """Returns a value with texts for its bins, which JSON schemas have no word for."""
+    """Returns a value with texts in place of bins, for which JSON schemas have no type."""
     if isinstance(value, dict):
         return {name: _texts(each) for name, each in value.items()}
     return value.hex() if isinstance(value, bytes) else value
@@ -95,5 +95,5 @@ def _texts(value: Any) -> Any:
 
 @cache
 def documented(face: str) -> Documented:
-    """Returns that of a face, as the daemon calls it."""
+    """Returns the document of a face, by the name that the daemon uses."""
     return Documented(document(face, all_routes()[face], DESCRIPTIONS[face]))

@@ -13,7 +13,7 @@ RECEIVE_BYTES = 65_536
 
 
 class Dropping:
-    """Passes bytes on; what happens to the answer of a request that has `marked` bytes is set."""
+    """Passes bytes on, but may drop or hold the answers to requests that begin with `marked`."""
 
     def __init__(self, port: int, upstream: int) -> None:
         self.url = f"http://127.0.0.1:{port}"
@@ -32,7 +32,7 @@ class Dropping:
         self.marked, self.holds = marked, True
 
     def die(self) -> None:
-        """Closes every connection, and takes no more."""
+        """Closes every connection and accepts no more."""
         self._scope.cancel()
 
     async def serve(self, port: int, task_status: trio.TaskStatus[None]) -> None:
@@ -73,7 +73,7 @@ class Dropping:
 
 @asynccontextmanager
 async def dropping(upstream: int) -> AsyncIterator[Dropping]:
-    """Runs one in front of a daemon's port."""
+    """Runs a proxy in front of a daemon's port."""
     port = find_free_port()
     proxy = Dropping(port, upstream)
     async with trio.open_nursery() as nursery:

@@ -1,4 +1,4 @@
-"""Bodies for the indexer's POST routes: a fine one of each, and what makes it refused."""
+"""Bodies for the indexer's POST routes: a valid one for each, and values that it refuses."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.support.bodies import NO_ARRAYS, NO_INTEGERS, NO_NAMES, NO_TEXTS, U32, Bodies, elements
 
-MODEL = "face:model"  # with the character that separates model and tenant in a dump
+MODEL = "face:model"  # has the colon that separates model and tenant in a dump
 SOMEWHERE = "tcp://127.0.0.1:1"  # nobody listens there
 
 POSTS: dict[str, tuple[dict[str, Any], int]] = {
@@ -68,7 +68,7 @@ REQUIRED = {
     "/query_by_hash": ("block_hashes", "model_name"),
     "/query_tiered_by_hash": ("block_hashes", "model_name"),
 }
-# The salt's two names may not even be equal.
+# The salt's two names exclude each other even with equal values.
 CONTRADICTIONS = {
     "/register": (
         b'"tenant_id": "a", "routing_group": "b"',

@@ -1,4 +1,4 @@
-"""Bodies of requests as texts of JSON, right and wrong, for tests of hot handlers."""
+"""Random JSON bodies of requests, valid and invalid, for tests of hot handlers."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 
 from hypothesis import strategies as st
 
-OTHERS = ("null", "true", "false", "[]", "{}", '"7"')  # values of another type, for most members
+OTHERS = ("null", "true", "false", "[]", "{}", '"7"')  # of a wrong type for most members
 
 
 def written(members: Mapping[str, str]) -> bytes:
-    """Returns the object whose members have these texts as values."""
+    """Returns the object whose members have these JSON texts as values."""
     return ("{" + ",".join(f'"{name}":{value}' for name, value in members.items()) + "}").encode()
 
 

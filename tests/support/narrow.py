@@ -1,7 +1,7 @@
-"""Connections whose reader takes little when it stops reading.
+"""Connections with a small receive buffer, which is soon full when their client stops reading.
 
-Left to itself, the kernel lets the receive buffer of a connection over loopback grow to many
-megabytes, as far as the machine's settings go: what is meant to fill it would depend on them.
+By default the kernel lets the receive buffer of a loopback connection grow to many megabytes. How
+much a test must send to fill it would depend on the machine's settings.
 """
 
 from __future__ import annotations

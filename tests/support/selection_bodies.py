@@ -1,4 +1,4 @@
-"""Bodies for the selection service's routes: a fine one of each, and what makes it refused."""
+"""Bodies for the selection service's routes: a valid one for each, and values that it refuses."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ POSTS: dict[str, tuple[dict[str, Any], int]] = {
     "/busy_threshold": ({"model": MODEL, "active_decode_blocks_threshold": 1}, 200),
     "/router_mode": ({"model": MODEL, "router_mode": "kv"}, 200),
     "/policy": ({"model": MODEL, "router_policy": "dynamo"}, 200),
-    # This process has no port for replicas.
+    # Refused, as this process has no port for replicas.
     "/replica_sync/register_peer": ({"endpoint": REPLICA}, 409),
 }
 
@@ -62,9 +62,9 @@ RANKS += ('{"\\u00b2": "a"}', '{"1.0": "a"}')
 
 
 def within(member: str, values: tuple[str, ...], *rest: str) -> tuple[str, ...]:
-    """Returns objects with a member that has these values, and others.
+    """Returns objects in which `member` has these values, beside the members of `rest`.
 
-    Not the longest, which are cut short in names; and within a member -0 is read as 0.
+    Leaves out the longest values, whose cases would have equal names, and -0, which is 0 here.
     """
     return tuple(
         "{" + ", ".join((*rest, f'"{member}": {v}')) + "}"

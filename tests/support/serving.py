@@ -1,4 +1,4 @@
-"""A front on loopback for the tests, and a client that sends bytes and understands replies.
+"""A front on loopback, and a client that sends raw bytes and parses replies.
 
 With the fixture `layers` a test runs twice, without TLS and with it.
 """
@@ -29,22 +29,22 @@ from kvd.http.routes import Route, Scope
 from kvd.http.tls import TlsServer
 from tests.support.narrow import narrow_stream
 
-# A test shortens the one deadline that it waits for: another one would end what is to be seen, as
-# soon as the machine is busy.
+# A test shortens only the deadline that it waits for: on a busy machine another short one could
+# expire first.
 PATIENT = HttpLimits(linger_s=0.1, graceful_s=0.5)
-SOON = 0.15  # seconds, of that one deadline
+SOON = 0.15  # seconds; the one deadline that a test shortens
 PUBLIC = AccessPolicy(allowed_hosts=("kvd",))
-TEST_SECONDS = 60  # for any one of these tests, most of which take milliseconds on an idle machine
-BIG = b"x" * (16 * 1024 * 1024)  # more than a narrow stream takes
+TEST_SECONDS = 60  # limit of a test; most take milliseconds on an idle machine
+BIG = b"x" * (16 * 1024 * 1024)  # more than a narrow stream can buffer
 
 
 def echo(request: Request) -> Response:
-    """Answers with what it was sent."""
+    """Answers with the body of the request."""
     return Response(200, request.body, b"application/octet-stream")
 
 
 def describe(request: Request) -> Response:
-    """Answers with what a handler learns of a request, but for its headers."""
+    """Answers with all that a handler learns of a request, except its headers."""
     text = f"{request.method} {request.path} {request.query!r} {len(request.body)}"
     return Response(200, text.encode(), b"text/plain", [(b"x-kvd", b"1")])
 
@@ -135,15 +135,15 @@ class Reply:
 
 
 class SecuredStream:
-    """TLS over a stream, to which tests can do what they do to that."""
+    """TLS over a stream, with the members of a plain stream that tests use."""
 
     def __init__(self, below: trio.SocketStream, trust: ssl.SSLContext) -> None:
-        """Shakes hands with the first bytes."""
+        """The handshake comes with the first bytes."""
         self._tls = trio.SSLStream(below, trust, server_hostname="127.0.0.1", https_compatible=True)
         self.send_all = self._tls.send_all
         self.receive_some = self._tls.receive_some
         self.setsockopt = below.setsockopt
-        self.send_eof = below.send_eof  # that of TLS would be the end of receiving, too
+        self.send_eof = below.send_eof  # that of TLS would end receiving, too
         self.socket = below.socket
 
 
@@ -152,7 +152,7 @@ class Client:
 
     def __init__(self, stream: trio.SocketStream | SecuredStream) -> None:
         self.stream = stream
-        self._buffer = bytearray()  # grows without a copy of what it has: replies may be long
+        self._buffer = bytearray()  # grows without copies: replies may be long
 
     async def send(self, data: bytes) -> None:
         await self.stream.send_all(data)
@@ -220,13 +220,13 @@ class Client:
         self._buffer += data
 
     def reset(self) -> None:
-        """Closes so that the server sees a reset."""
+        """Closes the connection so that the server sees a reset."""
         self.stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
         self.stream.socket.close()
 
 
 class TLS:
-    """Whether fronts of the running test have it; set by `layers`."""
+    """The certificates of the running test's fronts, None without TLS; `layers` sets them."""
 
     certificates: Path | None = None
 
@@ -250,7 +250,7 @@ class Running:
 
     @asynccontextmanager
     async def narrow_client(self) -> AsyncIterator[Client]:
-        """One for which little comes while it does not read."""
+        """Yields a client that buffers little while it does not read."""
         async with await narrow_stream(*self.address) as plain:
             yield self._client_of(plain)
 
@@ -263,7 +263,7 @@ class Running:
         await eventually(lambda: all(getattr(stats, n) >= v for n, v in counters.items()))
 
     async def until_refusing(self) -> None:
-        """Waits until the front accepts no connection any more."""
+        """Waits until the front accepts no more connections."""
         while True:
             try:
                 await (await trio.open_tcp_stream(*self.address)).aclose()
@@ -317,6 +317,6 @@ async def serving(
 
 
 async def eventually(condition: Callable[[], bool]) -> None:
-    """Waits until `condition` holds; counters have nobody to wait on."""
+    """Polls until `condition` holds, as counters have no event to wait for."""
     while not condition():  # noqa: ASYNC110
         await trio.sleep(0.002)

@@ -1,4 +1,4 @@
-"""Bodies for the slot tracker's POST routes: a fine one of each, and what makes it refused."""
+"""Bodies for the slot tracker's POST routes: a valid one for each, and values that it refuses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ POSTS: dict[str, tuple[dict[str, Any], int]] = {
     "/prefill_complete": ({"model_name": MODEL, "request_id": LIVE}, 200),
     "/free": ({"model_name": MODEL, "request_id": "unknown"}, 200),
     "/potential_loads": ({"model_name": MODEL, "sequence_hashes": [1, 2, 9]}, 200),
-    # This process has no port for replicas.
+    # Refused, as this process has no port for replicas.
     "/replica_sync/register_peer": ({"endpoint": REPLICA}, 409),
     "/replica_sync/deregister_peer": ({"endpoint": REPLICA}, 409),
 }
@@ -33,7 +33,7 @@ U32_NUMBER = (*NO_INTEGERS, *U32, "null")
 U64_NUMBER = (*NO_INTEGERS, "18446744073709551616", "-1", "null")
 TOKENS = (*NO_INTEGERS, "9007199254740993", "-1", "null")  # 2^53 is the most
 I64 = ("9223372036854775808", "-9223372036854775809", "18446744073709551615")
-SIGNED = (*NO_ARRAYS, *elements(*I64))  # signed, as the original has them
+SIGNED = (*NO_ARRAYS, *elements(*I64))  # of 64 bits with a sign, as in Dynamo
 HASHES = (*NO_ARRAYS, *elements("18446744073709551616", "-9223372036854775809"))
 
 PLACE = {"model_name": TEXT, "tenant_id": TEXT, "routing_group": TEXT}
