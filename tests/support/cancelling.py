@@ -5,8 +5,8 @@
         await cancelling.run(operation)     # cancelled when it yields for the n-th time
         check(daemon)                       # what must hold wherever it was
 
-What an operation waits for at that moment is abandoned as if its client had gone; where it is
-shielded it goes on. Steps of tasks that the operation starts in nurseries of its own count, too.
+The operation is abandoned at that moment, as if its client had gone; its shielded parts go on.
+Steps of tasks that the operation starts in nurseries of its own count, too.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from collections.abc import Awaitable, Callable, Iterator
 
 import trio
 
-MOST_CHECKPOINTS = 2_000  # an operation that has more is one that does not end
+MOST_CHECKPOINTS = 2_000  # an operation with more is taken not to end
 
 
 class Cancelling(trio.abc.Instrument):
-    """One attempt: the operation is cancelled at its `at`-th checkpoint, if it gets so far."""
+    """One attempt: the operation is cancelled at its `at`-th checkpoint, if it gets that far."""
 
     def __init__(self, at: int) -> None:
         self.at = at
@@ -33,7 +33,7 @@ class Cancelling(trio.abc.Instrument):
         return self.steps >= self.at
 
     async def run(self, operation: Callable[[], Awaitable[object]]) -> None:
-        """Runs the operation; what it raises, other than its cancellation, comes through."""
+        """Runs the operation; raises its errors, but not its own cancellation."""
         failed: list[Exception] = []
 
         async def run() -> None:
@@ -46,7 +46,7 @@ class Cancelling(trio.abc.Instrument):
 
         trio.lowlevel.add_instrument(self)
         try:
-            # In a task of its own: only what the operation itself starts is to count.
+            # In a task of its own, so that only steps of the operation count.
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(run)
         finally:
@@ -72,7 +72,7 @@ class Cancelling(trio.abc.Instrument):
 
 
 def every_checkpoint(at_least: int = 1) -> Iterator[Cancelling]:
-    """Yields attempts until one has ended by itself; there must be `at_least` before it."""
+    """Yields attempts until one ends uncancelled; at least `at_least` must come before it."""
     for at in range(1, MOST_CHECKPOINTS):
         cancelling = Cancelling(at)
         yield cancelling

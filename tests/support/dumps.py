@@ -38,7 +38,7 @@ def binary_of(index: PrefixIndex, enough: int = 65536) -> bytes:
 
 
 def holdings_of(conductor: Conductor, sources: list[Source | None], enough: int = 65536) -> bytes:
-    """What publishers hold, as it is kept."""
+    """Returns a binary dump of what publishers hold."""
     dump = HoldingsDump(conductor, sources)
     records = b""
     while not dump.done:

@@ -60,7 +60,7 @@ settled = trio.testing.wait_all_tasks_blocked
 
 
 async def disaggregated(options: RouterOptions = OPTIONS) -> Service:
-    """Prefill workers 1 and 2, decode workers 3 and 4; those with odd numbers are dearer."""
+    """Returns a service with prefill workers 1 and 2, and decode workers 3 and 4."""
     return await ready(
         batched(1, role=Role.PREFILL),
         batched(2, role=Role.PREFILL),

@@ -10,7 +10,7 @@ from kvd.wire.event_stream import EventStream
 
 
 class IdleListeners:
-    """Keeps what was started and reads nothing; as with sockets, ending one takes a while."""
+    """Notes started listeners and reads nothing; as with sockets, `stop` takes a checkpoint."""
 
     def __init__(self) -> None:
         self.running: dict[Hashable, EventStream] = {}

@@ -17,7 +17,7 @@ class Pair:
 
     def __init__(self, rng: random.Random, stretch: int = 1) -> None:
         self.rng = rng
-        self.stretch = stretch  # how many times longer runs are than in the short lives
+        self.stretch = stretch  # how many times longer some runs are
         self.index = PrefixIndex(16, IngestStats())
         self.workers: dict[int, Worker] = {}
         self.ranks: dict[tuple[int, int], ModelRank] = {}
@@ -37,10 +37,10 @@ class Pair:
         model.store(names, local, parent, tier)
 
     def run(self, worker: Worker, model: ModelRank) -> tuple[list[int], list[int], int | None]:
-        """A run of blocks: mostly below a known name, mostly with consistent names."""
+        """Returns a run of blocks, mostly below a known block, mostly with consistent names."""
         length = self.rng.choice((1, 1, 2, 3, 5, 9)) * self.rng.choice((1, self.stretch))
         local = [self.rng.randrange(VOCABULARY) for _ in range(length)]
-        if length > 9:  # long runs of one value meet again
+        if length > 9:  # so that long runs match one another
             local = local[:1] * length
         kind = self.rng.random()
         if kind < 0.35 or not model.names:
@@ -56,11 +56,11 @@ class Pair:
         return names, local, parent
 
     def name(self, worker: Worker, path: tuple[int, ...]) -> int:
-        """Two engines agree, one has hashes of its own, one changes them; some are noise."""
+        """Names a block: two engines agree, one has its own names, one varies; some are noise."""
         if self.rng.random() < 0.03:
             return self.rng.randrange(1, 400)
         engine = {0: 0, 1: 0, 2: 2, 3: 3 + self.rng.randrange(2)}[worker.worker_id]
-        return hash((engine, path)) % 2**64 or 1  # of numbers alone: the same in every process
+        return hash((engine, path)) % 2**64 or 1  # hashes of numbers do not vary by process
 
     def store_named(self) -> None:
         worker, dp_rank, model = self.rank()
@@ -102,7 +102,7 @@ class Pair:
             del self.ranks[worker.worker_id, dp_rank]
 
     def clear_and_store(self) -> None:
-        """What comes right behind a clear meets the old blocks, which are still being swept."""
+        """Stores right behind a clear, while the old blocks are still being swept."""
         worker, dp_rank, model = self.rank()
         local = [self.rng.randrange(VOCABULARY) for _ in range(3 * self.stretch)]
         if model.names and self.rng.random() < 0.7:
@@ -115,7 +115,7 @@ class Pair:
         model.store(names, local, None, 0)
 
     def restart(self) -> None:
-        """Another engine process: nothing of the rank is left, nor what its stream has told."""
+        """A new engine process: the rank's blocks and its stream's state are gone."""
         worker, dp_rank, _ = self.rank()
         worker.stream(dp_rank).clear()
         self.ranks[worker.worker_id, dp_rank] = ModelRank()

@@ -1,4 +1,4 @@
-"""Random lives of ledgers, beside the plain-Python model."""
+"""Ledgers and the plain-Python model of them, driven alike by random operations."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def packed(hashes: list[int]) -> bytes:
 
 
 class Pair:
-    """Ledgers and their models, driven by the same operations, each time of one owner."""
+    """Ledgers that share loads, and their models; each operation is of one owner's ledger."""
 
     def __init__(self, rng: random.Random, ranks: int, owners: int, stretch: int = 1) -> None:
         self.rng = rng
-        self.stretch = stretch  # how many times longer prompts are than in the short lives
+        self.stretch = stretch  # how many times longer some prompts are
         loads, modelled = Loads(), ModelLoads()
         self.sides = [(self.made(loads), ModelLedger(modelled)) for _ in range(owners)]
         self.ledger, self.model = self.sides[0]
@@ -35,7 +35,7 @@ class Pair:
         return Ledger(loads=loads)
 
     def each_side(self) -> Iterator[None]:
-        """Makes one owner after the other the one that everything is about."""
+        """Makes one owner after the other the one whose ledger and model are used."""
         for side in self.sides:
             self.ledger, self.model = side
             yield
@@ -53,7 +53,7 @@ class Pair:
         return rank
 
     def prompt(self) -> list[int]:
-        """Mostly what another request has had, up to a point, and something new behind it."""
+        """Returns a prompt: mostly a prefix of an earlier one, and something new behind it."""
         hashes: list[int] = []
         if self.past and self.rng.random() < 0.6:
             hashes = list(self.rng.choice(self.past)[2])
@@ -71,7 +71,7 @@ class Pair:
         self.admit(self.name(), self.rank(), self.prompt(), tokens, key)
 
     def again(self) -> None:
-        """An add comes twice, as it was or with one thing changed."""
+        """Repeats an add, as it was or with one argument changed."""
         if not self.past:
             return
         changed = list(self.rng.choice(self.past))
@@ -172,7 +172,7 @@ class Pair:
         assert self.ledger.oldest() == (oldest and oldest.admitted)
 
     def end(self) -> None:
-        """Everything goes, and nothing is left of it."""
+        """Frees and removes everything, of which nothing may be left."""
         for _ in self.each_side():
             for name in list(self.model.requests):
                 assert self.ledger.free(name)

@@ -1,4 +1,4 @@
-"""An indexer that takes the state of a peer and lets others take its own, without its daemon."""
+"""An indexer without its daemon, which recovers from peers and lets peers recover from it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Replica:
         await self.registry.unregister(instance_id, "m", "t", rank)
 
     async def recover(self, *urls: str, limits: RecoveryLimits = PATIENT) -> list[str]:
-        """Returns how each attempt ended."""
+        """Recovers from these peers; returns how each attempt ended."""
         stats = RecoveryStats()
         await recover(self.state, urls, stats, limits)
         self.stats = stats

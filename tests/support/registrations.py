@@ -6,7 +6,7 @@ from typing import Any
 
 
 class NoRegistrations:
-    """Nobody registers anything."""
+    """A registry in which nothing is ever registered."""
 
     changes = 0
 

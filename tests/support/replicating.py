@@ -23,7 +23,7 @@ from tests.support.zmtp_fakes import until
 PARTITION = PartitionKey("m", "default")
 BLOCK = 16
 HASTY_REPLICA = dataclasses.replace(HASTY, max_message_bytes=BOUNDS.payload_bytes)
-STRANGER = 5  # a router_id
+STRANGER = 5  # router_id of a replica that the test plays itself
 
 
 def event(step: Step, request: str, worker: int = 7, hashes: bytes = b"") -> Lifecycle:
@@ -36,7 +36,7 @@ def add(request: str, worker: int = 7, hashes: bytes = b"\1" * 8) -> Lifecycle:
 
 
 class Ledger:
-    """What any slot tracker makes of events, in the plainest form: worker and tokens by request."""
+    """The plainest form of a slot tracker: worker and prefill tokens of each live request."""
 
     def __init__(self) -> None:
         self.live: dict[str, tuple[int, int]] = {}
@@ -44,7 +44,7 @@ class Ledger:
         self.outcomes: Counter[Outcome] = Counter()
 
     def apply(self, event: Lifecycle) -> Outcome:
-        self.seen.append(dataclasses.replace(event, router_id=0))  # the same from any replica
+        self.seen.append(dataclasses.replace(event, router_id=0))  # equal, from any replica
         outcome = self._apply(event)
         self.outcomes[outcome] += 1
         return outcome
@@ -70,7 +70,7 @@ class Ledger:
 
 
 class Process:
-    """Ends with the nursery it is made in."""
+    """One process; its tasks end with the nursery that `start` was given."""
 
     def __init__(self, ledger: Ledger, plane: Replication, endpoint: str) -> None:
         self.ledger = ledger
@@ -80,12 +80,12 @@ class Process:
         self.replicas = Replicas(plane, plane.stats)
 
     def do(self, event: Lifecycle) -> None:
-        """Applies an event of its own and publishes what came of it."""
+        """Applies an event of its own, and publishes it if it changed the ledger."""
         if self.ledger.apply(event) is Outcome.APPLIED:
             self.plane.publish(event)
 
     async def hears(self, speaker: Process) -> None:
-        """Returns once it listens to another process, whose subscriptions take a moment."""
+        """Registers another process, and waits until its events arrive."""
         self.replicas.register(speaker.endpoint)
         received = self.stats.received
 
@@ -109,7 +109,7 @@ async def start(
     apply: Apply | None = None,
     absent_every_s: float = ABSENT_EVERY_S,
 ) -> Process:
-    """Starts a process that applies events to its ledger, or as said."""
+    """Starts a process that applies the events of replicas to its ledger, or by `apply`."""
     publisher = await open_publisher(context, "127.0.0.1", 0, options)
     ledger = Ledger()
     apply = apply or ledger.apply

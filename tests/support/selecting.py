@@ -1,4 +1,4 @@
-"""Selections without a daemon: listeners that read nothing, a clock that is set by hand."""
+"""Selections without a daemon: with listeners that read nothing, and a clock set by hand."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ EXPIRY_S = 100.0
 
 
 class Service:
-    """A selection service, and what it told its replicas."""
+    """A selection service, and the events that it sends to its replicas."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Service:
         return SelectRequest(key, settings, **members)
 
     def select(self, blocks: list[int], tokens: int | None = None, **members: Any) -> Any:
-        """Selects for a prompt of these blocks; returns what was answered, or the one held."""
+        """Selects for a prompt of these blocks; returns the answer, or the request if held."""
         answer = self.selections.scheduler.select(self.ask(**members), look(blocks, tokens))
         return answer if isinstance(answer, QueuedRequest) else json.loads(answer.answer)
 
@@ -93,7 +93,7 @@ class Service:
             pass
 
     def check(self) -> None:
-        """Everything that is kept twice is the same in both places."""
+        """Fails unless everything that is kept twice is the same in both places."""
         selections = self.selections
         wanted: dict[RankKey, tuple[str | None, str | None]] = {}
         pools: dict[PartitionKey, list[tuple[int, int]]] = {
@@ -140,7 +140,7 @@ class Service:
             partition.index.verify()
 
     def check_pool(self, candidates: Candidates) -> None:
-        """A pool's candidates are what the catalog says, and cache where the state has them."""
+        """Fails unless a pool's candidates agree with the catalog and with the state."""
         partition = self.state.partitions.get(candidates.key)
         for each in candidates.pool.candidates:
             record = candidates.workers[each.worker_id]
@@ -182,7 +182,7 @@ def packed(hashes: list[int]) -> bytes:
 
 
 def look(blocks: list[int], tokens: int | None = None) -> PromptLookup:
-    """Puts a prompt of these local hashes before a pool."""
+    """Returns a function that looks up a prompt of these local hashes in a pool."""
     rolling = sequence_hashes(array("Q", blocks))
     length = len(blocks) * BLOCK_SIZE if tokens is None else tokens
     return lambda pool: pool.match(packed(blocks), array("Q", rolling).tobytes(), length)

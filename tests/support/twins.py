@@ -1,7 +1,7 @@
 """One fleet three times: in Dynamo's selection service, in kvd's, and in the selector's core.
 
 Events reach both services over ZMQ and the core's index as the same bytes; bookings go over HTTP
-and into the core's ledger. The core says what all choices cost.
+and into the core's ledger. The core says what every choice costs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ COMPARED = (
     "overlap",
     "effective_prefill_tokens",
     "potential_decode_blocks",
-    "decode_busy",  # where it is told
+    "decode_busy",  # not in every answer
 )
 
 Json = dict[str, Any]
@@ -39,17 +39,17 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Setup:
-    """How all are configured. Weights that are no binary fractions need even block sizes: Dynamo
-    adds the tiers in no fixed order, which could decide an exact half."""
+    """The configuration of all three. Weights that are no binary fractions need even block sizes:
+    Dynamo adds the tiers in no fixed order, so rounding could decide an exact half."""
 
     environ: dict[str, str]
     settings: Settings = field(default_factory=Settings)
     block_sizes: tuple[int, ...] = (4, 5, 16)
-    override: Json = field(default_factory=dict)  # for kvd, where it has no variable
+    override: Json = field(default_factory=dict)  # of requests to kvd, in place of variables
 
 
 class Service:
-    """A kept connection to a selection service; httpx would take most of the time of all this."""
+    """A kept connection to a selection service; httpx would take most of the tests' time."""
 
     def __init__(self, port: int) -> None:
         self._http = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
@@ -62,7 +62,7 @@ class Service:
 
     def ask(self, method: str, path: str, body: Json | None = None) -> Any:
         """Returns the members of an answer, which must be a success."""
-        # Dynamo does not read a body it needs not, and may close the connection because of it.
+        # Dynamo does not read a body that it does not need, and may then close the connection.
         headers = {} if body is None else {"Content-Type": "application/json"}
         self._http.request(method, path, None if body is None else json.dumps(body), headers)
         response = self._http.getresponse()
@@ -96,7 +96,7 @@ class Twin:
         self.families = [self._tokens(self.block_size * 24) for _ in range(3)]
         self.live: list[str] = []
         self.booked = 0
-        self.unique = 0  # questions that only one rank was the answer to
+        self.unique = 0  # questions with a single cheapest rank
         self.ranks = [rank for i in range(workers or rng.randint(1, 4)) for rank in self._worker(i)]
         self.pool = Pool(self.index, self.ledger, self.block_size, self.ranks)
 
@@ -144,7 +144,7 @@ class Twin:
         return ranks
 
     def _batches(self) -> Iterator[list[Any]]:
-        """A prefix of some families, tier after tier."""
+        """Yields batches that store a prefix of some families, tier after tier."""
         for family in self.families:
             if self.rng.random() < 0.3:
                 continue
@@ -171,13 +171,13 @@ class Twin:
             engine.unbind()
 
     def prompt(self) -> list[int]:
-        """A family up to some token, and something new behind it."""
+        """Returns a family up to some token, and something new behind it."""
         family = self.rng.choice(self.families)
         known = family[: self.rng.randrange(len(family) + 1)]
         return known + self._tokens(self.rng.choice((0, 1, 7, 40)))
 
     def look(self, tokens: list[int]) -> Json:
-        """Asks the core; returns the members that ask a service the same."""
+        """Matches a prompt in the core; returns the members that ask a service for the same."""
         local = local_hashes(tokens, self.block_size)
         rolling = sequence_hashes(local)
         self.pool.match(packed(local), packed(rolling), len(tokens))
@@ -251,7 +251,7 @@ class Twin:
     # ---- questions
 
     def ask(self) -> Explained | None:
-        """One prompt to all. Returns what the core knows of the chosen rank, None without."""
+        """Asks all three about a prompt; returns the core's row of the chosen rank, if any."""
         tokens = self.prompt()
         members = self.look(tokens)
         self._compare_loads(members)
@@ -260,7 +260,7 @@ class Twin:
         settings, override = self._settings()
         mask = self.pool.mask(allowed)
         if self.pool.choose(settings, mask, 0) == BUSY:
-            return None  # both would hold it; what they do then is not the selector's
+            return None  # both would hold it, which is not the selector's part
         members |= {"allowed_worker_ids": allowed, "router_config_override": override}
         rows = [row for row in self.pool.explain(settings, mask) if row.eligible]
         lowest = min(row.cost for row in rows)
@@ -271,7 +271,7 @@ class Twin:
         return chosen
 
     def _settings(self) -> tuple[Settings, Json]:
-        """What is configured, or overridden by this question."""
+        """Returns the settings of this question, and its override of the configured ones."""
         if self.rng.random() < 0.8:
             return self.setup.settings, {}
         tracks = self.rng.random() < 0.5
@@ -280,7 +280,10 @@ class Twin:
     def _chosen(
         self, tokens: list[int], members: Json, settings: Settings, mask: bytes, only_one: bool
     ) -> Explained:
-        """Returns the rank that Dynamo chooses, and maybe books; kvd does the same if it must."""
+        """Has both choose, and perhaps book; returns the chosen rank.
+
+        kvd must choose as Dynamo does if `only_one` rank is the cheapest; else it is pinned to it.
+        """
         reserves, name = self.rng.random() < 0.3, self.new_name()
         path = "/select_and_reserve" if reserves else "/select"
         ids = {"selection_id": name, "reservation_id": name} if reserves else {}
@@ -290,7 +293,7 @@ class Twin:
         assert at is not None, theirs
         rank = self.pool.candidates[at]
         override = {**self.setup.override, **members["router_config_override"]}
-        if not only_one:  # kvd would take any of them: that one, then, even if it is busy
+        if not only_one:  # kvd may take any of them, so pin this one, even if it is busy
             body |= {"pinned_worker": {"worker_id": rank.worker_id, "dp_rank": rank.dp_rank}}
             override |= {"router_mode": "direct"}
         body |= {"router_config_override": override}
