@@ -8,7 +8,7 @@ SHOWS = {b"emptied": CLEARED, b"flawed": FLAWED, b"both": CLEARED | FLAWED}
 
 
 class NoStream:
-    """Takes batches and forgets them; the base of those that remember."""
+    """Discards batches; the base class of streams that keep them."""
 
     def apply(self, payload: bytes) -> int:
         return 0
@@ -34,7 +34,7 @@ class NoStream:
 
 
 class Applied(list[bytes], NoStream):
-    """A stream that keeps its batches until it is cleared, and a dump's blocks until they go."""
+    """Keeps its batches until it is cleared; `dumped` is true while it has blocks of a dump."""
 
     dumped = False
 

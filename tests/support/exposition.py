@@ -1,4 +1,4 @@
-"""Reads Prometheus' text format 0.0.4 strictly: any line that is not of it fails the test."""
+"""Reads Prometheus' text format 0.0.4 strictly: any other line fails the test."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _UNESCAPED = {"n": "\n"}
 def parse(text: str) -> dict[str, float]:
     """Returns samples by name and labels, as written.
 
-    Samples stand below the HELP and TYPE of their family, each family is announced once, and no
-    sample comes twice.
+    Samples must stand below the HELP and TYPE of their family, each family must be announced once,
+    and no sample may come twice.
     """
     assert text == "" or text.endswith("\n")
     samples: dict[str, float] = {}
@@ -43,7 +43,7 @@ def parse(text: str) -> dict[str, float]:
 
 
 def labels(key: str) -> dict[str, str]:
-    """Returns the labels of a sample, as they were before they were escaped."""
+    """Returns the labels of a sample, unescaped."""
     _, _, inside = key.partition("{")
     return {
         name: _ESCAPED.sub(lambda m: _UNESCAPED.get(m[1], m[1]), value[1:-1])

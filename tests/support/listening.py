@@ -15,7 +15,7 @@ from kvd.wire.event_stream import EventStream
 from tests.support.batch_sinks import NoStream
 from tests.support.zmtp_fakes import NOT_MY_FAULT_S
 
-# Short enough for tests; a heartbeat must still outlast what a busy machine does to a process.
+# Short enough for tests; but heartbeats must outlast the pauses of a process on a busy machine.
 HASTY = LinkOptions(
     heartbeat_s=0.2,
     heartbeat_timeout_s=2.0,
@@ -30,7 +30,7 @@ HASTY_REPLAYS = ReplayOptions(idle_s=0.25, total_s=4.0, spare_s=0.0)
 
 
 class Applied(NoStream):
-    """A stream that remembers its batches; one that was cleared is None there."""
+    """A stream that keeps its batches, and None where it was cleared."""
 
     def __init__(self) -> None:
         self.batches: list[bytes | None] = []

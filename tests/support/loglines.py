@@ -13,7 +13,7 @@ from kvd.telemetry import logs
 
 @contextmanager
 def logged(level: str = "info", form: str = "logfmt") -> Iterator[Callable[[], str]]:
-    """Yields what returns all lines since the beginning; logging is as before afterwards."""
+    """Yields a function that returns all lines so far; restores the logging configuration."""
     root = logging.getLogger()
     handlers, before = root.handlers[:], root.level
     with tempfile.TemporaryFile() as file:

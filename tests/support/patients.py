@@ -1,4 +1,4 @@
-"""A daemon that is diagnosed, and engines around it with faults, or without."""
+"""A daemon to be diagnosed, and engines around it, with or without faults."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.ports import find_free_port
 from tests.support.processes import Server
 from tests.support.running import running
 
-WITHIN_S = 20.0  # for what takes a second or two, on a busy machine
+WITHIN_S = 20.0  # for conditions that take a second or two, on a busy machine
 
 FACES = ("indexer", "slot-tracker", "selection", "conductor")
 
@@ -66,7 +66,7 @@ class Patient:
         self.post("indexer", "/register", {**usual, "endpoint": endpoint, **members})
 
     def rank(self, *, replay: bool = False, buffer: int = 10_000, **members: Any) -> Engine:
-        """Returns an engine that is registered and heard."""
+        """Returns an engine that is registered and has a subscriber."""
         made = self.engine(replay=replay, buffer=buffer)
         if replay:
             members["replay_endpoint"] = made.endpoint("replay")
@@ -99,7 +99,7 @@ class Patient:
     ) -> Json:
         """Waits until there is a finding of that name about a subject, and returns it.
 
-        `says` is in its evidence: what is known may become more while it lasts.
+        Its evidence must contain `says`; evidence may grow while a fault lasts.
         """
         found: list[Json] = []
 
@@ -116,7 +116,7 @@ class Patient:
         return found[0]
 
     def until_applied(self, model: str, instance: int, dp_rank: int, seq: int) -> None:
-        """Waits until the batch of a number is the last one applied, or a later one."""
+        """Waits until the batch with number `seq`, or a later one, has been applied."""
 
         def check() -> str | None:
             rows = self.clients["indexer"].get("/workers", params={"model_name": model}).json()
@@ -131,7 +131,7 @@ class Patient:
         wait_until(check, WITHIN_S)
 
     def empty(self) -> None:
-        """Unregisters every engine."""
+        """Unregisters every engine and every replica."""
         for row in self.clients["indexer"].get("/workers").json():
             body = {name: row[name] for name in ("instance_id", "model_name")}
             self.clients["indexer"].post("/unregister", json=body)
@@ -146,7 +146,7 @@ class Patient:
 
 
 class Rank:
-    """A cache that tells a published stream what it stores, as an engine's rank does."""
+    """A cache that publishes through an engine what it stores, as a rank does."""
 
     def __init__(self, engine: Engine, cache: Cache | None = None, dp_rank: int = 0) -> None:
         self.engine = engine
@@ -156,7 +156,7 @@ class Rank:
         self.seq = -1  # of the last batch
 
     def serve(self, tokens: Sequence[int], **members: Any) -> None:
-        """Caches a prompt and publishes what is new; `members` are further ones of its events."""
+        """Caches a prompt and publishes what is new; `members` are added to its events."""
         self.publish([{**each, **members} for each in self.cache.serve(tokens)])
 
     def publish(self, events: Sequence[Event | list[Any]], **message: Any) -> None:
@@ -166,19 +166,19 @@ class Rank:
             self.engine.publish({"seq": self.seq, "batch": batch, **message})
 
     def skip(self, batches: int) -> None:
-        """Loses batches, as a PUB socket whose queue is full."""
+        """Loses batches, as a PUB socket does when its queue is full."""
         for _ in range(batches):
             self.publish([{"type": "AllBlocksCleared"}], drop=True, no_buffer=True)
 
 
 def prompt(number: int, blocks: int = 2, begin: Sequence[int] = ()) -> list[int]:
-    """Returns a prompt that shares no block with that of another number."""
+    """Returns a prompt that shares no block with the prompts of other numbers."""
     return [*begin, *(number * 1000 + at for at in range(blocks * BLOCK_SIZE))]
 
 
 @contextmanager
 def running_patient(folder: Path, *flags: str) -> Iterator[tuple[Server, dict[str, str]]]:
-    """Runs a daemon with all faces; yields it and where the faces are."""
+    """Runs a daemon with all faces; yields it and the faces' URLs."""
     ports = {face: find_free_port() for face in FACES}
     binds = [f"--{face}-bind=127.0.0.1:{port}" for face, port in ports.items()]
     with running(folder, ports["indexer"], "serve", *binds, *flags) as server:

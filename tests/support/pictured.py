@@ -1,4 +1,4 @@
-"""A fleet worth looking at: `kvd serve`, engines that publish, prompts with common beginnings."""
+"""A fleet for the page to show: `kvd serve`, engines that publish, prompts with shared prefixes."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tests.support.processes import Server, clean_environment
 MODEL = "example/model-8b"
 TEMPLATES = 6  # beginnings that prompts share
 BEGINNING, REST = 48 * BLOCK_SIZE, 12 * BLOCK_SIZE  # tokens
-WITHIN_S = 10.0  # for what takes milliseconds
-LIVE = 3  # requests that run on a worker, about
+WITHIN_S = 10.0  # for subscriptions, which take milliseconds
+LIVE = 3  # requests that run on each worker, about
 
 
 class Pictured:
-    """A daemon on its ports, its engines, and the requests that are sent to them."""
+    """A daemon, its engines, and the requests that are sent to them."""
 
     def __init__(self, folder: Path, workers: int, *flags: str, token: str = "") -> None:
         self.port, selection = find_free_port(), find_free_port()
@@ -59,13 +59,13 @@ class Pictured:
         self.client.put("/workers", json=body).raise_for_status()
         for number, engine in enumerate(self.engines):
             assert engine.subscribed.wait(WITHIN_S)
-            engine.store([2 * 10**6 + number] * BEGINNING)  # from then on they can be believed
+            engine.store([2 * 10**6 + number] * BEGINNING)  # exact from its first batch on
 
     def stop(self) -> int:
         return self.server.stop()
 
     def ask(self, requests: int) -> None:
-        """Sends requests where kvd says; their engines cache them, and the oldest end."""
+        """Sends requests to the workers that kvd chooses, which cache them; ends some others."""
         for _ in range(requests):
             self.asked += 1
             template = self._chance.randrange(TEMPLATES)
@@ -82,7 +82,7 @@ class Pictured:
                 self.end(self._chance.choice(self._live))
 
     def end(self, name: str) -> None:
-        """Ends a request that runs."""
+        """Frees a running request."""
         self._live.remove(name)
         self.client.delete(f"/reservations/{name}").raise_for_status()
 
@@ -96,7 +96,7 @@ class Pictured:
 
 @contextmanager
 def pictured(folder: Path, workers: int, *flags: str, token: str = "") -> Iterator[Pictured]:
-    """Runs a fleet; `token` is what its requests bear where the flags name a file of tokens."""
+    """Runs a fleet; its requests bear `token`, if the flags name a file of tokens."""
     with ExitStack() as opened:
         fleet = Pictured(folder, workers, *flags, token=token)
         opened.callback(fleet.close)

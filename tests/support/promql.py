@@ -1,7 +1,7 @@
 """Reads which series a PromQL expression asks for: names, label matchers and grouping labels.
 
-It knows the part of PromQL that kvd's dashboard and alerts use, and refuses anything else: what it
-did not understand, it could not have checked.
+It understands the part of PromQL that kvd's dashboard and alerts use, and refuses anything else,
+which would go unchecked.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class Selector:
 
 @dataclass
 class Query:
-    """What an expression names."""
+    """The series and labels that an expression names."""
 
     selectors: list[Selector] = field(default_factory=list)
     grouped: list[set[str]] = field(default_factory=list)  # labels of each `by`
 
 
 def read(expression: str) -> Query:
-    """Returns what is named; ValueError if a part of the expression is not understood."""
+    """Returns what an expression names; raises ValueError if it cannot read a part of it."""
     tokens = _tokens(expression)
     query = Query()
     while tokens:
@@ -48,7 +48,7 @@ def read(expression: str) -> Query:
             continue
         following = tokens[0][1] if tokens else ""
         if token in FUNCTIONS and following in ("(", "by"):
-            if token == "label_values":  # of Grafana: its last argument is a label
+            if token == "label_values":  # Grafana's own; its last argument is a label
                 query.grouped.append({_last_label(tokens)})
         elif token == "by" and following == "(":
             query.grouped.append(_labels(tokens))

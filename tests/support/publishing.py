@@ -13,7 +13,7 @@ from tests.support.http_client import Client
 from tests.support.processes import Server
 from tests.support.running import running_kvd
 
-WITHIN_S = 10.0  # for what takes milliseconds
+WITHIN_S = 10.0  # for conditions that take milliseconds
 
 Json = dict[str, Any]
 
@@ -62,7 +62,7 @@ class Running:
         found: Json = {}
 
         def check() -> str | None:
-            found.clear()  # some members are shown only while they say something
+            found.clear()  # some members are left out while they are empty
             found.update(next(each for each in self.services() if each["Endpoint"] == endpoint))
             shown = {name: found.get(name) for name in members}
             return None if shown == members else f"{show(shown)} instead of {show(members)}"
@@ -71,7 +71,7 @@ class Running:
         return found
 
     def end(self) -> None:
-        """Leaves the conductor as it was."""
+        """Unregisters all publishers and ends the engines."""
         for each in self.services():
             body = {"instance_id": each["InstanceID"], "tenant_id": each["TenantID"]}
             self.client.post("/unregister", json=body)

@@ -1,4 +1,4 @@
-"""The gateway's relay, connected to an engine that says byte by byte what a test wants it to."""
+"""The gateway's relay, connected to an engine that sends exactly the bytes that a test wants."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Script = Callable[[trio.SocketStream], Awaitable[None]]
 
 
 class ScriptedEngine:
-    """Serves connections by the scripts it is given, one each, and notes what it received."""
+    """Serves each connection by the next of its scripts, and counts connections."""
 
     def __init__(self, scripts: list[Script]) -> None:
         self.scripts = scripts

@@ -1,4 +1,4 @@
-"""A kvd with a file of settings that is read again while it runs."""
+"""A kvd whose file of settings is read again while it runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Daemon:
         self.http = Client(server.base_url)
 
     def reload(self, text: str, outcome: str = "applied") -> None:
-        """Writes the file, tells the daemon, and waits until it has looked at it."""
+        """Writes the file, has the daemon read it, and waits until it has."""
         before = self.reloads(outcome)
         self.path.write_text(text)
         self.server.process.send_signal(signal.SIGHUP)
@@ -35,13 +35,13 @@ class Daemon:
         return self.samples()[f'kvd_config_reloads_total{{outcome="{outcome}"}}']
 
     def samples(self) -> dict[str, float]:
-        """Returns what /metrics says."""
+        """Returns the samples of /metrics."""
         return exposition.parse(self.http.get("/metrics").text)
 
 
 @contextmanager
 def starting(folder: Path, face: str = "indexer", text: str = "") -> Iterator[Server]:
-    """Starts a face with these settings in its file and waits for nothing; a test may end it."""
+    """Starts a face with these settings in its file, without waiting; a test may end it."""
     path, port = folder / "kvd.toml", find_free_port()
     path.write_text(text)
     command = [sys.executable, "-m", "kvd", face, "--port", str(port), "--config", os.fspath(path)]

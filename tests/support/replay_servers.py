@@ -1,4 +1,4 @@
-"""Replay servers of engines: real ROUTER sockets, good ones and such that misbehave."""
+"""Replay servers of engines on real ROUTER sockets, some of which misbehave."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ Answer = Callable[["ReplayServer", int, Reply], Awaitable[None]]
 
 
 class ReplayServer:
-    """Has every request answered by `answer`, which is told the number asked from."""
+    """Calls `answer` for every request, with the first number that is asked for."""
 
     def __init__(self, context: zmq.Context, answer: Answer, buffer: range = range(0)) -> None:
-        # Unbounded: what a ROUTER drops beyond 1,000 messages depends on how fast they are read.
+        # Unbounded: by default a ROUTER drops messages beyond 1,000, if they are not read in time.
         self.router = ZSocket(context, zmq.ROUTER, {zmq.SNDHWM: 0})
         self.router.socket.bind("tcp://127.0.0.1:0")
         self.endpoint = self.router.socket.last_endpoint.decode()
         self.answer = answer
         self.buffer = {seq: b"%d" % seq for seq in buffer}
-        self.requests: list[int] = []  # the numbers asked from
+        self.requests: list[int] = []  # the first number of each
         self.askers: list[bytes] = []
 
     async def run(self) -> None:
@@ -52,7 +52,7 @@ def batch(seq: int) -> Frames:
 
 
 def answering(*answer: Frames) -> Answer:
-    """Answers every request alike."""
+    """Returns an `Answer` that sends these messages to every request."""
 
     async def send(server: ReplayServer, start: int, reply: Reply) -> None:
         for frames in answer:
@@ -62,7 +62,7 @@ def answering(*answer: Frames) -> Answer:
 
 
 def with_numbers(*seqs: int) -> Answer:
-    """Sends these batches whatever was asked for, and no end."""
+    """Sends these batches whatever was asked for, and no end of the replay."""
     return answering(*map(batch, seqs))
 
 
@@ -74,7 +74,7 @@ async def three_frames(server: ReplayServer, start: int, reply: Reply) -> None:
 
 
 async def four_frames(server: ReplayServer, start: int, reply: Reply) -> None:
-    """The answer of later ones."""
+    """The answer of their later releases."""
     for seq, payload in server.kept(start):
         reply([b"kv-events", seq.to_bytes(8), payload])
     reply([b"", END_SEQ, b""])
@@ -92,7 +92,7 @@ async def slow(server: ReplayServer, start: int, reply: Reply) -> None:
 
 
 async def dripping(server: ReplayServer, start: int, reply: Reply) -> None:
-    """Never silent for long, never of use."""
+    """Sends a batch again and again: is never silent for long, and never of use."""
     while True:
         reply(batch(0))
         await trio.sleep(0.02)

@@ -9,7 +9,7 @@ import trio
 
 
 class Names(trio.abc.HostnameResolver):
-    """What names mean: addresses, or how long nobody answers."""
+    """Maps each name to its addresses, or to the seconds after which resolving it fails."""
 
     def __init__(self) -> None:
         self.known: dict[str, list[str] | float] = {}

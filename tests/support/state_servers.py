@@ -24,7 +24,7 @@ needs_server = pytest.mark.skipif(
 
 
 class StateServer:
-    """One server on a port of this machine, which it keeps from life to life."""
+    """One server on a port of this machine, which it keeps when it is started again."""
 
     def __init__(self, folder: Path, *flags: str, kind: str | None = None) -> None:
         self.port = find_free_port()
@@ -40,7 +40,7 @@ class StateServer:
 
     def start(self) -> None:
         command = [self._kind, "--port", str(self.port), "--bind", "127.0.0.1", "--save", ""]
-        command += ["--repl-diskless-sync-delay", "0"]  # 5 s, for copies that may come
+        command += ["--repl-diskless-sync-delay", "0"]  # usually 5 s, in case more replicas ask
         command += ["--dir", str(self._folder), *self._flags]
         with (self._folder / f"{self.port}.log").open("ab") as output:
             self._process = start_process(command, clean_environment(), output, output)
@@ -50,7 +50,7 @@ class StateServer:
         return self.ask(command).startswith(expected)
 
     def ask(self, *commands: bytes) -> bytes:
-        """Returns what the server says to inline commands, b"" if it is not there."""
+        """Returns the server's answer to inline commands, b"" if it cannot be reached."""
         with suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 5) as stream:
             stream.settimeout(5)
             stream.sendall(b"\r\n".join((*commands, b"")))
@@ -79,7 +79,7 @@ class StateServer:
 def sentinel_of(
     folder: Path, master: StateServer, name: str, kind: str | None = None
 ) -> StateServer:
-    """Starts a sentinel that watches a server, alone, and fails over within a second or two."""
+    """Starts a lone sentinel, which watches a server and fails over within a second or two."""
     path = folder / "sentinel.conf"
     path.write_text(
         f"sentinel monitor {name} 127.0.0.1 {master.port} 1\n"

@@ -1,4 +1,4 @@
-"""An engine that says, as often as it is asked to, that it has stored the same few blocks."""
+"""An engine that publishes the same few stored blocks, as often as a test wants."""
 
 from __future__ import annotations
 

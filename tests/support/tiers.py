@@ -1,9 +1,9 @@
-"""Holds tests to the folder they stand in: a unit test opens no socket, and only tests of whole
+"""Holds tests to the rules of their folder: a unit test opens no socket, and only tests of whole
 daemons start processes.
 
-While such a test runs, what Python starts processes and connects sockets by fails it. Sockets that
-pyzmq or compiled code opens are not seen. An audit hook would see more functions, but Python calls
-it for each import, file and thread as well: tests took a tenth more time.
+While such a test runs, calls by which Python starts processes and connects sockets fail it. Sockets
+of pyzmq or compiled code go unnoticed. An audit hook would notice more, but Python also calls it
+for each import, file and thread: tests took a tenth more time.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ PROCESSES: Calls = (
     *((os, name) for name in ("fork", "forkpty", "posix_spawn", "posix_spawnp", "system")),
 )
 TOOLS = {"openssl", "/sbin/ldconfig"}  # which make a certificate, and find a library for ctypes
-# trio wakes itself up by a pair of sockets, which are neither bound nor connected.
+# Not every socket: trio wakes itself up by a pair, which is neither bound nor connected.
 SOCKETS: Calls = tuple((socket.socket, name) for name in ("bind", "connect", "connect_ex"))
 
 
 @contextmanager
 def forbidding(calls: Calls) -> Iterator[None]:
-    """Fails a test that makes one of these calls inside of it, at that place."""
+    """Fails a test at the first of these calls that it makes in the block."""
     with pytest.MonkeyPatch.context() as patch:
         for owner, name in calls:
             patch.setattr(owner, name, _refusing(owner, name))

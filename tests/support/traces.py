@@ -9,7 +9,7 @@ from kvd.replay.mooncake import BLOCK_SIZE
 
 
 def conversations(folder: Path) -> Path:
-    """Eight conversations in turns: each prompt is the one before and two blocks more."""
+    """Writes eight conversations side by side; each turn adds two blocks to the one before."""
     path = folder / "trace.jsonl"
     lines = []
     for turn in range(6):
@@ -19,7 +19,7 @@ def conversations(folder: Path) -> Path:
                 "timestamp": turn * 3000 + conversation * 250,
                 "input_length": (1 + len(own)) * BLOCK_SIZE + 7,
                 "output_length": 5 + conversation,
-                "hash_ids": [0, *own, 5000 + turn * 100 + conversation],  # the last is not full
+                "hash_ids": [0, *own, 5000 + turn * 100 + conversation],  # the last is partial
             }
             lines.append(json.dumps(request) + "\n")
     path.write_text("".join(lines))

@@ -1,10 +1,10 @@
-"""Runs a command with what systemd/kvd.service forbids a process to ask of the kernel:
+"""Runs a command under restrictions of systemd/kvd.service on system calls:
 
     python tests/support/unit_sandbox.py COMMAND...
 
-Sockets of other families than RestrictAddressFamilies names cannot be had, and what
-`SystemCallFilter=~@privileged` has of changing the owner of files fails. The rest of the unit is
-looked at in a booted machine, by packaging/probe.py.
+Only sockets of the families that RestrictAddressFamilies names can be opened, and the calls of
+`SystemCallFilter=~@privileged` that change the owner of files fail. packaging/probe.py checks the
+rest of the unit in a booted machine.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SOCKET = {"x86_64": 41, "aarch64": 198}
 CHANGE_OWNER = {"x86_64": (92, 93, 94, 260), "aarch64": (54, 55)}
 FAMILIES = (socket.AF_INET, socket.AF_INET6, socket.AF_UNIX)
 
-Step = tuple[int, int, int, int]  # code, steps to skip if it is so, if not, and a number
+Step = tuple[int, int, int, int]  # code, steps to skip if true, if false, and a number
 
 
 def program(machine: str) -> list[Step]:

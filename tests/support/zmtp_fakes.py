@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import trio
 import zmq
 
-NOT_MY_FAULT_S = 60  # a condition that takes longer, on the busiest machine, will not come true
+NOT_MY_FAULT_S = 60  # a condition that takes longer, even on a busy machine, never comes true
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -25,7 +25,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 @contextlib.contextmanager
 def reserved_endpoint() -> Iterator[str]:
-    """An address where nobody listens; a publisher may bind to it meanwhile."""
+    """Yields an address where nobody listens, and which a publisher may bind in the block."""
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("127.0.0.1", 0))
@@ -33,7 +33,7 @@ def reserved_endpoint() -> Iterator[str]:
 
 
 class Publisher:
-    """An engine's side: numbered batches on an XPUB socket, which sees subscribers come."""
+    """An engine's side: numbered batches on an XPUB socket, which receives subscriptions."""
 
     def __init__(
         self, context: zmq.Context, endpoint: str = "tcp://127.0.0.1:0", send_queue: int = 0
@@ -41,7 +41,7 @@ class Publisher:
         self.socket = context.socket(zmq.XPUB)
         self.socket.linger = 0
         self.socket.sndhwm = send_queue
-        self.socket.xpub_verboser = True  # tells of every subscriber, also of one beside others
+        self.socket.xpub_verboser = True  # reports every subscriber, not only the first
         self.socket.ipv6 = "[" in endpoint
         try:
             self.socket.bind(endpoint)
@@ -55,7 +55,7 @@ class Publisher:
         await self.subscribed_to(b"")
 
     async def subscribed_to(self, topic: bytes) -> None:
-        """Waits for the next subscription, after those that ended."""
+        """Waits for the next subscription to a topic, and skips the ends of others."""
         await until(lambda: self.socket.poll(0) and self.socket.recv() == b"\1" + topic)
 
     def send(self, *payloads: bytes) -> None:
