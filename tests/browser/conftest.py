@@ -1,4 +1,4 @@
-"""One chromium and one fleet for all tests of the page; windows whose console must be silent."""
+"""One chromium and one fleet for all tests of the page, and windows with a silent console."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import pytest
 
 from tests.support.pictured import Pictured, pictured
 
-# The one without windows starts and draws with half of the CPU time.
+# The headless shell starts and draws with half of the CPU time.
 CHROMIUM = shutil.which("chromium-headless-shell") or shutil.which("chromium")
-FLAGS = ["--no-sandbox", "--disable-gpu"]  # a GPU in software draws nothing better
+FLAGS = ["--no-sandbox", "--disable-gpu"]  # an emulated GPU would draw no better
 WORKERS = 12
 PATIENCE_MS = 20_000
 LOOK_EVERY_MS = 100  # the page itself asks every two seconds
 
-# Has the page ask for a picture, as when a person comes back to it; true once an element says it.
+# Makes the page ask for a picture, as when its tab is shown again; true once an element has a text.
 SAYS = """([place, text]) => {
     document.dispatchEvent(new Event("visibilitychange"));
     return document.querySelector(place).textContent.includes(text);
@@ -26,7 +26,7 @@ SAYS = """([place, text]) => {
 
 
 class Window:
-    """The page in a window of its own, and what its console says."""
+    """The page in a window of its own, and the lines of its console."""
 
     def __init__(self, browser: Any, url: str, **look: Any) -> None:
         context = browser.new_context(**look)
@@ -71,10 +71,10 @@ def fleet(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pi
 
 @pytest.fixture
 def open_window(browser: Any) -> Iterator[OpenWindow]:
-    """Opens a view of a fleet's page; fails the test if its console says what is not `expected`.
+    """A function that opens a view of a fleet's page; unexpected console lines fail the test.
 
-    A browser itself writes that a request failed, whatever the page makes of it: a test that has
-    one fail gives the pattern of that line.
+    The browser writes a line for each request that fails, even if the page handles that. A test
+    that lets requests fail passes a pattern of this line as `expected`.
     """
     opened: list[tuple[Window, str]] = []
 

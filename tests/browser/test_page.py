@@ -1,4 +1,4 @@
-"""The page as people see it: it draws, follows what changes, fits, and complains of nothing."""
+"""The page in a real browser: it draws, follows changes, fits the window and logs no errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ AWAY = r"Failed to load resource: net::ERR_(CONNECTION_\w+|EMPTY_RESPONSE)"
 UNAUTHORIZED = r"Failed to load resource: .* status of 401 "
 NOT_FOUND = r"Failed to load resource: .* status of 404 "
 
-# Texts that are seen and have too little contrast with what is behind them (WCAG 2, level AA).
+# Visible texts that have too little contrast with their background (WCAG 2, level AA).
 FAINT = """() => {
     const channels = (color) => color.match(/[\\d.]+/g).map(Number);
     const luminance = (color) => {
@@ -44,7 +44,7 @@ FAINT = """() => {
 
 @pytest.fixture(scope="module")
 def guarded(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pictured]:
-    """Two workers, behind tokens."""
+    """A fleet of two workers whose daemon asks for tokens."""
     folder = tmp_path_factory.mktemp("guarded")
     tokens = folder / "tokens"
     tokens.write_text(f"person read {TOKEN}\noperator read,lifecycle,admin {OPERATOR}\n")
@@ -76,7 +76,7 @@ def test_it_asks_for_a_token_until_one_holds(open_window: OpenWindow, guarded: P
     give(window, TOKEN)
     window.until("#rank-count", "2 ranks")
     assert not page.locator("#token-dialog").is_visible()
-    page.reload()  # the tab keeps it
+    page.reload()  # the tab keeps the token
     window.until("#rank-count", "2 ranks")
     page.click("#token-open")
     assert "unknown" not in page.locator("#token-why").inner_text()
@@ -181,7 +181,7 @@ def test_a_question_can_be_posted(open_window: OpenWindow, fleet: Pictured) -> N
 
 
 def test_examples_name_a_model_that_is_there(open_window: OpenWindow, fleet: Pictured) -> None:
-    url = str(fleet.client.base_url).rstrip("/")  # the selection service, which has all of these
+    url = str(fleet.client.base_url).rstrip("/")  # the selection service, which has these routes
     window = open_window(fleet)
     window.page.goto(f"{url}/ui")
     window.until("#rank-count", f"{WORKERS} ranks")

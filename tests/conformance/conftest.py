@@ -1,4 +1,4 @@
-"""The daemons that all scenarios share, one a face."""
+"""The daemons that all scenarios share, one per face."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ COMMANDS = {
     "selection": "select-service",
     "conductor": "conductor",
 }
-FACES = {"slot_tracker": "slot-tracker"}  # as the daemon calls them, where that differs
-# No scenario looks at the pause before recovery; all that have peers would wait for it.
+FACES = {"slot_tracker": "slot-tracker"}  # the daemon's names, where they differ
+# No scenario tests the pause before recovery, and all that have peers would wait for it.
 SPAWN_ENVIRON = {"KVD_RECOVERY_DELAY_S": "0"}
 
 

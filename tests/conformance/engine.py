@@ -1,4 +1,4 @@
-"""An engine as far as the wire goes: it publishes batches and answers replay requests."""
+"""The wire side of an engine: it publishes batches and answers replay requests."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tests.support.ports import find_free_port
 DEFAULT_TOPIC = "kv-events"
 SUBSCRIPTION_WITHIN_S = 10.0
 REBIND_WITHIN_S = 5.0  # the kernel may keep a port for a moment after its socket closed
-LINGER_MS = 200  # what was published before an engine dies still leaves
+LINGER_MS = 200  # batches published before an engine dies are still sent
 REPLAY_POLL_MS = 20
 END_OF_REPLAY = b"\xff" * 8
 SUBSCRIBED, UNSUBSCRIBED = b"\x01", b"\x00"
 
 
 def pack(value: Any) -> bytes:
-    """Returns a batch written as JSON (FORMAT.md) as msgpack."""
+    """Returns the msgpack of a batch that is written as JSON (FORMAT.md)."""
     packed: bytes = msgpack.packb(_unescape(value), use_bin_type=True)
     return packed
 
@@ -51,7 +51,7 @@ class Engine:
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._publisher: zmq.Socket[bytes]
         self._buffer: deque[tuple[int, bytes]] = deque()
-        self._lock = threading.Lock()  # of the buffer
+        self._lock = threading.Lock()  # guards the buffer
         self._stop = threading.Event()
         self._replayer: threading.Thread | None = None
 
@@ -69,7 +69,7 @@ class Engine:
         if self._context is not None:
             raise BadScenario(f"engine {self.name} is bound already")
         self._context = zmq.Context()
-        self._publisher = self._bind(zmq.XPUB, "pub")  # a PUB that tells who has subscribed
+        self._publisher = self._bind(zmq.XPUB, "pub")  # a PUB that receives subscriptions
         self._publisher.set(zmq.SNDHWM, 0)
         self._publisher.set(zmq.XPUB_VERBOSER, 1)
         self._buffer = deque(maxlen=buffer)

@@ -25,7 +25,7 @@ def difference(expected: Any, actual: Any, mode: Mode = "exact", path: str = "$"
         return _objects(expected, actual, mode, path)
     if isinstance(expected, list) and isinstance(actual, list):
         return _arrays(expected, actual, mode, path)
-    # True is 1 to Python, and not to JSON.
+    # True equals 1 in Python, but not in JSON.
     if isinstance(expected, bool) is isinstance(actual, bool) and expected == actual:
         return None
     return f"{path}: expected {show(expected)}, got {show(actual)}"
@@ -96,7 +96,7 @@ def _all(argument: list[Any], actual: Any, mode: Mode, path: str) -> str | None:
     return next(filter(None, (difference(one, actual, mode, path) for one in argument)), None)
 
 
-# Matchers that say themselves what differs.
+# Matchers that describe the difference themselves.
 NESTED: dict[str, Callable[[Any, Any, Mode, str], str | None]] = {
     "$optional": difference,
     "$subset": lambda argument, actual, _, path: difference(argument, actual, "subset", path),

@@ -1,4 +1,4 @@
-"""Replaces the placeholders of a scenario by the values of one run."""
+"""Replaces the placeholders of a scenario with the values of one run."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Puts a conductor's requests into its msgpack dialect where that can say them, and answers back.
+"""Translates a conductor's requests from JSON to its msgpack dialect, and the answers back.
 
-Both dialects say how far each instance reaches into a prompt, and whether registrations have
-succeeded. The further members of rows are counts of other things in each, so they are not compared.
+Both dialects tell how much of a prompt each instance caches, and whether a registration succeeded.
+The other members of rows count different things in each dialect, so they are not compared.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ MARK = "x-was-packed"
 
 
 class PackedDialect:
-    """How requests are said in msgpack; `said` counts them."""
+    """Translates requests to msgpack and answers to JSON; `said` counts the requests."""
 
     def __init__(self) -> None:
         self.said = 0
 
     def request(self, http: Json) -> bytes | None:
-        """Returns a request's body in msgpack, None if that dialect cannot say it."""
+        """Returns a request's body in msgpack, None if that dialect cannot express it."""
         known, body = MEMBERS.get(http["path"]), http.get("json")
         if known is None or not isinstance(body, dict) or "headers" in http:
             return None
@@ -56,13 +56,13 @@ class PackedDialect:
             members[called] = value
         if http["path"] == "/register":
             if members.get("type") == "Mooncake":
-                return None  # a store there serves every instance
+                return None  # in msgpack, a store serves every instance
             if "model" in members:
                 members["modelname"] = members.pop("model")
         if http["path"] == "/unregister" and "dp_rank" not in members:
             return None
         if members.get("instance_id") == "" and http["path"].startswith("/query"):
-            return None  # of no instance there, of all here
+            return None  # means no instance in msgpack, all of them in JSON
         for name, form in (("token_ids", "I"), ("seq_hashes", "Q")):
             if name in members and not _pack(members, name, form):
                 return None
@@ -74,7 +74,7 @@ class PackedDialect:
         return packed
 
     def answer(self, http: Json, response: httpx.Response) -> httpx.Response:
-        """Returns an answer as the JSON dialect would have it."""
+        """Returns an answer in the form of the JSON dialect."""
         assert response.headers["content-type"] == "application/msgpack", response.content
         value = msgpack.unpackb(response.content)
         status = response.status_code
@@ -92,7 +92,7 @@ class PackedDialect:
         return MARK in response.headers
 
     def expected(self, expectations: Json) -> Json:
-        """Returns the expectations of an answer that was packed."""
+        """Returns the expectations that hold for a translated answer."""
         return {
             name: _shared(wanted) if name.startswith("json") else wanted
             for name, wanted in expectations.items()
@@ -101,7 +101,7 @@ class PackedDialect:
 
 
 def _pack(members: Json, name: str, form: str) -> bool:
-    """Turns a list of numbers into a bin; False for numbers that have another spelling there."""
+    """Turns a list of numbers into a bin; returns False for numbers that a bin cannot express."""
     values = members[name]
     if not isinstance(values, list) or not all(type(each) is int for each in values):
         return not isinstance(values, list) or not any(isinstance(each, str) for each in values)
@@ -109,7 +109,7 @@ def _pack(members: Json, name: str, form: str) -> bool:
     if any(not -(2 ** (bits - 1)) <= each < 2**bits for each in values):
         return False
     if form == "I" and min(values, default=0) < 0:
-        return False  # a token there
+        return False  # a bin would make it a valid token
     members[name] = struct.pack(f"<{len(values)}{form}", *(each % 2**bits for each in values))
     return True
 
@@ -122,6 +122,6 @@ def _shared(wanted: Any) -> Any:
         return wanted
     if "longest_matched" in wanted:
         row = {"$subset": {"longest_matched": wanted["longest_matched"]}}
-        # Instances with no engine of the adapter have no row there, rather than zeros.
+        # In msgpack an instance without an engine of the adapter has no row, rather than zeros.
         return {"$optional": row} if wanted["longest_matched"] == 0 else row
     return {name: _shared(each) for name, each in wanted.items()}

@@ -16,7 +16,7 @@ from tests.support.http_client import Client
 
 @dataclass(frozen=True)
 class Scenario:
-    """One scenario, as FORMAT.md says."""
+    """One scenario; FORMAT.md explains its members."""
 
     name: str
     about: str

@@ -1,4 +1,4 @@
-"""Further servers that a scenario starts: more of the one under test, and fake HTTP ones."""
+"""Further servers that a scenario starts: more processes of the one under test, and fake ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.ports import find_free_port
 
 STOP_WITHIN_S = 5.0
 HEALTH_TIMEOUT_S = 2.0
-HELD_AT_MOST_S = 60.0  # an answer that nobody releases
+HELD_AT_MOST_S = 60.0  # for an answer that no step releases
 SHOWN_OUTPUT = 400  # characters at the end
 
 
@@ -86,7 +86,7 @@ class Spawned:
 
 
 class FakeHttp:
-    """An HTTP server that answers each path of `routes` as told there, and notes requests."""
+    """An HTTP server that answers each path as `routes` says, and notes requests."""
 
     def __init__(self) -> None:
         self.routes: dict[str, dict[str, Any]] = {}
@@ -104,7 +104,7 @@ class FakeHttp:
                 self.send_response(route.get("status", 200))
                 self.send_header("content-type", "application/json")
                 self.end_headers()
-                with contextlib.suppress(OSError):  # a client that did not want to wait
+                with contextlib.suppress(OSError):  # the client has not waited
                     self.wfile.write(text.encode())
 
             def log_message(self, *_: Any) -> None:

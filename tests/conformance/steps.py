@@ -37,9 +37,9 @@ class Target:
     base_url: str
     spawn_command: list[str] | None = None  # starts another one of its kind
     rename: dict[str, str] = field(default_factory=dict)  # members: scenario's name -> server's
-    packed: PackedDialect | None = None  # in which it is asked what can be said in it
-    untrue: Callable[[httpx.Response], str | None] | None = None  # what its document has otherwise
-    spawn_environ: dict[str, str] = field(default_factory=dict)  # for those of its kind
+    packed: PackedDialect | None = None  # translates requests where it can
+    untrue: Callable[[httpx.Response], str | None] | None = None  # differs from its document
+    spawn_environ: dict[str, str] = field(default_factory=dict)  # for others of its kind
 
 
 class Stage:
@@ -130,7 +130,7 @@ class Stage:
 
     def engine(self, step: Step) -> None:
         name, within_s = step["engine"], step.get("within_s", DEFAULT_WITHIN_S)
-        engine = self._names.engines.setdefault(name, Engine(name))  # has nothing until it binds
+        engine = self._names.engines.setdefault(name, Engine(name))  # has nothing yet
         if "reserve" in step:
             engine.reserve()
         if "bind" in step:

@@ -1,4 +1,4 @@
-"""The runner itself: what scenarios expect, it tells from what they do not expect."""
+"""The runner itself: it tells apart what scenarios expect and what they do not."""
 
 from __future__ import annotations
 

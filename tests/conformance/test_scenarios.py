@@ -23,7 +23,7 @@ def test_scenario(scenario: Scenario, kvd: Callable[[str], Target], client: Clie
     play(scenario, kvd(scenario.face), client)
 
 
-# These have salts of registrations, or no body at all.
+# None of their requests can be translated: they have salts in registrations, or no body at all.
 UNSAID = ("seed_register_unregister", "methods")
 CONDUCTOR = [scenario for scenario in SCENARIOS if scenario.face == "conductor"]
 
@@ -32,7 +32,7 @@ CONDUCTOR = [scenario for scenario in SCENARIOS if scenario.face == "conductor"]
 def test_scenario_in_msgpack(
     scenario: Scenario, kvd: Callable[[str], Target], client: Client
 ) -> None:
-    """What both dialects can say, they say alike."""
+    """Requests that msgpack can express have the same effects and answers as in JSON."""
     dialect = PackedDialect()
     play(scenario, replace(kvd("conductor"), packed=dialect), client)
     assert dialect.said or scenario.name in UNSAID
