@@ -37,7 +37,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Question:
-    """What an engine's own cache was asked, and what it said."""
+    """A prompt, and how much of it the engine itself found in its cache."""
 
     rank: Rank
     tokens: list[int]
@@ -99,7 +99,7 @@ def load(name: str) -> Recording:
 
 @dataclass(frozen=True)
 class AgreementStats:
-    """How many figures agree with the engine's, credit too little and credit too much."""
+    """Numbers of figures that agree with the engine's, credit too little and credit too much."""
 
     agree: int = 0
     under: int = 0
@@ -115,7 +115,7 @@ class AgreementStats:
 def judge(
     recording: Recording, ask: Callable[[Question], Answer]
 ) -> tuple[AgreementStats, list[str]]:
-    """Puts all questions; returns the stats, and a line for each answer that differs."""
+    """Asks all questions; returns the stats, and a line for each figure that differs."""
     compared = [
         (figure, held, wanted, question)
         for question in recording.questions

@@ -1,4 +1,4 @@
-"""An index fed with what real engines sent answers as these engines' own caches do."""
+"""An index that is fed the messages of real engines answers as the engines' own caches did."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from tests.captures.recording import (
 QUERY = BodyScanner({"token_ids": "u32"})
 QUERY_BY_HASH = BodyScanner({"block_hashes": "hash64"})
 
-# What these engines' events do not say, no indexer can know.
+# Questions that no indexer could answer correctly, because the engines' events do not say enough.
 UNDECIDABLE = {
-    # Parts of a tree node that was split, and what follows its first page, look like roots.
+    # Parts of a split tree node, and blocks that follow its first page, look like roots.
     "sglang-0.5.3-hand": AgreementStats(agree=3, under=5),
-    # Neither salts nor images are in these releases' events: the blocks look alike, so that a
-    # salt nobody used finds them, and images find nothing.
+    # These releases' events have neither salts nor images. Blocks with and without a salt look
+    # alike, so an unused salt finds some; and prompts with images find nothing.
     "vllm-0.9.2-ident": AgreementStats(agree=3, under=3, over=1),
     "vllm-0.14.1-ident": AgreementStats(agree=6, under=4, over=1),
-    # Only the last block of every four is named, and the chunk's size is not: too little host.
+    # Events name only the last of every four blocks, and no chunk size: too little host memory.
     "vllm-0.33.0-offload-bare-chunk4": AgreementStats(agree=53, under=17),
-    # Its blocks hold pairs of tokens: a question by tokens does not mean them (see below).
+    # Its blocks hold pairs of tokens, which a question by tokens does not find (see below).
     "sglang-0.5.23-eagle-bigram": AgreementStats(under=1),
 }
 
 TIMELINES = {
     "dynamo-mocker-1.6.1-vllm": AgreementStats(agree=23),
     "dynamo-mocker-1.6.1-trtllm": AgreementStats(agree=23),
-    # What it finds in host memory it never announces.
+    # The mocker finds blocks in host memory that it never announced.
     "dynamo-mocker-1.6.1-vllm-host": AgreementStats(agree=7, under=16),
 }
 

@@ -17,7 +17,7 @@ from tests.models.conductor_model import sequence_hashes
 KEY = PartitionKey("m", "default")
 
 DIFFERENT = {
-    # As for workers, see test_recordings: what the events do not say.
+    # Questions for which the events do not say enough, as in test_recordings.
     "sglang-0.5.3-hand": AgreementStats(agree=3, under=5),
     "vllm-0.9.2-ident": AgreementStats(agree=2, under=2),
     "vllm-0.14.1-ident": AgreementStats(agree=5, under=2),
@@ -28,7 +28,7 @@ QUESTIONS = 1189  # without images
 
 
 class Fed:
-    """Every rank of a recording as a publisher of the conductor's."""
+    """Every rank of a recording as a publisher of the conductor."""
 
     def __init__(self, recording: Recording) -> None:
         self.block_size = size = recording.block_size
@@ -44,7 +44,7 @@ class Fed:
             self.publications[message.rank].apply(message.payload)
 
     def held(self, question: Question) -> int:
-        """Returns what the rank holds on any medium, asked both ways, in tokens."""
+        """Returns how many tokens the rank holds on any medium; both ways to ask must agree."""
         scope = question.lora_name or "", question.cache_salt or ""
         rows = self.conductor.match_tokens(question.tokens, *scope)
         hashes = sequence_hashes(question.tokens, self.block_size, 1337)
@@ -76,7 +76,7 @@ def test_answers_are_those_of_the_engine(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["vllm-0.33.0-hybrid", "vllm-0.33.0-twin"])
 def test_window_groups_and_copies_are_the_same_across_faces(name: str) -> None:
-    """Told by a publisher and asked as the indexer, and the other way round."""
+    """The indexer answers for events of publishers, and the conductor for those of workers."""
     recording = load(name)
     size = recording.block_size
     published, registered = State(), State()

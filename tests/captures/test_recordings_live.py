@@ -54,7 +54,7 @@ def test_a_running_kvd_answers_as_the_engine_does(name: str, kvd: Server, client
 
 
 def _play(recording: Recording, rank: Rank, publisher: zmq.Socket, client: Client) -> None:
-    """Registers one rank, sends all that it sent, and a block of ours that tells the end."""
+    """Registers one rank, sends all that it sent, and a further block that marks the end."""
     publisher.linger = 0
     publisher.sndhwm = 0
     port = publisher.bind_to_random_port("tcp://127.0.0.1")

@@ -1,1 +1,1 @@
-"""The libraries that people use, in front of a gateway and simulated engines (`make clients`)."""
+"""Popular client libraries in front of a gateway and simulated engines (`make clients`)."""

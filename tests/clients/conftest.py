@@ -1,4 +1,4 @@
-"""A gateway for all tests here: two engines, and a fault when a test wants one."""
+"""A gateway for the tests here, with two simulated engines that can have faults."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Gateway:
         self._opened: list[Any] = []
 
     def opened(self, client: Any) -> Any:
-        """Has a library's client be closed when the test is over, and returns it."""
+        """Returns a library's client, which is closed when the test is over."""
         self._opened.append(client)
         return client
 

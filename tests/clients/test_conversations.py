@@ -50,7 +50,7 @@ async def test_responses_lead_to_the_engine_that_keeps_them(gateway: Gateway) ->
             assert responses.retrieve(previous.id).output_text == WORDS
             assert responses.cancel(previous.id).id == previous.id
             responses.delete(previous.id)
-            with pytest.raises(openai.NotFoundError, match="Response with id"):  # as engines say it
+            with pytest.raises(openai.NotFoundError, match="Response with id"):  # of the engine
                 responses.retrieve(previous.id)
         with pytest.raises(openai.NotFoundError) as unknown:
             responses.retrieve("resp_nobody")
@@ -102,7 +102,7 @@ async def test_responses_are_followed_by_their_text(gateway: Gateway) -> None:
 
 
 async def test_messages_are_followed_by_their_text(gateway: Gateway) -> None:
-    """As Claude Code talks: marks of what to cache move, and a first block is for accounts."""
+    """Talks as Claude Code does: cache marks move, and a first block for billing changes."""
 
     def talk() -> None:
         create = of_anthropic(gateway).messages.with_raw_response.create
@@ -132,7 +132,7 @@ async def test_messages_are_followed_by_their_text(gateway: Gateway) -> None:
 
     await trio.to_thread.run_sync(talk)
     head = gateway.engines[0].server.heads[0]
-    assert head[b"authorization"] == b"Bearer secret"  # what engines read, of `x-api-key`
+    assert head[b"authorization"] == b"Bearer secret"  # made from `x-api-key`
 
 
 async def test_tokens_of_messages_are_counted(gateway: Gateway) -> None:

@@ -1,4 +1,4 @@
-"""LiteLLM, which speaks each API in its own words."""
+"""LiteLLM, which has one interface for several APIs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import trio
 
 from tests.clients.conftest import Gateway
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of its types
+pytestmark = pytest.mark.filterwarnings("ignore")  # LiteLLM's, about its types
 WORDS = " word0 word1 word2 word3"
 
 

@@ -1,4 +1,4 @@
-"""openai-python and LangChain: answers, streams, errors, retries, and what they make of a cut."""
+"""openai-python and LangChain: answers, streams, errors, retries, and streams that are cut."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from examples.engine.options import Fault
 from tests.clients.conftest import Gateway
 
 openai = pytest.importorskip("openai", reason="the clients are not installed (make clients)")
-# Libraries have warnings of their own, which are not ours to mend.
+# Warnings of the libraries themselves are not kvd's to fix.
 pytestmark = pytest.mark.filterwarnings("default")
 
 MESSAGES: Any = [{"role": "user", "content": "what is a prefix cache good for?"}]
@@ -126,7 +126,7 @@ async def test_a_refusal_of_all_is_tried_again_by_the_client(gateway: Gateway) -
 
 @pytest.mark.parametrize("fault", [Fault.AFTER_EVENT, Fault.IN_EVENT])
 async def test_a_stream_that_is_cut_raises(gateway: Gateway, fault: Fault) -> None:
-    """Within an event nothing more can be told: half of one that is ended would not be JSON."""
+    """Within an event the gateway cannot report an error: half an event would not be JSON."""
     for each in gateway.engines:
         each.server.options.faults.append(fault)
     raised, why = {

@@ -1,6 +1,6 @@
 """Writes a tiny Llama with random weights, a tokenizer and a chat template into a folder.
 
-Is run by the interpreter that has vLLM. The tokenizer learns from its own source texts, so nothing
+Runs in the interpreter that has vLLM. The tokenizer learns from Python source texts, so nothing
 is downloaded.
 """
 
@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 VOCABULARY = 1024
-HEAD = 32  # the smallest that vLLM's attention on CPUs has
+HEAD = 32  # smallest size of vLLM's attention on CPUs
 MARKS = ["<end>", "<system>", "<user>", "<assistant>"]
 TEMPLATE = (
     "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}<end>{% endfor %}"

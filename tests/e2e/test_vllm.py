@@ -1,4 +1,4 @@
-"""kvd expects exactly those tokens to be cached that vLLM reports, in every answer."""
+"""With every answer, kvd expects exactly as many cached tokens as vLLM reports."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.processes import Server
 VARIABLE = "KVD_VLLM_PYTHON"
 pytestmark = pytest.mark.skipif(VARIABLE not in os.environ, reason=f"{VARIABLE} is not set")
 
-BLOCK_SIZE = 32  # tokens; the smallest of vLLM's attention on CPUs
+BLOCK_SIZE = 32  # tokens; smallest size of vLLM's attention on CPUs
 BLOCKS = 256
 START_S = 300.0  # an engine compiles at its first start
 HEARD_S = 20.0  # events take milliseconds, on a machine that is not busy
@@ -32,7 +32,7 @@ WORDS = [f"word{number}" for number in range(300)]
 
 @dataclass
 class Vllm:
-    """One real server."""
+    """One vLLM server."""
 
     model: Path
     folder: Path
@@ -47,7 +47,7 @@ class Vllm:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        # vLLM binds its publisher only where the address has two colons; this one is 127.0.0.1.
+        # vLLM binds its publisher only if the address has `::` in it; this one means 127.0.0.1.
         local = "tcp://[::ffff:127.0.0.1]"
         events = {
             "enable_kv_cache_events": True,
@@ -125,7 +125,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Vllm]]:
 def gateway_of(
     kvd_process: Callable[..., Server], engines: list[Vllm]
 ) -> Iterator[Callable[..., Gateway]]:
-    """A function that starts a gateway in front of both, with flags."""
+    """A function that starts a gateway in front of both engines, with these flags."""
     with ExitStack() as opened:
 
         def start(*flags: str) -> Gateway:
@@ -137,13 +137,13 @@ def gateway_of(
 
 
 class Gateway:
-    """A gateway in front of them, with an index that can be asked."""
+    """A gateway in front of the engines, whose index can be queried."""
 
     def __init__(self, start: Callable[..., Server], engines: list[Vllm], *flags: str) -> None:
         index = find_free_port()
         named = [part for each in engines for part in ("--upstream", each.url)]
         flags = (*named, "--indexer-bind", f"127.0.0.1:{index}", *flags)
-        # An engine on a busy core takes its time to say tokens, and every answer is to be judged.
+        # An engine on a busy core tokenizes slowly, and kvd must know the tokens of every prompt.
         flags = (*flags, "--gateway-memory-bytes", "0", "--gateway-tokenize-s", "10")
         self.server = start(*flags, face="gateway")
         self.index = f"http://127.0.0.1:{index}"
@@ -158,7 +158,7 @@ class Gateway:
         wait(serving, START_S, f"{count} engines serve")
 
     def worker_ids(self) -> dict[str, str]:
-        """Returns the index's names of the engines, by URL."""
+        """Returns the worker ids of the engines, by URL."""
         shown = self.http.get("/status").json()["upstreams"]
         return {each["url"]: str(each["worker_id"]) for each in shown}
 
@@ -169,7 +169,7 @@ class Gateway:
         return int(found.get("instances", {}).get(self.worker_ids()[url], {}).get("gpu", 0))
 
     def ask(self, path: str, members: dict[str, Any]) -> tuple[httpx.Headers, dict[str, Any]]:
-        """Asks, compares, and waits until the index has heard what the engine stored."""
+        """Sends a request, compares, and waits until the index has what the engine stored."""
         answered = self.http.post(path, json={"model": "tiny", "max_tokens": 3, **members})
         assert answered.status_code == 200, answered.text
         if members.get("stream"):
@@ -192,7 +192,7 @@ class Gateway:
         return headers, answer
 
     def tokens_of(self, url: str, members: dict[str, Any]) -> list[int]:
-        """Asks an engine itself, as a question through the gateway would be a choice, too."""
+        """Returns a prompt's tokens, from an engine itself: the gateway would choose for it."""
         if isinstance(members.get("prompt"), list):
             return list(members["prompt"])
         question = {name: members[name] for name in ("prompt", "messages") if name in members}
@@ -209,7 +209,7 @@ def user(content: str) -> dict[str, str]:
 
 
 def converse(gateway: Gateway, random: Random, conversations: int, turns: int) -> None:
-    """Leads conversations in turn, with two system prompts."""
+    """Holds several conversations, turn by turn, with two system prompts."""
     systems = [{"role": "system", "content": text(random, 40)} for _ in range(2)]
     each = [[random.choice(systems)] for _ in range(conversations)]
     for _ in range(turns):
@@ -244,7 +244,7 @@ def test_a_reset_a_restart_and_an_abort(
     url = headers["x-kvd-endpoint"]
     tokens = gateway.tokens_of(url, prompt)
     httpx.post(f"{url}/reset_prefix_cache", trust_env=False)
-    another = {"model": "tiny", "prompt": "x", "max_tokens": 1}  # vLLM tells events with a step
+    another = {"model": "tiny", "prompt": "x", "max_tokens": 1}  # vLLM sends events with a step
     httpx.post(f"{url}/v1/completions", json=another, trust_env=False)
     wait(lambda: gateway.cached(url, tokens) == 0, HEARD_S, "the reset is heard")
     headers, _ = gateway.ask("/v1/completions", prompt)
@@ -258,7 +258,7 @@ def test_a_reset_a_restart_and_an_abort(
     wait(lambda: running_at(served) == 0, HEARD_S, "the engine has aborted the request")
 
     served.end(signal.SIGKILL)
-    for _ in range(3):  # nothing fails meanwhile, and what is gone is not counted
+    for _ in range(3):  # requests succeed, and none expects the lost cache
         headers, _ = gateway.ask("/v1/completions", prompt)
         assert headers["x-kvd-endpoint"] != served.url
     served.start()
