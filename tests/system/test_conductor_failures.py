@@ -44,7 +44,7 @@ def refused(conductor: Running, path: str, body: bytes | str, status: int = 400)
 
 
 def spelled(path: str, name: str, value: str) -> str:
-    """Returns the usual body with one member spelled like this."""
+    """Returns the usual body with this text as the value of one member."""
     members = {each: json.dumps(known) for each, known in BODIES[path].items()} | {name: value}
     return "{" + ",".join(f'"{each}":{text}' for each, text in members.items()) + "}"
 
@@ -174,7 +174,7 @@ def test_members_of_another_type_or_range(
 
 @pytest.mark.parametrize("path", BODIES)
 def test_a_member_is_given_once(conductor: Running, path: str) -> None:
-    """Also where hashes are texts, for which a body is read another way."""
+    """Also where hashes are texts: such a body is parsed in another way."""
     usual = json.dumps(BODIES[path])[:-1]
     for name, value in BODIES[path].items():
         body = f'{usual},"{name}":{json.dumps(value)}}}'
@@ -254,7 +254,7 @@ def test_conflicts(conductor: Running) -> None:
 
 
 def test_odd_names_are_names(conductor: Running) -> None:
-    """Whatever text a client chooses comes back as it is, in rows and listings."""
+    """Any text that a client chooses comes back unchanged, in rows and listings."""
     for name in ('a"b\\', "é\U0001f600", "x" * 4096, "a|b", "7", "007", " "):
         conductor.post("/register", REGISTER | {"instance_id": name, "tenant_id": name})
         answer = conductor.post("/query", QUERY | {"tenant_id": name})

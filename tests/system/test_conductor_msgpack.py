@@ -1,7 +1,7 @@
 """The conductor's msgpack dialect, over HTTP: bodies, rows, listings, failures.
 
-That it says of instances and registrations what the JSON dialect says is played scenario by
-scenario in tests/conformance; here is what only this one has.
+The scenarios of tests/conformance check that it tells the same of instances and registrations as
+the JSON dialect; here are tests of what only msgpack has.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def get(conductor: Running, path: str, accept: str) -> Any:
 
 
 def stored(number: int, medium: str, *blocks: int, hashes: list[int] | None = None) -> Json:
-    """Has blocks of the prompt told by hash alone."""
+    """Returns a message that stores blocks of the prompt, by their hashes alone."""
     event = {
         "event_id": number,
         "event_type": "stored",
@@ -83,7 +83,7 @@ def bin32(*tokens: int) -> bytes:
 
 
 def test_tiers_go_on_where_the_one_above_ends(conductor: Running) -> None:
-    """GPU, GPU, host, disk; a rank's own host memory stands apart from a shared store's."""
+    """The blocks are on GPU, GPU, host and disk; host memory of a rank and a store differ."""
     engine, pool = conductor.engine(), conductor.engine()
     send(conductor, "/register", REGISTER | {"endpoint": engine.endpoint("pub")})
     conductor.register(pool.endpoint("pub"), type="Mooncake", instance_id="e", dp_rank=0)
@@ -117,7 +117,7 @@ def test_tiers_go_on_where_the_one_above_ends(conductor: Running) -> None:
 
 
 def test_no_tier_goes_back(conductor: Running) -> None:
-    """Host memory first, the GPU behind it: a prefix to neither of the tiers but the host's."""
+    """With the first block in host memory and the second on the GPU, only the first counts."""
     engine = conductor.engine()
     send(conductor, "/register", REGISTER | {"endpoint": engine.endpoint("pub")})
     engine.publish(stored(0, "CPU", 0))
@@ -139,7 +139,7 @@ def test_rows_of_ranks_are_maxima(conductor: Running) -> None:
 
 
 def test_rows_are_of_the_adapter_s_engines(conductor: Running) -> None:
-    """An engine of another adapter has no row of zeros; nor has a store, or an unknown name."""
+    """Engines of other adapters, stores and unknown names have no row, rather than zeros."""
     send(conductor, "/register", REGISTER)
     send(conductor, "/register", REGISTER | {"instance_id": "x", "lora_name": "sql"})
     conductor.register("tcp://127.0.0.1:2", type="Mooncake", instance_id="pool")
@@ -152,7 +152,7 @@ def test_rows_are_of_the_adapter_s_engines(conductor: Running) -> None:
 
 
 def test_a_store_serves_every_instance(conductor: Running) -> None:
-    """One registration and one subscription, whatever instance it was registered for."""
+    """A store needs one registration and one subscription, for any one instance."""
     pool = conductor.engine()
     where = {"endpoint": pool.endpoint("pub"), "type": "Mooncake", "instance_id": "pool"}
     send(conductor, "/register", REGISTER | where)
@@ -178,7 +178,7 @@ def test_a_store_serves_every_instance(conductor: Running) -> None:
 
 
 def test_a_store_for_every_instance_in_json(conductor: Running) -> None:
-    """There its instance is called `*`, which no engine can be."""
+    """In JSON a store's instance may be `*`, which stands for all; an engine's may not."""
     pool = conductor.engine()
     conductor.register(pool.endpoint("pub"), type="Mooncake", instance_id="*")
     for instance in ("a", "b"):
@@ -337,7 +337,7 @@ def test_texts_that_are_no_unicode(conductor: Running) -> None:
 
 
 def test_tokens_have_32_bits_and_a_sign(conductor: Running) -> None:
-    """Negative ones are those of the other dialect from 2^31 on."""
+    """Negative tokens are those from 2^31 on in the JSON dialect."""
     tokens = [-(2**31), 2**31 - 1, -1, 0]
     engine = conductor.engine()
     send(conductor, "/register", REGISTER | {"endpoint": engine.endpoint("pub")})

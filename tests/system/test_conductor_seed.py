@@ -1,8 +1,8 @@
-"""The Mooncake Conductor Indexer API as its page has it: section by section, example by example.
+"""The Mooncake Conductor Indexer API by its page: section by section, example by example.
 
-What the page shows is sent as it is shown. Where kvd takes another way, or the page leaves one
-open, the test's name or docstring says so; docs/faces/conductor.md lists them. More of each
-subject: tests/conformance/conductor (the API as scenarios), tests/unit/wire/test_publication.py
+The tests send the page's examples unchanged. Where kvd differs from the page, or the page leaves a
+point open, the test's name or docstring says so; docs/faces/conductor.md lists these points. More
+of each subject: tests/conformance/conductor (scenarios), tests/unit/wire/test_publication.py
 (events), tests/unit/core/test_sequences.py (hashes), tests/unit/test_conductor_handlers.py
 (bodies).
 """
@@ -31,7 +31,7 @@ STANDARD = sequence_hashes(local_hashes(PROMPT, 4))
 
 @pytest.fixture(scope="module")
 def conductor_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    # The page's engines have an address that operators would have to allow.
+    # The page's engines have a public address, which operators have to allow.
     allowed = "--outgoing-allow=private,1.1.1.1"
     with running_conductor(tmp_path_factory.mktemp("conductor"), allowed) as running:
         yield running
@@ -53,7 +53,7 @@ def ask_by_hash(**members: Any) -> Json:
     [("gpu", "GPU"), ("cpu", "CPU"), ("disk", "DISK"), ("npu", "NPU"), ("3FS", "3FS")],
 )
 def test_storage_tiers(conductor: Running, medium: str, member: str) -> None:
-    """ "Engines may add other values as new media are supported": a member of its own."""
+    """ "Engines may add other values as new media are supported": each has its own member."""
     engine = conductor.engine()
     conductor.register(engine.endpoint("pub"))
     engine.publish(message(0, stored(1, medium=medium)))
@@ -68,7 +68,7 @@ def test_storage_tiers(conductor: Running, medium: str, member: str) -> None:
     ids=lambda dimension: next(iter(dimension)),
 )  # fmt: skip
 def test_identity_dimensions(conductor: Running, dimension: Json) -> None:
-    """Blocks that differ in one of them are incompatible."""
+    """Blocks that differ in one dimension are incompatible."""
     engine = conductor.engine()
     conductor.register(engine.endpoint("pub"))
     engine.publish(message(0, stored(1)))
@@ -80,7 +80,7 @@ def test_identity_dimensions(conductor: Running, dimension: Json) -> None:
 
 
 def test_instance_id_and_backend_id_mean_different_things(conductor: Running) -> None:
-    """The router's target is the row, whoever owns the blocks."""
+    """The row is the router's target, the instance, whichever backend owns the blocks."""
     engine = conductor.engine()
     conductor.register(engine.endpoint("pub"), instance_id="vllm-prefill-node1")
     engine.publish(message(0, stored(1, backend_id="cache-daemon-7")))
@@ -171,7 +171,7 @@ UNREGISTER: Json = {
 
 @pytest.mark.parametrize("left_out", ["", "tenant_id"])
 def test_unregister(conductor: Running, left_out: str) -> None:
-    """What the page's body leaves out, the salt, narrows nothing."""
+    """The page's body leaves out the salt, so it matches any salt."""
     conductor.post("/register", REGISTER)
     body = {name: value for name, value in UNREGISTER.items() if name != left_out}
     answer = conductor.post("/unregister", body)
@@ -189,7 +189,7 @@ def test_unregister(conductor: Running, left_out: str) -> None:
     ids=lambda other: next(iter(other)),
 )  # fmt: skip
 def test_unregister_of_what_is_not_there(conductor: Running, other: Json) -> None:
-    """Beyond the triple that decides on the page, what else a body says narrows."""
+    """On the page a triple of members decides; here any other given member must match as well."""
     conductor.post("/register", REGISTER)
     conductor.post("/unregister", UNREGISTER | other, 404)
     assert len(conductor.services()) == 1
@@ -217,7 +217,7 @@ NOTHING: Json = {"longest_matched": 0, "GPU": 0, "DP": {"0": 0}, "CPU": 0, "DISK
 
 
 def test_query(conductor: Running) -> None:
-    """The page's five tokens are no block of 64: "only complete blocks are considered"."""
+    """Five tokens are less than a block of 64: "only complete blocks are considered"."""
     assert conductor.post("/query", QUERY) == {"default": {}}
     conductor.post("/register", REGISTER | {"block_size": 64})
     assert conductor.post("/query", QUERY) == {"default": {"vllm-prefill-node1": NOTHING}}
@@ -226,7 +226,7 @@ def test_query(conductor: Running) -> None:
 def test_the_example_answer(conductor: Running) -> None:
     """Rank 0 holds two blocks on the GPU, rank 1 four in host memory.
 
-    Media are counted each by itself: DISK is 0 below CPU 256, so they are no cumulated tiers.
+    Each medium counts by itself: DISK is 0 below CPU 256, so tiers are not cumulative.
     """
     tokens = list(range(1, 257))
     names = [1, 2, 3, 4]
@@ -258,7 +258,7 @@ def test_lora_id_is_not_used_together_with_lora_name(conductor: Running) -> None
 
 
 def test_one_instance_or_all_of_the_tenant(conductor: Running) -> None:
-    """Of those with the model and block size that are asked for: others could not serve it."""
+    """Only instances with the model and block size of the question; others could not serve it."""
     engine = conductor.engine()
     for instance, tenant in (("a", "default"), ("b", "default"), ("c", "other")):
         conductor.register(engine.endpoint("pub"), instance_id=instance, tenant_id=tenant)
@@ -338,7 +338,7 @@ CLEARED: Json = ENVELOPE | {
 
 
 def stored(number: int, **members: Any) -> Json:
-    """The page's event, of the four blocks of the prompt, from the root."""
+    """Returns the page's event with the four blocks of PROMPT, from the root."""
     blocks = {"seq_hashes": STANDARD, "base_block_idx": 0, "parent_hash": None}
     usual = {"event_id": number, "model_name": "m", "block_size": 4}
     return STORED | usual | blocks | members
@@ -349,7 +349,7 @@ def message(seq: int, *events: Json) -> Json:
 
 
 def test_the_example_events(conductor: Running) -> None:
-    """Three blocks come at depth 5, the last goes, then all."""
+    """Three blocks are stored at depth 5, the last one is removed, then all are cleared."""
     engine = conductor.engine()
     where = {"modelname": "llama-3.1-8b", "block_size": 64}
     conductor.register(engine.endpoint("pub"), **where)
@@ -396,7 +396,7 @@ class Published:
     ["timestamp", "model_name", "block_size", "additional_salt", "lora_name", "medium", "dp_rank"],
 )
 def test_members_that_may_be_null(name: str) -> None:
-    """The registration says what an event leaves out."""
+    """Where an event leaves out a member, the registration's value counts."""
     for event in (STORED | {name: None}, {k: v for k, v in STORED.items() if k != name}):
         publisher = Published()
         publisher.tell(event)
@@ -406,7 +406,7 @@ def test_members_that_may_be_null(name: str) -> None:
 
 WRONG_TYPES: list[object] = [1.0, -1, 2**64, True, "gpu", [], {}, b"x"]
 RIGHT: dict[str, tuple[object, ...]] = {
-    # what of these is of the type that the page says, or is not looked at, or another's name
+    # The values of WRONG_TYPES that are accepted: of the page's type, ignored, or a valid name.
     "event_id": (),
     "timestamp": tuple(map(repr, WRONG_TYPES)),
     "event_type": (),
@@ -420,7 +420,7 @@ RIGHT: dict[str, tuple[object, ...]] = {
     "dp_rank": (),
     "seq_hashes": ("[]",),
     "base_block_idx": (),
-    "parent_hash": ("-1", "b'x'"),  # in other spellings of 64 bits
+    "parent_hash": ("-1", "b'x'"),  # other forms of 64 bits
     "token_ids": ("[]",),
 }
 
@@ -465,14 +465,14 @@ STREAMS: list[Json] = [
 
 
 def scope_of(dimension: Json) -> dict[str, str]:
-    """Returns what a question must say to find blocks of this stream."""
+    """Returns the members that a question needs to find blocks of this stream."""
     names = {"additional_salt": "cache_salt", "lora_name": "lora_name"}
     return {names[name]: value for name, value in dimension.items() if name in names}
 
 
 @pytest.mark.parametrize("dimension", STREAMS, ids=lambda dimension: next(iter(dimension)))
 def test_each_stream_is_numbered_by_itself(dimension: Json) -> None:
-    """The other three dimensions are the registration's: an event of another is not taken."""
+    """The registration fixes the other three dimensions: events that differ are not applied."""
     publisher = Published()
     publisher.tell(stored_at_root(42))
     publisher.tell(stored_at_root(7, **dimension))
@@ -493,7 +493,7 @@ def test_an_event_of_another_registration_is_counted(dimension: Json) -> None:
 
 
 def test_events_are_processed_in_order_of_their_numbers() -> None:
-    """A number that is missing is counted, and not waited for: nothing could bring it back."""
+    """Missing numbers are counted, but not waited for: nothing could bring them back."""
     publisher = Published()
     removed = {"seq_hashes": [11], "base_block_idx": 0}
     publisher.tell(REMOVED | removed | {"event_id": 43}, stored_at_root(42))
@@ -517,7 +517,7 @@ def test_events_are_processed_in_order_of_their_numbers() -> None:
     ],
 )
 def test_base_block_idx_or_parent_hash_must_be_present(where: Json, located: bool) -> None:
-    """That is of blocks with tokens: those of hashes alone are located by these."""
+    """This holds for blocks with tokens; blocks of hashes alone are located by their hashes."""
     publisher = Published()
     publisher.tell(stored_at_root(41, token_ids=list(range(64, 128))))
     event = {k: v for k, v in STORED.items() if k not in ("base_block_idx", "parent_hash")}

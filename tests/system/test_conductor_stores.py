@@ -1,4 +1,4 @@
-"""Stores as real pools have them: numbers of a master, names of SGLang, blocks told by depth."""
+"""Stores like real pools: a master's message numbers, SGLang's names, blocks located by depth."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ QUERY: Json = {"model": "m", "block_size": 4, "token_ids": PROMPT}
 
 
 def tell(engine: Engine, seq: int, kind: str = "stored", **members: Any) -> None:
-    """Has a publisher say one event as mooncake_master does, with its message's number."""
+    """Publishes one event as mooncake_master does, numbered like its message."""
     event = {"event_id": seq, "event_type": kind, "tenant_id": "default", "backend_id": "pool",
              "medium": "cpu", "seq_hashes": [], "base_block_idx": 0}  # fmt: skip
     engine.publish({"seq": seq, "batch": [0.5, [event | members], 0]})
@@ -36,7 +36,7 @@ NAMED = int(PAGE[:16], 16) - 2**64
 
 @pytest.mark.parametrize("name", ["", "meta-llama-Llama-3.1-8B_", "blue_Qwen-Qwen3_v2_"])
 def test_objects_of_sglang_are_its_blocks(conductor: Running, name: str) -> None:
-    """A model's name, perhaps behind a tag, stands before the hash; sidecars are no blocks."""
+    """A model's name, perhaps with a tag before it, precedes the hash; sidecars are no blocks."""
     engine, pool = conductor.engine(), conductor.engine()
     conductor.register(engine.endpoint("pub"), type="SGLang")
     conductor.register(pool.endpoint("pub"), type="Mooncake")
@@ -54,11 +54,11 @@ def test_objects_of_sglang_are_its_blocks(conductor: Running, name: str) -> None
     conductor.until_row("/query", QUERY, {"GPU": 4, "CPU": 0})
 
 
-# ---- blocks told by depth
+# ---- blocks located by depth
 
 
 def test_blocks_with_tokens_and_depth_alone_count(conductor: Running) -> None:
-    """Before the block they follow has come, and after; with no parent none contradicts."""
+    """Blocks may come before or after the one they follow; with no parent, none conflicts."""
     engine = conductor.engine()
     conductor.register(engine.endpoint("pub"))
     tell(engine, 0, seq_hashes=HASHES[2:], token_ids=PROMPT[8:], base_block_idx=2)
@@ -82,7 +82,7 @@ def test_a_depth_that_contradicts_the_parent_is_counted(conductor: Running) -> N
 
 
 def test_blocks_of_an_engine_by_depth_are_no_beginning(conductor: Running) -> None:
-    """Its hash follows no standard, and nobody says what lies before: nothing is found of it."""
+    """An engine's own hashes do not tell what precedes a block, so its blocks are not found."""
     engine = conductor.engine()
     conductor.register(engine.endpoint("pub"))
     tell(engine, 0, seq_hashes=[7, 8], token_ids=PROMPT[:8], base_block_idx=3)
@@ -95,7 +95,7 @@ def test_blocks_of_an_engine_by_depth_are_no_beginning(conductor: Running) -> No
 
 
 def test_a_master_begins_with_1(conductor: Running) -> None:
-    """It has no replay, and nothing is missing: there is no message 0."""
+    """A master has no message 0, so nothing is missing before 1; it has no replay either."""
     pool = conductor.engine()
     conductor.register(pool.endpoint("pub"), type="Mooncake")
     tell(pool, 1, seq_hashes=HASHES[:1])
@@ -108,7 +108,7 @@ def test_a_master_begins_with_1(conductor: Running) -> None:
 
 @pytest.mark.parametrize(("kind", "first"), [("Mooncake", 2), ("vLLM", 1)])
 def test_who_joins_late_has_missed_something(conductor: Running, kind: str, first: int) -> None:
-    """Engines begin with 0."""
+    """Engines begin with 0, stores with 1."""
     publisher = conductor.engine()
     conductor.register(publisher.endpoint("pub"), type=kind)
     tell(publisher, first, seq_hashes=HASHES[:1])
@@ -130,17 +130,17 @@ def test_a_master_that_is_started_again_begins_with_1(conductor: Running) -> Non
     assert (shown["restarts"], shown["gaps"]) == (1, 0)
 
 
-# ---- hashes that nobody explains
+# ---- hashes without known tokens
 
-WAITING = 1_048_576  # of a model, tenant and block size
+WAITING = 1_048_576  # per model, tenant and block size
 
 
 def test_more_hashes_than_can_wait_are_refused(conductor: Running) -> None:
-    """What came first stays, the beginnings of prompts; the stream says what it lacks."""
+    """Earlier hashes stay, the beginnings of prompts; the stream says which batch it lacks."""
     pool = conductor.engine()
     conductor.register(pool.endpoint("pub"), type="Mooncake")
     tell(pool, 1, seq_hashes=HASHES)
-    conductor.until_row("/query", QUERY, matched(16))  # which tells the tokens of its blocks
+    conductor.until_row("/query", QUERY, matched(16))  # makes the tokens of its blocks known
     part = 99_000
     messages = -(-WAITING // part)
     for seq in range(2, 2 + messages):

@@ -1,7 +1,7 @@
-"""A publisher's stream over real sockets: lost, late, begun anew, taken away.
+"""A publisher's stream over real sockets: with losses, joined late, restarted, unregistered.
 
-The rules are the indexer's (tests/component/net, tests/unit/wire), here as a router sees them: in
-rows, and in `/services`.
+The rules are the indexer's (tests/component/net, tests/unit/wire); here they are tested as a router
+sees them, in rows and in `/services`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ QUERY: Json = {"model": "m", "block_size": 4, "token_ids": PROMPT}
 
 
 def tell(engine: Engine, seq: int, *blocks: int, event_id: int | None = None, **how: Any) -> None:
-    """Has the engine say, as its message `seq`, that it has stored these blocks of the prompt."""
+    """Publishes, as message `seq`, that the engine has stored these blocks of the prompt."""
     event = {
         "event_id": seq if event_id is None else event_id,
         "event_type": "stored",
@@ -42,7 +42,7 @@ def matched(tokens: int) -> Json:
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_publisher_that_restarts_begins_with_nothing(conductor: Running, first: int) -> None:
-    """At the same address, its messages and events numbered anew; some publishers begin with 1."""
+    """At the same address, with messages and events numbered anew, from 0 or from 1."""
     engine = conductor.engine()
     conductor.register(engine.endpoint("pub"))
     for seq, blocks in enumerate(((0, 1), (2,), (3,)), first):
@@ -74,7 +74,7 @@ def test_a_gap_is_replayed(conductor: Running) -> None:
 
 
 def test_a_gap_that_nobody_replays_is_shown(conductor: Running) -> None:
-    """What is known stays: removals may have been lost, but no block is where it never was."""
+    """Known blocks stay: removals may be lost, but every block was cached at some time."""
     engine = conductor.engine()
     conductor.register(engine.endpoint("pub"))
     tell(engine, 0, 0, 1)
@@ -114,7 +114,7 @@ def test_a_publisher_that_is_not_up_yet_is_pending(conductor: Running) -> None:
 
 
 def test_publishers_come_and_go_while_messages_flow(conductor: Running) -> None:
-    """What has left has left: neither what is under way nor what comes later brings it back."""
+    """No message under way, and none that comes later, brings an unregistered publisher back."""
     engine = conductor.engine()
     endpoint = engine.endpoint("pub")
     flowing, numbers = threading.Event(), count()
@@ -141,7 +141,7 @@ def test_publishers_come_and_go_while_messages_flow(conductor: Running) -> None:
 
 
 def test_a_relay_that_repeats_low_numbers_has_not_begun_anew(conductor: Running) -> None:
-    """What has been heard under a number, word for word, is a duplicate first."""
+    """An event that repeats both number and content counts as a duplicate, not as a restart."""
     engine = conductor.engine()
     conductor.register(engine.endpoint("pub"))
     for seq in range(20):
@@ -158,7 +158,7 @@ def test_a_relay_that_repeats_low_numbers_has_not_begun_anew(conductor: Running)
 
 
 def test_blocks_that_no_question_finds_are_shown(conductor: Running) -> None:
-    """A publisher with another adapter, salt or way to hash is heard, and never of use."""
+    """A publisher whose adapter, salt or hashes differ is heard, but no query matches it."""
     for salt in ("w8a8", ""):
         engine = conductor.engine()
         conductor.register(engine.endpoint("pub"), additionalsalt=salt)
@@ -184,7 +184,7 @@ def test_blocks_that_no_question_finds_are_shown(conductor: Running) -> None:
 def test_a_publisher_of_others_events_is_told_of(
     conductor: Running, member: str, reason: str
 ) -> None:
-    """In `/services`, and by one line of the log."""
+    """`/services` warns of it, and so does one line of the log."""
     engine = conductor.engine()
     instance = f"misregistered-{member}"
     conductor.register(engine.endpoint("pub"), instance_id=instance)
@@ -208,7 +208,7 @@ def test_a_publisher_of_others_events_is_told_of(
 
 
 def test_a_publisher_of_other_block_sizes_is_told_of(conductor: Running) -> None:
-    """An engine that begins with a clear and is registered with another block size."""
+    """The engine begins with a clear, and is registered with another block size."""
     engine = conductor.engine()
     conductor.register(engine.endpoint("pub"), instance_id="misregistered-size")
     engine.publish({"seq": 0, "batch": [0.5, [["AllBlocksCleared"]]]})
@@ -222,7 +222,7 @@ def test_a_publisher_of_other_block_sizes_is_told_of(conductor: Running) -> None
 
 
 def test_listings_are_json(conductor: Running) -> None:
-    """What is only shown again comes back as it was given."""
+    """Members that kvd does not use itself come back as they were given."""
     profile = {"name": "vllm_v1", "numbers": [1, 2.5, None, True]}
     conductor.register("tcp://127.0.0.1:1", hash_profile=profile, cache_group=None)
     (shown,) = conductor.services()
@@ -243,7 +243,7 @@ LONG_QUERY: Json = {"model": "m", "block_size": 4, "token_ids": LONG}
 
 
 def long_event(first: int, end: int, standard: bool) -> Json:
-    """Returns what says that blocks of LONG are stored."""
+    """Returns an event that stores blocks of LONG."""
     names, tokens = list(range(first + 1, end + 1)), LONG[first * 4 : end * 4]
     parent = first or None
     if standard:
@@ -282,7 +282,7 @@ def test_longer_json_is_refused_and_said(conductor: Running) -> None:
     conductor.until_row("/query", QUERY, matched(8))
 
 
-# ---- publishers of no use
+# ---- publishers without effect
 
 
 @pytest.mark.parametrize(
@@ -306,7 +306,7 @@ def test_a_publisher_without_effect_is_not_exact(conductor: Running, event: Any,
     engine.publish({"seq": 1, "batch": [0.5, [usual]]})
     shown = conductor.until_shown(engine.endpoint("pub"), stream="exact")
     assert "loss" not in shown
-    # Another process speaks, of which the same can be said.
+    # A new process at the same address is judged anew.
     engine.unbind()
     engine.bind()
     engine.publish({"seq": 0, "batch": [1.5, [first]]})

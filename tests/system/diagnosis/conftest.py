@@ -1,4 +1,4 @@
-"""Daemons to be diagnosed, one for all tests of a module."""
+"""A daemon to be diagnosed, shared by all tests of a module."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.patients import Patient, running_patient
 from tests.support.ports import find_free_port
 from tests.support.processes import Server
 
-STALE_S = 0.3  # until a silent engine is said to be so
+STALE_S = 0.3  # until a silent engine counts as stale
 FLAGS = (
     f"--engine-stale-s={STALE_S}",
     "--engine-connect-timeout-s=0.5",
@@ -24,7 +24,7 @@ FLAGS = (
 def daemon(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[tuple[Server, dict[str, str]]]:
-    """A daemon with the module's FLAGS, if it has some."""
+    """A daemon with the module's FLAGS, if it has some; else with those above."""
     flags = getattr(request.module, "FLAGS", FLAGS)
     replicas = f"--replica-sync-port={find_free_port()}"
     folder = tmp_path_factory.mktemp("kvd")
@@ -34,7 +34,7 @@ def daemon(
 
 @pytest.fixture
 def patient(daemon: tuple[Server, dict[str, str]]) -> Iterator[Patient]:
-    """The daemon without engines."""
+    """The module's daemon, without engines; those of the test are unregistered after it."""
     with ExitStack() as opened:
         made = Patient(*daemon, opened)
         yield made

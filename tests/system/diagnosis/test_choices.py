@@ -1,4 +1,4 @@
-"""Faults behind the index: its room, who is chosen, bookings that do not end, replicas."""
+"""Faults beyond engines: a full index, lopsided choices, bookings that do not end, replicas."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_BLOCKS = 8
 QUEUE = 10
 
 
-FLAGS = (  # little room, and no patience
+FLAGS = (  # little room and short deadlines
     f"--index-max-blocks={MAX_BLOCKS}",
     f"--engine-queue-messages={QUEUE}",
     "--request-expiry-s=1",
@@ -49,7 +49,7 @@ def test_events_come_faster_than_they_fit(patient: Patient) -> None:
 
 
 def book(patient: Patient, number: int, **members: object) -> str:
-    """Books a prompt, and returns its reservation."""
+    """Books a prompt, and returns the id of its reservation."""
     body = {"model_name": "m", "token_ids": prompt(number), **members}
     return str(patient.post("selection", "/select_and_reserve", body)["reservation_id"])
 

@@ -1,4 +1,4 @@
-"""Faults at the address of an engine: nobody there, somebody else, or nothing to hear."""
+"""Faults at the address of an engine: nobody listens, something else does, or nothing is sent."""
 
 from __future__ import annotations
 

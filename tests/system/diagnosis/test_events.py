@@ -1,4 +1,4 @@
-"""Faults in what engines tell: other blocks, no tokens, gaps that nobody fills."""
+"""Faults in the events of engines: blocks of another size, no tokens, gaps that nobody fills."""
 
 from __future__ import annotations
 

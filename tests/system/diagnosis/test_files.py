@@ -16,6 +16,6 @@ def test_the_state_directory_has_gone(tmp_path: Path) -> None:
         patient = Patient(server, urls, opened)
         assert patient.findings() == []
         shutil.rmtree(kept)
-        patient.worker(1, None)  # which is to be kept
+        patient.worker(1, None)  # kvd tries to keep it in the directory
         found = patient.finds("files_not_written", "state directory")
         assert "failed in " in found["evidence"]

@@ -1,4 +1,4 @@
-"""Healthy fleets of many shapes, in one daemon: nothing is found, whoever looks."""
+"""Healthy fleets of many shapes, in one daemon: no face and no command finds a fault."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def mixed(patient: Patient) -> None:
 
 
 def played(name: str) -> Callable[[Patient], None]:
-    """Returns a fleet that sends what a real engine has sent, and is asked what that was."""
+    """Returns a fleet that sends a real engine's messages, and is asked the recorded questions."""
 
     def fleet(patient: Patient) -> None:
         recording = load(name)

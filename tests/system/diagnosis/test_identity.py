@@ -1,4 +1,4 @@
-"""Faults in names: what is asked for is registered otherwise, or not whole."""
+"""Faults in names: models, tenants and ranks that are asked for but registered differently."""
 
 from __future__ import annotations
 

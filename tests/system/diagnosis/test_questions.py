@@ -1,4 +1,4 @@
-"""Faults in questions: salts, adapters and tokens of one side, and names of the server."""
+"""Faults in questions: salts, adapters and tokens that only one side has, wrong server names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from examples.engine.caches import BLOCK_SIZE
 from kvd.index.partitions import UNMATCHED_QUESTIONS
 from tests.support.patients import Patient, Rank, prompt
 
-SALT = {"extra_keys": [["salt"], None]}  # as vLLM tells of one, with a prompt's first block
+SALT = {"extra_keys": [["salt"], None]}  # vLLM's form, with a prompt's first block
 BOS = 128_000
 PROMPTS = 25
 
