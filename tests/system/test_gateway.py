@@ -51,7 +51,7 @@ async def test_what_is_expected_to_be_cached_is_cached(kvd_process: Start) -> No
             await wait_heard(client, running)
         assert len(places) == 1
         metrics = await client.metrics()
-        assert metrics["kvd_http_requests_app_total"] == 0  # scrapes do not load Quart
+        assert metrics["kvd_http_requests_app_total"] == 0  # a scrape does not load Quart
         matched = metrics["kvd_gateway_matched_tokens_total"]
         assert 0 < matched < metrics["kvd_gateway_prompt_tokens_total"]
         for name in ("reported_matched_tokens", "reported_cached_tokens"):
@@ -63,7 +63,7 @@ async def test_a_prompt_under_way_counts_as_cached(kvd_process: Start) -> None:
     three = (EngineOptions(), EngineOptions(), EngineOptions())
     async with serving(kvd_process, *three) as (client, running), trio.open_nursery() as nursery:
         for each in running:
-            each.server.options.faults.append(Fault.SILENCE)  # nothing is computed, nor told
+            each.server.options.faults.append(Fault.SILENCE)  # computes and publishes nothing
         nursery.start_soon(client.chat, f"{PROMPT} first")
         await until(lambda: sum(each.server.requests for each in running) == 1)
         (busy,) = (each for each in running if each.server.requests)
@@ -84,7 +84,7 @@ async def test_a_next_turn_needs_no_tokenizer(kvd_process: Start) -> None:
             sources.append(answered.headers["x-kvd-tokens"])
             places.add(answered.headers["x-kvd-endpoint"])
             if turn:
-                # All but the last turn, which was not there when its tokens were asked for.
+                # The last turn does not count: it came after the tokens were asked for.
                 details = answered.json["usage"]["prompt_tokens_details"]
                 matched = int(answered.headers["x-kvd-matched-tokens"])
                 assert 0 < matched <= details["cached_tokens"]
@@ -106,7 +106,7 @@ async def test_a_fault_before_the_answer_costs_the_client_nothing(
         for each in running:
             each.server.options.faults.append(fault)
         running[1].server.options.faults.clear()
-        for _ in range(4):  # one of them meets the fault
+        for _ in range(4):  # one request meets the fault
             answered = await client.chat(PROMPT, stream=stream)
             assert (answered.status, answered.clean) == (200, True)
         assert sum(each.server.requests for each in running) in (4, 5)
@@ -129,7 +129,7 @@ async def test_a_stream_that_breaks_off_is_seen_cut(kvd_process: Start, fault: F
         answered = await client.chat(PROMPT, stream=True)
         assert answered.status == 200
         assert not answered.clean
-        # Half an event that was ended would be taken for a whole one: it is cut where it is.
+        # If the gateway ended half an event, clients would take it for a whole one: it is just cut.
         told = b'"code": "upstream_failed"' in answered.body.rpartition(b"\n\ndata: ")[2]
         assert told == (fault is Fault.AFTER_EVENT)
         await wait_serving(client, 1)
@@ -149,7 +149,7 @@ async def test_a_stream_may_end_with_its_connection(
     kvd_process: Start, path: str, body: dict[str, Any]
 ) -> None:
     async with serving(kvd_process, EngineOptions(chunks=False)) as (client, _):
-        for _ in range(3):  # and its engine serves on
+        for _ in range(3):  # its engine goes on serving
             said = {"model": "demo", "max_tokens": 4, "stream": True, **body}
             answered = await client.post(path, said)
             assert (answered.status, answered.clean) == (200, True)
@@ -179,7 +179,7 @@ async def test_all_refuse(kvd_process: Start) -> None:
 
 @pytest.mark.parametrize("engines", [1, 2, 3])
 async def test_all_refuse_in_their_first_event(kvd_process: Start, engines: int) -> None:
-    """The client is told in the status, as one who wants no stream is."""
+    """The client gets the error as a status, as if it had not asked for a stream."""
     options = [EngineOptions(faults=deque([Fault.ERROR_EVENT])) for _ in range(engines)]
     async with serving(kvd_process, *options) as (client, running):
         answered = await client.chat(PROMPT, stream=True)
@@ -220,7 +220,7 @@ async def test_a_client_that_leaves_aborts_its_request(
 async def test_an_engine_that_ends_is_left_and_taken_again(kvd_process: Start) -> None:
     async with serving(kvd_process, EngineOptions(), EngineOptions()) as (client, running):
         running[0].end()
-        for number in range(6):  # of prompts whose tokens are asked for, of each engine in turn
+        for number in range(6):  # tokens are asked of each engine in turn
             answered = await client.chat(f"{number} {PROMPT}")
             assert answered.status == 200
             assert answered.headers["x-kvd-endpoint"] == running[1].url
@@ -232,7 +232,7 @@ async def test_an_engine_that_ends_is_left_and_taken_again(kvd_process: Start) -
 async def test_nobody_left(kvd_process: Start) -> None:
     async with serving(kvd_process, EngineOptions()) as (client, running):
         running[0].end()
-        # The first one asks for its tokens, and so finds that the engine has gone.
+        # The first request asks for its tokens, and so finds that the engine has gone.
         for _ in range(2):
             answered = await client.chat(PROMPT)
             assert answered.status == 503
@@ -260,7 +260,7 @@ async def test_what_the_gateway_refuses(kvd_process: Start) -> None:
 
 
 async def test_extreme_numbers_are_the_engines_to_judge(kvd_process: Start) -> None:
-    """Whatever a client says, its connection is answered and the next request served."""
+    """Whatever numbers a client sends, it is answered, and the next request is served."""
     async with serving(kvd_process, EngineOptions()) as (client, _):
         for more in (
             b'"prompt":[[4294967296]]',

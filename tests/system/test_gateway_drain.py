@@ -1,4 +1,4 @@
-"""SIGTERM at a gateway: who waits for nothing leaves at once, who is answered when that ends."""
+"""SIGTERM at a gateway: idle connections end at once, others after their answers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ASKED = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
 
 
 async def idle_connection(port: int) -> trio.SocketStream:
-    """Returns a connection that has been answered once, and is kept."""
+    """Returns a connection that has been answered once and stays open."""
     stream = await trio.open_tcp_stream("127.0.0.1", port)
     await stream.send_all(ASKED)
     received = b""

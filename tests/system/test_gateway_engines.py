@@ -1,4 +1,4 @@
-"""Which engines are behind a gateway: from names, files and calls; whether they are believed."""
+"""The engines behind a gateway: from names, files and calls; whether their events are believed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def test_engines_come_and_go_by_calls(kvd_process: Start) -> None:
     async with serving(kvd_process, EngineOptions(), EngineOptions(step_s=0.01)) as (client, found):
         one, other = found
         taken = await client.http.delete(f"/upstreams/{(await rows(client))[one.url]['worker_id']}")
-        assert taken.status_code == 404  # the settings want it, and no call
+        assert taken.status_code == 404  # it comes from the settings, not a call
         async with engines(EngineOptions()) as (third,):
             added = await client.post("/upstreams", {"url": third.url})
             assert added.status == 201
@@ -68,7 +68,7 @@ async def test_an_engine_that_leaves_ends_what_it_answers(
                 if not said:
                     path = f"/upstreams/{added.json['worker_id']}"
                     assert (await client.http.delete(path)).status_code == 200
-                    assert (await client.chat(PROMPT)).status == 404  # nobody has the model
+                    assert (await client.chat(PROMPT)).status == 404  # no engine has the model
                 said += piece
         assert said.endswith(b"data: [DONE]\n\n")
 
@@ -131,7 +131,7 @@ async def test_a_name_that_means_nothing_is_shown(kvd_process: Start) -> None:
 
 
 async def canary(start: Start, *options: EngineOptions) -> dict[str, object]:
-    """Returns what /status says of the first of some engines, once it has been proven."""
+    """Returns the first engine's row of /status, once its canary has an outcome."""
     async with serving(start, *options, flags=("--gateway-canary", "true")) as (client, found):
         proven = found[0]
         with trio.fail_after(60):
@@ -159,7 +159,7 @@ async def test_an_engine_without_events_is_told_what_to_add(kvd_process: Start, 
 
 
 async def test_events_of_another_engine_are_not_believed(kvd_process: Start) -> None:
-    """Both publish at addresses that are each other's."""
+    """Each engine announces the address at which the other one publishes."""
     async with engines(EngineOptions(), EngineOptions()) as found:
         one, other = (each.server for each in found)
         one.announced, other.announced = other.announced, one.announced
@@ -179,7 +179,7 @@ async def test_an_engine_that_serves_another_model_now(kvd_process: Start) -> No
         running[0].server.options.model = "other"
         for number in range(4):
             assert (await client.chat(f"{number}")).status == 200
-        assert running[0].server.requests > 0  # it was asked, and what it serves then
+        assert running[0].server.requests > 0  # it refused one, so its models were asked for anew
         with trio.fail_after(NOT_MY_FAULT_S):
             while (await client.chat("x", model="other")).status != 200:  # noqa: ASYNC110 - another process
                 await trio.sleep(0.02)
@@ -188,7 +188,7 @@ async def test_an_engine_that_serves_another_model_now(kvd_process: Start) -> No
 
 
 async def test_a_name_that_two_models_have(kvd_process: Start) -> None:
-    """As while a name is moved from one model to the next: nobody is lost with either."""
+    """While a name moves from one model to the next, engines of both serve it."""
     old, new = (EngineOptions(model=name, aliases=("best",)) for name in ("old", "new"))
     async with serving(kvd_process, old, new) as (client, running):
         for left in running:

@@ -1,7 +1,7 @@
-"""The fault matrix: how many requests of a row fail, exactly: none that has brought no byte.
+"""The fault matrix: exactly how many requests fail. None fails whose client has no byte yet.
 
-Each request of a row meets its fault once, at whichever engine is asked first. What engines do
-while they are killed, stopped or made anew is in test_gateway_faults.
+Each request of a row meets its fault once, at the engine that is asked first. Engines that are
+killed, stopped or started again are in test_gateway_faults.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ BROKEN = 'kvd_gateway_relayed_requests_total{outcome="broken"}'
 
 
 class Row(NamedTuple):
-    """A fault, and what comes of each request that meets it."""
+    """A fault, and the outcome of each request that meets it."""
 
     fault: Fault
     stream: bool
     outcome: str
-    asked: int  # engines
+    asked: int  # engines per request
 
     @property
     def name(self) -> str:
@@ -50,14 +50,14 @@ class Row(NamedTuple):
 
 
 ROWS = (
-    # Nothing has reached the client.
+    # Nothing has reached the client, so another engine answers.
     Row(Fault.CLOSE, ANSWER, "whole", 2),
     Row(Fault.CLOSE, STREAM, "whole", 2),
     Row(Fault.HALF_CLOSED, ANSWER, "whole", 2),
     Row(Fault.HALF_CLOSED, STREAM, "whole", 2),
     Row(Fault.AFTER_HEAD, ANSWER, "whole", 2),
     Row(Fault.AFTER_HEAD, STREAM, "whole", 2),
-    Row(Fault.AFTER_EVENT, ANSWER, "whole", 2),  # half of a body that is held until it is whole
+    Row(Fault.AFTER_EVENT, ANSWER, "whole", 2),  # the gateway holds a body until it is whole
     Row(Fault.GARBAGE, ANSWER, "whole", 2),
     Row(Fault.GARBAGE, STREAM, "whole", 2),
     Row(Fault.LONG_HEAD, ANSWER, "whole", 2),
@@ -67,14 +67,14 @@ ROWS = (
     Row(Fault.REFUSE_429, STREAM, "whole", 2),
     Row(Fault.REFUSE_503, ANSWER, "whole", 2),
     Row(Fault.REFUSE_503, STREAM, "whole", 2),
-    # All of it has come.
+    # The whole answer has come.
     Row(Fault.BYTES, ANSWER, "whole", 1),
     Row(Fault.BYTES, STREAM, "whole", 1),
     Row(Fault.AFTER_DONE, STREAM, "whole", 1),
-    # The client has been sent a part.
+    # The client has received a part.
     Row(Fault.AFTER_EVENT, STREAM, "cut", 1),
     Row(Fault.IN_EVENT, STREAM, "cut", 1),
-    # The prompt may have done it.
+    # The prompt may be the cause, so no other engine is asked.
     Row(Fault.REFUSE_500, ANSWER, "500", 1),
     Row(Fault.REFUSE_500, STREAM, "500", 1),
 )
@@ -84,7 +84,7 @@ UNDER_WAY = (Fault.AFTER_HEAD, Fault.AFTER_EVENT, Fault.IN_EVENT, Fault.AFTER_DO
 
 
 async def ask(client: Client, number: int, *, stream: bool) -> str:
-    """Asks what nobody has asked yet, with its token ids; returns what came of it."""
+    """Sends a new prompt, as token ids; returns the outcome."""
     ids = [number * 100 + at for at in range(64)]
     body = {"model": "demo", "prompt": ids, "max_tokens": 4, "stream": stream}
     return outcome(await client.post("/v1/completions", body), stream=stream)
@@ -109,7 +109,7 @@ async def test_requests_that_meet_a_fault_behind_tls(
     ids=lambda row: row.name,
 )
 async def test_streams_that_end_with_their_connection(kvd_process: Start, row: Row) -> None:
-    """That an engine has died is told from that it has said all by its last event."""
+    """By the last event of a stream, the gateway tells a whole answer from an engine's death."""
     await meet(kvd_process, row, chunks=False)
 
 
@@ -130,7 +130,7 @@ async def meet(
             faults.append(row.fault)
             met[await ask(client, number, stream=row.stream)] += 1
             assert not faults
-            await wait_serving(client, 2)  # who failed is asked again how it is
+            await wait_serving(client, 2)  # the engine that failed is probed
         assert met == {row.outcome: REQUESTS}
         assert sum(each.server.requests for each in running) == REQUESTS * row.asked
         broken = (await client.metrics()).get(BROKEN, 0)
@@ -138,7 +138,7 @@ async def meet(
 
 
 async def test_requests_that_meet_silence(kvd_process: Start) -> None:
-    """Each has had its time and may be under work: none is sent to another engine."""
+    """The silent engine may still work on a request, so none is sent to another one."""
     faults = deque([Fault.SILENCE] * REQUESTS)
     both = EngineOptions(faults=faults), EngineOptions(faults=faults)
     flags = ("--gateway-silence-s", "1")
@@ -157,7 +157,7 @@ async def test_requests_that_meet_silence(kvd_process: Start) -> None:
 
 
 async def test_requests_of_engines_that_come_and_go(kvd_process: Start) -> None:
-    """As addresses of a name do: what is under way ends there, what is new goes elsewhere."""
+    """Like addresses of a name. Running requests end at their engine, new ones go elsewhere."""
     three = [EngineOptions(step_s=0.002) for _ in range(3)]
     async with engines(*three) as running, gateway_of(kvd_process, [running[0].url]) as client:
         met: Counter[str] = Counter()

@@ -1,6 +1,6 @@
-"""Engines that die, hang and come back under traffic: how many requests fail, exactly.
+"""Engines that die, hang and come back under traffic: exactly how many requests fail.
 
-A request of which no byte has reached its client never fails because one engine did.
+While no byte has reached its client, a request never fails because one engine did.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ENGINES = 4
 
 @asynccontextmanager
 async def fleet(start: Start, folder: Path) -> AsyncIterator[tuple[Client, list[EngineProcess]]]:
-    """Yields a client of a gateway in front of engines that are processes."""
+    """Yields a client of a gateway, and the engines behind it, which are processes."""
     engines = [EngineProcess(folder) for _ in range(ENGINES)]
     try:
         async with gateway_of(start, [each.url for each in engines]) as client:
@@ -57,7 +57,7 @@ async def fleet(start: Start, folder: Path) -> AsyncIterator[tuple[Client, list[
 async def test_an_engine_is_killed_under_load(
     kvd_process: Start, tmp_path: Path, comes_back: bool
 ) -> None:
-    """Streams that had begun are cut, and seen cut; all others are answered elsewhere."""
+    """Streams that have begun are visibly cut; all other requests are answered elsewhere."""
     async with fleet(kvd_process, tmp_path) as (client, engines):
         load = Load(client)
         async with trio.open_nursery() as nursery:
@@ -82,7 +82,7 @@ async def test_an_engine_is_killed_under_load(
 async def test_an_engine_is_killed_with_some_answers_begun(
     kvd_process: Start, tmp_path: Path
 ) -> None:
-    """Its streams are cut, to the last one; what has no byte yet is answered elsewhere."""
+    """All of its streams are cut; requests without any byte yet are answered elsewhere."""
     victim, other = EngineProcess(tmp_path, "--step-us", "1000000000"), EngineProcess(tmp_path)
     try:
         async with gateway_of(kvd_process, [victim.url]) as client:
@@ -120,7 +120,7 @@ async def test_an_engine_is_killed_with_some_answers_begun(
 
 
 async def test_all_engines_end_and_come_back_one_by_one(kvd_process: Start, tmp_path: Path) -> None:
-    """A rolling restart: what has no byte yet waits for nobody and fails nowhere."""
+    """In a rolling restart no request without any byte yet waits or fails."""
     async with fleet(kvd_process, tmp_path) as (client, engines):
         load = Load(client)
         async with trio.open_nursery() as nursery:
@@ -139,7 +139,7 @@ async def test_all_engines_end_and_come_back_one_by_one(kvd_process: Start, tmp_
 async def test_a_stopped_engine_holds_up_its_own_requests_only(
     kvd_process: Start, tmp_path: Path
 ) -> None:
-    """SIGSTOP: the kernel still takes connections and requests, and nobody answers."""
+    """After SIGSTOP the kernel still takes connections and requests, but nothing answers them."""
     engines = [EngineProcess(tmp_path) for _ in range(2)]
     try:
         flags = ("--gateway-silence-s", "1")
@@ -173,7 +173,7 @@ async def test_a_stopped_engine_holds_up_its_own_requests_only(
 async def test_engines_that_close_idle_connections_at_once(
     kvd_process: Start, idle_ms: int
 ) -> None:
-    """A kept connection closes under a request now and then; nobody notices."""
+    """Now and then a kept connection closes as a request is sent; no client notices."""
     async with serving(kvd_process, EngineOptions(idle_s=idle_ms / 1000)) as (client, _):
         for number in range(36):
             answered = await client.chat(PROMPT, stream=bool(number % 2))
@@ -193,11 +193,11 @@ async def test_a_refusal_of_all_says_when_to_come_again(
         answered = await client.chat(PROMPT)
         assert answered.status == 503
         assert answered.headers["retry-after"] == (retry_after or "1")
-        assert sum(each.server.requests for each in running) == 2  # the next one, once
+        assert sum(each.server.requests for each in running) == 2  # one more engine, once
 
 
 async def test_a_client_that_has_said_all_may_close_its_half(kvd_process: Start) -> None:
-    """As `nc -N` does; a client that has gone looks the same until something is sent to it."""
+    """As `nc -N` does. A client that has gone looks the same until something is sent to it."""
     async with serving(kvd_process, EngineOptions()) as (client, _):
         body = b'{"model":"demo","max_tokens":3,"messages":[{"role":"user","content":"hello"}]}'
         stream = await trio.open_tcp_stream("127.0.0.1", client.http.base_url.port or 0)
@@ -208,7 +208,7 @@ async def test_a_client_that_has_said_all_may_close_its_half(kvd_process: Start)
             received = b""
             while piece := await stream.receive_some(65536):
                 received += piece
-        # nobody reads on a closed half: either it was answered, or given up without a word
+        # kvd cannot tell the two cases apart: it answers, or gives the request up
         assert received == b"" or received.startswith(b"HTTP/1.1 200 ")
         assert (await client.chat(PROMPT)).status == 200
 
@@ -257,7 +257,7 @@ class SlowlyRead:
 async def test_a_stream_of_a_client_that_reads_slowly_is_whole(
     kvd_process: Start, certificate: Path, stream: bool, behind_tls: bool
 ) -> None:
-    """Much more than the buffers hold: the engine waits."""
+    """The answer is much longer than the buffers, so the engine waits for the client."""
     tokens, tls = 20_000, tls_of(certificate) if behind_tls else None
     flags = trusting(certificate)
     async with serving(kvd_process, EngineOptions(), flags=flags, tls=tls) as (client, running):
@@ -277,7 +277,7 @@ async def test_a_stream_of_a_client_that_reads_slowly_is_whole(
 async def test_a_broken_stream_is_no_whole_one_to_http_1_0(
     kvd_process: Start, fault: Fault | None
 ) -> None:
-    """Nothing but the connection delimits it there: its end is a reset."""
+    """In HTTP/1.0 only the connection's end delimits a stream, so a broken one ends in a reset."""
     async with serving(kvd_process, EngineOptions(step_s=0.01)) as (client, [engine]):
         if fault is not None:
             engine.server.options.faults.append(fault)

@@ -1,4 +1,4 @@
-"""`kvd gateway` in front of prefill and decode engines: who computes a prompt; what faults cost."""
+"""`kvd gateway` in front of prefill and decode engines: which prefills, and what faults cost."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ FALLEN_BACK = {200: {"fallback": 1}, 502: {}}
 
 
 def fresh(*options: EngineOptions) -> list[EngineOptions]:
-    """Returns options whose faults are their own."""
+    """Returns copies of options, whose faults are their own."""
     return [EngineOptions(kind=each.kind, mode=each.mode) for each in options]
 
 
 def counts(running: list[Running]) -> list[tuple[int, int, int]]:
-    """Returns of each engine its requests, prompts handed over, and prompts taken over."""
+    """Returns each engine's numbers of requests, prompts handed over, and prompts taken over."""
     servers = (each.server for each in running)
     return [(one.requests, one.prefilled, one.taken_over) for one in servers]
 
@@ -71,20 +71,20 @@ async def ways(client: Client) -> dict[str, float]:
 
 
 def used(answered: Answered) -> tuple[int, int]:
-    """Returns the tokens of a prompt and those of it that were cached, as the engine says."""
+    """Returns the tokens of a prompt, and how many of them the engine had cached."""
     told = answered.json["usage"]
     return told["prompt_tokens"], told["prompt_tokens_details"]["cached_tokens"]
 
 
 class KeptRequests:
-    """What the gateway's selection service has booked, on an address of its own."""
+    """Asks the gateway's selection service, on an address of its own, what it has booked."""
 
     def __init__(self) -> None:
         self.port = find_free_port()
         self.flags = (*ANY, "--selection-bind", f"127.0.0.1:{self.port}")
 
     async def __call__(self) -> list[tuple[int, int]]:
-        """Returns the tokens being prefilled and the blocks in use, of each rank that has any."""
+        """Returns tokens under prefill and blocks in use, of each rank that has any."""
         async with httpx.AsyncClient(trust_env=False, verify=False) as http:
             fleets = (await http.get(f"http://127.0.0.1:{self.port}/loads")).json()
         rows = [row for fleet in fleets for row in fleet["loads"]]
@@ -148,7 +148,7 @@ async def test_prompts_of_each_api_are_handed_over(
 async def test_pools_behind_tls(
     kvd_process: Start, certificate: Path, options: tuple[EngineOptions, ...]
 ) -> None:
-    """Both engines of a request; what a prefill engine that has gone costs is told by its cause."""
+    """Both engines of a request are behind TLS; a lost prefill engine is counted by its cause."""
     flags = (*ANY, *trusting(certificate))
     one_of_each = fresh(options[0], options[-1])
     prefills = int(options is VLLM)
@@ -184,7 +184,7 @@ async def test_what_the_prefill_engine_caches_is_expected_and_reported(kvd_proce
         assert matched > 0
         for name in ("reported_matched_tokens", "reported_cached_tokens"):
             assert metrics[f"kvd_gateway_{name}_total"] == matched
-        # All of the prompts but what was cached, and the last token of each where it is answered.
+        # The prompts without their cached parts, and each one's last token where it is answered.
         computed = metrics["kvd_gateway_prompt_tokens_total"] - matched + 4
         assert sum(each.server.computed for each in running) == computed
 
@@ -275,7 +275,7 @@ async def test_without_a_prefill_engine_prompts_are_computed_where_they_are_answ
 
 
 async def test_a_500_of_the_prefill_is_passed_on(kvd_process: Start) -> None:
-    """What breaks one engine must not meet the next one."""
+    """A prompt that breaks one engine must not be sent to the next."""
     booked = KeptRequests()
     async with serving(kvd_process, *fresh(*VLLM), flags=booked.flags, prefills=1) as (
         client,
@@ -289,7 +289,7 @@ async def test_a_500_of_the_prefill_is_passed_on(kvd_process: Start) -> None:
 
 
 async def meet(client: Client, one: Running, fault: Fault, *, stream: bool = False) -> int:
-    """Sends requests until one has met a fault; returns their number: none of them fails."""
+    """Sends requests until one has met a fault; returns their number. None of them may fail."""
     faults = one.server.options.faults
     # A connection that was kept and closes is no fault of the engine's: it is asked once more.
     given = 2 if fault is Fault.CLOSE else 1
@@ -313,7 +313,7 @@ async def test_a_decode_that_fails_begins_with_the_prefill_again(
         asked = await meet(client, running[1], fault)
         prefill, *decodes = counts(running)
         assert prefill == (asked + 1, asked + 1, 0)
-        # One that breaks off has had the prompt; one that does not has left it.
+        # An engine that breaks off has taken the prompt over; one that refuses has left it.
         left = 0 if fault is Fault.AFTER_HEAD else 1
         assert sum(one[2] for one in decodes) == asked + 1 - left
         assert len(running[0].server.leases) == left
@@ -324,7 +324,7 @@ async def test_a_decode_that_fails_begins_with_the_prefill_again(
 async def test_what_cannot_be_taken_over_is_computed_by_the_same_engine(
     kvd_process: Start, breaks: bool
 ) -> None:
-    """A prompt that breaks the engine which answers must not meet the next one."""
+    """A prompt that breaks the engine that answers must not be sent to the next."""
     booked = KeptRequests()
     three = fresh(*VLLM, VLLM[0])
     async with serving(kvd_process, *three, flags=booked.flags, prefills=1) as (client, running):
@@ -340,7 +340,7 @@ async def test_what_cannot_be_taken_over_is_computed_by_the_same_engine(
 
 
 async def leave(client: Client, entered: Callable[[], bool]) -> None:
-    """Sends a request, and leaves once it is where it should be."""
+    """Sends a request, and leaves once `entered` is true."""
     stream = await trio.open_tcp_stream("127.0.0.1", client.http.base_url.port)
     async with stream:
         head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n"
@@ -394,7 +394,7 @@ async def test_a_pair_of_sglang_is_tried_anew(
     async with serving(kvd_process, *fresh(*SGLANG)) as (client, running):
         asked = await meet(client, running[0 if side == "prefill" else 2], fault, stream=stream)
         seen = counts(running)
-        # One that breaks off has had the prompt, or handed it over.
+        # An engine that breaks off has taken the prompt over, or handed it over.
         broke = fault is Fault.AFTER_HEAD
         assert sum(one[2] for one in seen) == asked + (broke and side == "decode")
         assert sum(one[0] for one in seen[2:]) >= asked + (not broke or side == "decode")
@@ -403,7 +403,7 @@ async def test_a_pair_of_sglang_is_tried_anew(
 
 @pytest.mark.parametrize("dies", [0, 2])
 async def test_an_engine_of_a_pair_dies_at_work(kvd_process: Start, dies: int) -> None:
-    """The other one answers with an error for want of it: that is not for the client."""
+    """The other engine of the pair then answers with an error, which no client may see."""
     booked = KeptRequests()
     options = fresh(*SGLANG)
     for each in options[:2]:
@@ -446,7 +446,7 @@ async def killable(
 async def test_engines_of_a_pool_are_killed_under_load(
     kvd_process: Start, tmp_path: Path, kind: str, side: str
 ) -> None:
-    """Only a stream that had begun is cut, where the engine that answers is killed."""
+    """Only streams that have begun are cut, and only if the engine that answers is killed."""
     async with killable(kvd_process, tmp_path, kind) as (client, engines):
         load = Load(client)
         async with trio.open_nursery() as nursery:

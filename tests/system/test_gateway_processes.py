@@ -1,4 +1,4 @@
-"""`kvd gateway --processes`, and `--kvd`: whoever is killed, no client loses more than it must."""
+"""`kvd gateway` with `--processes` or `--kvd`: a killed process costs clients very little."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Fleet:
     failures: list[str] = field(default_factory=list)
 
     def pid(self, name: str, restarts: int = 0) -> int:
-        """Returns the number of a process that has been started so many times before."""
+        """Returns the id of a process after this many restarts."""
         started = {(name, int(n)): int(pid) for name, pid, n in STARTED.findall(self.server.stderr)}
         return started[name, restarts]
 
@@ -55,7 +55,7 @@ class Fleet:
         return {(name, restarts) for name, _, restarts in STARTED.findall(self.server.stderr)}
 
     async def ask(self, headers: dict[str, str] | None = None) -> httpx.Response:
-        """Asks on a connection of its own, which any of the processes may get."""
+        """Sends a request on a connection of its own, which any of the processes may accept."""
         async with self.client() as client:
             return await client.post(CHAT, json=BODY, headers=headers)
 
@@ -79,7 +79,7 @@ class Fleet:
 async def fleet(
     start: Start, *flags: str, count: int = 2, tls: ssl.SSLContext | None = None
 ) -> AsyncIterator[Fleet]:
-    """Yields gateways in front of two engines; these flags say what else they are told."""
+    """Yields gateway processes with these further flags, in front of `count` engines."""
     async with engines(*(EngineOptions() for _ in range(count)), tls=tls) as running:
         named = [part for each in running for part in ("--upstream", each.url)]
         patient = ["--gateway-tokenize-s", str(NOT_MY_FAULT_S)]
@@ -91,7 +91,7 @@ async def fleet(
 async def test_all_processes_answer_as_one(kvd_process: Start) -> None:
     async with fleet(kvd_process, "--processes", "2") as gateways:
         shown = set()
-        for _ in range(40):  # 2^-39 that all meet one process
+        for _ in range(40):  # all meet one process with probability 2^-39
             async with gateways.client() as client:
                 status = (await client.get("/status")).json()
                 shown.add(status["process"])
@@ -115,7 +115,7 @@ async def test_all_processes_answer_as_one(kvd_process: Start) -> None:
 async def test_each_process_reaches_engines_behind_tls(
     kvd_process: Start, certificate: Path
 ) -> None:
-    """So does one that was started again."""
+    """So does a process that was started again."""
     flags = "--processes", "2", *trusting(certificate)
     async with fleet(kvd_process, *flags, tls=tls_of(certificate)) as gateways:
         for restarts in (0, 1):
@@ -132,7 +132,7 @@ async def test_each_process_reaches_engines_behind_tls(
 
 @asynccontextmanager
 async def traffic(gateways: Fleet) -> AsyncIterator[list[int]]:
-    """Has clients ask all the time, each request on a connection of its own; yields statuses."""
+    """Runs clients that send requests all the time, each on a new connection; yields statuses."""
     statuses: list[int] = []
     stop = trio.Event()
 
@@ -161,7 +161,7 @@ async def test_a_killed_process_is_replaced_and_costs_the_others_nothing(
             os.kill(gateways.pid("gateway-0"), signal.SIGKILL)
             await until(lambda: ("gateway-0", "1") in gateways.started())
         assert set(statuses) == {200}
-        # Connections that the killed process had accepted have died with it: at most one a client.
+        # Connections die with the process that has accepted them: at most one per client.
         assert len(gateways.failures) <= CLIENTS
         await gateways.until_metric('kvd_process_restarts_total{process="gateway-0"}', 1)
         assert (await gateways.metrics())['kvd_process_up{process="gateway-0"}'] == 1
@@ -222,12 +222,12 @@ async def test_who_ends_the_parent_ends_all(kvd_process: Start) -> None:
         await trio.to_thread.run_sync(gateways.server.stop, signal.SIGKILL)
         await until(lambda: not any(Path(f"/proc/{pid}/fd").exists() for pid in pids))
         (folder,) = set(re.findall(r"unix:(\S+)/gateway-\d\.sock", gateways.server.stderr))
-        shutil.rmtree(folder)  # which nobody could remove
+        shutil.rmtree(folder)  # the killed parent could not remove it
 
 
 @pytest.mark.parametrize("face", ["--gateway-bind", "--indexer-bind"])
 def test_an_address_in_use_ends_all_with_one_line(face: str) -> None:
-    """Also where a stranger is ready to share it, as the processes do with each other."""
+    """Also if another program would share the port, as kvd's own processes do."""
     with socket.create_server(("127.0.0.1", 0), reuse_port=True) as taken:
         bind = f"127.0.0.1:{taken.getsockname()[1]}"
         binds = {"--gateway-bind": "127.0.0.1:0"} | {face: bind}
@@ -252,7 +252,7 @@ async def test_tokens_hold_between_the_processes(kvd_process: Start, tmp_path: P
 
 
 async def test_sighup_has_all_processes_reload(kvd_process: Start, tmp_path: Path) -> None:
-    """Tokens of the file change; those that the processes have for each other stay."""
+    """Tokens of the file change; the tokens that the processes use among themselves stay."""
     tokens = tmp_path / "tokens"
     tokens.write_text("old read 0123456789abcdef\n")
     tokens.chmod(0o600)

@@ -79,7 +79,7 @@ async def test_refusals_are_in_the_form_of_the_api(kvd_process: Start) -> None:
         assert running[0].server.requests == 0
         answered = await send(client, "GET", CHAT)
         assert answered.headers["allow"] == "POST"
-        assert answered.headers["x-request-id"]  # one that the gateway made
+        assert answered.headers["x-request-id"]  # made by the gateway
         assert (await send(client, "HEAD", "/")).status == 404
         assert (await send(client, "HEAD", "/v1/models")).body == b""
         told = await client.post("/v1/responses", {"model": "demo", "input": "hi"})
@@ -94,7 +94,7 @@ async def test_refusals_are_in_the_form_of_the_api(kvd_process: Start) -> None:
 
 @pytest.fixture
 def keys(tmp_path: Path) -> tuple[str, ...]:
-    """Flags of a gateway that has keys of its own, and the engines' key."""
+    """Flags of a gateway that has its own clients' keys, and the engines' key."""
     (tmp_path / "tokens").write_text(f"chat generate {KEY}\nwatcher read {WATCHER}\n")
     (tmp_path / "engine-key").write_text(ENGINE_KEY)
     files = (f"--tokens-file={tmp_path}/tokens", f"--upstream-key-file={tmp_path}/engine-key")
@@ -176,7 +176,7 @@ async def test_the_model_of_a_form(kvd_process: Start) -> None:
                 assert answered.json == {"text": f"{len(body)} bytes"}
                 assert answered.headers["x-kvd-endpoint"] == running[at].url
                 assert answered.headers["x-kvd-decision"] == "load"
-        answered = await send(client, "POST", path, files=sound)  # there are two models
+        answered = await send(client, "POST", path, files=sound)  # names neither of two models
         assert (answered.status, answered.headers["x-kvd-error"]) == (404, "model_not_found")
 
 
@@ -194,7 +194,7 @@ async def test_models_of_a_name_with_slashes(kvd_process: Start) -> None:
 
 
 async def test_chats_without_tokens_are_followed_by_their_text(kvd_process: Start) -> None:
-    """`documents` change the tokens in a way that only the engine knows."""
+    """Only the engine knows how `documents` change the tokens."""
     three = (EngineOptions(), EngineOptions(), EngineOptions())
     async with serving(kvd_process, *three) as (client, _):
         for number in range(6):

@@ -1,7 +1,7 @@
-"""Engines behind TLS: whom the gateway believes, what it shows them, and that answers are the same.
+"""Engines behind TLS: certificates of both sides, and that answers are the same as without TLS.
 
-The faults of the matrix (test_gateway_fault_matrix) are met behind TLS as well, and so are clients
-and engines that leave (test_gateway, test_gateway_engines).
+test_gateway_fault_matrix has faults behind TLS, and test_gateway and test_gateway_engines have
+clients and engines that leave.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LONG = " ".join(f"w{number}" for number in range(100))
 
 @pytest.fixture(scope="module")
 def clients(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the certificate of a client, and the authority that has signed it."""
+    """A folder with two clients' certificates, and the authority that has signed one of them."""
     folder = tmp_path_factory.mktemp("clients")
     make_client_certificates(folder, "gateway", "stranger")
     return folder
@@ -79,7 +79,7 @@ async def test_answers_are_those_of_an_engine_without_tls(
 async def test_an_engine_that_comes_back_serves_again(
     kvd_process: Start, certificate: Path
 ) -> None:
-    """Nobody hears of it: the next engine answers what the first one does not."""
+    """No client notices: while one engine is away, the other answers."""
     both, tls = (EngineOptions(), EngineOptions()), tls_of(certificate)
     flags = trusting(certificate)
     async with serving(kvd_process, *both, flags=flags, tls=tls) as (client, running):
