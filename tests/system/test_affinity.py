@@ -1,6 +1,6 @@
-"""Sessions of selection services as processes: bound over HTTP, and told to each other.
+"""Sessions of selection services as processes: bound over HTTP, and shared with replicas.
 
-With a live Dynamo, that both understand each other where a test is marked `peer`.
+The test marked `peer` checks that kvd and a live Dynamo share sessions with each other.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def test_without_the_option_sessions_are_passed_over(tmp_path: Path) -> None:
 
 
 def check_both_follow(one: Client, two: Client, wait: Callable[..., None]) -> None:
-    """What either binds or lets go is followed on the other; `wait` waits for a condition."""
+    """Fails unless each follows the sessions that the other binds; `wait` awaits a condition."""
     for number, (mine, theirs) in enumerate(((one, two), (two, one))):
         session = f"session {number}"
         body = prompt(number, session_id=session, selection_id=f"id {number}")
@@ -112,7 +112,7 @@ def sync(port: int, other: int) -> list[str]:
 
 
 def meet(one: Client, two: Client, wait: Callable[..., None]) -> None:
-    """Returns once each hears the other: what comes before that is lost."""
+    """Returns once each receives the other's events; earlier events are lost."""
     for number, (mine, theirs) in enumerate(((one, two), (two, one))):
         tries = iter(range(10_000))
 

@@ -1,4 +1,4 @@
-"""Options of Dynamo's router: other names of what kvd has, and warnings of what it has not."""
+"""Options of Dynamo's router: further names of kvd's own options, and warnings about the rest."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_the_credit_of_the_device_decays_with_the_load(
         booked = {"worker_id": 1, "dp_rank": 0, "sequence_hashes": [], "isl_tokens": 28}
         booked |= {"selection_id": "c", "effective_prefill_tokens": 28}
         client.post("/reservations", json=booked).raise_for_status()
-        # kvd answers the first by itself, the second by its handler: both weigh alike.
+        # The fast path answers the first request, the handler the second: both weigh alike.
         for members in ({}, {"explain": True}):
             selected = client.post("/select", json={"token_ids": prompt, **members}).json()
             assert selected["worker_id"] == chosen

@@ -59,7 +59,7 @@ def decisions(service: Service, mode: str = "kv") -> dict[tuple[str, str], float
 
 
 def cache(service: Service, worker_id: int, blocks: int, tier: int = 0) -> None:
-    """Lets a worker cache so many blocks of PROMPT."""
+    """Lets a worker cache this many blocks of PROMPT."""
     (row,) = (each for each in service.candidates().pool.candidates if each.worker_id == worker_id)
     assert row.worker is not None
     names, parent = sequence_hashes(PROMPT[:blocks]), None
@@ -222,7 +222,7 @@ async def test_both_phases_are_one_request_and_two_choices() -> None:
     assert choices == {"whole": 0, "prefill": 1, "decode": 2}
     assert found['kvd_selection_best_overlap_blocks_total{phase="prefill"}'] == 2
     assert found["dynamo_component_router_requests_total"] == 2
-    assert found["dynamo_component_router_kv_hit_rate_count"] == 1  # decoding is not about caches
+    assert found["dynamo_component_router_kv_hit_rate_count"] == 1  # decode choices have none
     assert found["kvd_selection_fallbacks_total"] == 0
 
 
@@ -283,7 +283,7 @@ def test_a_running_kvd_counts_both_ways(kvd_process: Callable[..., Server]) -> N
             "kv_events_endpoint": "tcp://127.0.0.1:1",
         }
         assert client.post("/workers", json=worker).status_code == 201
-        for more in ({}, {"explain": True}):  # the lane answers the first one
+        for more in ({}, {"explain": True}):  # the fast path answers the first one
             assert client.post("/select", json=prompt | more).status_code == 200
         found = parse(client.get("/metrics").text)
     labels = 'mode="kv",phase="whole",outcome="served"'

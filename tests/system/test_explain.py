@@ -1,4 +1,4 @@
-"""POST /explain of a running daemon, and `kvd explain`: who would be chosen, and why."""
+"""POST /explain of a running daemon, and `kvd explain`: which worker is chosen, and why."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.processes import Server
 Capture = pytest.CaptureFixture[str]
 Json = dict[str, Any]
 
-SALT = {"extra_keys": [["salt"], None]}  # as vLLM tells of one, with a prompt's first block
+SALT = {"extra_keys": [["salt"], None]}  # vLLM's form, with a prompt's first block
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def binds(opened: Patient) -> list[str]:
 
 
 def ranks(patient: Patient, *worker_ids: int) -> list[Rank]:
-    """Returns engines that are registered as workers of the selection service, and heard."""
+    """Returns engines that are workers of the selection service and have a subscriber."""
     made = []
     for worker_id in worker_ids:
         engine = patient.engine()
@@ -74,7 +74,7 @@ def candidates(found: Json) -> dict[str, Json]:
 
 
 def wait_blocks(patient: Patient, tokens: list[int], worker: str, blocks: int, **body: Any) -> Json:
-    """Waits until a worker caches so many blocks of a prompt; returns what is explained."""
+    """Waits until a worker caches this many blocks of a prompt; returns the explanation."""
     last: list[Json] = []
 
     def check() -> str | None:
@@ -117,7 +117,7 @@ def test_a_choice_is_explained_as_it_is_made(patient: Patient) -> None:
 
 
 def test_each_phase_is_explained(patient: Patient) -> None:
-    """Under any policy decoding goes where the fewest blocks are in use."""
+    """Under any policy, decode goes to a rank with the fewest blocks in use."""
     for worker_id, role in enumerate(("prefill", "decode", "decode"), 1):
         patient.worker(worker_id, None, role=role)
     asked, tokens = {"model_name": "m", "token_ids": prompt(11, 3)}, prompt(12, 3)
@@ -136,7 +136,7 @@ def test_each_phase_is_explained(patient: Patient) -> None:
 
 
 def a_question(chance: Random) -> Json:
-    """Returns a prompt like those of others, and whatever else a choice may depend on."""
+    """Returns a random question: a prompt like others, and members on which a choice depends."""
     found: Json = {"token_ids": prompt(13, 3)[: chance.randrange(3 * BLOCK_SIZE)]}
     found["token_ids"] += [chance.randrange(3) for _ in range(chance.randrange(40))]
     drawn = {
@@ -164,13 +164,13 @@ def test_whatever_is_asked_is_explained_as_it_is_chosen(patient: Patient) -> Non
     for number in range(scaled(24)):
         asked = a_question(chance)
         answer = patient.clients["selection"].post("/explain", json=asked)
-        select = patient.clients["selection"].post("/select", json=asked)  # it may take a turn
+        select = patient.clients["selection"].post("/select", json=asked)  # it may use up a turn
         assert answer.status_code == 200, (asked, answer.text)
         choices = answer.json()["choices"]
         for each in choices:
             for row in each["candidates"]:
                 assert sum(term["cost"] for term in row["terms"]) * row["preference"] == row["cost"]
-        rows = {row["worker_id"]: row for row in choices[-1]["candidates"]}  # of who decodes
+        rows = {row["worker_id"]: row for row in choices[-1]["candidates"]}  # of decode
         if select.status_code == 200:
             chance_of = rows[str(select.json()["worker_id"])]["chance"]
             assert chance_of > 0, asked
@@ -269,7 +269,7 @@ def test_a_live_request_is_explained_by_its_id(patient: Patient) -> None:
     }
     rows = candidates(found)
     assert rows["1"]["blocks"] == 3 and rows["2"]["blocks"] == 0
-    assert rows["1"]["ended"]["why"] == "unknown"  # what comes behind is in no index
+    assert rows["1"]["ended"]["why"] == "unknown"  # no index knows its next block
     assert rows["2"]["ended"]["why"] == "never_stored"
     for face in FACES:
         asked_by_page = patient.clients[face].get("/explain", params={"request_id": "r-1"})
@@ -412,7 +412,7 @@ def test_the_command_says_what_is_wrong(
 async def test_a_gateway_says_what_is_wrong(
     kvd_process: Callable[..., Server], capsys: Capture
 ) -> None:
-    """Its errors have the form of OpenAI's."""
+    """The command reads the gateway's errors, which have the form of OpenAI's."""
     away = f"http://127.0.0.1:{find_free_port()}"
     async with gateway_of(kvd_process, [away], count=0) as client:
         off = [f"--{face}-bind=off" for face in FACES]

@@ -1,6 +1,6 @@
 """The indexer face over HTTP: what it refuses and how, and that refusing changes nothing.
 
-The scenarios of tests/conformance say what it does; they leave open which 4xx a fault is.
+The scenarios of tests/conformance check what it does; they leave open the 4xx of each fault.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def kvd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def client(kvd: Server) -> Iterator[Client]:
-    """A client of a kvd where ranks 10 and 9 of instance 1 are registered and active."""
+    """A client of a kvd in which ranks 10 and 9 of instance 1 are registered and active."""
     with (
         Client(kvd.base_url) as made,
         zmq.Context() as context,
@@ -56,14 +56,14 @@ def client(kvd: Server) -> Iterator[Client]:
 
 @pytest.fixture(autouse=True)
 def unchanged(client: Client) -> Iterator[None]:
-    """Nothing that a test does leaves a trace."""
+    """Fails a test that leaves instances or blocks changed."""
     before = _state(client)
     yield
     assert _state(client) == before
 
 
 def _state(client: Client) -> tuple[Any, Any]:
-    """Instances and blocks; listeners change by themselves, as do counts of questions."""
+    """Returns instances and blocks, without members that change by themselves."""
     own = {"listeners", "questions", "matched"}
     rows = client.get("/workers").json()
     return [{name: row[name] for name in row.keys() - own} for row in rows], client.get(
@@ -193,7 +193,7 @@ def test_a_dump_lists_models_and_tenants_whose_names_look_alike(client: Client) 
 
 
 def _check_dump_lists(client: Client, *tenants: tuple[str, str]) -> None:
-    """Registers an instance for further models and tenants, for as long as it looks."""
+    """Registers an instance for further models and tenants while it reads a dump."""
     instance = {"instance_id": 5, "endpoint": SOMEWHERE, "block_size": 8}
     for model_name, tenant_id in tenants:
         names = {"model_name": model_name, "routing_group": tenant_id}

@@ -18,7 +18,7 @@ from tests.support.http_client import Client
 from tests.support.processes import Server
 from tests.support.running import running_kvd
 
-LONGEST = MAX_REQUEST_ID_BYTES - len(PREFILL_SUFFIX)  # of a reservation of both phases
+LONGEST = MAX_REQUEST_ID_BYTES - len(PREFILL_SUFFIX)  # id of a reservation of both phases
 PROMPT = {"block_hashes": [1, 2], "sequence_hashes": [3, 4], "isl_tokens": 8}
 
 
@@ -117,7 +117,7 @@ def test_the_policy_by_default_by_model_by_tenant_and_by_request(client: Client)
         (row,) = select(client, "policy", **override, **members)["candidates"]
         return [row[f"{name}_cost"] for name in ("uncached", "product", "prefill", "decode")]
 
-    # Without anything cached there are 8 tokens, or 2 blocks, to compute.
+    # Nothing is cached, so 8 tokens, or 2 blocks, are to be computed.
     assert terms() == [8, 0, 0, 0]
     assert terms(override={"router_temperature": 0.5}) == [8, 0, 0, 0]
     assert terms(router_policy="lmetric") == [0, 8, 0, 0]
@@ -153,7 +153,7 @@ def test_a_row_by_numbers(client: Client) -> None:
     changed = post({"policy": "kvd", "weights": {"uncached": 3, "saturation": 7}}).json()
     assert changed["router_policy"] == "kvd,uncached=3,saturation=7"
     assert changed["weights"]["uncached"] == 3 and changed["weights"]["saturation"] == 7
-    # On the row that holds, by its name, and by a tenant.
+    # Changes to the row in use, by the policy's name, and for a tenant.
     assert post({"weights": {"saturation": None}}).json()["router_policy"] == "kvd,uncached=3"
     assert post("kvd,uncached=2").json()["router_policy"] == "kvd,uncached=2"
     own = post({"weights": {"product": 1}}, tenant_id="default").json()
@@ -249,7 +249,7 @@ def test_preferred_taints(client: Client) -> None:
     assert chosen({"preferred_taints": ["b"]}) == {3}
     assert chosen({"preferred_taints": {"a": -1, "b": -1}}) == {1}
     assert chosen({"preferred_taints": {"b": 1}, "required_taints": ["a"]}) == {2}
-    # Ties are drawn: one of three is missed in 100 draws in one run of 10^17.
+    # Ties are drawn at random: 100 draws miss one of three in one run of 10^17.
     assert chosen({"preferred_taints": {}}, 100) == {1, 2, 3}
 
 
@@ -330,7 +330,7 @@ def test_as_many_workers_as_were_asked_for_are_waited_for(tmp_path: Path) -> Non
         assert readiness(client)[:2] == (503, ["0 of 2 initial workers are schedulable"])
         register(client, 1, "one")
         assert readiness(client)[:2] == (503, ["1 of 2 initial workers are schedulable"])
-        assert select(client, "one")["worker_id"] == 1  # who asks is answered
+        assert select(client, "one")["worker_id"] == 1  # still serves requests
         register(client, 2, "two")
         assert readiness(client) == (200, [], "off")
         client.delete("/workers/2")

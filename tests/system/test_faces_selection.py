@@ -1,6 +1,6 @@
 """The selection service over HTTP: what it refuses and how, ids, overrides, listings, fuzz.
 
-The scenarios of tests/conformance say how it chooses and accounts.
+The scenarios of tests/conformance check how it chooses and accounts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.support.selection_bodies import (
 )
 
 ROUTES = pytest.mark.parametrize("path", POSTS)
-RULES = [rule for rule in CHECKS if rule not in (NO_JSON, UNFIT)]  # which differ here
+RULES = [rule for rule in CHECKS if rule not in (NO_JSON, UNFIT)]  # they differ here
 FUZZED = 2500
 
 
@@ -80,7 +80,7 @@ def rebook(client: Client) -> None:
 
 @pytest.fixture(autouse=True)
 def unchanged(client: Client, kvd: Server) -> Iterator[None]:
-    """Nothing that a test does leaves a trace."""
+    """Fails a test that leaves workers or loads changed, or logs a traceback."""
     before = state(client)
     yield
     assert state(client) == before
@@ -88,10 +88,10 @@ def unchanged(client: Client, kvd: Server) -> Iterator[None]:
 
 
 def state(client: Client) -> tuple[Any, Any]:
-    """Workers and loads; a model stays listed, so those without workers are left out.
+    """Returns workers and loads, without models that have no workers: these stay listed.
 
-    So are listeners, because what connecting has met changes by itself, and speeds, which are
-    learned from what was booked.
+    Leaves out listeners, whose connections change by themselves, and speeds, which are learned
+    from bookings.
     """
     loads = [row for row in client.get("/loads").json() if row["loads"]]
     workers = client.get("/workers").json()
@@ -130,7 +130,7 @@ def test_a_member_that_does_not_fit_is_422_and_named(path: str, refusals: Refusa
     for member, values in SELECTION.unfit[path].items():
         bodies = {f"{member}: {v[:60]}": refusals.with_member(path, member, v) for v in values}
         for error in refusals.refused(path, bodies, 422):
-            assert len(error) < 200  # and does not repeat 5,000 digits
+            assert len(error) < 200  # it does not repeat 5,000 digits
 
 
 @pytest.mark.parametrize("path", ["/select", "/select_and_reserve", "/overlap_scores"])
@@ -306,7 +306,7 @@ def test_a_retry_finds_the_id_that_was_made(client: Client) -> None:
 
 
 def test_a_client_that_leaves_as_it_is_served_keeps_nothing(tmp_path: Path) -> None:
-    """Its end and that of what it waits for come at once; either is seen first, now and then."""
+    """The client leaves as its selection is served; kvd may notice either one first."""
     record = REGISTERED | {"data_parallel_size": 1, "max_num_batched_tokens": 1}
     with (
         running_kvd(tmp_path, face="select-service") as server,
@@ -367,7 +367,7 @@ def test_ids_are_any_text_in_a_path(name: str, client: Client) -> None:
 
 
 def test_an_empty_id_can_be_booked(client: Client) -> None:
-    """It cannot stand in a path: it ends with its worker, or when it is too old."""
+    """An empty id does not fit into a path, so it ends with its worker, or expires."""
     worker = REGISTERED | {"worker_id": 2, "model_name": "other"}
     assert client.post("/workers", json=worker).status_code == 201
     booked = BOOKED | {"worker_id": 2, "model_name": "other", "reservation_id": ""}
@@ -513,7 +513,7 @@ def test_patches(client: Client) -> None:
     for status, body in ((422, "[]"), (422, '{"block_size": "x"}'), (400, "{")):
         answer = client.patch(f"/workers/{WORKER}", content=body, headers=JSON)
         assert answer.status_code == status
-    # A member cannot be unset by a patch; the whole record is put anew.
+    # A patch cannot unset a member; posting the whole record can.
     assert client.post("/workers", json=REGISTERED).json()["total_kv_blocks"] is None
 
 
@@ -578,7 +578,7 @@ PIECES += ['{"overlap_score_weight": 1e308}', "9007199254740992", "4294967295", 
 
 
 def fuzzed(rng: random.Random) -> tuple[str, str, bytes]:
-    """Returns a method, a path and a body, which hardly ever make sense."""
+    """Returns a random method, path and body, which rarely make sense together."""
     path = rng.choice([*POSTS, "/workers/1", "/workers/3", "/workers", f"/reservations/{LIVE}"])
     like = rng.choice([path, *POSTS]) if rng.random() < 0.2 else path
     fine = POSTS.get(like, (REGISTERED, 0))[0] | {"worker_id": rng.choice((1, 2, 3))}
@@ -604,7 +604,7 @@ def _joined(members: dict[str, str]) -> str:
 def test_nothing_is_answered_500(tmp_path: Path) -> None:
     rng = random.Random(5)
     statuses: dict[int, int] = {}
-    environ = {"DYN_ROUTER_QUEUE_THRESHOLD": "None"}  # held ones would take their time
+    environ = {"DYN_ROUTER_QUEUE_THRESHOLD": "None"}  # held selections would take long
     with (
         running_kvd(tmp_path, face="select-service", environ=environ) as server,
         closing(HTTPConnection("127.0.0.1", server.port)) as client,
@@ -619,7 +619,7 @@ def test_nothing_is_answered_500(tmp_path: Path) -> None:
 
         registered = json.dumps(REGISTERED).encode()
         for number in range(FUZZED):
-            if number % 50 == 0:  # so that there mostly is someone to select
+            if number % 50 == 0:  # so that there is mostly a worker to select
                 request("POST", "/workers", registered)
             method, path, body = fuzzed(rng)
             status = request(method, path, body)

@@ -1,6 +1,6 @@
 """The slot tracker over HTTP: what it refuses and how, retries, one request, listings, metrics.
 
-The scenarios of tests/conformance say how it accounts.
+The scenarios of tests/conformance check how it accounts.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def refusals(client: Client) -> Refusals:
 
 @pytest.fixture(autouse=True)
 def unchanged(client: Client, kvd: Server) -> Iterator[None]:
-    """Nothing that a test does leaves a trace."""
+    """Fails a test that leaves workers or requests changed, or logs a traceback."""
     before = state(client)
     yield
     assert state(client) == before
@@ -90,7 +90,7 @@ def step(client: Client, path: str, request_id: str, model: str = MODEL) -> int:
 
 @contextmanager
 def registered(client: Client, **members: Any) -> Iterator[None]:
-    """Has a further worker, which is unregistered in the end."""
+    """Registers a further worker for the block."""
     worker = REGISTERED | members
     assert client.post("/register", json=worker).status_code == 201
     yield
@@ -241,7 +241,7 @@ def test_head_says_what_get_would(path: str, client: Client) -> None:
     get, head = client.get(path), client.head(path)
     assert (get.status_code, head.status_code, head.content) == (200, 200, b"")
     assert head.headers.get("content-type") == get.headers.get("content-type")
-    if "live" not in path:  # its age grows by a digit
+    if "live" not in path:  # its age may gain a digit
         assert head.headers.get("content-length") == get.headers.get("content-length")
     if path == "/health":
         assert get.content == b"" and "content-type" not in get.headers
@@ -254,7 +254,7 @@ Send = Callable[[str, dict[str, Any], dict[str, str]], int]
 
 
 def status_of(kvd: Server, request: bytes) -> int:
-    """Returns the status of the answer to a request that is sent as it stands."""
+    """Sends the bytes of a request; returns the status of its answer."""
     with socket.create_connection(("127.0.0.1", kvd.port)) as sock, sock.makefile("rb") as answer:
         sock.sendall(request)
         return int(answer.readline().split(b" ", 2)[1])
@@ -262,7 +262,7 @@ def status_of(kvd: Server, request: bytes) -> int:
 
 @pytest.fixture(params=["lane", "chunked", "HTTP/1.0"])
 def send(request: pytest.FixtureRequest, client: Client, kvd: Server) -> Send:
-    """Posts a body on one of the ways there are to a handler, and returns the status."""
+    """A function that posts a body, by each of the ways to a handler, and returns the status."""
 
     def by_client(path: str, body: dict[str, Any], headers: dict[str, str]) -> int:
         data = json.dumps(body).encode()
@@ -293,7 +293,7 @@ def test_a_retry_with_its_key_has_one_effect(send: Send, header: str, client: Cl
         assert state(client) == once
     assert step(client, "/prefill_complete", "retried") == 200
     completed = state(client)
-    assert send("/add", ADD, key) == 200  # it comes late, and begins nothing anew
+    assert send("/add", ADD, key) == 200  # a late retry begins nothing anew
     assert state(client) == completed
     assert step(client, "/free", "retried") == 200
 
@@ -315,7 +315,7 @@ def test_whatever_is_not_that_retry_is_a_conflict(send: Send, client: Client) ->
     for headers in ({}, {"idempotency-key": "K"}, {"idempotency-key": ""}, {"x-key": "k"}):
         assert send("/add", ADD, headers) == 409
     assert state(client) == once
-    assert send("/add", ADD | {"request_id": "another"}, key) == 201  # keys belong to an id
+    assert send("/add", ADD | {"request_id": "another"}, key) == 201  # a key belongs to one id
     for name in ("another", "retried"):
         assert step(client, "/free", name) == 200
 
@@ -349,7 +349,7 @@ KEYS: dict[str, tuple[list[bytes], list[bytes]]] = {
 }
 
 
-@pytest.mark.parametrize("version", [b"HTTP/1.0", b"HTTP/1.1"])  # by either reader of heads
+@pytest.mark.parametrize("version", [b"HTTP/1.0", b"HTTP/1.1"])  # each has its own parser
 @pytest.mark.parametrize(("first", "again"), KEYS.values(), ids=KEYS)
 def test_spellings_of_one_key(
     first: list[bytes], again: list[bytes], version: bytes, kvd: Server, client: Client
@@ -494,7 +494,7 @@ async def test_workers_may_leave_while_they_are_listed() -> None:
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(ask)
-        for _ in range(2):  # after which it has begun
+        for _ in range(2):  # after these it has begun
             await trio.lowlevel.checkpoint()
         for worker_id in range(2000):
             await slots.unregister(key, worker_id)
@@ -506,7 +506,7 @@ async def test_workers_may_leave_while_they_are_listed() -> None:
 
 
 async def test_a_worker_that_comes_back_while_it_leaves_is_empty(nursery: trio.Nursery) -> None:
-    """Also if whoever has unregistered it goes away. Until then nothing is booked on it."""
+    """Also if the client that unregistered it leaves. Meanwhile nothing is booked on it."""
     slots = SlotTrackers(300)
     routes = {route.path: route.handler for route in slot_tracker.routes(slots, lambda: 0.0)}
 

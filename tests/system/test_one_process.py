@@ -33,7 +33,7 @@ FACES = ("indexer", "slot-tracker", "selection", "conductor")
 
 
 class Process:
-    """The clients of one kvd by face, and an engine that says the same over and over."""
+    """The clients of one kvd by face, and an engine that repeats one batch."""
 
     def __init__(self, clients: dict[str, Client], engine: zmq.Socket[bytes]) -> None:
         self._clients = clients
@@ -73,7 +73,7 @@ class Process:
             self.post(face, "/unregister", {"instance_id": "7"})
 
     def found(self, face: str) -> int:
-        """Returns how many of the prompt's tokens a face finds with the engine."""
+        """Returns how many of the prompt's tokens the engine caches, by a face."""
         if face == "indexer":
             body = {"model_name": "m", "token_ids": TOKENS}
             scores = self._clients[face].post("/query", json=body).json().get("scores", {})
@@ -86,7 +86,7 @@ class Process:
         return int(answer.json().get("overlap", {"gpu": 0})["gpu"])
 
     def answers(self) -> dict[str, Any]:
-        """What each face says of the prompt, in its own shape; the worker is known to all."""
+        """Returns each face's answer about the prompt, in its own shape; all know the worker."""
         tokens, model = {"token_ids": TOKENS}, {"model_name": "m"}
         sized = {"model": "m", "block_size": 4}
         by_tokens = self.post("indexer", "/query", model | tokens)
@@ -98,7 +98,7 @@ class Process:
         return {"indexer": by_tokens, "conductor": rows, "selection": chosen["overlap"]}
 
     def until(self, tokens: int, *faces: str) -> None:
-        """Waits until all of the faces find so much, the engine talking all the while."""
+        """Has the engine publish until all of the faces find this many tokens."""
         for _ in range(2000):
             self.tell()
             if all(self.found(face) == tokens for face in faces):
@@ -124,7 +124,7 @@ def serving(folder: Path) -> Iterator[Process]:
 
 
 def chosen(client: Client, **members: Any) -> str:
-    """Returns the policy that a selection is explained with."""
+    """Returns the policy that the explanation of a selection names."""
     body = {"model_name": "m", "token_ids": TOKENS, "explain": True, **members}
     answer = client.post("/select", json=body)
     assert answer.is_success, answer.text
@@ -178,11 +178,11 @@ ANSWERS = {
 
 @pytest.mark.parametrize("face", ["indexer", "conductor", "selection"])
 def test_whatever_face_listens_all_answer(process: Process, face: str) -> None:
-    """Equal prefixes everywhere, in each face's own figures."""
+    """All faces find the same prefix, each in its own figures."""
     process.register(face)
     process.until(12, face, "indexer", "conductor")
     if face != "selection":
-        process.register("selection")  # which chooses among its own workers only
+        process.register("selection")  # it chooses among its own workers only
     assert process.answers() == ANSWERS
     process.leave(face)
     if face == "selection":
@@ -192,7 +192,7 @@ def test_whatever_face_listens_all_answer(process: Process, face: str) -> None:
 def test_what_a_publisher_tells_is_found_on_all_faces(process: Process) -> None:
     process.register("conductor")
     process.until(12, "conductor", "indexer")
-    process.register("selection")  # which knows its own workers only
+    process.register("selection")  # it knows its own workers only
     assert process.found("selection") == 12
     process.leave("conductor")
     process.until(12, "selection", "indexer")

@@ -1,4 +1,4 @@
-"""Predictions beside real events: what bookings add to what engines tell, and when that ends."""
+"""Predictions beside real events: what bookings add to an engine's events, and when that ends."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ async def ready(options: RouterOptions = OPTIONS, **members: Any) -> Service:
 
 
 def gpu(service: Service, blocks: list[int]) -> int:
-    """Blocks that the worker caches which caches most."""
+    """Returns the most blocks of a prompt that any rank caches."""
     return max(depth(service, blocks))
 
 
 def depth(service: Service, blocks: list[int]) -> list[int]:
-    """Blocks that every rank caches."""
+    """Returns how many blocks of a prompt each rank caches."""
     rows = service.select(blocks, explain=True)["candidates"]
     return [row["device_blocks"] for row in rows]
 
@@ -45,7 +45,7 @@ def predicted(service: Service) -> int:
 async def test_what_is_booked_counts_as_cached_until_its_time_is_up() -> None:
     service = await ready()
     service.select([1, 2, 3])
-    assert predicted(service) == 0  # a selection is no booking
+    assert predicted(service) == 0  # a selection alone books nothing
     booked = service.select([1, 2, 3], reservation_id="r")
     service.selections.reservations.prefill_complete("r")
     again = service.select([1, 2, 3, 4])
@@ -97,7 +97,7 @@ async def test_a_rank_that_goes_takes_its_predictions_along() -> None:
     await service.selections.workers.delete(2)
     assert M not in service.state.partitions
     await service.selections.workers.put(worker(2))
-    service.reserve("u", (2, 0), [7])  # in an index of its own
+    service.reserve("u", (2, 0), [7])  # in a new index
     assert gpu(service, [7]) == 1
     service.check()
 
@@ -140,7 +140,7 @@ async def test_without_the_option_none_are_kept() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 async def test_a_prediction_never_hides_what_is_cached(seed: int) -> None:
-    """Beside an equal service without predictions no rank caches less, and none for ever more."""
+    """Compared with a service without predictions, no rank ever caches less, nor more for ever."""
     rng = Random(seed)
     with_, without = await ready(), await ready(RouterOptions())
 

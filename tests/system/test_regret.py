@@ -1,4 +1,4 @@
-"""Reports of what became of requests, over HTTP."""
+"""Reports of the outcomes of requests, over HTTP."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_reports_are_summed_by_rank_and_model(kvd_process: Callable[..., Server]
         assert client.post("/reservations/a/report", json=said).json() == {"status": "ok"}
         client.post("/reservations/a/prefill_complete")
         client.delete("/reservations/a")
-        again = reserve(client, "b", slo_ttft_ms=10)  # all of it is predicted to be cached
+        again = reserve(client, "b", slo_ttft_ms=10)  # predicted to be all cached
         assert again["worker_id"] == first["worker_id"]
         report = client.post(
             "/reservations/b/report", json={"prompt_tokens": 64, "cached_tokens": 0}

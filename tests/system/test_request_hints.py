@@ -44,7 +44,7 @@ def client(service: Client) -> Iterator[Client]:
     """The service with worker 1 alone, which is busy above 8 tokens."""
     put(service, 1)
     yield service
-    service.put("/workers", json={"workers": []}).raise_for_status()  # their requests go as well
+    service.put("/workers", json={"workers": []}).raise_for_status()  # with their requests
     for row in service.get("/loads").json():
         assert (row["loads"], row["pending_count"]) == ([], 0)
 
@@ -74,7 +74,7 @@ def waiting(client: Client, count: int) -> None:
 
 @pytest.mark.parametrize("hints", [{"latency_sensitivity": 1000.0}, {"priority": 1000}], ids=str)
 def test_a_request_that_says_that_it_is_urgent_goes_first(client: Client, hints: Json) -> None:
-    assert reserve(client, "first").status_code == 200  # now it is busy
+    assert reserve(client, "first").status_code == 200  # now the worker is busy
     with ThreadPoolExecutor() as pool:
         usual = pool.submit(reserve, client, "usual")
         waiting(client, 1)
@@ -187,7 +187,7 @@ def test_an_advisory_answer_says_who_prefills_too_much(tmp_path: Path) -> None:
         Client(server.base_url) as client,
     ):
         busy = []
-        for name in ("ab", "c"):  # worker 1 has room for 24 tokens; equal is not busy
+        for name in ("ab", "c"):  # worker 1 is busy above half of 24 tokens
             put(client, 1, max_num_batched_tokens=24)
             reserve(client, name, pinned_worker={"worker_id": 1, "dp_rank": 0})
             question = {"token_ids": TOKENS, "advisory": True}
@@ -195,7 +195,7 @@ def test_an_advisory_answer_says_who_prefills_too_much(tmp_path: Path) -> None:
             busy.append((load["active_prefill_tokens"], load["prefill_busy"]))
         assert busy == [(12, False), (24, True)]
         row = {"worker_id": 1, "block_size": 4, "endpoint": "http://w"}
-        client.post("/workers", json=row).raise_for_status()  # nobody says what it has room for
+        client.post("/workers", json=row).raise_for_status()  # its token capacity is unknown
         load = client.post("/select", json=question).json()["worker_load"]
         assert (load["prefill_token_capacity"], load["prefill_busy"]) == (None, False)
 
@@ -208,9 +208,9 @@ def test_an_answer_says_who_decodes_too_much(tmp_path: Path) -> None:
         Client(server.base_url) as client,
     ):
         put(client, 1, max_num_batched_tokens=1000, total_kv_blocks=32)
-        # A quarter of its blocks is not too much; a block that is begun counts.
+        # A quarter of its blocks is not too much; partial blocks count.
         for tokens, busy in ((32, False), (33, True)):
-            for members in ({}, {"advisory": True}):  # by kvd's short way, and by its handler
+            for members in ({}, {"advisory": True}):  # by the fast path, and by the handler
                 question = {"token_ids": [1] * tokens, **members}
                 answer = client.post("/select", json=question).json()
                 assert answer["decode_busy"] is busy
@@ -222,7 +222,7 @@ def test_an_answer_says_who_decodes_too_much(tmp_path: Path) -> None:
         answer = client.post("/select", json={"token_ids": [3] * 12}).json()
         assert (answer["potential_decode_blocks"], answer["decode_busy"]) == (9, True)
         row = {"worker_id": 1, "block_size": 4, "endpoint": "http://w"}
-        client.post("/workers", json=row).raise_for_status()  # nobody says how many it has
+        client.post("/workers", json=row).raise_for_status()  # its number of blocks is unknown
         assert "decode_busy" not in client.post("/select", json=question).json()
 
 
@@ -257,7 +257,7 @@ def test_a_prompt_that_waits_is_hashed_by_the_block_size_there_is(client: Client
     tokens = list(range(20))
     hashed = {"block_hashes": [1, 2], "sequence_hashes": [1, 2], "isl_tokens": 20}
     rehashed = count_rehashed(client)
-    assert reserve(client, "first").status_code == 200  # now it is busy
+    assert reserve(client, "first").status_code == 200  # now the worker is busy
     with ThreadPoolExecutor() as pool:
         callers = [pool.submit(reserve, client, "one", token_ids=tokens)]
         waiting(client, 1)
@@ -274,7 +274,7 @@ def test_a_prompt_that_waits_is_hashed_by_the_block_size_there_is(client: Client
             "error": "the block size of the workers changed while the request waited"
         }
         assert callers[0].result().json()["overlap"]["gpu"] == 0
-        waiting(client, 1)  # the first keeps the worker busy, and is cached there now
+        waiting(client, 1)  # the first keeps the worker busy, and counts as cached
         client.post("/reservations/one/prefill_complete").raise_for_status()
         answer = callers[1].result().json()
     assert (answer["block_size"], answer["overlap"]["gpu"]) == (8, 16)
@@ -289,7 +289,7 @@ def count_rehashed(client: Client) -> float:
 
 def test_tokens_for_eagle_engines_are_hashed_as_pairs(client: Client) -> None:
     tokens = list(range(1, 10))
-    # As Dynamo 1.6.1 hashes them.
+    # Dynamo 1.6.1 computes these hashes.
     locals_ = [1914873892905420881, 1929047464662796003]
     hashed = {"block_hashes": locals_, "sequence_hashes": sequence_hashes(locals_), "isl_tokens": 9}
     assert reserve(client, "a", token_ids=tokens, is_eagle=True).status_code == 200
@@ -301,9 +301,9 @@ def test_tokens_for_eagle_engines_are_hashed_as_pairs(client: Client) -> None:
 
     assert scores(token_ids=tokens, is_eagle=True) == (2, 2)
     assert scores(**hashed) == (2, 2)
-    assert scores(token_ids=tokens[:8], is_eagle=True) == (1, 1)  # the second lacks its last pair
+    assert scores(token_ids=tokens[:8], is_eagle=True) == (1, 1)  # the second block lacks a pair
     assert scores(token_ids=tokens) == scores(token_ids=tokens, is_eagle=False) == (2, 0)
-    # What is in use is shared with those that were hashed elsewhere.
+    # Blocks in use are shared with prompts that were hashed elsewhere.
     (row,) = client.post("/potential_loads", json=hashed).json()
     assert row["potential_decode_blocks"] == 2
     (row,) = client.post("/potential_loads", json={"token_ids": tokens}).json()

@@ -1,6 +1,6 @@
 """The selection service and its core beside a live Dynamo: the same fleets, bookings and prompts.
 
-KVD_LIVE_CASES sets how many prompts are asked for.
+KVD_LIVE_CASES sets the number of prompts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.support.processes import Server, clean_environment
 from tests.support.twins import Service, Setup, Twin
 
 CASES = int(os.environ.get("KVD_LIVE_CASES", "2100"))
-QUESTIONS = 60  # of a fleet
+QUESTIONS = 60  # per fleet
 DRAWS = 700
 LOGGED_COST = re.compile(r"Selected worker .*\blogit=(\S+)")
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -95,13 +95,16 @@ Start = Callable[[dict[str, str]], tuple[Server, Service, Service]]
 
 @pytest.fixture
 def services(tmp_path: Path, kvd_process: Callable[..., Server]) -> Iterator[Start]:
-    """A function that starts Dynamo and kvd with an environment; returns Dynamo and clients."""
+    """A function that starts Dynamo and kvd with this environment.
+
+    It returns Dynamo's process, and a connection to each of the two.
+    """
     servers: list[Server] = []
     with ExitStack() as stack:
 
         def start(environ: dict[str, str]) -> tuple[Server, Service, Service]:
             port = find_free_port()
-            # With more threads it loses blocks of engines that share tokens.
+            # With more threads Dynamo loses blocks of engines that share tokens.
             command = [os.environ["KVD_PEER_PYTHON"], "-m", "dynamo.select_service"]
             command += ["--threads", "1", "--port", str(port)]
             theirs = clean_environment(DYN_LOG="info", **environ)
@@ -140,7 +143,7 @@ def test_dynamo_chooses_the_same(name: str, services: Start) -> None:
         unique += twin.unique
     server.wait_until(lambda: len(logged_costs(server)) == len(costs), "done with its log")
     assert logged_costs(server) == costs
-    assert unique > asked / 3  # else little has been compared
+    assert unique > asked / 3  # ties compare little
 
 
 def logged_costs(server: Server) -> list[float]:

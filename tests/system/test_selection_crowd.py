@@ -14,17 +14,17 @@ from kvd.platform.descriptors import raise_limit, waiting_within
 from tests.support.http_client import Client
 from tests.support.processes import START_DEADLINE_S, Server
 
-# Ten thousand, or as many as kvd lets wait with the descriptors that there are.
+# Ten thousand, or as many as kvd lets wait with the available descriptors.
 CROWD = min(10_000, waiting_within(raise_limit()))
-LEAVING = CROWD // 10  # of them, before they are served
-DOOMED = CROWD // 5  # of them may go to one worker only, which vanishes
-PATIENCE_S = 600  # that a selection may wait: longer than the slowest machine needs for the crowd
-BATCH = CROWD * 2 // 5  # tokens: the two that stay have room for what is left, one token each
-RESERVED = 50  # reservations on each worker beside those that make it busy
+LEAVING = CROWD // 10  # clients that leave before they are served
+DOOMED = CROWD // 5  # clients that allow only one worker, which is removed
+PATIENCE_S = 600  # limit of a selection's wait: more than the slowest machine needs for the crowd
+BATCH = CROWD * 2 // 5  # tokens: the two workers that stay have room for the rest, one token each
+RESERVED = 50  # reservations on each worker, beside the one that makes it busy
 
 
 class Crowd:
-    """Clients that have asked and wait for their answers."""
+    """Clients that have sent a request and wait for the answer."""
 
     def __init__(self, server: Server) -> None:
         self._address = "127.0.0.1", server.port
@@ -70,7 +70,7 @@ class Service:
         return answer.json()
 
     def register(self, worker_id: int) -> None:
-        """A worker that is busy, with more than it can do at once."""
+        """Registers a worker and makes it busy, with more tokens than it can compute at once."""
         worker = {
             "worker_id": worker_id,
             "endpoint": f"http://worker-{worker_id}:8000",
@@ -142,7 +142,7 @@ def check_served(service: Service, served: dict[str, tuple[int, Any]]) -> None:
     assert {status for status, _ in served.values()} == {200}
     assert all(answer["reservation_id"] == name for name, (_, answer) in served.items())
     on = Counter(answer["worker_id"] for _, answer in served.values())
-    # One block that all of the crowd share, and that of the others; one token of each.
+    # All of the crowd share one block, and all others another one; each has one token.
     assert service.rows() == {
         1: (on[1] + RESERVED, 1 + (on[1] > 0), on[1] + RESERVED + 1),
         2: (on[2] + RESERVED, 1 + (on[2] > 0), on[2] + RESERVED),
@@ -151,7 +151,7 @@ def check_served(service: Service, served: dict[str, tuple[int, Any]]) -> None:
 
 
 def check_nothing_left(service: Service, before: tuple[Any, int]) -> None:
-    """Workers that go take all that runs along; those that come find nothing."""
+    """Removed workers take their requests along; new ones with the same ids begin empty."""
     for worker_id in (1, 2):
         service.do("DELETE", f"/workers/{worker_id}")
     assert service.loads()["loads"] == []

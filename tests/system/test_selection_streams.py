@@ -1,4 +1,4 @@
-"""Workers whose engines have gone: what their streams say decides whether they are chosen."""
+"""Workers whose engines are away: the state of their streams decides whether they are chosen."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ settled = trio.testing.wait_all_tasks_blocked
 
 
 async def serving(*sizes: int, options: RouterOptions | None = None) -> Service:
-    """Returns a service whose workers 1, 2 ... have so many ranks, all of them connected."""
+    """Returns a service whose workers 1, 2 ... have these numbers of ranks, all connected."""
     service = Service(options or RouterOptions(disconnected_s=GRACE_S))
     for worker_id, size in enumerate(sizes, 1):
         record = worker(worker_id, data_parallel_size=size, max_num_batched_tokens=100)
@@ -66,12 +66,12 @@ async def test_who_has_gone_is_not_chosen_and_is_back_at_once() -> None:
     cache(service, 1, [7, 8])
     assert chosen(service, [7, 8]) == {(1, 0)}
     lose(service, 1)
-    assert chosen(service, [7, 8]) == {(1, 0), (2, 0)}  # what it caches does not count any more
+    assert chosen(service, [7, 8]) == {(1, 0), (2, 0)}  # its cache no longer counts
     pass_by(service, GRACE_S)
     assert chosen(service, [1]) == {(1, 0), (2, 0)}
     pass_by(service, 0.1)
     assert chosen(service, [7, 8]) == chosen(service, [1]) == {(2, 0)}
-    await service.selections.workers.put(worker(3))  # a pool is made anew
+    await service.selections.workers.put(worker(3))  # makes a new pool
     assert chosen(service, [7, 8]) == {(2, 0), (3, 0)}
     stream(service, 1).joined()
     assert chosen(service, [7, 8]) == {(1, 0)}
@@ -156,7 +156,7 @@ async def test_a_paused_listener_takes_nobody_out() -> None:
 
 
 async def test_a_worker_that_joins_a_lost_stream_is_out_from_the_beginning() -> None:
-    """Another face may have listened to the rank before."""
+    """A rank may have been lost before its worker comes, if another face listened to it."""
     service = await serving(1)
     record = worker(2)
     endpoint = record.events_endpoint(0)
@@ -184,9 +184,9 @@ async def test_who_waits_is_judged_when_somebody_goes_or_comes(nursery: trio.Nur
     assert only_2.answer is None and anyone.answer is None
     pass_by(service, GRACE_S + 1)
     assert "lost their event connections" in str(only_2.answer)
-    assert anyone.answer is None  # worker 1 is busy, and there
+    assert anyone.answer is None  # worker 1 is busy
     service.selections.reservations.free("busy 2")
-    assert anyone.answer is None  # worker 2 is idle, and not there
+    assert anyone.answer is None  # worker 2 is idle, but away
     stream(service, 2).joined()
     assert b'"worker_id":2' in anyone.answer
 

@@ -1,4 +1,4 @@
-"""One process with a slot tracker and a selection service: what either books weighs on both."""
+"""One process with a slot tracker and a selection service: bookings of either count on both."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from tests.support.running import running
 BLOCK = 16  # tokens
 PROMPT = [101, 102, 103]
 TOKENS = BLOCK * len(PROMPT)
-BATCH = 100_000  # tokens: nobody is busy
+BATCH = 100_000  # tokens: no worker is ever busy
 
 Rows = dict[tuple[int, int], tuple[int, ...]]  # by worker and rank
 
 
 class Faces:
-    """Both faces of a process, and a model of its own for each test."""
+    """Both faces of a process; each test has its own model."""
 
     def __init__(self, server: Server, tracker: Client, selection: Client) -> None:
         self.server = server
@@ -82,17 +82,17 @@ class Faces:
         return self.selection.delete(f"/reservations/{name}").status_code
 
     def loads(self) -> Rows:
-        """What the tracker says of its ranks: tokens and blocks."""
+        """Returns the tracker's tokens and blocks of its ranks."""
         rows = self.tracker.get("/loads", params={"model_name": self.model}).json()
         return by_rank(rows, "active_prefill_tokens", "active_decode_blocks")
 
     def projected(self, hashes: list[int]) -> Rows:
-        """What the tracker would say with one more prompt: tokens, blocks, requests."""
+        """Returns the tracker's tokens, blocks and requests with one more prompt."""
         body = {"model_name": self.model, "sequence_hashes": hashes}
         return by_rank(self.tracker.post("/potential_loads", json=body).json(), *PROJECTED)
 
     def selectable(self) -> Rows:
-        """What the selection service says of its ranks: tokens, blocks, requests."""
+        """Returns the selection service's tokens, blocks and requests of its ranks."""
         (fleet,) = self.selection.get("/loads", params={"model_name": self.model}).json()
         return by_rank(fleet["loads"], *PROJECTED)
 
@@ -138,7 +138,7 @@ MODELS = (f"model-{number}" for number in count())
 
 @pytest.fixture
 def faces(process: Faces) -> Iterator[Faces]:
-    """Both faces with two workers, as they are registered in both."""
+    """Both faces, with the same two workers registered in each."""
     process.model = next(MODELS)
     for worker in (1, 2):
         process.register(worker)
@@ -163,7 +163,7 @@ def test_a_reservation_weighs_on_the_trackers_loads(faces: Faces) -> None:
     assert faces.reserve("r1", 1) == 201
     assert faces.loads() == {(1, 0): (TOKENS, 3), (2, 0): (0, 0)}
     assert faces.projected([*PROMPT, 104]) == {(1, 0): (TOKENS, 4, 1), (2, 0): (0, 4, 0)}
-    # Blocks that both have live count once.
+    # Blocks that are live in both faces count once.
     assert faces.add("r2", 1, [*PROMPT[:2], 200]) == 201
     assert faces.loads()[1, 0] == (2 * TOKENS, 4)
     faces.free("r2")
@@ -178,7 +178,7 @@ def test_an_id_names_a_request_and_a_reservation(faces: Faces) -> None:
     assert faces.reserve("r1", 2, [2, 3]) == 409
     assert faces.loads()[1, 0] == (TOKENS + 2 * BLOCK, 3)
     faces.free("r1")
-    faces.free("r1")  # there is none any more, and the other's is none of its business
+    faces.free("r1")  # the tracker has none left, and does not free the other face's
     assert faces.loads()[1, 0] == (2 * BLOCK, 2)
     assert not faces.knows("r1")
     assert faces.add("r1", 1, [1]) == 201
@@ -235,7 +235,7 @@ def test_blocks_of_another_size_share_nothing(process: Faces) -> None:
     assert process.selectable() == {(1, 0): (0, 0, 0)}
     assert process.reserve("r1", 1, [5]) == 201
     assert process.loads() == {(1, 0): (TOKENS, 3)}
-    # The tracker begins anew with the blocks of the other.
+    # A new worker of the tracker has the blocks that the other face has booked.
     assert process.track("/unregister", worker_id=1) == 200
     process.register(1)
     assert process.loads() == {(1, 0): (BLOCK, 1)}
@@ -275,7 +275,7 @@ def test_the_tracker_counts_its_own_requests(faces: Faces) -> None:
 
 @pytest.fixture
 def replicas(tmp_path: Path) -> Iterator[tuple[Faces, Faces]]:
-    """Two processes with the same workers, of which the second hears the first."""
+    """Two processes with the same workers; the second one listens to the first."""
     ports = find_free_port(), find_free_port()
 
     def flags(own: int, *peers: str) -> tuple[str, ...]:
@@ -314,7 +314,7 @@ def test_replicas_take_a_request_for_the_face_it_came_through(
 
     for each in replicas:
         found = each.selection.get("/diagnose", params={"probe": 1}).json()["findings"]
-        assert {finding["name"] for finding in found} == {"engine_unreachable"}  # there are none
+        assert {finding["name"] for finding in found} == {"engine_unreachable"}  # no engine exists
     assert speaker.add("r1", 1, [1]) == 201
     assert speaker.reserve("r1", 1, [2, 3]) == 201
     heard(lambda: listener.loads()[1, 0] == (TOKENS + 2 * BLOCK, 3))
@@ -324,7 +324,7 @@ def test_replicas_take_a_request_for_the_face_it_came_through(
     assert speaker.release("r1") == 200
     heard(lambda: listener.loads()[1, 0] == (TOKENS, 1))
     assert listener.knows("r1") and listener.release("r1") == 404
-    # Where only one face has the rank, it is the one that takes the step.
+    # If only one face has the rank, that face applies the event.
     assert listener.track("/unregister", worker_id=2) == 200
     assert speaker.add("r2", 2, [4, 5]) == 201
     heard(lambda: listener.selectable()[2, 0] == (TOKENS, 2, 1))
