@@ -1,4 +1,4 @@
-"""`kvd reload`, what `systemctl reload` runs: it ends with what has become of the reload."""
+"""`kvd reload`, which `systemctl reload` runs: it ends with the outcome of the reload."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOKENS = "operator read 0123456789abcdef\n"
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The service's folder, in the environment of `kvd reload` as systemd puts it there."""
+    """The service's runtime directory, in the environment of `kvd reload` as systemd sets it."""
     path = tmp_path / "run"
     path.mkdir()
     monkeypatch.setenv(FOLDER_VARIABLE, f"{path}:/elsewhere")
@@ -32,7 +32,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @contextmanager
 def service(folder: Path, text: str = "", host: str = "127.0.0.1") -> Iterator[tuple[Server, Path]]:
-    """Runs an indexer that has its folder, and a credential; yields its file of settings, too."""
+    """Runs an indexer with this folder and a credential; yields it and its file of settings."""
     path, credentials, port = folder / "kvd.toml", folder / "credentials", find_free_port()
     path.write_text(text)
     credentials.mkdir()
@@ -76,9 +76,9 @@ def test_what_kvd_refuses_fails_with_the_reason(
         assert refused("log_levle = 1\n").endswith(
             "log_levle: no such setting; did you mean log_level?\n"
         )
-        # Which addresses are open knows only who has opened them,
+        # Only the daemon knows which addresses it has open,
         assert "could use the indexer" in refused("")
-        # and its credentials nobody else.
+        # and only the daemon can read its credentials.
         (folder / "credentials" / "kvd_tokens").write_text("operator read short\n")
         assert "kvd_tokens: line 1, operator: a token must" in refused("")
         assert http_client.get(f"{server.base_url}/workers").status_code == 401

@@ -1,4 +1,4 @@
-"""A fleet that a file describes: added to, changed, removed from, refused, swapped, under load."""
+"""A fleet in a file: entries added, changed, removed and refused, files swapped, under load."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ M = PartitionKey("m", "default")
 
 
 class Links:
-    """Nobody listens to these replicas."""
+    """Stands in for the links to replicas; listens to none of them."""
 
     def __init__(self) -> None:
         self.running: list[str] = []
@@ -165,7 +165,7 @@ async def test_entries_come_change_and_go_on_every_face(tmp_path: Path) -> None:
     more = [rank(5, 5), tracked(5, 2), worker(6, 6), publisher("b", 7), replica(8)]
     await faces.read(*more, *kept)
     assert {name: len(rows) for name, rows in faces.there().items()} == dict.fromkeys(before, 2)
-    assert faces.service.listeners.starts == starts + 3  # and none of the first
+    assert faces.service.listeners.starts == starts + 3  # of the new entries alone
     changed = [rank(5, 9), tracked(5, 3), worker(6, 9, "b"), publisher("b", 9), replica(9)]
     await faces.read(*changed, *kept)
     after = faces.there()
@@ -205,7 +205,7 @@ async def test_policies_come_before_workers_change_and_go(tmp_path: Path) -> Non
     assert policies() == ["ramjet", "kvd,hold_up=0.2"]
     fleet = faces.service.selections.candidates[M]
     assert str(Policy.of(fleet.settings)) == "ramjet"
-    # A client's is the client's, also once the file says nothing of it.
+    # A client's policy stays the client's, also once the file has none.
     tuning.change(("m", None), RouterPolicy.KVD.row, whole=MEMBERS)
     await faces.read(policy('"lmetric"'), worker(1))
     assert policies() == ["kvd", "kvd"] and faces.states()["failed"] == 1
@@ -235,7 +235,7 @@ async def test_what_clients_have_registered_is_theirs(tmp_path: Path) -> None:
     assert faces.there() == theirs
     await faces.read()
     assert faces.there() == theirs
-    # Once they have left the entries are good.
+    # Once the clients' registrations have gone, the entries are applied.
     await faces.registry.unregister(1, "m", None, None)
     await faces.slots.unregister(M, 1)
     await faces.workers.delete(2)
@@ -252,7 +252,7 @@ async def test_what_a_client_removes_comes_back_with_the_next_change(tmp_path: P
     await faces.workers.delete(2)
     await faces.read(rank(1), tracked(1), worker(2, 2))
     assert faces.states()["registered"] == 3
-    # Registered anew by a client, it is the client's, and stays.
+    # A client registers it anew, so it is the client's, and stays.
     await faces.registry.unregister(1, "m", None, None)
     faces.registry.register(RankKey(M, 1, 0), "tcp://127.0.0.1:1", 4, None)
     await faces.read()
@@ -348,8 +348,8 @@ def test_whoever_does_what_in_any_order(steps: list[Step]) -> None:
 
 
 async def live(faces: Faces, steps: list[Step]) -> None:
-    """Takes steps of clients and of who writes the file, and compares with a plain model."""
-    model: dict[int, tuple[str, int]] = {}  # by instance: whose it is, and its port
+    """Plays steps of clients and of the file's writer, and compares with a plain model."""
+    model: dict[int, tuple[str, int]] = {}  # by instance: its owner and port
     for what, said in steps:
         if what == "file":
             await faces.read(*(rank(number, port) for number, port in said.items()))
@@ -389,7 +389,7 @@ async def test_a_change_counts_once_it_is_at_rest(tmp_path: Path, nursery: trio.
     nursery.start_soon(faces.fleet.run)
     faces.path.write_text(rank(1) + rank(2, 2))
     await until(lambda: len(faces.there()["indexer"]) == 2)
-    for number in range(30):  # somebody is writing
+    for number in range(30):  # the file is being written
         faces.path.write_text("[" * (number + 1))
         await trio.sleep(0.005)
     await until(lambda: faces.fleet.reads["refused"] > 0)
@@ -402,7 +402,7 @@ async def test_a_change_counts_once_it_is_at_rest(tmp_path: Path, nursery: trio.
 
 
 async def test_a_config_map_is_swapped(tmp_path: Path, nursery: trio.Nursery) -> None:
-    """Kubernetes: the file is a link to ..data/fleet.toml, and ..data a link that is replaced."""
+    """In Kubernetes the file links to ..data/fleet.toml, and ..data is a link that is replaced."""
     faces = Faces(tmp_path, check_every_s=0.02)
     for name, text in (("one", rank(1)), ("two", rank(2))):
         (tmp_path / name).mkdir()
@@ -464,7 +464,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 class Daemon:
-    """A running kvd with all faces, its fleet file, and engines that speak."""
+    """A running kvd with all faces, and its fleet file."""
 
     def __init__(self, server: Server, path: Path, clients: dict[str, Client]) -> None:
         self.server = server
@@ -472,7 +472,7 @@ class Daemon:
         self.clients = clients
 
     def write(self, *entries: str, outcome: str = "applied") -> None:
-        """Writes the file, tells the daemon, and waits until it has read it."""
+        """Writes the file, has the daemon read it, and waits until it has."""
         before = self.reads(outcome)
         self.path.write_text("\n".join(entries))
         self.server.process.send_signal(signal.SIGHUP)
@@ -533,13 +533,13 @@ def test_a_daemon_follows_its_fleet(tmp_path: Path, engines: Callable[[], Storin
         kvd.server.wait_until(lambda: hear(one, "1"), "heard")
         kvd.write(*both, rank(2, two.port), publisher("p", two.port), replica(1))
         kvd.server.wait_until(lambda: hear(two, "2"), "heard")
-        assert kvd.found() == {"1": 12, "2": 12}  # the first one's blocks are still there
+        assert kvd.found() == {"1": 12, "2": 12}  # still with the first one's blocks
         assert kvd.metric('kvd_fleet_entries{state="registered"}') == 5
         assert kvd.metric('kvd_fleet_entries{state="off"}') == 1  # no port for replicas
         assert kvd.clients["conductor"].get("/services").json()["count"] == 1
         select = {"model_name": "m", "token_ids": TOKENS}
         assert kvd.clients["selection"].post("/select", json=select).json()["worker_id"] == 1
-        # Registered by a client: no file touches it.
+        # An instance that a client registers, which no file touches.
         body = {"instance_id": 3, "model_name": "m", "block_size": 4}
         kvd.clients["indexer"].post(
             "/register", json={**body, "endpoint": f"tcp://127.0.0.1:{two.port}"}
@@ -557,7 +557,7 @@ def test_a_daemon_follows_its_fleet(tmp_path: Path, engines: Callable[[], Storin
 
 
 def test_replicas_of_faces_that_are_off_are_left_out(tmp_path: Path) -> None:
-    """One file and one environment may be for several commands."""
+    """Several commands may share one file and one environment."""
     path = tmp_path / "fleet.toml"
     path.write_text(replica(1))
     environ = {"KVD_REPLICA_SYNC_PORT": str(find_free_port())}
@@ -581,7 +581,7 @@ def test_the_file_is_followed_without_a_word(tmp_path: Path) -> None:
 def test_under_load_no_request_is_lost(
     tmp_path: Path, engines: Callable[[], StoringEngine]
 ) -> None:
-    """One worker stays, with its blocks; all others come and go beside it."""
+    """One worker stays, with its blocks, while all others come and go."""
     engine = engines()
     stays = rank(1, engine.port), worker(1, engine.port)
     with daemon(tmp_path, "\n".join(stays)) as kvd:

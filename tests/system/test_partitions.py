@@ -1,5 +1,5 @@
-"""Several kvds that divide a fleet by model and tenant: each answers for its own, and says whose
-the rest is.
+"""Several kvds that divide a fleet by model and tenant: each answers for its own part, and names
+the owners of the rest.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ OWNERS = "llama=http://kvd-0,qwen=http://kvd-1,phi@default=http://kvd-2"
 
 @dataclass(frozen=True)
 class Part:
-    """One kvd, which serves one of the models."""
+    """One kvd, which serves one of the models: its ports and its process."""
 
     ports: dict[str, int]
     log: Any
@@ -70,7 +70,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Part]]:
 
 
 def questions(model: str) -> list[tuple[str, str, dict[str, Any]]]:
-    """Questions, bookings and registrations of a model that reach into its partition."""
+    """Returns questions, bookings and registrations of a model, all of which need its partition."""
     worker = {"worker_id": 9, "model_name": model, "block_size": 16, "dp_start": 0, "dp_size": 1}
     rank = {
         "instance_id": 9,
@@ -131,7 +131,7 @@ def test_each_answers_for_its_own(parts: list[Part]) -> None:
 
 
 def test_a_fleet_file_is_shared(parts: list[Part]) -> None:
-    """What it says of models that others serve is passed over."""
+    """Each kvd skips the entries of models that others serve."""
     for part in parts:
         text = part.get("indexer", "/metrics").text
         assert 'kvd_fleet_entries{state="off"} 6' in text
@@ -140,7 +140,7 @@ def test_a_fleet_file_is_shared(parts: list[Part]) -> None:
 
 
 def test_a_tenant_may_be_elsewhere_alone(parts: list[Part]) -> None:
-    """`phi@default` has an owner, and no other tenant of it."""
+    """`phi@default` has an owner, but no other tenant of `phi` has one."""
     tokens = {"model_name": "phi", "token_ids": [1] * 16}
     assert parts[0].ask("indexer", "/query", tokens).json()["owner"] == "http://kvd-2"
     reply = parts[0].ask("indexer", "/query", tokens | {"tenant_id": "other"})

@@ -1,4 +1,4 @@
-"""A daemon killed and started again: what the conductor's publishers hold, and its trust."""
+"""A daemon killed and started again: the conductor's publishers, and whether they are exact."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def matched(kvd: Kvd, tokens: list[int], instance: str = "a") -> int:
 
 
 def kept(kvd: Kvd) -> None:
-    """Returns once what is here now is in a snapshot."""
+    """Waits until a snapshot has the present state."""
     name = 'kvd_state_files_total{content="index"}'
     written = kvd.metric(name)
     wait(lambda: kvd.metric(name) > written + 1)
@@ -69,7 +69,7 @@ def prompt(number: int) -> list[int]:
 
 
 def test_a_publisher_goes_on_where_it_was(kvd: Kvd) -> None:
-    """Its replay reaches back to where it was, and not to its beginning."""
+    """Its replay reaches back to the last applied batch, but not to the first."""
     with engine_of(buffered=6) as engine:
         register(kvd, engine)
         for number in range(10):
@@ -87,7 +87,7 @@ def test_a_publisher_goes_on_where_it_was(kvd: Kvd) -> None:
 
 
 def test_what_a_store_holds_and_what_waits_comes_back(kvd: Kvd) -> None:
-    """Without a replay server nothing proves that the store is the same: it is not exact."""
+    """Without a replay server nothing proves that the store is the same, so it is not exact."""
     with engine_of(replays=False) as store, engine_of() as engine:
         register(kvd, store, type="Mooncake", instance_id="pool")
         register(kvd, engine)
@@ -100,11 +100,11 @@ def test_what_a_store_holds_and_what_waits_comes_back(kvd: Kvd) -> None:
         kvd.start()
         wait(lambda: service(kvd, "pool")["waiting"] == len(HASHES))
         assert service(kvd, "pool")["stream"] in ("recovering", "degraded")
-        assert matched(kvd, PROMPT, "pool") == len(PROMPT)  # the prompt tells what they are
+        assert matched(kvd, PROMPT, "pool") == len(PROMPT)  # the prompt explains the hashes
         engine.store(PROMPT)
         wait(lambda: matched(kvd, PROMPT) == len(PROMPT))
         again = standard("removed", 5, backend_id="disk-7", **named)
-        store.publish([again])  # which is not new: its stream has come as far as 5
+        store.publish([again])  # stale: event 5 was applied before
         wait(lambda: service(kvd, "pool")["stale"] == 1)
         assert matched(kvd, PROMPT, "pool") == len(PROMPT)
         store.publish([again | {"event_id": 6}])

@@ -1,4 +1,4 @@
-"""Reading the configuration file again: what a running daemon takes over, refuses, puts off."""
+"""Reading the configuration file again: what a running daemon applies, refuses and puts off."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.processes import STOP_DEADLINE_S, reads
 from tests.support.reloading import Daemon, daemon, starting
 from tests.support.running import running, running_kvd
 
-OTHERS = {  # values that are no default and leave the rest valid
+OTHERS = {  # values that differ from the default and go with all other defaults
     "log_level": '"error"',
     "replay_bytes": "70000",
     "log_format": '"json"',
@@ -104,13 +104,13 @@ def test_files_of_tls_are_taken_over_where_there_is_tls(path: Path) -> None:
     files["one"].write_text("something else")
     reloaded = again.again(before)
     assert reloaded.changed == TLS_FILES and not reloaded.waiting
-    path.write_text("")  # no TLS any more, but its addresses are there until a restart
+    path.write_text("")  # without TLS; its addresses stay until a restart
     reloaded = again.again(before)
     assert set(reloaded.waiting) == {"indexer_bind", *TLS_FILES}
     assert reloaded.config.tls == before.tls
     path.write_text("")
     plain = load(again.given, {})
-    path.write_text(text("one"))  # the files come before the addresses
+    path.write_text(text("one"))  # files without addresses yet
     assert again.again(plain).waiting == ("indexer_bind",)
     assert again.again(plain).config.tls is None
 
@@ -129,7 +129,7 @@ def test_what_a_flag_says_stays(path: Path) -> None:
     [
         ("log_levle = 'info'", "log_levle: no such setting; did you mean log_level"),
         ("http_connections = 0", "http_connections: expected a number greater than 0"),
-        # Put off, but bad.
+        # A bad value counts even if its setting is put off.
         ("http_connections = 5\nengine_heartbeat_s = 99", "engine_heartbeat_timeout_s is shorter"),
         ("tls_keyfile = 'nowhere'", "TLS needs an address"),
         ("[", "Invalid|Expected"),
@@ -199,14 +199,14 @@ def test_sighup_takes_over_levels_and_limits(tmp_path: Path) -> None:
 
 
 def displaced_by_another(kvd: Daemon) -> float:
-    """Returns how many connections gave way to one more, beside that of `kvd` itself."""
+    """Returns how many connections give way if one more comes beside that of `kvd.http`."""
     counter = "kvd_http_connections_displaced_total"
     before = kvd.samples()[counter]
     with Client(kvd.server.base_url) as another:
-        # The one that has just been answered gives way once kvd waits for its next request.
+        # A connection that was just answered gives way once kvd waits for its next request.
         kvd.server.wait_until(lambda: another.get("/health").status_code == 200, "another's turn")
         found = exposition.parse(another.get("/metrics").text)
-    # Where there is room for one, the next is refused until kvd has seen that this one is closed.
+    # With room for one alone, kvd refuses the next one until it notices that this one has closed.
     kvd.server.wait_until(lambda: kvd.http.get("/health").status_code == 200, "there is room again")
     return found[counter] - before
 
@@ -218,7 +218,7 @@ def test_a_reload_before_the_faces_serve_holds(tmp_path: Path) -> None:
     tokens, fleet = tmp_path / "tokens", tmp_path / "fleet.toml"
     worker = '[[slot_tracker]]\nworker_id = {}\nmodel_name = "m"\nblock_size = 16\n'
     worker += "dp_start = 0\ndp_size = 1\n"
-    fleet.write_text("".join(map(worker.format, range(1000))))  # registered before
+    fleet.write_text("".join(map(worker.format, range(1000))))  # before the faces serve
     tokens.write_text("operator read 0123456789abcdef\n")
     text = f'fleet_file = "{fleet}"\ntokens_file = "{tokens}"\n'
     with starting(tmp_path, "slot-tracker", text) as server:
@@ -246,7 +246,7 @@ def test_a_storm_of_sighups_ends_neither_start_nor_service_nor_stop(tmp_path: Pa
             return "event=serving" in server.stderr
 
         server.wait_until(answers, "serving")
-        for _ in range(20_000):  # faster than they are taken
+        for _ in range(20_000):  # faster than kvd handles them
             server.process.send_signal(signal.SIGHUP)
         server.wait_healthy()
         server.wait_said("event=reloaded")
@@ -265,7 +265,7 @@ def test_a_reload_while_requests_end_is_refused_and_ends_none(tmp_path: Path) ->
         server.wait_healthy()
         with socket.create_connection(("127.0.0.1", server.port)) as client:
             client.sendall(head.encode() + body[:1])
-            server.wait_healthy()  # by then the other one has been read
+            server.wait_healthy()  # then the other request has been read
             server.process.send_signal(signal.SIGTERM)
             server.wait_said("event=stopping")
             server.process.send_signal(signal.SIGHUP)
@@ -363,7 +363,7 @@ def test_with_keys_of_replicas_alone_sighup_reads_them_again(tmp_path: Path) -> 
 
 
 def test_other_weights_choose_another_worker(tmp_path: Path) -> None:
-    """On the short way of plain requests, and on the long way of the others."""
+    """Both the fast path, for plain requests, and the handler use the new weights."""
     text = "router_use_kv_events = false\nrouter_kv_overlap_score_weight = {}\n"
     prompt = list(range(64))
     with daemon(tmp_path, "select-service", text.format(1)) as kvd:
@@ -390,7 +390,7 @@ def test_other_weights_choose_another_worker(tmp_path: Path) -> None:
             answer = http.post("/select_and_reserve", json=body)
             assert answer.is_success and answer.json()["worker_id"] == worker_id
 
-        reserve("gone", prompt, 1)  # cached from now on
+        reserve("gone", prompt, 1)  # predicted to be cached from now on
         assert http.delete("/reservations/gone").is_success
         reserve("stays", [1, 2, 3, 4], 1)
 
@@ -421,7 +421,7 @@ def test_reloads_under_load_lose_no_request(tmp_path: Path) -> None:
         for client in clients:
             client.start()
         number = 0
-        # Where all of this has one core, the clients may be slow to begin.
+        # On a machine with one core, the clients may be slow to begin.
         while number < 20 or (len(outcomes) <= 20 and any(each.is_alive() for each in clients)):
             if number % 3 == 2:
                 kvd.reload("http_idle_s = -1\n", outcome="refused")
@@ -441,7 +441,7 @@ RANK = (
 
 
 def test_one_sighup_is_all_or_nothing(tmp_path: Path) -> None:
-    """Settings, tokens and the fleet hold together, or none of what has changed does."""
+    """Changes of settings, tokens and the fleet are applied together, or none of them is."""
     fleet, tokens = tmp_path / "fleet.toml", tmp_path / "tokens"
     text = f'fleet_file = "{fleet}"\ntokens_file = "{tokens}"\nhttp_idle_s = {{}}\n'
     fleet.write_text(RANK.format(1))
@@ -466,7 +466,7 @@ def test_one_sighup_is_all_or_nothing(tmp_path: Path) -> None:
         kvd.server.wait_said(f"{tokens}")
         assert "event=reloaded" not in kvd.server.stderr
         assert listed() == [1]
-        # The reload that is looked for is seen with the new token only.
+        # Only the new token can read the metrics that show this reload, so wait for its line.
         fleet.write_text(RANK.format(1) + RANK.format(2))
         tokens.write_text("operator admin,read fedcba9876543210\n")
         kvd.path.write_text(text.format(51))

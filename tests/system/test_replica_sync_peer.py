@@ -29,7 +29,7 @@ WORKER = {"worker_id": 7, "model_name": "m", "block_size": 16, "dp_start": 0, "d
 
 
 class Peer:
-    """A live slot tracker that listens to a process of ours."""
+    """A live slot tracker of Dynamo."""
 
     def __init__(self, server: Server, port: int) -> None:
         self.server = server
@@ -51,7 +51,7 @@ class Peer:
 
 @pytest.fixture
 async def peer(process: Process, peer_process: Callable[..., Server]) -> Peer:
-    """Both listen to each other."""
+    """A peer and `process` that listen to each other."""
     port = find_free_port()
     flags = ("--replica-sync-port", str(port), "--replica-sync-peers", process.endpoint)
     made = Peer(peer_process(*flags, service="slot_tracker"), port)
@@ -59,7 +59,7 @@ async def peer(process: Process, peer_process: Callable[..., Server]) -> Peer:
     number = 0
 
     def hears() -> bool:
-        """Ours are there once a request of ours cannot be added again, and can be freed."""
+        """Returns whether each hears the other; a request of ours cannot be added again there."""
         nonlocal number
         number += 1
         process.plane.publish(add(f"hello{number}"))
@@ -100,7 +100,7 @@ async def test_what_we_say_is_understood_by_the_peer(process: Process, peer: Pee
     process.plane.publish(Lifecycle(PARTITION, 16, "none", 7, 1, Step.ADD))
     process.plane.publish(Lifecycle(PARTITION, 16, "ours", 7, 1, Step.FREE))
     await until(lambda: peer.load(1) == (0, 0))
-    # It knows the one without blocks and tokens, too.
+    # It knows the request without blocks and tokens, too.
     assert peer.do("/prefill_complete", "none") == 200
 
 

@@ -1,6 +1,6 @@
 """Replicas as processes: one takes the other's state and both follow the same engines.
 
-With a live Dynamo in the place of one of them where a test is marked `peer`.
+In tests marked `peer`, a live Dynamo is one of the two.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def rows(server: Server, model: str = MODEL) -> list[Row]:
 
 
 def stored(path: list[int], start: int = 0, medium: str = "GPU") -> dict[str, object]:
-    """An event about the blocks of `path` from `start` on; block n has four tokens n."""
+    """Returns an event that stores blocks of `path` from `start` on; block n has four tokens n."""
 
     def name(length: int) -> int:
         return hash(tuple(path[:length])) & (2**63 - 1)
@@ -71,7 +71,7 @@ def stored(path: list[int], start: int = 0, medium: str = "GPU") -> dict[str, ob
 
 
 class Traffic:
-    """Random prompts of several engines that share prefixes, grown step by step."""
+    """Random prompts of several engines, which share prefixes and grow step by step."""
 
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
@@ -109,7 +109,7 @@ def test_a_second_replica_takes_the_state_and_follows(kvd_process: Start) -> Non
             for _ in range(20):
                 traffic.step(engine)
         first.wait_until(lambda: len(rows(first)) > 20, "filled")
-        # The first engine is registered from the start, the second one never is.
+        # The second replica knows the first engine from its start, and the second one never.
         flags = ("--block-size", str(BLOCK), "--model-name", MODEL)
         workers = f"0={made[0].endpoint('pub')}"
         second = kvd_process(
@@ -137,7 +137,7 @@ def test_the_gate_opens_when_enough_workers_register(kvd_process: Start) -> None
     with engines(2) as made:
         server = kvd_process(environ={"DYN_ROUTER_MIN_INITIAL_WORKERS": "2"})
         register(server, 1, made[0])
-        Traffic(1).step(made[0])  # returns when kvd has subscribed
+        Traffic(1).step(made[0])  # waits for kvd's subscription
         assert [worker["status"] for worker in get(server, "/workers")] == ["pending"]
         assert rows(server) == []
         register(server, 2, made[1])
@@ -166,7 +166,7 @@ def test_dumps_of_the_same_streams_are_equal_and_recover_each_other(
         kvd.wait_until(all_equal([kvd, peer], blocks=60), "equal to the peer")
         from_peer = kvd_process("--peers", peer.base_url, environ=AT_ONCE)
         from_peer.wait_until(all_equal([kvd, from_peer]), "recovered from the peer")
-        # The peer takes the model's name up to its first colon; what it holds is all there.
+        # The peer cuts the model's name at its first colon, but has all of the blocks.
         from_kvd = peer_process("--peers", kvd.base_url)
         key, entry = next(iter(get(from_kvd, "/dump").items()))
         assert key == f"{MODEL}:default"
@@ -179,7 +179,7 @@ def test_dumps_of_the_same_streams_are_equal_and_recover_each_other(
 
 
 def scores(server: Server, prompt: list[int]) -> dict[str, Any]:
-    """What an answer credits; rows of zeros are each server's choice."""
+    """Returns the credits of an answer, without rows of zeros, which each server may leave out."""
     answer = post(server, "/query", token_ids=prompt, model_name=MODEL).json()
     return {
         name: {key: value for key, value in answer["instances"][name].items() if key != "dp"}

@@ -1,4 +1,4 @@
-"""Three replicas on a real Redis or Valkey server: after whatever happened to it, all agree."""
+"""Three replicas on a real Redis or Valkey server: whatever happens to it, they end up equal."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = needs_server
 
 REPLICAS = 3
 WORKERS = 4
-# All times of sharing are parts of the lease: a fifth of the usual one is enough for busy machines.
+# Sharing's other times are fractions of the lease; a fifth of the default suits a busy machine.
 SHARED = "--state-dir=off", "--state-lease-s=2"
 
 
@@ -41,11 +41,11 @@ SLOTS = {"worker_id": 1, "model_name": "m", "block_size": 4, "dp_start": 0, "dp_
 
 
 class Fleet:
-    """Replicas that share what they book, and what was booked by whom."""
+    """Replicas that share what they book, and a record of all live bookings."""
 
     def __init__(self, folder: Path, url: str, replicas: int = REPLICAS, *flags: str) -> None:
         self.random = Random(7)
-        self.live: dict[str, bool] = {}  # is it a reservation
+        self.live: dict[str, bool] = {}  # by name: is it a reservation
         self.booked = 0
         self.kvds: list[Kvd] = []
         self._added = 0
@@ -65,7 +65,7 @@ class Fleet:
 
     @contextmanager
     def with_another(self, *flags: str) -> Iterator[Kvd]:
-        """Has one more replica for a while."""
+        """Adds a replica for the block."""
         another = self.add(*flags)
         try:
             yield another
@@ -86,7 +86,7 @@ class Fleet:
         wait(lambda: all(self.workers(kvd) == (WORKERS, 1) for kvd in self.kvds))
 
     def rest(self) -> None:
-        """Ends all that lives, and registers again what was changed."""
+        """Ends all live requests, and registers the original workers again."""
         one = self.kvds[0]
         for name in list(self.live):
             self.end(one, name)
@@ -107,7 +107,7 @@ class Fleet:
         return len(kvd.get("selection", "/workers")), len(kvd.get("slot-tracker", "/workers"))
 
     def step(self, kvd: Kvd) -> None:
-        """Books something through a replica, or has something that lives go on or end there."""
+        """Books a request through a replica, or has a live one progress or end there."""
         chosen = self.random.choice([*self.live, None, None])
         if chosen is None:
             self.book(kvd)
@@ -119,9 +119,9 @@ class Fleet:
                 del self.live[chosen]
             else:
                 answer = kvd.post("selection", path + what, {})
-            assert answer.status_code in (200, 404)  # not heard of it yet
+            assert answer.status_code in (200, 404)  # 404: not known there yet
             if answer.status_code == 404 and what is None:
-                self.live[chosen] = True  # it lives on
+                self.live[chosen] = True  # it stays live
         else:
             body = {"model_name": "m", "request_id": chosen}
             what = self.random.choice(["/prefill_complete", "/free"])
@@ -162,7 +162,7 @@ class Fleet:
         return kvd.get("slot-tracker", "/loads"), kvd.get("selection", "/loads")
 
     def known(self, kvd: Kvd) -> set[tuple[str, int, int]]:
-        """Returns what lives, and where it is booked."""
+        """Returns the live requests that a replica knows, and where they are booked."""
         found = set()
         for name, is_reservation in self.live.items():
             path = f"/reservations/{name}" if is_reservation else f"/requests/{name}?model_name=m"
@@ -174,7 +174,7 @@ class Fleet:
         return found
 
     def agree(self) -> bool:
-        """Says whether all have exactly what lives."""
+        """Returns whether every replica has exactly the live requests."""
         first, *others = map(self.loads, self.kvds)
         if any(each != first for each in others):
             return False
@@ -182,7 +182,7 @@ class Fleet:
         return len(there) == len(self.live) and all(each == there for each in elsewhere)
 
     def settle(self) -> None:
-        """Waits until all agree."""
+        """Waits until all replicas agree."""
         try:
             wait(self.agree)
         except AssertionError:
@@ -204,14 +204,14 @@ def fleet_of(folder: Path, url: str, *flags: str, replicas: int = REPLICAS) -> I
 def server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[StateServer]:
-    """One server for all tests; those that have a fleet of their own have a prefix of their own."""
+    """One server for all tests; a test with its own fleet uses its own prefix."""
     started = StateServer(tmp_path_factory.mktemp("server"), kind=request.param)
     yield started
     started.close()
 
 
 class Standing:
-    """A fleet that tests use one after the other, as long as each leaves it as it was."""
+    """A fleet that tests share, as long as each leaves it as it was."""
 
     def __init__(self, folders: pytest.TempPathFactory, server: StateServer) -> None:
         self._folders = folders
@@ -226,7 +226,7 @@ class Standing:
         return self._fleet
 
     def close(self) -> None:
-        """Ends the fleet, and what its server was made to do."""
+        """Ends the fleet, and starts its server anew."""
         if self._fleet is not None:
             self._fleet.close()
             self._server.close()
@@ -243,12 +243,12 @@ def standing(tmp_path_factory: pytest.TempPathFactory, server: StateServer) -> I
 
 @pytest.fixture
 def fleet(standing: Standing) -> Iterator[Fleet]:
-    """Three replicas on a server, which nothing is booked on."""
+    """Three replicas on a server, without bookings."""
     found = standing.fleet()
     yield found
     try:
         found.rest()
-    except BaseException:  # the next test is to have another one
+    except BaseException:  # the next test gets a new fleet
         standing.close()
         raise
 
@@ -277,7 +277,7 @@ def test_a_replica_that_stood_still_hears_what_it_missed(fleet: Fleet) -> None:
     fleet.settle()
     with three.standing_still():
         fleet.steps(60, one, two)
-        wait(lambda: one.metric("kvd_shared_state_replicas") == 1)  # its lease has ended
+        wait(lambda: one.metric("kvd_shared_state_replicas") == 1)  # the other's lease has ended
     fleet.settle()
     wait(lambda: one.metric("kvd_shared_state_replicas") == 2)
 
@@ -325,7 +325,7 @@ def test_a_server_that_is_emptied_is_filled_again(fleet: Fleet, server: StateSer
     assert server.ask(b"FLUSHALL").startswith(b"+OK")
     fleet.steps(60)
     fleet.settle()
-    with fleet.with_another() as late:  # it finds all of it there
+    with fleet.with_another() as late:  # finds all of it on the server
         wait(lambda: fleet.workers(late) == (WORKERS, 1))
         fleet.settle()
 
@@ -390,7 +390,7 @@ def test_what_a_full_server_did_not_take_is_said_later(fleet: Fleet, server: Sta
 
 
 def test_what_an_emptied_server_has_lost_is_said_again(fleet: Fleet, server: StateServer) -> None:
-    """Even if another replica, which knows nothing, was the first to write."""
+    """Even if a new replica, which knows nothing, is the first to write."""
     with ExitStack() as away:
         for kvd in fleet.kvds:
             away.enter_context(kvd.standing_still())
@@ -443,7 +443,7 @@ def test_keys_of_another_type_are_said_and_heal(fleet: Fleet, server: StateServe
 
 
 def test_what_is_no_server_ends_no_replica(tmp_path: Path) -> None:
-    """Each connection is answered with something else that no server says."""
+    """Each connection gets another answer that no Redis server would give."""
     answers = (
         b"$99x\r\nx",
         b"%1\r\n+a\r\n:1\r\n" * 9,
@@ -511,13 +511,13 @@ def test_registrations_are_said_once(fleet: Fleet) -> None:
         rows = {row["worker_id"]: row for row in three.get("selection", "/workers")}
         return int(rows[1]["total_kv_blocks"])
 
-    wait(lambda: blocks_of_one() == 7)  # it was said after the worker that is gone
+    wait(lambda: blocks_of_one() == 7)  # its change came after the lost worker's
 
 
 def test_a_removal_right_after_the_server_was_emptied_stays(
     fleet: Fleet, server: StateServer
 ) -> None:
-    """No replica writes a worker again over its removal."""
+    """No replica that restores the lost data writes a removed worker again."""
     _, two, _ = fleet.kvds
     assert server.ask(b"FLUSHALL") == b"+OK\r\n"
     assert two.client.delete(two.url("selection", "/workers/2")).status_code == 200

@@ -1,6 +1,6 @@
-"""Slot trackers as processes that tell each other of requests over ZMQ, both ways.
+"""Slot trackers as processes that exchange events of requests over ZMQ, both ways.
 
-Two kvd, in clear and with CURVE, or kvd with a live Dynamo where a test is marked `peer`.
+Both are kvd, in clear or with CURVE; in tests marked `peer`, one is a live Dynamo.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Replica:
     def __init__(self, server: Server, client: Client, tenant: str) -> None:
         self.server = server
         self.client = client
-        self.tenant = tenant  # the name it has for that
+        self.tenant = tenant  # its name of that member
         for model in MODELS:
             for worker in WORKERS:
                 members = {"block_size": BLOCK, "dp_start": 0, "dp_size": 2}
@@ -73,9 +73,9 @@ class Replica:
 
 
 def prompt(rng: random.Random) -> list[int]:
-    """Sequence hashes that name their path, as real ones do.
+    """Returns random sequence hashes, each of which determines its prefix, as real ones do.
 
-    Dynamo's trie loses its way where a hash stands in two places.
+    Dynamo's trie goes wrong if one hash has two positions.
     """
     hashes, path = [], 1
     for _ in range(rng.randrange(6)):
@@ -98,7 +98,7 @@ class Pair:
         return self.replicas, self.replicas[::-1]
 
     def _heard(self, speaker: Replica, listener: Replica) -> bool:
-        """Whether a mark gets through; before subscriptions are there, none does."""
+        """Returns whether a mark gets through, as it does once the listener has subscribed."""
         mark = self._mark(speaker)
         known = listener.knows(mark)
         speaker.post("/free", MODELS[0], request_id=mark)
@@ -111,7 +111,7 @@ class Pair:
         return mark
 
     def settle(self) -> None:
-        """Waits until each has heard all that the other has said, and both say the same."""
+        """Waits until each has received all events of the other, and both have equal loads."""
         for speaker, listener in self.ways():
             mark = self._mark(speaker)
             listener.server.wait_until(partial(listener.knows, mark), "settled")
@@ -121,7 +121,7 @@ class Pair:
 
 
 class Keys:
-    """The files of two replicas that let each other in, and nobody else."""
+    """The key files of two replicas, each of which accepts only the other."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -197,7 +197,7 @@ def test_both_account_for_the_same_requests(pair: Pair) -> None:
 
 
 def check_that_a_worker_takes_its_requests_along(pair: Pair) -> None:
-    """The second replica keeps the worker that leaves the first one, idle."""
+    """A worker that leaves the first replica stays in the second one, but idle."""
     first, second = pair.replicas
     before = first.loads()
     gone = [row for row in before if row[0] == "m" and row[2] == 1]

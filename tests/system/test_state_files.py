@@ -1,4 +1,4 @@
-"""State directories as a process that was killed, or a later kvd, may leave them behind."""
+"""State directories that a killed process, or a later version of kvd, has left behind."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def newest(kvd: Kvd, name: str) -> Path:
 
 
 def holds_what_is_cached(kvd: Kvd, engine: Engine) -> None:
-    """Waits until the stream is exact, and all of it is true."""
+    """Waits until the stream is exact, and the index has as many blocks as the engine."""
     wait(lambda: kvd.health() == ("exact", ""))
     wait(lambda: len(kvd.paths()) == len(engine.cache))
 
@@ -46,7 +46,7 @@ def test_a_later_format_is_refused_and_the_other_files_count(tmp_path: Path, nam
         if name == "registrations":
             kvd.register(engine)
             assert kvd.post("slot-tracker", "/register", SLOTS).status_code == 201
-        # A booking needs its journal, and the worker that it is on.
+        # A booking is restored only with its journal and its worker.
         assert book(kvd, "r1").status_code == (200 if name == "index" else 201)
         wait(lambda: engine.store(prompt(500 + engine.seq)) or kvd.health() == ("exact", ""))
         holds_what_is_cached(kvd, engine)
@@ -54,7 +54,7 @@ def test_a_later_format_is_refused_and_the_other_files_count(tmp_path: Path, nam
 
 
 def test_a_journal_without_a_header_is_said(tmp_path: Path) -> None:
-    """A process may be killed as it begins one; those before it count."""
+    """A process may be killed as it begins a journal; earlier journals still count."""
     with kvd_of(tmp_path) as kvd:
         assert kvd.post("slot-tracker", "/register", SLOTS).status_code == 201
         assert book(kvd, "r1").status_code == 201
@@ -72,7 +72,7 @@ def test_a_journal_without_a_header_is_said(tmp_path: Path) -> None:
 
 
 def test_what_was_being_written_when_it_was_killed_is_removed(tmp_path: Path) -> None:
-    """Before the rename the last file counts, whatever part of the next one there is."""
+    """Until the rename the old file counts, however much of the new one was written."""
     with engine_of() as engine, kvd_of(tmp_path) as kvd:
         settle(kvd, engine)
         kvd.stop()
@@ -80,7 +80,7 @@ def test_what_was_being_written_when_it_was_killed_is_removed(tmp_path: Path) ->
             data = (kvd.state / name).read_bytes()
             (kvd.state / f"{name}.new").write_bytes(data[: len(data) // 2])
         kvd.start()
-        # Registrations may be under way to their next file right after the start.
+        # Right after the start kvd may be writing registrations to a new file.
         wait(lambda: not list(kvd.state.glob("*.new")))
         holds_what_is_cached(kvd, engine)
         assert "state_refused" not in kvd.server.stderr  # type: ignore[union-attr]
@@ -89,7 +89,7 @@ def test_what_was_being_written_when_it_was_killed_is_removed(tmp_path: Path) ->
 
 @pytest.mark.parametrize("name", ["index", "registrations", "journal"])
 def test_one_file_of_before_does_no_harm(tmp_path: Path, name: str) -> None:
-    """Killed between two renames it has files of different moments."""
+    """A kvd that is killed between two renames leaves files of different moments."""
     with engine_of() as engine, kvd_of(tmp_path) as kvd:
         settle(kvd, engine)
         assert kvd.post("slot-tracker", "/register", SLOTS).status_code == 201

@@ -1,4 +1,4 @@
-"""Workers that a daemon is told of at its start: replays, and the selection service's catalog."""
+"""Workers that a daemon is given at its start: replays, and the selection service's catalog."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_worker_of_the_command_line_is_replayed_and_selected(tmp_path: Path, f
             Client(server.base_url) as client,
         ):
             engine.wait_subscribed(1, WITHIN_S)
-            engine.publish(batch(0, TOKENS[:4], drop=True))  # a replay alone brings it
+            engine.publish(batch(0, TOKENS[:4], drop=True))  # only a replay brings it
             engine.publish(batch(1, TOKENS[4:]))
             (row,) = client.get("/workers").json()
             assert (row["worker_id"], row["lifecycle"]) == (1, "schedulable")

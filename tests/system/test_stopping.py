@@ -1,4 +1,4 @@
-"""SIGTERM, while kvd starts as well: what waits for others is given up, whoever they are."""
+"""SIGTERM, also while kvd starts: it gives up whatever it waits for."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.running import running
 
 
 class Mute(trio.abc.HostnameResolver):
-    """Nameservers that nobody can reach."""
+    """Nameservers that cannot be reached: a lookup never ends."""
 
     def __init__(self) -> None:
         self.asked = trio.Event()
@@ -58,7 +58,7 @@ async def test_a_name_that_is_looked_up_holds_up_no_stop(said: dict[str, object]
     trio.socket.set_custom_hostname_resolver(resolver := Mute())
     codes = []
 
-    # To this thread, as no other one of the tests has it blocked.
+    # The signal goes to this thread, as the tests' other threads do not block it.
     with closing(Signals(signal.SIGUSR1)) as ends, closing(Signals()) as reloads:
 
         async def run() -> None:
@@ -78,7 +78,7 @@ def test_a_file_that_does_not_come_holds_up_no_stop(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "kvd", "indexer", "--port", str(port)]
     server = Server([*command, "--fleet-file", str(fleet)], tmp_path, port, clean_environment())
     try:
-        fleet.write_text("")  # read for the check of the settings; then nobody writes any more
+        fleet.write_text("")  # for the check of the settings; the next read hangs
         server.wait_until(lambda: reads(server.process.pid, signal.SIGTERM), "ready for signals")
         assert server.stop() == 0
         assert "event=stopped" in server.stderr

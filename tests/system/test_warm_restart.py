@@ -1,4 +1,4 @@
-"""A daemon that is killed and started again on its state directory: what it knows, and believes."""
+"""A daemon killed and started again on its state directory: what it restores and what it trusts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.support.kvds import (
 from tests.support.ports import find_free_port
 from tests.support.processes import Server, clean_environment
 
-FLUSH_S = 0.05  # kvd.persistence.journal: what is older outlives a killed process
+FLUSH_S = 0.05  # kvd.persistence.journal: older bookings outlive a killed process
 
 
 def test_what_an_engine_said_meanwhile_is_replayed(tmp_path: Path) -> None:
@@ -51,12 +51,12 @@ def test_what_an_engine_said_meanwhile_is_replayed(tmp_path: Path) -> None:
         wait(lambda: kvd.health() == ("exact", ""))
         assert len(kvd.paths()) == len(engine.cache)
         assert kvd.matched(prompt(77)) == 12
-        assert kvd.matched(prompt(0)) == 0  # its first block was evicted
+        assert kvd.matched(prompt(0)) == 0  # first block evicted meanwhile
         kvd.stop()
 
 
 def test_an_engine_that_says_nothing_is_asked(tmp_path: Path) -> None:
-    """Without any news, the last batch that was heard proves that the engine is the same."""
+    """Without new batches, a replay of the last one proves that the engine is the same."""
     with engine_of() as engine, kvd_of(tmp_path) as kvd:
         settle(kvd, engine)
         kvd.stop()
@@ -69,7 +69,7 @@ def test_an_engine_that_says_nothing_is_asked(tmp_path: Path) -> None:
 
 
 def test_the_blocks_of_another_engine_are_dropped(tmp_path: Path) -> None:
-    """It was restarted, and has come as far as the one before."""
+    """The engine was restarted, and its new batches have reached the old number."""
     with engine_of() as engine, kvd_of(tmp_path) as kvd:
         settle(kvd, engine)
         kvd.kill()
@@ -92,19 +92,19 @@ def test_a_replay_that_does_not_reach_back_is_a_loss(tmp_path: Path) -> None:
         for number in range(100, 110):
             engine.store(prompt(number))
         kvd.start()
-        # It lacks something; how much is not known as long as the engine says nothing.
+        # Batches are missing; how many is not known until the engine publishes again.
         wait(lambda: kvd.health()[0] == "degraded")
         wait(lambda: engine.store(prompt(500 + engine.seq)) or "missing" in kvd.health()[1])
         kvd.stop()
 
 
 def test_without_a_replay_server_nothing_is_exact(tmp_path: Path) -> None:
-    """Whatever comes next, and be it the number that was expected."""
+    """Not even if the next batch has the expected number."""
     with engine_of(replays=False) as engine, kvd_of(tmp_path) as kvd:
         settle(kvd, engine)
         kvd.kill()
         kvd.start()
-        # Though the engine says nothing.
+        # Even before the engine publishes anything.
         wait(lambda: kvd.health() == ("degraded", "not known to be the same engine"))
         wait(lambda: engine.store(prompt(500 + engine.seq)) or kvd.health()[0] == "degraded")
         kvd.stop()
@@ -169,7 +169,7 @@ def test_registrations_of_all_faces_come_back(tmp_path: Path) -> None:
         assert kvd.post("indexer", "/register_peer", peer).status_code in (200, 201)
         before = {path: _still(kvd.get(face, path)) for face in paths for path in paths[face]}
         wait(lambda: kvd.metric("kvd_state_failures_total") == 0)
-        wait(lambda: _kept(kvd.state / "registrations") == 8)  # the peer is the last
+        wait(lambda: _kept(kvd.state / "registrations") == 8)  # all, with the peer as the last
         kvd.kill()
         kvd.start()
         assert {
@@ -195,19 +195,19 @@ def test_engines_that_came_by_calls_stay_behind_the_gateway(tmp_path: Path) -> N
 
 
 def _kept(path: Path) -> int:
-    """Returns how many registrations a file has, about; a policy is one."""
+    """Returns about how many registrations a file has; a policy counts as one."""
     frames = frames_of(path, Content.REGISTRATIONS) if path.exists() else []
     return sum(len(unpacked(each.content)) if each.kind == ROWS else 2 for each in frames)
 
 
 def _live(state: Path) -> list[str]:
-    """Returns the ids of the requests that a journal has."""
+    """Returns the ids of the live requests in the journals."""
     bookings = trio.run(bookings_of, [path for _, path in journals(state)], 0.0)
     return [name for _, name in bookings.live]
 
 
 def _still(listing: Any) -> str:
-    """Returns a listing as text, without what a connection changes."""
+    """Returns a listing as text, without the states that a connection changes."""
     text = json.dumps(listing, sort_keys=True)
     for word in ("active", "pending", "exact", "recovering"):
         text = text.replace(f'"{word}"', '"..."')
@@ -244,7 +244,7 @@ def test_bookings_and_their_answers_come_back(tmp_path: Path) -> None:
         assert (kvd.get("slot-tracker", "/loads"), kvd.get("selection", "/loads")) == loads
         assert book(kvd, "r1").status_code == 200  # a retry
         assert reserve(kvd, "one").json() == answer
-        assert reserve(kvd, "two").json()["worker_id"] == answer["worker_id"]  # its session's
+        assert reserve(kvd, "two").json()["worker_id"] == answer["worker_id"]  # same session
         deleted = kvd.client.delete(kvd.url("selection", "/reservations/one"))
         assert deleted.status_code == 200
         free = {"model_name": "m", "request_id": "r1"}
@@ -271,14 +271,14 @@ def test_a_damaged_file_is_put_aside(tmp_path: Path, name: str) -> None:
         wait((kvd.state / f"{name}.refused").exists)
         if name == "registrations":
             kvd.register(engine)
-        # By a replay from its place, or from the beginning once it speaks.
+        # By a replay from the restored number, or from the start once the engine publishes.
         wait(lambda: engine.store(prompt(500 + engine.seq)) or kvd.health() == ("exact", ""))
         wait(lambda: len(kvd.paths()) == len(engine.cache))
         kvd.stop()
 
 
 def test_one_damaged_journal_of_two_is_named_and_none_counts(tmp_path: Path) -> None:
-    """What the other one tells of may have ended in the damaged one."""
+    """Requests of the sound journal may have ended in the damaged one."""
     with kvd_of(tmp_path) as kvd:
         slots = {"worker_id": 7, "model_name": "m", "block_size": 4, "dp_start": 0, "dp_size": 1}
         assert kvd.post("slot-tracker", "/register", slots).status_code == 201
@@ -292,7 +292,7 @@ def test_one_damaged_journal_of_two_is_named_and_none_counts(tmp_path: Path) -> 
         assert f"event=state_refused file={damaged} " in said
         assert (kvd.state / "journal.refused").read_bytes() == b"not a journal"
         assert not sound.exists()
-        assert book(kvd, "r1").status_code == 201  # it is new
+        assert book(kvd, "r1").status_code == 201  # a new booking
         kvd.stop()
 
 
@@ -362,7 +362,7 @@ def test_a_file_in_its_place_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_costs_nothing_but_what_it_does_not_take(tmp_path: Path) -> None:
-    """Files end at a size; until there is room again bookings are served and not recorded."""
+    """Files cannot grow beyond a size: meanwhile bookings are served but not recorded."""
     with kvd_of(tmp_path, "--snapshot-s=3600") as kvd:
         assert kvd.server is not None
         pid = kvd.server.process.pid
@@ -375,13 +375,13 @@ def test_a_full_disk_costs_nothing_but_what_it_does_not_take(tmp_path: Path) -> 
         _limit_files(pid, 64)  # bytes
         assert kvd.post("slot-tracker", "/register", slots | {"worker_id": 8}).status_code == 201
         assert book(kvd, "lost").status_code == 201
-        wait(lambda: kvd.metric("kvd_state_recording") == 0)  # the log is a file, too
+        wait(lambda: kvd.metric("kvd_state_recording") == 0)  # the log cannot grow either
         assert book(kvd, "served").status_code == 201
         binds = [f"--{face}-bind=127.0.0.1:{port}" for face, port in kvd.ports.items()]
         said = run_command("status", "--interval=0", *binds)
         assert "bookings NOT recorded" in said.stdout
         assert _live(kvd.state) == ["before"]
-        # Of the journal, the one after it, and the registrations; then the next after a pause.
+        # Three at once: the journal, its successor and the registrations. A retry after a pause.
         wait(lambda: kvd.metric("kvd_state_failures_total") >= 4)
         assert time.monotonic() - began >= RETRY_S
         _limit_files(pid, resource.RLIM_INFINITY)
@@ -395,12 +395,12 @@ def test_a_full_disk_costs_nothing_but_what_it_does_not_take(tmp_path: Path) -> 
 
 
 def _limit_files(pid: int, size: int) -> None:
-    """Has writes of a process fail that would make a file longer."""
+    """Makes a process's writes fail that would extend a file beyond `size` bytes."""
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 
 def test_killed_at_any_moment(tmp_path: Path) -> None:
-    """Under events, bookings and questions: what is exact is true, no old booking is lost."""
+    """Under events, bookings and queries: exact streams are correct, and old bookings survive."""
     random = Random(7)
     with engine_of() as engine, kvd_of(tmp_path, "--request-expiry-s=1000000") as kvd:
         kvd.register(engine)
@@ -408,7 +408,7 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
         assert kvd.post("slot-tracker", "/register", slots).status_code == 201
         assert engine.subscribed.wait(PATIENCE_S)
         wait(lambda: _kept(kvd.state / "registrations") >= 2)
-        booked: dict[str, float] = {}  # when
+        booked: dict[str, float] = {}  # by name: the time
         number = 0
         for _ in range(scaled(2)):
             until = time.monotonic() + random.uniform(0.0, 0.6)
@@ -438,7 +438,7 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
             for name in list(booked):
                 if not _lives(kvd, name):
                     booked.pop(name)
-            if not kvd.snapshots_before_death():  # then only what the engine says next tells
+            if not kvd.snapshots_before_death():  # then only a new batch shows it
                 wait(lambda: engine.store(prompt(engine.seq, 9)) or kvd.health()[0] == "exact")
             wait(lambda: kvd.health() == ("exact", ""))
             wait(lambda: len(kvd.paths()) == len(engine.cache))
@@ -446,7 +446,7 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
 
 
 def _lives(kvd: Kvd, name: str) -> bool:
-    """Says whether a request is booked: the same once more is a retry, or a new booking."""
+    """Returns whether a request is booked: booking it again is a retry, or else a new booking."""
     status = book(kvd, name).status_code
     assert status in (200, 201)
     if status == 201:
