@@ -1,4 +1,4 @@
-"""Lines of a running daemon: of every face's requests, and for readers that stand still."""
+"""The access log of a running daemon: lines for every face, and readers that stand still."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.running import running
 QUERY = {"model_name": "m", "token_ids": [1, 2, 3, 4]}
 NOTICE = re.compile(rb"event=lines_dropped lines=(\d+)\n")
 WORKER = {"model_name": "m", "worker_id": 7, "block_size": 4, "dp_start": 0, "dp_size": 1}
-# What the core answers by itself, once there is something to answer about.
+# Requests that the fast path answers, once their model has a worker.
 PLAIN = {
     "indexer": ("/query", QUERY),
     "slot-tracker": (
@@ -110,7 +110,7 @@ def test_it_is_switched_in_a_running_daemon(tmp_path: Path) -> None:
 
 @pytest.fixture
 def stuck() -> Iterator[tuple[int, int]]:
-    """A kvd that logs requests to a pipe that nobody reads: its port, and the pipe."""
+    """Yields the port of a kvd that logs requests to a pipe, and the pipe, which nobody reads."""
     port = find_free_port()
     reading, writing = os.pipe()
     command = [sys.executable, "-m", "kvd", "indexer", "--port", str(port)]
@@ -138,7 +138,7 @@ def dropped_at(port: int) -> float:
 
 def test_a_pipe_that_nobody_reads_does_not_stop_the_daemon(stuck: tuple[int, int]) -> None:
     port, reading = stuck
-    # As long a line as a client can have: some 4,000 of them fill pipe and memory.
+    # The longest line that a client can cause: some 4,000 of them fill the pipe and kvd's queue.
     head = (
         b"GET /health HTTP/1.1\r\nhost: kvd\r\nx-request-id: " + b"r" * 128 + b"\r\n"
         b"traceparent: 00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01\r\n\r\n"
@@ -152,11 +152,11 @@ def test_a_pipe_that_nobody_reads_does_not_stop_the_daemon(stuck: tuple[int, int
     dropped = dropped_at(port)
     assert 0 < dropped < asked
     seen = b""
-    while (notice := NOTICE.search(seen)) is None:  # with a reader everything that is left comes
+    while (notice := NOTICE.search(seen)) is None:  # a reader gets all waiting lines
         piece = os.read(reading, 65536)
         assert piece, "kvd has ended"
         seen = seen[-4096:] + piece
-    # The line of the question above may be one more.
+    # The line of the request for metrics may have been dropped as well.
     assert int(notice[1]) == dropped_at(port) in (dropped, dropped + 1)
 
 

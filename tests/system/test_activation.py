@@ -1,4 +1,4 @@
-"""Sockets and messages of a service manager, played by the test."""
+"""Sockets and messages of a service manager, whose part the test plays."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.forking import Forked, fork
 from tests.support.ports import find_free_port
 from tests.support.processes import POLL_S, START_DEADLINE_S, clean_environment
 
-# Moves descriptors to where systemd passes them and becomes kvd: the process must name itself.
+# Moves descriptors to the numbers that systemd uses, puts its own id in the environment, execs kvd.
 EXEC = """
 import fcntl, json, os, sys
 descriptors, command = json.loads(sys.argv[1])
@@ -52,7 +52,7 @@ def port_of(sock: socket.socket) -> int:
 
 
 class Manager:
-    """Starts kvd again and again on the same sockets, and hears what it says."""
+    """Starts kvd again and again on the same sockets, and receives its messages."""
 
     def __init__(self, folder: Path, sockets: list[socket.socket], names: str | None) -> None:
         self._folder = folder
@@ -85,7 +85,7 @@ class Manager:
             )
 
     def _environ(self, further: dict[str, str]) -> dict[str, str]:
-        """Returns all but what only the new process knows, which is its id."""
+        """Returns the environment, except the process id, which only the new process knows."""
         further["NOTIFY_SOCKET"] = os.fspath(self._folder / "notify")
         if self._names is not None:
             further["LISTEN_FDNAMES"] = self._names
@@ -96,7 +96,7 @@ class Manager:
         return (self._folder / "stderr").read_text()
 
     def heard(self, message: bytes) -> bytes:
-        """Returns the next message that holds this one."""
+        """Waits for the next message that contains this text, and returns it."""
         deadline = time.monotonic() + START_DEADLINE_S
         while message not in (said := self._messages.recv(1000)):
             assert time.monotonic() < deadline, f"no {message!r}: {self.stderr}"
@@ -110,7 +110,7 @@ class Manager:
 def managed(
     folder: Path, sockets: list[socket.socket], names: str | None, *arguments: str, **environ: str
 ) -> Iterator[tuple[Manager, Forked]]:
-    """Runs a kvd that is ready; it must end with exit code 0 on SIGTERM."""
+    """Runs a kvd, yields once it is ready; it must end with exit code 0 on SIGTERM."""
     manager = Manager(folder, sockets, names)
     process = manager.start(*arguments, **environ)
     try:
@@ -150,7 +150,7 @@ def test_sockets_go_to_the_faces_they_are_named_after(tmp_path: Path) -> None:
             with httpx.Client(transport=transport) as client:
                 assert client.get("http://kvd/workers").status_code == 200
             assert f"127.0.0.1:{indexer} unix:{path}" in manager.stderr
-        assert os.path.exists(path)  # it is the manager's
+        assert os.path.exists(path)  # the file is the manager's
 
 
 @pytest.mark.parametrize("names", ["kvd.socket:kvd.socket", None])
@@ -181,7 +181,7 @@ def test_a_restart_refuses_nobody(tmp_path: Path) -> None:
                     served[0] += 1
                 except Exception as error:
                     failures.append(error)
-                time.sleep(POLL_S)  # leaves the processor to the one that starts
+                time.sleep(POLL_S)  # leaves the CPU to the kvd that starts
 
         arguments = ("indexer",)
         manager = Manager(tmp_path, [sock], "indexer")
@@ -210,7 +210,7 @@ def test_a_restart_refuses_nobody(tmp_path: Path) -> None:
 
 
 def refused(folder: Path, sockets: list[socket.socket], names: str, *arguments: str) -> str:
-    """Returns what a kvd says that does not start."""
+    """Starts a kvd that must refuse these sockets; returns its error output."""
     manager = Manager(folder, sockets, names)
     process = manager.start("serve", *arguments)
     assert process.wait(START_DEADLINE_S) == os.EX_CONFIG, manager.stderr
@@ -290,7 +290,7 @@ def test_the_watchdog_is_fed_and_reloads_are_announced(tmp_path: Path) -> None:
 
 
 def test_ready_means_that_recovery_is_over(tmp_path: Path) -> None:
-    """A peer that does not answer holds READY back, and asks for time, until it is given up."""
+    """While a peer does not answer, kvd holds READY back and asks for time, until it gives up."""
     with ExitStack() as stack:
         sock, peer = listening(stack), listening(stack)
         manager = Manager(tmp_path, [sock], "indexer")
@@ -319,7 +319,7 @@ def test_status_finds_sockets_of_the_manager(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """At the addresses of the file; who names sockets of others has to say where they are."""
+    """At the addresses of the settings file; sockets elsewhere need flags of `kvd status`."""
     with ExitStack() as stack:
         path = os.fspath(tmp_path / "kvd.sock")
         plain, secured, elsewhere = (listening(stack) for _ in range(3))
@@ -355,7 +355,7 @@ def test_status_finds_sockets_of_the_manager(
 def test_several_processes_share_a_passed_socket_and_one_that_hangs_is_replaced(
     tmp_path: Path,
 ) -> None:
-    """The manager hears of the parent alone, which does for the others what a manager does."""
+    """Only the parent reports to the manager; it supervises the other processes itself."""
     started = re.compile(r"process=gateway-0 pid=(\d+) restarts=(\d)")
     with ExitStack() as stack:
         sockets = [listening(stack)]

@@ -29,7 +29,7 @@ REQUEST = f"HEAD /metrics HTTP/1.1\r\nhost: kvd\r\nauthorization: Bearer {OLD}\r
 
 @pytest.fixture
 def folder(tmp_path: Path, certificate: Path) -> Path:
-    """A directory with the files of a daemon, authorities, and a client of each."""
+    """A directory with a daemon's files, two authorities, and a client of each."""
     for name in ("cert.pem", "key.pem"):
         (tmp_path / name).write_bytes((certificate / name).read_bytes())
     make_client_certificates(tmp_path, "client", "stranger")
@@ -61,14 +61,14 @@ def secured(faces: Faces, face: str) -> str:
 
 @contextmanager
 def connected(faces: Faces, name: str) -> Iterator[list[socket.socket]]:
-    """Connects to every face as a client who trusts the certificate that the folder has now."""
+    """Connects to every face as a client that trusts the certificate now in the folder."""
     context = trust(faces.folder, name)
     with ExitStack() as opened:
         yield [opened.enter_context(faces.connect(secured(faces, f), context)) for f in FACES]
 
 
 def statuses(socks: list[socket.socket]) -> list[bytes]:
-    """Returns what each connection is answered, nothing at its end."""
+    """Returns the status that each connection is answered, b"" if it is closed."""
     found = []
     for sock in socks:
         try:
@@ -91,7 +91,7 @@ def test_certificates_change_while_it_runs(served: Faces, folder: Path) -> None:
         assert statuses(kept) == ALL
         make_certificate(folder, subject="another")
         with pytest.raises(ssl.SSLError), connected(served, "client"):
-            pass  # who trusts the new one meets the old one
+            pass  # the daemon still shows the old certificate
         reload(served, 'event=reloaded changed="tls_certfile tls_keyfile"')
         with connected(served, "client") as after:
             assert statuses(after) == ALL and statuses(kept) == ALL

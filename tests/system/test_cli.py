@@ -1,4 +1,4 @@
-"""The command line as an operator meets it: exit codes, one clear line, signals."""
+"""The command line as an operator meets it: exit codes, errors in one clear line, signals."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ OTHERS_OFF = (
 
 
 def given(*arguments: str) -> dict[str, object]:
-    """Returns what a command line says, by setting."""
+    """Returns the settings that a command line gives."""
     parser = build_parser()
     args = parser.parse_args(arguments)
     settings: dict[str, object] = args.given(parser, args)
@@ -242,7 +242,7 @@ def test_the_flags_of_the_conductor_mean_what_they_say() -> None:
 
 
 def test_the_select_service_computes_what_the_original_does() -> None:
-    """What all of kvd takes for granted of engines, the drop-in command does only if it is told."""
+    """Engines recompute a prompt's last token; the drop-in command counts that only if told to."""
 
     def holds(*flags: str, **environ: str) -> object:
         args = build_parser().parse_args(flags)
@@ -306,7 +306,7 @@ def test_a_port_in_use_is_a_start_error() -> None:
             f"slot-tracker --port 0 --replica-sync-port {port}",
         ]
         for ended in (run_command(*command.split()) for command in commands):
-            assert ended.code == 1  # it may be free in a moment
+            assert ended.code == 1  # not 78, as the port may be free in a moment
             assert f"127.0.0.1:{port}" in ended.stderr
             assert ended.stderr.count("\n") == 1, ended.stderr
 
@@ -323,7 +323,7 @@ def test_a_port_in_use_for_tls_is_one_line_too(certificate: Path) -> None:
         in_use = run_command(*start(bind, cert))
         bad = run_command(*start("127.0.0.1:0", key))
     assert in_use.code == 1 and f"cannot listen on {bind}" in in_use.stderr
-    assert bad.code == os.EX_CONFIG and "cannot use" in bad.stderr  # no certificate in it
+    assert bad.code == os.EX_CONFIG and "cannot use" in bad.stderr  # the file has no certificate
     for ended in (in_use, bad):
         assert ended.stderr.count("\n") == 1, ended.stderr
 
@@ -383,7 +383,7 @@ def test_workers_of_the_command_line_are_registered(
 
 
 def test_an_interrupt_ends_it_well_as_a_sigterm_does(kvd_process: Callable[..., Server]) -> None:
-    assert kvd_process().stop(signal.SIGINT) == 0  # every other daemon here ends on SIGTERM
+    assert kvd_process().stop(signal.SIGINT) == 0  # all other daemons here end on SIGTERM
 
 
 def test_who_reads_what_a_command_says_may_leave() -> None:
@@ -401,7 +401,7 @@ def test_both_faces_are_one_process(tmp_path: Path) -> None:
     ):
         worker = {"worker_id": 7, "model_name": "m", "block_size": 16, "dp_start": 0, "dp_size": 1}
         assert client.post(f"{slot_tracker}/register", json=worker).status_code == 201
-        assert client.get(f"{server.base_url}/workers").json() == []  # of engines
+        assert client.get(f"{server.base_url}/workers").json() == []  # lists engines only
         assert len(client.get(f"{slot_tracker}/loads").json()) == 1
         for url, own, other in (
             (server.base_url, "dynamo_kvindexer_listeners", "kvd_slots_workers"),

@@ -38,7 +38,7 @@ from tests.support.running import running_kvd
 TOKEN = "everything-0123456789"
 READER = "reader-0123456789"
 TEST_SECONDS = 60
-TOKENS = list(range(1, 18))  # four whole blocks, and a rest
+TOKENS = list(range(1, 18))  # four full blocks and one token
 RESERVING = b"POST /select_and_reserve "
 _tokens = count(100)
 NAMES = {"indexer": "indexer", "slot-tracker": "slot_tracker"}
@@ -46,7 +46,7 @@ NAMES |= {"selection": "selection", "conductor": "conductor"}
 
 
 class Either:
-    """One of the two clients, in a test on trio; the blocking one asks in threads."""
+    """One of the two clients, in a test on trio; the blocking client is called in threads."""
 
     def __init__(self, client: Client | AsyncClient) -> None:
         self.client = client
@@ -106,7 +106,7 @@ def making(request: pytest.FixtureRequest) -> Make:
 
 @pytest.fixture(scope="module")
 def kvd(tmp_path_factory: pytest.TempPathFactory, certificate: Path) -> Iterator[Faces]:
-    """Every face, for holders of tokens."""
+    """A kvd with every face, which asks for tokens."""
     folder = tmp_path_factory.mktemp("client")
     tokens = folder / "tokens"
     tokens.write_text(f"all read,lifecycle,admin {TOKEN}\nreader read {READER}\n")
@@ -116,7 +116,7 @@ def kvd(tmp_path_factory: pytest.TempPathFactory, certificate: Path) -> Iterator
 
 @pytest.fixture(scope="module")
 def open_kvd(tmp_path_factory: pytest.TempPathFactory, certificate: Path) -> Iterator[Faces]:
-    """Every face, for anybody, with a worker of each of two models to select."""
+    """A kvd with every face and without tokens, and a worker of each of two models."""
     folder = tmp_path_factory.mktemp("open")
     busy = "router_queue_threshold = 1.0"
     with serving_faces(folder, certificate, busy) as faces, Client(**addresses(faces)) as client:
@@ -133,7 +133,7 @@ def open_kvd(tmp_path_factory: pytest.TempPathFactory, certificate: Path) -> Ite
 
 
 def addresses(faces: Faces, kind: str = "tcp") -> dict[str, str]:
-    """Returns where a client finds each face."""
+    """Returns the client's option for the address of each face."""
     found = {}
     for face, name in NAMES.items():
         for each in faces.addresses[face]:
@@ -150,7 +150,7 @@ def port_of(faces: Faces, face: str) -> int:
 
 @asynccontextmanager
 async def through_proxy(making: Make, faces: Faces, **options: Any) -> AsyncIterator[Any]:
-    """Yields a client whose selections, and calls of the indexer, go through a proxy; the proxy."""
+    """Yields a client whose calls of the selection service go through a proxy, and the proxy."""
     async with dropping(port_of(faces, "selection")) as proxy:
         where = addresses(faces) | {"selection": proxy.url}
         async with making(**where, **options) as either:
@@ -158,12 +158,12 @@ async def through_proxy(making: Make, faces: Faces, **options: Any) -> AsyncIter
 
 
 def novel(tokens: int) -> list[int]:
-    """Returns a prompt that nobody has booked before, of which a worker could have blocks."""
+    """Returns a prompt of new tokens, of which no worker has any block."""
     return [next(_tokens) for _ in range(tokens)]
 
 
 async def live(either: Either, model_name: str = "m") -> list[int]:
-    """Returns the live requests of each rank, and the selections that wait."""
+    """Returns the numbers of each rank's live requests, and of selections that wait."""
     (row,) = await either.ask(lambda kvd: kvd.selection.loads(model_name=model_name))
     return [*(each.active_requests for each in row.loads), row.pending_count]
 
@@ -257,7 +257,7 @@ async def test_the_indexer_is_asked_by_tokens_and_by_hashes(making: Make, kvd: F
 
 async def test_the_slot_tracker_counts(making: Make, kvd: Faces) -> None:
     rolling = sequence_hashes(local_hashes(TOKENS, BLOCK_SIZE))
-    assert max(rolling) >= 2**63  # which /add takes signed
+    assert max(rolling) >= 2**63  # /add takes it with a sign
     async with making(**addresses(kvd, "unix"), token=TOKEN) as either:
 
         async def ask(make: Callable[[Any], Any]) -> Any:
@@ -349,7 +349,7 @@ async def test_the_selection_service_is_told_and_asked(making: Make, kvd: Faces)
         assert (await ask(lambda face: face.busy_thresholds())).thresholds == ()
         assert (await ask(lambda face: face.router_modes())).router_modes == ()
         await ask(lambda face: face.remove_worker(1))
-        ready = await ask(lambda face: face.ready())  # a 503, and an answer
+        ready = await ask(lambda face: face.ready())  # a 503 that is an answer
         assert not ready.ready and ready.not_ready_reasons
 
 
@@ -393,7 +393,7 @@ async def test_the_gateway_is_told_and_asked(making: Make, tmp_path: Path) -> No
             await trio.to_thread.run_sync(stack.close)
 
 
-# ---- who may ask
+# ---- access
 
 
 async def test_a_token_is_needed(making: Make, kvd: Faces, tmp_path: Path) -> None:
@@ -422,7 +422,7 @@ async def test_certificates_are_checked_and_shown(
         shown = {"cert_file": tmp_path / "client.pem", "key_file": tmp_path / "client.key"}
         async with making(**where, ca_file=ca_file, **shown) as either:
             await either.ask(lambda kvd: kvd.indexer.health())
-        for options in ({"ca_file": ca_file}, shown):  # nothing shown; nobody trusted
+        for options in ({"ca_file": ca_file}, shown):  # shows nothing; trusts nobody
             async with making(**where, **options, attempts=1) as either:
                 with pytest.raises(Unreachable):
                     await either.ask(lambda kvd: kvd.indexer.health())
@@ -436,7 +436,7 @@ async def test_nobody_is_there(making: Make) -> None:
         with pytest.raises(Unreachable):
             await either.ask(lambda kvd: kvd.indexer.peers())
         assert either.stats.retries == 1
-        with pytest.raises(Unreachable):  # it may not come twice
+        with pytest.raises(Unreachable):  # must not be sent twice
             await either.ask(lambda kvd: kvd.indexer.register("m", 1, "tcp://h:1", block_size=4))
         assert (either.stats.calls, either.stats.retries) == (2, 1)
 
@@ -468,12 +468,12 @@ async def test_lost_answers_are_asked_for_again(making: Make, open_kvd: Faces) -
         await either.ask(
             lambda kvd: kvd.selection.book(1, model_name="m", token_ids=TOKENS, reservation_id="r")
         )
-        await either.ask(lambda kvd: kvd.selection.free("r"))  # whose repetition finds nothing
+        await either.ask(lambda kvd: kvd.selection.free("r"))  # repeated, finds nothing
         assert either.stats.retries == 3
         with pytest.raises(Refused):
             await either.ask(lambda kvd: kvd.selection.free("r"))
         proxy.drop(b"POST /reservations ", 1)
-        with pytest.raises(Unreachable):  # without a key
+        with pytest.raises(Unreachable):  # without a key it is not repeated
             await either.ask(
                 lambda kvd: kvd.selection.book(
                     1, model_name="m", token_ids=TOKENS, reservation_id="r"
@@ -491,7 +491,7 @@ async def test_a_silent_daemon_is_given_up(making: Make, open_kvd: Faces) -> Non
 
 
 async def test_a_busy_daemon_is_asked_again(making: Make, open_kvd: Faces) -> None:
-    """A refusal with Retry-After is one that the next attempt may not meet."""
+    """A refusal with Retry-After is worth another attempt, which may be accepted."""
     async with making(**addresses(open_kvd)) as either:
         threshold = {"active_prefill_tokens_threshold": 10}
         await either.ask(lambda kvd: kvd.selection.set_busy_threshold("busy", **threshold))
@@ -622,7 +622,7 @@ async def test_a_daemon_that_dies_under_a_reservation_is_counted(
 ) -> None:
     async with making(**addresses(open_kvd)) as direct:
         async with through_proxy(making, open_kvd) as (either, proxy):
-            with pytest.raises(OfTheBody):  # and not what freeing comes to
+            with pytest.raises(OfTheBody):  # not the error of freeing
                 async with either.reserve(model_name="m", token_ids=TOKENS) as choice:
                     await trio.lowlevel.checkpoint()
                     proxy.die()
@@ -695,7 +695,7 @@ async def cancel_when_held(client: AsyncClient, proxy: Dropping) -> None:
 
 
 async def test_those_who_wait_keep_nobody_from_freeing(open_kvd: Faces) -> None:
-    """Each waiting selection has a connection; what they wait for needs one, too."""
+    """Each waiting selection holds a connection; freeing the rank they wait for needs one, too."""
     waiting = 120
     assert waiting > MAX_CONNECTIONS
 
@@ -716,7 +716,9 @@ async def test_those_who_wait_keep_nobody_from_freeing(open_kvd: Faces) -> None:
 async def test_calls_wait_for_a_connection_before_they_begin(
     open_kvd: Faces, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What has not been sent needs no freeing; within httpx, waiting ones would slow all others."""
+    """A booking that was never sent needs no freeing. If calls waited within httpx, they would
+    slow down all others.
+    """
     monkeypatch.setattr(clients, "MAX_WAITING_CONNECTIONS", 1)
 
     async def reserve() -> None:

@@ -1,4 +1,4 @@
-"""CURVE in daemons: engines that are registered with their key, replicas that know each other's."""
+"""CURVE in daemons: engines registered with their keys, replicas that have each other's keys."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FACES = ("indexer", "slot-tracker", "selection", "conductor")
 
 
 class CurveEngine(StoringEngine):
-    """An engine that speaks CURVE, with the key SECRET, to anybody."""
+    """An engine that speaks CURVE with the key SECRET, and accepts any client."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         super().__init__(context)
@@ -49,7 +49,7 @@ Start = Callable[..., tuple[Server, Clients]]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts a kvd with all faces."""
+    """A function that starts a kvd with all faces."""
     with ExitStack() as stack:
 
         def run(*flags: str) -> tuple[Server, Clients]:
@@ -120,7 +120,7 @@ def test_a_wrong_key_hears_nothing(start: Start, engine: CurveEngine) -> None:
 
 
 def test_replicas_with_keys(start: Start, tmp_path: Path) -> None:
-    """What one books the other knows; who has no key hears nothing, and shows in a counter."""
+    """Each replica receives the other's bookings; one without a key receives nothing, counted."""
     ports = find_free_port(), find_free_port()
     pairs = (PUBLIC, SECRET), (OTHER_PUBLIC, OTHER_SECRET)
     started = []

@@ -1,4 +1,4 @@
-"""The Grafana dashboard and the alert rules: what they name is there and means what it says."""
+"""The Grafana dashboard and the alert rules: the series and labels that they name exist."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def expressions() -> Iterator[Asked]:
 
 @pytest.fixture(scope="module")
 def samples(tmp_path_factory: pytest.TempPathFactory) -> Samples:
-    """What a kvd shows that has everything, and several gateway processes without a kvd."""
+    """The metrics of a kvd with every feature, and of gateway processes whose kvd is away."""
     texts = [*serve_texts(tmp_path_factory.mktemp("kvd"))]
     texts.append(trio.run(gateway_text, tmp_path_factory.mktemp("gateway")))
     found: Samples = {}
@@ -135,7 +135,7 @@ def unknown(asked: Asked, samples: Samples) -> list[str]:
 
 
 def unmatched(selector: Selector, samples: Samples) -> Iterator[str]:
-    if selector.name == "up":  # of Prometheus
+    if selector.name == "up":  # Prometheus' own
         return
     if selector.name not in samples:
         yield selector.name
@@ -147,7 +147,7 @@ def unmatched(selector: Selector, samples: Samples) -> Iterator[str]:
 
 
 def unseen_labels(query: Query, shown: frozenset[str], samples: Samples) -> list[str]:
-    """Returns labels that each `by` or what is shown names in vain."""
+    """Returns the labels in `by` or `shown` that the series, or the result, do not have."""
     each_has = [set().union(*samples.get(one.name, [])) for one in query.selectors]
     known = ADDED.union(set.intersection(*each_has))
     kept = set.union(*query.grouped) if query.grouped else known

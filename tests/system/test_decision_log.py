@@ -15,7 +15,7 @@ from tests.support.http_client import Client
 from tests.support.ports import find_free_port
 from tests.support.processes import Server
 
-# Token ids that would be found in a text of any form, and text that only a prompt could bring.
+# A token id that is easily found in any text, so that the log can be searched for prompts.
 FIRST_TOKEN = 123_456_789
 MODEL = "m"
 REQUESTS = 12
@@ -48,7 +48,7 @@ def test_what_a_daemon_logs_is_replayed(
         for number in range(REQUESTS):
             tokens = [FIRST_TOKEN + at for at in range(1024)] + [number + 1] * 600
             body = {"model_name": MODEL, "token_ids": tokens, "reservation_id": f"of-{number}"}
-            if number % 2:  # and what is served by the scheduler's task
+            if number % 2:  # the scheduler's task serves these
                 body |= {"router_config_override": {"overlap_score_weight": 2.0}}
             client.post("/select_and_reserve", json=body).raise_for_status()
             client.post(f"/reservations/of-{number}/prefill_complete").raise_for_status()
@@ -56,7 +56,7 @@ def test_what_a_daemon_logs_is_replayed(
             client.delete(f"/reservations/of-{number}").raise_for_status()
         metrics = exposition.parse(client.get("/metrics").text)
     assert metrics['kvd_decision_log_lines_total{outcome="accepted"}'] == 3 * REQUESTS
-    assert server.stop() == 0  # which writes what waits
+    assert server.stop() == 0  # writes the waiting lines
     text = path.read_text()
     rows = [json.loads(line) for line in text.splitlines()]
     assert [row["event"] for row in rows] == ["choice", "prefill_complete", "end"] * REQUESTS

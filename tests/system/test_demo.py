@@ -56,7 +56,7 @@ TURNS = 300
 
 
 class Replica:
-    """The slow truth: what a reader of the events knows, as plain sets of prompt prefixes."""
+    """Follows events as slowly and plainly as possible, in sets of prompt prefixes."""
 
     def __init__(self) -> None:
         self.tiers: dict[str, dict[int, tuple[int, ...]]] = {"GPU": {}, "CPU_PINNED": {}}
@@ -121,8 +121,8 @@ def test_a_prompt_longer_than_the_cache_keeps_its_beginning() -> None:
 
 
 def test_the_block_hashes_are_those_of_the_real_engines() -> None:
-    # From a recording of SGLang 0.5.23 and of vLLM 0.33.0 (PYTHONHASHSEED unset, sha256) at four
-    # tokens a block: two different formulas, so two names for the same tokens.
+    # From recordings of SGLang 0.5.23 and vLLM 0.33.0 (PYTHONHASHSEED unset, sha256) with four
+    # tokens per block. Their formulas differ, and so do their names for the same tokens.
     sglang, vllm, tokens = SglangEngine(8, 8), VllmEngine(8), (11, 12, 13, 14)
     assert sglang._name(sglang._digest(None, tokens)) == -685567553150498463
     assert vllm._name(vllm._digest(None, tokens)) == 13845173225549863662
@@ -219,7 +219,7 @@ kvd_index_blocks 7
 
 
 class Demo(Server):
-    """The program in a session of its own, whose Ctrl-C reaches nobody else."""
+    """The program in a session of its own, so that its Ctrl-C reaches no other process."""
 
     def __init__(self, folder: Path, port: int, *flags: str) -> None:
         others = ("SLOT_TRACKER", "SELECTION", "CONDUCTOR")
@@ -260,7 +260,7 @@ Start = Callable[..., Demo]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts the demo with further flags."""
+    """A function that starts the demo with these flags."""
     started: list[Demo] = []
 
     def start_one(*flags: str, port: int | None = None) -> Demo:
@@ -273,7 +273,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def paste(command: str) -> httpx.Response:
-    """Sends what a curl command sends that was shown."""
+    """Sends the request of a curl command that the demo shows."""
     *_, url, header, value, data, body = shlex.split(command.replace("\\\n", " "))
     assert (header, value, data) == ("-H", "Content-Type: application/json", "-d")
     headers = {"Content-Type": "application/json"}
@@ -294,7 +294,7 @@ def test_the_demo_answers_what_it_prints_and_ends_on_ctrl_c(start: Start) -> Non
     assert len(json.loads(printed)["instances"]) == 2
     turns, exact = _live_figures(shown)
     assert turns >= 1
-    assert exact >= 0.9 * turns, shown  # of a remembered conversation kvd may know a block less
+    assert exact >= 0.9 * turns, shown  # kvd may know a block less of a remembered one
     os.killpg(demo.process.pid, signal.SIGINT)  # as a terminal does
     assert demo.process.wait(STOP_DEADLINE_S) == 0
     assert has_ended(daemon)
@@ -306,7 +306,7 @@ def test_the_demo_answers_what_it_prints_and_ends_on_ctrl_c(start: Start) -> Non
 def test_answers_that_tell_no_expectation_are_inexact_and_a_sigterm_ends_both(
     start: Start,
 ) -> None:
-    """As of prompts that an engine on a busy machine has not tokenized in time."""
+    """As for prompts that an engine on a busy machine has not tokenized in time."""
     demo = start("--gateway-decision-headers=false")
     demo.wait_live()
     daemon = demo.daemon()
@@ -332,7 +332,7 @@ def test_a_daemon_that_ends_ends_the_demo(start: Start, number: signal.Signals, 
 
 
 def test_an_address_in_use_is_said_and_ends_the_demo(start: Start) -> None:
-    """Another daemon there is not taken for the demo's own, which leaves none behind."""
+    """The demo does not mistake another daemon there for its own, and leaves none behind."""
     first = start()
     first.wait_up()
     daemon = first.daemon()

@@ -37,9 +37,9 @@ SOCKET = REPOSITORY / "systemd" / "kvd.socket"
 MOST_EXPOSED = 1.2
 
 DEFAULTS = {each.name: each.default for each in SETTINGS}
-# The faces that `kvd serve` has without a word; the gateway needs to be told of its engines.
+# The faces that `kvd serve` has by default; the gateway needs to be given its engines.
 SERVED = [name for name in FACE_BINDS if DEFAULTS[name] is not OFF]
-# By the name of the face: slot-tracker, for example.
+# By the name of the face, such as slot-tracker.
 BINDS = {name.removesuffix("_bind").replace("_", "-"): DEFAULTS[name] for name in SERVED}
 FIRST = {face: binds.each[0] for face, binds in BINDS.items()}
 PORTS = {face: bind.port for face, bind in FIRST.items() if isinstance(bind, TcpBind)}
@@ -61,11 +61,11 @@ def test_the_service_grants_what_the_daemon_wants() -> None:
     (stop,), (files,) = said(SERVICE, "TimeoutStopSec"), said(SERVICE, "LimitNOFILE")
     assert int(stop) > HttpLimits().graceful_s + STOP_S
     assert int(files) >= ENOUGH
-    assert said(SERVICE, "WatchdogSignal") == ["SIGABRT"]  # which leaves a stack in the journal
+    assert said(SERVICE, "WatchdogSignal") == ["SIGABRT"]  # leaves a stack in the journal
     (start,) = said(SERVICE, "ExecStart")
     assert start == "/usr/bin/kvd serve --config /etc/kvd/kvd.toml"
     assert said(SERVICE, "ExecReload") == ["/usr/bin/kvd reload"]
-    assert said(SERVICE, "RuntimeDirectory") == ["kvd"]  # where that finds the daemon
+    assert said(SERVICE, "RuntimeDirectory") == ["kvd"]  # where reload finds kvd
 
 
 def test_the_service_comes_back_unless_it_cannot() -> None:
@@ -75,12 +75,12 @@ def test_the_service_comes_back_unless_it_cannot() -> None:
     (pause,), (most,), (within,) = (
         said(SERVICE, key) for key in ("RestartSec", "StartLimitBurst", "StartLimitIntervalSec")
     )
-    # Given up are starts that fail within seconds; a crash that takes a minute to come never.
+    # systemd gives up if starts fail within seconds, but never if each crash takes a minute.
     assert 10 * int(pause) * int(most) < int(within) < 60 * int(most)
 
 
 def test_the_gateways_service_is_confined_as_that_of_kvd() -> None:
-    """All but what it runs, when it may run, and how it is told to reload and to end."""
+    """The units agree, except in what they run, and when and how they start, reload and end."""
     own = {"Description", "ConditionPathExists", "After", "ExecStart", "ExecReload", "KillMode"}
     own |= {"RuntimeDirectory", "RuntimeDirectoryPreserve", "StateDirectory"}
     lines = [
@@ -90,7 +90,7 @@ def test_the_gateways_service_is_confined_as_that_of_kvd() -> None:
     kvd, gateway = ([each for each in unit if each.split("=")[0] not in own] for unit in lines)
     assert gateway == kvd
     assert said(GATEWAY, "ExecStart") == ["/usr/bin/kvd gateway --config /etc/kvd/gateway.toml"]
-    # The first signal is for the parent alone: it has the gateways drain before their kvd ends.
+    # Only the parent gets the first signal: it has the gateways drain before their kvd ends.
     assert said(GATEWAY, "KillMode") == ["mixed"]
 
 
@@ -109,7 +109,7 @@ def test_the_service_is_hardly_exposed() -> None:
 def test_ports_and_sockets_open_under_what_the_service_forbids(
     tmp_path: Path, certificate: Path
 ) -> None:
-    """libzmq aborts where it may not ask for interfaces; no file may change hands."""
+    """libzmq aborts if it may not list interfaces, and no file's owner may be changed."""
     http, https, replicas = find_free_port(), find_free_port(), find_free_port()
     public, secret = (key.decode() for key in zmq.curve_keypair())
     for name, text in (
@@ -149,7 +149,7 @@ def test_ports_and_sockets_open_under_what_the_service_forbids(
 
 @pytest.fixture(scope="module")
 def manifests() -> dict[str, Any]:
-    """The objects of the manifest, by their kind, and the fleet."""
+    """The objects of the manifest by their kind, and the fleet's as `fleet`."""
     found = list(yaml.safe_load_all((PACKAGING / "kubernetes.yaml").read_text()))
     (fleet,) = (each for each in found if each["metadata"]["name"] == "kvd-fleet")
     return {each["kind"]: each for each in found if each is not fleet} | {"fleet": fleet}
@@ -193,7 +193,7 @@ def test_the_configuration_is_taken(manifests: dict[str, Any], tmp_path: Path) -
             if each.table == "selection"
             else Addresses(each.wanted.endpoint, each.wanted.replay_endpoint)
         )
-    assert heard["indexer"] == heard["selection"]  # each listened to once
+    assert heard["indexer"] == heard["selection"]  # so each has one listener
     binds = dict(re.findall(r'^(\w+_bind) = "0\.0\.0\.0:(\d+)"$', text, re.MULTILINE))
     assert list(binds) == SERVED
     assert list(map(int, binds.values())) == list(PORTS.values())

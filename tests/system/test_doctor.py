@@ -65,7 +65,7 @@ def test_a_finding_is_said_by_every_face_and_command(
         f"    found   {endpoint}: Connection refused",
         f"    remedy  {expected['remedy']}",
     ]
-    patient.finds("engine_unreachable")  # without a look, too
+    patient.finds("engine_unreachable")  # without a probe, too
     assert main(["status", "--interval=0", *binds]) == 1
     said = "findings      1: engine_unreachable; `kvd doctor` explains them"
     assert said in capsys.readouterr().out.splitlines()
@@ -101,7 +101,7 @@ def test_nobody_can_be_asked(patient: Patient, capsys: Capture) -> None:
 
 
 def test_so_many_diagnoses_and_no_more(patient: Patient) -> None:
-    with closing(socket.create_server(("127.0.0.1", 0))) as mute:  # each look waits for it
+    with closing(socket.create_server(("127.0.0.1", 0))) as mute:  # each probe waits for it
         patient.register(f"tcp://127.0.0.1:{mute.getsockname()[1]}")
         url = f"{patient.urls['indexer']}/diagnose?probe=1"
 

@@ -1,4 +1,4 @@
-"""A listener whose engine is another process, which stands still and goes on."""
+"""A listener whose engine is another process, which is stopped and continued."""
 
 from __future__ import annotations
 

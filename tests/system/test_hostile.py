@@ -1,10 +1,9 @@
 """Whatever engines and clients send, a running kvd serves the others and keeps its size.
 
-Each test misbehaves in one way. Around each, `unharmed` checks that the process is as it was: no
-descriptor more, no memory to speak of, no error in its log, and a well-behaved worker is indexed.
-Both faces are served by the one process.
-The parts have tests of their own, with every fault there is: tests/component,
-tests/unit.
+Each test misbehaves in one way. Around each, `unharmed` checks that the process is as it was: it
+has no more descriptors, little more memory and no error in its log, and it still indexes a
+well-behaved worker. One process serves both faces.
+tests/component and tests/unit test each part with every fault.
 """
 
 from __future__ import annotations
@@ -40,12 +39,12 @@ from tests.support.running import running_both
 from tests.support.slot_bodies import POSTS
 from tests.support.zmtp_fakes import GREETING, large_frame, message, ready
 
-# What a test may leave resident: pages that malloc keeps of what was freed (its threshold grows
-# with what it has seen, up to 64 MiB), buffers that are used again. Three huge batches that stay
-# decoded, one for each stream, would take twice as much.
+# Memory that a test may leave resident: freed pages that malloc keeps (its threshold grows with
+# the sizes it has seen, up to 64 MiB), and buffers that are used again. Three huge batches that
+# stayed decoded, one for each stream, would take twice as much.
 RSS_GROWTH_BYTES = 128 * 1024 * 1024
 
-TIMEOUT_MS = 10_000  # for what takes milliseconds
+TIMEOUT_MS = 10_000  # of sockets, for answers that take milliseconds
 MIB = 1024 * 1024
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 BLOCK_SIZE = 4
@@ -58,7 +57,7 @@ class Kvd:
     def __init__(self, server: Server, client: Client, slots: Client, context: zmq.Context) -> None:
         self.server = server
         self.client = client
-        self.slots = slots  # of the slot tracker
+        self.slots = slots  # client of the slot tracker
         self.context = context
         self._usual_bytes = 0
 
@@ -73,7 +72,7 @@ class Kvd:
         self._usual_bytes = self.resident_bytes()
 
     def check_size(self) -> None:
-        """Waits until what has been received since `note_size` is given back."""
+        """Waits until the memory of all that was received since `note_size` is given back."""
         allowed = self._usual_bytes + RSS_GROWTH_BYTES
         self.server.wait_until(lambda: self.resident_bytes() <= allowed, "as small as before")
 
@@ -94,13 +93,13 @@ class Kvd:
         assert self.client.post("/unregister", json=names).status_code == 200
 
     def check_indexing(self) -> None:
-        """Registers a worker that behaves, for as long as it takes to see what it stores."""
+        """Registers a well-behaved worker until the index has what it stores."""
         with closing(Worker(self, 999)) as worker:
             worker.check_indexed()
         self.unregister({"instance_id": 999, "model_name": MODEL, "tenant_id": "default"})
 
     def check_booking(self) -> None:
-        """Books a request on a slot worker of its own, and ends both."""
+        """Registers a slot worker, books a request on it, and removes both."""
         place = {"worker_id": 999, "model_name": "well-behaved"}
         ranks = {"block_size": 16, "dp_start": 0, "dp_size": 1}
         booking = {"request_id": "r", "dp_rank": 0, "sequence_hashes": [1, 2]}
@@ -135,7 +134,7 @@ class Worker:
         self._socket.send_multipart(frames)
 
     def check_indexed(self) -> None:
-        """Stores a block and waits for it; all that was sent before has been read then."""
+        """Stores a block and waits for it; by then kvd has read all earlier messages."""
         tokens = [4_000_000_000 + self._seq] * BLOCK_SIZE
         stored = ["BlockStored", [self._seq], None, tokens, BLOCK_SIZE]
         self.send(msgpack.packb([0.0, [stored]]))
@@ -223,7 +222,7 @@ def _recorded() -> list[bytes]:
 
 
 def _mutated(rng: random.Random, data: bytes) -> bytes:
-    """Returns `data` with one to four places changed."""
+    """Returns `data` changed at one to four positions."""
     changed = bytearray(data)
     for _ in range(rng.randint(1, 4)):
         at = rng.randrange(len(changed) + 1)
@@ -236,7 +235,7 @@ def _mutated(rng: random.Random, data: bytes) -> bytes:
 
 
 def test_batches_that_are_none() -> None:
-    """Each is counted; no interface of the running process shows these counters yet."""
+    """Each payload is counted, and leaves nothing in the index."""
     counters = IngestStats()
     index = PrefixIndex(BLOCK_SIZE, counters)
     worker = index.add_worker(1)
@@ -287,11 +286,11 @@ def test_publishers_of_messages_of_a_wrong_shape(kvd: Kvd) -> None:
     lines = kvd.server.stderr.splitlines()
     refused = [line for line in lines if "event=messages_refused" in line]
     assert refused, lines
-    assert len(refused) < 10  # it tells, and does not fill the disk
+    assert len(refused) < 10  # lines are limited, so as not to fill the disk
 
 
 def _self_parents(count: int) -> bytes:
-    """Stored events that take ten times as much memory while they wait for their batch's end."""
+    """Returns stored events that take ten times their size while their batch is applied."""
     return _batch(_array(count, b"\x95\xabBlockStored\x91\x05\x05\x91\x01\x01"))
 
 
@@ -307,7 +306,7 @@ def _self_parents(count: int) -> bytes:
 )
 def test_publishers_of_huge_frames(kvd: Kvd, payload: bytes) -> None:
     with ExitStack() as stack:
-        for instance_id in range(1, 4):  # each has buffers of its own
+        for instance_id in range(1, 4):  # each stream has buffers of its own
             worker = stack.enter_context(closing(Worker(kvd, instance_id)))
             worker.send(payload)
             worker.check_indexed()
@@ -318,7 +317,7 @@ def test_publishers_of_huge_frames(kvd: Kvd, payload: bytes) -> None:
 
 
 class FakePeer:
-    """Listens on TCP, sends every client the same and closes or waits."""
+    """Listens on TCP, sends the same bytes to every client, and then closes or waits."""
 
     def __init__(self, opening: bytes, closes: bool) -> None:
         self.connections = 0
@@ -331,7 +330,7 @@ class FakePeer:
         self._thread.start()
 
     def _serve(self) -> None:
-        with suppress(OSError):  # `close` ends it so
+        with suppress(OSError):  # until `close`
             while True:
                 client, _ = self._listening.accept()
                 self.connections += 1
@@ -375,7 +374,7 @@ def test_peers_that_are_no_engines(kvd: Kvd, closes: bool) -> None:
         ]
         for instance_id, fake in enumerate(fakes, 1):
             assert kvd.register(instance_id, fake.endpoint) == 201
-        again = 2 if closes else 1  # who stays and says too little is waited for
+        again = 2 if closes else 1  # kvd waits for peers that stay silent
         kvd.server.wait_until(lambda: all(f.connections >= again for f in fakes), "trying again")
         kvd.check_indexing()
         engines = {row["instance_id"] for row in kvd.workers() if row["status"] == "active"}
@@ -401,7 +400,7 @@ def test_a_flood_of_connections(kvd: Kvd) -> None:
     bound, beyond = HttpLimits().connections, 50
     with ExitStack() as stack:
         sockets = [stack.enter_context(_connect(kvd)) for _ in range(bound + beyond)]
-        for sock in sockets[:beyond]:  # the oldest make way
+        for sock in sockets[:beyond]:  # the oldest are displaced
             assert sock.recv(12) == b""
         for sock in sockets[-beyond:]:
             sock.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
@@ -418,7 +417,7 @@ def test_clients_that_come_and_go(kvd: Kvd, end: Callable[[socket.socket], None]
 
 
 def _indexer_requests() -> list[bytes]:
-    """One request for each route, and some more; nobody listens at the endpoint registered."""
+    """Returns requests for each route, and some more; the registered endpoint does not exist."""
     identity = {"instance_id": 7, "model_name": MODEL}
     bodies = {
         "/register": {**identity, "endpoint": "ipc:///nonexistent", "block_size": BLOCK_SIZE},
@@ -533,7 +532,7 @@ FEW = (
 
 
 def test_workers_and_clients_share_few_descriptors(tmp_path: Path) -> None:
-    """Registrations leave room for clients, and clients give room back when they go."""
+    """Registrations leave descriptors for clients, and clients give theirs back when they go."""
     port = find_free_port()
     command = [sys.executable, "-c", FEW, "indexer", "--port", str(port)]
     server = Server(command, tmp_path, port, clean_environment())
@@ -584,8 +583,8 @@ LIMITED = (
 def test_a_message_without_end_is_ended_by_the_memory_limit(tmp_path: Path) -> None:
     """libzmq bounds a frame and the number of messages, but not the frames of one message.
 
-    Where the process may take no more memory, libzmq gives up the connection and frees what the
-    message had; the listener says so and tries again.
+    Where the process may take no more memory, libzmq gives up the connection and frees the
+    message's frames; the listener logs that and tries again.
     """
     port = find_free_port()
     command = [sys.executable, "-c", LIMITED, "indexer", "--port", str(port)]
@@ -608,7 +607,7 @@ def test_a_message_without_end_is_ended_by_the_memory_limit(tmp_path: Path) -> N
 
 
 def _send_without_end(publisher: socket.socket) -> int:
-    """Sends frames, each saying that another follows, until nobody takes them; returns bytes."""
+    """Sends frames of one message until they are not accepted any more; returns their bytes."""
     frame = struct.pack(">BQ", 3, MIB) + bytes(MIB)
     sent = 0
     with suppress(OSError):
@@ -619,9 +618,9 @@ def _send_without_end(publisher: socket.socket) -> int:
 
 
 def test_an_index_without_memory_left_says_so(tmp_path: Path) -> None:
-    """Where the process may take no more memory a batch is lost, or the process, with a message.
+    """Where the process may take no more memory, it loses a batch, or ends, with a message.
 
-    Which of both, is up to whatever asks for memory first. systemd starts it again.
+    Which of both depends on what asks for memory first. systemd starts it again.
     """
     port = find_free_port()
     command = [sys.executable, "-m", "kvd", "indexer", "--port", str(port)]
@@ -648,11 +647,11 @@ def test_an_index_without_memory_left_says_so(tmp_path: Path) -> None:
 
 
 def _fill(engine: zmq.Socket[bytes], server: Server) -> list[Any] | None:
-    """Publishes ever new blocks until memory is short; returns the workers as they are then.
+    """Publishes ever new blocks until memory is short; returns the workers listed then.
 
-    None where the process has ended.
+    Returns None if the process has ended.
     """
-    names = 20_000  # a batch
+    names = 20_000  # per batch
     numbers = random.Random(1)
     for number in range(500):
         first = number * names + 1
@@ -662,11 +661,11 @@ def _fill(engine: zmq.Socket[bytes], server: Server) -> list[Any] | None:
         batch = msgpack.packb([0.0, [event], 0])
         engine.send_multipart([b"", number.to_bytes(8, "big"), batch])
         with suppress(httpx.TransportError):
-            http_client.get(f"{server.base_url}/health")  # as slowly as it takes them
+            http_client.get(f"{server.base_url}/health")  # waits until kvd keeps up
         if server.process.poll() is not None:
             return None
         if "MemoryError" in server.stderr:
-            with suppress(httpx.TransportError):  # it may end all the same
+            with suppress(httpx.TransportError):  # kvd may end nevertheless
                 found: list[Any] = http_client.get(f"{server.base_url}/workers").json()
                 return found
     raise AssertionError("memory was never short")

@@ -11,7 +11,7 @@ from tests.support.http_client import Client
 from tests.support.ports import find_free_port
 from tests.support.processes import Server, clean_environment
 
-# The application of cold requests, OpenSSL, and what would bring them along.
+# The application of cold requests, OpenSSL, and modules that would load them.
 LATE = ("quart", "hypercorn", "werkzeug", "jinja2", "asyncio", "_ssl", "_hashlib")
 SERVES = f"""
 import sys
@@ -24,7 +24,7 @@ FACES = ("indexer", "slot-tracker", "selection", "conductor")
 
 
 def served(folder: Path) -> tuple[Server, dict[str, str]]:
-    """Starts a daemon that says at its end what it has loaded; returns where its faces are, too."""
+    """Starts a daemon that prints at its end what it has loaded; returns it and its faces' URLs."""
     ports = {face: find_free_port() for face in FACES}
     binds = (f"--{face}-bind=127.0.0.1:{port}" for face, port in ports.items())
     command = [sys.executable, "-c", SERVES, "serve", *binds]

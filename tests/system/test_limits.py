@@ -1,4 +1,4 @@
-"""Limits and deadlines as settings: what is taken, what is refused, and that they hold."""
+"""Limits and deadlines as settings: which values are accepted or refused, and that they hold."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def engine(replay: bool = False) -> Iterator[Engine]:
 
 
 def stored(first: int, count: int, parent: int | None = None) -> list[object]:
-    """An event of blocks of one token each, by names that say their content."""
+    """Returns an event that stores blocks of one token each, whose names equal their tokens."""
     names = list(range(first, first + count))
     return ["BlockStored", names, parent, names, 1, None]
 
@@ -222,7 +222,7 @@ def test_deadlines_of_replays_follow_a_reload(tmp_path: Path) -> None:
 
 @contextmanager
 def dump_server(dump: bytes) -> Iterator[str]:
-    """A peer that has this dump for everybody."""
+    """Runs a peer that answers every request with this dump; yields its URL."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -286,7 +286,10 @@ def test_live_requests_are_bounded_as_said(tmp_path: Path) -> None:
 
 
 def test_the_index_has_a_ceiling(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fed ten times of it: refused, counted, said once; the rest is right; removals make room."""
+    """An index that is sent ten times its ceiling refuses, counts and logs once what is too much.
+
+    All that it has is right, and removals make room again.
+    """
     limit = 1000
     text = "index_max_blocks = {}\n"
     with daemon(tmp_path, text=text.format(limit)) as kvd, engine() as made:

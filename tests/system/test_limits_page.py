@@ -1,4 +1,4 @@
-"""Pages that are written from the code are as it is: bounds, routes, findings, the client."""
+"""Pages that are generated from the code are up to date: bounds, routes, findings, the client."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_a_page_is_up_to_date(name: str) -> None:
 
 
 def test_a_bound_without_a_meaning_is_an_error() -> None:
-    """The script says which one, and writes nothing."""
+    """The script names the bound, and writes nothing."""
     unexplained = "limits.Bound('kvd.x', 'MAX_X', 1, '')"
     text = f"import limits; limits.bounds = lambda: [{unexplained}]; limits.page()"
     command = [sys.executable, "-c", text]

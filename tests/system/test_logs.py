@@ -1,4 +1,4 @@
-"""Log lines: one line each, fields that survive any text, and nothing of what clients send."""
+"""Log lines: one line each, fields that survive any text, and no contents that clients send."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Written = Callable[[], str]
 
 @pytest.fixture
 def written() -> Iterator[Written]:
-    """What is logged during a test."""
+    """A function that returns what the test has logged so far."""
     with logged() as lines:
         yield lines
 
@@ -163,7 +163,7 @@ Make = Callable[[int], NonBlockingWriter]
 
 @pytest.fixture
 def make() -> Iterator[Make]:
-    """Makes outlets, which are closed in the end."""
+    """A function that makes writers, which are closed after the test."""
     with ExitStack() as made:
         yield lambda descriptor: made.enter_context(closing(NonBlockingWriter(descriptor, notice)))
 
@@ -172,7 +172,7 @@ LINE = b"x" * 99 + b"\n"
 
 
 def read_all(descriptor: int) -> bytes:
-    """Returns what can be read at once."""
+    """Returns all that can be read without waiting."""
     found = b""
     while select.select([descriptor], [], [], 0)[0]:
         found += os.read(descriptor, 2**16)
@@ -181,12 +181,12 @@ def read_all(descriptor: int) -> bytes:
 
 @pytest.fixture(params=["pipe", "polled pipe", "socket"])
 def ends(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """A reading and a writing end, of all that can be stuck."""
+    """A reading and a writing end, of each kind of descriptor that can block."""
     if request.param == "socket":
         found = [each.detach() for each in socket.socketpair()]
     else:
         found = list(os.pipe())
-    if request.param == "polled pipe":  # what another user's is
+    if request.param == "polled pipe":  # as if another user owned the pipe
 
         def refuse(*_: object) -> int:
             raise PermissionError
@@ -202,7 +202,7 @@ def test_a_reader_that_stands_still_is_not_waited_for(ends: list[int], make: Mak
     out = make(writing)
     lines = 2 * outlet.MAX_WAITING_BYTES // len(LINE)
     for _ in range(lines):
-        out.write(LINE)  # would stand still here
+        out.write(LINE)  # a blocking write would hang here
     assert out.dropped > 0
     before = out.dropped
     found = b""

@@ -1,4 +1,4 @@
-"""The manual pages, completions and default file, made from the tables, against what kvd takes."""
+"""The generated manual pages, completions and default file agree with what kvd accepts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ manual = load("manual")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with all of them."""
+    """A folder with all generated files."""
     path: Path = tmp_path_factory.mktemp("texts")
     manual.main(path)
     return path
@@ -176,7 +176,7 @@ def test_pages_are_well_formed(folder: Path, name: str) -> None:
 
 
 def test_what_is_bundled_is_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With what is inside of it, and nothing is inside that nobody has named."""
+    """Packages are listed with the libraries in them, and an unknown library is an error."""
     import trio
 
     bundled = load("bundled")

@@ -1,4 +1,4 @@
-"""/metrics: the documented families exactly, kvd's own beside them, and no stall at many series."""
+"""/metrics: exactly the documented families beside kvd's own, and no stalls at many series."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_what_reached_a_bound_is_counted(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_parked_blocks_that_lacked_their_salt_are_counted() -> None:
-    """A salt is named with a prompt's first block, which comes late here."""
+    """Engines send a salt with a prompt's first block, which comes late here."""
     state = State()
     stream = state.add_rank(RankKey(PartitionKey("m", "a"), 1, 0), 4)
 
@@ -244,7 +244,7 @@ def scrape(server: Server) -> tuple[httpx.Response, dict[str, float]]:
 
 
 def hit(server: Server) -> None:
-    """Requests whose counts are the same on any indexer."""
+    """Sends requests whose counts are the same on any indexer."""
     with Client(server.base_url) as client:
         client.post("/query", json={"token_ids": [1], "model_name": "x"})
         client.get("/query")
@@ -261,7 +261,7 @@ DOCUMENTED = re.compile(
 
 
 def counts(samples: dict[str, float]) -> dict[str, float]:
-    """What does not depend on time, of the documented families; health checks vary."""
+    """Returns samples of documented families that depend neither on time nor on health checks."""
     return {
         key: value
         for key, value in samples.items()

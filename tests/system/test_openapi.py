@@ -1,7 +1,7 @@
 """Running faces against the OpenAPI documents that they serve, with requests made from those.
 
-Requests are drawn, the same ones every time: by the document, and with something wrong in the body.
-`tests/conformance` holds its answers, about engines that really publish, against the documents too.
+Requests are random, but the same in every run: valid by the document, or with a fault in the body.
+`tests/conformance` checks its answers, with engines that really publish, by the documents as well.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.support.ports import find_free_port
 from tests.support.processes import Server, clean_environment
 from tests.support.running import running_kvd
 
-EXAMPLES = scaled(2)  # of each route and mode
+EXAMPLES = scaled(2)  # for each route and mode
 SETTINGS = settings(
     max_examples=EXAMPLES,
     derandomize=True,
@@ -41,7 +41,7 @@ SETTINGS = settings(
 )
 
 ENGINE = "tcp://127.0.0.1:9"  # nobody publishes there
-# What each face is told first, so that some questions are about what it knows.
+# What is registered with each face first, so that some requests are about known things.
 COMMANDS = {
     "gateway": "gateway",
     "indexer": "indexer",
@@ -82,7 +82,7 @@ ENVIRON = {"DYN_KV_INDEXER_TEST_ENDPOINTS": "1", "DYN_ROUTER_USE_KV_EVENTS": "fa
 def packed(context: schemathesis.SerializationContext, value: Any) -> bytes:
     try:
         return value if isinstance(value, bytes) else bytes(msgpack.packb(value))
-    except OverflowError:  # a number of more than 64 bits, which that cannot say
+    except OverflowError:  # msgpack has no numbers beyond 64 bits
         return b"\xc1"
 
 
@@ -93,7 +93,7 @@ def unpacked(context: schemathesis.DeserializationContext, response: schemathesi
 
 @pytest.fixture(scope="module", params=COMMANDS)
 def face(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a face that knows something."""
+    """The URL of a face with a registration."""
     folder = tmp_path_factory.mktemp("documented")
     if request.param == "gateway":
         with running_gateway(folder) as url:
@@ -108,7 +108,7 @@ def face(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @contextmanager
 def running_gateway(folder: Path) -> Iterator[str]:
-    """Runs a gateway in front of an engine, until that is served."""
+    """Runs a gateway in front of an engine; yields its URL once it serves the engine."""
     port = find_free_port()
     command = [sys.executable, "-m", "examples.engine", "--port", str(port), "--model", "m"]
     engine = Server(command, folder, port, clean_environment())
@@ -124,14 +124,14 @@ def running_gateway(folder: Path) -> Iterator[str]:
 
 
 def aim(case: Case) -> None:
-    """Has a request be about what the face knows, where it is about something."""
+    """Replaces the names in a request by those that the face knows."""
     for members in (case.body, case.query):
         if isinstance(members, dict):
             members.update({name: KNOWN[name] for name in KNOWN if name in members})
 
 
 def as_httpx(response: schemathesis.Response) -> httpx.Response:
-    """Returns an answer as scenarios have them, with its request."""
+    """Returns an answer, with its request, in the form that `Documented` checks."""
     asked = response.request
     body = asked.body.encode() if isinstance(asked.body, str) else asked.body or b""
     request = httpx.Request(str(asked.method), str(asked.url), headers=asked.headers, content=body)
@@ -144,7 +144,7 @@ def as_httpx(response: schemathesis.Response) -> httpx.Response:
 @pytest.fixture(scope="module")
 def session() -> Iterator[requests.Session]:
     with requests.Session() as opened:
-        opened.trust_env = False  # else it looks for proxies, a thousand times
+        opened.trust_env = False  # else it looks for proxies with every request
         yield opened
 
 
@@ -156,7 +156,7 @@ def test_a_face_is_as_its_document_says(face: str, session: requests.Session) ->
         for mode in GenerationMode:
             typed = [each for each in operation.body if "multipart" not in each.media_type]
             if mode is GenerationMode.NEGATIVE and not typed:
-                continue  # all that it says is text
+                continue  # any text is valid in a form
 
             @SETTINGS
             @given(operation.as_strategy(generation_mode=mode), st.booleans())

@@ -22,7 +22,7 @@ EXTENSIONS = [
 
 @pytest.mark.parametrize("name", LOCKS)
 def test_locks_have_what_the_project_asks_for(name: str) -> None:
-    """packaging/build installs nothing but these files; packaging/lock makes them anew."""
+    """packaging/build installs only what these files list; packaging/lock writes them anew."""
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
     asked = {**project["project"], **project["build-system"]}[LOCKS[name]]
     text = (REPOSITORY / "packaging" / f"{name}.lock").read_text()

@@ -1,4 +1,4 @@
-"""Test runs beside one another, as workers of pytest-xdist are, have ports of their own."""
+"""Test processes beside one another, such as workers of pytest-xdist, get different ports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A replay that is shared out among processes."""
+"""A replay that several processes share."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_several_processes_find_what_one_does(tmp_path: Path) -> None:
         for seed in (1, 2)
     ]
     served: list[int] = []
-    found = [str(run_all(cases, jobs, served.append)) for jobs in (2, 1)]  # nan is not itself
+    found = [str(run_all(cases, jobs, served.append)) for jobs in (2, 1)]  # nan != nan
     assert found[0] == found[1]
     assert sum(served) == 2 * len(cases) * 48
     with pytest.raises(ReplayError, match="more blocks than an engine has"):

@@ -56,7 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def faces(folder: Path, certificate: Path) -> Iterator[Faces]:
-    """Every face, for holders of tokens."""
+    """A kvd with every face, which asks for tokens."""
     (folder / "tokens").write_text(TOKENS)
     lines = [f'tokens_file = "{folder}/tokens"', 'allowed_origins = ["https://a.example"]']
     environ = {"DYN_KV_INDEXER_TEST_ENDPOINTS": "1"}
@@ -68,7 +68,7 @@ def faces(folder: Path, certificate: Path) -> Iterator[Faces]:
 
 @pytest.fixture(scope="module")
 def public(tmp_path_factory: pytest.TempPathFactory, certificate: Path) -> Iterator[Faces]:
-    """Every face, without tokens, on this machine alone."""
+    """A kvd with every face and without tokens, for this machine alone."""
     lines = ['allowed_hosts = ["Kvd.example"]', 'allowed_origins = ["https://a.example", "null"]']
     with serving_faces(tmp_path_factory.mktemp("public"), certificate, *lines) as served:
         yield served
@@ -118,7 +118,7 @@ def test_a_route_takes_a_token_of_its_scope(faces: Faces, face: str, route: Rout
 
 def test_every_face_and_address_asks_for_tokens(faces: Faces) -> None:
     for address in faces.each():
-        for path in ("/metrics", "/dump", "/nowhere", "/workers/1/2"):  # routes or none
+        for path in ("/metrics", "/dump", "/nowhere", "/workers/1/2"):  # with and without routes
             assert faces.ask(address, path).status == 401, (address, path)
         assert faces.ask(address, "/nowhere", bearer(ADMIN)).status == 404
         assert faces.ask(address, "/metrics", bearer(READ)).status == 200
@@ -198,7 +198,7 @@ PATHS = {"hot": "/query", "waiting": "/select", "cold": "/register", "none": "/n
 
 @pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
 def test_no_body_is_waited_for_that_nobody_may_send(faces: Faces, head: str) -> None:
-    """The answer comes after the head alone, and no `100 Continue` before it."""
+    """The refusal comes right after the head, without a `100 Continue` before it."""
     for address in faces.each():
         for path in PATHS.values():
             with closing(faces.connect(address)) as sock:
@@ -209,7 +209,7 @@ def test_no_body_is_waited_for_that_nobody_may_send(faces: Faces, head: str) -> 
 
 
 def test_an_unwanted_body_is_not_kept(faces: Faces) -> None:
-    """What a refused client goes on sending is read away, and costs no memory."""
+    """kvd reads and discards what a refused client goes on sending; it costs no memory."""
     statm = Path(f"/proc/{faces.server.process.pid}/statm")
     before = int(statm.read_text().split()[1])
     head = f"POST /query HTTP/1.1\r\nhost: localhost\r\ncontent-length: {BIG}\r\n\r\n".encode()
@@ -222,14 +222,14 @@ def test_an_unwanted_body_is_not_kept(faces: Faces) -> None:
         replies = list(pool.map(send, network))
     assert all(reply.startswith(b"HTTP/1.1 401 ") for reply in replies)
     pages = BIG // os.sysconf("SC_PAGE_SIZE")
-    assert int(statm.read_text().split()[1]) - before < pages  # of eight bodies not even one
+    assert int(statm.read_text().split()[1]) - before < pages  # less than one of eight bodies
 
 
 def test_a_connection_ends_with_the_first_refusal(faces: Faces) -> None:
     good = f"GET /metrics HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {READ}\r\n\r\n"
     bad = "GET /metrics HTTP/1.1\r\nhost: localhost\r\n\r\n"
     for address in faces.each():
-        with closing(faces.connect(address)) as sock:  # who hangs up early has no use for metrics
+        with closing(faces.connect(address)) as sock:  # half-closed, /metrics would not be sent
             sock.sendall((good + bad + good).encode())
             said = b"".join(iter(partial(sock.recv, 65536), b""))
         statuses = re.findall(rb"^HTTP/1.1 (\d+)", said, re.MULTILINE)
@@ -238,7 +238,7 @@ def test_a_connection_ends_with_the_first_refusal(faces: Faces) -> None:
 
 @pytest.mark.parametrize("hot", [True, False])
 def test_each_request_of_a_connection_is_looked_at(faces: Faces, hot: bool) -> None:
-    """Also where the lane has served the connection before."""
+    """Also where the fast path has served the connection before."""
     path, secret = ("/free", LIFECYCLE) if hot else ("/register", ADMIN)
     with closing(faces.connect(faces.plain("slot-tracker"))) as sock:
         for _ in range(3):
@@ -259,7 +259,7 @@ def test_tokens_change_while_it_runs(
         server = served.server
 
         def statuses() -> set[tuple[int, int]]:
-            """Returns those of both tokens, wherever they are shown."""
+            """Returns all pairs of statuses that the old and the new token get, on any address."""
             return {
                 tuple(served.ask(each, "/metrics", bearer(token)).status for token in (old, new))
                 for each in served.each()
@@ -434,7 +434,7 @@ def test_a_client_without_a_good_certificate_gets_no_connection(
                     with (
                         pytest.raises(OSError),
                         closing(served.connect(address, trust(name, version))) as sock,
-                    ):  # 1.3: a client thinks at first that it is in
+                    ):  # with TLS 1.3 the handshake seems to succeed
                         sock.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
                         if not sock.recv(100):
                             raise ConnectionError
@@ -479,7 +479,7 @@ def test_garbage_opens_nothing_and_leaves_nothing(faces: Faces) -> None:
             statuses = set(re.findall(rb"^HTTP/1.1 (\d)", said, re.MULTILINE))
             assert statuses <= {b"4"}, (address, name, said[:200])
         if address.startswith("tls:"):
-            for data in GARBAGE.values():  # without TLS
+            for data in GARBAGE.values():  # bytes without TLS
                 assert b"HTTP/1.1 2" not in faces.exchange(address.removeprefix("tls:"), data)
     faces.until(before)
     for address in faces.each():
@@ -487,7 +487,7 @@ def test_garbage_opens_nothing_and_leaves_nothing(faces: Faces) -> None:
 
 
 def seeds(face: str) -> list[bytes]:
-    """Returns requests with tokens, good and bad, for routes of all kinds."""
+    """Returns requests for each route, with a good token and with a bad one."""
     found = []
     for route in ROUTES[face]:
         secret = SECRETS.get(route.scope, READ)
@@ -517,7 +517,7 @@ def mutate(chance: random.Random, data: bytes) -> bytes:
 
 
 def test_mutated_requests_hurt_nobody_and_open_nothing(faces: Faces) -> None:
-    """No request without a whole, known token is served, whatever else it is."""
+    """No request without a whole, known token is served, except for a few public paths."""
     chance = random.Random(21)
     before = faces.descriptors()
     known = [secret.encode() for secret in SECRETS.values()]
@@ -534,7 +534,7 @@ def test_mutated_requests_hurt_nobody_and_open_nothing(faces: Faces) -> None:
     for number in range(MUTATED):
         face = FACES[number % len(FACES)]
         address = faces.addresses[face][chance.choice((0, 0, 0, 1))]
-        if number % 20 == 0:  # TLS: few, as handshakes take milliseconds
+        if number % 20 == 0:  # few over TLS, as handshakes take long
             address = faces.addresses[face][2]
         data = b"".join(chance.choices(seeds(face), k=chance.randint(1, 3)))
         jobs.append((address, mutate(chance, data)))
@@ -552,7 +552,7 @@ def test_mutated_requests_hurt_nobody_and_open_nothing(faces: Faces) -> None:
 
 @pytest.fixture
 def open_folder() -> Iterator[Path]:
-    """A folder that everybody can get to, which pytest's own is not."""
+    """A folder that every user can enter, unlike pytest's own."""
     with tempfile.TemporaryDirectory(dir="/tmp") as name:
         Path(name).chmod(0o701)
         yield Path(name)
@@ -580,5 +580,5 @@ def test_secrets_that_everybody_may_read_are_warned_of(
         tokens.chmod(0o600)
         assert main(check) == 0 and not capsys.readouterr().err
         tokens.chmod(0o604)
-        open_folder.chmod(0o700)  # nobody gets there
+        open_folder.chmod(0o700)  # no other user can enter
         assert main(check) == 0 and not capsys.readouterr().err

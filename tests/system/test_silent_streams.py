@@ -1,4 +1,4 @@
-"""Operators see a wrong set-up in /workers, `kvd status`, the log and /metrics."""
+"""Operators see a wrong setup in /workers, `kvd status`, the log and /metrics."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.ports import find_free_port
 from tests.support.processes import Server
 from tests.support.running import running
 
-WITHIN_S = 20.0  # for what takes a second or two
+WITHIN_S = 20.0  # for conditions that take a second or two
 STALE_S = 2.0
 CONNECT_S = 0.5
 
@@ -39,7 +39,7 @@ def stored(block_size: int, tokens: list[int] = TOKENS) -> Json:
 
 
 class Fleet:
-    """A running daemon, its engines, and what it shows of them from now on."""
+    """A running daemon, its engines, and its log and metrics from now on."""
 
     def __init__(self, server: Server, flags: list[str], engines: ExitStack) -> None:
         self.server = server
@@ -79,7 +79,7 @@ class Fleet:
         return found
 
     def wait_logged(self, *texts: str) -> str:
-        """Waits for a line with all these texts, of which there is one only, and returns it."""
+        """Waits for the only line with all these texts, and returns it."""
 
         def lines() -> list[str]:
             said = self.server.stderr.splitlines()[self._lines_before :]
@@ -144,7 +144,7 @@ def test_blocks_of_another_size_are_said(fleet: Fleet, capsys: Capture) -> None:
     assert "listener=m:default/1:0 " in line and f'loss="{loss}"' in line and "warn" in line
     code, said = fleet.status(capsys)
     assert code == 1 and f"  worker 1 of m/default: degraded, active; rank 0: {loss}" in said
-    # One of the right size does not make the others count.
+    # A batch of the right size does not make the others count.
     engine.publish({**stored(block_size=4), "seq": 1})
     fleet.wait_shown("m", stream="degraded", loss=loss, last_seq=1)
 
@@ -161,7 +161,7 @@ def test_a_stream_that_is_ignored_wholly_is_not_exact(fleet: Fleet, capsys: Capt
     code, said = fleet.status(capsys)
     assert code == 1 and f"  worker 1 of m/default: degraded, active; rank 0: {loss}" in said
     assert fleet.metric("kvd_events_ignored_total") == 1
-    # Others that count: what is ignored besides says nothing against the stream.
+    # Once other events count, ignored ones do not speak against the stream.
     engine.publish({**stored(block_size=4), "seq": 1})
     shown = fleet.wait_shown("m", stream="exact", ignored_events={"medium": 1})
     assert "loss" not in shown
@@ -190,7 +190,7 @@ def missing(opened: ExitStack, folder: Path) -> tuple[str, str]:
 
 
 def not_answering(opened: ExitStack, folder: Path) -> tuple[str, str]:
-    """Returns an address whose host drops what asks for a connection: its queue is full."""
+    """Returns an address where connections are dropped, because the listener's queue is full."""
     full = opened.enter_context(socket.socket())
     full.bind(("127.0.0.1", 0))
     full.listen(0)
@@ -202,7 +202,7 @@ def not_answering(opened: ExitStack, folder: Path) -> tuple[str, str]:
 
 
 def without_route(opened: ExitStack, folder: Path) -> tuple[str, str]:
-    """Returns loopback's broadcast address, to which the kernel knows no way for TCP, at once."""
+    """Returns loopback's broadcast address, which the kernel refuses for TCP at once."""
     return "tcp://127.255.255.255:5557", "Network is unreachable"
 
 
@@ -241,7 +241,7 @@ def test_an_engine_that_comes_at_last_is_not_said_any_more(fleet: Fleet, capsys:
     finally:
         engine.unbind()
     assert "last_error" not in shown
-    fleet.wait_shown("m", quiet="unreachable")  # gone, and said again
+    fleet.wait_shown("m", quiet="unreachable")  # gone, and reported again
     assert fleet.metric("kvd_listener_unreachable_total") == 2
 
 
@@ -270,7 +270,7 @@ def test_questions_that_never_match_are_said(fleet: Fleet, capsys: Capture) -> N
         body = {"model_name": "m", "token_ids": tokens}
         fleet.client.post("/query", json=body).raise_for_status()
 
-    ask([9, 9, 9, 9])  # nothing is held: nothing is wrong
+    ask([9, 9, 9, 9])  # not counted: nothing is indexed yet
     assert fleet.row("m")["questions"] == 0
     engine.wait_subscribed(1, WITHIN_S)
     engine.publish(stored(block_size=4))
@@ -374,7 +374,7 @@ def test_the_selection_face_shows_why_a_worker_is_not_chosen_and_its_streams(
         (reason,) = row(2)["not_schedulable_reasons"]
         assert reason.startswith("the event connection of dp_rank 0 has not been connected for ")
         assert reason.endswith(f" s: {error}")
-        ready = fleet.client.get("/ready")  # one is enough
+        ready = fleet.client.get("/ready")  # one schedulable worker is enough
         lifecycles = {"schedulable": 1, "unschedulable": 1, "incomplete": 1}
         assert ready.status_code == 200 and ready.json()["lifecycles"] == lifecycles
         assert "listeners" not in row(3) and row(3)["lifecycle"] == "incomplete"

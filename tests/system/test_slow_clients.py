@@ -1,4 +1,4 @@
-"""Clients that keep a connection with as few bytes as they can, on every address of every face."""
+"""Clients that hold a connection with as few bytes as possible, on every address of every face."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from tests.support.asking import FACES, Faces, bearer, serving_faces
 TOKEN = "holder-0123456789"
 DEADLINES = {"head": 0.3, "body": 0.3, "idle": 0.3, "linger": 5.0}
 DRIP_S = 0.03  # between two bytes
-# A handshake and the deadline after it, and the machine may be busy; without them, never.
+# Enough for a handshake and the deadline after it, on a busy machine.
 MOST_S = 30.0
 CLIENTS = 24  # at once
-PAUSE_S = 0.1  # between the requests of those who wait for an answer
+PAUSE_S = 0.1  # between rounds of well-behaved requests
 
 ROUTES = all_routes()
 GRANTED = f"authorization: Bearer {TOKEN}\r\n"
@@ -39,9 +39,9 @@ def faces(tmp_path_factory: pytest.TempPathFactory, certificate: Path) -> Iterat
 
 
 def drip(sock: socket.socket, sent: bytes, more: bytes) -> tuple[bytes, float]:
-    """Sends, and then byte by byte until the server has ended the connection.
+    """Sends `sent`, and then `more` again and again until the server ends the connection.
 
-    Returns what came back, and when the end of that had come, in seconds.
+    Returns the bytes received, and after how many seconds the last of them came.
     """
     received, begun = b"", time.monotonic()
     last = begun
@@ -58,16 +58,16 @@ def drip(sock: socket.socket, sent: bytes, more: bytes) -> tuple[bytes, float]:
             except TimeoutError:
                 try:
                     sock.sendall(more)
-                except BrokenPipeError:  # nothing more is taken; the answer is still to come
+                except BrokenPipeError:  # the server reads no more; its answer follows
                     more = b""
     except OSError:
-        pass  # it was closed before the last byte
+        pass  # the server closed it before the last byte
     assert time.monotonic() - begun < MOST_S, (sent, received)
     return received, last - begun
 
 
 def posts(face: str) -> list[Route]:
-    """Returns a hot route that takes a body, one that waits, and one of the application."""
+    """Returns one route that takes a body of each kind: hot, waiting, and of the application."""
     found: dict[tuple[bool, bool], Route] = {}
     for route in ROUTES[face]:
         if route.method == "POST" and "{" not in route.path:
@@ -76,7 +76,7 @@ def posts(face: str) -> list[Route]:
 
 
 def attacks(face: str) -> Iterator[tuple[str, str, str, bytes, list[int]]]:
-    """Yields what is sent, at once and then again and again, and the statuses of the answer."""
+    """Yields attacks: the deadline they meet, head, body, bytes to repeat, expected statuses."""
     for route in posts(face):
         head = f"POST {route.path} HTTP/1.1\r\nhost: localhost\r\n"
         yield "head", head + GRANTED, "a", b"a", [408]
@@ -101,7 +101,7 @@ def test_no_connection_lasts_longer_than_its_deadlines(faces: Faces) -> None:
         with closing(faces.connect(address)) as sock:
             said, seconds = drip(sock, (head + body).encode(), more)
         statuses = [int(each) for each in re.findall(rb"HTTP/1.1 (\d+) ", said)]
-        if wanted != [0]:  # whatever an empty body is answered
+        if wanted != [0]:  # 0: any status, for an empty body
             assert statuses == wanted, (address, head, said)
         if phase in ("head", "body"):
             assert seconds >= DEADLINES[phase], (address, head)
@@ -122,13 +122,13 @@ def test_no_connection_lasts_longer_than_its_deadlines(faces: Faces) -> None:
                 slowest = max(slowest, time.monotonic() - begun)
         for each in attacking:
             each.result()
-    assert slowest < MOST_S  # others are served meanwhile
+    assert slowest < MOST_S  # other clients are served meanwhile
     faces.until(before)
     assert "level=error" not in faces.server.stderr
 
 
 def test_who_says_nothing_is_gone(faces: Faces) -> None:
-    """Before a handshake, in the middle of it, and after it."""
+    """A client may be silent before a handshake, in the middle of it, or after it."""
     before = faces.descriptors()
     with ThreadPoolExecutor(CLIENTS) as pool:
 

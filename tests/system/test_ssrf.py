@@ -1,4 +1,4 @@
-"""Every member of every face that names an address, with addresses that kvd must not connect to."""
+"""Every face's members that name an address, with addresses that kvd must not connect to."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ HOSTS = [
     "10.0.0.1#x",
 ]
 
-# Whole endpoints that libzmq would read otherwise than they look.
+# Whole endpoints that mean something else to libzmq than they seem to.
 ENDPOINTS = [
     "tcp://10.0.0.1:70000",
     "tcp://10.0.0.1:-1",
@@ -75,7 +75,7 @@ PUBLISHER = {
 STORE = {**PUBLISHER, "type": "Mooncake"}
 WORKER = {"worker_id": 1, "model_name": "m", "endpoint": "http://169.254.169.254", "block_size": 16}
 
-# Face, method, path, body with ADDRESS in it, whether the address is a URL.
+# Face, method, path, a body that contains ADDRESS, and whether the address is a URL.
 ADDRESS = "{address}"
 PLACES: list[tuple[str, str, str, dict[str, Any], bool]] = [
     ("indexer", "POST", "/register", {**RANK, "endpoint": ADDRESS}, False),
@@ -137,7 +137,7 @@ def clients(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clients]:
 
 
 def listed(clients: Clients) -> str:
-    """Everything that is listed, but for listeners: what connecting has met changes by itself."""
+    """Returns all listings, without listeners, whose connections change by themselves."""
     found = [clients[face].get(path) for face, paths in LISTINGS.items() for path in paths]
     return json.dumps([json.loads(each.text, object_hook=_without_listeners) for each in found])
 
@@ -156,7 +156,7 @@ def test_nothing_is_registered_that_may_not_be_connected_to(
     for host in HOSTS:
         address = f"http://{host}:80/" if is_url else f"tcp://{host}:5557"
         if is_url and host in ("user@10.0.0.1", "10.0.0.1/x", "10.0.0.1#x", "[127.0.0.1]"):
-            continue  # a URL's own syntax; it is fetched by configuration only
+            continue  # valid in URLs, which only the configuration can have kvd fetch
         refuse(clients, face, method, path, body, address)
     assert count(clients[face]) >= refused + 15
     if not is_url:
@@ -188,7 +188,7 @@ def test_no_password_is_shown_to_others(
     address = f"{'http' if is_url else 'tcp'}://me:secret@10.0.0.1:5557"
     said = json.loads(json.dumps(body).replace(json.dumps(ADDRESS), json.dumps(address)))
     if "worker_id" in said:
-        said["endpoint"] = "http://me:secret@10.0.0.1"  # where it serves, which is shown as well
+        said["endpoint"] = "http://me:secret@10.0.0.1"  # its HTTP address is listed, too
     response = clients[face].request(method, path, json=said)
     assert "secret" not in response.text and "secret" not in listed(clients)
     if face == "selection":
@@ -202,7 +202,7 @@ def refuse(
     response = clients[face].request(method, path, json=said)
     answer = response.json()
     if face == "selection" and response.status_code in (200, 201, 422):
-        # What is no endpoint at all is a reason there, as on the original.
+        # As in Dynamo, the selection service accepts such a worker, and shows this as a reason.
         assert "outgoing_allow" not in response.text, (address, answer)
         assert "invalid ZMQ endpoint" in response.text, (address, answer)
         undo(clients)
@@ -215,7 +215,7 @@ def refuse(
 
 
 def undo(clients: Clients) -> None:
-    """Takes back a worker that was taken as incomplete."""
+    """Removes workers that were accepted as incomplete, and registers the known one again."""
     selection = clients["selection"]
     selection.delete("/workers/1")
     selection.delete("/workers/7")

@@ -32,7 +32,7 @@ STORED = msgpack.packb([0.0, [["BlockStored", [11, 12, 13, 14], None, TOKENS, 4,
 
 @pytest.fixture(scope="module")
 def binds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
-    """The flags with which a daemon runs, a unix socket among them."""
+    """The flags of a running daemon, which has a Unix socket among its addresses."""
     folder = tmp_path_factory.mktemp("status")
     port = find_free_port()
     flags = [
@@ -61,7 +61,7 @@ def test_all_is_well(binds: list[str], capsys: pytest.CaptureFixture[str]) -> No
     assert not any("error" in face for face in shown["faces"].values())
     assert shown["resident_bytes"] > 2**20 and shown["log_lines_dropped"] == 0
     assert shown["loop"]["busy"] > 0
-    assert shown["loop"]["longest"]["requests"]["seconds"] > 0  # this question's own, at least
+    assert shown["loop"]["longest"]["requests"]["seconds"] > 0  # at least this request's own
     assert sum(shown["streams"].values()) == 0
     assert main(["status", "--interval=0", *binds]) == 0
     assert "streams       none" in capsys.readouterr().out.splitlines()
@@ -89,7 +89,7 @@ def test_streams_that_are_not_exact_are_named_until_they_are(
             code, shown = status(capsys, *binds)
             if shown["index"]["tiers"]["device"]:
                 break
-        # Numbers before the subscription are missing.
+        # If batches came before the subscription, their numbers are missing.
         assert code == (0 if shown["streams"]["exact"] else 1)
         assert shown["index"]["blocks"] == 4 and shown["index"]["models"] == 1
         (worker,) = shown["indexer"]["workers"]
@@ -111,7 +111,7 @@ def test_a_certificate_that_an_authority_has_signed_is_known(
     with running(tmp_path, port, "serve", f"--indexer-bind={plain},{tls}", *others, environ=files):
         code, shown = status(capsys, f"--indexer-bind={tls}", *others)
         assert (code, shown["faces"]["indexer"]["bind"]) == (0, tls), shown
-        make_client_certificates(tmp_path, "kvd")  # somebody else's, of the same name
+        make_client_certificates(tmp_path, "kvd")  # of another authority, with the same name
         code, shown = status(capsys, f"--indexer-bind={tls}", *others)
         assert code == 2 and "CERTIFICATE_VERIFY_FAILED" in shown["faces"]["indexer"]["error"]
 
@@ -219,7 +219,7 @@ def test_a_face_that_is_not_there_is_an_exit_code_of_its_own(
 def test_a_face_that_answers_in_place_of_another_is_told(
     binds: list[str], capsys: pytest.CaptureFixture[str], face: str
 ) -> None:
-    """Its lists and sizes would be missing, as if there were nobody."""
+    """Otherwise its lists and sizes would be missing, as if nothing were registered."""
     flag = f"--{face}-bind"
     others = [each for each in binds if not each.startswith(flag)]
     for other in others:
@@ -266,7 +266,7 @@ def test_the_file_of_the_service_is_read_where_none_is_named(
     monkeypatch.setattr(config, "SERVICE_FILE", path)
     faces = dict.fromkeys(LISTS, "off") | {"indexer": binds[0].partition("=")[2]}
     text = [f'{name.replace("-", "_")}_bind = "{bind}"\n' for name, bind in faces.items()]
-    code, shown = status(capsys, *binds)  # it need not be there
+    code, shown = status(capsys, *binds)  # the file need not exist
     assert code == 0 and list(shown["faces"]) == list(LISTS)
     path.write_text("".join(text))
     code, shown = status(capsys)

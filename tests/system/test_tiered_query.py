@@ -1,4 +1,4 @@
-"""The route of selectors that keep no index: rank by rank, tier by tier, and never unreadable."""
+"""The route for selectors without an index of their own: each rank and tier, in a strict form."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ LOWER = ("host_pinned", "disk", "external")
 HIGHEST = 2**64 - 1
 
 Rank = tuple[int, int]
-Rows = dict[str, dict[Rank, int]]  # by tier: blocks that it adds
+Rows = dict[str, dict[Rank, int]]  # by tier: further blocks of each rank
 
 
 def made_of(members: Any, *names: str) -> list[Any]:
-    """Returns the values of an object that has these members, in any order, and no others."""
+    """Returns the values of an object, which must have exactly these members, in any order."""
     assert isinstance(members, dict)
     assert set(members) == set(names)
     return [members[name] for name in names]
@@ -50,7 +50,7 @@ def number(value: Any, bits: int) -> int:
 
 
 def read_rows(rows: Any) -> dict[Rank, int]:
-    """Returns what each rank has; the rows ascend, and none of them is of nothing."""
+    """Returns the blocks of each rank; rows must be sorted, and none may be of 0 blocks."""
     assert isinstance(rows, list)
     found = {}
     for who, blocks in rows:
@@ -63,7 +63,7 @@ def read_rows(rows: Any) -> dict[Rank, int]:
 
 
 def read_strictly(answer: bytes) -> tuple[int, Rows]:
-    """Reads an answer as a client does that has no default for any member; returns block size."""
+    """Reads an answer like a client that requires every member; returns block size and rows."""
     block_size, tiered = made_of(json.loads(answer), "block_size", "tiered")
     device, lower = made_of(tiered, "device", "lower_tier")
     scores, frequencies = made_of(device, "scores", "frequencies")
@@ -85,7 +85,7 @@ def body_of(hashes: list[int], **members: Any) -> bytes:
 
 
 def ask(routes: dict[str, Route], path: str, body: bytes) -> bytes:
-    """Returns what a route answers."""
+    """Returns the body of a route's answer."""
     response = cast(Response, routes[path].handler(Request("POST", path, b"", [], body)))
     return cast(bytes, response.body)
 
@@ -118,7 +118,7 @@ def test_what_the_tiers_add_sums_to_what_query_by_hash_says(
     for (instance, dp_rank), tier, first, count in held:
         worker = partition.workers[instance]
         chain = HASHES[: first + count]
-        # What is above a block on no tier is stored and goes again, so that the block has a place.
+        # Blocks before the first one are stored and dropped again, so that it has a position.
         worker.store(dp_rank, [100 + each for each in chain], chain, tier=tier)
         before = [each for each in held if each[:2] == ((instance, dp_rank), tier)]
         if min(each[2] for each in before) == first:
@@ -266,4 +266,4 @@ def test_requests_are_counted_under_their_own_name(client: Client) -> None:
 
 
 def test_idle_connections_are_kept_longer_than_such_clients_do() -> None:
-    assert HttpLimits().idle_s > 90  # reqwest's pool
+    assert HttpLimits().idle_s > 90  # reqwest's pool keeps them 90 s

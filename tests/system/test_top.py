@@ -23,14 +23,14 @@ from tests.support.pictured import MODEL, Pictured, pictured
 from tests.support.ports import find_free_port
 from tests.support.processes import clean_environment
 
-PATIENCE_S = 20.0  # for what takes milliseconds
+PATIENCE_S = 20.0  # for conditions that take milliseconds
 WORKERS = 12
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\x1b[()=>].?|\r")
-CLEARED, SHOWN_AGAIN = "\x1b[?1049h", "\x1b[?1049l"  # the other screen, and back
+CLEARED, SHOWN_AGAIN = "\x1b[?1049h", "\x1b[?1049l"  # to the alternate screen, and back
 
 
 class Terminal:
-    """A command in a terminal of so many columns and lines, and what it writes."""
+    """A command in a terminal of this size, and what it writes."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Terminal:
         self.written = ""
         self._size(width, height)
         environ = clean_environment(TERM=kind, PYTHONUTF8="1", PYTHONIOENCODING=encoding)
-        for name in ("COLUMNS", "LINES"):  # a test runner's, which would go before the terminal's
+        for name in ("COLUMNS", "LINES"):  # they would override the terminal's size
             environ.pop(name, None)
         self.process = fork(["kvd", *command], environ, (inner, inner, inner), session=True)
 
@@ -66,7 +66,7 @@ class Terminal:
             self.written += os.read(self._outer, 1 << 16).decode("utf-8", "replace")
 
     def until(self, seen: Callable[[str], object]) -> None:
-        """Waits until what has been written since the last change of size is so."""
+        """Waits until `seen` accepts the text written since the last change of size."""
         deadline = time.monotonic() + PATIENCE_S
         while not seen(ESCAPES.sub("", self.written)):
             assert time.monotonic() < deadline, self.written[-4000:]
@@ -82,7 +82,7 @@ class Terminal:
         return code
 
     def hang_up(self) -> None:
-        """Goes away, as a window that is closed."""
+        """Closes the terminal, as closing its window does."""
         os.close(self._outer)
         self._outer = -1
 
@@ -168,9 +168,9 @@ def test_it_fits_after_the_terminal_was_resized(fleet: Pictured, width: int, hei
 
 
 def fits(written: str, width: int, height: int) -> bool:
-    """Says whether the last screen does; the first ones may be of the old size."""
+    """Returns whether the last screen fits; earlier ones may have the old size."""
     screens = [ESCAPES.sub("", each) for each in written.split("\x1b[H")]
-    whole = [each.split("\n") for each in screens[:-1] if "kvd" in each]  # the last one may be half
+    whole = [each.split("\n") for each in screens[:-1] if "kvd" in each]  # the last may be partial
     return bool(whole) and len(whole[-1]) <= height and max(map(len, whole[-1])) <= width
 
 
