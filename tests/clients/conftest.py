@@ -13,7 +13,7 @@ from tests.support.processes import Server
 
 
 class Gateway:
-    """What clients need to know of the gateway, and what tests do to its engines."""
+    """The URL of a gateway, its engines, and the clients that tests open."""
 
     def __init__(self, client: Client, engines: list[Running]) -> None:
         self.client = client

@@ -1,4 +1,4 @@
-"""curl: what a shell sees."""
+"""curl, as people use it in a shell."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ class Dropping:
         self.to_drop = 0  # answers to marked requests that are still to be lost
         self.dropped = 0
         self.holds = False
-        self.held = trio.Event()  # an answer is held back, for ever
+        self.held = trio.Event()  # set once an answer is held back, for ever
         self._upstream = upstream
         self._scope = trio.CancelScope()
 

@@ -73,7 +73,7 @@ class Manager:
             )
 
     def execute(self, *arguments: str, **environ: str) -> subprocess.Popen[bytes]:
-        """Starts the command itself, as the real one does."""
+        """Executes the command, as a real manager does, rather than forking."""
         descriptors = [sock.fileno() for sock in self._sockets]
         command = [sys.executable, "-m", "kvd", *arguments]
         with (self._folder / "stderr").open("ab") as errors:
@@ -169,7 +169,7 @@ def test_other_names_go_by_the_address(tmp_path: Path, names: str | None) -> Non
 
 
 def test_a_restart_refuses_nobody(tmp_path: Path) -> None:
-    """Every request of clients that connect anew each time is answered, across two restarts."""
+    """Clients that connect anew for each request are always answered, across two restarts."""
     with ExitStack() as stack:
         sock = listening(stack)
         stop, served, failures = Event(), [0], list[BaseException]()
@@ -348,7 +348,7 @@ def test_status_finds_sockets_of_the_manager(
             assert not any("error" in face for face in faces.values())
             assert shown(conductor)[0] == 0
         monkeypatch.setattr(face_client, "TIMEOUT_S", 0.1)
-        code, faces = shown(conductor)  # the manager's sockets are open, and nobody answers
+        code, faces = shown(conductor)  # the manager's sockets are open, but no kvd answers
         assert code == 2 and all("timed out" in face["error"] for face in faces.values())
 
 

@@ -83,7 +83,7 @@ def bin32(*tokens: int) -> bytes:
 
 
 def test_tiers_go_on_where_the_one_above_ends(conductor: Running) -> None:
-    """The blocks are on GPU, GPU, host and disk; host memory of a rank and a store differ."""
+    """Blocks are on GPU, GPU, host and disk; a rank's host memory counts apart from a store's."""
     engine, pool = conductor.engine(), conductor.engine()
     send(conductor, "/register", REGISTER | {"endpoint": engine.endpoint("pub")})
     conductor.register(pool.endpoint("pub"), type="Mooncake", instance_id="e", dp_rank=0)

@@ -1,4 +1,4 @@
-"""The demo: its engines tell the truth about their caches, and the program shows it."""
+"""The demo: its engines publish exactly what they cache, and the program shows the agreement."""
 
 from __future__ import annotations
 

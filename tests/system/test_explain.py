@@ -240,7 +240,7 @@ def test_the_same_tokens_under_another_salt_or_adapter(patient: Patient) -> None
 
 
 def test_an_adapter_and_a_salt_together(patient: Patient) -> None:
-    """The sum of what both add to the seed of hashes is beyond 64 bits in half of all cases."""
+    """Both add to the seed of hashes, and in half of all cases the sum exceeds 64 bits."""
     (one,) = ranks(patient, 1)
     for number in range(8):
         tokens = prompt(20 + number, 2)

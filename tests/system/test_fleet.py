@@ -63,7 +63,7 @@ class Links:
 
 
 class Faces:
-    """All faces over listeners that read nothing, and the fleet of a file on them."""
+    """All faces, with listeners that read nothing, and the fleet file that they follow."""
 
     def __init__(self, folder: Path, check_every_s: float = 60.0) -> None:
         self.service = Service()

@@ -44,7 +44,7 @@ SGLANG = (
 )
 
 
-# By the status of a request whose prefill has failed: SGLang's decode engines compute no prompts.
+# Counted ways, by the status after a failed prefill: SGLang's decode engines compute no prompts.
 FALLEN_BACK = {200: {"fallback": 1}, 502: {}}
 
 
@@ -246,7 +246,7 @@ async def test_a_prefill_that_fails_costs_the_client_nothing(
         running,
     ):
         faults = running[0].server.options.faults
-        # A connection that was kept and closes is no fault of the engine's: it is asked once more.
+        # A kept connection may close at any time, so the gateway asks the same engine once more.
         faults.extend([fault] * (2 if fault is Fault.CLOSE else 1))
         answered = await client.chat(PROMPT)
         assert (answered.status, answered.headers["x-kvd-prefill"]) == (200, "fallback")
@@ -291,7 +291,7 @@ async def test_a_500_of_the_prefill_is_passed_on(kvd_process: Start) -> None:
 async def meet(client: Client, one: Running, fault: Fault, *, stream: bool = False) -> int:
     """Sends requests until one has met a fault; returns their number. None of them may fail."""
     faults = one.server.options.faults
-    # A connection that was kept and closes is no fault of the engine's: it is asked once more.
+    # A kept connection may close at any time, so the gateway asks the same engine once more.
     given = 2 if fault is Fault.CLOSE else 1
     faults.extend([fault] * given)
     for number in count(1):
@@ -313,7 +313,7 @@ async def test_a_decode_that_fails_begins_with_the_prefill_again(
         asked = await meet(client, running[1], fault)
         prefill, *decodes = counts(running)
         assert prefill == (asked + 1, asked + 1, 0)
-        # An engine that breaks off has taken the prompt over; one that refuses has left it.
+        # An engine that breaks off has taken the prompt over; one that closes or refuses has not.
         left = 0 if fault is Fault.AFTER_HEAD else 1
         assert sum(one[2] for one in decodes) == asked + 1 - left
         assert len(running[0].server.leases) == left

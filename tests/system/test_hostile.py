@@ -181,7 +181,7 @@ def unharmed(kvd: Kvd) -> Iterator[None]:
     assert "level=error" not in kvd.server.stderr
 
 
-# ---- publishers that speak ZMTP, and send what is no batch
+# ---- publishers that speak ZMTP, but send no valid batches
 
 
 def _array(count: int, item: bytes) -> bytes:

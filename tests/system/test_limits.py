@@ -81,7 +81,7 @@ def test_ranges_end_where_they_say(name: str, least: int, most: int) -> None:
 
 
 def others(made: Any) -> dict[str, Any]:
-    """Returns the fields of options, each with another value than the others."""
+    """Returns values for the fields of options, all of them different."""
     return {
         each.name: type(getattr(made, each.name))(90 + number)
         for number, each in enumerate(dataclasses.fields(made))

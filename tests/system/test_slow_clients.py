@@ -19,7 +19,7 @@ from tests.support.asking import FACES, Faces, bearer, serving_faces
 TOKEN = "holder-0123456789"
 DEADLINES = {"head": 0.3, "body": 0.3, "idle": 0.3, "linger": 5.0}
 DRIP_S = 0.03  # between two bytes
-# Enough for a handshake and the deadline after it, on a busy machine.
+# Enough for a handshake and a deadline on a busy machine; without deadlines nothing would end.
 MOST_S = 30.0
 CLIENTS = 24  # at once
 PAUSE_S = 0.1  # between rounds of well-behaved requests

@@ -1,4 +1,4 @@
-"""A gateway and its engines: healthy, without one of them, and without the kvd that chooses."""
+"""A gateway and its engines: healthy, with one engine away, and with its kvd away."""
 
 from __future__ import annotations
 

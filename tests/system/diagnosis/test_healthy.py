@@ -20,7 +20,7 @@ def ask(patient: Patient, tokens: list[int], model: str = "m", **members: object
 
 
 def simulated(patient: Patient) -> None:
-    """Two vLLM engines, whose prompts come again."""
+    """Two vLLM engines whose prompts are repeated."""
     ranks = [Rank(patient.rank(instance_id=number, replay=True)) for number in (1, 2)]
     for number, rank in enumerate(ranks, 1):
         for each in range(UNMATCHED_QUESTIONS // 2):
@@ -91,14 +91,14 @@ def conductor(patient: Patient) -> None:
 
 
 def approximate(patient: Patient) -> None:
-    """Workers without KV events, of which bookings are all that is known."""
+    """Workers without KV events, which are known only by their bookings."""
     for worker_id in (1, 2, 3):
         patient.worker(worker_id, None)
     serve(patient)
 
 
 def selected(patient: Patient) -> None:
-    """Workers with KV events, two ranks each, that bookings are spread over."""
+    """Workers with KV events and two ranks each, over which bookings are spread."""
     for worker_id in (1, 2):
         ranks = [Rank(patient.engine(), dp_rank=dp_rank) for dp_rank in (0, 1)]
         endpoints = {str(at): rank.engine.endpoint("pub") for at, rank in enumerate(ranks)}
