@@ -1,18 +1,19 @@
 """ZMQ and peers: everything that waits for a socket other than a client's.
 
-listener, listeners          one engine's events for as long as its rank is registered; the
-                             tasks of all
-sessions, link, backlog      one subscription over link after link; what a link has to offer;
-                             messages that wait
-zmtp_link, zmq_link          links that kvd speaks itself, and that libzmq does
-arrivals, streams            the descriptors of the former; sockets to addresses
-replay, turns                batches that are missing, asked for from the engine's replay
-                             server
-dialing, probing             names to addresses that may be connected to; why an engine cannot
-                             be reached
-replication, publisher       events of requests, sent to replicas and received from them
-recovery, fetch              the state of a peer at the start; one document from a peer that
-                             may be hostile
+listener, listeners          reads one rank's events while it is registered; the tasks of all
+                             listeners
+sessions, link, backlog      keep a subscription alive, one link after another; the interface of
+                             a link; received messages that wait to be applied
+zmtp_link, zmq_link          the link where kvd speaks ZMTP itself; the link through libzmq
+arrivals, streams            one epoll set for all ZMTP links; sockets for resolved addresses
+replay, turns                fetches missing batches from an engine's replay server; shares the
+                             loop's time among listeners
+dialing, probing             resolves names into permitted addresses; finds out why an engine
+                             cannot be reached
+replication, publisher       exchanges lifecycle events of requests with replicas; its PUB socket
+recovery, fetch              takes a peer's state at the start; gets one document from a peer
+                             that may be hostile
 curve, zsocket, supervisor, streamlog
-                             keys; a socket that a task can wait for; tasks by name; log lines
+                             CURVE keys; a ZMQ socket that a task can wait for; one task per
+                             key; rate-limited log lines
 """

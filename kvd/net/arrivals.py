@@ -1,12 +1,13 @@
-"""One epoll set for all links that kvd speaks itself, served between two passes of trio, too.
+"""One epoll set for all ZMTP links, served between two passes of trio's loop, too.
 
     wait ── the descriptor ──> epoll set ── something has come ──> serve ── False ──> wait returns
                                    ^                                 │
                                    └────────────── True ─────────────┘
 
-What comes for a listener at rest is taken where it is noticed, and no task wakes up for it. While
-requests are served without trio (`kvd.http.idle_poll`), so are messages, and before them: a client
-that asks again and again finds what was published in between as soon as it has come.
+A message for a resting listener is applied right where the epoll set reports it, without waking
+the listener's task. While requests are served without trio (`kvd.http.idle_poll`), messages are
+served as well, and before requests: so a client that asks again and again sees each published
+event as soon as it has come.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ import trio
 from kvd.http.fast_path import ALL, NOTHING, SOME
 from kvd.http.idle_poll import Turn, polled_when_idle
 
-# Time of a row of turns before other tasks run.
+# Longest time for which messages are served in a row before other tasks run.
 ROW_NS = 500_000
-AT_ONCE = 64  # descriptors asked for at once; those beyond have their turn in the next row
+AT_ONCE = 64  # ready descriptors fetched by one call of epoll; the rest comes with the next call
 
 Serve = Callable[[], bool]
 
 
 class Arrivals:
-    """Wakes links of one run of trio when something has come."""
+    """Serves or wakes the waiting links of one trio run when their descriptors become readable."""
 
     __slots__ = ("_epoll", "_waiting")
 
@@ -48,7 +49,7 @@ class Arrivals:
     async def wait(self, fd: int, serve: Serve) -> None:
         """Calls `serve` whenever the descriptor is readable, and returns when it returns False.
 
-        It may end this wait and close the descriptor, but not raise.
+        `serve` may end this wait and close the descriptor; it must not raise.
         """
         assert fd not in self._waiting
         waiting = self._waiting[fd] = _Wait(self, fd, trio.lowlevel.current_task(), serve)
@@ -56,7 +57,7 @@ class Arrivals:
         await trio.lowlevel.wait_task_rescheduled(waiting.abort)
 
     def end(self, fd: int) -> None:
-        """Has the wait for a descriptor return, if there is one."""
+        """Makes the wait for a descriptor return, if there is one."""
         if (waiting := self._waiting.get(fd)) is not None:
             self.forget(fd)
             trio.lowlevel.reschedule(waiting.task)
@@ -65,11 +66,11 @@ class Arrivals:
         return self._epoll.fileno()
 
     def serve_ready(self, budget_ns: int, /) -> int:
-        """Serves what has come for some time at most; returns NOTHING, ALL or SOME."""
+        """Serves ready descriptors for about `budget_ns` at most; returns NOTHING, ALL or SOME."""
         end_ns = perf_counter_ns() + budget_ns
         ready = self._epoll.poll(0, AT_ONCE)
         for fd, _ in ready:
-            waiting = self._waiting.get(fd)  # None: serving one before it has ended its wait
+            waiting = self._waiting.get(fd)  # None if serving an earlier one has ended its wait
             if waiting is not None and not waiting.serve() and self._waiting.get(fd) is waiting:
                 self.end(fd)
             if perf_counter_ns() > end_ns:
@@ -84,7 +85,7 @@ class Arrivals:
 
 
 class _Wait:
-    """A task that waits. A function with what it encloses would take twice as much per rank."""
+    """A waiting task. A closure in its place would take twice the memory per rank."""
 
     __slots__ = ("_arrivals", "_fd", "serve", "task")
 
@@ -103,7 +104,7 @@ _current: trio.lowlevel.RunVar[Arrivals | None] = trio.lowlevel.RunVar("arrivals
 
 
 def arrivals() -> Arrivals:
-    """Returns the one of this run of trio."""
+    """Returns the `Arrivals` of this trio run, started at the first call."""
     here = _current.get()
     if here is None:
         here = Arrivals()

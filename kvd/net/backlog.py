@@ -1,18 +1,18 @@
-"""Messages of an engine that its listener has not taken yet, with the connections they came over.
+"""Received messages of one engine that are not applied yet, and connection changes among them.
 
     Link.fill ── take_in ──> Inbox (kvd_core.zmq.drain)  ── hand_over ──> EventStream.take
     Link.hear ─────────────> positions among its messages ──────────> EventStream.pass_over
 
-What an engine publishes while kvd does not read is dropped there, with nobody to say so. So the
-link is emptied in every turn, also while nothing can be applied, into an inbox that has bounds: of
-the stream, and of all streams together. What is beyond them is dropped, except for the newest, and
-shows as a gap.
+An engine drops, without any report, what it publishes while kvd does not read. So the link is
+emptied in every turn, even while nothing can be applied, into an inbox. That is bounded for each
+stream and for all streams together. Beyond these bounds messages are dropped, but for the newest,
+and show as a gap.
 
-A connection that is lost or made changes what a batch means: it may be another engine's. Batches
-that have come before wait longer than the news does. So a change has a position among the messages,
-and the stream hears of it when it gets there (`EventStream.subscribe`). A link reports a
-connection before it hands over that connection's first message. So what was taken in before a
-connection was heard of is not that one's; what is taken in and then followed by the news may be.
+Batches that come over a new connection may be another engine's, while batches received before the
+change still wait here. So each connection change has a position among the messages, and the stream
+is notified when that position is reached (`EventStream.subscribe`). A link reports a connection
+before it hands over that connection's first message. So messages taken before the report belong to
+an earlier connection; those taken by the very `fill` before the report may belong to either.
 """
 
 from __future__ import annotations
@@ -28,30 +28,33 @@ if TYPE_CHECKING:
     from kvd.wire.event_stream import EventStream
     from kvd_core.zmq.drain import InboxSpace
 
-# Messages that wait in all streams of the process, unless a setting says otherwise: half a minute
-# of applying.
+# Messages that may wait in all streams together, unless a setting says otherwise: it takes half a
+# minute to apply them.
 MAX_QUEUED_MESSAGES = 10_000_000
-# Bytes that wait in all streams of the process, unless a setting says otherwise.
+# Bytes that may wait in all streams together, unless a setting says otherwise.
 MAX_QUEUED_BYTES = 1024 * 1024 * 1024
 
 
 class Backlog:
-    """The messages of one listener that wait, and the changes between them."""
+    """The waiting messages of one listener, and the connection changes among them."""
 
     __slots__ = ("_changes", "_inbox", "_listener", "_lost", "_taking_in", "idle")
 
     def __init__(self, listener: EventStream, space: InboxSpace, options: LinkOptions) -> None:
         self._listener = listener
         self._inbox = Inbox(space, options.queue_messages, options.queue_bytes)
-        # Each before the message of that number; few, for which a deque would take 0.7 KB.
+        # Each comes before the message of its number. They are few; a deque would take 0.7 KB.
         self._changes: list[tuple[int, Change]] = []
         self._taking_in = False
-        self._lost = False  # a connection, some of whose messages libzmq may still hold
-        self.idle = False  # whether the listener waits for nothing but messages
+        self._lost = False  # a connection was lost, and libzmq may still hold messages of it
+        self.idle = False  # the listener waits for nothing but messages
         listener.subscribe(self._queue_change)
 
     def take_in(self, link: Link, budget_ns: int) -> bool:
-        """Takes what has come, for about so long; returns whether there may be more."""
+        """Moves messages from the link to the inbox, for about `budget_ns`.
+
+        Returns whether there may be more.
+        """
         inbox, listener = self._inbox, self._listener
         was_lost = self._lost
         self._taking_in = True
@@ -69,7 +72,7 @@ class Backlog:
         return more
 
     def hand_over(self, budget_ns: int) -> bool:
-        """Has the listener take messages, for one turn; returns whether there may be more."""
+        """Passes messages and changes to the listener, for one turn; returns whether more wait."""
         inbox, changes = self._inbox, self._changes
         most = MAX_TURN_MESSAGES
         if changes:
@@ -82,11 +85,11 @@ class Backlog:
 
     @property
     def has_loss(self) -> bool:
-        """Returns whether a connection is known to be lost, and some of its messages wait still."""
+        """Returns whether messages of a connection that is known to be lost may still wait."""
         return self._lost or any(Change.LOST in change for _, change in self._changes)
 
     def end(self) -> None:
-        """Drops what waits; it shows as missing when the listener goes on."""
+        """Drops the waiting messages; they show as missing when the listener goes on."""
         missed = Change.MISSED if self._inbox.messages else Change(0)
         self._inbox.clear()
         for _, change in self._changes:
@@ -96,10 +99,10 @@ class Backlog:
         self._listener.unsubscribe()
 
     def _queue_change(self, change: Change) -> None:
-        """Puts a change of the connection to its position among the messages.
+        """Puts a change of the connection at its position among the messages.
 
-        Messages of a connection that is lost may still be on their way from libzmq, until it holds
-        none and no other connection has been heard of.
+        libzmq may still hold messages of a lost connection. So the loss gets its position once
+        libzmq holds none, or with the report of the next connection.
         """
         if change is Change.LOST:
             self._lost = True

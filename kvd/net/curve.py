@@ -1,7 +1,7 @@
-"""CURVE on sockets: our keys where we connect, and who may connect to what we publish.
+"""CURVE on sockets: our keys for connecting, and the check of clients of our publisher.
 
-libzmq asks for every connection to a socket with a ZAP domain (RFC 27), over a socket of its own
-inside the process, and holds the handshake back until it is answered:
+For every connection to a socket with a ZAP domain (RFC 27), libzmq sends a request over a socket
+inside the process, and delays the handshake until the authenticator has answered:
 
     replica ── handshake ──> PUB of ours ── ZAP request ──> authenticator: is the key on the list?
                               <───────────── 200 or 400 ────┘
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 Options = dict[int, int | bytes]
 
-ZAP_ENDPOINT = "inproc://zeromq.zap.01"  # where libzmq asks
+ZAP_ENDPOINT = "inproc://zeromq.zap.01"  # where libzmq sends its requests
 ZAP_REQUEST_FRAMES = 7  # version, request, domain, address, identity, mechanism, key
 DOMAIN = b"replicas"
 
@@ -33,7 +33,7 @@ log = get_logger(__name__)
 
 
 class KeyPair:
-    """Our own keys; without a secret key a pair that lives as long as the process."""
+    """Our own keys; without a given secret key, a new pair that lives as long as the process."""
 
     def __init__(self, secret: str | None = None) -> None:
         """Raises zmq.ZMQError where libzmq has no CURVE."""
@@ -44,7 +44,7 @@ class KeyPair:
             self.public = zmq.curve_public(self._secret)
 
     def client(self, server_key: str) -> Options:
-        """Returns the options of a socket that connects to the owner of that key."""
+        """Returns the options of a socket that connects to the owner of `server_key`."""
         return {
             zmq.CURVE_SERVERKEY: server_key.encode(),
             zmq.CURVE_PUBLICKEY: self.public,
@@ -52,9 +52,9 @@ class KeyPair:
         }
 
     def server(self) -> Options:
-        """Returns the options of a socket that only those connect to whom an authenticator lets in.
+        """Returns the options of a socket that accepts only clients whom an authenticator admits.
 
-        Without an authenticator nobody does.
+        Without an authenticator it accepts none.
         """
         return {
             zmq.CURVE_SERVER: 1,
@@ -65,7 +65,7 @@ class KeyPair:
 
 
 class ZapAuthenticator:
-    """Lets in who has one of the `keys`, which may be set anew. One in a context."""
+    """Admits clients with one of the `keys`, which may be replaced. One per context."""
 
     def __init__(self, context: Context, keys: Iterable[str]) -> None:
         """Raises zmq.ZMQError."""
@@ -76,7 +76,7 @@ class ZapAuthenticator:
         self._socket.socket.bind(ZAP_ENDPOINT)
 
     async def run(self) -> NoReturn:
-        """Answers libzmq until cancelled, and ends the socket."""
+        """Answers libzmq until cancelled; then closes the socket."""
         try:
             while True:
                 request = await self._socket.receive()

@@ -1,11 +1,11 @@
-"""Resolves a name into the address that a connection is made to.
+"""Resolves names into the addresses that connections are made to.
 
     endpoint or URL ── host ── a number: it itself
                          └──── a name: looked up, within LOOKUP_S ── checked ── a number
 
-Only the checked number is connected to, so that a name cannot mean one address when it is checked
-and another one afterwards. A link would connect to that number for ever, so a name whose connection
-stays lost is looked up again (`moved`): the pod behind it may be somewhere else by then.
+kvd connects only to the number that was checked, so that a name cannot resolve to one address when
+it is checked and to another one afterwards. A link would reconnect to that number for ever. So a
+name whose connection stays lost is looked up again (`moved`): its pod may have moved meanwhile.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from kvd.wire.hosts import literal
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# Time allowed for the lookup of one name: resolvers give up after 5 s a server.
+# Time allowed for the lookup of one name: resolvers give up on a server after 5 s.
 LOOKUP_S = 5.0
-SLICE_LINKS = 64  # connections judged again between two checkpoints: about 1 ms
+SLICE_LINKS = 64  # connections rechecked between two checkpoints: about 1 ms
 LOOKUP_EVERY_S = 5.0  # pause between two lookups of a name whose connection stays lost
 
 
 class Unreachable(Exception):
-    """There is no address to connect to; the text says why."""
+    """There is no address that may be connected to; the text says why."""
 
 
 class Ends(Protocol):
@@ -43,7 +43,7 @@ class Ends(Protocol):
 
 
 class Dialer:
-    """Finds the addresses of all connections that kvd makes, and knows those that are named."""
+    """Resolves and checks the addresses of all connections, and rechecks the lasting ones."""
 
     def __init__(
         self,
@@ -52,15 +52,15 @@ class Dialer:
         lookup_every_s: float = LOOKUP_EVERY_S,
         keys: KeyPair | None = None,
     ) -> None:
-        """Without a rule the default one holds; without keys they are made when needed."""
+        """Without `outgoing` the default rule holds; without `keys` a pair is made when needed."""
         self.outgoing = outgoing or EgressPolicy()
         self._keys = keys
         self.lookup_s = lookup_s
         self.lookup_every_s = lookup_every_s
-        self._links: dict[Ends, str] = {}  # what lasts, and the endpoint it was made to
+        self._links: dict[Ends, str] = {}  # lasting connections and their endpoints
 
     def curve(self, server_key: str | None) -> Options:
-        """Returns the options for CURVE to the owner of that key, none without a key.
+        """Returns the CURVE options for connecting to the owner of `server_key`; none without it.
 
         Raises zmq.ZMQError where libzmq has no CURVE.
         """
@@ -84,10 +84,10 @@ class Dialer:
         return sorted(allowed, key=lambda text: ":" in text)
 
     async def endpoint(self, named: str, turn: int = 0) -> str:
-        """Returns the endpoint to connect to for a named one; raises Unreachable.
+        """Returns the endpoint, as a number, to connect to for a named one; raises Unreachable.
 
-        Of several addresses the next one has its turn at every attempt; those of IPv6 have none
-        where there are others, as engines bind to IPv4 unless configured otherwise.
+        A name's addresses are used in turn, by the attempt's number `turn`. IPv6 addresses are
+        left out where there are others, as engines bind to IPv4 unless configured otherwise.
         """
         host_port = host_and_port(named)
         if host_port is None:
@@ -107,7 +107,7 @@ class Dialer:
         return [tcp_endpoint(each, port) for each in chosen]
 
     async def moved(self, named: str, used: str, connected: Callable[[], bool]) -> str:
-        """Returns, with the reason, when a name's lost connection is to be made elsewhere."""
+        """Returns, with the reason, once a name's lost connection has to be made to elsewhere."""
         while True:
             await trio.sleep(self.lookup_every_s)
             if connected():
@@ -124,14 +124,14 @@ class Dialer:
                 return f"{host_port[0]} has moved to {', '.join(found)}"
 
     def watch(self, link: Ends, endpoint: str) -> None:
-        """Has `recheck` check a connection, too, until it is left."""
+        """Includes a connection in `recheck`, until `leave`."""
         self._links[link] = endpoint
 
     def leave(self, link: Ends) -> None:
         del self._links[link]
 
     async def recheck(self) -> None:
-        """Gives up what may not be connected to any more."""
+        """Gives up connections to addresses that are no longer allowed."""
         for number, (link, endpoint) in enumerate(list(self._links.items()), 1):
             if number % SLICE_LINKS == 0:
                 await trio.lowlevel.checkpoint()
@@ -148,11 +148,11 @@ class Dialer:
 
 
 class NameNotFound(Unreachable):
-    """A name that has no address now."""
+    """The name has no address now."""
 
 
 def is_named(endpoint: str) -> bool:
-    """Returns whether a checked endpoint's host is a name, which may mean another address later."""
+    """Returns whether a checked endpoint's host is a name, whose address may change later."""
     host_port = host_and_port(endpoint)
     return host_port is not None and host_port[0] != "*" and literal(host_port[0]) is None
 

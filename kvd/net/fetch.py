@@ -1,11 +1,11 @@
 """Gets one document from a peer that may be broken or hostile.
 
-    connect ── request ── head ── what the caller takes ── body, piece by piece ── its end
+    connect ── request ── head ── the caller's sink for it ── body, piece by piece ── its end
 
-Nothing is followed and nothing is unpacked: a redirect, a compressed body, a proxy from the
-environment could all lead elsewhere than the operator said. A name is looked up once, and only an
-address that may be connected to is (`kvd.net.dialing`). Time, bytes and the head are bounded;
-what the body means is for the caller's sink to bound. httptools parses, as it does in the front.
+Redirects, proxies of the environment and compressed bodies are not accepted: they could lead
+elsewhere than the operator said, or expand without bound. A name is looked up once, and only an
+allowed address is connected to (`kvd.net.dialing`). Time, bytes and the head are bounded here; the
+caller's sink bounds what the body may contain. httptools parses, as it does in kvd's server.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Sink = Callable[[bytes], None]
 
 
 class FetchError(Exception):
-    """The document could not be had; the text is for the log."""
+    """The document could not be fetched; the text is for the log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,8 @@ class FetchLimits:
     """Limits of one fetch."""
 
     connect_s: float = 3.0
-    stall_s: float = 10.0  # without a byte: the original writes nothing for 4 s per 1M blocks
-    total_s: float = 60.0  # 1M blocks take a second between hosts, from the original four
+    stall_s: float = 10.0  # without a byte; Dynamo writes nothing for 4 s per 1M blocks
+    total_s: float = 60.0  # 1M blocks take a second between hosts; from Dynamo, four
     head_bytes: int = 16 * 1024
     body_bytes: int = 4 * 1024**3  # 45M blocks as text, 91 bytes each
 
@@ -51,11 +51,11 @@ async def fetch(
     *,
     token: bytes = b"",
 ) -> None:
-    """Gives the document at `url` to the sink that `begin` returns for its headers.
+    """Passes the document at `url` to the sink that `begin` returns for its headers.
 
-    A bearer `token` goes with the request if there is one. Raises FetchError unless the answer is
-    200, uncompressed and complete; by then the sink may have been given a part. What `begin` and
-    the sink raise comes through.
+    The request carries the bearer `token`, if there is one. Raises FetchError unless the answer is
+    200, uncompressed and complete; by then the sink may have received a part of it. Exceptions of
+    `begin` and the sink pass through.
     """
     try:
         target = parse_url(url)
@@ -113,7 +113,7 @@ async def _receive(
         if not data:
             if answer.delimited or sink is None:
                 raise FetchError("the answer ended early")
-            return  # the end of the connection is the end of the body; the sink knows if it is
+            return  # the end of the connection ends the body; the sink checks that it is complete
         answer.feed(bytes(data))
         if not answer.headers_complete:
             continue
@@ -125,7 +125,7 @@ async def _receive(
 
 
 class _Answer:
-    """One HTTP response as it comes in. The `on_` methods are called by httptools."""
+    """Parses one HTTP response as it comes in. httptools calls the `on_` methods."""
 
     def __init__(self, limits: FetchLimits) -> None:
         self.headers: Headers = {}
@@ -139,11 +139,11 @@ class _Answer:
 
     @property
     def delimited(self) -> bool:
-        """True when the answer says itself where it ends."""
+        """Whether the headers say where the body ends."""
         return b"content-length" in self.headers or b"transfer-encoding" in self.headers
 
     def feed(self, data: bytes) -> None:
-        """Parses on; raises FetchError on what is not one answer within the limits."""
+        """Parses more bytes; raises FetchError unless they are one answer within the limits."""
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
@@ -164,7 +164,7 @@ class _Answer:
             raise FetchError("the answer has a transfer encoding other than chunked")
 
     def take(self) -> list[bytes]:
-        """Returns what has come of the body since the last call."""
+        """Returns the pieces of the body that came since the last call."""
         pieces, self._pieces = self._pieces, []
         return pieces
 

@@ -1,9 +1,9 @@
-"""A subscription's link to a publisher: what its owner calls, and what it reports.
+"""The interface of a subscription's link to a publisher, and of the owner that it reports to.
 
     ZmtpLink   without security, over TCP or a Unix socket: kvd speaks ZMTP itself
-    ZmqLink    CURVE, or inside the process: libzmq speaks
+    ZmqLink    with CURVE, or inside the process: libzmq speaks it
 
-Who reads a link does not know which of the two it has.
+A reader uses both kinds of link in the same way.
 """
 
 from __future__ import annotations
@@ -20,53 +20,53 @@ if TYPE_CHECKING:
 
 
 class Linked(Protocol):
-    """An owner of a connection, which is notified of its changes; times are monotonic seconds."""
+    """The owner of a link, notified of its changes; times are monotonic seconds."""
 
     @property
     def endpoint(self) -> str: ...
 
     @property
     def server_key(self) -> str | None:
-        """The key of CURVE that the other end must have; None speaks without it."""
+        """The CURVE key that the publisher must have; None connects without CURVE."""
 
     @property
     def connected(self) -> bool: ...
 
     def connecting(self) -> None:
-        """There is a new link."""
+        """A new link has been made; it is not connected yet."""
 
     def joined(self) -> None:
-        """The other end answers."""
+        """The publisher has answered: the link is connected."""
 
     def lost_connection(self, why: str, now: float) -> None:
-        """The connection broke, or broke off early; the link tries again."""
+        """The connection, or its handshake, broke off; the link connects again."""
 
     def failed(self, why: str, now: float) -> None:
-        """The link can no longer be used; another one follows."""
+        """The link can no longer be used; a new one will replace it."""
 
     def crashed(self) -> None:
-        """A message met a bug."""
+        """Handling a message raised: a bug."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinkOptions:
     """Options of a subscriber's connection."""
 
-    heartbeat_s: float = 5.0  # like the peer; a frozen worker is noticed after the timeout
+    heartbeat_s: float = 5.0  # as Dynamo; a frozen worker is noticed after the timeout
     heartbeat_timeout_s: float = 15.0
-    connect_timeout_s: float = 5.0  # else a vanished host holds one attempt for two minutes
+    connect_timeout_s: float = 5.0  # without it a vanished host holds an attempt for two minutes
     handshake_timeout_s: float = 10.0
-    reconnect_s: float = 0.1  # the first pause before another attempt; it doubles up to the longest
+    reconnect_s: float = 0.1  # first pause before another attempt; doubles up to reconnect_max_s
     reconnect_max_s: float = 5.0
     give_up_s: float = 1.0  # libzmq announces a retry in 1 ms; missing it costs a new socket
-    # Bounds of the queue of what is not yet applied.
-    queue_messages: int = 1_000_000  # of one block each: five seconds of applying
-    queue_bytes: int = 256 * 1024 * 1024  # these at 270 bytes
-    max_message_bytes: int = 16 * 1024 * 1024  # 150,000 blocks; one of 64 MiB took the loop 3 s
+    # Bounds of the inbox of messages that are not yet applied.
+    queue_messages: int = 1_000_000  # of one block each, this many take five seconds to apply
+    queue_bytes: int = 256 * 1024 * 1024  # for these messages at 270 bytes each
+    max_message_bytes: int = 16 * 1024 * 1024  # 150,000 blocks; 64 MiB held up the loop for 3 s
 
 
 def tell_lost(linked: Linked, log: StreamLog, why: str) -> None:
-    """Reports to the owner that a connection ended or broke off early; logs it, if it was made."""
+    """Reports to the owner that a connection or its handshake broke off; logs lost connections."""
     why = f"{why}: {linked.endpoint}"
     if linked.connected:
         log.warning("stream_lost", error=why)
@@ -74,7 +74,7 @@ def tell_lost(linked: Linked, log: StreamLog, why: str) -> None:
 
 
 def nothing() -> bool:
-    """Leaves what comes to the task that waits."""
+    """Serves no message outside of a task, so that the waiting task wakes up for each."""
     return False
 
 
@@ -82,32 +82,33 @@ class Link(Protocol):
     """A link to a publisher, which connects again and again until it can no longer be used."""
 
     async def watch(self) -> str:
-        """Reports to the owner what happens; returns why the link can no longer be used."""
+        """Keeps the link connected and its owner informed; returns why it became unusable."""
 
     async def wait(self, serve: Callable[[], bool] = nothing) -> None:
-        """Returns when there may be a message, or the connection is another one.
+        """Returns when a message may have come, or a new connection was made.
 
-        If messages are all that has come, `serve` may take them, outside of any task, and return
-        True: then the wait goes on. It may not raise. To be called only after a `fill` that has
-        found no more, which holds for that True as well.
+        Where only messages have come, `serve` is called first, outside of any task. It may take
+        them all and return True, and then the wait goes on; it must not raise. Call this only
+        after a `fill` that found no more messages; `serve` may return True only after one, too.
         """
 
     def fill(
         self, inbox: Inbox, refuse: Callable[[str], object], max_messages: int, budget_ns: int
     ) -> bool:
-        """Takes event messages, as `kvd_core.zmq.drain.fill`; returns whether there may be more."""
+        """Takes event messages, like `kvd_core.zmq.drain.fill`; returns whether more may wait."""
 
     def fill_frames(self, inbox: Inbox, most: int, max_messages: int, budget_ns: int) -> bool:
-        """Takes messages of any shape, as `kvd_core.zmq.drain.fill_frames`."""
+        """Takes messages of any shape, like `kvd_core.zmq.drain.fill_frames`."""
 
     def hear(self) -> bool:
-        """Reports to the owner what has happened up to now; returns whether anything has.
+        """Reports connection changes up to now to the owner; returns whether there were any.
 
-        After a `fill` this knows of every connection that its messages may have come over.
+        Called after a `fill`, this has reported every connection that the messages of that `fill`
+        may have come over.
         """
 
     async def aclose(self) -> None:
-        """Unsubscribes and hangs up; returns when the other end can know it."""
+        """Unsubscribes and disconnects; returns once the publisher can have noticed it."""
 
     def give_up(self, why: str) -> None:
-        """Ends `watch`, with that reason."""
+        """Makes `watch` return, with that reason."""

@@ -1,14 +1,15 @@
 """Reads the event stream of one (worker, rank) for as long as the worker is registered.
 
-One task per listener, socket after socket (`kvd.net.sessions`). While one is of use:
+Each listener is one task, which uses one link after another (`kvd.net.sessions`). While a link
+works:
 
-    receive          its messages        in turns: neither a burst nor a worker starves others
-      _serve         while at rest       one by one, as they come, without waking up
-      _finish        a long one          slice by slice, each a turn like any other
-      _resolve_held  the one held back   what is missing before it is replayed
-      _keep          later ones          taken off the socket meanwhile, into the backlog
+    receive          takes messages in turns, so that no burst and no worker starves the others
+      _serve         while the task rests: applies messages as they come, without waking it
+      _finish        applies a long batch slice by slice, each slice in a turn of its own
+      _resolve_held  fetches what is missing before the held batch, then applies that
+      _keep          meanwhile, takes later messages off the link into the backlog
 
-One task at a time empties the socket, and does so always (`kvd.net.backlog`).
+At every moment exactly one task empties the link (`kvd.net.backlog` says why).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
-# Shortest pause between two questions to an idle engine, whatever the settings say.
+# Shortest pause between two replay requests to an idle engine, whatever the settings say.
 ASK_AGAIN_S = 1.0
 
 
@@ -53,13 +54,13 @@ async def run_listener(
     dialer: Dialer | None = None,
     space: InboxSpace | None = None,
 ) -> None:
-    """Keeps `listener` connected and fed, until cancelled.
+    """Keeps `listener` connected and applies its messages, until cancelled.
 
-    Connects at once and takes messages once `ready` is set; until then they wait in the backlog,
-    within the bounds of the options and of the `space`.
-    Failures of the connection end up in the listener's status. So does what its stream raises:
-    that is a bug, but a batch that met it once would end the daemon again after every restart,
-    as soon as it is replayed.
+    Connects at once, and applies messages once `ready` is set; until then they wait in the
+    backlog, within the bounds of the options and of the `space`.
+    A failed connection shows in the listener's status. So does an exception of its stream: it is
+    a bug, but raising it would end the daemon, and after every restart the replay of the same
+    batch would end it again.
     """
     lines = StreamLog(log, "listener", listener.name)
     backlog = Backlog(listener, space or InboxSpace(), options)
@@ -95,25 +96,25 @@ class _Reader:
         turns: Turns,
         log: StreamLog,
     ) -> None:
-        self._bug: Exception | None = None  # met outside of the task
+        self._bug: Exception | None = None  # raised in `_serve`, outside of the task
         self._listener = listener
         self._backlog = backlog
         self._ready = ready
         self._replayer = replayer
         self._turns = turns
-        self._spare_until = 0.0  # monotonic seconds; no replays before
+        self._spare_until = 0.0  # monotonic seconds; no replay is requested before
         self._restarts_said = listener.stats.restarts
-        self._flaw_said = listener.batches.last_flaw  # before a pause
+        self._flaw_said = listener.batches.last_flaw  # one from before a pause is logged already
         self._log = log
 
     async def receive(self, link: Link) -> NoReturn:
-        """Feeds the listener from the socket, for ever.
+        """Applies the messages of the link, for ever.
 
         Receiving fails only if the context ended before its listeners did: a bug, so it may raise.
         """
         await self._meanwhile(link, self._ready.wait)
         self._listener.receiving()
-        await self._meanwhile(link, self._finish)  # what the last session has left
+        await self._meanwhile(link, self._finish)  # a batch that the last session left unfinished
         more = await self._take_some(link)
         while True:
             if self._listener.unfinished is not None:
@@ -127,12 +128,15 @@ class _Reader:
                 await self._ask(link)
             else:
                 await self._rest(link)
-                if more := self._has_work:  # that comes before further messages
+                if more := self._has_work:  # which has to be done before more messages are taken
                     continue
             more = await self._take_some(link)
 
     async def _rest(self, link: Link) -> None:
-        """Waits for nothing but messages, and has them served."""
+        """Waits for messages alone, and has `_serve` apply them; returns when the task is needed.
+
+        Raises the bug that `_serve` met, if any.
+        """
         self._backlog.idle = True
         try:
             await link.wait(partial(self._serve, link))
@@ -144,15 +148,15 @@ class _Reader:
 
     @property
     def _has_work(self) -> bool:
-        """Returns whether there is what must be awaited."""
+        """Returns whether there is work that has to await: a batch to finish, a replay."""
         listener = self._listener
         catch_up = listener.catch_up
         return listener.unfinished is not None or catch_up.held is not None or catch_up.asks
 
     async def receive_rest(self, link: Link) -> None:
-        """Takes in what had arrived before the socket became useless.
+        """Takes the messages that had arrived before the link became unusable.
 
-        As much as can be applied at once is; the rest waits for the next socket.
+        Applies them up to a batch that has to be held back; the rest waits for the next link.
         """
         while await self._take_in(link):
             await trio.lowlevel.checkpoint()
@@ -163,7 +167,7 @@ class _Reader:
             await trio.lowlevel.checkpoint()
 
     async def _meanwhile(self, link: Link, job: Callable[[], Awaitable[object]]) -> None:
-        """Does a job that takes no messages; what comes waits in the backlog."""
+        """Does a job that takes no messages; meanwhile new ones go to the backlog."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._keep, link)
             await job()
@@ -177,9 +181,9 @@ class _Reader:
                 await link.wait()
 
     async def _take_in(self, link: Link) -> bool:
-        """Empties the socket for one turn; returns whether there may be more."""
+        """Moves messages from link to backlog, for one turn; returns whether more may wait."""
         budget_ns = await self._turns.begin()
-        with EVENTS:  # also in a task that keeps what comes while another one works
+        with EVENTS:  # `_keep` runs in a task of its own, whose time is counted here
             more = self._fill(link, budget_ns)
         self._turns.end()
         return more
@@ -195,7 +199,7 @@ class _Reader:
         return more
 
     def _serve(self, link: Link) -> bool:
-        """Takes messages in a turn without the task; returns whether nothing is left to it."""
+        """Applies messages in a turn without waking the task; returns False if it has work left."""
         budget_ns = self._turns.begin_now()
         if not budget_ns:
             return False
@@ -208,7 +212,7 @@ class _Reader:
         return not (more or self._has_work)
 
     async def _take_some(self, link: Link) -> bool:
-        """Takes messages for one turn; returns whether there may be more."""
+        """Applies messages for one turn; returns whether there may be more."""
         return self._take(link, await self._turns.begin())
 
     def _take(self, link: Link, budget_ns: int) -> bool:
@@ -221,7 +225,7 @@ class _Reader:
         return coming or waiting
 
     async def _finish(self) -> None:
-        """Applies the rest of a long batch, and lets others run between its slices."""
+        """Applies the rest of a long batch, and lets other tasks run between its slices."""
         listener = self._listener
         if listener.unfinished is None:
             return
@@ -233,7 +237,7 @@ class _Reader:
         self._say_flaw()
 
     def _say_restart(self) -> None:
-        """Logs that the engine is another one, unless it has been."""
+        """Logs that the engine was restarted, once for each restart."""
         listener = self._listener
         if listener.stats.restarts != self._restarts_said:
             self._restarts_said = listener.stats.restarts
@@ -241,7 +245,7 @@ class _Reader:
             self._log.warning("engine_restarted", last_seq=listener.batches.passed)
 
     def _say_flaw(self) -> None:
-        """Logs the last batch that was not understood, live or replayed, unless it has been."""
+        """Logs the last batch that was not understood, live or replayed, once."""
         flaw = self._listener.batches.last_flaw
         if flaw is not None and flaw is not self._flaw_said:
             self._flaw_said = flaw
@@ -249,14 +253,14 @@ class _Reader:
             self._log.warning("batch_not_understood", batch=seq, reason=reason)
 
     async def _resolve_held(self) -> None:
-        """Applies or drops the batch held back; fetches first what is missing before it."""
+        """Applies or drops the held batch; first fetches the batches missing before it."""
         listener = self._listener
         is_lost = self._backlog.has_loss and listener.replay_endpoint is not None
         if listener.catch_up.judge(is_lost) is Verdict.STALE:
             return
         self._say_restart()
         end = await self._replay()
-        await self._finish()  # a replay that has run out of time may leave one
+        await self._finish()  # a replay that ran out of time may leave a batch unfinished
         lost = listener.catch_up.apply_held()
         await self._finish()
         self._say_flaw()
@@ -264,7 +268,7 @@ class _Reader:
             self._log.warning("batches_lost", missing=lost, lost=listener.stats.lost, replay=end)
 
     async def _ask(self, link: Link) -> None:
-        """Asks an engine that has come back whether it is the same; waits while it is spared."""
+        """Finds out whether a reconnected engine is the same; waits while it is spared requests."""
         if trio.current_time() < self._spare_until:
             with trio.move_on_at(self._spare_until):
                 await link.wait()
@@ -276,7 +280,7 @@ class _Reader:
         listener.catch_up.ask()
         await self._replay()
         await self._finish()
-        if listener.catch_up.asks:  # it has not answered
+        if listener.catch_up.asks:  # the engine has not answered
             self._spare(ASK_AGAIN_S)
         self._say_flaw()
 
@@ -285,7 +289,7 @@ class _Reader:
         self._spare_until = trio.current_time() + pause_s
 
     async def _replay(self) -> ReplayEnd | None:
-        """Fetches what is missing before the held batch; None if nothing can be asked."""
+        """Fetches the batches that `catch_up` wants; None if no replay was requested."""
         listener = self._listener
         if listener.replay_endpoint is None or not listener.catch_up.wanted():
             return None

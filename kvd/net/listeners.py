@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvd.net.zsocket import Context
     from kvd.wire.event_stream import EventStream
 
-# Pause between two checks of the health of streams; the log omits changes that last less.
+# Pause between two checks of the health of streams; shorter changes are not logged.
 HEALTH_EVERY_S = 1.0
 HEALTH_SLICE = 256  # listeners examined between two checkpoints: 0.4 ms
 
@@ -35,9 +35,9 @@ log = get_logger(__name__)
 class ListenerTasks:
     """Starts and stops one task per registered rank (the registry's `Listeners`).
 
-    Listeners connect when `begin` is set, or at once without it, one in each pass of the loop: a
-    socket takes half a millisecond, and thousands may come together. They take messages when
-    `ready` is set.
+    Listeners connect once `begin` is set, or at once without it. They connect one in each pass of
+    the loop, since a socket takes half a millisecond and thousands may be registered together.
+    They apply messages once `ready` is set.
     """
 
     def __init__(
@@ -65,12 +65,12 @@ class ListenerTasks:
         self._replayer = Replayer(
             context, options, replays or ReplayOptions(), self._dialer, self._turns
         )
-        self._health: dict[EventStream, StreamHealth] = {}  # as last said
+        self._health: dict[EventStream, StreamHealth] = {}  # as last logged
         self._prober = Prober(nursery, self._dialer, options.connect_timeout_s)
         nursery.start_soon(self._watch_health, health_every_s)
 
     def set_replay_options(self, replays: ReplayOptions) -> None:
-        """Has other limits of replays hold from now on."""
+        """Applies other limits to replays from now on."""
         self._replayer.set_options(replays)
 
     def start(self, key: Hashable, listener: EventStream) -> None:
@@ -82,8 +82,8 @@ class ListenerTasks:
         return await self._tasks.stop(key)
 
     async def entered(self) -> None:
-        """Returns when all that are there, and `begin` was set for, have begun to connect."""
-        for _ in range(3):  # in which those that have just been started, or woken, queue
+        """Returns once all present listeners have begun to connect; call after `begin` is set."""
+        for _ in range(3):  # until listeners that were just started or woken are in the queue
             await trio.lowlevel.checkpoint()
         async with self._entrance:
             pass
@@ -111,13 +111,17 @@ class ListenerTasks:
             self._prober.forget(listener)
 
     async def _watch_health(self, every_s: float) -> None:
-        """Logs every change of a stream's health that lasts, and what says nothing."""
+        """Logs every lasting change of a stream's health, and engines that are quiet."""
         while True:
             await trio.sleep(every_s)
             await self._check_health()
 
     async def _check_health(self) -> None:
-        """Checks once, and ends: who is named in a frame that sleeps would stay, with its index."""
+        """Checks all listeners once.
+
+        A function of its own, since a local variable of the sleeping `_watch_health` would keep
+        the last listener alive, and with it an index.
+        """
         for at, listener in enumerate(list(self._health), 1):
             if at % HEALTH_SLICE == 0:
                 await trio.lowlevel.checkpoint()

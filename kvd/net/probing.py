@@ -1,7 +1,7 @@
-"""Finds out why an engine cannot be reached: links try again without a word about what they met.
+"""Finds out why an engine cannot be reached: links retry without reporting why they failed.
 
 not connected for AFTER_S ──> one plain connection to the same address, closed at once
-                                └─ errno, or nothing in time ──> EventStream.not_reached
+                                └─ errno, or no answer in time ──> EventStream.not_reached
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 # Time without a connection before an engine is probed; a restarted engine is back sooner.
 AFTER_S = 1.0
 AGAIN_S = 10.0  # pause between two probes of one engine
-# Probes under way; a host that does not answer takes the whole time of one.
+# Probes under way at once; a host that does not answer keeps its probe until the timeout.
 PROBES_AT_ONCE = 64
-PROBES_A_PASS = 8  # that begin in one pass of the loop: some 0.2 ms each
+PROBES_A_PASS = 8  # probes that begin in one pass of the loop: some 0.2 ms each
 
 
 class Prober:
@@ -36,12 +36,12 @@ class Prober:
         self._nursery = nursery
         self._dialer = dialer
         self._timeout_s = timeout_s
-        self._due: dict[EventStream, float] = {}  # when it is to be probed, monotonic seconds
+        self._due: dict[EventStream, float] = {}  # when to probe each engine, monotonic seconds
         self._under_way = 0
 
     def note_state(self, listener: EventStream, now: float) -> None:
-        """Takes note of a listener as it is now."""
-        # A failed one says by itself why: its name or address is unusable.
+        """Notes a listener's present state: whether it has to be probed."""
+        # A failed listener has its reason already: its name or address is unusable.
         if listener.connected or listener.status is ListenerStatus.FAILED:
             self.forget(listener)
         else:
@@ -51,12 +51,12 @@ class Prober:
         self._due.pop(listener, None)
 
     async def start(self, now: float) -> None:
-        """Starts the probes that are due, some in a pass; those that have been probed come last."""
+        """Starts the probes that are due, a few per pass; engines just probed come last."""
         due = [listener for listener, moment in self._due.items() if moment <= now]
         for number, listener in enumerate(due[: PROBES_AT_ONCE - self._under_way]):
             if number and number % PROBES_A_PASS == 0:
                 await trio.lowlevel.checkpoint()
-            if listener not in self._due:  # it has connected meanwhile, or left
+            if listener not in self._due:  # it has connected meanwhile, or was deregistered
                 continue
             del self._due[listener]
             self._due[listener] = now + AGAIN_S
@@ -72,7 +72,7 @@ class Prober:
             listener.not_reached(f"cannot connect: {why}: {listener.endpoint}")
 
     async def _met(self, endpoint: str) -> str:
-        """Returns what an attempt to connect meets, "" if it succeeds."""
+        """Returns why an attempt to connect fails, "" if it succeeds."""
         try:
             address = await self._dialer.endpoint(endpoint)
         except Unreachable as error:

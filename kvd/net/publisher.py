@@ -1,4 +1,4 @@
-"""A PUB socket that never waits for those who subscribe."""
+"""A PUB socket that never waits for its subscribers."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from kvd.platform.descriptors import bound_tcp
 if TYPE_CHECKING:
     from kvd.net.zsocket import Context
 
-MAX_SUBSCRIPTION_BYTES = 4096  # longest frame of a subscriber: subscriptions name a topic, or two
+MAX_SUBSCRIPTION_BYTES = 4096  # longest frame of a subscriber; subscriptions only name topics
 
-# Replicas that wait to be accepted: a fleet reconnects at once. The kernel caps it at somaxconn.
+# Connections that wait to be accepted: all replicas may reconnect at the same moment. The kernel
+# caps it at somaxconn.
 BACKLOG = 1024
 
 Address = tuple[str, int] | tuple[str, int, int, int] | tuple[int, bytes]  # as getaddrinfo's
@@ -34,9 +35,9 @@ async def open_publisher(
     options: LinkOptions,
     curve: Mapping[int, int | bytes] = NO_CURVE,
 ) -> PubSocket:
-    """Returns a publisher on every address that the host's name resolves to; port 0 is any free.
+    """Returns a publisher on every address of a host; port 0 takes any free port.
 
-    Raises OSError whose text names the address and the reason.
+    Raises OSError, whose text names the address and the reason.
     """
     try:
         found = await trio.socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -55,7 +56,7 @@ async def open_publisher(
 
 
 class PubSocket:
-    """Sends to all that subscribe; its task, `run`, ends the socket."""
+    """Sends to all subscribers; its task, `run`, closes the socket at the end."""
 
     def __init__(
         self,
@@ -64,27 +65,27 @@ class PubSocket:
         options: LinkOptions,
         curve: Mapping[int, int | bytes] = NO_CURVE,
     ) -> None:
-        """Takes the sockets that subscribers connect to, which are libzmq's from then on.
+        """Hands the listening sockets, which subscribers connect to, over to libzmq.
 
-        libzmq cannot open them: before it binds to any address but `*` it asks by netlink for
-        names of interfaces, and aborts the process where a sandbox forbids that.
+        libzmq cannot open them itself: before it binds to any address but `*`, it asks netlink for
+        the names of interfaces, and aborts the process where a sandbox forbids that.
         """
         self._socket = ZSocket(context, zmq.PUB, {**_options(options), **curve})
         self.endpoints: list[str] = []  # as bound, with the port
         for sock in listening:
             self._socket.socket.set(zmq.USE_FD, sock.detach())
-            self._socket.socket.bind("tcp://*:*")  # the address is that of the socket
+            self._socket.socket.bind("tcp://*:*")  # the address is ignored: USE_FD is bound already
             self.endpoints.append(str(self._socket.socket.get_string(zmq.LAST_ENDPOINT)))
 
     def send(self, frames: list[bytes]) -> bool:
-        """Sends to all subscribers with room in their queues; returns whether that was all so far.
+        """Sends to all subscribers whose queues have room; returns False if a queue has filled up.
 
-        libzmq reports a full queue once: its subscriber misses this message and, without another
-        word, those that follow until half of the queue is sent. Nobody else misses anything.
+        libzmq reports a full queue once: its subscriber misses this message and, without further
+        reports, later ones until half of the queue is sent. Other subscribers miss nothing.
         """
         sock = self._socket.socket
         if sock.closed:
-            return True  # at the very end nothing is sent any more
+            return True  # while the daemon stops, nothing is sent any more
         try:
             sock.send_multipart(frames, zmq.NOBLOCK)
             return True
@@ -97,8 +98,8 @@ class PubSocket:
     async def run(self) -> NoReturn:
         """Lets subscribers come and go while nothing is sent; closes the socket when cancelled.
 
-        libzmq does such work inside of calls only: without any, a peer that connects and leaves
-        again and again would fill memory with what is to be done about that.
+        libzmq handles connections only inside of calls on the socket. Without any call, a peer that
+        connects and leaves again and again would fill memory with pending work.
         """
         try:
             while True:

@@ -6,7 +6,7 @@
         │ itself, or empty            │
         └──────── the next ───────────┘
 
-Nothing of a dump counts before all of it has been received and checked.
+Nothing of a dump takes effect before all of it has been received and checked.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from kvd_core.dump.recovery import DumpReader, StagedEntry
 
 ACCEPT = BINARY_DUMP + b", " + JSON_DUMP + b";q=0.5"
 
-# Ranks that a dump may bring, some 200 bytes each with what belongs to them. The largest fleets
-# have some thousand; an answer has a row for each rank that matches.
+# Ranks that a dump may contain, some 200 bytes of memory each. The largest fleets have some
+# thousand; an answer has a row for each rank that matches.
 MAX_RANKS = 65_536
 
-# Time after which an instance has announced its restored blocks again: its first batch has all
-# before it replayed, and what had queued is applied in milliseconds.
+# Time of a healthy stream after which a restored instance counts as confirmed: its first batch has
+# triggered the replay of all earlier ones, and queued messages are applied in milliseconds.
 CONFIRMED_AFTER_S = 10.0
-CONFIRM_EVERY_S = 1.0  # pause between two checks for restored instances that are heard
+CONFIRM_EVERY_S = 1.0  # pause between two checks of restored instances
 
 log = get_logger(__name__)
 
@@ -47,8 +47,8 @@ log = get_logger(__name__)
 class RecoveryLimits(FetchLimits):
     """Limits of the time and size of a peer's dump."""
 
-    # A block is 16 bytes while it is staged and ~54 in the index: 4 GiB in all. There may be as
-    # many runs of blocks, 56 bytes each while they are staged: lower tiers have one a block.
+    # A block takes 16 bytes while staged and ~54 in the index: 4 GiB in all. There may be as many
+    # runs of blocks, 56 bytes each while staged, since lower tiers have one run per block.
     blocks: int = 64 * 1024 * 1024
 
 
@@ -56,10 +56,10 @@ class RecoveryOutcome(StrEnum):
     """The outcome of an attempt to take one peer's state."""
 
     RECOVERED = "recovered"
-    EMPTY = "empty"  # nothing in it, or the peer is being filled itself
+    EMPTY = "empty"  # the dump is empty, or the peer is still recovering itself
     SELF = "self"
-    UNREACHABLE = "unreachable"  # or it broke off, or broke a rule of HTTP
-    REFUSED = "refused"  # malformed, beyond the limits, or against what is registered
+    UNREACHABLE = "unreachable"  # or the peer broke off, or violated HTTP
+    REFUSED = "refused"  # malformed, beyond the limits, or in conflict with registrations
 
 
 @dataclass(slots=True)
@@ -76,7 +76,7 @@ class RecoveryStats:
 
 
 class _Passed(Exception):
-    """The peer has nothing to recover from, without fault."""
+    """The peer is skipped although nothing went wrong: it has nothing to recover from."""
 
     def __init__(self, attempt: RecoveryOutcome) -> None:
         super().__init__(attempt)
@@ -92,9 +92,9 @@ async def recover(
     token: bytes = b"",
     dialer: Dialer | None = None,
 ) -> str | None:
-    """Takes the state of the first peer that has one; returns its URL, None when there is none.
+    """Takes the state of the first peer that has one; returns its URL, None if no peer has any.
 
-    Each is shown the bearer `token`, if there is one.
+    Requests carry the bearer `token`, if there is one.
     """
     state.begin_recovery()
     started = trio.current_time()
@@ -171,7 +171,10 @@ def _reader(headers: Headers, max_blocks: int, max_entries: int) -> DumpReader:
 
 
 async def confirm_restored(state: State, registry: Registry, publishers: Publishers) -> None:
-    """Confirms who was restored, one by one, as they are listened to; returns after the last."""
+    """Confirms each restored instance once its stream has been healthy long enough.
+
+    Returns after the last one.
+    """
     heard = _HeardSince()
     while state.unconfirmed or publishers.unsettled:
         await trio.sleep(CONFIRM_EVERY_S)
@@ -188,7 +191,7 @@ async def confirm_restored(state: State, registry: Registry, publishers: Publish
 
 
 class _HeardSince:
-    """Since when streams have been heard without a break."""
+    """Since when streams have been healthy without a break."""
 
     def __init__(self) -> None:
         self._since: dict[Hashable, float] = {}
@@ -200,6 +203,6 @@ class _HeardSince:
 
 
 def _is_heard(listener: EventStream, now: float) -> bool:
-    """Returns whether a batch has come over the present connection, and its replay is over."""
+    """Returns whether a batch has come over the present connection and no replay is under way."""
     known = listener.health(now) in (StreamHealth.EXACT, StreamHealth.DEGRADED)
     return known and not listener.batches.may_lack_news and listener.connected

@@ -1,8 +1,8 @@
-"""Fetches from an engine's replay server what a stream is missing.
+"""Fetches the batches that a stream is missing from its engine's replay server.
 
-Each request has a DEALER socket of its own, which ends with it: what an earlier request left
-unanswered can never answer a later one. Nothing a server does, or fails to do, lasts longer than
-`total_s` or goes anywhere but through `CatchUp.take`.
+Each request has a DEALER socket of its own, which ends with it, so that a late answer to an
+earlier request cannot be taken for the answer to a later one. Whatever a server does, a replay
+lasts `total_s` at most, and all that it brings goes through `CatchUp.take`.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 class ReplayOptions:
     """Limits of a replay."""
 
-    idle_s: float = 2.0  # without a batch of use; vLLM's server answers within 0.1 s when idle
-    total_s: float = 30.0  # waiting for its turn included; 10,000 batches take about 0.3 s
-    spare_s: float = 10.0  # after one that brought nothing: else every gap would wait for `idle_s`
+    idle_s: float = 2.0  # without a useful batch; vLLM's server answers within 0.1 s when idle
+    total_s: float = 30.0  # with the wait for a free place; 10,000 batches take about 0.3 s
+    spare_s: float = 10.0  # pause after a replay without a batch; else every gap waits for `idle_s`
     max_messages: int = (
         1_000_000  # of one answer; engines keep 10,000 batches unless configured otherwise
     )
-    max_bytes: int = 1 << 30  # of one answer: these 10,000 at 100 KB each
-    at_once: int = 64  # of all listeners: three descriptors each, and one turn of the loop
+    max_bytes: int = 1 << 30  # of one answer: 10,000 batches of 100 KB each
+    at_once: int = 64  # replays of all listeners; each takes three descriptors and a turn a pass
 
 
 class Replayer:
@@ -51,7 +51,7 @@ class Replayer:
         dialer: Dialer | None = None,
         turns: Turns | None = None,
     ) -> None:
-        """An answer is read for as long at a time as a round of the `turns` takes."""
+        """An answer is read in pieces, each for as long as a round of the `turns` takes."""
         self._context = context
         self._dialer = dialer or Dialer()
         self._link = link
@@ -60,12 +60,12 @@ class Replayer:
         self._limiter = trio.CapacityLimiter(options.at_once)
 
     def set_options(self, options: ReplayOptions) -> None:
-        """Has other limits hold for replays that begin from now on."""
+        """Applies other limits to replays that begin from now on."""
         self.options = options
         self._limiter.total_tokens = options.at_once
 
     async def fetch(self, listener: EventStream) -> ReplayEnd:
-        """Has `listener` take what it wants to be replayed; returns why no more of it came."""
+        """Feeds `listener` the batches that it wants replayed; returns why the replay ended."""
         end = ReplayEnd.LATE
         with trio.move_on_after(self.options.total_s) as patience:
             async with self._limiter:
@@ -94,7 +94,7 @@ class Replayer:
 
 
 class _Allowance:
-    """The messages and bytes that the answers of one replay may still bring together."""
+    """The messages and bytes that all answers of one replay may still bring."""
 
     def __init__(self, options: ReplayOptions) -> None:
         self._messages = options.max_messages
@@ -110,7 +110,7 @@ class _Allowance:
 
 
 class _Answer:
-    """The answer to one request."""
+    """Reads the answer to one request."""
 
     def __init__(
         self, dealer: ZSocket, listener: EventStream, idle_s: float, room: _Allowance, turns: Turns
@@ -133,9 +133,9 @@ class _Answer:
                 return ReplayEnd.SILENT
 
     async def _read_some(self) -> ReplayEnd | None:
-        """Takes what has come, for one turn of the loop; waits when that is nothing.
+        """Takes messages that have come, for one turn; waits for more when there are none left.
 
-        A batch that the listener has left unfinished is finished before the next one.
+        A batch that the listener left unfinished is finished before the next one is taken.
         """
         while self._listener.unfinished is not None:
             await trio.lowlevel.checkpoint()

@@ -1,17 +1,19 @@
-"""Sends other replicas what becomes of requests here, and receives the same from them.
+"""Sends lifecycle events of requests to other replicas, and receives theirs.
 
     publish ──> Publisher, one PUB socket ──> every replica that subscribes
     Replica, each a task: link ──> decode ──> apply
 
-What comes faster than it can be applied waits in an inbox with bounds; beyond them it is dropped.
+Messages that come faster than they can be applied wait in a bounded inbox; beyond its bounds they
+are dropped.
 
-There is no history and no acknowledgement: who joins late, or was cut off, has missed what was said
-meanwhile. Requests end, so what was missed ends with them: a request that is missing here is freed
-unheard, and one whose end was missed expires. Nor is there an order between two replicas: an end
-that is read before its beginning is noted until that comes (`kvd.wire.early_ends`).
+There is no history and no acknowledgement: a replica that joins late, or was cut off, has missed
+the events sent meanwhile. Such errors end with their requests: where the booking was missed, its
+end has no effect; where the end was missed, the booking expires. Nor are two replicas ordered
+against each other: an end that is read before its booking is noted until the booking comes
+(`kvd.wire.early_ends`).
 
-The publisher has no bound for the frames of what others send it before the last one has come:
-libzmq keeps them all. Replicas are whom an operator names, on a network of their own.
+The publisher cannot bound the frames of an incomplete message from a subscriber: libzmq keeps them
+all. So replicas are processes that an operator names, on a network of their own.
 """
 
 from __future__ import annotations
@@ -41,8 +43,8 @@ if TYPE_CHECKING:
     from kvd.net.publisher import PubSocket
     from kvd.net.zsocket import Context
 
-# Frames of a replica's message. A longer one is left where it is, and its socket with it: there may
-# be millions.
+# Most frames of a replica's message. A message with more may have millions, so it is not read on;
+# its link is replaced.
 MAX_FRAMES = 64
 
 REPLICA_LINK = LinkOptions(queue_messages=100_000, max_message_bytes=BOUNDS.payload_bytes)
@@ -58,9 +60,9 @@ Bind = Callable[[Bound], Outcome]
 class Replication:
     """The replica plane of one process: its publisher, and a task per replica it listens to.
 
-    `apply` is called with every event of others, as it comes, and `bind` with what sessions are
-    bound to; what they raise is a bug, which costs that event and the connection. They may not
-    publish what they are called with. Without `bind` nobody is asked about sessions.
+    `apply` is called with every event of another replica, and `bind` with every session binding.
+    They must not publish these again. An exception from them is a bug, which costs the event and
+    the connection. Without `bind` there is no subscription to sessions.
     """
 
     def __init__(
@@ -96,7 +98,7 @@ class Replication:
         self._send(TOPIC, encode(event, self.router_id))
 
     def publish_binding(self, bound: Bound) -> None:
-        """Sends all replicas what a session is bound to; never waits."""
+        """Sends a session's binding to all replicas; never waits."""
         self._send(affinity.TOPIC, affinity.encode(bound))
 
     def _send(self, topic: bytes, payload: bytes) -> None:
@@ -109,7 +111,7 @@ class Replication:
             stats.overflows += 1
 
     def start(self, replica: Replica) -> None:
-        """Starts to listen to a replica, reachable or not; KeyError if kvd listens already."""
+        """Starts to listen to a replica, reachable or not; KeyError if that was started before."""
         lines = StreamLog(log, "replica", replica.endpoint)
         inbox = Inbox(self._space, self._options.queue_messages, self._options.queue_bytes)
         reader = _Reader(self, replica, inbox, self._apply, self._bind, self._turns, lines)
@@ -120,11 +122,11 @@ class Replication:
         self._tasks.start(replica, sessions.run)
 
     async def stop(self, replica: Replica) -> None:
-        """Returns when nobody listens to the replica any more."""
+        """Stops listening to a replica; returns when its task has ended."""
         await self._tasks.stop(replica)
 
     async def _say_absent(self, every_s: float) -> None:
-        """Logs who is not connected: a replica that never was would not be heard of otherwise."""
+        """Logs replicas that are not connected; nothing else reports one that never was."""
         replicas = self._tasks.keys()
         while True:
             await trio.sleep(every_s)
@@ -191,7 +193,10 @@ class _Reader:
         return coming or waiting
 
     def _take_in(self, link: Link, budget_ns: int) -> bool:
-        """Empties the socket, for about so long; returns whether there may be more."""
+        """Moves messages from the link to the inbox, for about `budget_ns`.
+
+        Returns whether there may be more.
+        """
         inbox, dropped = self._inbox, self._inbox.dropped
         more = link.fill_frames(inbox, MAX_FRAMES, MAX_TAKEN_IN, budget_ns)
         link.hear()

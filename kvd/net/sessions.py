@@ -1,13 +1,13 @@
-"""Keeps one subscription for ever, over link after link.
+"""Keeps one subscription alive for ever, over one link after another.
 
-Two nested stretches of time, inside whatever task calls `LinkSessions.run`:
+Two nested loops run in the task that calls `LinkSessions.run`:
 
-    run            the subscription    link after link, with a growing pause between two
-      _session     one link            until the other end breaks the protocol, or the reader gives
-                                       it up; what had arrived still counts
-        watch      its connections     made again and again
-        receive    its messages        the reader's part
-        moved      its name, if any    looked up again while the connection stays lost
+    run            the subscription: one link after another, with a growing pause between two
+      _session     one link, until the publisher breaks the protocol or the reader gives up; the
+                   messages that had arrived by then are still read
+        watch      the link's connection, made again whenever it is lost
+        receive    its messages, taken by the reader
+        moved      the lookup of its host name, if any, repeated while the connection stays lost
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class LinkReader(Protocol):
 
 
 class LinkSessions:
-    """The links of one subscription, one at a time."""
+    """Makes the links of one subscription, one at a time."""
 
     __slots__ = (
         "_attempts",
@@ -75,7 +75,7 @@ class LinkSessions:
         self._topics = topics
 
     async def run(self) -> NoReturn:
-        """Keeps the other end connected and its messages read, until cancelled."""
+        """Keeps the publisher connected and its messages read, until cancelled."""
         shortest, longest = self._options.reconnect_s, self._options.reconnect_max_s
         pause_s = shortest
         while True:
@@ -84,13 +84,13 @@ class LinkSessions:
             now = trio.current_time()
             self._linked.failed(why, now)
             if now - started > 2 * longest:
-                pause_s = shortest  # not one of a row of failures
+                pause_s = shortest  # the link has lasted: this is no series of failures
             self._log.warning("stream_failed", error=why, retry_s=pause_s)
             await trio.sleep(pause_s)
             pause_s = min(2 * pause_s, longest)
 
     async def _survive_session(self) -> str:
-        """Returns why the session ended; a bug costs the message it happened on and the link."""
+        """Runs a session and returns why it ended; a bug costs the message it hit and the link."""
         why = "internal error"
         try:
             why = await self._session()
@@ -100,7 +100,7 @@ class LinkSessions:
         return why
 
     async def _session(self) -> str:
-        """Reads over one link for as long as it can be used; returns why it cannot any more."""
+        """Reads over one link while it can be used; returns why it no longer can."""
         linked = self._linked
         try:
             address = await self._dialer.endpoint(linked.endpoint, self._attempts)
@@ -144,9 +144,9 @@ class LinkSessions:
 
 
 async def _first(here: Callable[[], Awaitable[str]], *runs: Callable[[], Awaitable[str]]) -> str:
-    """Returns what the first of them to end returns; the others are cancelled.
+    """Runs all functions at once; returns what the first to end returns, and cancels the others.
 
-    `here` has no task of its own, which would take 1.3 KB of every rank.
+    `here` runs in the calling task, since a task of its own would cost each rank 1.3 KB.
     """
     answers: list[str] = []
 

@@ -1,4 +1,4 @@
-"""Log lines about one stream: its name first, each kind of line at most every half minute."""
+"""Log lines about one stream: each names it, and each event is logged once in half a minute."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import trio
 
 from kvd.telemetry.logs import Log, RateLimit
 
-# Pause between two log lines of one kind about one stream; counters show the lines held back.
+# Pause between two log lines of one event about one stream; a line counts those held back before.
 LOG_EVERY_S = 30.0
 
 
 class StreamLog:
-    """`kind` says what `name` is the name of."""
+    """Logs with the field `kind` = `name`, such as `listener`."""
 
     __slots__ = ("_kind", "_limit", "_log", "_name")
 

@@ -1,4 +1,4 @@
-"""Stream sockets to addresses that a `Dialer` has found: TCP, or Unix sockets."""
+"""Stream sockets, TCP or Unix, for addresses that a `Dialer` has resolved."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import trio
 from kvd.wire.endpoints import host_and_port
 
 IPC = "ipc://"
-SUN_PATH_BYTES = 108  # of a Unix socket's address for the kernel, its end included
+SUN_PATH_BYTES = 108  # longest path of a Unix socket for the kernel, with its terminating zero
 
-# Silence after which TCP probes find dead hosts of workers whose ZMTP is too old for heartbeats.
+# Silence before TCP keepalive probes, which find dead hosts where a worker's ZMTP is too old for
+# heartbeats.
 KEEPALIVE_IDLE_S = 30
 KEEPALIVE_INTERVAL_S = 10
 KEEPALIVE_PROBES = 3
@@ -22,12 +23,15 @@ SocketAddress = str | tuple[str, int]
 
 
 def has_streams(endpoint: str) -> bool:
-    """Returns whether it is an endpoint outside of this process."""
+    """Returns whether a stream socket can reach the endpoint: it is outside of this process."""
     return not endpoint.startswith("inproc://")
 
 
 def stream_socket(endpoint: str) -> tuple[trio.socket.SocketType, SocketAddress]:
-    """Returns a new socket for a dialled endpoint, and what it can connect to; raises OSError."""
+    """Returns a new socket for a resolved endpoint and the address to connect it to.
+
+    Raises OSError.
+    """
     tcp = host_and_port(endpoint)
     if tcp is None:
         path = endpoint.removeprefix(IPC)
@@ -38,7 +42,7 @@ def stream_socket(endpoint: str) -> tuple[trio.socket.SocketType, SocketAddress]
 
 
 def tune(sock: trio.socket.SocketType) -> None:
-    """Has the kernel find hosts that are gone, and send what is small at once."""
+    """Makes the kernel detect hosts that are gone, and send small messages without delay."""
     if sock.family == socket.AF_UNIX:
         return
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -15,14 +15,14 @@ class _Child:
 
     def __init__(self) -> None:
         self.scope = trio.CancelScope()
-        self.ended: trio.Event | None = None  # for those that wait for its end
+        self.ended: trio.Event | None = None  # made once a task waits for the end
 
 
 class Supervisor(Generic[Key]):
     """Child tasks of one nursery, each with a cancel scope of its own.
 
-    A child that returns is forgotten; one that raises is a bug, and the exception goes to the
-    nursery: what can be cured is cured, with backoff, inside the child.
+    A child that returns is forgotten. An exception from a child goes to the nursery: it is a bug,
+    since a child handles every failure that it can recover from itself, with backoff.
     """
 
     def __init__(self, nursery: trio.Nursery) -> None:
@@ -48,7 +48,7 @@ class Supervisor(Generic[Key]):
     async def stop(self, key: Key) -> bool:
         """Cancels the child of `key`; returns True once it has ended, False without a child.
 
-        When several wait for that end, one of them may have started another by then.
+        If several tasks wait for that end, another of them may have started a new child by then.
         """
         child = self._children.get(key)
         if child is None:

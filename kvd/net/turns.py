@@ -7,22 +7,22 @@ from time import perf_counter_ns
 
 import trio
 
-# Time of all listeners together in one pass of the loop, which they add to a query's latency.
+# Time of all listeners together in one pass of the loop; it adds to the latency of a query.
 ROUND_NS = 2_000_000
 
-# Messages of one listener in a turn: small ones take 0.1 ms, the turn itself 8 µs.
+# Messages that one listener applies in a turn: small ones take 0.1 ms, the turn itself 8 µs.
 MAX_TURN_MESSAGES = 64
 
-# Messages taken off a link in a turn, 0.5 ms of small ones. These are so many more than are
-# applied in it that what comes in faster waits where it is counted.
+# Messages taken off a link in a turn: small ones take 0.5 ms. So many more than are applied in it
+# that messages which come faster than they are applied wait in the inbox, where they are counted.
 MAX_TAKEN_IN = 1024
 
 
 class Turns:
-    """A budget of time that listeners use up together, renewed once a pass of the loop.
+    """A budget of time that all listeners share, renewed in a later pass of the loop.
 
-    Each listener on its own would hold up the loop for no longer than a turn; hundreds that have
-    messages at the same moment did so for a tenth of a second. When the budget is used up they
+    One listener holds up the loop for no longer than its turn, but hundreds that had messages at
+    the same moment held it up for a tenth of a second. Once the budget is used up, listeners
     queue, first come first served, and in every other pass the first of them renews it.
     """
 
@@ -31,7 +31,7 @@ class Turns:
     def __init__(
         self, round_ns: int = ROUND_NS, clock_ns: Callable[[], int] = perf_counter_ns
     ) -> None:
-        """`clock_ns` measures turns; a simulation has its own, and rounds that do not end by it."""
+        """`clock_ns` measures turns; a simulation passes a clock of its own and endless rounds."""
         self.round_ns = round_ns
         self.clock_ns = clock_ns
         self._left_ns = round_ns
@@ -39,7 +39,7 @@ class Turns:
         self._started_ns = 0
 
     async def begin(self) -> int:
-        """Returns how many nanoseconds the caller's turn may take; yields only to wait for that."""
+        """Begins a turn; returns how many nanoseconds it may take. Yields only to wait for time."""
         if self._left_ns <= 0:
             async with self._queue:
                 await trio.lowlevel.checkpoint()
@@ -47,12 +47,12 @@ class Turns:
         return self.begin_now()
 
     def begin_now(self) -> int:
-        """Returns as `begin`, or 0 where that would wait: then there is no turn."""
+        """Begins a turn like `begin`, but returns 0, and begins none, where that would wait."""
         if self._left_ns <= 0:
             return 0
         self._started_ns = self.clock_ns()
         return self._left_ns
 
     def end(self) -> None:
-        """Ends the turn that was begun last; nothing is awaited between the two."""
+        """Ends the turn that was begun last; the caller awaits nothing between the two calls."""
         self._left_ns -= self.clock_ns() - self._started_ns

@@ -1,13 +1,13 @@
-"""A subscription through libzmq: a SUB socket, and the state of its connections as it reports it.
+"""A subscription through libzmq: a SUB socket, and the monitor of its connections.
 
 libzmq connects again by itself after a plain loss, but never after a protocol error: a frame
-beyond the limit, broken framing, a peer of the wrong type (libzmq issue 4196). Its events tell the
-two apart: after DISCONNECTED, CONNECT_RETRIED follows within a millisecond or never (seen with
-libzmq 4.3.5 on twelve kinds of misbehaving publishers). Without it the link cannot be used any
-more.
+beyond the limit, broken framing, a peer of the wrong type (libzmq issue 4196). The monitor's events
+distinguish the two: after DISCONNECTED, CONNECT_RETRIED follows within a millisecond or never (seen
+with libzmq 4.3.5 on twelve kinds of misbehaving publishers). Where it does not follow, the link can
+no longer be used.
 
 libzmq reports a connection to the monitor before it hands over that connection's first message. So
-a caller that holds a message and then calls `hear` knows of every connection it may have come over.
+a `hear` after a message was received reports every connection that the message may have come over.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
     from kvd.net.streamlog import StreamLog
     from kvd.net.zsocket import Context
 
-# Messages in the queue of a socket that asks for a replay; engines keep 10,000 batches.
+# Bound of the receive queue of a socket that requests replays; engines keep 10,000 batches.
 ANSWER_MESSAGES = 100_000
 
-# Time to wait for the end of a connection, which takes 0.3 ms on an idle machine.
+# Longest wait for a closed connection to end, which takes 0.3 ms on an idle machine.
 GONE_S = 0.1
 GONE_EVERY_S = 0.0005  # pause between two checks whether that connection has ended
 
-MONITOR_FRAMES = 2  # of its messages: the event with a value, and an address
+MONITOR_FRAMES = 2  # frames of a monitor message: the event with a value, and an address
 MONITOR_EVENT = struct.Struct("=Hi")  # first frame of libzmq's monitor messages: event, value
 HANDSHAKE_FAULTS = {
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "handshake failed",
@@ -64,7 +64,7 @@ NO_CURVE: Mapping[int, int | bytes] = MappingProxyType({})
 
 
 class ForeignFd(NamedTuple):
-    """A descriptor that libzmq closes; a later one of the same number has another inode."""
+    """A descriptor that libzmq will close; its inode tells it from a later one of that number."""
 
     number: int
     inode: int
@@ -84,9 +84,9 @@ class ForeignFd(NamedTuple):
 class ZmqLink:
     """A connecting SUB socket and its monitor.
 
-    An event for a monitor without a reader would block libzmq's only I/O thread for good, and all
-    listeners with it. So there is a reader before the first event, without a limit (events are
-    few), and monitoring ends before the reader does.
+    A monitor event that nothing reads would block libzmq's only I/O thread for good, and with it
+    all listeners. So the monitor's reader, whose queue is unbounded as events are few, exists
+    before the first event, and monitoring ends before the reader does.
     """
 
     def __init__(self, linked: Linked, log: StreamLog, options: LinkOptions) -> None:
@@ -95,11 +95,11 @@ class ZmqLink:
         self._options = options
         self._fault = ""
         self._given_up = ""
-        self._patience = trio.CancelScope()  # ends when libzmq has done nothing more for too long
+        self._patience = trio.CancelScope()  # ends when libzmq has not retried in time
         self._give_up_at = math.inf
         self._connection: ForeignFd | None = None
-        self._idle = trio.CancelScope()  # while nothing comes
-        self._opened = AsyncExitStack()  # what is closed again
+        self._idle = trio.CancelScope()  # around the wait for messages
+        self._opened = AsyncExitStack()  # all that `aclose` undoes
 
     async def open(
         self,
@@ -108,9 +108,9 @@ class ZmqLink:
         topics: tuple[bytes, ...] = (b"",),
         curve: Mapping[int, int | bytes] = NO_CURVE,
     ) -> None:
-        """Connects to `address`, to which the owner's endpoint leads now.
+        """Connects to `address`, which the owner's endpoint resolves to now.
 
-        Only messages whose first frame begins with one of `topics` come. Raises zmq.ZMQError.
+        Subscribes to messages whose first frame begins with one of `topics`. Raises zmq.ZMQError.
         """
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._gone)
@@ -119,7 +119,7 @@ class ZmqLink:
             self.sub = stack.enter_context(closing(ZSocket(context, zmq.SUB, subscribed)))
             for topic in more:
                 self.sub.socket.set(zmq.SUBSCRIBE, topic)
-            # A secret name: who registers it as an endpoint would replace us at the monitor.
+            # A secret name: a client that registered it as an endpoint would take our events.
             monitoring = f"inproc://monitor-{os.urandom(16).hex()}"
             pair = ZSocket(context, zmq.PAIR, {zmq.RCVHWM: 0})
             self._monitor = stack.enter_context(closing(pair))
@@ -135,21 +135,21 @@ class ZmqLink:
         await self._opened.aclose()
 
     async def watch(self) -> str:
-        """Reports to the owner what libzmq does; returns why the socket cannot be used any more.
+        """Reports connection changes to the owner; returns why the link can no longer be used.
 
-        That is when libzmq will do nothing more, or the link has been given up.
+        It returns once libzmq has stopped connecting, or the link has been given up.
         """
         while not self._given_up:
             self.hear()
             with trio.CancelScope(deadline=self._give_up_at) as self._patience:
                 await self._monitor.wait_readable()
-            # Check once more: it may have been this loop, not libzmq, that was late.
+            # Check once more, since this loop may have been late, and not libzmq.
             if self._patience.cancelled_caught and not self.hear():
                 break
         return f"{self._given_up or self._fault or 'protocol error'}: {self._linked.endpoint}"
 
     async def wait(self, serve: Callable[[], bool] = nothing) -> None:
-        """Has `serve` take what comes, until it cannot, or the other end has joined."""
+        """Calls `serve` when messages come, until it returns False or a connection was made."""
         with trio.CancelScope() as self._idle:
             while True:
                 await self.sub.wait_readable()
@@ -172,12 +172,12 @@ class ZmqLink:
         self._patience.cancel()
 
     def hear(self) -> bool:
-        """Reports to the owner what libzmq has done up to now; returns whether it did anything."""
+        """Reports connection changes up to now to the owner; returns whether there were any."""
         heard, news = False, self._news
-        # In every turn of a listener: that there is nothing costs 1 us, where pyzmq takes 6.
+        # Called in every turn of a listener: finding nothing takes 1 us here, and 6 with pyzmq.
         socket = self._monitor.socket.underlying
         while fill_frames(news, socket, MONITOR_FRAMES, MAX_TAKEN_IN, ROUND_NS):
-            pass  # to its end: only then does its descriptor report the next one
+            pass  # until it is empty: only then does its descriptor signal the next event
         while (frames := news.take_frames()) is not None:
             self._tell(*MONITOR_EVENT.unpack(frames[0]))
             heard = True
@@ -205,22 +205,22 @@ class ZmqLink:
     def _unsubscribe(self, topics: tuple[bytes, ...]) -> None:
         """Unsubscribes before the connection ends.
 
-        An engine that only loses a connection counts the subscriber for a while: it
-        takes libzmq two exchanges between its threads to forget one. What the engine sends on the
-        strength of that count, to a listener that is just coming back, would reach nobody.
+        An engine whose connection just breaks counts the subscriber for a while, since libzmq
+        takes two exchanges between its threads to forget it. Batches that the engine publishes
+        because of that count, for a listener that is just coming back, would be lost.
         """
         for topic in topics:
             self.sub.socket.set(zmq.UNSUBSCRIBE, topic)
 
     async def _gone(self) -> None:
-        """Returns when the connection of the closed socket has ended, or does not within GONE_S.
+        """Waits until the connection of the closed socket has ended, for GONE_S at most.
 
-        libzmq sends the last words and hangs up in threads of its own, milliseconds later on a
-        busy machine. A caller that is notified of a listener's end may build on it at once.
+        libzmq unsubscribes and disconnects in threads of its own, milliseconds later on a busy
+        machine, and callers rely on the connection being gone when the listener's task has ended.
         """
         connection = self._connection
         with trio.CancelScope(shield=True, deadline=trio.current_time() + GONE_S):
-            while connection is not None and connection.is_open():  # noqa: ASYNC110 - nobody tells
+            while connection is not None and connection.is_open():  # noqa: ASYNC110 - no event
                 await trio.sleep(GONE_EVERY_S)
 
     def _wait_until(self, moment: float) -> None:
@@ -229,8 +229,8 @@ class ZmqLink:
 
 def socket_options(endpoint: str, options: LinkOptions) -> dict[int, int | bytes]:
     return {
-        # With IPv6 on, libzmq takes a host name's IPv6 address if there is one, and engines bind
-        # to IPv4 unless configured otherwise: so only for hosts written as IPv6 addresses.
+        # Only for hosts written as IPv6 addresses: with it libzmq prefers a host name's IPv6
+        # address, while engines bind to IPv4 unless configured otherwise.
         zmq.IPV6: int(is_ipv6(endpoint)),
         zmq.RCVHWM: 0,
         zmq.MAXMSGSIZE: options.max_message_bytes,
@@ -248,9 +248,10 @@ def socket_options(endpoint: str, options: LinkOptions) -> dict[int, int | bytes
 
 
 def asking_options(endpoint: str, options: LinkOptions) -> dict[int, int | bytes]:
-    """Returns those of a socket that is read to the end of an answer, and closed.
+    """Returns the options of a socket that requests a replay, reads the answer and is closed.
 
-    What it has not read yet holds up who answers, and not answering has a deadline of its own.
+    Its bounded queue holds up a server that answers faster than it is read. It needs no
+    heartbeats, since the replay has a deadline of its own.
     """
     return {
         **socket_options(endpoint, options),

@@ -1,12 +1,12 @@
-"""A subscription that kvd speaks itself: ZMTP without security, over TCP or a Unix socket.
+"""A subscription for which kvd speaks ZMTP itself: without security, over TCP or a Unix socket.
 
     watch  ── connect ── handshake ── joined; PING after silence ── lost ── pause ──┐
        ^                                                                            │
        └────────────────────────────────────────────────────────────────────────────┘
-    owner  ── wait ── fill (kvd_core.zmq.subscriber) ── hear: reports an end that `fill` has met
+    owner  ── wait ── fill (kvd_core.zmq.subscriber) ── hear: reports an end that `fill` has found
 
-There is one connection at a time, and its end is seen where its messages are read: all that
-came over it is read before its end is reported, and the next one is made afterwards.
+There is one connection at a time, and only reading its messages reveals its end. So all messages
+of a connection are read before its end is reported, and the next one is made only then.
 """
 
 from __future__ import annotations
@@ -63,19 +63,19 @@ class ZmtpLink:
         self._log = log
         self._options = options
         self._topics = topics
-        self._subscriber: Subscriber | None = None  # whose handshake is done
+        self._subscriber: Subscriber | None = None  # the connection, once its handshake is done
         self._given_up = ""
-        self._patience = trio.CancelScope()  # of what `watch` waits for
-        # While the owner waits, and nothing is connected.
+        self._patience = trio.CancelScope()  # around the wait that `watch` is in
+        # Around the wait of an owner while there is no connection.
         self._unjoined: trio.CancelScope | None = None
 
     async def watch(self) -> str:
-        """Keeps connected, and reports to the owner; returns why the link can be used no more."""
+        """Keeps connected and informs the owner; returns why the link can no longer be used."""
         why = await self._keep_connected()
         return f"{self._given_up}: {self._linked.endpoint}" if self._given_up else why
 
     async def wait(self, serve: Serve = nothing) -> None:
-        """Has `serve` take what comes, until it cannot, or the connection is another one."""
+        """Calls `serve` when messages come, until it returns False or the connection changes."""
         if self._subscriber is not None:
             await self._arrivals.wait(self._subscriber.fd, serve)
         else:
@@ -103,7 +103,7 @@ class ZmtpLink:
         return self._subscriber.fill_frames(inbox, most, max_messages, budget_ns)
 
     def hear(self) -> bool:
-        """Reports to the owner that the connection has ended, if it has; returns whether it has."""
+        """Reports to the owner if the connection has ended; returns whether it has."""
         subscriber = self._subscriber
         if subscriber is None or subscriber.fault is None:
             return False
@@ -111,13 +111,13 @@ class ZmtpLink:
         return True
 
     async def aclose(self) -> None:
-        """Unsubscribes, so that the other end counts this subscriber no more, and hangs up."""
+        """Unsubscribes, so that the engine no longer counts this subscriber, and disconnects."""
         if self._subscriber is not None:
             self._subscriber.unsubscribe()
             self._subscriber.close()
 
     async def _keep_connected(self) -> str:
-        """Returns why no other connection is to be made."""
+        """Makes one connection after another; returns why it makes no further one."""
         options, endpoint = self._options, self._linked.endpoint
         pause_s = options.reconnect_s
         while not self._given_up:
@@ -139,9 +139,9 @@ class ZmtpLink:
         return self._given_up
 
     def _within(self, seconds: float) -> trio.CancelScope:
-        """Returns a scope that ends after so long, or when the link is given up.
+        """Returns a cancel scope that ends after `seconds`, or when the link is given up.
 
-        There is one at a time: each takes 0.7 KB of every rank.
+        There is only one at a time, as each costs a rank 0.7 KB.
         """
         self._patience = trio.CancelScope(deadline=trio.current_time() + seconds)
         if self._given_up:
@@ -162,13 +162,13 @@ class ZmtpLink:
                 with self._within(options.connect_timeout_s) as patience:
                     await sock.connect(address)
             except OSError:
-                return None  # the engine is away: `kvd.net.probing` says why, if that lasts
+                return None  # the engine is away; if that lasts, `kvd.net.probing` finds out why
             if patience.cancelled_caught:
                 return None
             return Subscriber(sock.detach(), options.max_message_bytes, self._topics)
 
     async def _shake(self, subscriber: Subscriber) -> str:
-        """Does the handshake; returns why it has failed, "" if it has not."""
+        """Does the handshake; returns why it failed, "" if it succeeded."""
         fault = NO_HANDSHAKE
         with ExitStack() as undone:
             undone.callback(subscriber.close)
@@ -181,7 +181,7 @@ class ZmtpLink:
         return fault
 
     async def _stay(self, subscriber: Subscriber) -> str:
-        """Returns why the connection has ended, once it has."""
+        """Reports the connection as made, and stays until it has ended; returns why it ended."""
         linked = self._linked
         self._subscriber = subscriber
         linked.joined()
@@ -192,9 +192,9 @@ class ZmtpLink:
         return subscriber.fault or LOST
 
     async def _outlast_silence(self, subscriber: Subscriber) -> None:
-        """Returns when the connection has ended, or the link been given up.
+        """Returns when the connection has ended or the link was given up.
 
-        An end that says nothing is asked whether it lives; one that does not answer is left.
+        Pings an engine that is silent, and ends the connection if there is no answer in time.
         """
         every_s, timeout_s = self._options.heartbeat_s, self._options.heartbeat_timeout_s
         reads, asked_at = -1, 0.0
@@ -210,7 +210,7 @@ class ZmtpLink:
                 await self._pause(min(every_s, timeout_s))
             elif (left_s := asked_at + timeout_s - trio.current_time()) > 0:
                 await self._pause(min(every_s, left_s))
-            elif subscriber.has_unread:  # it was this loop that was late
+            elif subscriber.has_unread:  # an answer has come: this loop was late, not the engine
                 await self._pause(every_s)
             else:
                 self._end(LOST)
@@ -225,7 +225,7 @@ class ZmtpLink:
 
 
 async def _handshake(subscriber: Subscriber) -> str:
-    """Returns why it has failed, "" if it has not."""
+    """Does the handshake; returns why it failed, "" if it succeeded."""
     while True:
         subscriber.shake()
         if subscriber.fault is not None:

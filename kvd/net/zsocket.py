@@ -1,9 +1,9 @@
 """Lets a trio task wait for a pyzmq socket.
 
 libzmq signals through a descriptor that is edge-triggered: it becomes readable once when messages
-arrive, and any other call on the socket, a send above all, may take that signal away (20 of 20
-waits after a send hung when this was tried). Hence the rule kept here: a task waits only right
-after a receive has found nothing. One task owns a socket.
+arrive, and any other call on the socket, a send above all, may consume that signal (20 of 20 waits
+after a send hung when this was tried). Hence the rule: a task waits only right after a receive has
+found nothing. One task owns a socket.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import zmq
 if TYPE_CHECKING:
     Context = zmq.Context[zmq.Socket[bytes]]
 
-# ZMQ sockets of the process: libzmq's own limit. Its default of 1,023 ends at about 340 listeners.
+# ZMQ sockets of the process: libzmq's maximum. Its default of 1,023 allows about 340 listeners.
 MAX_SOCKETS = 65_535
 
 
@@ -29,11 +29,11 @@ def make_context() -> Context:
 
 
 class ZSocket:
-    """A pyzmq socket to receive from; unsent messages never delay its end.
+    """A pyzmq socket to receive from; unsent messages never delay its close.
 
-    libzmq 4.3.5 ends the process when a connection whose receive queue was full is given up for
-    want of heartbeats, or is made anew (its issues 3937 and 4767). So no socket has both: a bound
-    of that queue, and heartbeats.
+    libzmq 4.3.5 aborts the process when a connection whose receive queue was full ends for lack of
+    heartbeats, or is made anew (its issues 3937 and 4767). So no socket has both a bounded receive
+    queue and heartbeats.
     """
 
     __slots__ = ("_fd", "socket")
@@ -47,7 +47,7 @@ class ZSocket:
             self.socket.set(option, value)
 
     def close(self) -> None:
-        """Ends the socket, and with ClosedResourceError a task that waits for it."""
+        """Closes the socket; a task that waits for it gets ClosedResourceError."""
         trio.lowlevel.notify_closing(self._fd)
         self.socket.close(linger=0)
 
@@ -66,5 +66,5 @@ class ZSocket:
         return frames
 
     async def wait_readable(self) -> None:
-        """Waits for messages; to be called only after a receive that has found none."""
+        """Waits for messages; call it only after a receive that has found none."""
         await trio.lowlevel.wait_readable(self._fd)
