@@ -1,18 +1,21 @@
 """Formats and meaning of messages from the network: no I/O, no clock, no logging.
 
 event_stream                 `EventStream`: one stream and its health; composed of these four:
-stream_link                  what its socket does: states, status, silence
-engine_identity              is the engine the same as before: states, publishers
-applied_batches              what was applied, and what is missing for good
-catch_up                     the batch held back, and what a replay brings before it
+stream_link                  the connection: its state, its status, its silence
+engine_identity              the check whether the engine is still the same
+applied_batches              the batches that were applied, and those that are lost for good
+catch_up                     the held batch, and the replay of the batches before it
 cursor, losses, stream_stats
-                             is a batch missing; what is lost for good; counters
-position                     how far a stream was followed, for the process that goes on with it
-kv_events, standard_events   events of publishers; what those of the KV Events standard mean
-envelope, event_order        whose an event is; which one comes next
+                             judges a batch by its number; permanent losses by rank and tier;
+                             counters
+position                     the position of a stream, handed over to the next process
+kv_events, standard_events   reads publishers' payloads; applies events of the KV Events standard
+envelope, event_order        checks whether an event belongs to a registration; orders events by
+                             their number
 replay, replica, lifecycle, affinity, early_ends, dump
                              the messages of replays, replicas and dumps
 egress, endpoints, urls, hosts, curve, state_address
-                             where kvd may connect to; addresses, URLs and keys as texts
+                             the addresses that kvd may connect to; addresses, URLs and keys read
+                             from texts
 fields, unpack               members of msgpack structs, read strictly
 """

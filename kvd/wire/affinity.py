@@ -1,15 +1,15 @@
-"""Messages among replicas about sessions: the rank to which each is bound.
+"""Messages among replicas about sessions: the rank that each session is bound to.
 
     frame 1   the topic, dynamo.session-affinity.v1
     frame 2   msgpack, a map, integers in their shortest form:
 
       {model_name, routing_group, tenant_id, session_id, worker_id, dp_rank, sequence, writer_id}
 
-These are the frames of Dynamo 1.6.1, seen on a live one, but for `tenant_id` (see `fields`). They
-are sent when a booking binds a session or follows its binding, and when such a booking ends.
-Sequence and writer are those of the replica that bound it, also where another passes it on: the
-larger pair wins, an equal one says that the session goes on. `dp_rank` may be nil: any rank of the
-worker.
+These are the frames of Dynamo 1.6.1, seen on a live one, but for `tenant_id` (see `fields`). A
+message is sent when a booking binds a session or uses its binding, and when such a booking ends.
+`sequence` and `writer_id` are those of the replica that bound the session, also in messages of
+other replicas. The larger pair wins; an equal pair says that the session goes on. A nil `dp_rank`
+stands for any rank of the worker.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ TOPIC = b"dynamo.session-affinity.v1"
 
 BOUNDS = Bounds(payload_bytes=16 * 1024, array_elements=0, text_bytes=4096)
 
-# Highest sequence of a binding, in nanoseconds since 1970: the year 2262. Beyond that nobody could
-# bind the session any more.
+# Highest sequence of a binding, in nanoseconds since 1970: the year 2262. After a higher one no
+# replica could bind the session any more.
 MAX_SEQUENCE = 2**63
 
 
@@ -51,12 +51,12 @@ class Version(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A session's rank, and who has said so when."""
+    """The binding of a session to a rank, with the version that orders it among others."""
 
     partition: PartitionKey
     session_id: str
     worker_id: int
-    dp_rank: int | None  # any
+    dp_rank: int | None  # None: any rank of the worker
     version: Version
 
 
@@ -79,7 +79,7 @@ def encode(bound: Bound) -> bytes:
 
 
 def decode(frames: list[bytes]) -> Bound | Refused:
-    """Returns what a message says, or why it says nothing."""
+    """Returns the binding that a message states, or why it was refused."""
     try:
         return _read(payload_of(frames, TOPIC, BOUNDS))
     except FieldFault as refusal:

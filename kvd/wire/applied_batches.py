@@ -1,14 +1,14 @@
-"""The batches of one stream: applied to the index, each once and in order, and what they lack.
+"""Applies the batches of one stream to the index, each once and in order, and tracks losses.
 
-    apply ── next, or behind a hole that stays ──> index ──> done
+    apply ── next, or behind a gap that stays ───> index ──> done
                                                      └─────> unfinished ── go_on ──> done
                                                                    └──<───────┘
 
-A long batch is applied in slices. The call that began to apply one leaves it `unfinished`, and the
-task calls `go_on` as long as it is, with others in between, before anything else of the stream. If
-the task ends before that, the rest waits for the next one, or goes with the registration.
+A long batch is applied in slices. `apply` leaves it `unfinished`, and the task calls `go_on` until
+it is not, before anything else of the stream; other tasks run in between. If the task ends before
+that, the next task of the stream finishes the batch, or the registration ends and drops it.
 
-Three methods say what was found out about the engine: `engine_proved`, `engine_unknown` and
+Three methods report what was found out about the engine: `engine_proved`, `engine_unknown` and
 `engine_restarted`.
 """
 
@@ -27,56 +27,55 @@ from kvd_core.index.prefix_index import CLEARED, FLAWED, NEW_RANK, NO_ROOM, UNFI
 UNKNOWN = "not known to be the same engine"
 CLEARED_UNKNOWN = "not known to be cleared by the same engine"
 
-MAX_HOLES_SHOWN = 8  # ranges of lost numbers that a text names; all of them are counted
+MAX_HOLES_SHOWN = 8  # most ranges of lost numbers that a text names; all lost numbers are counted
 
 
 class BatchSink(Protocol):
     """Receives batches; `kvd_core.index.prefix_index.Stream` is one."""
 
     def apply(self, payload: bytes) -> int:
-        """Applies a batch and returns what it has shown, as bits: CLEARED, FLAWED, NEW_RANK,
-        NO_ROOM.
+        """Applies a batch; returns bits of CLEARED, FLAWED, NEW_RANK and NO_ROOM.
 
-        Or only begins to, because it is long, and returns UNFINISHED.
+        Of a long batch it applies a first slice and returns UNFINISHED.
         """
 
     def go_on(self) -> int:
-        """Applies some more of an UNFINISHED batch; returns what `apply` does."""
+        """Applies the next slice of an UNFINISHED batch; returns the same bits as `apply`."""
 
     def flaw(self) -> str:
         """Returns why the last batch was FLAWED."""
 
     def rank(self) -> int | None:
-        """Returns the rank that the last batch has spoken for, None where that is not known."""
+        """Returns the rank of the last batch, None where that is not known."""
 
     def names_ranks(self) -> bool:
-        """Returns whether batches name their ranks, so that others may follow."""
+        """Returns whether batches name their ranks, so that further ranks may appear."""
 
     def cleared(self) -> int:
         """Returns the tiers that the last batch has CLEARED, as bits."""
 
     def clear(self) -> None:
-        """Drops all that earlier batches have stored, and the rest of an UNFINISHED one."""
+        """Drops all blocks that earlier batches stored, and the rest of an UNFINISHED batch."""
 
     def restored(self) -> bool:
-        """Returns whether its ranks hold blocks of a dump that no batch has spoken for since."""
+        """Returns whether its ranks hold blocks of a dump that no batch has confirmed since."""
 
     def goes_on(self, payload: bytes) -> bool:
-        """Returns whether a batch, not yet applied, names blocks known from a dump alone."""
+        """Returns whether a batch, not yet applied, names blocks known only from a dump."""
 
     def drop_restored(self) -> bool:
-        """Drops those; returns whether there were any."""
+        """Drops blocks known only from a dump; returns whether there were any."""
 
     @property
     def ignored(self) -> Mapping[str, int]:
         """Events that were understood and had no effect, by reason."""
 
     def misfit(self) -> str:
-        """Returns why the index can use nothing of the stream as registered, "" if it can."""
+        """Returns why the index can use no event of the stream as registered, "" if it can."""
 
 
 class AppliedBatches:
-    """Tracks how far a stream has been applied, and what the index has lost for good."""
+    """Tracks how far a stream has been applied, and which losses the index has for good."""
 
     __slots__ = (
         "_apply",
@@ -110,31 +109,35 @@ class AppliedBatches:
         self._stats = stats
         self._first = first
         self.cursor = Cursor(expected)
-        self.passed: int | None = None  # the last number of the engine before this one
+        self.passed: int | None = None  # last number of the engine before the present one
         self.unfinished: int | None = None  # number of the batch that is not wholly applied yet
         self.last_flaw: tuple[int, str] | None = None  # the last batch not understood, and why
-        # The number expected when the connection was made, or batches were missed; -1 is over.
+        # The number expected when the connection was made or batches were missed; -1 since a
+        # replay showed that there was none to come.
         self._joined_at = expected
         self._holes: list[range] = []  # numbers lost before the held batch
-        self._restored = False  # what came before the first batch is a dump's word
-        self.unproved = False  # the engine is to show that it is the one another process followed
+        self._restored = False  # blocks from before the first batch are known only from a dump
+        self.unproved = False  # the engine has yet to prove that it is the previous process's
         self._losses = Losses()
         if expected:
             self._losses.lose("registered again", expected)
-        # Number, rank and tiers of a clear that counts once the engine has shown it.
+        # Number, rank and tiers of a clear that counts once the engine has proved its identity.
         self._cleared_in_doubt: tuple[int, int, int] | None = None
 
     def position(self) -> StreamPosition:
-        """Returns where another process would go on, with the index as it is now.
+        """Returns the position from which another process goes on, with the index as it is now.
 
-        A batch that is not wholly applied is to be applied again.
+        A batch that is not wholly applied has to be applied again.
         """
         expected = self.cursor.expected if self.unfinished is None else self.unfinished
         digests = self.cursor.digests(expected)
         return StreamPosition(expected, digests, self._identity.publisher, self._losses.kept())
 
     def take_over(self, position: StreamPosition) -> None:
-        """Takes over from another process, whose blocks the index has, before the first batch."""
+        """Goes on from another process's position; called before the first batch is applied.
+
+        The index has the blocks of that process.
+        """
         self.cursor.take_over(position.expected, position.digests)
         self._joined_at = position.expected
         self._losses = Losses(position.losses)
@@ -155,16 +158,16 @@ class AppliedBatches:
     # ---- what is complete
 
     def miss(self) -> None:
-        """Has the stream be incomplete until a batch comes: some may have been missed."""
+        """Notes that batches may have been missed; the stream is incomplete until one comes."""
         self._joined_at = self.cursor.expected
 
     def complete(self) -> None:
-        """Ends that without a batch."""
+        """Notes that no batch was missed, without waiting for another one."""
         self._joined_at = -1
 
     @property
     def may_lack_news(self) -> bool:
-        """Returns whether no batch has come since some may have been missed."""
+        """Returns whether batches may have been missed and none has come since."""
         return self.cursor.expected == self._joined_at
 
     # ---- batches
@@ -175,9 +178,9 @@ class AppliedBatches:
         return range(expected or min(self._first, seq), seq)
 
     def apply(self, seq: int, payload: bytes) -> bool:
-        """Applies a batch that is next, or lies behind numbers that will not come any more.
+        """Applies the next batch, or one behind numbers that will not come any more.
 
-        Returns whether it has left the batch unfinished.
+        Returns whether the batch is unfinished.
         """
         cursor = self.cursor
         if seq != cursor.expected:
@@ -192,8 +195,8 @@ class AppliedBatches:
         return self.unfinished is not None
 
     def go_on(self) -> None:
-        """Applies some more of the batch that is unfinished."""
-        seq, self.unfinished = self.unfinished, None  # over, too, if a bug ends it
+        """Applies the next slice of the unfinished batch."""
+        seq, self.unfinished = self.unfinished, None  # reset here, in case a bug raises below
         assert seq is not None
         self._learn(seq, self._stream.go_on())
 
@@ -204,7 +207,7 @@ class AppliedBatches:
         return lost
 
     def crashed(self) -> None:
-        """Notes a bug: the batch it happened on is not applied, or not wholly."""
+        """Notes a bug: the batch that it hit is not applied, or only a part of it."""
         self._stats.crashes += 1
         self.unfinished = None
         self._losses.lose("an internal error", self.cursor.expected)
@@ -220,11 +223,11 @@ class AppliedBatches:
         self._losses.lose(f"missing {_ranges(self._holes)}{behind}", seq)
 
     def _begin(self, payload: bytes) -> None:
-        """Takes the engine's first batch, and drops what a dump restored.
+        """Drops restored blocks at the engine's first batch.
 
-        The engine announces everything again, so blocks restored from a dump may belong to an
-        earlier process. A batch that continues the dump's blocks is no first one, whatever its
-        number.
+        An engine that begins with number 0 announces everything again, so blocks restored from a
+        dump may be those of an earlier process. A batch that names blocks of the dump is not the
+        engine's first one, whatever its number.
         """
         if not self._stream.restored():
             return
@@ -235,7 +238,7 @@ class AppliedBatches:
             self.drop_restored()
 
     def drop_restored(self) -> None:
-        """Drops blocks of these ranks that are known from a dump alone."""
+        """Drops blocks of the stream's ranks that are known only from a dump."""
         self._stats.superseded += self._stream.drop_restored()
 
     def _learn(self, seq: int, shown: int) -> None:
@@ -258,7 +261,7 @@ class AppliedBatches:
 
     def _clear(self, seq: int, rank: int, tiers: int) -> None:
         if self._losses and self._identity.is_unknown:
-            # A queued clear of another engine says nothing about the batches behind it.
+            # The clear may have been queued from another engine, and then ends no loss of this one.
             self._cleared_in_doubt = seq, rank, tiers
             self._identity.advance(IdentityEvent.DOUBTED)
         else:
@@ -274,7 +277,7 @@ class AppliedBatches:
     # ---- engines
 
     def engine_proved(self) -> None:
-        """The last batch is the engine's own; if it was a clear, nothing of another is left."""
+        """Notes that the last batch was the engine's own; so a clear in it ends losses."""
         self._identity.advance(IdentityEvent.PROVED)
         self.unproved = False
         if self._cleared_in_doubt is not None:
@@ -284,21 +287,24 @@ class AppliedBatches:
             self._cleared_in_doubt = None
 
     def engine_unknown(self) -> None:
-        """The engine has answered, and does not hold what would show that it is the same."""
+        """Notes that the engine answered without the batch that would prove it the same."""
         self._identity.advance(IdentityEvent.GIVEN_UP)
         self.unproved = False
         self._losses.lose(UNKNOWN, self.cursor.expected)
         self.cursor.rejoined()
 
     def await_proof(self, *, can_be_proved: bool) -> None:
-        """The engine is not known to be the one another process followed until it has shown it."""
+        """Notes that the engine has yet to prove that it is the one of the previous process.
+
+        If it cannot, the stream counts as having lost batches.
+        """
         if can_be_proved:
             self.unproved = True
         else:
             self._losses.lose(UNKNOWN, self.cursor.expected)
 
     def engine_restarted(self) -> None:
-        """Another engine speaks: nothing that the last one cached is there any more."""
+        """Notes that another engine publishes: the blocks of the previous one are gone."""
         self._stats.restarts += 1
         self.passed = self.cursor.last
         self._identity.advance(IdentityEvent.RESTARTED)

@@ -1,21 +1,22 @@
-"""Catches a stream up: holds a batch back, and applies what a replay brings before it.
+"""Catches a stream up: holds a batch back, and applies the replayed batches before it.
 
 A batch that is not next is held back, and the task resolves it before it takes another one:
 
     hold ── judge ── stale ──> ignored
-              └─ gap, restart, or an engine in doubt ─ take .. apply_held ──> applied;
-                                                                              the rest is lost
+              └─ gap, restart, or an engine in doubt ─ take .. apply_held ──> applied; numbers
+                                                                              still missing are lost
 
-An engine that has come back and says nothing is asked, while no batch waits (`asks`):
+An engine that is connected again and publishes nothing is asked, while no batch is held (`asks`):
 
-    ask ── take .. ─┬─ the last batch, and those behind it ──> the same: applied
-                    ├─ another one of that number ───────────> another: asked from 0
-                    ├─ any batch of another publisher ───────> another: asked from 0
-                    └─ nothing but the end ──────────────────> another: asked from 0
+    ask ── take .. ─┬─ the last batch, and those behind it ──> the same engine: applied
+                    ├─ another batch of that number ─────────> another engine: asked from 0
+                    ├─ any batch of another publisher ───────> another engine: asked from 0
+                    └─ nothing but the end ──────────────────> another engine: asked from 0
 
-A replay is one or more answers: `begin` each, `take` what it brings, `wants_more`; then `end`. In
-replays only an engine that is asked while no batch waits may be another one; what else comes of
-another one is no answer. What is being asked is the `IdentityCheck` of `kvd.wire.engine_identity`.
+A replay consists of one or more answers: `begin` each, `take` its batches, check `wants_more`; then
+`end`. Only an engine that is asked while no batch is held may turn out to be another one; in other
+replays, batches of another engine are ignored. `kvd.wire.engine_identity` tracks what is asked for
+(`IdentityCheck`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from kvd.wire.replay import END_SEQ, ReplayEnd
 from kvd.wire.stream_link import StreamLink
 from kvd.wire.stream_stats import StreamStats
 
-# Batches of a replay up to which no bound of a socket can have cut the answer.
+# An answer of at most so many batches cannot have been cut by the bound of any socket.
 FEW = 100
 
 
@@ -61,11 +62,11 @@ class CatchUp:
         self._link = link
         self._stats = stats
         self.held: tuple[int, bytes] | None = None  # number and payload of the batch held back
-        self._asked_at = 0  # the engine was asked, or will be, after so many lost connections
-        self._asked_from = 0  # an idle one: for the batches from this number on
-        self._answering_at = 0  # the answer that is being read, after so many
-        self._answered = False  # the answer that is being read has held a batch,
-        self._brought = 0  # and so many of use
+        self._asked_at = 0  # number of connections lost so far when the replay began
+        self._asked_from = 0  # number from which an idle engine was asked for batches
+        self._answering_at = 0  # number of connections lost so far when the present answer began
+        self._answered = False  # the present answer has brought a batch,
+        self._brought = 0  # and so many useful ones
 
     @property
     def is_under_way(self) -> bool:
@@ -78,10 +79,10 @@ class CatchUp:
         self.held = seq, payload
 
     def judge(self, lost: bool = False) -> Verdict:
-        """Judges the batch held back; it is dropped if it is stale, all blocks are at a restart.
+        """Judges the held batch: drops it if it is stale, and all blocks if it shows a restart.
 
-        `lost` says that its connection is known to be lost: it had queued before, and what a replay
-        brings may be another engine's, so that is to prove itself.
+        `lost` says that the batch's connection is known to be lost. Then the replay may be
+        answered by another engine than the one that sent the batch, so it has to prove itself.
         """
         seq, payload = self._held()
         identity, cursor = self._identity, self._cursor
@@ -111,7 +112,7 @@ class CatchUp:
         self._identity.advance(event)
 
     def apply_held(self) -> str:
-        """Applies the batch held back and returns which numbers before it are lost, if any."""
+        """Applies the held batch; returns the numbers lost before it, as a text, "" for none."""
         seq, payload = self._held()
         self.held = None
         if self._identity.wants_held:
@@ -120,7 +121,7 @@ class CatchUp:
         return self._batches.take_holes()
 
     def drop(self) -> None:
-        """Drops the held batch; what its replay was to prove is still to be proved."""
+        """Drops the held batch; a proof of identity that its replay was to bring stays due."""
         self._identity.advance(IdentityEvent.DROPPED)
         self.held = None
 
@@ -132,16 +133,17 @@ class CatchUp:
 
     @property
     def asks(self) -> bool:
-        """Returns whether an engine that has come back is to be asked whether it is the same.
+        """Returns whether to ask a reconnected engine whether it is the same.
 
-        One that is idle would have the last one's blocks credited until it speaks.
+        An idle engine that is another one would have the previous one's blocks credited to it
+        until its first batch.
         """
         is_due = self._identity.check is IdentityCheck.DUE
         waits = self.held is not None or self._batches.unfinished is not None
         return is_due and self._link.connected and not waits and self._cursor.last is not None
 
     def ask(self) -> None:
-        """Begins to ask it, with a replay of all from the last batch on; `end` ends it."""
+        """Begins to ask an idle engine, by a replay from the last batch on; `end` ends that."""
         self._identity.advance(IdentityEvent.ASKED)
         self._asked_at = self._answering_at = self._stats.losses
         self._asked_from = self._cursor.expected
@@ -151,9 +153,9 @@ class CatchUp:
     def wanted(self) -> range:
         """Returns the numbers that a replay should bring before the held batch.
 
-        After a broken connection the last accepted number is among them: a new engine may have
-        come as far meanwhile, and then its batch of that number is another one. So is the held
-        batch's: it may have waited in the queue since before, and be the old engine's.
+        After a broken connection they include the last accepted number: another engine may have
+        reached it meanwhile, with another batch. They include the held batch's number, too, as
+        that batch may have been queued before, by the previous engine.
         """
         identity = self._identity
         first = self._cursor.expected - identity.wants_last
@@ -162,10 +164,10 @@ class CatchUp:
         return range(first, self._held()[0] + identity.wants_held)
 
     def begin(self) -> None:
-        """Notes that `take` is about another answer from now on, to what is `wanted` then.
+        """Notes that another answer begins, to a request for the numbers `wanted` now.
 
-        Where the connection was lost since the first one was asked for, this may be another
-        engine's, and is to prove itself.
+        If the connection was lost since the first request, another engine may answer, so it has
+        to prove itself.
         """
         self._answered = False
         self._brought = 0
@@ -179,31 +181,32 @@ class CatchUp:
             identity.advance(IdentityEvent.DROPPED)
             identity.advance(IdentityEvent.DOUBTED)
             self._begin_check()
-            identity.advance(IdentityEvent.DOUBTED)  # what comes behind the held batch is, too
-        elif self._cursor.last is not None:  # else it is heard from its beginning
+            identity.advance(IdentityEvent.DOUBTED)  # batches behind the held one are in doubt, too
+        elif self._cursor.last is not None:  # without one, any engine is heard from its beginning
             identity.advance(IdentityEvent.DROPPED)
             identity.advance(IdentityEvent.ASKED)
 
     @property
     def _is_outdated(self) -> bool:
-        """Returns whether the connection was lost since the answer being read was asked for."""
+        """Returns whether the connection was lost since the present answer was requested."""
         return self._answering_at != self._stats.losses
 
     def wants_more(self, end: ReplayEnd) -> bool:
-        """Returns whether an answer that ended so brought something, and may be incomplete.
+        """Returns whether to request another answer: this one was useful and may be incomplete.
 
-        Or it may be of another engine than was asked: then it has ended in a hole.
+        Also if the connection was lost meanwhile, so that another engine may have answered; `take`
+        then ends the answer with HOLE.
         """
         if self._is_outdated and end is ReplayEnd.HOLE:
             return True
         if not self._brought or end not in (ReplayEnd.HOLE, ReplayEnd.MARKER, ReplayEnd.SILENT):
             return False
-        if self._identity.is_asking:  # what comes meanwhile comes live as well, without an end
+        if self._identity.is_asking:  # no end is wanted: batches published meanwhile come live, too
             return end is ReplayEnd.HOLE or self._brought > FEW
         return bool(self.wanted())
 
     def take(self, seq: int, payload: bytes, publisher: bytes = b"") -> ReplayEnd | None:
-        """Applies a replayed batch if it is wanted; returns why the replay is over if it is."""
+        """Applies a replayed batch if it is wanted; returns why the answer ends with it, if so."""
         if self._is_outdated:
             return ReplayEnd.HOLE
         self._answered = True
@@ -217,7 +220,7 @@ class CatchUp:
             return ReplayEnd.HOLE
         known = cursor.holds(seq, payload)
         if seq not in wanted or (known and seq >= cursor.expected and not publisher):
-            self._stats.strays += 1  # one that is known and yet to come was the last engine's
+            self._stats.strays += 1  # a known batch of a coming number is the previous engine's
             return ReplayEnd.REACHED if seq >= wanted.stop else None
         if self.held is not None and seq == self.held[0]:
             return self._confirm(seq, payload)
@@ -226,12 +229,12 @@ class CatchUp:
             if identity.wants_last:
                 self._batches.engine_unknown()
             if identity.is_asking and seq != cursor.expected:
-                return ReplayEnd.REACHED  # a live batch is to show that there is a gap
+                return ReplayEnd.REACHED  # the next live batch will show the gap
             self._stats.replayed += 1
             self._batches.apply(seq, payload)
         elif known and (payload or is_same):
             self._batches.engine_proved()
-        elif is_same or not payload:  # that says otherwise: nobody's word; this could be anybody's
+        elif is_same or not payload:  # a contradiction of itself; an empty batch proves nothing
             self._stats.strays += 1
             return None
         else:
@@ -240,7 +243,7 @@ class CatchUp:
         return ReplayEnd.REACHED if seq + 1 == wanted.stop else None
 
     def _take_foreign(self, publisher: bytes) -> ReplayEnd | None:
-        """Notes a replayed batch of another engine than the one that is listened to."""
+        """Handles a replayed batch whose publisher is another than the stream's."""
         if self._identity.check is not IdentityCheck.ASKING:
             self._stats.strays += 1
             return None
@@ -252,8 +255,10 @@ class CatchUp:
         return ReplayEnd.OTHER_ENGINE
 
     def _confirm(self, seq: int, payload: bytes) -> ReplayEnd:
-        """Takes the engine's own batch for the held one, which another may have left in the queue;
-        then more of that other's may follow.
+        """Compares the held batch with the engine's own batch of that number.
+
+        If they differ, the held one was queued by a previous engine: it is replaced, and the
+        batches behind it are in doubt.
         """
         if self._identity.wants_last:
             self._batches.engine_unknown()
@@ -265,7 +270,7 @@ class CatchUp:
         return ReplayEnd.REACHED
 
     def end(self, end: ReplayEnd) -> ReplayEnd:
-        """Notes why a replay is over, and returns it: what did not come may say more than that."""
+        """Notes why a replay ended; returns the reason, or OTHER_ENGINE if the answer shows it."""
         if self._identity.is_asking:
             end = self._conclude(end)
         elif end in (ReplayEnd.REACHED, ReplayEnd.MARKER) and self._identity.wants_held:
@@ -274,9 +279,9 @@ class CatchUp:
         return end
 
     def _conclude(self, end: ReplayEnd) -> ReplayEnd:
-        """Concludes from an answer to what has been asked without a held batch.
+        """Concludes whether an idle engine is the same from its answer.
 
-        An engine keeps its last batches, so one that has nothing from the last one on is another.
+        An engine keeps its last batches, so one without the last batch is another engine.
         """
         identity, batches, cursor = self._identity, self._batches, self._cursor
         is_marked = end is ReplayEnd.MARKER
@@ -284,13 +289,13 @@ class CatchUp:
             batches.engine_restarted()
             end = ReplayEnd.OTHER_ENGINE
         if end is ReplayEnd.OTHER_ENGINE:
-            self._asked_from = 0  # this one is asked for all that it has
+            self._asked_from = 0  # the new engine is asked for all its batches
             return end
-        # A connection that was made again meanwhile may lead to another one still.
+        # If the connection was made again meanwhile, it may lead to yet another engine.
         is_same_link = self._link.connected and self._asked_at == self._stats.losses
         identity.advance(IdentityEvent.ENDED if is_same_link else IdentityEvent.DROPPED)
         is_same = identity.check is IdentityCheck.NONE
-        # An engine that has shown nothing may have kept nothing: only its next batch says more.
+        # An engine that has proved nothing may keep no batches: only its next one tells more.
         if is_same and is_marked and self._brought <= FEW and cursor.last is not None:
             batches.complete()
         else:

@@ -1,9 +1,9 @@
-"""Decides by sequence numbers whether a stream of event batches is complete, and whose it is.
+"""Judges batches by their numbers: whether some are missing, and whether the engine restarted.
 
 Every message of an engine carries a number one higher than the one before; PUB/SUB may lose some.
-An engine that is started again begins anew at 0, and nothing else says that its cache is another.
-A cursor holds the number that should come next (`expected`). EventStream.take applies a batch with
-that number without asking, unless its engine is in doubt; each other one is judged here:
+A restarted engine begins at 0 again, and nothing else shows that its cache is a new one. A cursor
+holds the number that should come next (`expected`). `EventStream.take` applies a batch with that
+number at once, unless its engine is in doubt; every other batch is judged here:
 
     seq           the batch is                                  verdict   it is to be
     -----------   -------------------------------------------   -------   ------------------------
@@ -16,21 +16,21 @@ that number without asking, unless its engine is in doubt; each other one is jud
     < expected    other, and not yet enough of these in a row   STALE     ignored
     < expected    other, and the one that decides               RESTART   applied after `restart`
 
-"Other" is what cannot be shown to be an old batch of this engine. How many in a row, numbered one
-by one, decide:
+A batch is "other" if it cannot be shown to be an old batch of this engine. It takes so many other
+batches in a row, with consecutive numbers, to conclude a restart:
 
-    over a connection made since         1    numbers do not go back within one engine's life, and a
-                                              publisher repeats nothing to who connects again
-    beginning with the number 0 or 1     2    a restart behind a proxy, which hides it; one alone
-                                              may be any stray message
-    else                                 3    late duplicates of long ago come in rows, too, but
-                                              nothing the engines do makes even one
+    over a connection made since         1    numbers never go back within one engine's life, and a
+                                              publisher repeats nothing to a new subscriber
+    beginning with the number 0 or 1     2    a restart behind a proxy, which hides it; a single
+                                              batch may be any stray message
+    else                                 3    old duplicates could come in rows, too, but nothing
+                                              that engines do makes even one
 
-Where batches name their publisher, that decides: another one is another engine, whatever the number
-(`EventStream.meet`), and the same one never is: what it says with a number that was passed is old.
+Where batches name their publisher, the name decides: another publisher is another engine, whatever
+the number (`EventStream.meet`), and a passed number of the same publisher is always an old batch.
 
-Whatever else comes between them, a duplicate too, ends a row. A restart that was none costs a
-replay from 0; one not seen would credit a dead cache, so what is in doubt counts as one.
+Any other batch between them, even a duplicate, ends a row. A restart concluded in error costs a
+replay from 0, while an unnoticed one would credit a dead cache; so doubt counts as a restart.
 """
 
 from __future__ import annotations
@@ -61,16 +61,16 @@ class Cursor:
     __slots__ = ("_doubt_below", "_recent", "_row", "_row_at", "brought", "expected")
 
     def __init__(self, expected: int = 0) -> None:
-        """Begins before the number `expected`, where an earlier cursor left off; 0 is anew."""
+        """Begins at the number `expected`, where an earlier cursor left off; 0 begins anew."""
         self.expected = expected
         self._recent = Recent()
-        self._row = range(0)  # the numbers of the others that came last
-        self._row_at = 0  # what was expected when they came
+        self._row = range(0)  # the numbers of the present row of "other" batches
+        self._row_at = 0  # `expected` when they came
         self._doubt_below = expected + SIZE if expected else 0
-        self.brought = range(0)  # by a replay, up to the last number; they may still come live
+        self.brought = range(0)  # numbers that a replay brought and that may still come live
 
     def digests(self, below: int) -> bytes:
-        """Returns what is remembered of the batches with lower numbers; for `take_over`.
+        """Returns the digests of the batches with numbers below `below`, for `take_over`.
 
         `below` is `expected`, or one less.
         """
@@ -82,7 +82,7 @@ class Cursor:
         return before.digests()
 
     def take_over(self, expected: int, digests: bytes) -> None:
-        """Goes on where another process's cursor was, before anything has been accepted here."""
+        """Goes on where another process's cursor was; called before any batch is accepted here."""
         self.expected = expected
         self._recent.recall(digests)
         self.rejoined()
@@ -95,7 +95,7 @@ class Cursor:
     def judge(self, seq: int, payload: bytes, same: bool = False) -> Verdict:
         """Judges a batch by its number (0 .. 2^64-1) and content; call it once per batch.
 
-        `same` says that it is known to be this engine's.
+        `same` says that the batch is known to be this engine's.
         """
         if seq == self.expected:
             return Verdict.NEXT
@@ -112,31 +112,33 @@ class Cursor:
         return Verdict.RESTART if decided else Verdict.STALE
 
     def accept(self, seq: int, payload: bytes) -> None:
-        """Moves behind `seq`: its batch counts as applied, and what it skips as lost."""
+        """Moves behind `seq`: its batch counts as applied, and skipped numbers as lost."""
         if seq != self.expected:
-            if self._in_doubt():  # numbers that nobody has heard do not end it
+            if self._in_doubt():  # numbers that never came do not shorten the doubt
                 self._doubt_below += seq - self.expected
             self._recent.skip(self.expected, seq)
         self.expected = seq + 1
         self._recent.note(seq, payload)
 
     def holds(self, seq: int, payload: bytes) -> bool:
-        """Returns whether this very batch was accepted, as far as the last 128 are remembered.
+        """Returns whether this very batch is among the last 128 accepted ones.
 
-        Those of the engine before a restart are, until the new one's replace them.
+        After a restart, these include batches of the previous engine until the new one's replace
+        them.
         """
         return self._recent.holds(seq, payload)
 
     def rejoined(self) -> None:
-        """Notes that from some batch on, all come over another connection than those before.
+        """Notes that from some batch on, all come over a new connection.
 
-        Those before may be waiting still, so the doubt goes only with as many as are remembered.
+        Batches of the previous connection may still be waiting, so the doubt lasts for as many
+        batches as are remembered.
         """
         self._doubt_below = self.expected + SIZE
         self.brought = range(0)
 
     def restart(self) -> None:
-        """Begins anew: another engine speaks."""
+        """Begins anew, for another engine."""
         self.expected = self._doubt_below = 0
         self._row = self.brought = range(0)
 
@@ -147,12 +149,12 @@ class Cursor:
         return self._in_doubt() or not late
 
     def _was_brought(self, seq: int) -> bool:
-        """Returns whether a replay has brought it, too long ago to be remembered by its content."""
+        """Returns whether a replay brought the number, and its digest is no longer remembered."""
         if self.expected != self.brought.stop or seq >= self.expected - SIZE:
             return False
         was = seq in self.brought
         if was:
-            self.brought = range(seq + 1, self.expected)  # live ones come one after the other
+            self.brought = range(seq + 1, self.expected)  # live batches come in ascending order
         return was
 
     def _needed(self) -> int:

@@ -1,7 +1,7 @@
 """Media types and headers of the dumps that indexers exchange.
 
-The binary form is described in `kvd_core/dump/binary.hpp`; the media type names its version, so a
-later one has another and both can be offered.
+`kvd_core/dump/binary.hpp` describes the binary form. Its media type names the version, so that a
+daemon can offer a later version beside it.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ _ZERO = re.compile(rb"q\s*=\s*0(\.0*)?")  # RFC 9110 12.4.2: not acceptable
 BINARY_DUMP = b"application/vnd.kvd.dump.v1"
 JSON_DUMP = b"application/json"
 
-# Names the process that wrote the dump: a client that finds its own name asked itself.
+# Names the process that wrote the dump: a daemon that finds its own name there has asked itself.
 INSTANCE_HEADER = b"kvd-instance"
-# There while the process itself is taking a peer's dump, so that what it has may be a part.
+# Present while the process is taking a peer's dump itself, so that its own may be incomplete.
 RECOVERING_HEADER = b"kvd-recovering"
 
 

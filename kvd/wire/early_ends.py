@@ -1,23 +1,24 @@
-"""Ends of requests that come before their beginnings.
+"""Ends of requests that arrive before their bookings.
 
-A request may be booked through one replica and ended through another. Each sends its own steps
-in order, but nothing orders those of two: a replica that has stalled, or hears one of them later
-than the other, may read the end first.
+A request may be booked through one replica and ended through another. Each replica sends its own
+steps in order, but nothing orders the steps of two replicas. So a replica that has stalled, or is
+slower to hear one of them than the other, may read the end first.
 
     B reads      C: free r1        A: add r1
     here         noted    ──────>  not booked (ENDED)
                  C: completed r2   A: add r2
                  noted    ──────>  booked without tokens to prefill
 
-1. Only what replicas send is noted, and only their ADDs are judged by it: what clients book here is
-   booked.
-2. A note meets an ADD of the same request, worker and rank, once.
-3. It meets none by the replica that sent the end: its steps come in order, so that ADD is
-   a later one.
-4. A note is as old as EARLY_STEPS_S at most; beyond MAX_EARLY_STEPS the oldest goes.
+1. Only steps from replicas are noted, and notes apply only to ADDs from replicas: a booking by a
+   client of this process is always made.
+2. A note applies to one ADD of the same request, worker and rank.
+3. It does not apply to an ADD from the replica that sent the end: that replica's steps come in
+   order, so such an ADD is a later request.
+4. A note expires after EARLY_STEPS_S; beyond MAX_EARLY_STEPS the oldest is dropped.
 
-An id that another replica uses again on the same rank, within that age of an end that met nothing
-(both had ended it, or its ADD was lost), is missed here until it ends.
+The price: an end that met no booking (two replicas had ended the request, or its ADD was lost)
+leaves a note. If another replica reuses the id on the same rank before the note expires, that
+request is not booked here.
 
 Costs: O(1), about 1 µs a step; some 400 bytes a note. No clock: moments come in as arguments.
 """
@@ -29,19 +30,19 @@ from dataclasses import dataclass
 
 from kvd.wire.lifecycle import Lifecycle, Step
 
-# Time by which the ADD may come behind its end: a replica that is not heard for 15 s is cut off,
-# and then reads what has queued, which takes seconds. What was cut off never comes.
+# Longest time for which an ADD may be later than its end: a replica that is silent for 15 s is cut
+# off, and reading what was queued by then takes seconds. Later messages of it never come.
 EARLY_STEPS_S = 60.0
-# Ends of unknown requests that are remembered: as many events as queue for a stalled replica.
+# Most ends of unknown requests that are remembered: as many events as queue for a stalled replica.
 MAX_EARLY_STEPS = 100_000
-# Outdated notes dropped with each step: more than a step may leave behind.
+# Most outdated notes dropped with each step: more than a step can add.
 OUTDATED_AT_ONCE = 16
 
 
 @dataclass(slots=True)
 class _Note:
-    router_id: int  # who sent the end
-    freed: bool  # or only its prefill has been completed
+    router_id: int  # the replica that sent the end
+    freed: bool  # False: only its prefill was completed
     at: float
 
 
@@ -56,7 +57,7 @@ class EarlySteps:
         return len(self._notes)
 
     def note(self, event: Lifecycle, now: float) -> None:
-        """Notes the end of a request that is unknown, or of its prefill."""
+        """Notes the end of an unknown request, or of its prefill."""
         self._outdate(now)
         key = _key(event)
         known = self._notes.pop(key, None)
@@ -67,7 +68,7 @@ class EarlySteps:
             self.forgotten += 1
 
     def meet(self, event: Lifecycle, now: float) -> Step | None:
-        """Returns the step that has come before an ADD, if one has, and forgets it."""
+        """Returns and forgets the step that came before this ADD, if one did."""
         self._outdate(now)
         key = _key(event)
         known = self._notes.get(key)

@@ -1,15 +1,16 @@
-"""Decides which addresses kvd may connect to, whoever named them.
+"""Decides which addresses kvd may connect to, whether a client, a file or a setting named them.
 
-Clients and files name engines, replay servers, replicas and peers, and kvd connects from inside a
-network that they may not reach themselves. So every address is checked twice: as it is written,
-when it is named, and as it is resolved, just before a connection is made to exactly that number.
+Clients and files name engines, replay servers, replicas and peers, and kvd connects to them from
+inside a network that the client may not reach itself. So every address is checked twice: as it is
+written, when it is registered; and as it is resolved, just before a connection to that number.
 
     private     loopback, RFC 1918, RFC 6598 (pods of some clouds), RFC 4193
     ipc         sockets of this machine, ipc:// and inproc://
-    a network   what lies in it, but of SPECIAL only what a network inside of that names
+    a network   its addresses; those of a SPECIAL network only if the setting's network is that
+                one or lies inside of it
 
-An IPv4 address inside an IPv6 one is judged as well as the whole. Written in another way than the
-usual (`127.1`, `0x7f000001`, `0177.0.0.1`, zone ids) none passes, as readers differ about those.
+An IPv4 address embedded in an IPv6 address is checked as well as the whole. Unusual spellings
+(`127.1`, `0x7f000001`, `0177.0.0.1`, zone ids) are refused, as parsers differ about them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from kvd.wire.urls import masked
 
 
 class Network(NamedTuple):
-    """A network as numbers, which are compared for every registration."""
+    """A network as a range of numbers, for fast comparison at every registration."""
 
     version: int
     first: int
@@ -46,7 +47,7 @@ IPC = "ipc"
 
 
 class AllowedNetworks(tuple[str, ...]):
-    """Words and networks in their usual form; as a text, what the setting says."""
+    """The words and networks of the setting, normalised; as a text, the setting's value."""
 
     __slots__ = ()
 
@@ -69,10 +70,10 @@ PRIVATE_NETWORKS = tuple(
     )
 )
 
-RESERVED = "inproc://zeromq."  # where libzmq asks who may connect (RFC 27)
+RESERVED = "inproc://zeromq."  # where libzmq sends authentication requests (RFC 27)
 
-# Nobody means these by naming a network that they are a part of. Metadata services hand out a
-# cloud machine's credentials.
+# An operator who allows a larger network does not mean these parts of it. Metadata services hand
+# out a cloud machine's credentials.
 SPECIAL = tuple(
     Network.of(text)
     for text in (
@@ -104,7 +105,7 @@ EMBEDDING = tuple(
 class EgressPolicy:
     """The addresses that kvd may connect to, and counts of refused ones.
 
-    `allowed` is what the setting says; a reload may say something else.
+    `allowed` is the setting's value, which a reload may change.
     """
 
     __slots__ = ("_networks", "allowed", "ipc", "refused_connections", "refused_names")
@@ -115,7 +116,7 @@ class EgressPolicy:
         self.allow(allowed)
 
     def allow(self, allowed: AllowedNetworks) -> None:
-        """Lets other addresses be connected to from now on."""
+        """Replaces the allowed addresses from now on."""
         self.allowed = allowed
         self.ipc = IPC in self.allowed
         self._networks = tuple(
@@ -128,14 +129,14 @@ class EgressPolicy:
     # ---- addresses as they are written
 
     def check_endpoint(self, endpoint: str) -> None:
-        """Raises BadRequest unless a SUB may connect there; a name passes until it is resolved."""
+        """Raises BadRequest unless a SUB may connect there; names are checked once resolved."""
         endpoints.check_endpoint(endpoint)
         if fault := self._fault(endpoint):
             self.refused_names += 1
             raise endpoints.refused(endpoint, fault)
 
     def check_replay_endpoint(self, endpoint: str) -> None:
-        """Raises BadRequest, saying that it is the replay endpoint that is faulty."""
+        """Checks like `check_endpoint`, with a text that names the replay endpoint."""
         endpoints.check_replay_endpoint(endpoint)
         if fault := self._fault(endpoint):
             self.refused_names += 1
@@ -147,12 +148,12 @@ class EgressPolicy:
         self.check_endpoint(endpoint)
 
     def check_url(self, url: str) -> None:
-        """Raises BadRequest if a URL names a host that may not be connected to, or has a password.
+        """Raises BadRequest if a URL has a password or a host that may not be connected to.
 
-        What is no URL passes: that shows when it is to be fetched, and nothing is connected to.
-        The text has the host alone.
+        A text that is no URL passes: fetching it fails before any connection is made. The error's
+        text contains only the host.
         """
-        if masked(url) != url:  # it would be shown to all who may read
+        if masked(url) != url:  # lists of URLs would show the password to every client
             raise BadRequest("invalid URL: the URL contains a user or a password")
         try:
             host = urlsplit(url).hostname
@@ -197,7 +198,7 @@ class EgressPolicy:
         return bool(inside)
 
     def allowed_of(self, found: Iterable[str]) -> list[str]:
-        """Returns those of the addresses that a name was resolved to that may be connected to."""
+        """Returns the allowed ones of the addresses that a name was resolved to."""
         addresses = dict.fromkeys(normal(ip_address(text.partition("%")[0])) for text in found)
         return [str(address) for address in addresses if self.allows(address)]
 
@@ -207,7 +208,7 @@ def refusal(host: object) -> str:
 
 
 def parse_networks(texts: Iterable[str]) -> AllowedNetworks:
-    """Returns the setting of these texts; ValueError says what would be good."""
+    """Returns the setting that these texts make up; the text of a ValueError says what is valid."""
     return AllowedNetworks(dict.fromkeys(map(_parse_network, texts)))
 
 
@@ -236,7 +237,7 @@ def _around(networks: Iterable[Network], address: Address) -> list[Network]:
 
 
 def _embedded(address: Address) -> Iterator[IPv4Address]:
-    """Yields the IPv4 addresses that packets to an IPv6 address may end at."""
+    """Yields the IPv4 addresses that packets to an IPv6 address may be delivered to."""
     if isinstance(address, IPv4Address) or address.is_loopback or address.is_unspecified:
         return
     if address.sixtofour is not None:

@@ -2,11 +2,11 @@
 
 Rules and texts are those of Dynamo's standalone indexer 1.6.1, as seen on a live one:
 `tcp://HOST:PORT` with a u16 port (0 passes) and IPv6 hosts in brackets, `ipc://` and `inproc://`
-with any address. On top of them kvd refuses what libzmq would read differently than it is written:
-a NUL byte cuts the rest off, a `;` splits source from destination, blanks and control characters
-are never part of an address. What passes may still not be connectable (port 0): that shows in the
-listener's status. A replica's address is refused then; there the original takes a port 0. In the
-place of a user and a password that an address is given, the texts have stars.
+with any address. On top of them kvd refuses texts that libzmq reads differently than they are
+written: a NUL byte cuts the rest off, a `;` splits source from destination, blanks and control
+characters are never part of an address. An endpoint that passes may still not be connectable
+(port 0), which the listener's status shows; for a replica, where Dynamo takes port 0, kvd refuses
+it. Error texts replace a user and a password in an address by stars.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class Addresses(NamedTuple):
 
     endpoint: str
     replay_endpoint: str | None = None
-    server_key: str | None = None  # of CURVE, for both; None speaks without it
+    server_key: str | None = None  # CURVE key of both endpoints; None connects without CURVE
 
     def unlike(self, others: Addresses) -> str:
-        """Returns the first member that differs from that of others, of which there is one."""
+        """Returns the first member that differs from `others`; there has to be one."""
         if self.endpoint != others.endpoint:
             return f"endpoint {self.endpoint}"
         if self.replay_endpoint != others.replay_endpoint:
@@ -45,12 +45,12 @@ def check_endpoint(endpoint: str) -> None:
 
 
 def refused(endpoint: str, fault: str, what: str = "ZMQ") -> BadRequest:
-    """Returns what says that an endpoint is faulty."""
+    """Returns the error for a faulty endpoint."""
     return BadRequest(f"invalid {what} endpoint `{masked(endpoint)}`: {fault}")
 
 
 def check_replay_endpoint(endpoint: str) -> None:
-    """Raises BadRequest, saying that it is the replay endpoint that is faulty."""
+    """Checks like `check_endpoint`, with a text that names the replay endpoint."""
     try:
         check_endpoint(endpoint)
     except BadRequest as error:
@@ -69,12 +69,12 @@ def check_replica_endpoint(endpoint: str) -> None:
 
 
 def is_endpoint(endpoint: str) -> bool:
-    """Returns whether the address has the form of one."""
+    """Returns whether the text has the form of an endpoint."""
     return _fault(endpoint) is None
 
 
 def host_and_port(endpoint: str) -> tuple[str, int] | None:
-    """Returns where a checked TCP endpoint leads, the host without brackets; None for others."""
+    """Returns host, without brackets, and port of a checked TCP endpoint; None for others."""
     if not endpoint.startswith("tcp://"):
         return None
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
@@ -82,7 +82,7 @@ def host_and_port(endpoint: str) -> tuple[str, int] | None:
 
 
 def tcp_endpoint(host: str, port: int) -> str:
-    """Returns the endpoint of an address, or of a name."""
+    """Returns the TCP endpoint for a host, given as an address or a name."""
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
@@ -118,7 +118,7 @@ def _tcp_fault(address: str) -> str | None:
 
 
 def _bracket_hint(address: str) -> str:
-    """Returns a hint how to write an IPv6 address, "" for any other."""
+    """Returns a hint how to write an IPv6 address, "" for any other address."""
     host, _, port = address.rpartition(":")
     if is_ipv6_address(host):
         return f"; an IPv6 address has brackets: tcp://[{host}]:{port}"

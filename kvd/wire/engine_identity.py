@@ -1,21 +1,21 @@
-"""Decides whether the engine that speaks is the one that was heard before.
+"""Decides whether the engine that publishes is the same as before.
 
-A connection that broke may have been made again to another process. Its replay server is asked for
-the last accepted batch: an answer with that batch comes from the same engine, one with another
-batch of that number from another engine. Batches that came before may wait in the queue still, so
-it is asked for its own batch of the held number, too. How far that has come is the `IdentityCheck`,
-and what the last one has left is the `Identity`: SAME, or UNKNOWN where the engine has not shown
-what it is. An UNKNOWN engine speaks on, and with its next gap it is checked again.
+A connection that broke may be made again to another process. So the replay server is asked for the
+last accepted batch: the same engine answers with that batch, another engine with a different batch
+of that number. A held batch may have been queued by the previous engine, so the engine is asked for
+its own batch of the held number, too. `IdentityCheck` is the progress of this check, and `Identity`
+is the result of the last one: SAME, or UNKNOWN if the engine has proved nothing. Batches of an
+UNKNOWN engine are applied, and it is checked again at its next gap.
 
                  may be   a replay shall bring
     check        other    the last   the held   identity   means
     ----------   ------   --------   --------   --------   -----------------------------------------
     NONE                                        either     nothing has cast doubt on the engine
-    DUE          yes                            either     the next batch is held, or it is asked
-    PROVING               yes        yes        either     a batch is held, its replay is to show it
-    CONFIRMING                       yes        SAME       the engine is clear; whose is that batch?
+    DUE          yes                            either     hold the next batch, or ask the engine
+    PROVING               yes        yes        either     a batch is held; its replay is to prove
+    CONFIRMING                       yes        SAME       engine proved; is the held batch its own?
     ASKING       yes      yes                   either     an idle engine is asked
-    ANSWERED     yes                            either     the same, and it has answered
+    ANSWERED     yes                            either     the idle engine has answered
 
       ┌───────────── held, where UNKNOWN ─────────────┐
       │                                               v
@@ -26,12 +26,13 @@ what it is. An UNKNOWN engine speaks on, and with its next gap it is checked aga
       │                  └── asked ──> ASKING ── proved, restarted, given up ──> ANSWERED
       └──────────────────────────────────────── ended, over one connection ─────────┘
 
-Not in the picture: what is dropped, or ended over another connection, is DUE again. Before the
-first batch there is no last one, so a held one leads to CONFIRMING. An engine that is doubted while
-a batch is held is PROVING_DOUBTED or CONFIRMING_DOUBTED, and afterwards DUE. So is one
-that is asked once more after its connection was lost (`CatchUp.begin`): another engine may answer.
+Not in the picture: a check that is dropped, or ends over another connection, is DUE again. Before
+the first batch there is no last one to ask for, so a held batch leads to CONFIRMING at once. An
+engine that is doubted while a batch is held becomes PROVING_DOUBTED or CONFIRMING_DOUBTED, and DUE
+afterwards. So does one that is asked once more after its connection was lost (`CatchUp.begin`),
+since another engine may answer.
 
-`CHECK_AFTER` has all of it; what has no row there is a bug, and raises KeyError.
+`CHECK_AFTER` is the complete table; an event without a row there is a bug, and raises KeyError.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from enum import Enum
 
 
 class IdentityCheck(Enum):
-    """The progress of the check whether the engine is the same."""
+    """The progress of the check whether the engine is still the same."""
 
     NONE = "none"
     DUE = "due"
@@ -53,40 +54,40 @@ class IdentityCheck(Enum):
 
 
 class Identity(Enum):
-    """Knowledge about the engine since the last check."""
+    """The result of the last check."""
 
-    SAME = "same"  # the one that was heard before, as far as anything shows
-    UNKNOWN = "unknown"  # it has been asked, and has not shown that it is the same
+    SAME = "same"  # nothing shows that it is another engine than before
+    UNKNOWN = "unknown"  # it was asked, and has not proved that it is the same
 
 
 class IdentityEvent(Enum):
     """An event of a check."""
 
-    DOUBTED = "doubted"  # from here on it may be another engine
+    DOUBTED = "doubted"  # from now on batches may be another engine's
     HELD_BEHIND = "held_behind"  # a batch is held, and some have been accepted before
     HELD_FIRST = "held_first"  # a batch is held, and none has been accepted
     ASKED = "asked"  # an idle engine is asked
-    PROVED = "proved"  # it has said the last accepted batch
-    RESTARTED = "restarted"  # it is another one
-    GIVEN_UP = "given_up"  # it has answered without what would show it, or not at all
-    CONFIRMED = "confirmed"  # the batch of the held number is its own
-    DROPPED = "dropped"  # the held batch is, or the connection over which it was asked
-    ENDED = "ended"  # the answer of an idle engine has
+    PROVED = "proved"  # it has repeated the last accepted batch
+    RESTARTED = "restarted"  # it is another engine
+    GIVEN_UP = "given_up"  # it has answered without a proof, or not at all
+    CONFIRMED = "confirmed"  # it has sent its own batch of the held number
+    DROPPED = "dropped"  # the held batch was dropped, or the connection of the request was lost
+    ENDED = "ended"  # the answer of an idle engine is over
 
 
-_C, _E = IdentityCheck, IdentityEvent  # so that a row of the table is a line
+_C, _E = IdentityCheck, IdentityEvent  # short names, so that each row of the table is one line
 
 CHECK_AFTER: dict[tuple[IdentityCheck, IdentityEvent], IdentityCheck] = {
     (_C.NONE, _E.DOUBTED): _C.DUE,
-    (_C.NONE, _E.HELD_BEHIND): _C.PROVING,  # of one that is UNKNOWN
-    (_C.NONE, _E.HELD_FIRST): _C.CONFIRMING,  # of one that is UNKNOWN
+    (_C.NONE, _E.HELD_BEHIND): _C.PROVING,  # of an UNKNOWN engine
+    (_C.NONE, _E.HELD_FIRST): _C.CONFIRMING,  # of an UNKNOWN engine
     (_C.NONE, _E.RESTARTED): _C.NONE,
     (_C.NONE, _E.DROPPED): _C.NONE,
     (_C.DUE, _E.DOUBTED): _C.DUE,
     (_C.DUE, _E.HELD_BEHIND): _C.PROVING,
     (_C.DUE, _E.HELD_FIRST): _C.CONFIRMING,
     (_C.DUE, _E.ASKED): _C.ASKING,
-    (_C.DUE, _E.RESTARTED): _C.DUE,  # by the publisher that a batch names
+    (_C.DUE, _E.RESTARTED): _C.DUE,  # a batch named another publisher
     (_C.DUE, _E.DROPPED): _C.DUE,
     (_C.PROVING, _E.DOUBTED): _C.PROVING_DOUBTED,
     (_C.PROVING, _E.PROVED): _C.CONFIRMING,
@@ -106,28 +107,28 @@ CHECK_AFTER: dict[tuple[IdentityCheck, IdentityEvent], IdentityCheck] = {
     (_C.CONFIRMING_DOUBTED, _E.GIVEN_UP): _C.DUE,
     (_C.CONFIRMING_DOUBTED, _E.CONFIRMED): _C.DUE,
     (_C.CONFIRMING_DOUBTED, _E.DROPPED): _C.DUE,
-    # At the end, the connection it was asked over decides whether the answer still counts.
+    # At the end, an answer counts only if the connection of its request was not lost meanwhile.
     (_C.ASKING, _E.DOUBTED): _C.ASKING,
     (_C.ASKING, _E.PROVED): _C.ANSWERED,
     (_C.ASKING, _E.RESTARTED): _C.ANSWERED,
     (_C.ASKING, _E.GIVEN_UP): _C.ANSWERED,
     (_C.ASKING, _E.DROPPED): _C.DUE,
-    (_C.ASKING, _E.ENDED): _C.DUE,  # without a word of the last batch
+    (_C.ASKING, _E.ENDED): _C.DUE,  # the answer did not reach the last batch
     (_C.ANSWERED, _E.DOUBTED): _C.ANSWERED,
-    (_C.ANSWERED, _E.RESTARTED): _C.ANSWERED,  # by what had arrived before
+    (_C.ANSWERED, _E.RESTARTED): _C.ANSWERED,  # shown by a batch that had arrived before
     (_C.ANSWERED, _E.DROPPED): _C.DUE,
     (_C.ANSWERED, _E.ENDED): _C.NONE,
 }
 
-# All other events leave it as it is.
+# All other events leave the identity as it is.
 IDENTITY_AFTER: dict[IdentityEvent, Identity] = {
     IdentityEvent.PROVED: Identity.SAME,
     IdentityEvent.RESTARTED: Identity.SAME,  # this one is heard from its beginning
     IdentityEvent.GIVEN_UP: Identity.UNKNOWN,
 }
 
-# Checks whose replay is to bring the last accepted batch, the batch of the held number, and all
-# that an idle engine has.
+# Checks whose replay is to bring the last accepted batch; the engine's own batch of the held
+# number; all batches that an idle engine has.
 _WANT_LAST = (IdentityCheck.PROVING, IdentityCheck.PROVING_DOUBTED, IdentityCheck.ASKING)
 _WANT_HELD = (
     IdentityCheck.PROVING,
@@ -139,17 +140,17 @@ _WANT_ALL = (IdentityCheck.ASKING, IdentityCheck.ANSWERED)
 
 
 class EngineIdentity:
-    """Tracks the publisher of one stream, as far as batches name it or replays prove it."""
+    """Tracks the engine of one stream, as far as batches name it or replays prove it."""
 
     __slots__ = ("_named_at", "check", "heard", "identity", "publisher", "speaker")
 
     def __init__(self) -> None:
         self.check = IdentityCheck.NONE
         self.identity = Identity.SAME
-        # Ids of the publisher, and of the one of the message at hand: 16 bytes, empty if not given.
+        # Ids of the stream's publisher and of the present message's: 16 bytes, empty if not named.
         self.publisher = self.speaker = b""
-        self.heard = b""  # the publisher that live messages named last
-        self._named_at = 0  # the number that was expected when the publisher was first named
+        self.heard = b""  # the publisher that the last live message named
+        self._named_at = 0  # number that was expected when the publisher was first named
 
     def advance(self, event: IdentityEvent) -> None:
         self.check = CHECK_AFTER[self.check, event]
@@ -158,13 +159,13 @@ class EngineIdentity:
             self.publisher = self.speaker = b""
 
     def name(self, publisher: bytes, expected: int) -> None:
-        """Notes who publishes, from the batch `expected` on: that does not say who has before."""
+        """Notes the publisher from the batch `expected` on; earlier batches may be another's."""
         if not self.publisher:
             self._named_at = expected
             self.publisher = publisher
 
     def is_named(self, expected: int) -> bool:
-        """Returns whether a batch before `expected` was applied since the publisher is known."""
+        """Returns whether a batch has been applied since the publisher is known."""
         return bool(self.publisher) and expected != self._named_at
 
     @property
@@ -173,17 +174,17 @@ class EngineIdentity:
 
     @property
     def is_in_doubt(self) -> bool:
-        """Returns whether the replay before the next held batch is to show who it is."""
+        """Returns whether the replay for the next held batch has to prove the engine's identity."""
         return self.check is IdentityCheck.DUE or self.is_unknown
 
     @property
     def wants_last(self) -> bool:
-        """Returns whether a replay is to bring the last accepted batch once more."""
+        """Returns whether a replay has to bring the last accepted batch once more."""
         return self.check in _WANT_LAST
 
     @property
     def wants_held(self) -> bool:
-        """Returns whether a replay is to bring the engine's own batch of the held number."""
+        """Returns whether a replay has to bring the engine's own batch of the held number."""
         return self.check in _WANT_HELD
 
     @property

@@ -1,6 +1,7 @@
-"""The envelope of a KV Events standard event, checked against its publisher's registration.
+"""Checks the envelope of a KV Events standard event against its publisher's registration.
 
-The registration says what an event leaves out. An event that says otherwise is another's.
+The registration supplies members that an event leaves out. An event that contradicts it belongs to
+another registration.
 
 No clock, no sockets, no logging.
 """
@@ -15,7 +16,7 @@ from kvd.wire.kv_events import U32_MAX, U64_MAX, Event
 from kvd_core.conductor.conductor import namespace
 
 GPU, CPU, DISK = "GPU", "CPU", "DISK"
-# Names that are another medium's; any other name is a medium of its own.
+# Further names of the three media; any other name is a medium of its own.
 MEDIA = {
     "": GPU,
     "DEVICE": GPU,
@@ -32,14 +33,14 @@ MEDIA = {
 }
 MAX_MEDIUM_CHARS = 64  # longest name of a medium, which becomes a member of every answer
 
-# Backends of one publisher, by name: those that hold nothing are forgotten from time to time when
-# there are half as many; events of more are dropped and counted.
+# Most backends of one publisher. From half as many on, backends that hold nothing are forgotten
+# from time to time; events of further backends are dropped and counted.
 MAX_BACKENDS = 4096
 
 STORED, REMOVED, CLEARED = "stored", "removed", "cleared"
 _TYPES = (STORED, REMOVED, CLEARED)
 
-_CONTENT = (  # members kept of an event; `timestamp` sets it apart from a repeated one
+_CONTENT = (  # members that `keep` keeps; `timestamp` distinguishes an event from a repetition
     "timestamp",
     "seq_hashes",
     "block_hashes",
@@ -50,12 +51,12 @@ _CONTENT = (  # members kept of an event; `timestamp` sets it apart from a repea
     "token_ids",
 )
 
-# An adapter, a salt, a backend, a medium and a rank: events are numbered in each by itself.
+# An adapter, a salt, a backend, a medium and a rank: each combination numbers its own events.
 Stream = tuple[str, str, int, str | None, int | None]
 
 
 class StreamIdentity(NamedTuple):
-    """The registration's properties that all of its publisher's events have."""
+    """The properties of a registration that hold for all its publisher's events."""
 
     model_name: str
     tenant_id: str
@@ -63,12 +64,12 @@ class StreamIdentity(NamedTuple):
     lora_name: str
     cache_salt: str
     dp_rank: int
-    store: bool  # a store's blocks are no rank's unless it says so
+    store: bool  # the publisher is a store: its blocks belong to no rank unless an event names one
 
 
 @dataclass(slots=True)
 class StandardEvent:
-    """A standard event whose envelope is the registration's."""
+    """A standard event whose envelope matches the registration."""
 
     event: Event
     kind: str
@@ -78,10 +79,10 @@ class StandardEvent:
     backend: int
     medium: str | None
     rank: int | None
-    size: int = 0  # once it is kept
+    size: int = 0  # set by `keep`
 
     def keep(self) -> int:
-        """Drops what is not needed to apply it later; returns its size, as MAX_BEHIND counts."""
+        """Drops members that applying it later does not need; returns its size for MAX_BEHIND."""
         self.event = {name: self.event[name] for name in _CONTENT if name in self.event}
         self.size = 1 + sum(len(each) for each in self.event.values() if hasattr(each, "__len__"))
         return self.size
@@ -96,7 +97,7 @@ class StandardEvent:
 
 
 class Foreign(Exception):
-    """The event is not this registration's: the dimension that says so, and the event's number."""
+    """The event belongs to another registration; names the member that differs."""
 
     def __init__(self, dimension: str, event_id: int | None = None) -> None:
         super().__init__(dimension)
@@ -104,13 +105,13 @@ class Foreign(Exception):
 
 
 class Envelopes:
-    """Reads those of one publisher's events; knows its backends by their names."""
+    """Reads the envelopes of one publisher's events, and numbers its backends by name."""
 
     def __init__(self, identity: StreamIdentity) -> None:
         self._identity = identity
         self._backends: dict[str, int] = {"": 0}
-        self._named = 0  # the highest number; none is given twice
-        self._crowd = MAX_BACKENDS // 2  # so many backends are a reason to forget some
+        self._named = 0  # the highest number given; numbers are not reused
+        self._crowd = MAX_BACKENDS // 2  # from so many backends on, some should be forgotten
 
     @property
     def crowded(self) -> bool:
@@ -126,14 +127,14 @@ class Envelopes:
         self._named = max(self._backends.values())
 
     def forget_backends(self, busy: set[int]) -> None:
-        """Forgets all but these; between two payloads, since events in hand may be of others."""
+        """Forgets all backends but these; called between payloads, whose events may name others."""
         self._backends = {
             name: number for name, number in self._backends.items() if number in busy or not number
         }
         self._crowd = max(MAX_BACKENDS // 2, (len(self._backends) + MAX_BACKENDS + 1) // 2)
 
     def read(self, event: Event, batch_rank: int | None) -> StandardEvent:
-        """Raises ValueError for a bad one, Foreign for another registration's."""
+        """Reads an event's envelope; raises ValueError, or Foreign for another registration's."""
         identity = self._identity
         kind = event["event_type"]
         if kind not in _TYPES:
@@ -181,7 +182,7 @@ class Envelopes:
 
 
 def folded(medium: str) -> str:
-    """Returns the medium that a name stands for, in upper case; ValueError for too long a one."""
+    """Returns the medium that a name stands for, in upper case; ValueError if it is too long."""
     name = medium.upper()
     if len(name) > MAX_MEDIUM_CHARS:
         raise ValueError("medium")

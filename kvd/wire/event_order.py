@@ -1,15 +1,16 @@
 """The order of a publisher's standard events, by `event_id`.
 
-`event_id` numbers the events of a stream. An event that is not behind the last one is stale; a hole
-is counted and never waited for, because nothing can bring the event back. Three stale ones in a row
-that follow each other are a backend that has begun anew behind a relay, if their numbers are nearer
-to the first one heard than to the last: else they are repeated. So are those that say what the
-first ones of the stream have said, under the same numbers, and whatever follows them in the row.
+`event_id` numbers the events of a stream. An event whose number is not above the last one is stale.
+A gap is counted and never waited for, because nothing can bring its events back. Three stale events
+with consecutive numbers mean that a backend behind a relay has begun anew, if their numbers are
+nearer to the first known number than to the last; otherwise they are repetitions. Events that equal
+the stream's first ones, under the same numbers, are repetitions as well, and so are the events that
+follow them in the row.
 
-    first ···································· last     what has been heard of a stream
+    first ···································· last     known numbers of a stream
        n, n+1, n+2                                       nearer to the first: begun anew,
-                                                         if any of these says something else
-                                     n, n+1, n+2         nearer to the last: repeated
+                                                         if any of them has another content
+                                     n, n+1, n+2         nearer to the last: repetitions
 
 An event costs a lookup in a dict of streams. No clock, no sockets, no logging.
 """
@@ -23,14 +24,14 @@ from zlib import crc32
 
 from kvd.wire.envelope import StandardEvent, Stream
 
-# Streams whose last number is remembered, ~300 bytes each; the one heard longest ago goes first. A
-# publisher has one for each backend, medium, rank, adapter and salt.
+# Most streams whose last number is remembered, ~300 bytes each; the least recently heard one is
+# dropped first. A publisher has one for each backend, medium, rank, adapter and salt.
 MAX_STREAMS = 65_536
-NEW_BEGINNING = 3  # stale events in a row, numbered one by one, that mean one
-# Events at the beginning of a stream that are recognised when they come again; a number each.
+NEW_BEGINNING = 3  # stale events with consecutive numbers that make a new beginning
+# First events of a stream that are recognised when they are repeated; they cost a number each.
 RECOGNISED = 8
-# Hashes, token ids and characters of stale events that are kept for a new beginning, some 60 MB;
-# when there are more, none of them will be one.
+# Most hashes, token ids and characters of stale events that are kept in case of a new beginning,
+# some 60 MB; beyond that all of them are dropped.
 MAX_BEHIND = 1_048_576
 
 
@@ -40,14 +41,14 @@ class _EventPosition:
 
     first: int
     last: int
-    behind: list[StandardEvent] = field(default_factory=list)  # stale ones that follow each other
-    marks: dict[int, int] = field(default_factory=dict)  # of the first events, by number
-    repeated: int | None = None  # the number of the last stale one, if that was repeated
-    fresh: bool = False  # one of those behind says something else than the first events
+    behind: list[StandardEvent] = field(default_factory=list)  # the present row of stale events
+    marks: dict[int, int] = field(default_factory=dict)  # marks of the first events, by number
+    repeated: int | None = None  # number of the last stale event, if it was a repetition
+    fresh: bool = False  # some event of the row is no repetition of the first events
 
 
 class KeptStream(NamedTuple):
-    """A stream's position, as one process hands it to its successor."""
+    """A stream's position, as one process hands it over to its successor."""
 
     stream: Stream
     first: int
@@ -60,21 +61,21 @@ class EventOrder:
 
     def __init__(self) -> None:
         self._streams: dict[Stream, _EventPosition] = {}
-        self._highest = -1  # event_id of the publisher
-        self._behind = 0  # of MAX_BEHIND
-        self.gaps = 0  # holes in event_id
+        self._highest = -1  # highest event_id of the publisher
+        self._behind = 0  # kept size of stale events, at most MAX_BEHIND
+        self.gaps = 0  # gaps in event_id
         self.stale = 0  # events at or below their stream's last number
-        self.beginnings = 0  # of the publisher behind a relay
+        self.beginnings = 0  # new beginnings of a backend behind a relay
 
     def saw(self, number: int | None) -> None:
-        """Takes note of an event that is not this registration's.
+        """Notes the number of an event that belongs to another registration.
 
-        A publisher that has one counter has used a number of it for that.
+        A publisher with one counter for all events has used a number of it for that event.
         """
         self._highest = max(self._highest, -1 if number is None else number)
 
     def is_next(self, event: StandardEvent) -> bool:
-        """Returns whether an event goes on with its stream; notes what is missing before it."""
+        """Returns whether an event continues its stream, and counts a gap before it."""
         number = event.event_id
         if number is None:
             return True
@@ -100,7 +101,7 @@ class EventOrder:
         return True
 
     def begins_anew(self, event: StandardEvent) -> list[StandardEvent]:
-        """Takes note of a stale event; returns those of a new beginning once it is one."""
+        """Notes a stale event; returns the events of a new beginning once there is one."""
         assert event.event_id is not None
         position = self._streams[event.stream]
         behind = position.behind
@@ -114,7 +115,7 @@ class EventOrder:
             self._let_go(position)
             return []
         if not behind and event.event_id - position.first >= position.last - event.event_id:
-            return []  # nearer to the end of what has been heard: a repetition
+            return []  # nearer to the last number than to the first: a repetition
         self._behind += event.keep()
         behind.append(event)
         position.fresh = position.fresh or not repeated
@@ -128,7 +129,7 @@ class EventOrder:
         return list(behind)
 
     def _is_repeated(self, position: _EventPosition, event: StandardEvent) -> bool:
-        """Returns whether a stale event is one of the stream's first, or in a row with one."""
+        """Returns whether a stale event repeats one of the stream's first, or follows such one."""
         number = event.event_id
         assert number is not None
         goes_on = position.repeated is not None and number == position.repeated + 1
@@ -143,7 +144,7 @@ class EventOrder:
         return self._highest
 
     def kept(self) -> Iterator[KeptStream]:
-        """Yields what another process has to know, the stream heard longest ago first."""
+        """Yields the positions for another process, the least recently heard stream first."""
         for stream, position in list(self._streams.items()):
             yield KeptStream(stream, position.first, position.last, position.marks)
 
@@ -165,23 +166,23 @@ class EventOrder:
         self._highest = -1
 
     def _let_go(self, position: _EventPosition) -> None:
-        """Forgets the stale events of a stream: they are no new beginning."""
+        """Drops the kept stale events of a stream: they are no new beginning."""
         self._behind -= sum(event.size for event in position.behind)
         position.behind.clear()
         position.fresh = False
 
 
 def _mark(event: StandardEvent) -> int:
-    """Returns what identifies an event among others of its number: its time and its content."""
+    """Returns a mark that tells an event from others of its number, from its time and content."""
     said = event.event
     blocks = said.get("seq_hashes") or said.get("block_hashes") or said.get("object_key")
     ends = (blocks[0], blocks[-1]) if isinstance(blocks, list) else blocks
-    # The same in every process, as `hash` of a text is not.
+    # The same in every process, unlike `hash` of a text.
     return crc32(repr((event.kind, said.get("timestamp"), ends)).encode())
 
 
 def put_in_order(events: list[Any]) -> None:
-    """Puts the standard events of each stream in the order of their numbers."""
+    """Sorts the standard events of each stream by their numbers; all other events stay in place."""
     positions: dict[Stream, list[int]] = {}
     for at, event in enumerate(events):
         if isinstance(event, StandardEvent) and event.event_id is not None:

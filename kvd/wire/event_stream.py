@@ -1,26 +1,28 @@
-"""An event stream of an engine as others see it: status, health, position.
+"""One engine's event stream as a whole: its status, health and position.
 
-A listener reads the event stream of one (worker, rank). The task that owns the socket,
-`kvd.net.listener.run_listener`, reports here what happens; four parts share what follows from it:
+A listener reads the event stream of one (worker, rank). Its task,
+`kvd.net.listener.run_listener`, reports messages and connection changes here; four parts share the
+work:
 
-    EventStream ─┬─ link: StreamLink              what the socket does; status; who says nothing
-                 ├─ identity: EngineIdentity      is the engine the same as before?
-                 ├─ batches: AppliedBatches       what was applied, and what is missing for good
-                 └─ catch_up: CatchUp             the batch held back, and its replay
+    EventStream ─┬─ link: StreamLink              the connection, its status, its silence
+                 ├─ identity: EngineIdentity      the check whether the engine is the same
+                 ├─ batches: AppliedBatches       the applied batches and the permanent losses
+                 └─ catch_up: CatchUp             the held batch and its replay
 
 A batch that is next in the stream is applied at once; any other is held back for `catch_up`.
-Batches may name their publisher (`meet`): another one than before is another engine.
+Batches may name their publisher (`meet`): another publisher than before is another engine.
 
-What a change of the connection means for the stream waits for its turn among the batches, some of
-which may have come before (`subscribe`, `pass_over`).
+A change of the connection takes its turn among the batches, since some of them were received before
+it and still wait (`subscribe`, `pass_over`).
 
-`health` says whether the index can be believed for what the stream speaks of (docs/reliability.md):
+`health` says how far the index can be believed for this stream (docs/reliability.md); the first
+line that applies decides:
 
     STALE         no connection for longer than `stale_after_s`
-    RECOVERING    a batch is held, an engine asked, a long batch applied
+    RECOVERING    a batch is held, an engine asked, or a long batch applied
     DEGRADED      there is a `loss`
-    RECOVERING    nothing has come since the connection was made, or batches were missed
-    EXACT         else
+    RECOVERING    no batch has come since the connection was made or batches were missed
+    EXACT         otherwise
 
 No clock, no sockets, no logging: moments come in as arguments (seconds, monotonic).
 """
@@ -38,32 +40,32 @@ from kvd.wire.position import StreamPosition
 from kvd.wire.stream_link import STALE_AFTER_S, ListenerStatus, Quiet, StreamLink
 from kvd.wire.stream_stats import StreamStats
 
-NO_CHECK = IdentityCheck.NONE  # compared for each batch: a name of its own is found faster
+NO_CHECK = IdentityCheck.NONE  # compared for every batch, and a global is found faster
 
 
 class StreamHealth(StrEnum):
     """How far the index can be believed for a stream, worst first."""
 
     STALE = "stale"  # disconnected for longer than `stale_after_s`
-    DEGRADED = "degraded"  # batches are lost or were not understood; `EventStream.loss` says which
+    DEGRADED = "degraded"  # batches were lost or not understood; `EventStream.loss` says which
     # No batch since the connection was made, a gap is being replayed, or a long batch applied.
     RECOVERING = "recovering"
     EXACT = "exact"  # every batch of this engine process has been applied
 
 
 class Change(Flag):
-    """A change of the connection between two batches; of several at once, in this order."""
+    """A change between two batches; several may come at once, and happened in this order."""
 
-    LOST = auto()  # the connection
-    JOINED = auto()  # another one was made
-    MISSED = auto()  # batches have come that found no room
+    LOST = auto()  # the connection was lost
+    JOINED = auto()  # a new connection was made
+    MISSED = auto()  # batches were dropped, as the inbox had no room
 
 
 class EventStream:
     """One (worker, rank) stream: every batch that continues it goes to `stream`.
 
-    `name` is for logs. `expected` is the number to continue from where a worker registers again:
-    its blocks were dropped, so what came before that number is lost.
+    `name` is for logs. If a worker registers again, `expected` is the number to continue from: its
+    blocks were dropped, so all batches before that number count as lost.
     """
 
     __slots__ = (
@@ -105,7 +107,7 @@ class EventStream:
         self.endpoint = endpoint
         self.replay_endpoint = replay_endpoint
         self.server_key = server_key
-        self.restarted_at: float | None = None  # when the engine was last found to be another
+        self.restarted_at: float | None = None  # when the last restart of the engine was noticed
         self._stream = stream
         self._on_link = on_link
         self.stats = StreamStats()
@@ -115,23 +117,23 @@ class EventStream:
         self.cursor = self.batches.cursor
         self.catch_up = CatchUp(self.batches, self.identity, self.link, self.stats)
 
-        # In the order of the batches: the connection broke, and has not been made again.
+        # The connection broke and was not made again, as of the batch handed over last.
         self._is_broken = False
         self._passed_joins = 0
         self._queue_change: Callable[[Change], None] | None = None  # see `subscribe`
 
     def take_over(self, position: StreamPosition) -> None:
-        """Goes on where another process was with this stream, whose blocks the index has.
+        """Goes on where another process was with this stream; called before the first batch.
 
-        That is before the first batch. The engine is to show that it is the same, and what it has
-        published since is to be replayed.
+        The index has the blocks of that process. The engine has to prove that it is the same, and
+        the batches that it has published since are replayed.
         """
         assert not self.cursor.expected, "batches have been applied"
         self.batches.take_over(position)
         if not position.expected:
             return
         self._doubt()
-        if position.publisher:  # an engine that names another one is another engine
+        if position.publisher:  # if the engine names another publisher, it is another engine
             self.identity.name(position.publisher, 0)
         else:
             self.batches.await_proof(can_be_proved=self.replay_endpoint is not None)
@@ -157,11 +159,11 @@ class EventStream:
         if self.link.is_stale(now):
             return StreamHealth.STALE
         waits = self.catch_up.is_under_way or self.unfinished is not None
-        # A publisher that only answers have named may be another than the one on this stream.
+        # A publisher that only replays have named may not be the one that sends live batches.
         waits = waits or self.identity.publisher not in (b"", self.identity.heard)
         if waits:
             return StreamHealth.RECOVERING
-        # For good, unless an engine may yet prove itself: one that says nothing makes it no better.
+        # A loss is permanent, but an engine that is not connected yet may still prove its identity.
         if self.loss and not (self.batches.unproved and not self.connected):
             return StreamHealth.DEGRADED
         return StreamHealth.RECOVERING if self.batches.may_lack_news else StreamHealth.EXACT
@@ -177,8 +179,8 @@ class EventStream:
         return self._stream.ignored
 
     def check_quiet(self, now: float) -> Quiet | None:
-        """Notes that nothing comes, if asked now and then; returns why once it has lasted."""
-        # An idle engine that has shown to be the same is not waited for.
+        """Notes that nothing comes, when called now and then; returns why, once it has lasted."""
+        # An idle engine that has proved to be the same is not waited for.
         waits = self.batches.may_lack_news or self.health(now) is StreamHealth.RECOVERING
         waits = waits and self.link.is_silent and not self.link.is_stale(now)
         return self.link.check_quiet(now, waits)
@@ -186,9 +188,9 @@ class EventStream:
     # ---- batches
 
     def take(self, seq: int, payload: bytes) -> bool:
-        """Applies the batch that is next; holds any other back and returns True.
+        """Applies the next batch; holds any other batch back.
 
-        It does so, too, where it has left the batch unfinished.
+        Returns True if the batch was held back or is unfinished, so that the task has work to do.
         """
         stats = self.stats
         stats.messages += 1
@@ -199,11 +201,11 @@ class EventStream:
         return True
 
     def meet(self, publisher: bytes) -> None:
-        """Notes who has published the messages that come now, empty if they do not say."""
+        """Notes the publisher of the messages that follow, b"" if they do not name any."""
         identity = self.identity
         if publisher:
             if identity.publisher not in (b"", publisher):
-                # An engine that came while another was in doubt may have gone before it is heard.
+                # The connection may already lead to yet another engine than this message's.
                 if identity.is_unknown:
                     identity.advance(IdentityEvent.DOUBTED)
                 self.batches.engine_restarted()
@@ -212,12 +214,12 @@ class EventStream:
         identity.speaker = publisher
 
     def refuse(self, reason: str) -> None:
-        """Counts a message of a wrong shape; the stream's position stays as it is."""
+        """Counts a malformed message; the stream's position stays as it is."""
         self.stats.refused += 1
         self.stats.bad_frames[reason] = self.stats.bad_frames.get(reason, 0) + 1
 
     def crashed(self) -> None:
-        """Notes a bug: the batch it happened on is not applied, or not wholly."""
+        """Notes a bug: the batch that it hit is not applied, or only a part of it."""
         self.batches.crashed()
 
     # ---- connections
@@ -239,11 +241,11 @@ class EventStream:
             self._on_link()
 
     def not_reached(self, why: str) -> None:
-        """Notes what an attempt to connect has met."""
+        """Notes why an attempt to connect failed."""
         self.link.not_reached(why)
 
     def failed(self, why: str, now: float) -> None:
-        """Drops the held batch, too: it shows as missing later, and may be replayed then."""
+        """Also drops the held batch: it will show as missing, and may be replayed then."""
         if self.link.failed(why, now):
             self._changed(Change.LOST)
             self._on_link()
@@ -257,29 +259,29 @@ class EventStream:
         (self._queue_change or self.pass_over)(change)
 
     def subscribe(self, queue_change: Callable[[Change], None]) -> None:
-        """Has `queue_change` take changes of the connection, which it has passed over in turn."""
+        """Has `queue_change` take connection changes, and call `pass_over` for each in its turn."""
         self._queue_change = queue_change
 
     def unsubscribe(self) -> None:
-        """Passes over changes of the connection at once again."""
+        """Applies connection changes at once again."""
         self._queue_change = None
 
     def pass_over(self, change: Change) -> None:
-        """Expects that further batches may come from another engine, or that some were lost."""
+        """Applies a change: later batches may be another engine's, or batches were missed."""
         if Change.LOST in change:
             self._is_broken = True
             self._doubt()
         if Change.JOINED in change:
             self._passed_joins += 1
-            if self._passed_joins > 1:  # of what follows some may still be the last one's
+            if self._passed_joins > 1:  # the next batches may still be the previous engine's
                 self.cursor.rejoined()
-            if self._is_broken:  # an earlier proof may have been of one that had been queued
+            if self._is_broken:  # an earlier proof may have come from a batch that was queued
                 self._is_broken = False
                 self._doubt()
         if change & (Change.JOINED | Change.MISSED):
             self.batches.miss()
 
     def _doubt(self) -> None:
-        """Has the engine asked who it is, where it can be asked."""
+        """Demands a proof of the engine's identity, if it has a replay server to ask."""
         if self.replay_endpoint is not None:
             self.identity.advance(IdentityEvent.DOUBTED)

@@ -1,4 +1,4 @@
-"""Members of the structs that replicas write to each other, read strictly.
+"""Reads members of the structs that replicas send each other, strictly.
 
 The tenant has two names: Dynamo 1.6.1 calls it `routing_group`, its predecessor `tenant_id`.
 """
@@ -17,28 +17,28 @@ TENANT_NAMES = ("routing_group", "tenant_id")
 
 
 class Refused(StrEnum):
-    """The message is no event; the text names the reason."""
+    """The reason why a message was refused."""
 
-    FRAMES = "frames"  # not two
+    FRAMES = "frames"  # the message does not have two frames
     TOPIC = "topic"
-    MSGPACK = "msgpack"  # cannot be read, or is larger or more complex than any event
-    ENVELOPE = "envelope"  # a member is missing, nil or of the wrong type
-    TENANTS = "tenants"  # both names of the tenant, and two tenants
-    EVENT = "event"  # like ENVELOPE, in what that holds
-    STEP = "step"  # none of the three
-    HASHES = "hashes"  # not numbers
+    MSGPACK = "msgpack"  # it cannot be read, or is larger or more complex than any event
+    ENVELOPE = "envelope"  # a member of the envelope is missing, nil or of the wrong type
+    TENANTS = "tenants"  # the two names of the tenant name different tenants
+    EVENT = "event"  # a member of the event is missing, nil or of the wrong type
+    STEP = "step"  # the step is none of the three
+    HASHES = "hashes"  # some hashes are not numbers
     RANGE = "range"  # any other number is too large or negative
 
 
 class FieldFault(Exception):
-    """Leaves a reader at the first fault."""
+    """The first fault that a reader met; ends the reading."""
 
     def __init__(self, reason: Refused) -> None:
         self.reason = reason
 
 
 def payload_of(frames: list[bytes], topic: bytes, bounds: Bounds) -> object:
-    """Returns what a message of a topic carries, unpacked; raises Refusal."""
+    """Returns the unpacked payload of a message of a topic; raises FieldFault."""
     if len(frames) != 2:
         raise FieldFault(Refused.FRAMES)
     if frames[0] != topic:
@@ -58,7 +58,7 @@ def tenant_of(envelope: dict[Any, Any]) -> str:
 
 
 def to_members(value: object, names: tuple[str, ...], fault: Refused) -> dict[Any, Any]:
-    """Returns a struct's members by name; it may have come without the names."""
+    """Returns a struct's members by name; a struct may be an array, without names."""
     if isinstance(value, dict):
         return value
     if not isinstance(value, list) or len(value) != len(names):
@@ -73,7 +73,7 @@ def to_text(value: object, fault: Refused) -> str:
 
 
 def to_number(value: object, maximum: int, fault: Refused = Refused.EVENT) -> int:
-    if type(value) is not int:  # bool is an int to Python, and not to msgpack
+    if type(value) is not int:  # a bool is an int in Python, but not in msgpack
         raise FieldFault(fault)
     if not 0 <= value <= maximum:
         raise FieldFault(Refused.RANGE)

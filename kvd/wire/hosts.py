@@ -1,4 +1,4 @@
-"""Reads hosts as they are written, in one way only: readers differ about the others."""
+"""Reads hosts, in their usual spelling only: parsers differ about unusual spellings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NUMBER = re.compile(r"[0-9]+|0[xX][0-9A-Fa-f]*")
 
 
 def everywhere(host: object) -> str:
-    """Returns why kvd does not connect to `*`, 0.0.0.0 or ::, which only a listener may name."""
+    """Returns why kvd does not connect to `*`, 0.0.0.0 or ::, which only a server can bind to."""
     return f"{host} stands for every address of a listening machine; name one of them"
 
 
@@ -27,7 +27,7 @@ def is_ipv6(text: str) -> bool:
 
 
 def literal(host: str) -> Address | None:
-    """Returns the address that a host is written as, None for a name; ValueError for neither."""
+    """Returns the address if the host is one, None if it is a name; ValueError for neither."""
     if host == "*":
         raise ValueError(everywhere(host))
     if ":" in host:
@@ -49,6 +49,6 @@ def literal(host: str) -> Address | None:
 
 
 def normal(address: Address) -> Address:
-    """Returns the IPv4 address that an IPv6 socket would connect to, else the address."""
+    """Returns the IPv4 address inside an IPv4-mapped one, any other address unchanged."""
     mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
     return address if mapped is None else mapped

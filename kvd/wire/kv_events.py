@@ -1,17 +1,17 @@
-"""Reads what publishers of KV events send: payloads into events, members into values.
+"""Reads KV events of publishers: splits payloads into events, and reads their members.
 
-A payload is a batch, and comes in every form that publishers have been seen to use:
+A payload is a batch, in one of the forms that publishers have been seen to use:
 
     [ts, [event, ...], rank?]      mooncake_master, vLLM, SGLang
     {"events": [...], "dp_rank"?}  newer engines
     [event, ...]  or  event        bare
     the same as JSON text
 
-Whether an event is a standard one or an engine's own is seen from the event (`read_event`), and a
-batch may hold both. What is of a wrong type or range is ValueError; nothing here has state.
+The event itself shows whether it is a standard one or an engine's own (`read_event`), and a batch
+may contain both. A value of a wrong type or range raises ValueError. Nothing here has state.
 
-Of a payload nothing is made but the bytes of its events: the caller reads them one by one, and
-engines' own not at all. JSON is written as msgpack first, in parts, and is that from then on.
+A payload is only split into the bytes of its events. The caller reads standard events one by one,
+and passes engines' own events on unread. JSON is converted to msgpack first, in parts.
 """
 
 from __future__ import annotations
@@ -30,28 +30,29 @@ U32_MAX = 2**32 - 1
 U64_MAX = 2**64 - 1
 I64_MIN = -(2**63)
 
-# Longest payload with standard events: it is taken apart in one go, for up to 20 ms, and an event
-# is read in one go, for as long. Engines' own batches may be longer: nothing is made of Python for
-# them.
+# Longest payload with standard events: it is split without a pause, which takes up to 20 ms, and
+# reading one event takes as long at most. Batches of engines' own events may be longer, as no
+# Python objects are made for them.
 MAX_BYTES = 4 * 1024 * 1024
-MAX_JSON_BYTES = 2 * 1024 * 1024  # longest payload of JSON, which becomes msgpack in slices
+MAX_JSON_BYTES = 2 * 1024 * 1024  # longest payload of JSON, which is converted in slices
 MAX_EVENT_BYTES = 1024 * 1024  # longest standard event: 100,000 hashes, or 300,000 token ids
-# Maps and arrays of a standard event, 0.3 µs each; an empty one costs a byte.
+# Most maps and arrays of a standard event, 0.3 µs each; an empty one is a single byte.
 MAX_CONTAINERS = 16_384
-MAX_EVENTS = 16_384  # events of a payload, some 40 µs each; an empty one costs a byte
+MAX_EVENTS = 16_384  # most events of a payload, some 40 µs each; an empty one is a single byte
 MAX_TEXT_BYTES = 4096  # longest name that is kept to distinguish streams, as in registrations
 
-# No msgpack batch begins with one of these: as msgpack they are the numbers 9 to 123.
+# No msgpack batch begins with one of these bytes: as msgpack they are the numbers 9 to 123.
 _JSON_STARTS = b"{[ \t\r\n"
 
-MARK = b"event_type"  # a member that every standard event has, and no other
+MARK = b"event_type"  # name of a member that every standard event has, and no other event
 _ONE_EVENT = b"\x93\x00\x91"  # [0, [event], rank], up to the event
 
 Event = dict[str, Any]
 
-# SGLang's `[tag_][model_]HEX_suffix`, of which the last HEX counts: a block's keys and values end
-# with their ranks, `_0_k`, `_0_1_v`, or `__k` where ranks share them. What ends otherwise is kept
-# beside blocks: of a draft model (`_0_draft_k`), a window (`_0_swa_k`), an indexer, a state.
+# SGLang's keys, `[tag_][model_]HEX_suffix`, of which the last HEX counts. The suffix of a block's
+# keys and values names their ranks, `_0_k` or `_0_1_v`, or `__k` where ranks share them. Objects
+# with other suffixes are stored beside blocks: of a draft model (`_0_draft_k`), a window
+# (`_0_swa_k`), an indexer, a state.
 _SGLANG_KEY = re.compile(r"(?:.*_)?([0-9a-fA-F]{16})[0-9a-fA-F]{48}_(?:\d+(?:_\d+)?)?_[kv]")
 # The hash that vLLM's connectors have in `prefix@model@...@HEX`.
 _CONNECTOR_HASH = re.compile(r"[0-9a-fA-F]{16,128}")
@@ -61,22 +62,22 @@ _HEX = re.compile(r"0[xX][0-9a-fA-F]{1,16}")
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The events of a payload, for `read_event`, and the rank that it says they are of."""
+    """The events of a payload, for `read_event`, and the rank that the payload names for them."""
 
     events: list[RawEvent]
     rank: int | None
-    beyond: int = 0  # events above MAX_EVENTS, which are not among these
+    beyond: int = 0  # number of events above MAX_EVENTS, which are left out
 
 
 class RawEvent(NamedTuple):
-    """An event of a payload."""
+    """An unread event of a payload: its msgpack, and the number of maps and arrays in it."""
 
     packed: bytes
     containers: int
 
 
 def read_batch(payload: bytes) -> Batch:
-    """Returns the events of a msgpack payload; raises ValueError, which says why, without any."""
+    """Returns the events of a msgpack payload; raises ValueError, with the reason, for none."""
     if len(payload) > MAX_BYTES:
         raise ValueError("too_large")
     events, beyond, rank = split(payload, MAX_EVENTS)
@@ -84,23 +85,23 @@ def read_batch(payload: bytes) -> Batch:
 
 
 def json_text(payload: bytes) -> Repack:
-    """Returns a JSON payload, to be read in parts and then had as msgpack."""
+    """Returns a converter of a JSON payload to msgpack, which works in parts."""
     if len(payload) > MAX_JSON_BYTES:
         raise ValueError("too_large")
     return Repack(payload)
 
 
 def read_event(event: RawEvent) -> RawEvent | Event:
-    """Returns what an event of a batch says; one of an engine's own stays as it is.
+    """Returns a standard event's members, and an engine's own event unread.
 
-    ValueError for a standard one that cannot be read, or that is larger than any.
+    Raises ValueError for a standard event that cannot be read or exceeds the bounds.
     """
     if MARK not in event.packed:
         return event
     if len(event.packed) > MAX_EVENT_BYTES or event.containers > MAX_CONTAINERS:
         raise ValueError("too_large")
     read = _msgpack(event.packed)
-    # A `type` beside it does not matter.
+    # An event with `event_type` is a standard one, even if it has a `type` as well.
     return read if isinstance(read, dict) and "event_type" in read else event
 
 
@@ -109,7 +110,7 @@ def is_json(payload: bytes) -> bool:
 
 
 def engine_payload(event: RawEvent, rank: int | None) -> bytes:
-    """Returns the batch of one engine event, for the decoder of those."""
+    """Returns a batch of one engine's own event, for the decoder of such batches."""
     said: bytes = msgpack.packb(rank)
     return _ONE_EVENT + event.packed + said
 
@@ -123,14 +124,14 @@ def text(event: Event, name: str) -> str | None:
         return None
     if not isinstance(value, str) or len(value) > MAX_TEXT_BYTES:
         raise ValueError(name)
-    # Text that is not Unicode is refused here, before the event counts for anything.
+    # `encode` refuses text that is not Unicode, before the event has any effect.
     if not value.isascii() and len(value.encode()) > MAX_TEXT_BYTES:
         raise ValueError(name)
     return value
 
 
 def name(event: Event, member: str) -> str | None:
-    """Returns a text that names what is kept."""
+    """Returns a text that is kept as a name; raises ValueError if it cannot be one."""
     value = text(event, member)
     if value is not None and not is_name(value):
         raise ValueError(member)
@@ -160,8 +161,8 @@ def hash_of(value: object) -> int:
 def hashes(event: Event) -> list[object]:
     """Returns the hashes of an event's blocks, each to be read with `hash_of`.
 
-    They are in `seq_hashes`, else in `block_hashes`; an event of a store that has empty ones may
-    name its object instead. Without any of the lists it is no event (ValueError).
+    They are in `seq_hashes`, else in `block_hashes`. An event of a store whose lists are empty may
+    name its object instead. Raises ValueError for an event without either list.
     """
     names = ("seq_hashes", "block_hashes")
     lists: list[list[object]] = [event[name] for name in names if event.get(name) is not None]
@@ -178,9 +179,9 @@ def hashes(event: Event) -> list[object]:
 
 
 def names_object(event: Event) -> bool:
-    """Returns whether `hashes` has returned what an engine's connector calls a block.
+    """Returns whether the hash from `hashes` is a name that an engine's connector gave the block.
 
-    Those are the engine's own hashes, which it has made of the adapter and the salt, too.
+    It is the engine's own hash then, which covers the adapter and the salt, too.
     """
     if event.get("seq_hashes") or event.get("block_hashes"):
         return False
@@ -191,7 +192,7 @@ def names_object(event: Event) -> bool:
 
 
 def tokens(event: Event) -> list[int] | None:
-    """Returns the token ids, each part of which `check_tokens` has to allow; None without any."""
+    """Returns the token ids, unchecked (see `check_tokens`); None without any."""
     value = event.get("token_ids")
     if not value and (value is None or isinstance(value, list)):
         return None
@@ -201,18 +202,18 @@ def tokens(event: Event) -> list[int] | None:
 
 
 def check_tokens(values: list[int]) -> None:
-    """Raises ValueError where a part of a list, not empty, is no token ids."""
+    """Raises ValueError unless all values, of which there is at least one, are token ids."""
     if set(map(type, values)) != {int} or min(values) < 0 or max(values) > U32_MAX:
         raise ValueError("token_ids")
 
 
 def object_hash(key: object) -> int | None:
-    """Returns the hash of the block that an object of a store is, or is a part of.
+    """Returns the hash of the block that an object of a store contains, wholly or in part.
 
-    A number is the hash. Connectors of engines name an object by their own block hash among other
-    things: vLLM's (`model@tp_rank:0@...@HEX`, Ascend's with a layer behind) publish its last 64
-    bits, SGLang (`model_HEX_rank_k`) the first. None for other keys, and for what SGLang keeps
-    beside a block's keys and values.
+    A number is the hash itself. Engines' connectors include their own block hash in the key of an
+    object: vLLM's (`model@tp_rank:0@...@HEX`, Ascend's with a layer behind) publish its last 64
+    bits, SGLang (`model_HEX_rank_k`) the first. Returns None for other keys, and for objects that
+    SGLang stores beside a block's keys and values.
     """
     if key is None:
         return None
@@ -245,5 +246,5 @@ def _number_in(value: str) -> int | None:
 def _msgpack(payload: bytes) -> object:
     try:
         return msgpack.unpackb(payload, strict_map_key=False, unicode_errors="surrogateescape")
-    except Exception:  # its errors have no common base; RecursionError is among them
+    except Exception:  # msgpack's errors have no common base; RecursionError is among them
         raise ValueError("msgpack") from None

@@ -1,4 +1,4 @@
-"""Messages among slot trackers about requests: one for each step of a request's life.
+"""Messages among replicas about requests: one for each step of a request's life.
 
     frame 1   the topic, dynamo.slot-tracker.v1
     frame 2   msgpack, integers in their shortest form:
@@ -13,16 +13,16 @@
                prefill_load_hint: {initial_effective_prefill_tokens, expected_prefill_duration}
                                   or nil}}
 
-These are the frames of Dynamo 1.6.1, seen on a live one, but for two members. That has the tenant
-as `routing_group`, its predecessor as `tenant_id`, and both pass over the name they do not know.
-And `face` says through which API of kvd the step was taken: no Dynamo writes or reads it.
-`router_id` names the process that publishes. What is read is as wide as there: structs may come as
-arrays of all their members, optional members may be absent or nil, further keys are passed over;
+These are the frames of Dynamo 1.6.1, seen on a live one, but for two members. Dynamo names the
+tenant `routing_group`, its predecessor `tenant_id`, and both ignore the name that they do not know.
+`face` names the API of kvd through which the step was taken; no Dynamo writes or reads it.
+`router_id` names the process that publishes. kvd reads as liberally as Dynamo: structs may be
+arrays of all their members, optional members may be absent or nil, and further keys are ignored.
 `expected_prefill_duration` is not modelled.
 
 Cost: some 25 us to write and 45 us to read 512 hashes, 2 us and 12 us for a step without any
 (timeit, CPython 3.11). Copying the hashes' bytes by strided slices would take less than half of
-that where none is below 2^32; to know that takes as long as is won.
+that where none is below 2^32; but finding that out takes as long as it would save.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ from kvd.wire.unpack import Bounds
 
 TOPIC = b"dynamo.slot-tracker.v1"
 
-# Tokens of one request: sums of a million of these are still far from any overflow.
+# Most tokens of one request, as in the ledger, which bounds a rank's sum to 2^62.
 MAX_TOKENS = 2**53
 
-MAX_HASHES = 2**18  # hashes of one request: 4 Mi tokens in blocks of 16
+MAX_HASHES = 2**18  # most hashes of one request: 4 Mi tokens in blocks of 16
 BOUNDS = Bounds(
-    payload_bytes=4 * 1024 * 1024,  # these hashes take 2.3 MiB, the rest is for names
+    payload_bytes=4 * 1024 * 1024,  # 2.3 MiB for the hashes, the rest for names
     array_elements=MAX_HASHES,
-    text_bytes=4096,  # of one name; like the names that HTTP clients register
+    text_bytes=4096,  # of one name, as for names that HTTP clients register
 )
 
 ENVELOPE = ("model_name", "routing_group", "block_size", "event")
@@ -81,7 +81,7 @@ class Step(StrEnum):
 
 
 class Face(StrEnum):
-    """The API through which a request has come."""
+    """The API through which a request came."""
 
     SLOT_TRACKER = "slot_tracker"
     SELECTION = "selection"
@@ -95,11 +95,11 @@ FACES = {str(face): face for face in Face}
 
 @dataclass(frozen=True, slots=True)
 class Lifecycle:
-    """One step of one request's life; all from `hashes` to `expected_output_tokens` is of an ADD.
+    """One step of one request's life; only an ADD has `hashes` to `expected_output_tokens`.
 
-    `hashes` are the sequence hashes of its blocks as native u64s. `prefill_tokens` are those that
-    count until the prefill is complete. `face` is None where nobody said. `router_id` names who has
-    sent it, 0 is nobody: this process, until it has been sent.
+    `hashes` are the sequence hashes of its blocks as native u64s. `prefill_tokens` are the tokens
+    that count until the prefill is complete. `face` is None where the message names none.
+    `router_id` names the process that sent the event; 0 is an event of this process.
     """
 
     partition: PartitionKey
@@ -117,19 +117,19 @@ class Lifecycle:
 
 
 class Outcome(StrEnum):
-    """The outcome of a peer's event; all but the first change nothing."""
+    """The outcome of a replica's event; only APPLIED changes anything."""
 
     APPLIED = "applied"
     UNKNOWN_MODEL = "unknown_model"  # or tenant
     UNKNOWN_WORKER = "unknown_worker"
     UNKNOWN_RANK = "unknown_rank"
-    BLOCK_SIZE = "block_size"  # another than the one registered here
-    DUPLICATE = "duplicate"  # an ADD of a request that lives
+    BLOCK_SIZE = "block_size"  # another block size than the one registered here
+    DUPLICATE = "duplicate"  # an ADD of a live request
     ENDED = "ended"  # an ADD of a request whose end another replica has sent before
     UNKNOWN_REQUEST = "unknown_request"
     OTHER_WORKER = "other_worker"  # the request lives on another worker or rank
     FULL = "full"  # a bound is reached
-    OLDER = "older"  # a binding of a session that has a newer one
+    OLDER = "older"  # a session's binding that is older than the known one
 
 
 # ---- writing
@@ -172,7 +172,7 @@ def _request(event: Lifecycle) -> dict[str, Any]:
 
 
 def decode(frames: list[bytes]) -> Lifecycle | Refused:
-    """Returns a message's event, or why there is none."""
+    """Returns a message's event, or why it was refused."""
     try:
         return _read(payload_of(frames, TOPIC, BOUNDS))
     except FieldFault as refusal:
@@ -205,12 +205,12 @@ def _read(value: object) -> Lifecycle:
 
 
 def _face(name: object) -> Face | None:
-    """Returns a face of ours; whatever else others have under that name is theirs."""
+    """Returns a face of kvd; None for any other value that a sender has under that name."""
     return FACES.get(name) if isinstance(name, str) else None
 
 
 def _data(data: object) -> tuple[Step, dict[str, Any]]:
-    """Returns the step and what only an ADD has."""
+    """Returns the step, and the members that only an ADD has."""
     content = None
     if isinstance(data, dict) and len(data) == 1:
         data, content = next(iter(data.items()))
@@ -238,7 +238,7 @@ def _hashes(sequence: object) -> bytes:
     try:
         try:
             return array("Q", sequence).tobytes()
-        except OverflowError:  # some are written as signed numbers; msgpack has none below -2^63
+        except OverflowError:  # some hashes are signed; msgpack has no number below -2^63
             return array("Q", (hash % 2**64 for hash in sequence)).tobytes()
     except TypeError:
         raise FieldFault(Refused.HASHES) from None

@@ -16,9 +16,9 @@ class KeptLosses(NamedTuple):
 
 
 class StreamPosition(NamedTuple):
-    """A stream's position: by it its next batch and its engine are recognised."""
+    """A stream's position, by which a process recognises its next batch and its engine."""
 
     expected: int  # number of the next batch
     digests: bytes  # of the last batches, see kvd_core/base/recent.hpp
-    publisher: bytes  # who has published them, b"" if nobody said
+    publisher: bytes  # id of their publisher, b"" if they named none
     losses: KeptLosses

@@ -1,20 +1,21 @@
-"""The replay protocol of engines: ask for the batches from a number on, read what is answered.
+"""The replay protocol of engines: a request for all batches from a number on, and its answer.
 
     request, to the engine's ROUTER     [empty] [first number, 8 bytes big-endian]
     answer, per batch                   [empty] [number] [payload]   until vLLM 0.25, SGLang 0.5.21
                                         [empty] [topic] [number] [payload]                    since
     the end                             the same with an empty payload and the number 2^64-1
 
-Behind a batch's number, in the same frame, may stand the 16 bytes of its publisher; newer engines
-name it in the payload (kvd_core/events/publisher.hpp). A payload may be empty: a beat or a barrier.
+The frame of a batch's number may also contain the 16 bytes of its publisher's id; newer engines
+name the publisher in the payload (kvd_core/events/publisher.hpp). A payload may be empty: such a
+message is a heartbeat or a barrier.
 
-The engine answers with what its buffer still holds, ascending, and may leave out the end (SGLang
-has been seen to). It also leaves out what its socket had no room for (vLLM, beyond 1,000 messages):
-so what is missing behind something that came is asked for again. What is missing at the beginning
-of an answer is not there any more.
+The engine answers with the batches that its buffer still holds, ascending, and may omit the end
+(SGLang has been seen to). It also omits batches that its socket had no room for (vLLM, beyond 1,000
+messages), so batches that are missing behind others are requested again. Batches that are missing
+at the beginning of an answer are no longer in the buffer.
 
-An answer is only ever believed as far as it fits the question (`CatchUp.take`):
-numbers in the wanted range, ascending, each once.
+Only the part of an answer that fits the request is used (`CatchUp.take`): numbers in the wanted
+range, ascending, each once.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ ANSWER_FRAMES = (3, 4)
 
 
 class ReplayEnd(StrEnum):
-    """The reason why a replay was over."""
+    """The reason why a replay ended."""
 
-    REACHED = "reached"  # the last number asked for has come, or a later one
-    MARKER = "marker"  # the engine says that it has no more
-    HOLE = "hole"  # numbers were left out behind some that came; these are asked for again
-    SILENT = "silent"  # nothing of use came for the idle time
-    LATE = "late"  # the whole took too long, with the wait for a turn
+    REACHED = "reached"  # the last wanted number has come, or a later one
+    MARKER = "marker"  # the engine sent the end of its answer
+    HOLE = "hole"  # numbers are missing behind others; they are requested again
+    SILENT = "silent"  # no useful batch came for the idle time
+    LATE = "late"  # the replay took too long, with the wait for a free place
     TOO_MUCH = "too_much"  # more messages or bytes than any buffer holds
-    FAILED = "failed"  # no socket could be had
-    OTHER_ENGINE = "other_engine"  # what came proves that the engine was started again
+    FAILED = "failed"  # the request could not be sent
+    OTHER_ENGINE = "other_engine"  # the answer proves that the engine was restarted
 
 
 def request(first: int) -> list[bytes]:
@@ -54,7 +55,7 @@ class Replayed(NamedTuple):
 
     seq: int
     payload: bytes
-    publisher: bytes = b""  # 16, or none
+    publisher: bytes = b""  # 16 bytes, or none
 
     @property
     def is_end(self) -> bool:

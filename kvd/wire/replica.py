@@ -1,4 +1,4 @@
-"""The replicas that send messages about requests, and counts of those messages."""
+"""The state of a replica that kvd listens to, and counts of replicas' messages."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ class ReplicaStats:
     """
 
     published: int = 0
-    oversized: int = 0  # not published: no replica would read a message that long
-    overflows: int = 0  # times that a replica's queue was full, see `Publisher.send`
+    oversized: int = 0  # not published, as no replica would read a message that long
+    overflows: int = 0  # times that a replica's queue was full, see `PubSocket.send`
     received: int = 0
-    missed: int = 0  # not received: too many waited already
-    own: int = 0  # published by this very process
+    missed: int = 0  # dropped, as the inbox had no room
+    own: int = 0  # received, but published by this very process
     applied: int = 0
     refused: dict[str, int] = field(default_factory=lambda: dict.fromkeys(Refused, 0))
     dropped: dict[str, int] = field(default_factory=lambda: dict.fromkeys(DROPPED, 0))
     joins: int = 0  # connections on which a replica answered
     losses: int = 0  # of these, how many broke
     failures: int = 0  # sockets that could not be connected or had to be given up
-    crashes: int = 0  # bugs, each of which cost an event and the connection
+    crashes: int = 0  # bugs; each cost an event and the connection
 
     def count(self, outcome: Outcome) -> None:
         if outcome is Outcome.APPLIED:
@@ -39,13 +39,13 @@ class ReplicaStats:
 
 
 class Replica:
-    """Another process, by the address where it publishes; the task that listens sets its state."""
+    """Another process, known by its publishing address; the listening task sets its state."""
 
     __slots__ = ("_stats", "connected", "endpoint", "last_error", "received", "server_key")
 
     def __init__(self, endpoint: str, stats: ReplicaStats, server_key: str | None = None) -> None:
         self.endpoint = endpoint
-        self.server_key = server_key  # of CURVE; None speaks without it
+        self.server_key = server_key  # its CURVE key; None connects without CURVE
         self.connected = False
         self.last_error: str | None = None
         self.received = 0  # messages

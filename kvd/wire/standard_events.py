@@ -1,18 +1,19 @@
-"""The meaning for the index of one registered publisher's events.
+"""Applies one registered publisher's events to the index.
 
-    payload ── read_batch ──> events ─┬─ standard: envelope against the registration, order, place
-                                      └─ engine's own: the decoder of those, then the same
+    payload ── read_batch ──> events ─┬─ standard: check the envelope, order, place the blocks
+                                      └─ engine's own: decoded in the core, then placed alike
                                              │
                                              v
                             kvd_core.conductor.conductor.Source: store, store_named, remove, clear
 
-The registration says what an event leaves out. An event that says otherwise is another's: several
-registrations may listen to one publisher, each takes what is its own, and the rest is counted.
+The registration supplies members that an event leaves out. An event that contradicts it belongs to
+another registration: several may listen to one publisher, and each takes its own events and counts
+the others.
 
-A long payload is applied in slices: `apply` says UNFINISHED, and `go_on` goes on until it does
-not. What takes time is a generator here, which yields when the steps of its slice are used up.
-Slices end between two events, and in an event between two parts of fixed lengths, so that the
-result does not depend on them. Engines' own batches are sliced in the core.
+A long payload is applied in slices: `apply` returns UNFINISHED, and then `go_on` until the payload
+is done. Long work is a generator here, which yields when the steps of its slice are used up. A
+slice ends between two events, or inside an event between two parts of fixed length, so that the
+result does not depend on the slices. The core slices batches of engines' own events itself.
 
 No clock, no sockets, no logging.
 """
@@ -39,37 +40,37 @@ from kvd.wire.kv_events import MARK, U32_MAX, Event, RawEvent
 from kvd_core.conductor.conductor import Source
 from kvd_core.index.prefix_index import FLAWED, NO_ROOM, SLICE_STEPS, UNFINISHED, Slice
 
-# Costs in steps of 0.1 us, and the work on an event between two checks of the budget.
-_STEPS_AN_EVENT = 200  # its envelope, and finding its position in its stream
-_BYTES_A_STEP = 4  # of an event that is read
+# Costs in steps of 0.1 us, and the lengths of the parts between two checks of the budget.
+_STEPS_AN_EVENT = 200  # reading its envelope and finding its position in its stream
+_BYTES_A_STEP = 4  # reading an event
 _JSON_BYTES_A_PART, _JSON_BYTES_A_STEP = 32_768, 6
-_HASHES_A_PART, _STEPS_A_HASH = 4096, 2  # whose values are read
+_HASHES_A_PART, _STEPS_A_HASH = 4096, 2  # reading hashes
 _TOKENS_A_PART, _TOKENS_A_STEP = 16_384, 2
-_BLOCKS_A_PART, _STEPS_A_BLOCK = 2048, 8  # that are stored with tokens; longer events are several
-_NAMES_A_PART = 64  # that are stored without; the core counts the steps
+_BLOCKS_A_PART, _STEPS_A_BLOCK = 2048, 8  # storing blocks with tokens; long events are divided
+_NAMES_A_PART = 64  # storing blocks without tokens; the core counts the steps
 _REMOVALS_A_PART, _STEPS_A_REMOVAL = 1024, 5
 
-# Of a publisher that holds nothing, events that were another's or ignored before it is reported as
-# unused; and how many of all events these have to be: an engine may begin with a clear.
+# A publisher that holds nothing is reported as unused after so many events that were foreign or
+# ignored, if these are this share of all its events: an engine may begin with a clear.
 UNUSED_EVENTS, UNUSED_SHARE = 16, 15 / 16
 
 _Slices = Generator[None, None, None]  # yields where a slice ends
 _NOTHING: Iterator[None] = iter(())
 
 _Value = TypeVar("_Value")
-# A standard event, what is wrong with it, or an engine's own.
+# A standard event, the error of a bad or foreign one, or an engine's own event.
 _Event = StandardEvent | ValueError | Foreign | RawEvent
 
 
 class KeptPublication(NamedTuple):
     """The part of a publisher's stream that a process hands over to its successor."""
 
-    backends: dict[str, int]  # numbers by name: holders are known by them
+    backends: dict[str, int]  # numbers of backends by name; holders are identified by them
     highest: int  # `event_id`
 
 
 class StandardEventStream:
-    """One publisher's events, as one registration takes them (a listener's stream)."""
+    """One publisher's events, applied for one registration; the `BatchSink` of its listener."""
 
     def __init__(self, source: Source, identity: StreamIdentity) -> None:
         self._source = source
@@ -78,23 +79,24 @@ class StandardEventStream:
         self.order = EventOrder()
         self._engine = source.engine_events(identity.lora_name, identity.cache_salt)
         self._flaw = ""
-        self._full = 0  # events that have found no room, those of earlier payloads
-        self.slice_steps = SLICE_STEPS  # of 0.1 us, that a call may take, about
-        self._slice = Slice(0)  # the one under way
-        self._rest = _NOTHING  # of the payload that is being applied
+        self._full = 0  # events of earlier payloads that the index had no room for
+        self.slice_steps = SLICE_STEPS  # steps of 0.1 us that a call may take, roughly
+        self._slice = Slice(0)  # the slice under way
+        self._rest = _NOTHING  # the rest of the payload that is being applied
 
-        self._events = 0  # standard ones
-        self._mismatches: Counter[str] = Counter()  # events of others, by dimension
-        self._bad: Counter[str] = Counter()  # events and payloads, by what is wrong
+        self._events = 0  # standard events
+        self._mismatches: Counter[str] = Counter()  # other registrations' events, by member
+        self._bad: Counter[str] = Counter()  # events and payloads, by fault
         self._ignored: Counter[str] = Counter()  # events understood and without effect, by reason
-        self._stored = 0  # events, or parts of them, that have stored something
-        self._useless_before: Counter[str] = Counter()  # what `misfit` counts, at the last `clear`
+        self._stored = 0  # events, or parts of events, that stored something
+        # `_useless` and `_all_stored` at the last `clear`, for `misfit`.
+        self._useless_before: Counter[str] = Counter()
         self._stored_before = 0
         self._orphans = 0  # events set aside because their parent is not known
-        self.unlocated = 0  # events with tokens that do not say where they belong
-        self.conflicts = 0  # base_block_idx that contradicts the parent
+        self.unlocated = 0  # events with tokens, but without their position in a prompt
+        self.conflicts = 0  # events whose base_block_idx contradicts their parent
 
-    # ---- what has been heard, standard events and an engine's own
+    # ---- counts of all events, standard ones and engines' own
 
     @property
     def events(self) -> int:
@@ -107,7 +109,7 @@ class StandardEventStream:
 
     @property
     def mismatches(self) -> Counter[str]:
-        """Events of others, by the dimension that says so."""
+        """Events that belong to other registrations, by the member that differs."""
         return +(self._mismatches + Counter(self._engine.stats()["mismatches"]))
 
     @property
@@ -117,11 +119,11 @@ class StandardEventStream:
 
     @property
     def bad(self) -> Counter[str]:
-        """Events and payloads that could not be read, by what is wrong."""
+        """Events and payloads that could not be read, by fault."""
         return +(self._bad + Counter(self._engine.stats()["bad"]))
 
     def outcomes(self) -> dict[str, int]:
-        """Events that were not simply applied, summed up by what became of them; 3 us."""
+        """Events that were not simply applied, counted by their outcome; takes 3 us."""
         engine = self._engine.stats()
         return {
             "mismatch": self._mismatches.total() + sum(engine["mismatches"].values()),
@@ -133,7 +135,7 @@ class StandardEventStream:
         }
 
     def unused(self) -> str:
-        """Returns why nothing is held of a publisher that is heard; "" without such a reason."""
+        """Returns why the index holds nothing of a publisher that sends events, "" if it does."""
         reasons = self._useless()
         count, events = reasons.total(), self.events
         held = self._source.stats()
@@ -151,12 +153,12 @@ class StandardEventStream:
 
     def apply(self, payload: bytes) -> int:
         if not payload:
-            return 0  # a beat or a barrier, whose number is all that it says
+            return 0  # a heartbeat or a barrier: only its number matters
         if kv_events.is_json(payload):
             self._rest = self._apply_json(payload)
         elif MARK in payload:
             self._rest = self._apply(payload)
-        else:  # no standard event: the fast way, nothing is made of Python
+        else:  # no standard event: the core applies it without Python objects
             applied = self._engine.apply(payload)
             if applied:
                 self._rest = _NOTHING
@@ -173,7 +175,7 @@ class StandardEventStream:
         return self._shown()
 
     def _shown(self) -> int:
-        """Returns what a payload has shown, once it is applied."""
+        """Returns the bits that `apply` owes its caller once a payload is applied."""
         shown: int = FLAWED if self._flaw else 0
         full = self._ignored["full"] + self._engine.full()
         if full != self._full:
@@ -206,7 +208,7 @@ class StandardEventStream:
             yield
             applied = self._engine.go_on()
         self._flaw = self._engine.flaw()
-        if not applied:  # it may have the form of an unusual batch
+        if not applied:  # the core did not read it: its form may be one that only `_apply` reads
             yield from self._apply(payload)
 
     def _apply(self, payload: bytes) -> _Slices:
@@ -257,7 +259,7 @@ class StandardEventStream:
         return self._flaw
 
     def rank(self) -> None:
-        """Its events speak for many ranks and backends: what is lost may concern any of them."""
+        """Returns None: the stream carries many ranks and backends, so a loss concerns them all."""
 
     def names_ranks(self) -> bool:
         return True
@@ -266,7 +268,7 @@ class StandardEventStream:
         return 0
 
     def clear(self) -> None:
-        """The publisher has been started anew: what it held, and its numbers, are over."""
+        """Drops all blocks and numbers of the publisher, which was restarted."""
         self._rest = _NOTHING
         for backend, rank in self._source.holders():
             self._source.clear(backend, rank)
@@ -275,11 +277,11 @@ class StandardEventStream:
         self._useless_before, self._stored_before = self._useless(), self._all_stored()
 
     def kept(self) -> KeptPublication:
-        """Returns what another process has to know, but for the order's streams."""
+        """Returns the state for another process, except for the streams of `order`."""
         return KeptPublication(self._envelopes.kept(), self.order.highest)
 
     def take_over(self, kept: KeptPublication, streams: Iterable[KeptStream]) -> None:
-        """Goes on where another process was, before the first event."""
+        """Goes on where another process was; called before the first event."""
         self._envelopes.take_over(kept.backends)
         self.order.take_over(kept.highest, streams)
 
@@ -341,7 +343,7 @@ class StandardEventStream:
                 yield from (yield from self._understand(each))
 
     def _understand(self, event: StandardEvent) -> Generator[None, None, _Slices]:
-        """Returns what applies the event; raises ValueError where it is bad, before it counts."""
+        """Returns a generator that applies the event; raises ValueError first for a bad event."""
         if event.kind == CLEARED:
             return self._clear(event)
         said = kv_events.hashes(event.event)
@@ -382,8 +384,8 @@ class StandardEventStream:
         elif parent is None and not {"base_block_idx", "parent_hash"} & event.event.keys():
             self.unlocated += 1
         elif parent is None and depth:
-            # Nobody knows what lies before it: the first block is what its hash says, the others
-            # follow it.
+            # The blocks before it are unknown: the first block is stored by its hash alone, and the
+            # others as its successors.
             yield from self._store_names(event, medium, hashes[:1])
             if len(hashes) > 1:
                 tokens = tokens[self._identity.block_size :]
@@ -392,7 +394,7 @@ class StandardEventStream:
             yield from self._store_blocks(event, medium, hashes, tokens, parent)
 
     def _store_names(self, event: StandardEvent, medium: str, hashes: list[int]) -> _Slices:
-        # An object's adapter and salt are those of its engine, unless the event names others.
+        # An object's name covers the adapter and salt of its engine, unless the event names others.
         scope = self._identity.lora_name, self._identity.cache_salt
         by_engine = kv_events.names_object(event.event) and scope == event.stream[:2]
         for at in range(0, len(hashes), _NAMES_A_PART):
@@ -435,7 +437,7 @@ class StandardEventStream:
                 return
 
     def _resolve_waiting(self) -> _Slices:
-        """Does what stored blocks have set off: others may have waited for them."""
+        """Places events that were waiting for the blocks just stored."""
         while not self._source.resolve_waiting(self._slice):
             yield
 
@@ -458,7 +460,7 @@ class StandardEventStream:
 
     def _clear(self, event: StandardEvent) -> _Slices:
         ranks = [event.rank]
-        if event.rank is None:  # a store's: every rank
+        if event.rank is None:  # a store's clear concerns every rank
             ranks = [rank for backend, rank in self._source.holders() if backend == event.backend]
         for rank in ranks:
             self._source.clear(event.backend, rank, event.medium, event.space)
@@ -468,7 +470,7 @@ class StandardEventStream:
     # ---- engines' own events
 
     def _take_engine(self, event: RawEvent, batch_rank: int | None) -> _Slices:
-        """Takes one that stands beside standard events, or in a batch of an unusual form."""
+        """Applies an engine's own event beside standard ones, or of a batch of an unusual form."""
         applied = self._engine.apply(kv_events.engine_payload(event, batch_rank))
         while applied is None:
             yield
@@ -485,5 +487,5 @@ def _said(reasons: Counter[str]) -> str:
 
 
 def _part(values: list[_Value], at: int, length: int) -> list[_Value]:
-    """Returns a part of a list, which as a rule is all of it."""
+    """Returns a part of a list; as a rule that is the whole list, which is not copied then."""
     return values if at == 0 and len(values) <= length else values[at : at + length]

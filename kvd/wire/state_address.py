@@ -4,7 +4,8 @@
     redis+sentinel://[USER@]HOST[:PORT],HOST[:PORT]/NAME[/DATABASE]  rediss+sentinel://
     redis+cluster://[USER@]HOST[:PORT],HOST[:PORT]                   rediss+cluster://
 
-`valkey` stands for `redis` everywhere. A password is in a file of its own: addresses are shown.
+`valkey` may replace `redis` everywhere. A password belongs in a file of its own, since addresses
+are shown in answers and logs.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote
 
-# Ports where an address names none.
+# Ports of addresses that name none.
 DEFAULT_PORT = 6379
 DEFAULT_SENTINEL_PORT = 26379
 
-MAX_SERVERS = 64  # that one address may name
+MAX_SERVERS = 64  # most servers that one address may name
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,7 @@ class StateAddress:
     servers: tuple[tuple[str, int], ...]
     tls: bool
     user: str | None
-    sentinel_name: str | None  # of the servers that sentinels watch
+    sentinel_name: str | None  # the name under which sentinels watch the servers
     is_cluster: bool
     database: int
 
@@ -41,7 +42,7 @@ class StateAddress:
 
 
 def parse_address(text: str) -> StateAddress:
-    """Raises ValueError, without a password in what it says."""
+    """Reads an address; raises ValueError, whose text never contains a password."""
     scheme, found, rest = text.partition("://")
     kind, _, variant = scheme.partition("+")
     if not found or kind not in ("redis", "rediss", "valkey", "valkeys"):
@@ -80,14 +81,14 @@ def parse_address(text: str) -> StateAddress:
 
 @dataclass(frozen=True, slots=True)
 class StateServer:
-    """The server where replicas share their state, and what is said to it."""
+    """The server where replicas share their state, and how this replica presents itself there."""
 
     address: StateAddress
     prefix: str
     password: str | None
-    ca_file: Path | None  # None: those of the system
+    ca_file: Path | None  # None: the system's authorities
     advertised: str | None  # base URL of the indexer face, as other replicas reach it
-    lease_s: float  # that a replica counts as there after its last word
+    lease_s: float  # time for which a replica counts as alive after its last renewal
 
 
 def _server(text: str, default: int) -> tuple[str, int]:

@@ -2,11 +2,11 @@
 
     state      means                                         status      connected
     --------   -------------------------------------------   ---------   ---------
-    PENDING    the engine has not answered on this socket    pending     no
-    JOINED     it answers                                    active *    yes
-    BROKEN     it did; the link tries to connect again       active *    no
-    FAILED     the socket can no longer be used              failed      no
-    PAUSED     nobody listens, by request                    paused      no
+    PENDING    the engine has not answered on this link      pending     no
+    JOINED     it has answered: the link is connected        active *    yes
+    BROKEN     the connection broke; the link reconnects     active *    no
+    FAILED     the link can no longer be used                failed      no
+    PAUSED     a request has paused the listener             paused      no
 
     * pending until the gate is open
 
@@ -17,9 +17,9 @@
         │             └───────────────────┴────────────────┴──> FAILED, PAUSED ──┐
         └────────────────────────────────────────────────────────────────────────┘
 
-A loss without a connection, in PENDING or BROKEN, changes nothing but the last error.
-`LINK_AFTER` has all of it; what has no row there is a bug, and raises KeyError. Beside the state
-stand the gate (`is_receiving`), the last error, and since when there is no connection.
+A loss without a connection, in PENDING or BROKEN, changes only the last error. `LINK_AFTER` is the
+complete table; an event without a row there is a bug, and raises KeyError. Kept beside the state
+are the gate (`is_receiving`), the last error, and the time since which there is no connection.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from enum import Enum, StrEnum
 
 from kvd.wire.stream_stats import StreamStats
 
-# Time without a connection after which a stream is stale. A rolling restart or a network that is
-# rewired takes seconds; an engine that is away for longer has most likely lost its cache, and
-# evicts or stores unheard in any case.
+# Time without a connection after which a stream is stale. A rolling restart or a rerouted network
+# takes seconds. An engine that is away for longer has most likely lost its cache; if not, it stores
+# and evicts blocks unnoticed.
 STALE_AFTER_S = 30.0
 
 
@@ -44,14 +44,14 @@ class ListenerStatus(StrEnum):
 
 
 class Quiet(StrEnum):
-    """The reason why nothing has come for `stale_after_s`, where something should have."""
+    """The reason why no message has come for `stale_after_s` although one was expected."""
 
     UNREACHABLE = "unreachable"  # there is no connection
-    SILENT = "silent"  # there is one, and no message has come over it
+    SILENT = "silent"  # there is a connection, but no message has come over it
 
 
 class LinkState(Enum):
-    """The state of a listener's socket."""
+    """The state of a listener's link."""
 
     PENDING = "pending"
     JOINED = "joined"
@@ -61,13 +61,13 @@ class LinkState(Enum):
 
 
 class LinkEvent(Enum):
-    """An event of a listener's socket."""
+    """An event of a listener's link."""
 
-    CONNECTING = "connecting"  # there is a new socket
-    JOINED = "joined"  # the engine answers
-    LOST = "lost"  # the connection broke, or broke off early; the link tries again
-    FAILED = "failed"  # the socket can no longer be used
-    PAUSED = "paused"  # nobody listens any more, by request
+    CONNECTING = "connecting"  # there is a new link
+    JOINED = "joined"  # the engine has answered
+    LOST = "lost"  # the connection, or its handshake, broke off; the link reconnects
+    FAILED = "failed"  # the link can no longer be used
+    PAUSED = "paused"  # a request has paused the listener
 
 
 LINK_AFTER: dict[tuple[LinkState, LinkEvent], LinkState] = {
@@ -76,7 +76,8 @@ LINK_AFTER: dict[tuple[LinkState, LinkEvent], LinkState] = {
     (LinkState.PENDING, LinkEvent.LOST): LinkState.PENDING,
     (LinkState.PENDING, LinkEvent.FAILED): LinkState.FAILED,
     (LinkState.PENDING, LinkEvent.PAUSED): LinkState.PAUSED,
-    # A link reports each loss before the next connection; without it, that is still a new one.
+    # A link reports each loss before the next connection. If it ever did not, this would still
+    # count as a new connection.
     (LinkState.JOINED, LinkEvent.JOINED): LinkState.JOINED,
     (LinkState.JOINED, LinkEvent.LOST): LinkState.BROKEN,
     (LinkState.JOINED, LinkEvent.FAILED): LinkState.FAILED,
@@ -86,10 +87,10 @@ LINK_AFTER: dict[tuple[LinkState, LinkEvent], LinkState] = {
     (LinkState.BROKEN, LinkEvent.FAILED): LinkState.FAILED,
     (LinkState.BROKEN, LinkEvent.PAUSED): LinkState.PAUSED,
     (LinkState.FAILED, LinkEvent.CONNECTING): LinkState.PENDING,
-    (LinkState.FAILED, LinkEvent.FAILED): LinkState.FAILED,  # no socket could be had, again
+    (LinkState.FAILED, LinkEvent.FAILED): LinkState.FAILED,  # no link could be made, again
     (LinkState.FAILED, LinkEvent.PAUSED): LinkState.PAUSED,
     (LinkState.PAUSED, LinkEvent.CONNECTING): LinkState.PENDING,
-    (LinkState.PAUSED, LinkEvent.PAUSED): LinkState.PAUSED,  # by two requests at once
+    (LinkState.PAUSED, LinkEvent.PAUSED): LinkState.PAUSED,  # two requests at once
 }
 
 STATUS: dict[LinkState, ListenerStatus] = {
@@ -121,13 +122,13 @@ class StreamLink:
         self._stats = stats
         self.stale_after_s = stale_after_s
         self.state = LinkState.PENDING
-        self.is_receiving = False  # the gate is open, and messages are taken
-        self.disconnected_since: float | None = None  # None: never connected, or connected
+        self.is_receiving = False  # the gate is open, and messages are applied
+        self.disconnected_since: float | None = None  # None: never connected, or connected now
         self.last_error: str | None = None
-        self._heard_at_join = 0  # messages before the connection was made
-        self._quiet: Quiet | None = None  # as `check_quiet` has found it the last time
-        self.quiet_since = 0.0  # when that began
-        self.quiet: Quiet | None = None  # the same, if it has lasted for `stale_after_s`
+        self._heard_at_join = 0  # number of messages before the connection was made
+        self._quiet: Quiet | None = None  # as the last `check_quiet` found it
+        self.quiet_since = 0.0  # when `_quiet` last changed
+        self.quiet: Quiet | None = None  # `_quiet`, once it has lasted for `stale_after_s`
 
     @property
     def connected(self) -> bool:
@@ -171,7 +172,7 @@ class StreamLink:
         self._advance(LinkEvent.PAUSED)
 
     def not_reached(self, why: str) -> None:
-        """Notes what an attempt to connect has met."""
+        """Notes why an attempt to connect failed."""
         if not self.connected:
             self.last_error = why
 
@@ -189,11 +190,11 @@ class StreamLink:
 
     @property
     def is_silent(self) -> bool:
-        """Returns whether nothing has come over this connection, where it could."""
+        """Returns whether the link is connected and open, and no message has come over it."""
         return self.connected and self.is_receiving and self._heard == self._heard_at_join
 
     def check_quiet(self, now: float, is_waited_for: bool) -> Quiet | None:
-        """Notes that nothing comes, if asked now and then; returns why once it has lasted.
+        """Notes that nothing comes, when called now and then; returns why, once it has lasted.
 
         A silent engine counts only while it is waited for.
         """
@@ -216,5 +217,5 @@ class StreamLink:
 
     @property
     def _heard(self) -> int:
-        """Messages that have come, of whatever shape."""
+        """The number of messages that have come, malformed ones included."""
         return self._stats.messages + self._stats.refused

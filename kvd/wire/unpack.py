@@ -1,4 +1,4 @@
-"""Reads msgpack of strangers into Python values, within bounds of memory and time."""
+"""Reads untrusted msgpack into Python values, within bounds of memory and time."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Bounds:
 def unpack(payload: bytes, bounds: Bounds) -> object:
     """Returns the one value of a payload; raises ValueError for other bytes or beyond bounds.
 
-    All arrays together may hold one full array's elements and what maps may hold. A map with one
-    key twice is refused.
+    All containers together may hold `array_elements`, plus `map_members` for each container. A map
+    that contains a key twice is refused.
 
-    An array's memory is taken at its header, so a short payload of headers could ask for gigabytes:
-    therefore the payload is first skipped through, which takes none, to see that all is there.
+    msgpack allocates an array at its header, so a short payload of headers could demand gigabytes.
+    Therefore the payload is first skipped through, without allocations, to see that it is complete.
     """
     if len(payload) > bounds.payload_bytes:
         raise ValueError("the payload is too long")
@@ -50,7 +50,7 @@ def unpack(payload: bytes, bounds: Bounds) -> object:
 
 
 class _SizeBudget:
-    """Counts what one payload is made of."""
+    """Counts the containers and elements of one payload against its bounds."""
 
     __slots__ = ("_containers", "_elements")
 

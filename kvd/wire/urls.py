@@ -1,4 +1,4 @@
-"""Reads URLs of other processes, and keeps passwords in them out of what people read."""
+"""Reads URLs of other processes, and masks passwords in texts that people read."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ PORTS = {"http": 80, "https": 443}
 UNIX_PREFIX = "unix:"
 DNS_PREFIX = "dns:"
 DNS_FORM = "dns:NAME:PORT or dns:https://NAME:PORT"
-# Longest path of a Unix socket: Linux has 108 bytes with the zero at its end.
+# Longest path of a Unix socket: Linux allows 108 bytes with the terminating zero.
 MAX_UNIX_PATH_BYTES = 107
 FORM = "http://HOST[:PORT][/PATH], or https://"
 
-# Up to the last @: a password may hold anything, commas and slashes too. Without a scheme it is no
-# URL, but may have been meant as one. The @ of ipc://@name, an abstract socket, is another one.
+# Matches up to the last @, as a password may contain anything, even commas and slashes. A text
+# without a scheme may have been meant as a URL. The @ of ipc://@name, an abstract socket, follows
+# the :// directly and does not match.
 _USER = re.compile(r"(://)[^@].*@|^[^\s/]+@", re.DOTALL)
 
 
@@ -39,15 +40,15 @@ def masked(text: str) -> str:
 
 
 def parse_url(url: str) -> Target:
-    """Reads a URL that something can be fetched from; ValueError says what is wrong with it.
+    """Reads a URL to fetch from; the text of a ValueError says what is wrong with it.
 
-    That text never holds the URL, which may have a password where nobody expects one.
+    That text never contains the URL, which may have a password in an unexpected part.
     """
     try:
         parts = urlsplit(url)
     except ValueError:
         raise ValueError(f"not a URL: expected {FORM}") from None
-    # Before anything that a reader of URLs leaves out, as urlsplit does with tabs and line ends.
+    # Check the text itself, before parts of it: urlsplit drops tabs and line ends.
     if not url.isprintable() or not parts.path.isascii() or " " in url:
         raise ValueError("the URL contains blanks, control characters or non-ASCII letters")
     if parts.scheme not in PORTS:
@@ -78,13 +79,13 @@ class DnsName(NamedTuple):
 
     host: str
     port: int
-    tls: bool  # their certificates are of the name
+    tls: bool  # the engines' certificates are issued for the name
 
 
 def parse_dns(url: str) -> DnsName | None:
-    """Reads dns:NAME:PORT or dns:https://NAME:PORT; None for what does not begin so.
+    """Reads dns:NAME:PORT or dns:https://NAME:PORT; None for a text without `dns:`.
 
-    Raises ValueError for what is wrong in it.
+    Raises ValueError for an invalid one.
     """
     if not url.startswith(DNS_PREFIX):
         return None
@@ -100,7 +101,7 @@ def parse_dns(url: str) -> DnsName | None:
 
 
 def parse_kvd(url: str) -> Target:
-    """Reads where a kvd is asked: a Unix socket, whose path is the host then, or an http: URL.
+    """Reads the address of a kvd: an http: URL, or a Unix socket, whose path becomes the host.
 
     Raises ValueError as `parse_url` does.
     """
@@ -136,7 +137,7 @@ def _port(parts: SplitResult) -> int:
         port = parts.port
     except ValueError:
         port = 0
-    # `http://host:` has the usual port as well.
+    # None, also for `http://host:`, stands for the scheme's usual port.
     if port == 0:
         raise ValueError("the port of the URL is not a number from 1 to 65535")
     return port or PORTS[parts.scheme]
