@@ -2,19 +2,20 @@
 
     clients        Client, AsyncClient: connections, and reservations that are freed
     choices        a reservation, between its booking and its end
-    indexer, slot_tracker, selection, conductor, gateway    calls of each face, and answers
+    indexer, slot_tracker, selection, conductor, gateway    calls and answers of each face
     common         calls of every face
-    selecting      members that bodies of the selection service have
-    decisions      its answers
+    selecting      members of the selection service's request bodies
+    decisions      the selection service's answers
     picture        answers that `kvd top` shows
     explanation    answers that explain a choice
-    calls          how a method becomes a call: routes, bodies, types of answers
+    calls          makes calls of methods: routes, bodies, types of answers
     exchanges      a call's attempts and pauses, without I/O
-    reading        JSON to answers
+    reading        reads JSON into answers
     connecting     addresses, tokens, TLS
-    errors         what becomes of a call instead of an answer
+    errors         the errors of calls without an answer
 
-The daemon imports nothing of this, and this nothing of the daemon but the compiled hashes.
+The daemon imports nothing of this package, which imports nothing of the daemon but the compiled
+hashes.
 """
 
 from __future__ import annotations

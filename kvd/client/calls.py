@@ -1,12 +1,12 @@
-"""A call before it is sent: its route, body and type of answer, once for all clients.
+"""A call before it is sent: its route, body and type of answer, the same for all clients.
 
     class Indexer(EveryFace[How]):
         @asked("POST /query", repeatable=True)
         def query(self, model_name: str, ...) -> Call[Scores]:
 
-The method says what to ask; `asked` makes of it a method that asks, and waits for the answer as
-the face's client does: `indexer.query(...)` of a blocking client returns Scores, that of one on
-trio has to be awaited.
+The method describes the call. `asked` turns it into a method that makes the call and waits for the
+answer in the way of the face's client: `indexer.query(...)` of a blocking client returns Scores;
+that of a client on trio has to be awaited.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ How = TypeVar("How")  # how a client waits: Blocking or Trio
 
 
 class Blocking:
-    """Marks what waits by blocking its thread."""
+    """Marks calls that block their thread while they wait."""
 
 
 class Trio:
-    """Marks what has to be awaited, in a task of trio."""
+    """Marks calls that have to be awaited, in a task of trio."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[T]):
     """A request to a face, answered by a T.
 
-    Members and parameters that are None are left out. `segment` stands for the placeholder of the
+    Members and parameters that are None are left out. `segment` replaces the placeholder in the
     route's path. With a `key` (Idempotency-Key) the call may be repeated.
     """
 
@@ -62,9 +62,9 @@ class Call(Generic[T]):
 class Route:
     """The properties that all calls of a route share.
 
-    `name` is method and path. A `repeatable` one may be asked again when its answer is lost. One
-    that `ends` something has done so if it finds nothing when it is repeated. One that `waits` may
-    be answered late, when another call has come. `statuses` are those of its answers.
+    `name` is method and path. A `repeatable` call is sent again if its answer is lost. A call that
+    `ends` something counts as successful if a repetition no longer finds it. A call that `waits`
+    may be answered only after another call. `statuses` are the statuses of its answers.
     """
 
     name: str
@@ -75,7 +75,7 @@ class Route:
 
 
 class Asker(Protocol):
-    """Asks one address, and waits in its own way."""
+    """Makes calls to one address, and waits for answers in its own way."""
 
     attempts: int
     stats: ClientStats
@@ -91,7 +91,7 @@ class Face(Generic[How]):
 
 
 class Asked(Generic[P, T]):
-    """A method that asks what `make` says."""
+    """A method that makes the call that `make` describes."""
 
     def __init__(self, make: Callable[Concatenate[Any, P], Call[T]], route: Route) -> None:
         self.make = make
@@ -123,7 +123,7 @@ class Asked(Generic[P, T]):
         return body_reader(self.answer)
 
     def exchange(self, face: Face[Any], *args: P.args, **kwargs: P.kwargs) -> Exchange[T]:
-        """Returns the exchange that the call begins."""
+        """Returns the exchange for a call with these arguments."""
         call, route = self.make(face, *args, **kwargs), self.route
         return Exchange(
             route.name,
@@ -145,7 +145,7 @@ def asked(
     waits: bool = False,
     statuses: tuple[int, ...] = (200, 201),
 ) -> Callable[[Callable[Concatenate[Any, P], Call[T]]], Asked[P, T]]:
-    """Makes a method that asks of one that says what to ask."""
+    """Decorates a method that describes a call, so that it makes the call."""
     route = Route(name, repeatable, ends, waits, statuses)
 
     def made(make: Callable[Concatenate[Any, P], Call[T]]) -> Asked[P, T]:
@@ -155,7 +155,7 @@ def asked(
 
 
 def request_of(call: Call[Any], route: Route) -> Request:
-    """Returns what a call sends."""
+    """Returns the request of a call."""
     method, _, path = route.name.partition(" ")
     if call.segment is not None:
         before, _, rest = path.partition("{")
@@ -173,7 +173,8 @@ def request_of(call: Call[Any], route: Route) -> Request:
 def encoded(body: Mapping[str, Any]) -> bytes:
     """Returns a body as JSON, without members that are None.
 
-    Sequences of all kinds become arrays. Raises ValueError and TypeError for what JSON has not.
+    All kinds of sequences become arrays. Raises ValueError or TypeError for values that JSON cannot
+    express.
     """
     given = {name: value for name, value in body.items() if value is not None}
     return json.dumps(given, separators=(",", ":"), allow_nan=False, default=list).encode()

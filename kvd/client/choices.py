@@ -1,4 +1,4 @@
-"""A reservation as its caller holds it, between the booking and its end."""
+"""A reservation in its caller's hands, between its booking and its end."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from kvd.client.selection import OUTPUT_BLOCK, PREFILL_COMPLETE, REPORT
 
 
 class Choice(Face[How]):
-    """The rank that was chosen for a request, which is booked there.
+    """The rank that was chosen for a request, with the reservation there.
 
-    `selection` is the whole answer. After the end of its block `freed` says whether the daemon has
-    freed it; if not, the reservation lasts until it expires.
+    `selection` is the whole answer. After the end of the `with` block, `freed` says whether the
+    daemon has freed the reservation; if not, it lasts until it expires.
     """
 
     def __init__(self, asker: Asker, reservation_id: str, selection: Selection) -> None:
@@ -67,5 +67,5 @@ class Choice(Face[How]):
 
 
 def new_reservation_id() -> str:
-    """Returns an id that nobody else has, so that whatever is booked under it is ours to free."""
+    """Returns a unique id, so that a booking found under it was made by this call."""
     return uuid4().hex

@@ -1,4 +1,4 @@
-"""The clients: one that blocks, one on trio; they differ in how they wait and in nothing else.
+"""The clients: one blocks, one runs on trio; they differ only in how they wait.
 
 Client, AsyncClient ── indexer, slot_tracker, ... ──> faces of calls (`calls.Asked`)
       │                                                  │ an Exchange
@@ -52,7 +52,7 @@ T = TypeVar("T")
 
 
 class _Faces(ABC, Generic[How]):
-    """The faces of a kvd, each asked at its own address."""
+    """The faces of a kvd, each called at its own address."""
 
     def __init__(
         self,
@@ -71,20 +71,20 @@ class _Faces(ABC, Generic[How]):
         attempts: int = MAX_ATTEMPTS,
         max_answer_bytes: int = MAX_ANSWER_BYTES,
     ) -> None:
-        """Takes addresses, and what the daemon wants to see; connects with the first call.
+        """Takes addresses and credentials; connects with the first call.
 
         Addresses are `http://HOST:PORT`, `https://HOST:PORT` or `unix:PATH`, by default those of
-        `kvd serve` on this machine. `token`, or what `token_file` has, is shown to all of them.
-        `ca_file` is what the daemon's certificate is checked with, instead of the system's
-        authorities; `cert_file` and `key_file` are the client's own. `timeout_s` is the longest
-        time of a call with all its attempts, of which repeatable calls have `attempts`. Proxies of
-        the environment are not used.
+        `kvd serve` on this machine. `token`, or the content of `token_file`, is sent to all faces.
+        `ca_file` has the authorities that the daemon's certificate is checked against, instead of
+        the system's; `cert_file` and `key_file` are the client's own certificate. `timeout_s`
+        limits a call with all its attempts; repeatable calls have up to `attempts`. Proxies of the
+        environment are not used.
 
-        Raises ValueError for an address or token that cannot be, OSError for a token file of no
-        use; the first call over TLS raises OSError for the other files.
+        Raises ValueError for an invalid address or token, OSError for an unusable token file; the
+        first call over TLS raises OSError for the other files.
         """
         self.stats = ClientStats()
-        self._askers: list[Any] = []  # of the faces that were asked, to be closed
+        self._askers: list[Any] = []  # of all faces that were called, to be closed
         self._addresses = {
             "indexer": Address.parse(indexer),
             "slot_tracker": Address.parse(slot_tracker),
@@ -99,7 +99,7 @@ class _Faces(ABC, Generic[How]):
         self._attempts = check_attempts(attempts)
 
     def _booking(self, reservation_id: str, wish: Wish) -> Exchange[Selection]:
-        """Returns the exchange that books under an id, and finds that booking when repeated."""
+        """Returns the exchange that books under an id; repeated, it finds the booking."""
         service: SelectionService[Any] = self.selection
         return SelectionService.select_and_reserve.exchange(
             service, reservation_id=reservation_id, idempotency_key=reservation_id, **wish
@@ -112,8 +112,8 @@ class _Faces(ABC, Generic[How]):
     def _note_unfreed(self, error: ClientError) -> bool:
         """Returns whether a reservation that could not be freed has ended all the same.
 
-        If not, it expires. That is counted and not raised: what the caller has done, or what has
-        gone wrong there, matters more.
+        If not, it lasts until it expires. That is counted and not raised, so as not to replace the
+        caller's own result or exception.
         """
         has_ended = isinstance(error, Refused) and error.status == NOT_FOUND
         self.stats.unfreed += not has_ended
@@ -121,7 +121,7 @@ class _Faces(ABC, Generic[How]):
 
     @abstractmethod
     def _asker(self, face: str) -> Asker:
-        """Returns what asks at a face's address."""
+        """Returns the asker for a face's address."""
 
     @cached_property
     def indexer(self) -> Indexer[How]:
@@ -145,25 +145,26 @@ class _Faces(ABC, Generic[How]):
 
     @cached_property
     def gateway(self) -> Gateway[How]:
-        """The gateway's own calls; its engines are asked with OpenAI's client."""
+        """The gateway's own calls; use OpenAI's client for requests to its engines."""
         return Gateway(self._asker("gateway"))
 
 
-# Calls wait for a connection in front of httpx's pools: each call that waits within one has it look
-# at all connections whenever another call begins or ends, which takes seconds for some hundreds.
+# Calls wait for a connection in front of httpx's pools, not inside: for each call waiting inside, a
+# pool checks all its connections whenever any call begins or ends, which takes seconds for hundreds
+# of calls.
 
 # ---- blocking
 
 
 class BlockingPool(NamedTuple):
-    """Connections of one kind, and room for as many calls."""
+    """A pool of connections, and a semaphore that admits as many calls."""
 
     http: httpx.Client
     room: BoundedSemaphore
 
 
 class BlockingAsker:
-    """Asks one address and blocks meanwhile; threads may share it."""
+    """Makes calls to one address and blocks meanwhile; threads may share it."""
 
     def __init__(
         self, address: Address, settings: ConnectionSettings, attempts: int, stats: ClientStats
@@ -207,7 +208,7 @@ class BlockingAsker:
             time.sleep(pause_s)
 
     def _send(self, exchange: Exchange[Any], deadline: float) -> Reply:
-        """Makes one attempt, once there is room for it."""
+        """Makes one attempt, once a connection is free for it."""
         http, room = self._waiting if exchange.waits else self._http
         if not room.acquire(timeout=_left_s(deadline)):
             raise httpx.PoolTimeout("all connections are in use")
@@ -217,7 +218,7 @@ class BlockingAsker:
             room.release()
 
     def _send_on(self, http: httpx.Client, exchange: Exchange[Any], deadline: float) -> Reply:
-        """Makes one attempt; every piece of its answer has what is left of the time."""
+        """Makes one attempt; each piece of its answer has to come within the remaining time."""
         left_s = _left_s(deadline)
         timeout = httpx.Timeout(left_s, connect=min(left_s, CONNECT_S))
         request = made(http, self._url, exchange, timeout)
@@ -266,9 +267,9 @@ class Client(_Faces[Blocking]):
             with client.reserve(model_name="m", token_ids=tokens) as choice:
                 answer = send(choice.endpoint)
 
-        The reservation is freed whatever happens: at the end of the block, when it raises, and
-        when the answer to the booking is lost. What the block raises comes out of it as it is.
-        Raises what `SelectionService.select_and_reserve` does.
+        The reservation is freed in any case: at the end of the block, when the block raises, and
+        when the answer to the booking is lost. Exceptions of the block pass through unchanged.
+        Raises what `SelectionService.select_and_reserve` raises.
         """
         reservation_id = new_reservation_id()
         booking, service = self._booking(reservation_id, wish), self.selection
@@ -285,7 +286,7 @@ class Client(_Faces[Blocking]):
             choice.freed = self._free(reservation_id)
 
     def _free(self, reservation_id: str) -> bool:
-        """Ends a reservation within FREE_S; says whether it has ended."""
+        """Ends a reservation within FREE_S; returns whether it has ended."""
         try:
             self.selection._asker.ask(self._freeing(reservation_id), FREE_S)
         except ClientError as error:
@@ -297,14 +298,14 @@ class Client(_Faces[Blocking]):
 
 
 class TrioPool(NamedTuple):
-    """Connections of one kind, and room for as many calls."""
+    """A pool of connections, and a limiter that admits as many calls."""
 
     http: httpx.AsyncClient
     room: trio.CapacityLimiter
 
 
 class TrioAsker:
-    """Asks one address while other tasks run; tasks may share it."""
+    """Makes calls to one address while other tasks run; tasks may share it."""
 
     def __init__(
         self, address: Address, settings: ConnectionSettings, attempts: int, stats: ClientStats
@@ -346,7 +347,7 @@ class TrioAsker:
         raise exchange.late(limit_s)
 
     async def _send(self, exchange: Exchange[Any]) -> Reply:
-        """Makes one attempt, once there is room for it."""
+        """Makes one attempt, once a connection is free for it."""
         http, room = self._waiting if exchange.waits else self._http
         async with room:
             return await self._send_on(http, exchange)
@@ -360,7 +361,7 @@ class TrioAsker:
                 async for piece in response.aiter_raw():
                     body += piece
                     if len(body) > limit:
-                        scope.cancel()  # which ends httpx's generators; to leave them would not
+                        scope.cancel()  # ends httpx's generators, unlike leaving the loop
         if len(body) > limit:
             raise exchange.too_long(limit)
         return reply_of(response, body)
@@ -396,10 +397,10 @@ class AsyncClient(_Faces[Trio]):
             async with client.reserve(model_name="m", token_ids=tokens) as choice:
                 answer = await send(choice.endpoint)
 
-        The reservation is freed whatever happens: at the end of the block, when it raises or is
-        cancelled, and when the answer to the booking is lost. What the block raises comes out of
-        it as it is; a cancelled one ends up to 5 s later, if the daemon is silent.
-        Raises what `SelectionService.select_and_reserve` does.
+        The reservation is freed in any case: at the end of the block, when the block raises or is
+        cancelled, and when the answer to the booking is lost. Exceptions of the block pass through
+        unchanged; a cancelled block ends up to 5 s later if the daemon is silent.
+        Raises what `SelectionService.select_and_reserve` raises.
         """
         reservation_id = new_reservation_id()
         booking, service = self._booking(reservation_id, wish), self.selection
@@ -416,7 +417,7 @@ class AsyncClient(_Faces[Trio]):
             choice.freed = await self._free(reservation_id)
 
     async def _free(self, reservation_id: str) -> bool:
-        """Ends a reservation within FREE_S, cancelled or not; says whether it has ended."""
+        """Ends a reservation within FREE_S, even when cancelled; returns whether it has ended."""
         with trio.CancelScope(shield=True):
             try:
                 await self.selection._asker.ask(self._freeing(reservation_id), FREE_S)

@@ -1,4 +1,4 @@
-"""Calls that every face has, and those of faces with replicas."""
+"""Calls that every face has, and calls of faces with replicas."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """The faults that keep prompts from matching; empty `findings`: none."""
+    """The faults that keep prompts from matching; without faults `findings` is empty."""
 
     findings: tuple[Finding, ...]
 
@@ -44,8 +44,8 @@ class PotentialLoad:
 class Listener:
     """The event stream of one rank.
 
-    `stream` says how far it can be believed: `exact`, `recovering`, `degraded` (`loss` says why)
-    or `stale`. `last_seq` is the number of the last applied batch.
+    `stream` is the stream's health: `exact`, `recovering`, `degraded` (`loss` says why) or
+    `stale`. `last_seq` is the number of the last applied batch.
     """
 
     endpoint: str
@@ -75,7 +75,7 @@ class EveryFace(Face[How]):
 
     @asked("GET /diagnose", repeatable=True)
     def diagnose(self, *, probe: bool = False) -> Call[Diagnosis]:
-        """Lists what keeps prompts from matching; with `probe` kvd tests engines, up to 10 s."""
+        """Lists faults that keep prompts from matching; with `probe`, tests engines for 10 s."""
         return Call(query={"probe": "1" if probe else None})
 
     @asked("POST /explain", repeatable=True)
@@ -85,7 +85,7 @@ class EveryFace(Face[How]):
 
     @asked("GET /explain", repeatable=True)
     def explain_request(self, request_id: str) -> Call[Explanation]:
-        """Explains the same for the prompt of a live booking."""
+        """Explains which rank would be chosen for the prompt of a live booking."""
         return Call(query={"request_id": request_id})
 
     @asked("GET /openapi.json", repeatable=True)
@@ -110,8 +110,8 @@ class EveryFace(Face[How]):
     ) -> Call[Branches]:
         """Lists a page of the branches of the prefix tree, newest first.
 
-        They are those below the branch named `above`, or else those that prompts begin with; with
-        `after` those that follow that one.
+        These are the branches below the branch named `above`, or without it those at the start of
+        prompts. With `after`, the page begins behind the branch of that name.
         """
         return Call(
             query={
@@ -125,16 +125,16 @@ class EveryFace(Face[How]):
 
 
 class WithReplicas(Face[How]):
-    """The calls of faces that replicas tell of their requests."""
+    """The calls of faces that exchange their requests with replicas."""
 
     @asked("POST /replica_sync/register_peer", repeatable=True)
     def register_replica(self, endpoint: str, *, curve_server_key: str | None = None) -> Call[None]:
-        """Has the daemon listen to the replica that publishes at an `endpoint`, tcp or ipc."""
+        """Makes the daemon listen to the replica that publishes at `endpoint`, tcp or ipc."""
         return Call({"endpoint": endpoint, "curve_server_key": curve_server_key})
 
     @asked("POST /replica_sync/deregister_peer", repeatable=True, ends=True)
     def deregister_replica(self, endpoint: str) -> Call[None]:
-        """Has the daemon listen to a replica no more."""
+        """Makes the daemon stop listening to a replica."""
         return Call({"endpoint": endpoint})
 
     @asked("GET /replica_sync/peers", repeatable=True)
@@ -144,5 +144,5 @@ class WithReplicas(Face[How]):
 
 
 def partition_members(model_name: str | None, tenant_id: str | None) -> dict[str, str | None]:
-    """Returns the parameters that narrow a list."""
+    """Returns the parameters that restrict a list to a model and tenant."""
     return {"model_name": model_name, "tenant_id": tenant_id}

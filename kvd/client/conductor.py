@@ -13,10 +13,10 @@ from kvd.client.reading import OTHERS, member
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """Leading tokens of a prompt that an instance can reuse.
+    """The number of leading tokens of a prompt that an instance can reuse.
 
-    `longest_matched` is the longest reach of a rank, `ranks` what each holds itself, `media` what
-    is on other media than the three.
+    `longest_matched` is that of its best rank. `ranks` has the tokens that each rank holds itself,
+    `media` those on media other than the three named ones.
     """
 
     longest_matched: int
@@ -29,7 +29,7 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """A publisher that is subscribed to."""
+    """A publisher that the conductor has subscribed to."""
 
     status: str
     instance_id: str
@@ -45,7 +45,7 @@ class Unregistered:
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """A publisher: how it was registered, its stream, and what came of its events."""
+    """A publisher: its registration, its stream, and the outcomes of its events."""
 
     endpoint: str = field(metadata=member("Endpoint"))
     replay_endpoint: str = field(metadata=member("ReplayEndpoint"))
@@ -106,7 +106,7 @@ class ModelContext:
 
 @dataclass(frozen=True, slots=True)
 class GlobalView:
-    """Everything that blocks are kept apart by, other faces' workers included."""
+    """All contexts that separate blocks, including those of other faces' workers."""
 
     context_count: int
     model_contexts: tuple[ModelContext, ...]
@@ -226,7 +226,7 @@ class Conductor(EveryFace[How]):
         additionalsalt: str | None = None,
         endpoint: str | None = None,
     ) -> Call[Unregistered]:
-        """Drops an instance's publishers and their blocks; what else is given narrows it."""
+        """Drops an instance's publishers and their blocks; further arguments restrict which."""
         return Call(
             {
                 "instance_id": instance_id,
@@ -248,5 +248,5 @@ class Conductor(EveryFace[How]):
 
     @asked("GET /global_view", repeatable=True)
     def global_view(self) -> Call[GlobalView]:
-        """Lists what blocks are kept apart by."""
+        """Lists the contexts that separate blocks."""
         return Call()

@@ -15,24 +15,24 @@ import httpx
 from kvd._version import VERSION
 from kvd.client.exchanges import MAX_ATTEMPTS
 
-Where = str | PathLike[str]  # of a file
+Where = str | PathLike[str]  # the path of a file
 
 UNIX = "unix:"
 
 # Longest time of a call with all its attempts and pauses: a selection may wait 25 s for a rank.
 TIMEOUT_S = 30.0
-CONNECT_S = 5.0  # of that, for a connection to be made
-FREE_S = 5.0  # for freeing a reservation, which delays a cancelled caller
-# Longest answer that is kept; a dump of a large index is longer, and may be allowed to be.
+CONNECT_S = 5.0  # part of it in which the connection has to be made
+FREE_S = 5.0  # longest time for freeing a reservation, which delays a cancelled caller
+# Longest answer that is kept. A dump of a large index is longer; a setting allows it.
 MAX_ANSWER_BYTES = 256 * 1024 * 1024
-# Connections to one address that are open at once; further calls wait for one of them. Selections,
-# which wait for what other calls free, have connections of their own.
+# Most open connections to one address; further calls wait for one of them. Selections have
+# connections of their own, since they may wait for a rank that other calls have to free.
 MAX_CONNECTIONS = 100
 MAX_WAITING_CONNECTIONS = 1000
-MAX_IDLE_CONNECTIONS = 20  # of either kind, kept open for the next calls
-IDLE_S = 5.0  # how long they are kept
+MAX_IDLE_CONNECTIONS = 20  # connections of either kind that are kept open for later calls
+IDLE_S = 5.0  # time for which they are kept
 
-# Errors of attempts without an answer: of requests never sent, and of all.
+# Errors of attempts without an answer: of requests that were never sent, and of all requests.
 NOT_SENT = (httpx.ConnectError, httpx.ConnectTimeout)
 LOST = (*NOT_SENT, httpx.NetworkError, httpx.RemoteProtocolError)
 LATE = (httpx.ReadTimeout, httpx.WriteTimeout, httpx.PoolTimeout)
@@ -77,15 +77,15 @@ class ConnectionSettings:
     max_answer_bytes: int
 
     def client_options(self) -> dict[str, Any]:
-        """Returns what httpx's clients take."""
+        """Returns the arguments for httpx's clients."""
         headers = {"user-agent": f"kvd-client/{VERSION}", "accept-encoding": "identity"}
         if self.token is not None:
             headers["authorization"] = f"Bearer {self.token}"
         return {"headers": headers, "trust_env": False, "follow_redirects": False}
 
     def transport_options(self, address: Address) -> dict[str, Any]:
-        """Returns what httpx's transports take; raises OSError for unusable files."""
-        # Without TLS no certificates are read, which takes as long as many calls.
+        """Returns the arguments for httpx's transports; raises OSError for unusable files."""
+        # Without TLS no certificates are read, as reading them takes as long as many calls.
         verify = self._tls() if address.has_tls else False
         return {"verify": verify, "uds": address.socket, "trust_env": False}
 
@@ -97,7 +97,7 @@ class ConnectionSettings:
 
 
 def limits(connections: int) -> httpx.Limits:
-    """Returns how many connections a pool has."""
+    """Returns the limits of a pool with so many connections."""
     return httpx.Limits(
         max_connections=connections,
         max_keepalive_connections=MAX_IDLE_CONNECTIONS,
@@ -108,7 +108,7 @@ def limits(connections: int) -> httpx.Limits:
 def read_token(token: str | None, token_file: Where | None) -> str | None:
     """Returns the token, if there is one.
 
-    Raises ValueError for two of them or one that cannot be, OSError for an unusable file.
+    Raises ValueError for two tokens or an impossible one, OSError for an unusable file.
     """
     if token_file is not None:
         if token is not None:

@@ -11,7 +11,7 @@ from kvd.client.indexer import Overlap
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """The speed of a rank, learned or `given`; used from a `confidence` of 0.5 on."""
+    """The speed of a rank, learned or `given`; it is used from a `confidence` of 0.5 on."""
 
     prefill_tokens_per_s: float
     base_ttft_s: float
@@ -83,7 +83,7 @@ class RecoveryShown:
 
 @dataclass(frozen=True, slots=True)
 class SharedState:
-    """The server of shared state, and who else uses it."""
+    """The server of shared state, and the replicas that use it."""
 
     server: str
     connected: bool
@@ -160,10 +160,10 @@ class WorkerLoad:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """The rank that was chosen, what it caches of the prompt, and what it will have to do.
+    """The rank that was chosen, the prompt's blocks that it caches, and its work for the prompt.
 
-    `effective_prefill_tokens` are the tokens that it has to compute. The members that may be None
-    are there if they were asked for.
+    `effective_prefill_tokens` are the tokens that it has to compute. Members that may be None are
+    set if the request asked for them.
     """
 
     model_name: str
@@ -188,9 +188,9 @@ class Chosen:
 
 @dataclass(frozen=True, slots=True)
 class Selection(Chosen):
-    """A choice; with phase `both`, that for the decode phase, and `prefill` is the other one.
+    """A choice; with phase `both`, that for the decode phase, and `prefill` has that for prefill.
 
-    `fallback` says why there is no other one although it was asked for.
+    `fallback` says why there is no `prefill` although the request asked for both phases.
     """
 
     prefill: Chosen | None = None
@@ -240,7 +240,7 @@ class Loads:
 
 @dataclass(frozen=True, slots=True)
 class RankOverlap:
-    """Blocks of a prompt that a rank caches; `..._extension_blocks` go on from the tier above."""
+    """Blocks of a prompt that a rank caches; `..._extension_blocks` continue the tier above."""
 
     worker_id: int
     dp_rank: int
@@ -274,7 +274,7 @@ class OverlapScores:
 
 @dataclass(frozen=True, slots=True)
 class ModelRegret:
-    """The expected outcomes of a model's choices beside the reported ones."""
+    """The expected outcomes of a model's choices, compared with the reported ones."""
 
     model_name: str
     tenant_id: str
@@ -292,7 +292,7 @@ class ModelRegret:
 
 @dataclass(frozen=True, slots=True)
 class RankRegret:
-    """The same of one rank."""
+    """The expected outcomes of a rank's choices, compared with the reported ones."""
 
     model_name: str
     tenant_id: str
@@ -312,7 +312,7 @@ class RankRegret:
 
 @dataclass(frozen=True, slots=True)
 class Regret:
-    """The expected outcomes of choices beside the reported ones, since the start."""
+    """The expected outcomes of all choices since the start, compared with the reported ones."""
 
     models: tuple[ModelRegret, ...]
     ranks: tuple[RankRegret, ...]
@@ -320,7 +320,7 @@ class Regret:
 
 @dataclass(frozen=True, slots=True)
 class BusyThreshold:
-    """Above which load the ranks of a model, or of one tenant, get no work; None: off."""
+    """The load above which ranks of a model, or of one tenant, get no work; None is off."""
 
     model: str
     active_decode_blocks_threshold: float | None
@@ -347,7 +347,7 @@ class ModeShown:
 
 @dataclass(frozen=True, slots=True)
 class RouterModes:
-    """The mode that holds by default, and those that calls have set."""
+    """The default mode, and the modes that calls have set."""
 
     router_mode: str
     router_modes: tuple[ModeShown, ...]
@@ -355,7 +355,7 @@ class RouterModes:
 
 @dataclass(frozen=True, slots=True)
 class PolicyShown:
-    """The router policy of a model, or of one tenant, and its weights; None: off."""
+    """The router policy of a model, or of one tenant, and its weights; None is off."""
 
     model: str
     router_policy: str
@@ -365,7 +365,7 @@ class PolicyShown:
 
 @dataclass(frozen=True, slots=True)
 class RouterPolicies:
-    """The policy that holds by default, those that calls have set, and all weights by name."""
+    """The default policy, the policies that calls have set, and the weights of every preset."""
 
     router_policy: str
     weights: Mapping[str, float | None]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 
 class ClientError(Exception):
-    """A call has no answer; the base of everything that a call raises about a daemon."""
+    """A call has no answer; the base of all errors that calls raise about a daemon."""
 
 
 class Unreachable(ClientError):
-    """Nobody answered: no connection, one that ended too early, or no answer in time.
+    """No daemon answered: no connection, one that ended too early, or no answer in time.
 
     A call that is not repeatable may have had its effect all the same.
     """
@@ -17,8 +17,8 @@ class Unreachable(ClientError):
 class Refused(ClientError):
     """The daemon refused the call, and nothing has changed.
 
-    `status` is HTTP's; `text` is what the daemon says; `retry_after_s` is when it may do better,
-    in seconds, if it said so.
+    `status` is the HTTP status, `text` the daemon's explanation. `retry_after_s` is the time in
+    seconds after which to try again, if the daemon named one.
     """
 
     def __init__(self, call: str, status: int, text: str, retry_after_s: int | None = None) -> None:
@@ -29,8 +29,8 @@ class Refused(ClientError):
 
 
 class Unauthorised(Refused):
-    """The daemon wants a token (401), or one of another scope (403)."""
+    """The daemon requires a token (401), or a token of another scope (403)."""
 
 
 class WrongAnswer(ClientError):
-    """The answer cannot be read: it is no kvd's, another face's, or that of another version."""
+    """The answer cannot be read: it is not from kvd, or from another face or version of kvd."""

@@ -1,11 +1,11 @@
-"""One call and its attempts, without I/O: the request, when it is sent again, and its result.
+"""One call and its attempts, without I/O: its request, its retries and its result.
 
     request ──> sent ──┬── answered ── its status is among `statuses` ──> `result`
                        │         └── 429 or 503 with Retry-After ──> a pause, sent again
                        │         └── anything else ──> Refused
                        └── lost: no connection, or one that ended ──> a pause, sent again
 
-Only calls that are the same when they come twice are sent again; others have one attempt.
+Only calls that have the same effect when they come twice are sent again; others have one attempt.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from kvd.client.reading import Mismatch
 
 T = TypeVar("T")
 
-# Attempts that a call has, the first included: enough for a daemon that is restarted.
+# Most attempts of a call, the first included: enough for a daemon that restarts.
 MAX_ATTEMPTS = 4
-# Pause before the second attempt; each next one is twice as long, and up to half of it is left
-# out at random, so that clients which lost the same daemon do not come back at once.
+# Pause before the second attempt; each further pause is twice as long. A random part, up to half,
+# is left out, so that clients which lost the same daemon do not all return at the same moment.
 FIRST_PAUSE_S = 0.1
-# Longest Retry-After that is waited for; the caller may do something better in a longer time.
+# Longest Retry-After that a call waits for; for a longer time the caller may have a better use.
 MAX_RETRY_AFTER_S = 5
-MAX_TEXT = 1000  # characters of a refusal that is not kvd's that its error shows
+MAX_TEXT = 1000  # characters of a refusal that an error shows, if the refusal is not kvd's
 
-RETRIED = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)  # with Retry-After
+RETRIED = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)  # given a Retry-After
 UNAUTHORISED = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
 NOT_FOUND = HTTPStatus.NOT_FOUND
 
 
 class Request(NamedTuple):
-    """A request as it is sent: `target` is path and query, percent-encoded."""
+    """A request to send; `target` is path and query, percent-encoded."""
 
     method: str
     target: str
@@ -46,7 +46,7 @@ class Request(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """A reply as it came: `retry_after` is the header, empty without it."""
+    """A received reply; `retry_after` is the header of that name, empty without it."""
 
     status: int
     retry_after: str
@@ -55,10 +55,10 @@ class Reply(NamedTuple):
 
 @dataclass(slots=True)
 class ClientStats:
-    """Counts of a client's requests and attempts so far.
+    """Counts of a client's calls so far.
 
-    `calls` were made, `retries` of their attempts were further ones; `unfreed` reservations could
-    not be freed at their end, and last until they expire.
+    `calls` counts calls, and `retries` their attempts after the first. `unfreed` counts
+    reservations that could not be freed at their end, and last until they expire.
     """
 
     calls: int = 0
@@ -80,7 +80,7 @@ class Exchange(Generic[T]):
         waits: bool,
         stats: ClientStats,
     ) -> None:
-        """Takes what `Route` and `Call` say; `attempts` is 1 for calls that are not repeatable."""
+        """Takes members of `Route` and `Call`; `attempts` is 1 for calls not to be repeated."""
         self.name = name
         self.waits = waits
         self._request = request
@@ -90,7 +90,7 @@ class Exchange(Generic[T]):
         self._ends = ends
         self._stats = stats
         self._begun = 0
-        self._futile = 0  # attempts that have certainly changed nothing: not sent, or refused
+        self._futile = 0  # attempts that certainly changed nothing: not sent, or refused
         self._reply: Reply | None = None
         self._last = ""
         stats.calls += 1
@@ -101,15 +101,15 @@ class Exchange(Generic[T]):
         return self._begun > self._futile
 
     def begin(self) -> Request:
-        """Returns what is to be sent, the first time or again."""
+        """Begins an attempt; returns the request to send."""
         self._stats.retries += self._begun > 0
         self._begun += 1
         return self._request
 
     def lost(self, error: Exception, was_sent: bool) -> float:
-        """Takes note that an attempt has no answer; returns the pause before the next one.
+        """Notes that an attempt has no answer; returns the pause before the next attempt.
 
-        Raises Unreachable after the last one.
+        Raises Unreachable after the last attempt.
         """
         self._futile += not was_sent
         self._last = str(error) or type(error).__name__
@@ -118,7 +118,7 @@ class Exchange(Generic[T]):
         return self._pause_s()
 
     def answered(self, reply: Reply) -> float | None:
-        """Takes note of a reply; returns the pause before the next attempt, None after the last."""
+        """Notes a reply; returns the pause before the next attempt, None if there is none."""
         self._futile += reply.status not in self._statuses
         self._reply = reply
         if reply.status in self._statuses or self._begun >= self._attempts:
@@ -130,7 +130,7 @@ class Exchange(Generic[T]):
         return wait_s + self._pause_s()
 
     def result(self) -> T:
-        """Returns what the last reply comes to; raises Refused or WrongAnswer."""
+        """Returns the answer that the last reply contains; raises Refused or WrongAnswer."""
         assert self._reply is not None
         status, _, body = self._reply
         if status not in self._statuses and not self._has_ended(status):
@@ -142,7 +142,7 @@ class Exchange(Generic[T]):
             raise WrongAnswer(f"{self.name}: {wrong.text}") from None
 
     def late(self, timeout_s: float) -> Unreachable:
-        """Returns the error of a call that has taken too long."""
+        """Returns the error for a call that took too long."""
         before = f"; before that: {self._last}" if self._last else ""
         return Unreachable(f"{self.name}: no answer within {timeout_s:g} s{before}")
 
@@ -153,7 +153,7 @@ class Exchange(Generic[T]):
         return WrongAnswer(f"{self.name}: the answer is longer than {max_bytes:,} bytes")
 
     def _has_ended(self, status: int) -> bool:
-        """Returns whether an attempt without an answer has done what this one finds done."""
+        """Returns whether "not found" means that an earlier attempt has ended the thing."""
         return self._ends and status == NOT_FOUND and self.may_have_effect
 
     def _pause_s(self) -> float:
@@ -161,17 +161,17 @@ class Exchange(Generic[T]):
 
 
 def _retry_after_s(reply: Reply) -> int | None:
-    """Returns what the header says in seconds; a date, which kvd does not send, counts as none."""
+    """Returns the header's seconds; None without it, or for a date, which kvd does not send."""
     text = reply.retry_after
     return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else None
 
 
 def _text(body: bytes) -> str:
-    """Returns the text of a refusal, by kvd or by something before it."""
+    """Returns the text of a refusal by kvd, or by a proxy in front of it."""
     try:
         said = json.loads(body)["error"]
-    except (ValueError, LookupError, TypeError):  # not kvd's: a proxy's page, or nothing
+    except (ValueError, LookupError, TypeError):  # not from kvd: a proxy's page, or empty
         said = body.decode(errors="replace").strip()[:MAX_TEXT]
-    if isinstance(said, dict) and "message" in said:  # the gateway's, in OpenAI's form
+    if isinstance(said, dict) and "message" in said:  # from the gateway, in OpenAI's form
         said = said["message"]
     return said if isinstance(said, str) else json.dumps(said)[:MAX_TEXT]

@@ -1,4 +1,4 @@
-"""Answers that explain a choice: docs/explain.md says what they mean.
+"""Answers that explain a choice; docs/explain.md describes them.
 
 Explanation ── choices ──> ChoiceExplained ── candidates ──> CandidateExplained
     └── timeline: what happened to the prompt's blocks
@@ -14,7 +14,7 @@ from kvd.client.selecting import Prompt
 
 
 class Question(Prompt, total=False):
-    """A prompt with what its choice depends on, or the `request_id` of a live booking."""
+    """A prompt with all that its choice depends on, or the `request_id` of a live booking."""
 
     request_id: str | None
     session_id: str | None
@@ -30,7 +30,7 @@ class Question(Prompt, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Costed:
-    """A rank that is chosen by this chance; `behind` is what it costs more than the cheapest."""
+    """A rank and its chance to be chosen; `behind` is its cost above that of the cheapest rank."""
 
     worker_id: str
     dp_rank: int
@@ -41,7 +41,7 @@ class Costed:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """Why a match went no further: the block it ended before, and what became of that block."""
+    """Why a match ended: the block before which it ended, and what happened to that block."""
 
     why: str
     at_block: int
@@ -52,7 +52,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class TierMatched:
-    """The blocks of a prompt that a rank holds on one tier, and why they end."""
+    """The blocks of a prompt that a rank holds on one tier, and why the match ends there."""
 
     tier: str
     why: str
@@ -63,7 +63,7 @@ class TierMatched:
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """A part of a cost: what it adds, with the weight that it has had."""
+    """A term of a cost: its weight, and what it adds to the cost with that weight."""
 
     name: str
     weight: float
@@ -72,7 +72,7 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class CandidateExplained:
-    """A rank beside the prompt; without workers that can be chosen only what it caches is said."""
+    """A rank compared with the prompt; where no worker can be chosen, only what the rank caches."""
 
     worker_id: str
     dp_rank: int
@@ -93,7 +93,7 @@ class CandidateExplained:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceExplained:
-    """The choice that would be made for one phase; `refusal`: why there is none."""
+    """The choice that would be made for one phase; `refusal` says why there is none."""
 
     phase: str | None
     by: str | None
@@ -110,7 +110,7 @@ class ChoiceExplained:
 
 @dataclass(frozen=True, slots=True)
 class Happened:
-    """A change to blocks of the prompt on a rank; consecutive changes of a kind are one."""
+    """A change to blocks of the prompt on a rank; consecutive changes of one kind are merged."""
 
     worker_id: str
     dp_rank: int
@@ -124,7 +124,7 @@ class Happened:
 
 @dataclass(frozen=True, slots=True)
 class Booked:
-    """The live request that was asked about."""
+    """The live request whose choice is explained."""
 
     worker_id: str
     dp_rank: int
@@ -147,7 +147,7 @@ class Chronicle:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """An explanation why a prompt goes where it goes."""
+    """An explanation of where a prompt goes, and why."""
 
     model_name: str
     tenant_id: str

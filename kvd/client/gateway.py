@@ -1,6 +1,6 @@
 """The gateway's own calls and answers: docs/gateway.md.
 
-What its engines answer, behind /v1, is OpenAI's API and asked with clients of that.
+Requests to its engines, under /v1, are OpenAI's API; use a client for that.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kvd.client.common import EveryFace
 
 @dataclass(frozen=True, slots=True)
 class Upstream:
-    """An engine behind the gateway; `problem` is why it is not used, `advice` what helps."""
+    """An engine behind the gateway; `problem` says why it is not used, `advice` what would help."""
 
     url: str
     worker_id: int
@@ -34,7 +34,7 @@ class Upstream:
 
 @dataclass(frozen=True, slots=True)
 class UpstreamName:
-    """A name that leads to engines, and how many addresses it has."""
+    """A name whose addresses are engines, and the number of these addresses."""
 
     name: str
     addresses: int
@@ -70,7 +70,7 @@ class GatewayReady:
 
 @dataclass(frozen=True, slots=True)
 class AddedUpstream:
-    """An engine that a call has added or taken out."""
+    """An engine that a call has added or removed."""
 
     url: str
     worker_id: int
@@ -81,7 +81,7 @@ class Gateway(EveryFace[How]):
 
     @asked("GET /ready", repeatable=True, statuses=(200, 503))
     def ready(self) -> Call[GatewayReady]:
-        """Returns whether a request could be served."""
+        """Returns whether a request could be served now."""
         return Call()
 
     @asked("GET /status", repeatable=True)
@@ -91,7 +91,7 @@ class Gateway(EveryFace[How]):
 
     @asked("POST /upstreams")
     def add_upstream(self, url: str, *, role: str | None = None) -> Call[AddedUpstream]:
-        """Adds an engine at an `http://` URL; with role `prefill` one that only prefills."""
+        """Adds an engine at an `http://` URL; with role `prefill`, one that only prefills."""
         return Call({"url": url, "role": role})
 
     @asked("DELETE /upstreams/{worker_id}")

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from kvd.client.calls import Call, How, asked
 from kvd.client.common import EveryFace, Listener, partition_members
 
-InstanceId = int | str  # a number, or the name by which the conductor knows the instance
+InstanceId = int | str  # a number, or the instance's name on the conductor
 
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """Leading tokens of a prompt that a worker caches.
+    """The number of leading tokens of a prompt that a worker caches.
 
-    `gpu` is its best rank on the device, `dp` each rank there; `cpu` and `disk` go on with what
-    the lower tiers have. `longest_matched` is the largest of them.
+    `dp` has the tokens on the device by rank, and `gpu` those of the best rank. `cpu` and `disk`
+    continue the match with the lower tiers. `longest_matched` is the largest of all.
     """
 
     longest_matched: int
@@ -30,9 +30,9 @@ class Overlap:
 class Scores:
     """How much of a prompt each instance and rank caches, in tokens.
 
-    `scores` has the leading tokens on the device, by instance and rank. `frequencies` has for each
-    block the number of ranks that hold it. `streams`, if it was asked for, says how far each
-    rank's events can be believed.
+    `scores` has the leading tokens on the device, by instance and rank. `frequencies` has the
+    number of ranks that hold each block. `streams`, if it was requested, has the health of each
+    rank's stream.
     """
 
     scores: Mapping[InstanceId, Mapping[int, int]]
@@ -59,7 +59,7 @@ class DeviceScores:
 
 @dataclass(frozen=True, slots=True)
 class TierHits:
-    """Blocks that a tier adds after those above it, by rank."""
+    """Blocks by which a tier continues the match of the tiers above it, by rank."""
 
     hits: tuple[tuple[Rank, int], ...]
 
@@ -82,7 +82,7 @@ class TieredScores:
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """A registered engine with its ranks; `status` and `stream` are those of its worst one."""
+    """A registered engine with its ranks; `status` and `stream` are those of its worst rank."""
 
     instance_id: InstanceId
     source: str
@@ -109,7 +109,7 @@ class DumpedBlock:
 
 @dataclass(frozen=True, slots=True)
 class DumpedRun:
-    """Blocks that follow one another, and the one before them; None at a prompt's start."""
+    """Consecutive blocks; `parent_hash` names the block before them, None at a prompt's start."""
 
     parent_hash: int | None
     start_position: None
@@ -144,7 +144,7 @@ class DumpedRow:
 
 @dataclass(frozen=True, slots=True)
 class DumpedPartition:
-    """Everything that is indexed of a model and tenant."""
+    """All indexed blocks of a model and tenant."""
 
     model_name: str
     tenant_id: str
@@ -190,9 +190,9 @@ class Indexer(EveryFace[How]):
         tenant_id: str | None = None,
         streams: bool | None = None,
     ) -> Call[Scores]:
-        """Returns what `query` does, by the prompt's local hashes (`local_hashes`).
+        """Returns the same as `query`, by the prompt's local hashes (`local_hashes`).
 
-        These contain adapter and salt.
+        The hashes cover adapter and salt.
         """
         return Call(
             {
@@ -252,7 +252,7 @@ class Indexer(EveryFace[How]):
         tenant_id: str | None = None,
         dp_rank: int | None = None,
     ) -> Call[None]:
-        """Drops an engine's rank, or all of them, and their blocks; of all tenants, or one."""
+        """Drops one rank of an engine, or all, with their blocks; for one tenant, or all."""
         return Call(
             {
                 "model_name": model_name,
@@ -271,7 +271,7 @@ class Indexer(EveryFace[How]):
 
     @asked("GET /dump", repeatable=True)
     def dump(self) -> Call[Mapping[str, DumpedPartition]]:
-        """Exports the index, by `model:tenant`; a large one is longer than `max_answer_bytes`."""
+        """Exports the index, by `model:tenant`; a large index exceeds `max_answer_bytes`."""
         return Call()
 
     @asked("POST /register_peer", repeatable=True)
@@ -281,7 +281,7 @@ class Indexer(EveryFace[How]):
 
     @asked("POST /deregister_peer", repeatable=True, ends=True)
     def deregister_peer(self, url: str) -> Call[None]:
-        """Removes an indexer from that list."""
+        """Removes an indexer from the list of peers."""
         return Call({"url": url})
 
     @asked("GET /peers", repeatable=True)
@@ -298,7 +298,7 @@ class Indexer(EveryFace[How]):
         model_name: str | None = None,
         tenant_id: str | None = None,
     ) -> Call[None]:
-        """Pauses a listener, whose stream then loses batches, where the daemon allows tests to."""
+        """Pauses a listener, whose stream then loses batches; only where the daemon allows it."""
         return Call(listener(instance_id, dp_rank, model_name, tenant_id))
 
     @asked("POST /test/resume_listener")
@@ -310,7 +310,7 @@ class Indexer(EveryFace[How]):
         model_name: str | None = None,
         tenant_id: str | None = None,
     ) -> Call[None]:
-        """Ends such a pause."""
+        """Ends the pause of a listener."""
         return Call(listener(instance_id, dp_rank, model_name, tenant_id))
 
 

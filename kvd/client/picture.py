@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-Curve = tuple[float | None, ...]  # the oldest first; None: nothing was known then
+Curve = tuple[float | None, ...]  # samples, the oldest first; None where nothing was known
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class FaceShown:
-    """A face of the daemon: its addresses, and the requests it has had."""
+    """A face of the daemon: its addresses, and the number of its requests."""
 
     name: str
     addresses: tuple[str, ...]
@@ -27,7 +27,7 @@ class FaceShown:
 
 @dataclass(frozen=True, slots=True)
 class TrafficStats:
-    """Sums since the start, and what is live and waits now."""
+    """Sums since the start, and the requests that are live and queued now."""
 
     requests: int
     events: int
@@ -72,7 +72,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Doubtful:
-    """A stream that cannot be believed, of a `worker` or a `publisher`."""
+    """A stream that is not exact, of a `worker` or a `publisher`."""
 
     of: str
     model_name: str
@@ -118,7 +118,7 @@ class RankLoad:
 
 @dataclass(frozen=True, slots=True)
 class RankShown:
-    """A rank, with what the daemon's faces say of it."""
+    """A rank, with all that the daemon's faces know about it."""
 
     model_name: str
     tenant_id: str
@@ -138,7 +138,7 @@ class RankShown:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """The daemon at a glance; `more_...` says that a list has been cut."""
+    """The daemon at a glance; `more_...` says whether a list was cut."""
 
     kvd: Process
     faces: tuple[FaceShown, ...]
@@ -171,7 +171,7 @@ class TierShown:
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """A chain of blocks, or a part of it if not `whole`, and how many `children` it has."""
+    """A chain of blocks, or a part of it if not `whole`, and the number of its `children`."""
 
     name: str
     blocks: int
@@ -182,7 +182,7 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class Branches:
-    """A page of branches; with `more`, ask for those after the last one."""
+    """A page of branches; with `more`, a call with `after` the last one returns the next page."""
 
     model_name: str
     tenant_id: str

@@ -1,10 +1,10 @@
-"""Reads answers: JSON into the values that annotations describe.
+"""Reads answers: JSON into values of annotated types.
 
-A type is read by a function that is made once. Members that a dataclass does not have are ignored,
-so that a newer daemon can say more; a member without a default has to be there.
+Each type has a reader function, made once. Members that a dataclass does not have are ignored, so
+that a newer daemon can send more; a member whose field has no default has to be there.
 
-    Mapping[int, X], Mapping[int | str, X]    names of members that are decimal numbers become such
-    member("GPU")                             the member's name where it is not the field's
+    Mapping[int, X], Mapping[int | str, X]    decimal names of members become numbers
+    member("GPU")                             names the member where the field is named otherwise
     OTHERS                                    the field takes all members that no other field has
 """
 
@@ -23,7 +23,7 @@ Read = Callable[[Any], Any]
 
 
 class Mismatch(Exception):
-    """A value is not of its type; `text` says where and why."""
+    """A value does not have its type; `text` says where and why."""
 
     def __init__(self, why: str) -> None:
         super().__init__(why)
@@ -40,14 +40,14 @@ class Mismatch(Exception):
 
 
 def member(name: str) -> Mapping[str, Any]:
-    """Returns the metadata of a field that answers call otherwise."""
+    """Returns the metadata of a field whose member has another `name`."""
     return {"name": name}
 
 
 def body_reader(kind: Any) -> Callable[[bytes], Any]:
-    """Returns what reads a body into this type; it raises Mismatch.
+    """Returns a function that reads a body into this type; it raises Mismatch.
 
-    A text is the body as it is, and None is nothing, whatever the body says.
+    For `str` it returns the body as text, and for None it ignores the body.
     """
     if kind is NoneType:
         return lambda body: None
@@ -74,7 +74,7 @@ def _as_text(body: bytes) -> str:
 
 @cache
 def reader_of(kind: Any) -> Read:
-    """Returns what reads a JSON value into this type; it raises Mismatch."""
+    """Returns a function that reads a JSON value into this type; it raises Mismatch."""
     if kind is Any:
         return lambda value: value
     if kind in _PLAIN:
@@ -148,7 +148,7 @@ def _named(name: str) -> int | str:
 _NAMES: dict[Any, Callable[[str], Any]] = {str: str, int: _decimal, int | str: _named}
 
 
-# ---- what holds others
+# ---- types that contain others
 
 
 def _union_reader(kinds: tuple[Any, ...]) -> Read:
@@ -161,7 +161,7 @@ def _union_reader(kinds: tuple[Any, ...]) -> Read:
         for each in readers[:-1]:
             try:
                 return each(value)
-            except Mismatch:  # the next one may take it
+            except Mismatch:  # the next reader may accept it
                 continue
         return readers[-1](value)
 
@@ -214,7 +214,7 @@ def _dataclass_reader(kind: Any) -> Read:
     members = {name: (field.name, hints[field.name]) for name, field in named.items()}
     required = {name for name, field in named.items() if field.default is MISSING}
     others = next((field.name for field in fields(kind) if field.metadata == OTHERS), None)
-    # Made at first use: a type may contain itself.
+    # Made at first use, since a type may contain itself.
     readers: dict[str, tuple[str, Read]] = {}
 
     def read(value: Any) -> Any:

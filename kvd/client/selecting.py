@@ -1,6 +1,6 @@
-"""Descriptions of prompts, selections and workers: the members of the selection service's bodies.
+"""Descriptions of prompts, selections and workers: members of the selection service's bodies.
 
-All are keyword arguments of the calls that take them; one that is None is as if it were not given.
+All are keyword arguments of calls; an argument that is None counts as not given.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any, TypedDict
 class Prompt(TypedDict, total=False):
     """A prompt: `token_ids`, or all of `block_hashes`, `sequence_hashes` and `isl_tokens`.
 
-    `model_name` and `tenant_id` are `default` unless given. `router_config_override` has settings
-    for this request, such as `{"router_temperature": 0.5}`.
+    `model_name` and `tenant_id` default to `default`. `router_config_override` has settings for
+    this request, such as `{"router_temperature": 0.5}`.
     """
 
     model_name: str | None
@@ -29,7 +29,7 @@ class Prompt(TypedDict, total=False):
 
 
 class Wish(Prompt, total=False):
-    """A prompt, and who may serve it how: docs/faces/selection.md explains each member."""
+    """A prompt with conditions for its choice; docs/faces/selection.md explains each member."""
 
     expected_output_tokens: int | None
     strict_priority: int | None
@@ -49,14 +49,14 @@ class Wish(Prompt, total=False):
 
 
 class SelectionWish(Wish, total=False):
-    """A wish under ids of the caller's."""
+    """A wish with ids that the caller chooses."""
 
     selection_id: str | None
     reservation_id: str | None
 
 
 class AdvisoryWish(SelectionWish, total=False):
-    """A wish; `advisory`: nothing will be sent, so that it never waits."""
+    """A wish; with `advisory`, no request will follow, so the selection never waits."""
 
     advisory: bool | None
 
@@ -101,7 +101,7 @@ class Description(TypedDict, total=False):
 
 
 class PlacedDescription(Description, total=False):
-    """A worker of a model and tenant, `default` unless given."""
+    """A worker of a model and tenant, which both default to `default`."""
 
     model_name: str | None
     tenant_id: str | None

@@ -41,13 +41,13 @@ REPORT = "POST /reservations/{reservation_id}/report"
 class SelectionService(EveryFace[How], WithReplicas[How]):
     """Names the worker that should serve a prompt, and books it.
 
-    Unknown workers and reservations are Refused with 404, contradictions with 400 or 422; with 503
-    if nobody can serve.
+    Unknown workers and reservations are Refused with 404, contradictions with 400 or 422, and
+    selections that no worker can serve with 503.
     """
 
     @asked("GET /ready", repeatable=True, statuses=(200, 503))
     def ready(self) -> Call[Ready]:
-        """Returns whether a worker can be selected."""
+        """Returns whether workers can be selected."""
         return Call()
 
     # ---- workers
@@ -74,7 +74,7 @@ class SelectionService(EveryFace[How], WithReplicas[How]):
         model_name: str | None = None,
         tenant_id: str | None = None,
     ) -> Call[tuple[WorkerRecord, ...]]:
-        """Sets all workers of a model and tenant: a `worker_id` and `put_worker`'s members each."""
+        """Sets all workers of a model and tenant: each has `put_worker`'s members."""
         return Call({"workers": workers, **partition_members(model_name, tenant_id)})
 
     @asked("PATCH /workers/{worker_id}", repeatable=True)
@@ -100,8 +100,8 @@ class SelectionService(EveryFace[How], WithReplicas[How]):
     ) -> Call[Selection]:
         """Chooses a rank and books the prompt there; waits while all are busy.
 
-        With an `idempotency_key` the call is repeated when its answer is lost, and finds the
-        booking. `reserve` of the client does that, and frees the reservation too.
+        With an `idempotency_key` the call is repeated if its answer is lost, and then finds the
+        booking. The client's `reserve` does that, and frees the reservation, too.
         """
         return Call(wish, key=idempotency_key)
 
@@ -150,7 +150,8 @@ class SelectionService(EveryFace[How], WithReplicas[How]):
     ) -> Call[None]:
         """Reports that a reservation's answer has filled another block.
 
-        With a `decay_fraction` (0 to 1) blocks that nobody shares weigh that much from then on.
+        With a `decay_fraction` (0 to 1), blocks that no other request shares weigh that much from
+        then on.
         """
         return Call({"decay_fraction": decay_fraction}, reservation_id)
 
@@ -204,7 +205,7 @@ class SelectionService(EveryFace[How], WithReplicas[How]):
         active_prefill_tokens_threshold: int | str | None = None,
         active_prefill_tokens_threshold_frac: float | str | None = None,
     ) -> Call[BusyThreshold]:
-        """Sets the thresholds of a model that are given; `"off"` disables one."""
+        """Sets the given thresholds of a model; `"off"` disables a threshold."""
         return Call(
             {
                 **partition_members(model_name, tenant_id),
@@ -218,7 +219,7 @@ class SelectionService(EveryFace[How], WithReplicas[How]):
     def revert_busy_threshold(
         self, model_name: str, *, tenant_id: str | None = None
     ) -> Call[BusyThreshold]:
-        """Takes a model's thresholds back."""
+        """Reverts a model's thresholds to the defaults."""
         return Call(query=partition_members(model_name, tenant_id))
 
     @asked("GET /router_mode", repeatable=True)
@@ -230,14 +231,14 @@ class SelectionService(EveryFace[How], WithReplicas[How]):
     def set_router_mode(
         self, model_name: str, router_mode: str | None = None, *, tenant_id: str | None = None
     ) -> Call[ModeShown]:
-        """Sets a model's router mode; without a mode it shows the one that holds."""
+        """Sets a model's router mode; without a mode, returns the present one."""
         return Call({"router_mode": router_mode, **partition_members(model_name, tenant_id)})
 
     @asked("DELETE /router_mode", repeatable=True)
     def revert_router_mode(
         self, model_name: str, *, tenant_id: str | None = None
     ) -> Call[ModeShown]:
-        """Takes a model's router mode back."""
+        """Reverts a model's router mode to the default."""
         return Call(query=partition_members(model_name, tenant_id))
 
     @asked("GET /policy", repeatable=True)
@@ -255,7 +256,7 @@ class SelectionService(EveryFace[How], WithReplicas[How]):
     ) -> Call[PolicyShown]:
         """Sets a model's router policy, by name or as `{"policy", "weights"}`.
 
-        Without a policy it shows the one that holds.
+        Without a policy it returns the present one.
         """
         return Call({"router_policy": router_policy, **partition_members(model_name, tenant_id)})
 
@@ -263,7 +264,7 @@ class SelectionService(EveryFace[How], WithReplicas[How]):
     def revert_router_policy(
         self, model_name: str, *, tenant_id: str | None = None
     ) -> Call[PolicyShown]:
-        """Takes a model's router policy back."""
+        """Reverts a model's router policy to the default."""
         return Call(query=partition_members(model_name, tenant_id))
 
     @asked("GET /dump", repeatable=True)

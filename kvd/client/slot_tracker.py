@@ -68,7 +68,7 @@ class SlotTracker(EveryFace[How], WithReplicas[How]):
         dp_size: int = 1,
         tenant_id: str | None = None,
     ) -> Call[None]:
-        """Adds a worker with ranks from `dp_start` on; Refused with 409 if it is there."""
+        """Adds a worker with ranks from `dp_start` on; Refused with 409 if it exists."""
         return Call(
             {
                 "model_name": model_name,
@@ -109,7 +109,7 @@ class SlotTracker(EveryFace[How], WithReplicas[How]):
     ) -> Call[None]:
         """Books a request on a rank, with `new_isl_tokens` to prefill.
 
-        With an `idempotency_key` the call is repeated when its answer is lost. Hashes may be
+        With an `idempotency_key` the call is repeated if its answer is lost. Hashes may be
         signed or unsigned. Refused with 409 if the id is live.
         """
         return Call(
@@ -177,5 +177,5 @@ def step(model_name: str, request_id: str, tenant_id: str | None) -> dict[str, s
 
 
 def signed(hashes: Sequence[int]) -> list[int]:
-    """Returns hashes as the signed numbers of the same bits, which alone /add takes."""
+    """Returns hashes as signed numbers of the same bits; /add takes only these."""
     return [each - 2**64 if each >= 2**63 else each for each in hashes]
