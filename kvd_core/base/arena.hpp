@@ -1,4 +1,4 @@
-// Storage that never moves what it holds, addressed by dense 32-bit ids.
+// Storage whose entries never move, addressed by dense 32-bit ids.
 //
 //   ids     0 .. 255         256 .. 511         ...
 //          +-----------+    +-----------+
@@ -6,12 +6,13 @@
 //          +-----------+    +-----------+
 //
 // Growth adds a segment: no copy, no doubling slack, no pause proportional to the size. Free
-// entries are a list threaded through the entries themselves, so giving back costs no memory:
-// `T::free_link()` is a member that means nothing while the entry is free. A struct without it, as
-// Cython's are, begins with a uint32_t that does.
+// entries form a list threaded through the entries themselves, so freeing costs no memory:
+// `T::free_link()` returns a member that is unused while the entry is free. A struct without it, as
+// Cython's are, has to begin with such a uint32_t.
 //
-// The first 16 segments are in the heap: thousands of small arenas have thousands of mappings else,
-// and a process may have 65,530. From then on 16 segments are one mapping (base/pages.hpp).
+// The first 16 segments are in the heap. Otherwise thousands of small arenas would need thousands
+// of mappings, and a process may have 65,530. Further segments share a mapping, 16 in each
+// (base/pages.hpp).
 //
 // Invariants
 //   1. an id is either live or on the free list, never both;
@@ -41,7 +42,7 @@ auto free_link(T& entry, int) -> decltype((entry.free_link())) {
 
 template <class T>
 uint32_t& free_link(T& entry, long) {
-  static_assert(std::is_standard_layout_v<T>);  // the first member is where the entry is
+  static_assert(std::is_standard_layout_v<T>);  // so the first member has the entry's address
   return reinterpret_cast<uint32_t&>(entry);
 }
 
@@ -78,7 +79,7 @@ class Arena {
     return end_++;
   }
 
-  // The next `take` finds room: it does not throw.
+  // Makes room for one entry, so that the next `take` does not throw.
   void make_room() {
     if (free_ != kNoId) return;
     if (end_ == max_ids_) throw std::length_error("kvd_core: arena is full");
@@ -95,7 +96,7 @@ class Arena {
     }
   }
 
-  // Gives back a segment behind the last id; false when there is none.
+  // Frees a segment behind the last id; false when there is none.
   bool shrink() {
     if (segments_.size() <= (size_t{end_} + kSegment - 1) >> kSegmentBits) return false;
     drop_segment();
@@ -147,14 +148,15 @@ class Arena {
   uint32_t live_ = 0;
 };
 
-// One whose entries keep the hash of their key as `hash`: it is the `Keys` of a probe table.
+// An arena whose entries keep the hash of their key as `hash`; it serves as the `Keys` of a
+// `ProbeTable`.
 template <class T>
 class HashedArena : public Arena<T> {
  public:
   uint64_t hash_of(uint32_t id) const { return (*this)[id].hash; }
 };
 
-// Spreads a number over all 64 bits, for everybody alike: tables have a keyed hash
+// Spreads a number over all 64 bits, in the same way everywhere; tables use a keyed hash instead
 // (base/keyed.hpp). Constants of the splitmix64 finalizer (Steele, Lea, Flood 2014).
 inline uint64_t mix64(uint64_t x) {
   x ^= x >> 30;
@@ -165,15 +167,16 @@ inline uint64_t mix64(uint64_t x) {
 }
 
 // Open addressing over 32-bit values whose keys live elsewhere. Linear probing, and deletion by
-// moving later entries back: a delete leaves nothing behind, so millions of deletes of absent
+// moving later entries back: a delete leaves no marker behind, so millions of deletes of absent
 // keys cost nothing and change nothing (deletes of unknown blocks are normal traffic).
 //
-// `Keys` supplies `uint64_t hash_of(uint32_t value) const`, which nobody who chooses keys can
-// foresee (base/keyed.hpp): a way is as long as the keys are many that begin at the same slot.
+// `Keys` supplies `uint64_t hash_of(uint32_t value) const`. Clients that choose keys must not be
+// able to predict it (base/keyed.hpp): a probe sequence grows with the keys that share its start.
 class ProbeTable {
  public:
   static constexpr uint32_t kEmpty = 0xffffffffu;
-  // Slots from an entry to its home that `verify` accepts: unforeseen hashes make no such way.
+  // Most slots from an entry to its home that `verify` accepts; unpredictable hashes never need as
+  // many.
   static constexpr uint32_t kFar = 4096;
 
   uint32_t size() const { return count_; }
@@ -182,7 +185,7 @@ class ProbeTable {
   void set(uint32_t index, uint32_t value) { slots_[index] = value; }
   size_t bytes() const { return slots_.capacity() * sizeof(uint32_t); }
 
-  // Makes room for `count` entries, while there are none.
+  // Makes room for `count` entries in an empty table.
   void reserve(uint32_t count) {
     uint64_t capacity = 8;
     while (count * 5ull > capacity * 4ull) capacity *= 2;
@@ -201,12 +204,12 @@ class ProbeTable {
     }
   }
 
-  // Where the way of a hash begins in a table that is not empty, and how it goes on: it ends at an
-  // empty slot. For those who cannot give `find` a lambda.
+  // The first slot of a hash's probe sequence, in a table with slots, and the slot after another;
+  // the sequence ends at an empty slot. For callers that cannot pass a lambda to `find`.
   uint32_t home(uint64_t hash) const { return static_cast<uint32_t>(hash >> 32) & mask_; }
   uint32_t next(uint32_t i) const { return (i + 1) & mask_; }
 
-  // The next `n` inserts find room: they do not throw.
+  // Makes room for `n` entries, so that the next `n` inserts do not throw.
   template <class Keys>
   void make_room(uint32_t n, const Keys& keys) {
     const uint64_t filled = (uint64_t{count_} + n) * 5;
@@ -239,8 +242,8 @@ class ProbeTable {
     --count_;
   }
 
-  // Whether all entries are near their homes, as those of a hash that nobody can foresee are: a
-  // table 4/5 full has no way of kFar slots in the age of the universe.
+  // Whether all entries are near their homes, as with an unpredictable hash: a table that is 4/5
+  // full has no probe sequence of kFar slots in the age of the universe.
   template <class Keys>
   bool is_spread(const Keys& keys) const {
     for (uint32_t i = 0; i < slots_.size(); ++i) {
@@ -249,9 +252,9 @@ class ProbeTable {
     return true;
   }
 
-  // Gives memory back after many erases; not called by erase, so that scans by index stay valid.
-  // Late, because every entry that is left must be placed again (at worst some 100 ns each). Where
-  // there is no memory for a smaller table, this one stays.
+  // Frees memory after many erases; not called by erase, so that scans by index stay valid. Shrinks
+  // late, because every remaining entry is inserted again (at worst some 100 ns each). If there is
+  // no memory for the smaller table, the old one stays.
   template <class Keys>
   void shrink(const Keys& keys) {
     if (count_ == 0) {

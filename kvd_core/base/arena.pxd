@@ -10,10 +10,10 @@ from libcpp.string_view cimport string_view
 cdef extern from "base/arena.hpp" namespace "kvd" nogil:
     uint32_t kEmpty "kvd::ProbeTable::kEmpty"
 
-    # Structs begin with a uint32_t, which means nothing while an entry is free.
+    # Structs begin with a uint32_t that is unused while an entry is free.
     cppclass HashedArena[T]:
         T& operator[](uint32_t)
-        void make_room() except +      # for one
+        void make_room() except +      # for one entry
         uint32_t take()                # after make_room
         void give(uint32_t)
         cbool shrink()
@@ -24,7 +24,7 @@ cdef extern from "base/arena.hpp" namespace "kvd" nogil:
     cppclass ProbeTable:
         uint32_t size()
         uint32_t at(uint32_t)
-        uint32_t home(uint64_t)        # not of an empty table
+        uint32_t home(uint64_t)        # only if the table has slots
         uint32_t next(uint32_t)
         void make_room[Keys](uint32_t, const Keys&) except +
         void insert[Keys](uint64_t, uint32_t, const Keys&)  # after make_room

@@ -1,26 +1,26 @@
-// Chains of blocks that go on in each other: the skeleton of the tree of cached blocks
-// (index/tree.hpp) and of the trie of live prompts (ledger/trie.hpp).
+// A tree of chains of blocks: the skeleton of the tree of cached blocks (index/tree.hpp) and of the
+// trie of live prompts (ledger/trie.hpp).
 //
-//   root ──┬─ node 4 [a b c] ──┬─ node 9 [d e]      below c a prompt goes on with d or with f
+//   root ──┬─ node 4 [a b c] ──┬─ node 9 [d e]      after c a prompt continues with d or with f
 //          │                   └─ node 5 [f]
 //          └─ node 6 [x]
 //
 //   children_   (root, a) -> 4   (root, x) -> 6   (4, d) -> 9   (4, f) -> 5
 //
-// A node is a chain of consecutive blocks; a block is the path to it. What the nodes have besides
-// is their owner's: who holds the blocks or passes through, how siblings are listed, when two
-// chains are to be one. The owner derives from `Chains` and gives it
+// A node is a chain of consecutive blocks; a block is identified by the path to it. All else is the
+// owner's: which ranks hold the blocks or which requests pass through, how siblings are listed,
+// when two chains are merged. The owner derives from `Chains` and supplies
 //
 //   Node: parent, first_hash(), chain_hashes(), chain_len()
 //   link(parent, id)       makes a node a child of another
-//   replace_child(old, id) puts a node where another is among its siblings
+//   replace_child(old, id) puts a node in another's place among its siblings
 //
 // Invariants
 //   1. siblings differ in their first hash;
 //   2. `children_` has every node but a pinned root, under (parent, first hash).
 //
-// Costs: child O(1), one probe; descend O(blocks met), as plain arrays, and one probe a node; split
-// and merge two to three entries of the table beside what the owner does.
+// Costs: child O(1), one probe; descend O(blocks matched), over plain arrays, and one probe a node;
+// split and merge two to three table entries, besides the owner's work.
 #pragma once
 
 #include <algorithm>
@@ -36,8 +36,8 @@ using NodeId = uint32_t;
 
 constexpr uint32_t kNone = 0xffffffffu;
 
-// How many of the first `n` hashes are equal. Eight at a time, because a loop that may end at each
-// element is not vectorised.
+// The length of the common prefix of `n` hashes. Compares eight at a time, because a loop that may
+// end at each element is not vectorised.
 inline size_t equal_length(const uint64_t* a, const uint64_t* b, size_t n) {
   size_t i = 0;
   for (; i + 8 <= n; i += 8) {
@@ -61,13 +61,14 @@ class Chains {
     return at == ProbeTable::kEmpty ? kNone : children_.at(at);
   }
 
-  // Goes down from `above` for at most n blocks. Calls visit(node, start, met) for each chain on
-  // the way, with the blocks before it and those met of it, and returns how many were met in all.
-  // next(above, start) is the child that begins with block `start`, or kNone; equal(node, start,
-  // most) says how many of the chain's first `most` blocks are those from `start` on, one at least.
+  // Descends from `above` for at most n blocks. Calls visit(node, start, met) for each chain on the
+  // path: `start` blocks of the prompt come before it, and `met` of its blocks match. Returns how
+  // many blocks match in all. next(above, start) returns the child that begins with block `start`,
+  // or kNone; equal(node, start, most) returns how many of the chain's first `most` blocks match
+  // the prompt from `start` on, which is one at least.
   //
-  //   a b c f y   visits   4: start 0, met 3      5: start 3, met 1; nothing below it is y
-  //   a b z                4: start 0, met 2      within the chain
+  //   a b c f y   visits   4: start 0, met 3      5: start 3, met 1; it has no child y
+  //   a b z                4: start 0, met 2      ends inside the chain
   template <class Next, class Equal, class Visit>
   size_t descend(NodeId above, size_t n, Next&& next, Equal&& equal, Visit&& visit) const {
     size_t start = 0;
@@ -84,7 +85,7 @@ class Chains {
     return start;
   }
 
-  // The same by the hashes of the chains.
+  // Descends by comparing the prompt's hashes with those of the chains.
   template <class Visit>
   size_t descend(NodeId above, const uint64_t* hashes, size_t n, Visit&& visit) const {
     return descend(
@@ -97,7 +98,7 @@ class Chains {
 
   bool is_spread() const { return children_.is_spread(*this); }
 
-  // For the table of children.
+  // The hash of a node's key; `children_` calls it.
   uint64_t hash_of(NodeId id) const {
     return child_hash(nodes_[id].parent, nodes_[id].first_hash());
   }
@@ -112,11 +113,11 @@ class Chains {
     children_.erase(at, *this);
   }
 
-  // Splits a node: `head`, a new one, comes before it. `divide` gives each its part of the chain.
+  // Splits a node in two: `head`, a new node, becomes its parent. `divide` divides the chain.
   //
   //   P ── id [a b c d e] ── kids   =>   P ── head [a b] ──── id [c d e] ── kids
   //
-  // The tail keeps the id, so neither its children nor what refers to its end need to change.
+  // The tail keeps the id, so neither its children nor references to its end need to change.
   template <class Divide>
   void split_node(NodeId id, NodeId head, Divide&& divide) {
     erase_child(id);
@@ -127,8 +128,8 @@ class Chains {
     insert_child(id);
   }
 
-  // Merges a node with its only child, which keeps its id; the caller frees the other. `join` gives
-  // the child the chain of both.
+  // Merges a node with its only child, which keeps its id; the caller frees the node. `join` gives
+  // the child both chains.
   //
   //   P ── id [a b] ──── below [c d e] ── kids   =>   P ── below [a b c d e] ── kids
   template <class Join>

@@ -1,8 +1,8 @@
 # distutils: language = c++
-"""Random numbers drawn in bulk, so that one costs no call of Python.
+"""Random numbers drawn in bulk, so that a single one needs no call into Python.
 
-They are those of the given source, in order: who reads one with `peek` and does not take it
-leaves it to the next.
+They come from the given source, in its order: a number that is read with `peek` and not taken
+is drawn by the next caller.
 """
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
 from libc.string cimport memcpy
@@ -14,10 +14,10 @@ cdef const char* HEX = b"0123456789abcdef"
 
 
 cdef class Draws:
-    """A source of uniform u64s. For one thread."""
+    """A source of uniform u64s, for one thread."""
 
     def __init__(self, random not None):
-        """Takes a random.Random, or what has its `randbytes`."""
+        """Takes a random.Random, or any object with its `randbytes`."""
         self.random = random
         self.drawn = b""
         self.marked = -1
@@ -35,7 +35,7 @@ cdef class Draws:
         return text
 
     def undrawn(self, call not None):
-        """Returns what `call()` does; the numbers that it draws are drawn once more."""
+        """Returns the result of `call()`; the numbers that it draws will be drawn again."""
         self.mark()
         try:
             return call()

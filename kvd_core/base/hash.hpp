@@ -1,4 +1,4 @@
-// Hashes of blocks: XXH3-64 exactly as Dynamo and the engines' consumers compute them.
+// Hashes of blocks: XXH3-64, exactly as Dynamo and other consumers of engines' events compute them.
 //
 //   block i:   tokens[i*B .. i*B+B)  as u32 LE ──XXH3(seed)──▶ local hash b(i)
 //   EAGLE:     tokens[i*B .. i*B+B]  (one more, windows overlap by one token)
@@ -8,9 +8,9 @@
 //
 // Invariants
 //  1. Nothing here allocates except local_hash_mm for blocks above its stack buffer.
-//  2. Whole blocks only: the caller passes how many, a partial tail never gets here.
-//  3. No LoRA and no salt leave the seed at kBaseSeed, so unsalted base-model blocks share hashes.
-// Cost: one XXH3 call a block (about 10 ns for 16 tokens); sequence hashes the same per block.
+//  2. Whole blocks only: the caller passes their number; a partial tail is never hashed.
+//  3. Without LoRA and salt the seed is kBaseSeed, so unsalted blocks of a base model share hashes.
+// Cost: one XXH3 call a block (about 10 ns for 16 tokens); a sequence hash the same.
 #pragma once
 
 #ifndef XXH_INLINE_ALL
@@ -31,7 +31,7 @@ namespace kvd {
 #error "kvd hashes tokens from memory and is written for little-endian machines"
 #endif
 
-constexpr uint64_t kBaseSeed = 1337;  // of local and of sequence hashes, Dynamo's constant
+constexpr uint64_t kBaseSeed = 1337;  // for local and sequence hashes; Dynamo's constant
 constexpr uint64_t kLoraSeed = 0;
 constexpr uint64_t kSaltSeed = 1;
 
@@ -51,7 +51,7 @@ inline uint64_t local_hash_seed(std::string_view lora_name, std::string_view sal
   return kBaseSeed + lora_term(lora_name) + salt_term(salt);
 }
 
-// Hash n windows of `window` tokens, each `stride` tokens after the one before.
+// Hashes n windows of `window` tokens, each beginning `stride` tokens after the previous one.
 // The caller guarantees (n - 1) * stride + window tokens.
 inline void window_hashes(const uint32_t* tokens, size_t n, size_t window, size_t stride,
                           uint64_t seed, uint64_t* out) noexcept {
@@ -70,8 +70,8 @@ inline void eagle_hashes(const uint32_t* tokens, size_t n_blocks, size_t block_s
   window_hashes(tokens, n_blocks, block_size + 1, block_size, seed, out);
 }
 
-// One block that holds n multimodal objects; mm must be ascending.
-// `tokens` may be an EAGLE window: pass block_size + 1 then.
+// Hashes one block that holds n multimodal objects; mm must be ascending.
+// `tokens` may be an EAGLE window; then pass block_size + 1.
 inline uint64_t local_hash_mm(const uint32_t* tokens, size_t block_size, const uint64_t* mm,
                               size_t n, uint64_t seed) {
   constexpr size_t kStackBytes = 4096;  // 960 tokens and 32 objects: no engine's block is larger

@@ -1,6 +1,6 @@
 """hash.hpp for Cython users: hashes of blocks, without Python objects.
 
-Names: `tokens` are u32, `local` and `out` are u64; counts are of what the name says.
+Names: `tokens` are u32, `local` and `out` are u64.
 """
 
 from libc.stddef cimport size_t

@@ -4,7 +4,7 @@
 
 Invariants
  1. A partial last block has no hash.
- 2. Results are unsigned 64-bit; wrong elements raise before anything is hashed.
+ 2. Results are unsigned 64-bit; invalid elements raise before any block is hashed.
 Cost: about 8 ns a token, nearly all of it for unpacking the list.
 """
 
@@ -59,7 +59,7 @@ def eagle_hashes(tokens, block_size, lora_name=None, cache_salt=None):
 def local_hash_mm(tokens, mm_hashes, lora_name=None, cache_salt=None):
     """Returns the local hash of one block that holds multimodal objects, in any order.
 
-    tokens: all of the block's, for EAGLE one more than the block size; mm_hashes: unsigned
+    tokens: all tokens of the block, for EAGLE one more than the block size; mm_hashes: unsigned
     64-bit. Errors as in local_hashes.
     """
     cdef vector[uint32_t] unpacked = _u32s(tokens)

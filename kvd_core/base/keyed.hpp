@@ -1,22 +1,21 @@
-// The hash of tables whose keys outsiders choose: each table of each process has its own.
+// The hash of tables whose keys clients and engines choose: each table has random keys of its own.
 //
 //   a ──^ k0──× k1──fold──^ b──× k2──fold──> 64 bits     fold: both halves of the 128-bit product,
 //                                                              xored
 //
-// Names of blocks, hashes of prompts and ids of requests come from outside in bulk. A mixer that
-// everybody knows can be run backwards: a batch of 100,000 names that all begin at one slot of a
-// probe table costs the square of that, 22 s. So three numbers are drawn from the operating system
-// for each table. Both factors are odd and unknown: how the products of two keys differ depends on
-// all bits of k1 and of the keys, and is unknown before the second product spreads it again. So a
-// difference between keys that makes hashes collide in one process does nothing in the next.
+// Names of blocks, hashes of prompts and ids of requests come from outside in bulk. A public mixing
+// function can be inverted: a batch of 100,000 names that all begin at one slot of a probe table
+// takes time quadratic in their number, 22 s. So three numbers are drawn from the operating system
+// for each table. Both factors are odd and secret. How the products of two keys differ depends on
+// all bits of k1 and of the keys, and stays unknown until the second product spreads it again. So a
+// difference between keys that makes hashes collide in one process does not in the next.
 //
-// What it does not give: it is no cryptographic function. An observer of hashes, or of the time of
-// single probes, might learn of the numbers; neither hashes nor the order of a table leave the
-// process. Within one table equal keys have equal hashes for its life: the numbers are never drawn
-// anew.
+// This is no cryptographic function. An observer of hashes, or of the time of single probes, might
+// infer the numbers; but neither hashes nor the order of a table leave the process. A table keeps
+// its numbers for life, so equal keys have equal hashes in it.
 //
-// Costs: two multiplications, about 3 ns; texts a multiplication for each 8 bytes; a system call
-// for each hash that is made, some 0.3 us.
+// Costs: two multiplications, about 3 ns; for texts one multiplication for each 8 bytes; a system
+// call for each KeyedHash that is made, some 0.3 us.
 #pragma once
 
 #include <unistd.h>
@@ -40,7 +39,7 @@ class KeyedHash {
     second_ |= 1;
   }
 
-  // Of a key, or of a key and a number; any of both may be the outsider's choice.
+  // The hash of a key, or of a key and a number; outsiders may choose both.
   uint64_t operator()(uint64_t a, uint64_t b = 0) const noexcept {
     return fold(fold(a ^ mask_, first_) ^ b, second_);
   }
@@ -64,7 +63,7 @@ class KeyedHash {
   }
 
   void draw() {
-#ifdef FUZZING_BUILD_MODE_UNSAFE_FOR_PRODUCTION  // what a fuzzer has found is found again
+#ifdef FUZZING_BUILD_MODE_UNSAFE_FOR_PRODUCTION  // fixed, so that a fuzzer's finding is repeatable
     mask_ = 0x243f6a8885a308d3ull;
     first_ = 0x13198a2e03707344ull;
     second_ = 0xa4093822299f31d0ull;
@@ -81,8 +80,8 @@ class KeyedHash {
   uint64_t mask_, first_, second_;
 };
 
-// Whether the buckets of a table of the standard library are as short as a hash makes them that
-// nobody can foresee; entries of equal keys stand side by side and count once.
+// Whether the buckets of a standard library table are as short as an unpredictable hash makes them;
+// entries of equal keys are adjacent and count once.
 template <class Table>
 bool is_spread(const Table& table) {
   constexpr size_t kMost = 64;

@@ -7,8 +7,8 @@
 //  1. p_ <= end_ always; no byte at or after end_ is read.
 //  2. A reader (array, map, text, ...) either takes the next value's head and returns true, or
 //     returns false and leaves the cursor where it was, so that the caller may skip() the value.
-//  3. A broken framing (value past the end, the byte 0xc1) is remembered: from then on every
-//     reader returns false and skip() does nothing. Where the next value starts is unknown then.
+//  3. A broken framing (a value past the end, the byte 0xc1) is remembered: from then on every
+//     reader returns false and skip() does nothing, as the start of the next value is unknown.
 //  4. skip() keeps a count of values to come instead of a stack, so nesting of any depth costs no
 //     memory and a claimed length of 2^32 - 1 ends at the first missing byte.
 // Cost: skip is one switch a value; read_u32s 1.3 ns an element, 2 ns where widths mix.
@@ -90,7 +90,7 @@ enum Tag : uint8_t {  // first bytes of values; ranges are tested by the readers
 
 }  // namespace wire
 
-// Equality of the `Word`s at every offset, the last one overlapping the one before.
+// Compares `Word` by `Word`; the last word overlaps the one before it.
 template <class Word>
 bool same_words(const char* p, const char* q, size_t size) noexcept {
   for (size_t at = 0;; at += sizeof(Word)) {
@@ -103,7 +103,7 @@ bool same_words(const char* p, const char* q, size_t size) noexcept {
   }
 }
 
-// Equality of short texts without the call that memcmp costs.
+// Compares short texts without a call of memcmp.
 inline bool same_text(std::string_view a, std::string_view b) noexcept {
   if (a.size() != b.size()) return false;
   if (a.size() >= 8) return same_words<uint64_t>(a.data(), b.data(), a.size());
@@ -121,7 +121,7 @@ class Cursor {
   Wholeness framing() const noexcept { return framing_; }
   bool broken() const noexcept { return framing_ != Wholeness::WHOLE; }
 
-  // Only to a place this cursor has been at; what was broken stays broken.
+  // Moves back to a position where this cursor has been; a broken framing stays broken.
   void back_to(const uint8_t* at) noexcept { p_ = at; }
 
   bool nil() noexcept {
@@ -195,7 +195,8 @@ class Cursor {
     return integer(&ignored);
   }
 
-  // False, and a broken framing, when so many values cannot be in what is left.
+  // Returns false, and marks the framing as broken, if the remaining bytes cannot hold so many
+  // values.
   bool expect(size_t values) noexcept { return !broken() && has(values); }
 
   // Takes `count` unsigned integers below 2^32. False leaves the cursor somewhere inside.
@@ -204,7 +205,7 @@ class Cursor {
     while (out != stop) {
       out = read_common_u32s(out, stop);
       if (out == stop) break;
-      Integer value;  // near the end, or a width that no encoder chooses for a token
+      Integer value;  // near the end of the payload, or of a width that encoders avoid for tokens
       if (!integer(&value) || value.negative || value.bits > UINT32_MAX) return false;
       *out++ = static_cast<uint32_t>(value.bits);
     }
@@ -257,7 +258,8 @@ class Cursor {
     return true;
   }
 
-  // The widths every engine's encoder uses for token ids, without calls or bounds checks.
+  // Reads the widths that all engines' encoders use for token ids, without calls or bounds checks
+  // for each width.
   uint32_t* read_common_u32s(uint32_t* out, uint32_t* stop) noexcept {
     constexpr ptrdiff_t kWidest = 5;  // bytes of a uint32 with its tag
     const uint8_t* p = p_;
@@ -292,7 +294,7 @@ class Cursor {
     return true;
   }
 
-  // Length field of `width` bytes after the tag, 0 when it is cut off (and framing_ says so).
+  // The length field of `width` bytes after the tag; 0, with a broken framing, if it is cut off.
   uint64_t length(size_t width) noexcept {
     return has(1 + width) ? wire::big_endian(p_ + 1, width) : 0;
   }

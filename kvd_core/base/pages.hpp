@@ -1,11 +1,10 @@
-// Memory in mappings of its own, for what is large.
+// Large memory, in mappings of its own.
 //
-// The C library's heap gives back what is free at its end, and nothing below the last byte in use.
-// An index that has shrunk leaves holes between what Python and libzmq hold on to, and they stay
-// resident. What is mapped here is gone the moment that it is freed.
+// The C library's heap returns free memory only from its end, nothing below the last byte in use.
+// An index that has shrunk leaves holes between memory that Python and libzmq still use, and these
+// stay resident. A mapping returns to the operating system as soon as it is freed.
 //
-// Costs: a mapping and its end some 2 us, and each page the kernel's clearing of it, 0.1 to 0.25
-// us.
+// Costs: some 2 us to map and unmap, and 0.1 to 0.25 us a page, which the kernel clears.
 #pragma once
 
 #include <sys/mman.h>
@@ -18,8 +17,8 @@
 
 namespace kvd {
 
-#ifdef FUZZING_BUILD_MODE_UNSAFE_FOR_PRODUCTION  // a fuzzer says when the heap is full
-inline uint64_t heap_left = UINT64_MAX;          // how often memory can be had
+#ifdef FUZZING_BUILD_MODE_UNSAFE_FOR_PRODUCTION  // a fuzzer decides when the heap is full
+inline uint64_t heap_left = UINT64_MAX;          // allocations that still succeed
 inline bool heap_is_full() { return heap_left == 0 || heap_left-- == 0; }
 #else
 constexpr bool heap_is_full() { return false; }
@@ -35,17 +34,17 @@ inline void* map_pages(size_t bytes) {
 
 inline void unmap_pages(void* memory, size_t bytes) { munmap(memory, bytes); }
 
-// Memory of the heap, as it happens to be, or null where there is none; to be freed with std::free.
+// Uninitialised memory from the heap, or null without any left; free it with std::free.
 inline void* try_heap(size_t bytes) { return heap_is_full() ? nullptr : std::malloc(bytes); }
 
-// The same; throws std::bad_alloc where there is none.
+// Like try_heap, but throws std::bad_alloc without memory.
 inline void* take_heap(size_t bytes) {
   void* memory = try_heap(bytes);
   if (memory == nullptr) throw std::bad_alloc();
   return memory;
 }
 
-// For vectors that may become large; small ones are in the heap as any other's.
+// The allocator of vectors that may become large; small ones are in the heap as usual.
 template <class T>
 struct PageAllocator {
   static constexpr size_t kMapped = 64 * 1024;

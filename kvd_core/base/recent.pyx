@@ -14,24 +14,24 @@ cdef class Recent:
         self.c.note(number, PyBytes_AS_STRING(payload), PyBytes_GET_SIZE(payload))
 
     def skip(self, uint64_t first, uint64_t stop):
-        """Notes that nothing has come for the numbers first .. stop - 1."""
+        """Notes that no batch has come for the numbers first .. stop - 1."""
         if first < stop:
             self.c.skip(first, stop)
 
     def skipped(self, uint64_t number):
-        """Returns whether nothing has come for one of the last SIZE numbers."""
+        """Returns whether no batch has come for a number, which is one of the last SIZE."""
         return self.c.skipped(number)
 
     def holds(self, uint64_t number, bytes payload not None):
-        """Returns whether this very batch was noted under this number, as the last of its slot."""
+        """Returns whether this very batch was noted, and no later one in its slot."""
         return self.c.holds(number, PyBytes_AS_STRING(payload), PyBytes_GET_SIZE(payload))
 
     def digests(self):
-        """Returns what is remembered, for `recall` in another process."""
+        """Returns all digests, for `recall` in another process."""
         return PyBytes_FromStringAndSize(<const char*>self.c.digests(), kRecent * sizeof(uint64_t))
 
     def recall(self, bytes digests not None):
-        """Remembers what another one has; ValueError if this is not what `digests` gives."""
+        """Takes over another one's digests; ValueError unless they have the form of `digests`."""
         if <size_t>PyBytes_GET_SIZE(digests) != kRecent * sizeof(uint64_t):
             raise ValueError("not the digests of recent batches")
         self.c.recall(PyBytes_AS_STRING(digests))

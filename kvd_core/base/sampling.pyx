@@ -1,8 +1,8 @@
-"""Samples the requests whose steps observers get, where all of them would cost too much.
+"""Samples the requests whose steps observers are notified of, where all would cost too much.
 
-A request is taken if the hash of its id ends with enough zeros, so all its steps are or none. When
-more are taken than the rate allows, the mask grows by a bit at once; when few are, it loses one at
-the next question. Cost: the hash of an id, some 50 ns.
+A request is taken if the hash of its id ends with enough zero bits, so that either all its steps
+are taken or none. When more are taken than the rate allows, the mask grows by a bit at once; when
+few are, the next `adjust` removes a bit. Cost: the hash of an id, some 50 ns.
 """
 from cpython.object cimport PyObject_Hash
 

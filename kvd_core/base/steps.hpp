@@ -1,13 +1,13 @@
-// What a slice of long work may still do: steps, and time.
+// The budget of a slice of long work, in steps and in time.
 //
-// A step is what takes 0.1 us at most; who works counts them. So what a slice does is the same on
-// every machine, and small work never reads a clock. But a count is as good as what a step really
-// takes: where that is far more (input that nobody has thought of), the slice ends when it has
-// taken kSlack times as long as its steps should. No sum of steps can stop everybody else. The time
-// is the thread's own: what others take of the core is none of the work, and how it is cut does not
-// depend on them.
+// A step is work of at most 0.1 us; the worker counts its steps. So a slice does the same work on
+// every machine, and small work never reads a clock. But a count is only as good as its steps:
+// where they take far longer (with input that nobody has thought of), the slice ends once it has
+// taken kSlack times as long as its steps should. So no slice can hold up the loop for long. Only
+// the thread's own CPU time counts, so that other processes on the core do not change where work is
+// divided.
 //
-// Costs: a clock read, some 0.2 us, each kCheckEvery steps.
+// Costs: a clock read, some 0.2 us, every kCheckEvery steps.
 #pragma once
 
 #include <time.h>
@@ -20,11 +20,11 @@ namespace kvd {
 
 class Steps {
  public:
-  // INT64_MAX: all there is, however long it takes.
+  // INT64_MAX: no limit, neither of steps nor of time.
   explicit Steps(int64_t budget)
       : budget_(budget), left_(budget), check_at_(budget - kCheckEvery) {}
   bool left() const { return left_ > 0; }
-  int64_t rest() const { return left_; }  // negative when more was done
+  int64_t rest() const { return left_; }  // negative when more was taken
 
   void take(size_t steps) {
     left_ -= static_cast<int64_t>(steps);
@@ -33,7 +33,7 @@ class Steps {
 
  private:
   static constexpr int64_t kCheckEvery = 512;
-  // Times that a slice may take of what its steps should take, before the clock ends it.
+  // Factor by which a slice may exceed the time of its steps before the clock ends it.
   static constexpr int64_t kSlack = 5;
   static constexpr int64_t kLongest = int64_t{1} << 32;  // steps; seven minutes
   static constexpr int64_t kStepNs = 100;
@@ -57,7 +57,7 @@ class Steps {
 
   int64_t budget_, left_, check_at_;
   bool began_ = false;
-  int64_t until_ = 0;  // thread's time
+  int64_t until_ = 0;  // in the thread's CPU time
 };
 
 }  // namespace kvd

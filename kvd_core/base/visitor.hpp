@@ -1,4 +1,4 @@
-// A visitor for callers without lambdas: a function, and the state that it is called with.
+// A visitor for callers without lambdas: a function and the state to call it with.
 #pragma once
 
 #include <cstdint>

@@ -1,11 +1,11 @@
-"""Batches of engines to events, without a Python object for any of them.
+"""Decodes engines' batches into events, without a Python object for any event.
 
-events.hpp                   a batch from its bytes to a sink, in slices
+events.hpp                   decodes a batch for a sink, in slices
 reader.hpp, types.hpp, scratch.hpp
-                             one event in every form that engines send; the vocabulary; where
-                             events wait for their rank
-block_identity.hpp           salts and media that distinguish blocks of equal tokens
-publisher.hpp                the publisher that a batch names
-split                        where the events of a payload are
-decoder                      the decoder's view as plain values, for tests and tools
+                             reads one event, in every form that engines send; the decoder's
+                             types; memory where events wait for their rank
+block_identity.hpp           reads salts, images and sounds that distinguish blocks of equal tokens
+publisher.hpp                finds the publisher that a batch names
+split                        finds the events of a payload without reading them
+decoder                      decodes a batch into plain Python values, for tests and tools
 """

@@ -1,17 +1,17 @@
-// What distinguishes blocks of equal tokens: a cache salt, and the images or sounds they hold.
+// Reads what distinguishes blocks of equal tokens: a cache salt, and the images or sounds in them.
 //
 //   extra_keys      [nil, ["adapter", ["<64 hex digits>", -12], "salt"], ...]    one entry a block
 //   block_mm_infos  [nil, {"mm_objects": [{"mm_hash": u64}, ...]}, ...]          likewise
 //        ──▶ event.salt, and mm[mm_begin[i] .. mm_begin[i + 1]) for block i
 //
 // Invariants
-//  1. Objects come from block_mm_infos where it names any, else from extra_keys. The salt comes
-//     from a member of its own where given, else from the first block's extra_keys; those never
-//     salt a block below a parent: its chain has its salt already.
-//  2. mm_begin is made only when some block has an object; lists may be longer or shorter than the
-//     hashes, blocks without an entry have nothing.
-//  3. A list that is not as above leaves the vectors as they were.
-// Cost: a byte compared a block when all entries are nil, as they are for plain text.
+//  1. Objects come from block_mm_infos if it names any, else from extra_keys. The salt comes from a
+//     member of its own if given, else from the first block's extra_keys. These never salt a block
+//     below a parent, whose chain has its salt already.
+//  2. mm_begin is made only if some block has an object. Lists may be longer or shorter than the
+//     hashes; a block without an entry has no object.
+//  3. A list of another form leaves the vectors as they were.
+// Cost: one byte compared a block if all entries are nil, as for plain text.
 #pragma once
 
 #include <algorithm>
@@ -35,8 +35,8 @@ class BlockIdentity {
   BlockIdentity(const uint8_t* end, Scratch& scratch, PendingStored& pending)
       : end_(end), scratch_(scratch), pending_(pending), event_(pending.event) {}
 
-  // The lists' heads, known to be whole; nullptr when there is none. False when one is not of its
-  // shape. A list from the tail of an array event that is none of mm_infos may be anything else.
+  // Takes the heads of lists that are complete, nullptr for none; returns false if one has another
+  // form. A list from the tail of an array event need not be mm_infos; then it is ignored.
   bool read(const uint8_t* mm_infos, bool infos_from_tail, const uint8_t* extra_keys) {
     if (mm_infos != nullptr) {
       const auto take_info = [this](Cursor& in, bool) { return read_mm_info(in); };
@@ -77,7 +77,7 @@ class BlockIdentity {
     return good;
   }
 
-  static bool all_nil(const uint8_t* entries, uint32_t count) {  // the list is known to be whole
+  static bool all_nil(const uint8_t* entries, uint32_t count) {  // the list is complete
     return std::all_of(entries, entries + count, [](uint8_t tag) { return tag == wire::NIL; });
   }
 
@@ -106,7 +106,7 @@ class BlockIdentity {
     return true;
   }
 
-  // Takes a map; calls read at what `name` is, unless nil, and passes over the others.
+  // Takes a map; calls `read` at the value of `name`, unless it is nil, and skips other members.
   template <class Read>
   static bool each_member(Cursor& in, std::string_view name, Read read) {
     uint32_t count;
@@ -124,9 +124,9 @@ class BlockIdentity {
     return true;
   }
 
-  // vLLM's list of a block, in this order: adapter, [item id, offset]..., salt (block 0 only).
-  // Nothing is read from a list that holds anything but texts and such pairs: it is not vLLM's,
-  // and its bare texts need not be salts.
+  // Reads vLLM's list of a block, in this order: adapter, [item id, offset]..., salt (block 0
+  // only). A list with anything but texts and such pairs is ignored: it is not vLLM's, and its
+  // bare texts need not be salts.
   bool read_keys(Cursor& in, bool first, bool has_infos) {
     uint32_t count;
     if (in.nil()) return true;
@@ -137,7 +137,7 @@ class BlockIdentity {
     for (; count != 0; --count) {
       if (in.text(&text)) {
         if (!adapter.empty() && text == adapter) {
-          adapter = {};  // once only: a salt may be called like the adapter
+          adapter = {};  // once only, as a salt may equal the adapter's name
         } else if (is_digest(text)) {
           scratch_.mm.push_back(item_hash(text));
         } else if (text.substr(0, kDynamoSaltTag.size()) == kDynamoSaltTag) {
@@ -158,7 +158,7 @@ class BlockIdentity {
     return true;
   }
 
-  // [id, offset]; anything else is passed over.
+  // Takes [id, offset]; skips any other value and returns false.
   static bool take_item(Cursor& in, std::string_view* id) {
     const uint8_t* start = in.at();
     uint32_t count;
@@ -180,7 +180,7 @@ class BlockIdentity {
            std::all_of(text.begin(), text.end(), [](char c) { return hex_digit(c) >= 0; });
   }
 
-  // Newer Dynamo takes the first 16 digits of a digest; other ids have no rule to agree with.
+  // Newer Dynamo uses the first 16 digits of a digest; for other ids there is no common rule.
   static uint64_t item_hash(std::string_view id) {
     if (!is_digest(id)) return xxh3(id.data(), id.size(), 0);
     uint64_t hash = 0;

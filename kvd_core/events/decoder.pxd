@@ -1,6 +1,6 @@
-"""events.hpp for Cython users: what one engine batch says, as structs.
+"""events.hpp for Cython users: the events of one engine batch, as structs.
 
-Pointers and string_views hold during the sink's call only.
+Pointers and string_views are valid during the sink's call only.
 """
 
 from libc.stddef cimport size_t
@@ -15,10 +15,10 @@ cdef extern from "events/events.hpp" namespace "kvd" nogil:
         HOST
         DISK
         EXTERNAL
-        UNKNOWN  # a medium that no table knows
+        UNKNOWN  # a medium that the table does not have
 
     cdef enum class GroupKind(uint8_t):
-        NONE  # not said
+        NONE  # the event does not say
         FULL
         WINDOW
         OTHER
@@ -58,7 +58,7 @@ cdef extern from "events/events.hpp" namespace "kvd" nogil:
         GroupKind kind
         bool remote
         int32_t group  # -1 absent
-        const uint32_t* remaining  # copies that are left of each, or NULL
+        const uint32_t* remaining  # copies of each block that are left, or NULL
 
     cdef cppclass ClearedEvent:
         Tier tier  # meaningful when has_tier
@@ -72,7 +72,7 @@ cdef extern from "events/events.hpp" namespace "kvd" nogil:
 
     cdef struct BatchResult:
         uint32_t events  # framed elements of the event list
-        uint32_t bad  # calls of the sink's bad
+        uint32_t bad  # calls of the sink's `bad`
         uint32_t ignored  # events tagged "Ignored"
 
     cdef cppclass Scratch:

@@ -2,9 +2,9 @@
 
   payload ──decode_batch──▶ Recorder (the sink) ──▶ Batch of dicts
 
-The index does not pass here: its own sink takes the structs. Invariants
- 1. Any bytes give a Batch; nothing but a non-bytes argument raises.
- 2. A Batch holds exactly what a sink saw, in its order.
+The index does not use this: its own sink takes the structs. Invariants
+ 1. Any bytes give a Batch; only an argument that is not bytes raises.
+ 2. A Batch holds exactly what a sink was given, in the same order.
 Cost: about 2 µs an event.
 """
 
@@ -93,7 +93,7 @@ cdef class _Seen:
 
 
 def decode(bytes payload not None):
-    """Returns all that a sink is given of one payload, as a Batch; never fails on its content.
+    """Returns all that a sink is given for one payload, as a Batch; no content makes it fail.
 
     begun is False when the batch is refused whole; rank is None when the payload names none.
     Stored events: hashes, parent (or None), tokens, pairs, block_size (0 absent), tier, kind,
@@ -114,7 +114,7 @@ def decode(bytes payload not None):
 
 
 def publisher(bytes payload not None):
-    """Returns the 16 bytes by which a batch names its publisher, empty where it does not."""
+    """Returns the 16 bytes of the publisher's id in a batch, b"" if it names none."""
     cdef const uint8_t* data = <const uint8_t*><const char*>payload
     cdef const uint8_t* found = publisher_of(data, <size_t>len(payload), NULL)
     return b"" if found == NULL else found[:kPublisherBytes]

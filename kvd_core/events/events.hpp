@@ -1,4 +1,4 @@
-// From the bytes of one engine batch to index events.
+// Decodes the bytes of one engine batch into index events.
 //
 //   batch   [ts, [event, ...], rank?, ...]   or   {"ts":, "events": [...], "dp_rank":, ...}
 //
@@ -7,19 +7,19 @@
 //                        sink.begin, stored, removed, cleared, bad ◀┘
 //
 // A payload may be megabytes long, so it is read and applied in slices (SlicedBatch). Reading stops
-// between two events, applying also inside of one.
+// between two events, applying also inside of an event.
 //
 // Invariants
-//  1. The rank comes after the events on the wire, but the sink hears it first: events wait in
-//     Scratch, so each byte is read once. Nothing is emitted of a batch that is refused whole.
-//  2. An event that cannot be used costs exactly itself: its value is skipped, its Reason counted,
-//     its siblings stay.
+//  1. The rank comes after the events on the wire, but the sink gets it first. So events wait in
+//     Scratch, and each byte is read once. A batch that is refused whole emits nothing.
+//  2. An unusable event affects only itself: its value is skipped, its Reason counted, and the
+//     other events of the batch are applied.
 //  3. When the msgpack framing breaks, the events before the break count, one Reason is given, and
 //     the rank is the one read so far, if any.
-//  4. Claimed lengths reserve nothing, nesting costs no stack: any bytes end in time and memory
-//     proportional to their number.
-//  5. What a sliced batch has done when it is over does not depend on the slices.
-// Cost: 0.4 to 1 ns a byte; the parts say more.
+//  4. Claimed lengths allocate nothing, and nesting uses no stack: time and memory are proportional
+//     to the number of bytes.
+//  5. The result of a sliced batch does not depend on the slices.
+// Cost: 0.4 to 1 ns a byte; the headers of the parts have details.
 #pragma once
 
 #include <algorithm>
@@ -36,21 +36,21 @@
 
 namespace kvd {
 
-// Longest batch: counts of tokens, hashes and events are 32 bits wide. Receiving sockets are
-// limited far below.
+// Longest batch: counts of tokens, hashes and events are 32 bits wide. The limit of receiving
+// sockets is far lower.
 constexpr size_t kMaxPayloadBytes = size_t{1} << 31;
 
-// Blocks of an event applied between two checks of what the slice may still do. An event of more
-// blocks with tokens counts as several: to recognise a second copy, the blocks have to be seen
-// together.
+// Blocks of an event that are applied between two checks of the slice's budget. An event of more
+// blocks with tokens is applied as several events, since recognising a second copy needs all blocks
+// of an event together.
 constexpr uint32_t kBlocksAtOnce = 8192;
 constexpr uint32_t kHashesAtOnce = 512;  // hashes without tokens applied between two such checks
-// What that takes, in steps of 0.1 us.
+// Costs in steps of 0.1 us.
 constexpr size_t kStepsABlock = 5;
 constexpr size_t kStepsAName = 8;
 constexpr size_t kStepsARemoval = 4;
-constexpr size_t kSlotsAStep = 4;   // of a names table, for a clear
-constexpr size_t kBytesAStep = 64;  // of an event that is read; it is one step besides
+constexpr size_t kSlotsAStep = 4;   // slots of a names table, for a clear
+constexpr size_t kBytesAStep = 64;  // bytes of an event that is read, besides one step for it
 
 namespace decoding {
 
@@ -77,7 +77,7 @@ class BatchReader {
   uint32_t rank = 0;
   BatchResult result = {};
 
-  // Reads on, an event at least; false when all is read.
+  // Reads further, at least one event; false when all is read.
   bool read(Steps& steps) {
     while (going()) {
       if (events_left_ != 0) {
@@ -153,7 +153,7 @@ class BatchReader {
 
   bool going() const { return !refused_ && !in_.broken(); }
 
-  // The batch as a whole is no good. A broken framing is a reason of its own.
+  // Refuses the batch as a whole, unless its framing is broken, which has a reason of its own.
   void refuse(Reason reason) {
     if (!going()) return;
     refused_ = true;
@@ -210,8 +210,8 @@ inline void point_into(const Scratch& scratch, PendingRemoved& pending) {
 //   begin(bool has_rank, uint32_t rank)   once, before the others, unless the batch is refused
 //   stored(const StoredEvent&), removed(const RemovedEvent&), cleared(const ClearedEvent&)
 //                                         the events in their order
-//   bad(Reason)                           once for each thing that was wrong, last
-// and must not touch `scratch`. What the events point to is gone when the sink's call returns.
+//   bad(Reason)                           once for each fault, last
+// and must not use `scratch`. The events' pointers are valid only during the sink's call.
 template <class Sink>
 BatchResult decode_batch(const uint8_t* payload, size_t size, Scratch& scratch, Sink& sink) {
   using decoding::Type;
@@ -238,20 +238,22 @@ BatchResult decode_batch(const uint8_t* payload, size_t size, Scratch& scratch, 
   return batch.result;
 }
 
-// A payload that is decoded and applied in slices. The sink has
+// Decodes and applies a payload in slices. The sink has
 //   begin(bool has_rank, uint32_t rank)   as above
-//   resume()                              before a further slice: others may have come between
+//   resume()                              before each further slice, as other batches may have been
+//                                         applied in between
 //   stored(event, from, steps), removed(event, from, steps)
-//                                         applies some of the event's hashes, from that position
-//                                         on, and returns the position that it has come to
+//                                         applies some of the event's hashes, from position `from`
+//                                         on, and returns the position reached
 //   cleared(event, steps)
-//   resolve_waiting(steps)                goes on with what that set off; false while there is more
+//   resolve_waiting(steps)                places blocks that waited for those; false if some are
+//                                         left
 //   bad(Reason, count)                    last
 template <class Sink>
 class SlicedBatch {
  public:
-  // Begins with a payload, which has to stay where it is until the batch is over. What was not
-  // over is dropped.
+  // Begins with a payload, which has to stay in place until the batch is over. Drops an unfinished
+  // batch.
   void begin(const uint8_t* payload, size_t size, Scratch& scratch) {
     reader_.emplace(payload, size, scratch);
     scratch_ = &scratch;
@@ -263,10 +265,10 @@ class SlicedBatch {
   void drop() { reader_.reset(); }
   bool under_way() const { return reader_.has_value(); }
 
-  // Whether the batch is refused whole, once it is over.
+  // Once the batch is over: whether it was refused as a whole.
   bool refused() const { return refused_; }
 
-  // Does some more, if little; false when the batch is over.
+  // Continues, at least a little; false when the batch is over.
   bool go_on(Sink& sink, Steps& steps) {
     if (reading_) {
       if (reader_->read(steps)) return true;
@@ -310,8 +312,8 @@ class SlicedBatch {
 
   std::optional<decoding::BatchReader> reader_;
   Scratch* scratch_ = nullptr;
-  size_t next_ = 0;  // of `Scratch::order`
-  uint32_t at_ = 0;  // of that event's hashes
+  size_t next_ = 0;  // position in `Scratch::order`
+  uint32_t at_ = 0;  // position in that event's hashes
   bool reading_ = false;
   bool refused_ = false;
 };

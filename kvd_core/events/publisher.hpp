@@ -1,12 +1,12 @@
-// Who says that it has published a batch: 16 opaque bytes, others with every start of an engine.
+// Finds the publisher's id in a batch: 16 opaque bytes, new ones with every start of an engine.
 //
 //   [ts, events, rank, id, ...]   or   {"publisher_id": id, ...}        id: a bin of 16 bytes
 //
-// Anything else there says nothing. (What only ends like the expected id passes for it:
-// nobody but its publisher can write that.)
+// Any other value there counts as no id. (A batch that merely ends with the bytes of the expected
+// id counts as naming it, since only its publisher knows these bytes.)
 //
-// Costs: a test of the first byte where a batch has no room for one, as most have; a test of the
-// last 18 where the id is the expected one; else everything before the id is skipped over.
+// Costs: a test of the first byte if the batch is too short for an id, as most are; a test of the
+// last 18 bytes if the id is the expected one; otherwise everything before the id is skipped over.
 #pragma once
 
 #include <cstddef>
@@ -31,7 +31,7 @@ inline const uint8_t* take_publisher(Cursor& in) {
                                                      : nullptr;
 }
 
-// Where the id is of a map; of several the last, as of every member.
+// The id in a map, or nullptr; if the member is repeated, the last one counts, as for all members.
 inline const uint8_t* publisher_member(Cursor& in, uint32_t members) {
   const uint8_t* found = nullptr;
   for (; members != 0 && !in.broken(); --members) {
@@ -52,7 +52,7 @@ inline const uint8_t* publisher_member(Cursor& in, uint32_t members) {
 
 }  // namespace decoding
 
-// The 16 bytes in a payload, or nullptr. `expected` is the id that it most likely is, or nullptr.
+// The publisher's id in a payload, or nullptr. `expected` is the most likely id, or nullptr.
 inline const uint8_t* publisher_of(const uint8_t* payload, size_t size, const uint8_t* expected) {
   constexpr uint8_t kShortest = 0x90 | (decoding::kPublisherPosition + 1);
   constexpr size_t kTail = kPublisherBytes + 2;

@@ -1,4 +1,4 @@
-// One event of a batch, in every form an engine sends.
+// Reads one event of a batch, in every form that engines send.
 //
 //   array   [tag, known positions..., tail...]     vLLM to 0.23, SGLang to 0.5.19
 //   map     {"type": tag, member: value, ...}      newer ones; any order, any further members
@@ -6,9 +6,9 @@
 //
 // Invariants
 //  1. The cursor ends after exactly one value, or is broken.
-//  2. A value of a wrong type is noted and skipped; whether that costs the event is decided when
-//     the event's type is known, by the members that type has.
-//  3. An event that is refused leaves Scratch as it was.
+//  2. A value of a wrong type is noted and skipped. Whether the event is refused for it is decided
+//     once the event's type is known, by the members of that type.
+//  3. A refused event leaves Scratch as it was.
 // Cost (one core of an EPYC, g++ 12 -O3): 60 ns an event in array form, 115 ns as a map of 11
 // members, and 1.3 ns a token; 2 ns where a vocabulary above 65,536 mixes the tokens' widths.
 #pragma once
@@ -34,8 +34,8 @@ constexpr Spelling<Type> kTypes[] = {
     {"Ignored", Type::IGNORED},
 };
 
-// Members of map events, in the order vLLM and SGLang write them: a search that goes on where the
-// last one hit needs one comparison.
+// Members of map events, in the order in which vLLM and SGLang write them: a search that begins
+// behind the last member found needs one comparison.
 enum Member : uint8_t {
   TYPE,
   HASHES,
@@ -81,7 +81,7 @@ static_assert(sizeof kMembers / sizeof *kMembers == OTHER_MEMBER, "a name for ev
 
 constexpr uint32_t bit(Member member) { return 1u << member; }
 
-// What the positions of array events mean, from the one after the tag to the tail.
+// The members at the positions of array events, from the one after the tag to the tail.
 constexpr Member kStoredPositions[] = {HASHES,  PARENT, TOKENS,    BLOCK_SIZE,
                                        LORA_ID, MEDIUM, LORA_NAME, EXTRA_KEYS};
 constexpr Member kRemovedPositions[] = {HASHES, MEDIUM};
@@ -94,7 +94,7 @@ class EventReader {
   uint32_t bad[kReasons] = {};
   uint32_t ignored = 0;
 
-  // Takes one value. Nothing of it stays in Scratch when it is no good event.
+  // Reads one value into Scratch, or leaves that as it was if the event is refused.
   void read() {
     const size_t hashes = scratch_.hashes.size(), tokens = scratch_.tokens.size();
     const size_t mm_begin = scratch_.mm_begin.size(), mm = scratch_.mm.size();
@@ -135,7 +135,7 @@ class EventReader {
     unsigned hint = TYPE;
     for (; count != 0 && !in_.broken(); --count) {
       std::string_view key;
-      if (!in_.text(&key)) {  // no engine has other keys; passed over rather than refused
+      if (!in_.text(&key)) {  // no engine has other keys; they are skipped rather than refused
         in_.skip(2);
         continue;
       }
@@ -174,10 +174,10 @@ class EventReader {
   }
 
   // ---- the tail of array events
-  // Newer engines fill every slot; older ones appended what they had, block_mm_infos among it,
-  // so there the type of a value says what it is.
+  // Newer engines fill every slot. Older ones appended only the values that they had,
+  // block_mm_infos among them, so in their events the type of a value identifies its member.
 
-  static constexpr uint32_t kTail = 4;  // slots that mean something: group, kind, window, locality
+  static constexpr uint32_t kTail = 4;  // slots with a meaning: group, kind, window, locality
 
   enum class ValueType : uint8_t { NIL, NUMBER, TEXT, LIST, ELSE };
   struct Slot {
@@ -253,7 +253,7 @@ class EventReader {
     }
   }
 
-  // A wrong type in the tail is no error: what comes there differs from version to version.
+  // A wrong type in the tail is no error, as the tail differs from version to version.
   void read_slot(Member member, const Slot& slot) {
     in_.back_to(slot.at);
     read_member(member);
@@ -263,7 +263,7 @@ class EventReader {
   // ---- members
 
   void read_member(Member member) {
-    if (in_.nil()) return;  // as if it were not there
+    if (in_.nil()) return;  // nil counts as absent
     const uint8_t* start = in_.at();
     seen_ |= bit(member);
     wrong_ &= ~bit(member);
@@ -273,7 +273,7 @@ class EventReader {
     in_.skip();
   }
 
-  // False when the value is of a wrong type or range; the cursor may be anywhere in it then.
+  // Returns false if the value is of a wrong type or range; the cursor may be inside of it then.
   bool take(Member member) {
     switch (member) {
       case TYPE:
@@ -339,7 +339,7 @@ class EventReader {
     return true;
   }
 
-  // Bytes are folded to their last 8, which is how vLLM makes its own integers of them.
+  // Bytes are folded to their last 8, as vLLM does to make integers of them.
   bool take_hash(uint64_t* out) {
     Integer number;
     if (in_.integer(&number)) {
@@ -369,7 +369,7 @@ class EventReader {
     return in_.read_u32s(scratch_.tokens.data() + pending_->tokens_at, count);
   }
 
-  // [[a, b], [b, c], [c, d]] is written as a b c d.
+  // Stores [[a, b], [b, c], [c, d]] as a b c d.
   bool take_pairs(uint32_t count) {
     event_->pairs = true;
     event_->n_tokens = count + 1;
@@ -399,7 +399,7 @@ class EventReader {
     return !in_.broken();
   }
 
-  // No hash depends on the number, so nothing it may be costs the event.
+  // No hash depends on the number, so the event is not refused for it, whatever its type.
   bool take_lora_id() {
     Integer number;
     event_->has_lora_id = in_.integer(&number);
@@ -420,7 +420,7 @@ class EventReader {
     return true;
   }
 
-  // SGLang's array form has a map {cache_salt} in the adapter's place.
+  // SGLang's array form may have a map {cache_salt} in place of the adapter.
   bool take_lora_name() {
     uint32_t count;
     if (!in_.map(&count)) return in_.text(&event_->lora_name);
@@ -461,7 +461,7 @@ class EventReader {
     return true;
   }
 
-  // Whatever is not known to be local is not the worker's own block.
+  // Blocks count as remote unless the event says LOCAL.
   bool take_locality() {
     std::string_view text;
     event_->remote = true;
@@ -473,7 +473,7 @@ class EventReader {
     return true;
   }
 
-  // What is not one count for each hash says nothing, and costs nothing.
+  // A list without exactly one count for each hash is ignored.
   bool take_remaining() {
     n_remaining_ = kNoCounts;
     uint32_t count;
@@ -568,19 +568,19 @@ class EventReader {
   Cursor& in_;
   Scratch& scratch_;
 
-  // The event being read, whatever its type. It is read where it stays: it is large.
+  // The event being read, of any type. It is read directly into Scratch, as it is large.
   PendingStored* pending_ = nullptr;  // scratch_.stored.back()
   StoredEvent* event_ = nullptr;      // in it
   Type type_ = Type::NONE;
   uint32_t seen_ = 0;   // bit(Member)
   uint32_t wrong_ = 0;  // bit(Member), a subset of seen_
-  // Counts of remaining copies, behind `remaining_at_`; kNoCounts without good ones.
+  // Number of counts of remaining copies, from `remaining_at_` on; kNoCounts without valid ones.
   static constexpr uint64_t kNoCounts = UINT64_MAX;
   uint64_t n_remaining_ = kNoCounts;
   size_t remaining_at_ = 0;
   bool has_medium_ = false;
   bool mm_from_tail_ = false;
-  const uint8_t* extra_keys_ = nullptr;  // the list's head; nullptr when absent or nil
+  const uint8_t* extra_keys_ = nullptr;  // head of the list; nullptr when absent or nil
   const uint8_t* mm_infos_ = nullptr;    // likewise
 };
 

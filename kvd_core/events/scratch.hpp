@@ -1,4 +1,4 @@
-// Where events wait for the end of their batch: its rank comes last on the wire.
+// Memory in which events wait for the end of their batch, since its rank comes last on the wire.
 //
 //   order    [S0][R0][S1][C0]...                  in the order of the batch
 //   stored   [event, hashes_at, tokens_at, mm_at] removed [event, hashes_at]  cleared [event]
@@ -8,7 +8,7 @@
 // Invariants
 //  1. Events refer to the vectors by offset while these grow, by pointer when they are emitted.
 //  2. All vectors keep their capacity up to kScratchKeepBytes, so the steady state allocates none.
-//  3. Nothing is reserved for a claimed length: a byte of payload takes at most eleven here (the
+//  3. Claimed lengths allocate nothing: a byte of payload takes at most eleven bytes here (the
 //     shortest stored event has 16 and takes 168), besides the vectors' own doubling.
 #pragma once
 
@@ -21,8 +21,8 @@
 
 namespace kvd {
 
-// Largest vector kept after a batch, so that one huge batch does not stay resident in every stream:
-// 4 MiB is more than the largest recorded batch needs a hundred times over.
+// Largest vector that is kept after a batch, so that huge batches do not stay resident in every
+// stream: 4 MiB is over a hundred times what the largest recorded batch needs.
 constexpr size_t kScratchKeepBytes = size_t{4} << 20;
 
 namespace decoding {
@@ -30,13 +30,13 @@ namespace decoding {
 enum class Type : uint8_t { NONE, STORED, REMOVED, CLEARED, IGNORED, UNKNOWN };
 
 struct PendingStored {
-  StoredEvent event;  // its pointers are set when it is emitted; the vectors grow until then
+  StoredEvent event;  // its pointers are set when it is emitted, as the vectors grow until then
   size_t hashes_at;
   size_t tokens_at;
   size_t mm_at;  // into mm_begin; meaningful when has_mm
   bool has_mm;
 
-  // Member by member: the compiler's way to zero so large a struct is slower than reading an event.
+  // Member by member: the compiler's code to zero the whole struct is slower than reading an event.
   PendingStored() : hashes_at(0), tokens_at(0), mm_at(0), has_mm(false) {
     event.n_hashes = event.n_tokens = 0;
     event.has_parent = event.pairs = event.remote = event.has_lora_id = false;
@@ -78,7 +78,7 @@ struct Scratch {
 
   void give_back() {
     each([](auto& items) {
-      // Not `= {}`: that assigns an empty list, and keeps the capacity.
+      // Not `= {}`, which assigns an empty list and keeps the capacity.
       if (items.capacity() * sizeof items[0] > kScratchKeepBytes) {
         std::decay_t<decltype(items)>().swap(items);
       }

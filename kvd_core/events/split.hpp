@@ -1,13 +1,13 @@
-// Where the events of a msgpack payload are, in every form that publishers of KV events send.
+// Finds the events of a msgpack payload, in every form that publishers of KV events send.
 //
 //   [ts, [event, event], rank]      {"events": [event, event], "dp_rank": rank}
 //         ^^^^^  ^^^^^
 //   [event, event]      event
 //
-// Nothing is read of an event but its framing: what it is made of is known to be all there, and of
-// how many maps and arrays. So its reader takes no memory for lengths that are only claimed.
+// Only the framing of an event is read: it shows that the event is complete, and counts its maps
+// and arrays. So the event's reader allocates no memory for lengths that are only claimed.
 //
-// Invariant: the ranges are of whole values, one behind the other.
+// Invariant: the ranges are whole values, in ascending order without overlap.
 // Cost: 5 ns a value (an element of an array, a member of a map).
 #pragma once
 
@@ -28,8 +28,8 @@ class Split {
     size_t containers;
   };
 
-  std::vector<Event> events;  // the first ones, as many as were asked for
-  uint64_t beyond = 0;        // further ones
+  std::vector<Event> events;  // the first events, `max_events` at most
+  uint64_t beyond = 0;        // number of further events
   bool has_rank = false;
   uint32_t rank = 0;
   const char* fault = nullptr;  // why the payload has no events
@@ -79,7 +79,8 @@ class Split {
     }
   }
 
-  // One event, or a batch with its members named; of a name given twice the last counts.
+  // Reads a map, which is one event or a batch with named members; of repeated names the last
+  // counts.
   void read_map(Cursor& in, const uint8_t* start, uint32_t count) {
     bool is_event = false, has_events = false;
     const uint8_t* ranks[kRankNames] = {};
@@ -148,7 +149,7 @@ class Split {
     events.push_back({from, at(), containers});
   }
 
-  // Takes a value; returns how many maps and arrays it is made of.
+  // Takes a value; returns its number of maps and arrays.
   static size_t walk(Cursor& in) {
     size_t containers = 0;
     uint32_t count;

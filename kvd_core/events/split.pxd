@@ -14,7 +14,7 @@ cdef extern from "events/split.hpp" namespace "kvd" nogil:
 
     cppclass CSplit "kvd::Split":
         vector[CSplitEvent] events
-        uint64_t beyond         # events that are not among these
+        uint64_t beyond         # number of further events
         cbool has_rank
         uint32_t rank
         const char* fault       # NULL when there is none

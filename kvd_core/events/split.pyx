@@ -1,14 +1,14 @@
 # distutils: language = c++
-"""Takes the events of a msgpack payload apart, without reading any (events/split.hpp)."""
+"""Splits a msgpack payload into its events, without reading any (events/split.hpp)."""
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
 
 
 def split(bytes payload not None, size_t max_events):
-    """Returns (events, how many more there are, rank or None) of a payload.
+    """Returns (events, number of further events, rank or None) of a payload.
 
-    An event is (its bytes, how many maps and arrays it is made of); there are at most `max_events`.
-    ValueError says why it is no payload: "msgpack", "batch_shape", "rank".
+    An event is (its bytes, its number of maps and arrays); at most `max_events` are returned.
+    Raises ValueError with the fault of a payload: "msgpack", "batch_shape", "rank".
     """
     cdef CSplit found
     cdef const char* data = PyBytes_AS_STRING(payload)

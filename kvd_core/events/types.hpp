@@ -1,11 +1,11 @@
-// What an engine batch says, as structs: the vocabulary between the decoder and its sinks, and the
-// tables from the engines' spellings to it.
+// The events of an engine batch as structs, which the decoder passes to its sinks, and tables that
+// map the engines' spellings to their values.
 //
 // Invariants
-//  1. Nothing here owns memory: pointers and string_views hold during the sink's call only.
-//  2. Absent and nil are one thing, and each field has one value for it.
-//  3. Each mapping of text to meaning is one table, the frequent spellings first.
-// Cost: a look-up is one comparison of lengths an entry, and one of texts.
+//  1. Nothing here owns memory: pointers and string_views are valid during the sink's call only.
+//  2. Absent and nil mean the same, and each field has one value for it.
+//  3. Each mapping from text to value is one table, with frequent spellings first.
+// Cost: a lookup takes one comparison of lengths an entry, and one of texts.
 #pragma once
 
 #include <cstddef>
@@ -19,7 +19,7 @@ namespace kvd {
 enum class Tier : uint8_t { DEVICE = 0, HOST = 1, DISK = 2, EXTERNAL = 3, UNKNOWN = 255 };
 enum class GroupKind : uint8_t { NONE, FULL, WINDOW, OTHER };
 
-// Whether the blocks of a Stored are further copies, or were there: engines differ in saying so.
+// Whether the blocks of a Stored are new copies or were there before; not all engines say so.
 enum class Origin : uint8_t { UNSAID, NEW, REUSED };
 
 struct StoredEvent {
@@ -40,10 +40,10 @@ struct StoredEvent {
   bool has_lora_id;
   int64_t lora_id;
   std::string_view salt;     // empty = none
-  bool names_salts;          // there is a list of extra_keys, in which a salt would stand
+  bool names_salts;          // the event has extra_keys, which would contain a salt
   const uint32_t* mm_begin;  // n_hashes + 1 offsets into mm; nullptr when no block has objects
   const uint64_t* mm;        // block i: mm[mm_begin[i] .. mm_begin[i + 1]) ascending
-  std::string_view medium;   // as it is spelled; empty = none
+  std::string_view medium;   // as spelled in the event; empty = none
   Origin origin;
 };
 
@@ -56,7 +56,7 @@ struct RemovedEvent {
   int32_t group;  // -1 absent
   std::string_view medium;
   const uint32_t*
-      remaining;  // copies that the engine has left of each; nullptr when it does not say
+      remaining;  // copies of each block that the engine has left; nullptr when it does not say
 };
 
 struct ClearedEvent {
@@ -79,7 +79,7 @@ enum class Reason : uint8_t {
   PARENT,
   TOKENS,  // missing, or neither all u32 nor all pairs of u32
   BLOCK_SIZE,
-  FIELD_TYPE,  // another member that decides what the event means is of a wrong type
+  FIELD_TYPE,  // another member that changes the event's meaning is of a wrong type
 };
 constexpr const char* kReasonNames[] = {
     "too_large", "not_msgpack", "truncated",   "trailing",     "batch_shape",
@@ -95,7 +95,7 @@ struct BatchResult {
   uint32_t ignored;  // events tagged "Ignored"
 };
 
-// ---- what engines call things: one table a mapping, the frequent spellings first
+// ---- spellings of the engines: one table for each mapping, with frequent spellings first
 
 template <class Value>
 struct Spelling {
@@ -111,8 +111,8 @@ Value spelled(const Spelling<Value> (&table)[N], std::string_view text, Value ot
   return otherwise;
 }
 
-// Case matters to the engines and to Dynamo: "gpu" is unknown. Lower-case "cpu" is what the
-// Mooncake and LMCache connectors inside vLLM write; FS and OBJ are vLLM's before STORAGE.
+// Case matters to the engines and to Dynamo: "gpu" is unknown. The Mooncake and LMCache connectors
+// inside vLLM write lower-case "cpu"; vLLM wrote FS and OBJ before STORAGE.
 constexpr Spelling<Tier> kMedia[] = {
     {"GPU", Tier::DEVICE},        {"CPU", Tier::HOST},        {"CPU_PINNED", Tier::HOST},
     {"STORAGE", Tier::DISK},      {"", Tier::DEVICE},         {"DISK", Tier::DISK},

@@ -1,9 +1,9 @@
-"""JSON read without objects.
+"""Reads JSON without making Python objects of it.
 
-scan, scan.hpp               a body in one pass: integer arrays into memory, a few members into
-                             Python
+scan, scan.hpp               reads a body in one pass: integer arrays into memory, a few members
+                             into Python
 scan_ints.hpp, scan_text.hpp
-                             arrays of integers, 64 bytes at a time; strings
-stream.hpp                   JSON in pieces of any size, handed to a sink
-text.hpp                     JSON written
+                             reads arrays of integers, 64 bytes at a time; reads strings
+stream.hpp                   reads JSON in pieces of any size, for a sink
+text.hpp                     writes JSON
 """

@@ -5,7 +5,7 @@
 //    `---key----'   |     `-skip-'    `---key---'  `-- Column<uint32_t> -'              |
 //              Value{text}         (a bit a level)                                Value{null}
 //
-//   json/scan.hpp       objects, arrays, numbers; known members; what is wrong with a bad body
+//   json/scan.hpp       objects, arrays, numbers; known members; the faults of a bad body
 //   json/scan_ints.hpp  the integers of an array, 64 bytes at a time
 //   json/scan_text.hpp  strings
 //
@@ -13,10 +13,11 @@
 //  1. No byte outside [begin_, end_) is read; nothing relies on a terminator.
 //  2. After a scan that is not `ok` every column is empty and every value absent.
 //  3. Values point into the body and live as long as it; columns live until the next scan.
-//  4. The first problem in reading order is the one reported, so a body that is both malformed and
-//     wrong is called what it is called first, as by Dynamo's streaming reader. A container in the
-//     wrong place is noticed at its opening bracket, a scalar at its end, a duplicate at its key.
-//  5. Memory does not follow the body: columns and text keep KEPT_BYTES, the bit stack 128 KiB.
+//  4. The first problem in reading order is reported, as by Dynamo's streaming reader; so a body
+//     with a wrong member before malformed text is wrong, not malformed. A container in the wrong
+//     place is noticed at its opening bracket, a scalar at its end, a duplicate at its key.
+//  5. Memory kept between scans is bounded: KEPT_BYTES a column and text, 128 KiB for the bit
+//     stack.
 //
 // Costs (EPYC 7003 at 3.2 GHz): linear in the body; a member 13-15 ns, a bracket 2 ns. A query body
 // of 512 tokens and two texts takes 2 us from bytes to dict, 0.35 us of it before the first token.
@@ -34,29 +35,30 @@
 
 namespace kvd::scanning {
 
-// Levels of brackets in a skipped value. The bit stack of this many is 128 KiB; an 8 MiB body could
-// nest eight times deeper, which nothing but an attack does.
+// Most levels of brackets in a skipped value. They take 128 KiB of the bit stack. An 8 MiB body
+// could nest eight times deeper, which only an attack would do.
 constexpr size_t MAX_DEPTH = size_t{1} << 20;
-// Levels inside a requested member: its decoder recurses. 128 is what serde_json allows as well.
+// Most levels inside a requested member, whose decoder recurses; serde_json allows 128 as well.
 constexpr size_t MAX_FIELD_DEPTH = 128;
-// Bytes of client input an error text repeats: enough to recognise a number, too few to abuse.
+// Most bytes of client input that an error text repeats: enough to recognise a number, too few to
+// abuse.
 constexpr size_t MAX_ECHO = 40;
 
 enum class ScanResult : uint8_t { ok, malformed, wrong };
 enum class Element : uint8_t { u32, hash64, i64 };
 enum class ValueKind : uint8_t { absent, null, no, yes, integer, real, text, escaped, nested };
 
-// Where a requested member lies in the body; a text is without its quotes.
+// The position of a requested member in the body; of a text, without its quotes.
 struct Value {
   ValueKind kind = ValueKind::absent;
   const uint8_t* begin = nullptr;
   const uint8_t* end = nullptr;
 };
 
-// The scanner of one route: which members it knows is fixed before the first scan. Not re-entrant.
+// The scanner of one route; its members are declared before the first scan. Not re-entrant.
 class BodyScan {
  public:
-  // A `nullable` array may be null, and counts as absent then.
+  // A `nullable` array may be null, which counts as absent.
   void add_array(const std::string& name, Element element, bool nullable = false) {
     arrays_.push_back(Array{name, element, nullable, false, false, {}, {}});
   }
@@ -80,7 +82,7 @@ class BodyScan {
     return sum;
   }
 
-  // The text of a Kind::escaped value as UTF-8; valid until the next call of anything.
+  // The text of a ValueKind::escaped value as UTF-8; valid until the next call of any function.
   const std::string& unescaped(const Value& value) {
     unescape(value.begin, value.end, text_);
     return text_;
@@ -93,7 +95,7 @@ class BodyScan {
     std::string name;
     Element element;
     bool nullable;
-    bool met;  // its member is in the body, maybe null
+    bool met;  // the body has the member, maybe as null
     bool present;
     Column<uint32_t> narrow;
     Column<uint64_t> wide;
@@ -122,7 +124,7 @@ class BodyScan {
   Bytes container_key(Bytes p);
   Bytes string_end(Bytes p);
 
-  // Reads as NUL behind the end, which is valid nowhere in JSON's grammar.
+  // Returns NUL at the end, which JSON's grammar allows nowhere.
   uint8_t at(Bytes p) const { return p != end_ ? *p : 0; }
   Bytes white(Bytes p) const {
     while (p != end_ && is_white(*p)) ++p;
@@ -138,7 +140,7 @@ class BodyScan {
   std::vector<Field> fields_;
   Bytes begin_ = nullptr;
   Bytes end_ = nullptr;
-  bool escaped_ = false;            // the string read last has escapes
+  bool escaped_ = false;            // the last string has escapes
   std::vector<uint64_t> brackets_;  // a bit for each open bracket: 1 = object
   std::string text_;                // an unescaped key or value
   std::string message_;
@@ -208,7 +210,7 @@ inline BodyScan::Bytes BodyScan::member(Bytes p) {
   return (p = colon(p)) != nullptr ? any(p, &kind, &depth) : nullptr;
 }
 
-// The name is where it stands in the body, or in text_ when it had to be unescaped.
+// Reads a member's name: a part of the body, or text_ if it had to be unescaped.
 inline BodyScan::Bytes BodyScan::key(Bytes p, const char** name, size_t* length) {
   if (at(p) != '"') return malformed(p, "expected a member name");
   const Bytes first = p + 1;
@@ -274,7 +276,7 @@ BodyScan::Bytes BodyScan::elements(Bytes p, const std::string& name,
   }
 }
 
-// Takes one element byte by byte.
+// Reads one element byte by byte.
 template <class E>
 BodyScan::Bytes BodyScan::element(Bytes p, const std::string& name, Column<typename E::type>& out) {
   if (at(p) != '-' && !is_digit(at(p)))
@@ -284,7 +286,7 @@ BodyScan::Bytes BodyScan::element(Bytes p, const std::string& name, Column<typen
   if (end == nullptr) return nullptr;
   const bool minus = *p == '-';
   const char* problem = nullptr;
-  // serde_json, Dynamo's reader, takes -0 for a float as well.
+  // -0 is a float, as for serde_json, Dynamo's reader.
   if (kind != ValueKind::integer || (minus && p[1] == '0')) problem = " is not an integer";
   else if (!E::digits(p + minus, end, minus, out.room(1))) problem = E::range;
   if (problem != nullptr) return bad_number(p, end, name, out.size(), problem);
@@ -361,7 +363,7 @@ inline BodyScan::Bytes BodyScan::number(Bytes p, ValueKind* kind) {
   return p;
 }
 
-// Checks an array or object without recursion: brackets_ remembers only which kind is open.
+// Checks an array or object without recursion; brackets_ has only the kind of each open bracket.
 inline BodyScan::Bytes BodyScan::container(Bytes p, size_t* deepest) {
   size_t depth = 0;
   const auto in_object = [&] {
@@ -424,7 +426,7 @@ inline BodyScan::Bytes BodyScan::wrong(const std::string& what) {
   return nullptr;
 }
 
-// Refuses the value at p, which is of the wrong kind unless it turns out to be no value at all.
+// Refuses the value at p: as malformed if it is no value at all, else as of the wrong kind.
 inline BodyScan::Bytes BodyScan::unexpected(Bytes p, const std::string& expected) {
   if (at(p) == '{') return wrong(expected + ", found an object");
   if (at(p) == '[') return wrong(expected + ", found an array");

@@ -10,12 +10,12 @@ cdef extern from "json/scan.hpp" namespace "kvd::scanning" nogil:
     cdef enum class ScanResult(uint8_t):
         ok
         malformed  # not JSON
-        wrong      # JSON, but not what the route wants
+        wrong      # JSON, but not as the route needs it
 
     cdef enum class Element(uint8_t):
         u32        # 0 .. 2^32-1
         hash64     # -2^63 .. 2^64-1, negative ones as two's complement
-        i64        # -2^63 .. 2^63-1, the same
+        i64        # -2^63 .. 2^63-1, negative ones as two's complement
 
     cdef enum class ValueKind(uint8_t):
         absent
@@ -34,7 +34,7 @@ cdef extern from "json/scan.hpp" namespace "kvd::scanning" nogil:
 
     cdef cppclass Value:
         ValueKind kind
-        const uint8_t* begin  # in the body; a text is without its quotes
+        const uint8_t* begin  # in the body; of a text, without its quotes
         const uint8_t* end
 
     cdef cppclass BodyScan:
@@ -54,13 +54,13 @@ cdef extern from "json/scan.hpp" namespace "kvd::scanning" nogil:
 cdef class BodyScanner:
     cdef BodyScan core
     cdef tuple array_names  # by position
-    cdef tuple elements     # their kinds: "u32", "hash64" or "i64", without question marks
-    cdef tuple field_names  # by position, those of spans last
+    cdef tuple elements     # kinds of the arrays' elements: "u32", "hash64" or "i64", without ?
+    cdef tuple field_names  # by position; the names of spans are last
     cdef Py_ssize_t first_span
-    cdef Py_ssize_t nested_bytes  # of a field that is an array or object, at most
+    cdef Py_ssize_t nested_bytes  # most bytes of a field that is an array or object
 
-    # The numbers of array `i` of the last body and how many there are, 0 if it had none.
-    # They stay until the next scan.
+    # The numbers of array `i` of the last body; `n` is set to their count, 0 if it had none.
+    # They are valid until the next scan.
     cdef const uint32_t* u32(self, int i, size_t* n) except? NULL
     cdef const uint64_t* u64(self, int i, size_t* n) except? NULL
 

@@ -19,16 +19,16 @@ cdef Py_ssize_t SHORT_INTEGER = 18
 
 
 cdef class BodyScanner:
-    """The scanner of one route's bodies: what it knows is fixed, its memory is used again.
+    """The scanner of one route's bodies: its members are fixed, and its memory is used again.
 
-    `arrays` maps the members that are long arrays of integers to "u32" (0..2^32-1), "hash64"
-    (-2^63..2^64-1, negative ones as two's complement) or "i64" (-2^63..2^63-1, the same), with a
-    question mark behind it where null is allowed and counts as absent; `fields` names the others
-    that are wanted, and `spans` those of which only the JSON is, as it stands in the body. A field
-    that is an array or object has at most `nested_bytes`, if that is given: one of a megabyte takes
-    70 ms to become a Python value.
-    For one thread, and not re-entrant: arrays are good until the next scan. That also gives back
-    memory beyond 4 MiB an array (KEPT_BYTES).
+    `arrays` maps members that are long arrays of integers to "u32" (0..2^32-1), "hash64"
+    (-2^63..2^64-1, negative ones as two's complement) or "i64" (-2^63..2^63-1, likewise); with a
+    question mark at the end, null is allowed and counts as absent. `fields` names the other members
+    to read, and `spans` those whose JSON is returned as it is in the body. A field that is an array
+    or object may have `nested_bytes` at most, if that is given: one of a megabyte takes 70 ms to
+    become a Python value.
+    For one thread, and not re-entrant: arrays are valid until the next scan. That also frees memory
+    beyond 4 MiB an array (KEPT_BYTES).
     """
 
     def __cinit__(self, arrays, fields=(), spans=(), nested_bytes=None):
@@ -54,12 +54,12 @@ cdef class BodyScanner:
         Other members are checked and skipped; absent ones are not in the dict. In a field, nested
         objects with a repeated key keep its last value.
         Raises ValueError for a body that is not strict JSON (RFC 8259 in UTF-8 without a byte order
-        mark, lone surrogates, trailing bytes, or brackets 2^20 deep) and TypeError for one that is
-        JSON and wrong: no object, a known member twice, an array with anything else than integers
-        in range (-0 is none, as for Dynamo), a field nested deeper than 128 levels, longer than is
-        allowed or with a number that Python does not convert. The texts are fit for clients. A body
-        with several problems is called by the first in reading order, where fields that are too
-        long or unconvertible come last of all.
+        mark, lone surrogates, trailing bytes, or brackets 2^20 deep). Raises TypeError for JSON
+        that is wrong: no object, a known member twice, an array with anything but integers in range
+        (-0 is no integer, as for Dynamo), a field nested deeper than 128 levels, longer than is
+        allowed or with a number that Python does not convert. The texts may be sent to clients. Of
+        several problems, the first in reading order is reported; fields that are too long or
+        unconvertible come last of all.
         """
         cdef ScanResult result = self.core.scan(
             <const uint8_t*>PyBytes_AS_STRING(body), <size_t>PyBytes_GET_SIZE(body)
@@ -150,7 +150,7 @@ cdef object python_value(BodyScan& core, const Value& value, str name):
     if value.kind == ValueKind.no:
         return False
     if value.kind == ValueKind.integer and length == 2 and begin[0] == c"-" and begin[1] == c"0":
-        return -0.0  # no integer has that sign; the original's reader takes it so, too
+        return -0.0  # no integer has that sign; Dynamo's reader makes it a float, too
     if value.kind == ValueKind.integer and length <= SHORT_INTEGER:
         return short_integer(begin, length)
     if value.kind == ValueKind.escaped:
@@ -168,7 +168,7 @@ cdef int64_t short_integer(const char* text, Py_ssize_t length) noexcept nogil:
 
 
 cdef object slow_value(ValueKind kind, bytes text, str name):
-    # The text is well-formed: ValueError means a number of too many digits, or beyond a double.
+    # The text is well-formed, so ValueError means a number with too many digits or beyond a double.
     try:
         if kind == ValueKind.integer:
             return int(text)

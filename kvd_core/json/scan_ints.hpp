@@ -11,16 +11,16 @@
 //
 //   regular: ends == comma, starts == comma << gap, the rest is white space, no leading zero
 //
-// So an integer lies between two commas, and one list says all of it: where the commas are. The
-// list is made without a branch on the data and converted in a second loop, also without one: what
-// one integer looks like never delays the next. Four tokens, or one hash, become numbers at once.
+// So every integer lies between two commas, and a list of the commas' positions describes them all.
+// One loop makes the list without a branch on the data, and a second one converts it, also without
+// one, so that no integer's form delays the next. Four tokens, or one hash, are converted at once.
 //
 // Invariants
 //  1. Reads stay inside [begin, end): the last, short block is a copy padded with NUL (irregular),
 //     and the conversion reads back from an integer's end, at most LOOKBACK bytes.
-//  2. Only accepts. At the first irregular byte, and before a chunk with a number out of range, it
-//     stops behind a whole element; the byte-wise reader goes on there and says what is wrong.
-//  3. A gap that varies is irregular: every writer of JSON in use separates evenly.
+//  2. This code reports no fault. At the first irregular byte, and before a chunk with a number out
+//     of range, it stops behind a whole element; there the byte-wise reader goes on and finds it.
+//  3. A varying gap is irregular: every JSON writer in use separates elements evenly.
 //
 // Costs in ns an element (arrays of 131,072, warm; EPYC 7003 at 3.2 GHz, gcc 12 -O3), for the
 // separators "," and ", ", and the plain digit loop over the same bytes for comparison:
@@ -33,8 +33,8 @@
 //
 // Tried and slower: one eight-byte load an integer (tokens 4.6, 5.8), one 16-byte mask an integer
 // (3.8, 5.7), converting while walking the mask (4.3, 5.6; hashes 19). A 32-byte window for each
-// hash takes 8.6: not worth a second mechanism. With AVX2, windows that begin and end with the
-// hash, found one from the other or by the commas: 8.9 to 9.5, and a third code path.
+// hash takes 8.6, which is not worth a second mechanism. AVX2 windows that begin and end with the
+// hash, found from each other or from the commas, take 8.9 to 9.5 and need a third code path.
 #pragma once
 
 #include <cstddef>
@@ -52,13 +52,13 @@ static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the digit arithmetic i
 
 namespace kvd::scanning {
 
-// Bytes a column keeps from one scan to the next: 1 Mi tokens, as many as the longest contexts in
-// use, or 512 Ki hashes. What an 8 MiB body needed beyond that is given back.
+// Most bytes that a column keeps from one scan to the next: 1 Mi tokens, as many as the longest
+// contexts in use have, or 512 Ki hashes. Memory beyond that is freed.
 constexpr size_t KEPT_BYTES = size_t{4} << 20;
-// Bytes before the end of an integer that its conversion may load.
+// Most bytes before the end of an integer that its conversion loads.
 constexpr ptrdiff_t LOOKBACK = 16;
 
-// Numbers in a row. Unlike std::vector it grows without writing zeros that are overwritten at once.
+// An array of numbers. Unlike std::vector it grows without writing zeros that are overwritten next.
 template <class T>
 class Column {
  public:
@@ -75,14 +75,14 @@ class Column {
   size_t size() const { return size_; }
   size_t held_bytes() const { return capacity_ * sizeof(T); }
 
-  // Room for `count` more; the caller writes them there and then says so with `commit`.
+  // Returns room for `count` more numbers; the caller writes them there and then calls `commit`.
   T* room(size_t count) {
     if (capacity_ - size_ < count) grow(size_ + count);
     return data_ + size_;
   }
   void commit(size_t count) { size_ += count; }
 
-  // Forgets the numbers, and memory beyond KEPT_BYTES.
+  // Drops the numbers, and frees the memory if it exceeds KEPT_BYTES.
   void clear() {
     size_ = 0;
     if (held_bytes() <= KEPT_BYTES) return;
@@ -130,7 +130,7 @@ inline __m128i load_sixteen(const uint8_t* p) {
 }
 #endif
 
-// 64 bytes and the mask of those in a class. Written out, because -O2 does not unroll.
+// 64 bytes, with masks of the bytes in a class. The loops are written out, as -O2 does not unroll.
 #if defined(__SSE2__)
 class ByteBlock {
  public:
@@ -193,8 +193,8 @@ class ByteBlock {
 };
 #endif
 
-// The number written in the last `count` (1..8) of the eight bytes before `end`. Pairs, then
-// fours, then all eight are added up in parallel lanes.
+// The number written in the last `count` (1..8) of the eight bytes before `end`. Digits are joined
+// in parallel lanes into pairs, then fours, then all eight.
 inline uint64_t up_to_eight(const uint8_t* end, size_t count) {
   const size_t unused = 64 - 8 * count;
   uint64_t v = load<uint64_t>(end - 8) >> unused << unused;
@@ -203,7 +203,7 @@ inline uint64_t up_to_eight(const uint8_t* end, size_t count) {
   return (v & 0x0000ffff0000ffff) * (10000 * (uint64_t{1} << 32) + 1) >> 32;
 }
 
-// The same for the first `count` (1..4) of the four bytes from `first`.
+// The number written in the first `count` (1..4) of the four bytes from `first`.
 inline uint64_t up_to_four(const uint8_t* first, size_t count) {
   uint32_t v = load<uint32_t>(first) << (32 - 8 * count);
   v = (v & 0x0f0f0f0f) * (10 * 256 + 1) >> 8;
@@ -217,12 +217,12 @@ inline constexpr uint8_t KEEP[32] = {
     15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15,
 };
 
-// Sixteen digits, values not characters, into four numbers of four.
+// Joins sixteen digits, as values and not characters, into four numbers of four digits.
 inline __m128i fours(__m128i digits) {
   const __m128i pairs = _mm_srli_epi16(_mm_mullo_epi16(digits, _mm_set1_epi16(10 * 256 + 1)), 8);
   return _mm_madd_epi16(pairs, _mm_set1_epi32(1 << 16 | 100));
 }
-// Eight numbers of four digits into four of eight.
+// Joins eight numbers of four digits into four of eight digits.
 inline __m128i eights(__m128i low, __m128i high) {
   return _mm_madd_epi16(_mm_packs_epi32(low, high), _mm_set1_epi32(1 << 16 | 10000));
 }
@@ -232,9 +232,9 @@ inline __m128i two_halves(const uint8_t* low, const uint8_t* high) {
 }
 #endif
 
-// What each kind of element accepts. `commas` converts the integers between the commas at
-// body[at[0]], body[at[1]] .. body[at[count]], or says no when one is out of range; `digits`
-// converts one run of digits without leading zeros of any length.
+// The conversions of each kind of element. `commas` converts the integers between the commas at
+// body[at[0]], body[at[1]] .. body[at[count]]; it returns false if one is out of range. `digits`
+// converts one run of digits, of any length, without leading zeros.
 struct U32 {
   using type = uint32_t;
   static constexpr bool negative = false;
@@ -281,7 +281,7 @@ struct U32 {
   }
 };
 
-// Integers of 64 bits, negative ones as two's complement, up to HIGHEST.
+// Integers of 64 bits up to HIGHEST, negative ones as two's complement.
 template <uint64_t HIGHEST>
 struct Wide64 {
   using type = uint64_t;
@@ -291,7 +291,8 @@ struct Wide64 {
                                            ? " is not in -9223372036854775808..18446744073709551615"
                                            : " is not in -9223372036854775808..9223372036854775807";
 
-  // No branch on what is random in a hash: its sign, and whether it has 18, 19 or 20 digits.
+  // Does not branch on random properties of a hash: its sign, and whether it has 18, 19 or 20
+  // digits.
   static bool commas(const uint8_t* body, const uint32_t* at, uint32_t gap, size_t count,
                      type* out) {
     uint64_t bad = 0;
@@ -303,7 +304,7 @@ struct Wide64 {
       if (__builtin_expect(length > 16, 1)) {
         if (length > 20) return false;
         value += up_to_four(end - length, length - 16) * E16;
-        // Of the numbers of 20 digits those below 2^64 begin with 1, and did not wrap.
+        // A number of 20 digits below 2^64 begins with 1, and its value has not wrapped.
         bad |= uint64_t{length == 20} & (uint64_t{end[-20] != '1'} | uint64_t{value < E19});
       }
       bad |= minus & (uint64_t{value > LOWEST} | uint64_t{value == 0});
@@ -344,18 +345,18 @@ struct Wide64 {
 using Hash64 = Wide64<UINT64_MAX>;  // of engines, which write them signed or unsigned
 using Int64 = Wide64<INT64_MAX>;
 
-// The rules of the picture, block after block; the state is what reaches into the next one.
+// Checks the rules of the picture block by block; its state is carried into the next block.
 template <bool NEGATIVE>
 class Grammar {
  public:
   // Begins at a comma that follows a digit.
   explicit Grammar(unsigned gap) : gap_(gap) {}
 
-  // Where integers end in the block read last.
+  // The mask of the integers' ends in the last block.
   uint64_t ends() const { return ends_; }
 
-  // Reads on; returns where the block breaks a rule. Inline, because the call that -O2 makes of
-  // it keeps the block in memory and costs a seventh.
+  // Checks the next block; returns the mask of bytes that break a rule. Inlined by force: with the
+  // call that -O2 makes of it the block stays in memory, which costs a seventh.
   __attribute__((always_inline)) uint64_t step(const ByteBlock& block) {
     const uint64_t digit = block.digits(), comma = block.equal(','), zero = block.equal('0');
     const uint64_t minus = NEGATIVE ? block.equal('-') : 0, run = digit | minus;
@@ -381,7 +382,7 @@ class Grammar {
  private:
   const unsigned gap_;
   uint64_t ends_ = 0;
-  uint64_t run_before_ = 1, digit_before_ = 1;  // of the byte before the block: 0 or 1
+  uint64_t run_before_ = 1, digit_before_ = 1;  // the class of the byte before the block: 0 or 1
   uint64_t zero_before_ = 0, minus_before_ = 0;
 };
 
@@ -390,7 +391,7 @@ inline void put(uint64_t& mask, uint32_t base, uint32_t* to, std::index_sequence
   ((to[I] = base + lowest(mask | uint64_t{1} << 63), mask &= mask - 1), ...);
 }
 
-// Appends base + the index of each bit; writes up to USUAL entries too many rather than to branch.
+// Appends base + the index of each bit. Writes up to USUAL entries too many, to avoid a branch.
 template <unsigned USUAL>
 inline uint32_t* put_positions(uint64_t mask, uint32_t base, uint32_t* to) {
   uint32_t* const end = to + count_bits(mask);
@@ -400,8 +401,8 @@ inline uint32_t* put_positions(uint64_t mask, uint32_t base, uint32_t* to) {
   return end;
 }
 
-// Takes the elements that follow the comma at `comma` as long as they are regular; returns the
-// comma behind the last one taken. A digit precedes `comma`, and comma - begin >= LOOKBACK.
+// Converts the elements behind `comma` as long as they are regular; returns the comma behind the
+// last one converted. A digit precedes `comma`, and comma - begin >= LOOKBACK.
 template <class E>
 const uint8_t* take_regular(const uint8_t* begin, const uint8_t* comma, const uint8_t* end,
                             Column<typename E::type>& out) {
@@ -410,7 +411,7 @@ const uint8_t* take_regular(const uint8_t* begin, const uint8_t* comma, const ui
   const auto gap = next - comma;
   if (gap > 63 || end - begin > ptrdiff_t{UINT32_MAX}) return comma;
 
-  constexpr ptrdiff_t CHUNK = 512;  // commas between two conversions: stays in the nearest cache
+  constexpr ptrdiff_t CHUNK = 512;  // commas between two conversions; they stay in the L1 cache
   uint32_t commas[CHUNK + 64 + E::usual];
   uint32_t* to = commas;
   const auto convert = [&] {

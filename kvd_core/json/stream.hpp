@@ -3,8 +3,8 @@
 //   pieces    {"m:default":{"block_si | ze":16,"events":[{"wor | ..
 //                             `-kept-'   joined with the next piece before it is read
 //
-// The sink has  open(is_object) close(is_object) key(text) number(text) text(text) word()
-// where texts are string_views that live during the call; `word` is null, true or false.
+// The sink has  open(is_object) close(is_object) key(text) number(text) text(text) word(text)
+// where texts are string_views that are valid during the call; `word` gets null, true or false.
 //
 // Invariants
 //   1. `kept_` is the beginning of one token, at most kMaxToken bytes;
@@ -26,13 +26,13 @@ namespace kvd {
 template <class Sink>
 class JsonStream {
  public:
-  // Levels of a dump's JSON: it nests to 9, what a later version may add to it hardly deeper.
+  // Most levels of a dump's JSON: it has 9, and later versions hardly many more.
   static constexpr uint32_t kMaxDepth = 64;
-  // Longest string or number of a dump's JSON: names of models and workers are below 1 KiB; a
-  // string without an end must not be kept.
+  // Longest string or number of a dump's JSON: names of models and workers are below 1 KiB. The
+  // bound keeps an endless string from filling memory.
   static constexpr size_t kMaxToken = 64 * 1024;
 
-  // Throws std::invalid_argument where the text is malformed, and whatever the sink throws.
+  // Throws std::invalid_argument for malformed text, and whatever the sink throws.
   void feed(const uint8_t* p, size_t n, Sink& sink) {
     if (kept_.empty()) {
       keep(read(p, p + n, sink), p + n);
@@ -45,7 +45,7 @@ class JsonStream {
     keep(read(begin, begin + joined_.size(), sink), begin + joined_.size());
   }
 
-  // True when one whole value has been read, and nothing else.
+  // Whether exactly one whole value has been read.
   bool complete() const { return expect_ == Expect::NOTHING && kept_.empty(); }
 
  private:
@@ -70,7 +70,7 @@ class JsonStream {
     kept_.assign(reinterpret_cast<const char*>(p), static_cast<size_t>(end - p));
   }
 
-  // Reads whole tokens; returns where the first unfinished one begins.
+  // Reads whole tokens; returns where the first incomplete one begins.
   const uint8_t* read(const uint8_t* p, const uint8_t* end, Sink& sink) {
     while (true) {
       while (p != end && is_space(*p)) ++p;
@@ -81,7 +81,7 @@ class JsonStream {
     }
   }
 
-  // The end of the token at p, or null when it goes on behind `end`.
+  // Reads the token at p; returns its end, or null if it continues behind `end`.
   const uint8_t* token(const uint8_t* p, const uint8_t* end, Sink& sink) {
     switch (*p) {
       case '{':

@@ -16,7 +16,7 @@ inline char* put(char* to, std::string_view text) {
   return to + text.size();
 }
 
-// Most numbers of an answer have one digit: they do without the search for how many there are.
+// Most numbers of an answer have one digit; these skip the count of digits in std::to_chars.
 inline char* put(char* to, uint64_t value) {
   if (value < 10) {
     *to = static_cast<char>('0' + value);

@@ -1,8 +1,8 @@
-"""Messages off ZMQ sockets.
+"""Receives messages from ZMQ sockets.
 
 drain            receives through the libzmq that pyzmq has loaded
-subscriber       a connection to a publisher that kvd speaks itself
-sub_socket.hpp   its descriptor: what is read, and what has to be answered
-zmtp.hpp         the protocol, without a descriptor
-inbox.hpp        messages that wait, bounded by stream and by process
+subscriber       a subscription for which kvd speaks ZMTP itself
+sub_socket.hpp   the subscriber's descriptor: reads messages, sends replies
+zmtp.hpp         the ZMTP protocol, without a descriptor
+inbox.hpp        messages that wait, bounded for each stream and for the process
 """

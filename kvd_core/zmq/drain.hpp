@@ -6,21 +6,21 @@
 //   +-------+-----+---------+            frames_[2]  msgpack      ->  payload, size
 //   | ...   more messages   |            frames_[3]  any further frame, overwritten by the next
 //
-// Other messages than those of engines are read frame by frame (`next_of_any_shape`).
+// `next_of_any_shape` reads messages that are not engines' events frame by frame.
 //
 // Invariants
 //   1. Never waits: every receive is ZMQ_DONTWAIT.
 //   2. A message is taken whole or not at all (libzmq hands multipart messages over atomically), so
-//      after next() the socket stands at the start of a message, whatever shape this one had.
+//      after next() the socket is at the start of a message, whatever the shape of the last one.
 //   3. payload() is valid until the following next(); nothing is copied.
 //   4. After Got::empty libzmq has handled all its commands, so the socket's edge-triggered
 //      ZMQ_FD becomes readable with the next message: only then may the owner wait for it.
 //
-// Cost: 0.4 to 0.6 us of CPU per queued message of 200 bytes (3 zmq_msg_recv), no allocation of
-// our own. By pyzmq's recv_multipart the same takes 6.2 us.
+// Cost: 0.4 to 0.6 us of CPU per queued message of 200 bytes (3 zmq_msg_recv), without an
+// allocation of our own. pyzmq's recv_multipart takes 6.2 us for the same.
 //
-// There is no zmq.h at build time and no second libzmq at run time: the functions come by dlsym
-// from the extension module of pyzmq, which finds them in the library that module is linked with.
+// There is no zmq.h at build time and no second libzmq at run time: dlsym finds the functions
+// through pyzmq's extension module, in the libzmq which that module is linked with.
 #pragma once
 
 #include <dlfcn.h>
@@ -46,7 +46,7 @@ constexpr size_t SEQ_BYTES = 8;
 constexpr size_t NAMED_SEQ_BYTES = SEQ_BYTES + kPublisherBytes;
 constexpr int EVENT_FRAMES = 3;
 
-// The part of libzmq's C interface that is used here.
+// The functions of libzmq's C interface that are used here.
 struct Libzmq {
   void (*version)(int* major, int* minor, int* patch) = nullptr;
   int (*msg_init)(ZmqMessage*) = nullptr;
@@ -56,7 +56,7 @@ struct Libzmq {
   int (*msg_more)(const ZmqMessage*) = nullptr;
   int (*msg_close)(ZmqMessage*) = nullptr;
 
-  // Finds the functions in a module that is loaded already; returns what is wrong, or null.
+  // Finds the functions through a module that is loaded already; returns the fault, or null.
   const char* load(const char* module_path) {
     void* module = dlopen(module_path, RTLD_NOW | RTLD_NOLOAD);
     if (!module) return "pyzmq's extension module is not loaded";
@@ -65,7 +65,7 @@ struct Libzmq {
         resolve(module, "zmq_msg_recv", msg_recv) && resolve(module, "zmq_msg_data", msg_data) &&
         resolve(module, "zmq_msg_size", msg_size) && resolve(module, "zmq_msg_more", msg_more) &&
         resolve(module, "zmq_msg_close", msg_close);
-    dlclose(module);  // gives back our reference; pyzmq's own keeps the library in memory
+    dlclose(module);  // releases our reference; pyzmq's own keeps the library in memory
     if (!found) return "libzmq's functions cannot be found through pyzmq's extension module";
     int major = 0, minor = 0, patch = 0;
     version(&major, &minor, &patch);
@@ -82,14 +82,14 @@ struct Libzmq {
 
 enum class Got {
   empty,            // no message is waiting
-  later,            // there may be one, but it was enough for one turn
+  later,            // a message may be waiting, but this turn has done enough
   event,            // seq, publisher, payload and size are those of a well-formed message
   bad_frame_count,  // a message of another number of frames than 3
   bad_sequence,     // a message whose second frame is neither 8 nor 24 bytes long
   failed,           // libzmq refused; errno says why
 };
 
-// Where messages come from, one after another; nothing waits.
+// A source of messages, which are taken one by one, without waiting.
 class MessageSource {
  public:
   virtual ~MessageSource() = default;
@@ -97,12 +97,12 @@ class MessageSource {
   // Takes the next message.
   virtual Got next() = 0;
 
-  // Takes the next message, whatever its shape, as `packed`: each frame behind its length. Of one
-  // with more than `most` frames (at least 1) the first beyond that is the last; the others are
-  // lost, and the source is of no more use: Got::bad_frame_count.
+  // Takes the next message, whatever its shape, as `packed`: each frame behind its length. If it
+  // has more than `most` frames (at least 1), only `most` + 1 of them are taken; the others are
+  // lost, and the source can no longer be used: Got::bad_frame_count.
   virtual Got next_of_any_shape(int most, std::string& packed) = 0;
 
-  // Of the event that was taken last, valid until the next call.
+  // The payload of the event that was taken last, valid until the next call.
   virtual const char* payload() = 0;
   virtual size_t size() = 0;
 
@@ -112,7 +112,7 @@ class MessageSource {
     for (size_t i = 0; i < SEQ_BYTES; ++i) value = value << 8 | bytes[i];
     return value;
   }
-  // The 16 bytes behind the number, or null.
+  // The 16 bytes of the publisher's id behind the number, or null.
   const uint8_t* publisher() {
     return second_size() == NAMED_SEQ_BYTES ? second() + SEQ_BYTES : nullptr;
   }
@@ -192,7 +192,7 @@ class MessageReader final : public MessageSource {
   int more_ = 0;
 };
 
-// How long one drain may hold the thread.
+// The time until which one drain may hold the thread.
 class Deadline {
  public:
   explicit Deadline(int64_t budget_ns) : end_(Clock::now() + std::chrono::nanoseconds(budget_ns)) {}

@@ -1,4 +1,4 @@
-# Messages out of ZMQ sockets, without pyzmq in between, and where they wait; zmq/drain.hpp and
+# Messages taken from ZMQ sockets without pyzmq, and the inboxes where they wait; zmq/drain.hpp and
 # zmq/inbox.hpp have the pictures.
 from libc.stddef cimport size_t
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
@@ -8,11 +8,11 @@ from libcpp.string cimport string
 
 cdef extern from "zmq/drain.hpp" namespace "kvd" nogil:
     cdef cppclass Libzmq:
-        const char* load(const char* module_path)  # null, or what is wrong
+        const char* load(const char* module_path)  # the fault, or null
 
     cdef enum class Got:
         empty            # no message is waiting
-        later            # there may be one, but it was enough for one turn
+        later            # a message may be waiting, but this turn has done enough
         event            # seq, publisher, payload and size describe a well-formed message
         bad_frame_count  # another number of frames than 3, or too many
         bad_sequence     # the second frame is neither 8 nor 24 bytes long
@@ -41,7 +41,7 @@ cdef extern from "events/publisher.hpp" namespace "kvd" nogil:
 
 cdef extern from "zmq/inbox.hpp" namespace "kvd" nogil:
     cdef cppclass InboxBounds:
-        uint64_t messages  # 0 is without a bound
+        uint64_t messages  # 0: no bound
         uint64_t bytes
 
     cdef cppclass CInboxSpace "kvd::InboxSpace":
@@ -61,7 +61,7 @@ cdef extern from "zmq/inbox.hpp" namespace "kvd" nogil:
         void seal()
         void begin()
         uint64_t first()
-        # NULL where there is no room.
+        # NULL if there is no room.
         unsigned char* push(uint64_t seq, const uint8_t* publisher, size_t size) except +
         uint64_t seq()      # of the oldest message, while there is one
         const uint8_t* publisher()
@@ -76,9 +76,9 @@ cdef class InboxSpace:
 
 
 cdef class Inbox:
-    cdef InboxSpace space  # kept for as long as there is an inbox in it
+    cdef InboxSpace space  # has to outlive the inbox
     cdef CInbox* inbox
-    cdef public bint cut  # a message had too many frames, so its socket is of no more use
+    cdef public bint cut  # a message had too many frames, so its socket can no longer be used
 
 
 cdef bint take_events(

@@ -1,9 +1,9 @@
 # distutils: language = c++
-"""Empties ZMQ sockets into inboxes, at a sixth of the CPU time pyzmq takes.
+"""Empties ZMQ sockets into inboxes, in a sixth of the CPU time that pyzmq takes.
 
-A socket stays pyzmq's: options, connecting, waiting and closing are done there, and this module
-only receives, through the very libzmq that pyzmq has loaded (zmq/drain.hpp). What it has received
-waits in an inbox (zmq/inbox.hpp) until it is taken.
+A socket stays pyzmq's: pyzmq sets its options, connects it, waits for it and closes it. This module
+only receives, through the very libzmq that pyzmq has loaded (zmq/drain.hpp). Received messages wait
+in an inbox (zmq/inbox.hpp) until they are taken.
 """
 import os
 import sys
@@ -33,7 +33,7 @@ _load()
 
 
 cdef class InboxSpace:
-    """The bounds of all inboxes together, in messages and in bytes; 0 is no bound."""
+    """The bounds that all inboxes share, in messages and in bytes; 0 is no bound."""
 
     def __cinit__(self, uint64_t max_messages=0, uint64_t max_bytes=0):
         cdef InboxBounds bounds
@@ -55,10 +55,10 @@ cdef class InboxSpace:
 
 
 cdef class Inbox:
-    """Messages of one stream that wait, within bounds of its own and of the space.
+    """The waiting messages of one stream, within its own bounds and those of the space.
 
-    `pushed` and `popped` count what has ever come in and gone out: a position in the order of
-    arrival. `dropped` counts what found no room.
+    `pushed` and `popped` count all messages that ever came in and went out, so they are positions
+    in the order of arrival. `dropped` counts messages that found no room.
     """
 
     def __cinit__(self, InboxSpace space not None, uint64_t max_messages=0, uint64_t max_bytes=0):
@@ -92,15 +92,15 @@ cdef class Inbox:
 
     @property
     def has_hole(self):
-        """Returns whether messages were dropped behind the last one that is kept."""
+        """Returns whether messages were dropped after the last one that was kept."""
         return self.inbox.has_hole()
 
     def seal(self):
-        """Keeps what waits now; without it, a message without room replaces the newest."""
+        """Protects the waiting messages: a message without room cannot replace the newest."""
         self.inbox.seal()
 
     def begin(self):
-        """Has `first` be the position of the first message that is pushed from now on."""
+        """Sets `first` to the position of the first message that is pushed from now on."""
         self.inbox.begin()
 
     @property
@@ -112,14 +112,14 @@ cdef class Inbox:
         _keep(self.inbox, seq, NULL, PyBytes_AS_STRING(payload), PyBytes_GET_SIZE(payload))
 
     def drain(self, take, uint64_t max_messages, int64_t budget_ns, bytes speaker not None, meet):
-        """Has `take(seq, payload)` take messages; returns whether it stopped before there was none.
+        """Calls `take(seq, payload)` for messages; returns whether more may be waiting.
 
-        `speaker` is who has published the message before the first, as 16 bytes, or none where that
-        did not say; before a message of another one `meet(publisher)` is called.
+        `speaker` is the publisher of the message before the first, as 16 bytes, or b"" if that
+        named none; before a message of another publisher, `meet(publisher)` is called.
 
         Stops after a message for which `take` returns True, after `max_messages` messages, or after
-        the first that ends later than `budget_ns` from the start. What `take` raises passes
-        through: the message it was raised for is gone then, later ones are not.
+        the first that ends later than `budget_ns` from the start. An exception of `take` passes
+        through; its message is gone then, and later ones still wait.
         """
         cdef CInbox* inbox = self.inbox
         cdef Deadline* deadline = new Deadline(budget_ns)
@@ -163,12 +163,12 @@ cdef class Inbox:
         return frames
 
     def clear(self):
-        """Drops all that waits; that does not count as dropped."""
+        """Drops all waiting messages, without counting them as dropped."""
         self.inbox.clear()
 
 
 cdef const uint8_t* _id(bytes publisher) noexcept:
-    """Returns the 16 bytes, NULL for none of them."""
+    """Returns the 16 bytes of a publisher's id, NULL for an empty one."""
     if len(publisher) != kPublisherBytes:
         return NULL
     return <const uint8_t*>PyBytes_AS_STRING(publisher)
@@ -187,14 +187,14 @@ cdef void _keep(
 
 
 def fill(Inbox inbox not None, size_t socket, refuse, int max_messages, int64_t budget_ns):
-    """Takes event messages off a socket; returns whether it stopped before that was empty.
+    """Takes event messages off a socket; returns whether more may be waiting.
 
-    A well-formed message (topic, 8-byte big-endian number, payload) goes to the inbox by its number
-    and payload, and by the 16 bytes of a publisher that may follow the number; for any other
-    `refuse(reason)` is called with one of this module's BAD_ texts. Stops after `max_messages`
-    messages, or after the first that ends later than `budget_ns` from the start. `socket` is the
-    address that pyzmq's `Socket.underlying` gives; `refuse` may not close it. Raises zmq.ZMQError
-    where libzmq refuses.
+    A well-formed message (topic, 8-byte big-endian number, payload) goes to the inbox with its
+    number, its payload, and the 16 bytes of a publisher's id if they follow the number. For any
+    other message, `refuse(reason)` is called with one of this module's BAD_ texts. Stops after
+    `max_messages` messages, or after the first that ends later than `budget_ns` from the start.
+    `socket` is the address from pyzmq's `Socket.underlying`; `refuse` must not close it. Raises
+    zmq.ZMQError for an error of libzmq.
     """
     cdef MessageReader* reader = _reader(socket)
     try:
@@ -204,10 +204,10 @@ def fill(Inbox inbox not None, size_t socket, refuse, int max_messages, int64_t 
 
 
 def fill_frames(Inbox inbox not None, size_t socket, int most, int max_messages, int64_t budget_ns):
-    """Takes messages of any shape off a socket; returns whether it stopped before that was empty.
+    """Takes messages of any shape off a socket, like `fill`; returns whether more may be waiting.
 
-    As `fill`. A message with more than `most` frames is kept up to the first beyond that, and the
-    inbox is `cut`: the rest of that message stays, for ever.
+    Of a message with more than `most` frames, only `most` + 1 are kept, and the inbox is marked as
+    `cut`: the rest of the message is never read.
     """
     cdef MessageReader* reader = _reader(socket)
     try:

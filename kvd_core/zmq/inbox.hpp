@@ -1,4 +1,4 @@
-// Messages that have been taken off a socket and wait until they can be used.
+// Messages that were taken off a socket and wait until they can be applied.
 //
 //   Inbox, one a stream                                   InboxSpace, one a process
 //   head                              tail                 bytes, messages: of all inboxes
@@ -7,21 +7,22 @@
 //   +----------+    +----------+    +----------+
 //     ^ read                            ^ write            E = seq, size, bytes of the message
 //
-// libzmq keeps what waits in the 8 KB buffers that it was received into, one for each message where
-// they come one by one, and in an arena of its I/O thread that never shrinks. Here a message waits
-// as its bytes and 16 more, in blocks of their own mapping: they are unmapped as they empty.
+// libzmq would keep waiting messages in the 8 KB buffers that it received them into, one for each
+// message where they come one by one, in an arena of its I/O thread that never shrinks. Here a
+// message takes its bytes and 16 more, in blocks with mappings of their own, which are unmapped as
+// they empty.
 //
 // Invariants
-//   1. What waits is within the bounds of its inbox and of the space, in messages and in bytes.
-//   2. What finds no room replaces the newest that waits, if it fits there: what is kept
-//      is a beginning without holes and the end, so that the end shows what is missing. Only what
-//      arrived since the last `seal` can be replaced.
-//   3. If even that has no room, `has_hole` says so until the next message is kept.
-//   4. `popped() + messages() == pushed()`; these are positions in the order of arrival, which
-//      nothing ever changes, so that others can note one.
+//   1. Waiting messages are within the bounds of their inbox and of the space, in number and bytes.
+//   2. A message without room replaces the newest waiting one, if it fits there. So the kept
+//      messages are a beginning without gaps and the latest one, whose number shows what is
+//      missing. Only messages that arrived since the last `seal` can be replaced.
+//   3. If it does not fit even there, `has_hole` is true until the next message is kept.
+//   4. `popped() + messages() == pushed()`; these are positions in the order of arrival. A position
+//      never changes, so that callers can note it.
 //
-// Costs: push and pop a memcpy each, 30 to 60 ns for 250 bytes; nothing is allocated but blocks,
-// and the one block that an almost empty inbox needs comes from the spare ones.
+// Costs: push and pop a memcpy each, 30 to 60 ns for 250 bytes; only blocks are allocated, and the
+// one block that an almost empty inbox needs comes from the spare ones.
 #pragma once
 
 #include <cstddef>
@@ -34,7 +35,7 @@
 
 namespace kvd {
 
-// How much may wait; 0 is without a bound.
+// Bounds of waiting messages; 0 is no bound.
 struct InboxBounds {
   uint64_t messages = 0;
   uint64_t bytes = 0;
@@ -48,17 +49,17 @@ struct InboxBlock {
   InboxBlock* before;
   InboxBlock* next;
   size_t mapped;  // bytes, this head included
-  size_t read;    // offsets of what is there
+  size_t read;    // offsets: entries lie between read and write
   size_t write;
 
   unsigned char* at(size_t offset) { return reinterpret_cast<unsigned char*>(this) + offset; }
 };
 
-// What all inboxes of a process share: the bounds of all together, and empty blocks.
+// The part that all inboxes of a process share: bounds for all together, and empty blocks.
 class InboxSpace {
  public:
   static constexpr size_t kBlock = 64 * 1024;
-  // Empty blocks kept, 1 MiB: about as many inboxes are in use at one moment.
+  // Empty blocks that are kept, 1 MiB: about as many inboxes are in use at one moment.
   static constexpr size_t kSpare = 16;
 
   explicit InboxSpace(InboxBounds bounds) : bounds_(bounds) {}
@@ -122,15 +123,15 @@ class Inbox {
   bool empty() const { return pushed_ == popped_; }
   bool has_hole() const { return hole_; }
 
-  // What waits now stays, whatever comes.
+  // Protects the waiting messages from being replaced.
   void seal() { newest_ = nullptr; }
 
-  // The lowest position of what was pushed since `begin`; `pushed()` if nothing was.
+  // The lowest position of a message pushed since `begin`; `pushed()` without one.
   void begin() { first_ = pushed_; }
   uint64_t first() const { return first_; }
 
-  // Keeps a message of `size` bytes if there is room, with who has published it, unless that is
-  // null; returns where its bytes go, or null.
+  // Keeps a message of `size` bytes if there is room, with its publisher's id unless that is null.
+  // Returns where the caller has to write the bytes, or null without room.
   unsigned char* push(uint64_t seq, const uint8_t* publisher, size_t size) {
     const size_t head = publisher ? kPublisherBytes : 0;
     const size_t needed = bytes_of(head + size);
@@ -157,7 +158,7 @@ class Inbox {
     return bytes + head;
   }
 
-  // Of the oldest message, while there is one.
+  // seq(), publisher(), size() and data() of the oldest message, while there is one.
   uint64_t seq() { return front()->seq; }
   const uint8_t* publisher() {
     return front()->named ? reinterpret_cast<const uint8_t*>(front() + 1) : nullptr;
@@ -183,8 +184,8 @@ class Inbox {
  private:
   struct Entry {
     uint64_t seq;
-    uint64_t size : 63;  // of what follows
-    uint64_t named : 1;  // by its publisher, whose id comes first
+    uint64_t size : 63;  // of the bytes that follow
+    uint64_t named : 1;  // they begin with the publisher's id
 
     size_t head() const { return named ? kPublisherBytes : 0; }
   };

@@ -1,15 +1,16 @@
-// A connected descriptor to a publisher: reads its messages, and answers what must be answered.
+// A descriptor connected to a publisher: reads its messages, and sends the replies that ZMTP needs.
 //
 //   kernel ── recv ──> scratch, one a thread ── ZmtpSubscriber ──> messages, in place
 //                        ^ part of a message      │
 //                        └── held, its own <── park
 //
-// A connection at rest holds nothing; one with half a message, these bytes. Only a message larger
-// than half the scratch is read into memory of its own, which grows as its bytes come.
+// A connection at rest holds no memory; one that has read a part of a message holds these bytes.
+// Only a message larger than half the scratch is read into memory of its own, which grows as the
+// bytes come.
 //
 // Invariants
-//   1. Never waits. After Got::empty all that has been read is used, so that the descriptor tells
-//      of more; after Got::later there may be whole messages here.
+//   1. Never waits. After Got::empty all whole messages that were read have been taken, so that the
+//      descriptor becomes readable with more; after Got::later whole messages may be left here.
 //   2. payload() is valid until the next call of any socket of this thread.
 #pragma once
 
@@ -65,7 +66,7 @@ class SubSocket final : public MessageSource {
     is_drained_ = false;
   }
 
-  // Goes on with the handshake.
+  // Continues the handshake, as far as bytes have come.
   void shake() {
     begin();
     send();
@@ -108,20 +109,20 @@ class SubSocket final : public MessageSource {
   void ping() { speech_.ping(), send(); }
   void unsubscribe() { speech_.unsubscribe(), send(); }
 
-  // Sends what is to be sent, as far as the kernel takes it.
+  // Sends the unsent bytes, as far as the kernel takes them.
   void send() {
     std::string& unsent = speech_.unsent();
     while (!unsent.empty()) {
       const ssize_t sent = ::send(fd_, unsent.data(), unsent.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
       if (sent < 0 && errno == EINTR) continue;
       if (sent < 0 && errno == EAGAIN) return;
-      if (sent < 0) break;  // the end is read, behind what came before it
+      if (sent < 0) break;  // reading will find the end, after the messages that came before it
       unsent.erase(0, size_t(sent));
     }
     std::string().swap(unsent);
   }
 
-  // Keeps what is not used up; the scratch is another socket's now.
+  // Keeps the unused bytes, as other sockets use the scratch next.
   void park() {
     const size_t unused = size_ - speech_.unused_from();
     const uint8_t* from = view_ + speech_.unused_from();
@@ -155,7 +156,7 @@ class SubSocket final : public MessageSource {
     }
   }
 
-  // Reads once behind what is not used up: Got::event, empty, or later where it is enough.
+  // Reads once, behind the unused bytes: Got::event if there are more bytes, else empty or later.
   Got read() {
     if (is_drained_) return Got::empty;
     if (reads_left_-- == 0) return Got::later;
@@ -172,7 +173,7 @@ class SubSocket final : public MessageSource {
     return Got::event;
   }
 
-  // Has kMaxRead bytes of room behind what is not used up, which becomes the view.
+  // Makes room for kMaxRead bytes behind the unused ones, which become the view.
   void make_room() {
     const size_t begin = speech_.unused_from(), unused = size_ - begin;
     if (unused <= kScratch - kMaxRead) {

@@ -1,7 +1,8 @@
 # distutils: language = c++
 """Connected sockets to publishers that speak ZMTP without security, read without libzmq.
 
-The owner connects, waits and closes; this module speaks and receives (zmq/sub_socket.hpp).
+The owner connects the descriptor and waits for it; this module speaks ZMTP and receives
+(zmq/sub_socket.hpp).
 """
 from libc.stdint cimport int64_t, uint64_t
 from libcpp cimport bool
@@ -32,14 +33,14 @@ cdef extern from "zmq/sub_socket.hpp" namespace "kvd" nogil:
         void unsubscribe() except +
 
 
-# Faults of a connection that has broken no rule: LOST has ended; NO_HANDSHAKE has ended, or was too
-# slow, before its handshake was done.
+# Faults of a connection that did not violate the protocol. LOST: it ended. NO_HANDSHAKE: it ended,
+# or was too slow, before its handshake was done.
 LOST = (<bytes>kLost).decode()
 NO_HANDSHAKE = (<bytes>kNoHandshake).decode()
 
 
 cdef class Subscriber:
-    """One connection, subscribed to topics; `fd` is closed with it."""
+    """One connection, subscribed to topics; it owns and closes `fd`."""
 
     cdef SubSocket* socket
 
@@ -61,18 +62,18 @@ cdef class Subscriber:
 
     @property
     def fault(self):
-        """Returns why the connection is of no more use, None while it is."""
+        """Returns why the connection can no longer be used, None while it can."""
         cdef const char* fault = self.socket.fault()
         return None if fault == NULL else (<bytes>fault).decode()
 
     @property
     def answers_pings(self):
-        """Returns whether the other end's ZMTP has heartbeats."""
+        """Returns whether the publisher's ZMTP has heartbeats."""
         return self.socket.answers_pings()
 
     @property
     def reads(self):
-        """Returns how often something has come."""
+        """Returns how many times bytes have been read."""
         return self.socket.reads()
 
     @property
@@ -82,23 +83,23 @@ cdef class Subscriber:
 
     @property
     def has_unread(self):
-        """Returns whether something has come that is not read yet."""
+        """Returns whether bytes have come that are not read yet."""
         return self.socket.has_unread()
 
     def close(self):
-        """Hangs up; nothing may wait for the descriptor then."""
+        """Closes the descriptor, which no task may be waiting for."""
         self.socket.hang_up()
 
     def shake(self):
-        """Goes on with the handshake, as far as it has come."""
+        """Continues the handshake, as far as bytes have come."""
         self.socket.shake()
 
     def ping(self):
-        """Asks the other end for a sign of life."""
+        """Sends a PING, which the publisher has to answer."""
         self.socket.ping()
 
     def unsubscribe(self):
-        """Unsubscribes: the other end learns that nothing more is wanted."""
+        """Cancels all subscriptions at the publisher."""
         self.socket.unsubscribe()
 
     def fill(self, Inbox inbox not None, refuse, int max_messages, int64_t budget_ns):

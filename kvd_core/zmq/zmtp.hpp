@@ -1,26 +1,26 @@
 // Speaks ZMTP 3 as a subscriber, without a socket: bytes in, messages and replies out.
 //
-//   engine                                 we
+//   engine                                 kvd
 //   greeting, 64 bytes    ───────────>  <───────────   greeting: version 3.1, mechanism NULL
-//   READY, Socket-Type    ───────────>  <───────────   READY, then one subscription a topic
-//   messages, PING        ───────────>  <───────────   PONG; PING where it has been silent
+//   READY, Socket-Type    ───────────>  <───────────   READY, then one subscription per topic
+//   messages, PING        ───────────>  <───────────   PONG; PING if the engine has been silent
 //
 //   a frame   [flags: 1 more, 2 long, 4 command][size: 1 byte, 8 if long][body]
 //   a message [frame, more] ... [frame]; a command is a frame of its own, and libzmq sends PING
 //             between the frames of a message, too
 //
-// What was read stands in one view: bytes from `begin()` on are not used up, those up to `scanned`
-// are whole frames of the message that is not wholly there yet, which are not read again.
+// All received bytes are in one view. Bytes from `begin_` on are unused. The first `scanned_` of
+// these are whole frames of a message that is not complete yet; they are not scanned again.
 //
-//   used up │ frame frame │ part of a frame
-//           ^ begin       ^ begin + scanned
+//   used    │ frame frame │ part of a frame
+//           ^ begin_      ^ begin_ + scanned_
 //
 // Invariants
-//   1. No byte is read twice for a length, so a message of many frames costs what its bytes cost.
-//   2. A message that cannot fit its bound ends the connection at the first header that shows it;
-//      nothing is allocated because of a length.
-//   3. What is to be sent is bounded: greeting, READY and subscriptions once; a PONG or PING only
-//      when all before it has gone.
+//   1. No frame's header is scanned twice, so the cost of a message of many frames stays linear.
+//   2. A message beyond its bound ends the connection at the first header that shows it; claimed
+//      lengths allocate nothing.
+//   3. Unsent bytes are bounded: greeting, READY and subscriptions are sent once, and a PONG or
+//      PING is only added when all bytes before it have been sent.
 #pragma once
 
 #include <cstddef>
@@ -35,14 +35,14 @@ namespace kvd {
 
 class ZmtpSubscriber {
  public:
-  // Faults of a connection that has ended, or is too slow, without breaking a rule.
+  // Faults of a connection that ended, or was too slow, without violating the protocol.
   static constexpr const char* kLost = "connection lost";
   static constexpr const char* kNoHandshake = "handshake failed";
 
   enum class Step {
-    more,     // of the view; all that could be used is
+    more,     // more bytes are needed; all usable ones are used
     joined,   // the handshake is done
-    message,  // whole, at begin() of the view
+    message,  // a whole message is in the view (each_frame)
     broken,   // fault() says why
   };
 
@@ -63,16 +63,16 @@ class ZmtpSubscriber {
   bool answers_pings() const { return minor_ >= 1; }
   std::string& unsent() { return unsent_; }
 
-  // Where in the view the bytes begin that are not used up; a message that was given out is.
+  // The position in the view where unused bytes begin; a returned message counts as used.
   size_t unused_from() const { return whole_ ? begin_ + scanned_ : begin_; }
 
-  // The view is another one, which begins with what is not used up.
+  // Notes that the view has moved, and begins with the unused bytes now.
   void moved() {
     if (whole_) whole_ = false, scanned_ = frames_ = 0;
     begin_ = 0;
   }
 
-  // Goes on in the view, which is the one of the last call, moved or with more bytes behind.
+  // Continues in the view, which is that of the last call, moved or with more bytes at its end.
   Step next(const uint8_t* view, size_t size) {
     if (whole_) whole_ = false, begin_ += scanned_, scanned_ = frames_ = 0;
     while (phase_ != Phase::broken) {
@@ -90,7 +90,7 @@ class ZmtpSubscriber {
       }
       if (left < frame.header + frame.size) break;
       if (frame.command) {
-        if (frames_) scanned_ += frame.whole();  // stepped over, with the message
+        if (frames_) scanned_ += frame.whole();  // it stays among the message's frames, unread
         else begin_ += frame.whole();
         if (command(at + frame.header, frame.size)) return Step::joined;
         continue;
@@ -145,7 +145,7 @@ class ZmtpSubscriber {
     phase_ = Phase::broken;
   }
 
-  // Reads a header; false where there is more of it to come. Unknown flags are an error.
+  // Reads a header; false if it is incomplete. Unknown flags make a frame that fits nowhere.
   static bool header(const uint8_t* at, size_t left, Frame& frame) {
     if (left < 2) return false;
     const uint8_t flags = at[0];
@@ -172,7 +172,7 @@ class ZmtpSubscriber {
     return value;
   }
 
-  // Checks as much of the greeting as is there: noise may be shorter.
+  // Checks as much of the greeting as has come: a foreign protocol may send less than all of it.
   bool greet(const uint8_t* at, size_t left) {
     const bool wrong =
         (left > 0 && at[0] != 0xff) || (left > 9 && !(at[9] & 1)) || (left > 10 && at[10] < 3);
@@ -186,7 +186,7 @@ class ZmtpSubscriber {
     return true;
   }
 
-  // Returns whether the handshake is done with it.
+  // Handles a command; returns whether it completes the handshake.
   bool command(const uint8_t* body, size_t size) {
     const uint8_t* end = body + size;
     const std::string_view name =
@@ -211,7 +211,7 @@ class ZmtpSubscriber {
     return false;
   }
 
-  // Whether the properties of READY are those of a socket that publishes.
+  // Whether the properties of READY are those of a publishing socket.
   static bool publishes(const uint8_t* at, const uint8_t* end) {
     bool found = false;
     while (at < end) {
@@ -261,8 +261,8 @@ class ZmtpSubscriber {
   std::string unsent_;
   size_t begin_ = 0;
   size_t scanned_ = 0;
-  size_t frames_ = 0;   // of the message that is scanned
-  bool whole_ = false;  // it has been given out
+  size_t frames_ = 0;   // scanned frames of the present message
+  bool whole_ = false;  // the message is complete and was returned
   Phase phase_ = Phase::greeting;
   uint8_t minor_ = 0;
   const char* fault_ = nullptr;
