@@ -21,7 +21,7 @@ UNIX = "unix:"
 
 # Longest time of a call with all its attempts and pauses: a selection may wait 25 s for a rank.
 TIMEOUT_S = 30.0
-CONNECT_S = 5.0  # part of it in which the connection has to be made
+CONNECT_S = 5.0  # part of a call's time in which its connection has to be made
 FREE_S = 5.0  # longest time for freeing a reservation, which delays a cancelled caller
 # Longest answer that is kept. A dump of a large index is longer; a setting allows it.
 MAX_ANSWER_BYTES = 256 * 1024 * 1024
@@ -30,7 +30,7 @@ MAX_ANSWER_BYTES = 256 * 1024 * 1024
 MAX_CONNECTIONS = 100
 MAX_WAITING_CONNECTIONS = 1000
 MAX_IDLE_CONNECTIONS = 20  # connections of either kind that are kept open for later calls
-IDLE_S = 5.0  # time for which they are kept
+IDLE_S = 5.0  # time for which idle connections are kept open
 
 # Errors of attempts without an answer: of requests that were never sent, and of all requests.
 NOT_SENT = (httpx.ConnectError, httpx.ConnectTimeout)
