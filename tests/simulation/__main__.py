@@ -1,4 +1,4 @@
-"""Runs seeds: `python -m tests.simulation --seeds 0-999`; `--trace` tells of one step by step."""
+"""Runs seeds: `python -m tests.simulation --seeds 0-999`; `--trace` prints each step of one."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _run(seed: int, trace: bool, totals: collections.Counter[str]) -> None:
 
 
 def count(world: World, totals: collections.Counter[str]) -> None:
-    """Adds up what has happened, to show that a run was worth it."""
+    """Adds up how often each event happened, to show what a run has covered."""
     totals["compared"] += world.oracle.compared
     totals["compared_restored"] += world.oracle.restored
     totals["replays_behind_wrap"] += world.network.wrapped

@@ -1,4 +1,4 @@
-"""Keeps the coming events of a simulated network, in the order of their moments."""
+"""The coming events of a simulated network, ordered by time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import trio
 
 
 class Agenda:
-    """Calls functions at virtual moments, those of one moment in the order they were given."""
+    """Calls functions at virtual moments; those of the same moment in the order they were added."""
 
     def __init__(self) -> None:
         self._due: list[tuple[float, int, Callable[[], object]]] = []

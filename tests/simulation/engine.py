@@ -1,10 +1,10 @@
-"""An engine as honest as can be: a cache of tiers per rank, numbered batches that tell all of it.
+"""An honest engine: a cache with tiers per rank, and numbered batches that announce every change.
 
-Most engines have one rank. Some have several behind one port; each batch names its own then.
+Most engines have one rank. Some have several behind one port; then each batch names its rank.
 
-A block is the path of local values from the root to it. A cache holds copies of blocks; every copy
-is announced once when it comes and once when it goes. After each batch the engine remembers what it
-holds, so that a replica may be asked about any moment of the engine's life.
+A block is the path of values from the root to it. A cache holds copies of blocks; every copy is
+announced once when it is stored and once when it is removed. After each batch the engine records
+what it holds, so that a replica can be compared with any moment of the engine's life.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ Event = dict[str, object]
 Depths = tuple[int, int, int]
 
 BLOCK = 2  # tokens
-VALUES = 3  # blocks are a token, repeated, out of so many: prompts share prefixes and fork
+VALUES = 3  # different blocks, each one token repeated; so few that prompts share prefixes and fork
 MEDIUMS = ("GPU", "CPU", "DISK")
-MAX_HELD = 24  # copies on the device; beyond, something has to go
+MAX_HELD = 24  # copies on the device; an engine with more evicts
 
 
 def tokens_of(path: Path) -> list[int]:
@@ -45,7 +45,7 @@ class Cache:
         return Cache(tuple(tier.copy() for tier in self.tiers))
 
     def depths(self, path: Path) -> Depths:
-        """Blocks of `path` matched on device, then through host, then through disk."""
+        """Returns the blocks of `path` that match on device, then through host and disk."""
         at, depths = 0, []
         for tier in self.tiers:
             while at < len(path) and path[: at + 1] in tier:
@@ -67,7 +67,7 @@ Caches = dict[int, Cache]  # by rank
 
 @dataclass
 class Process:
-    """What one process of an engine has said: batch by batch, with what it held after each."""
+    """One process of an engine: its batches, and what its ranks held after each of them."""
 
     number: int
     after: list[Caches]
@@ -75,14 +75,14 @@ class Process:
 
     @property
     def id(self) -> bytes:
-        """What its batches may name it by."""
+        """The publisher id that its batches may carry."""
         return hashlib.blake2b(b"%d" % self.number, digest_size=16).digest()
 
 
 class Engine:
-    """A port of an instance: its processes, one after the other.
+    """An engine behind one port: its processes, one after the other.
 
-    It is registered as one rank, and may have `others` that only its batches name.
+    It is registered as one rank, and may have `others`, ranks that only its batches name.
     """
 
     def __init__(self, key: RankKey, chance: random.Random, kind: bool, others: int = 0) -> None:
@@ -94,10 +94,10 @@ class Engine:
         self.replay_endpoint = self.endpoint[:-1] + "2" if self.has_replay else None
         self.proxied = not kind and chance.random() < 0.15
         self.vllm = chance.random() < 0.5  # groups are numbered, offloads come by name alone
-        self.new_names = chance.random() < 0.5  # a restarted process calls its blocks otherwise
+        self.new_names = chance.random() < 0.5  # a restarted process has new names for its blocks
         self.names_rank = others > 0 or chance.random() < 0.5
         self.kept = 100_000 if kind else chance.choice((1, 3, 10, 10, 100_000))
-        self.in_batches = False  # each batch has the id of its process behind the rank
+        self.in_batches = False  # each batch carries the id of its process after the rank
         self.processes: list[Process] = []
         self._asked: dict[Path, None] = {}
         self.where: dict[bytes, tuple[int, int]] = {}  # process and number of every batch
@@ -116,21 +116,21 @@ class Engine:
 
     @property
     def asked(self) -> list[Path]:
-        """Every prompt it has ever computed, in the order they came."""
+        """Every prompt that it has computed, in order."""
         return list(self._asked)
 
     def _turn(self, rank: int) -> None:
-        """Lets a rank act from now on; what it held stays as it was for those who look back."""
+        """Makes a rank act from now on, on a copy of its cache: the recorded one must not change."""
         self._rank = rank
         self.cache = self.caches[rank].copy()
         self.caches = {**self.caches, rank: self.cache}
 
     def truth(self, process: int, said: int, rank: int) -> Cache:
-        """What a rank of the process held after its first `said` batches."""
+        """Returns what a rank of the process held after its first `said` batches."""
         return self.processes[process].after[said][rank]
 
     def act(self) -> tuple[int, bytes]:
-        """Has a rank do something and returns the batch that tells of it."""
+        """Has a rank do something and returns the batch that announces it."""
         self._turn(self.chance.choice(self.ranks) if len(self.ranks) > 1 else self.key.dp_rank)
         events: list[Event] = []
         for _ in range(self.chance.choice((1, 1, 2, 4))):
@@ -141,7 +141,7 @@ class Engine:
         return self._tell(events)
 
     def beat(self, bare: bool) -> tuple[int, bytes]:
-        """Says that it lives: an empty batch, or an empty payload."""
+        """Returns a sign of life: an empty batch, or an empty payload."""
         return self._keep(b"") if bare else self._tell([])
 
     def clear(self) -> list[tuple[int, bytes]]:
@@ -160,13 +160,13 @@ class Engine:
     # ---- what an engine does
 
     def _serve(self) -> list[Event]:
-        """Computes what of a prompt is not on the device, below what is."""
+        """Computes the blocks of a prompt behind those that are on the device."""
         prompt = self._prompt()
         at = self.cache.depths(prompt)[0]
         return [self._stored(0, prompt, at)] if at < len(prompt) else []
 
     def _again(self) -> list[Event]:
-        """Computes the last block of a cached prompt again: a second copy of it."""
+        """Computes the last block of a cached prompt again, which makes a second copy."""
         held = [path for path in self.cache.tiers[0] if len(path) > 1 and self._whole(path)]
         if not held:
             return []
@@ -177,7 +177,7 @@ class Engine:
         return self.cache.depths(path)[0] == len(path)
 
     def _offload(self) -> list[Event]:
-        """Copies a block of the device to a lower tier, where it is not yet."""
+        """Copies a block of the device to a lower tier that does not have it yet."""
         tier = self.chance.choice((1, 1, 2))
         lower = self.cache.tiers[tier]
         held = [path for path in self.cache.tiers[0] if path not in lower and self._whole(path)]
@@ -196,7 +196,7 @@ class Engine:
         return [self._removed(tier, list(dict.fromkeys(gone)))]
 
     def _clear(self) -> list[Event]:
-        """Resets the cache: vLLM that of the device, SGLang every tier."""
+        """Resets the cache: as vLLM only on the device, as SGLang on every tier."""
         for tier in self.cache.tiers[: 1 if self.vllm else 3]:
             tier.clear()
         return [{"type": "AllBlocksCleared"}]
@@ -207,7 +207,7 @@ class Engine:
         more = self.chance.choice((1, 1, 2, 5))
         return base + tuple(self.chance.randrange(VALUES) for _ in range(more))
 
-    # ---- how it tells
+    # ---- how it announces
 
     def _stored(self, tier: int, path: Path, start: int) -> Event:
         for length in range(start, len(path)):
@@ -242,7 +242,7 @@ class Engine:
         return int.from_bytes(digest)
 
     def _tell(self, events: list[Event]) -> tuple[int, bytes]:
-        moment = self.process.number * 1e6 + len(self.process.batches)  # engines put the time in
+        moment = self.process.number * 1e6 + len(self.process.batches)  # stands for the timestamp
         rank = self._rank if self.names_rank else None
         batch = [moment, events, rank]
         if self.in_batches:

@@ -17,7 +17,7 @@ from tests.support.agreement import check_agreement
 
 
 class Fleet:
-    """Engines that keep everything they have said, and whose replay servers answer."""
+    """Engines that keep all their batches, and whose replay servers answer."""
 
     def __init__(self, keys: Sequence[RankKey], seed: int = 0) -> None:
         chance = random.Random(seed)
@@ -38,7 +38,7 @@ class Fleet:
                 self._nursery.cancel_scope.cancel()
 
     async def start(self, name: str, *keys: RankKey, peers: Sequence[str] = ()) -> Replica:
-        """Starts a replica where `keys` are registered from the beginning."""
+        """Starts a replica at which `keys` are registered from the beginning."""
         replica = Replica(name, self.network, self.engines.values(), kind=True)
         at_start = [self.engines[key] for key in keys]
         await self._nursery.start(replica.run, [f"http://{peer}:1" for peer in peers], at_start)
@@ -46,7 +46,7 @@ class Fleet:
         return replica
 
     def speak(self, key: RankKey, batches: int = 1, heard: bool = True) -> None:
-        """Has an engine do something and tell of it, or be unheard."""
+        """Has an engine publish batches; they are lost unless `heard`."""
         for _ in range(batches):
             seq, payload = self.engines[key].act()
             if heard:
@@ -57,7 +57,10 @@ class Fleet:
 
 
 def check_replica(replica: Replica) -> None:
-    """Checks a replica that no call is under way on; its sockets are those of its listeners."""
+    """Checks that registry, state and tasks agree, and that only listeners have sockets.
+
+    No call may be under way at the replica.
+    """
     running = replica.tasks._tasks.keys()
     check_agreement(replica.state, replica.registry, running)
     assert len(replica.wire.connections) <= len(running)

@@ -1,7 +1,7 @@
 """A Redis server as a plain-Python model: the commands that sessions use, and ways to fail.
 
-It answers as a server of one process does, one command after the other. It may stand still, go
-away, be full or emptied, or lose its last writes as a copy does that takes over.
+Like a server with one process, it answers one command after the other. It may freeze, be
+unreachable, be full, be emptied, or lose its last writes, as happens when a copy takes over.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import trio
 
-PATIENCE_S = 3.0  # of a client
+PATIENCE_S = 3.0  # time for which a client waits for an answer
 
 
 class StreamEntry(NamedTuple):
@@ -25,10 +25,10 @@ def _bytes(value: object) -> bytes:
 
 
 class MemoryServer:
-    """What all clients see."""
+    """The state of the server, which all clients share."""
 
     def __init__(self, most_entries: int) -> None:
-        """Streams keep so many entries at most, whatever their writers say."""
+        """Its stream keeps at most `most_entries`, whatever limit its writers ask for."""
         self.is_gone = False
         self.is_frozen = False
         self.is_full = False
@@ -44,7 +44,7 @@ class MemoryServer:
         self._ends: dict[str, float] = {}
 
     def lose(self, count: int) -> None:
-        """Forgets the last entries; their places are given again."""
+        """Forgets the last entries; new ones get their positions again."""
         for _ in range(min(count, len(self.entries))):
             self.entries.pop()
         self._last = self.entries[-1][0] if self.entries else (0, 0)

@@ -1,14 +1,13 @@
-"""A mesh of replicas: every step of a request goes to any of them, and news takes any time.
+"""A mesh of replicas: each step of a request goes to any of them, and events take any time.
 
-    client ── add r1 ──> A ───────────────> C     each way keeps its order; none waits for another,
-           └─ free r1 ─> B ──────> C              and a replica that has stalled reads one to its
-                                                  end before it looks at the next
+    client ── add r1 ──> A ───────────────> C     each way keeps its order and waits for no other; a
+           └─ free r1 ─> B ──────> C              replica that has stalled may read one way to its
+                                                  end before the next
 
-A replica is the real slot tracker and the real selection service, which share their loads, and what
-takes events to one of them; its ways to the others are queues of encoded frames. Nothing is lost.
-
-The oracle is told which steps took effect where they were asked for. Once all ways are empty, every
-replica must count exactly the requests that nobody has ended.
+A replica is the real slot tracker and the real selection service, which share their loads, with the
+code that applies events to them. Its ways to the others are queues of encoded frames. Nothing is
+lost. The oracle notes which steps took effect at the replica that was asked. Once all ways are
+empty, every replica must count exactly the requests that no client has ended.
 """
 
 from __future__ import annotations
@@ -37,20 +36,20 @@ from tests.support.selecting import BLOCK_SIZE, look, worker
 
 KEY = PartitionKey("m", "t")
 WORKERS = (1, 2)
-OTHERS = 100  # from here on: hashes of the slot tracker's prompts, so that faces share no block
-EXPIRY_S = 1e9  # ages are not what this is about
+OTHERS = 100  # added to hashes of the slot tracker's prompts, so that the faces share no block
+EXPIRY_S = 1e9  # so long that no request expires
 HASHES = BodyScanner({"sequence_hashes": "i64"}, ())
 
 
 @dataclass(eq=False)
 class Request:
-    """What a client wants done, step by step, and what the oracle knows of it."""
+    """The steps that a client will ask for, and the state of the request as the oracle knows it."""
 
     name: str
     face: Face
     worker: int
     blocks: list[int]
-    steps: list[str]  # those to come, the next one last
+    steps: list[str]  # steps to come, the next one last
     live: bool = False
     prefilling: bool = False
 
@@ -61,9 +60,9 @@ class Replica:
     def __init__(self, number: int, rng: random.Random) -> None:
         self.router_id = number + 1
         self.now = 0.0
-        self.ways: dict[int, deque[bytes]] = {}  # to this one, by router_id of the speaker
+        self.ways: dict[int, deque[bytes]] = {}  # events to come, by router_id of the sender
         self.outcomes: Counter[Outcome] = Counter()
-        self.heirs: list[Replica] = []  # who hears of it
+        self.heirs: list[Replica] = []  # the replicas that get its events
         ledgers, options, state = Ledgers(), RouterOptions(), State()
         self.slots = SlotTrackers(EXPIRY_S, ledgers)
         self.selections = Selections(
@@ -94,7 +93,7 @@ class Replica:
             heir.ways[self.router_id].append(frame)
 
     def hear(self, speaker: int) -> None:
-        """Takes the next event of one way."""
+        """Applies the next event of one way."""
         event = decode([TOPIC, self.ways[speaker].popleft()])
         assert not isinstance(event, Refused)
         self.outcomes[apply_once(event, self.now, self.faces)] += 1
@@ -105,7 +104,7 @@ class Replica:
         return self.slots.tracker(*KEY).ledger.request(request.name) is not None
 
     def take(self, request: Request, step: str) -> None:
-        """Takes a client's step, as far as it can be taken here."""
+        """Applies a client's step; if the request is unknown here, checks that it is not found."""
         reservations, tracker = self.selections.reservations, self.slots.tracker(*KEY)
         on_slots = request.face is Face.SLOT_TRACKER
         tokens = len(request.blocks) * BLOCK_SIZE
@@ -134,7 +133,7 @@ class Replica:
             assert not known
 
     def loads(self) -> list[tuple[int, int, int]]:
-        """Prefill tokens, blocks and requests of each worker."""
+        """Returns prefill tokens, blocks and requests of each worker."""
         ledger = self.slots.tracker(*KEY).ledger
         ledger.verify()
         return [
@@ -149,7 +148,7 @@ class Replica:
 
 @dataclass
 class Mesh:
-    """Some replicas, the requests of a while, and who of them has stalled."""
+    """Some replicas, the requests so far, and which replicas have stalled."""
 
     rng: random.Random
     replicas: list[Replica]
@@ -167,13 +166,13 @@ class Mesh:
         return cls(rng, replicas)
 
     def live_a_while(self, names: list[str]) -> None:
-        """Sends requests of these names through their lives, and lets all news arrive."""
+        """Sends requests of these names through their lives, and delivers all events."""
         rng = self.rng
         waiting = [self._request(name) for name in names]
         self.requests += waiting
         while waiting:
             self._pass(rng.choice((0.0, 0.001, 0.1)))
-            request = rng.choice(waiting[:8])  # so many are under way at once
+            request = rng.choice(waiting[:8])  # at most 8 requests are under way at once
             self._step(request)
             if not request.steps:
                 waiting.remove(request)
@@ -184,7 +183,7 @@ class Mesh:
             self._news()
 
     def rest(self) -> None:
-        """Lets so much time pass that ids may be used again."""
+        """Lets so much time pass that request ids may be used again."""
         self._pass(EARLY_STEPS_S + 1.0)
 
     def _pass(self, seconds: float) -> None:
@@ -200,7 +199,7 @@ class Mesh:
         return Request(name, *where, [*steps, "add"])
 
     def _step(self, request: Request) -> None:
-        """Asks any replica that answers for the next step, and tells the oracle."""
+        """Asks any replica that has not stalled for the next step, and notes its effect."""
         rng = self.rng
         if rng.random() < 0.05:
             self.stalled ^= {rng.choice(self.replicas)}
@@ -211,7 +210,7 @@ class Mesh:
         replica, step = rng.choice(awake), request.steps.pop()
         if step == "add":
             request.live = request.prefilling = True
-        elif not replica.knows(request):  # forgotten, as the face says
+        elif not replica.knows(request):  # the replica answers NotFound, so the step has no effect
             replica.take(request, step)
             return
         elif step == "free":
@@ -221,7 +220,7 @@ class Mesh:
         replica.take(request, step)
 
     def _news(self) -> None:
-        """Has a replica that is awake read one event, or all of one way if that is how it wakes."""
+        """Has a replica that has not stalled read one event, or now and then all of one way."""
         rng = self.rng
         awake = [one for one in self.replicas if one not in self.stalled and any(one.ways.values())]
         if not awake:
@@ -232,7 +231,7 @@ class Mesh:
             one.hear(speaker)
 
     def expected(self) -> list[tuple[int, int, int]]:
-        """What every replica must count for each worker."""
+        """Returns what every replica must count for each worker."""
         rows = []
         for worker_id in WORKERS:
             live = [one for one in self.requests if one.live and one.worker == worker_id]
@@ -246,7 +245,7 @@ class Mesh:
 
 
 def _blocks(live: list[Request]) -> int:
-    """Counts paths, of each face for itself."""
+    """Counts the different blocks of each face, by their path."""
     return len(
         {
             (one.face, *one.blocks[:length])

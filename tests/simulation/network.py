@@ -1,13 +1,13 @@
-"""The way from engines to replicas: connections, and what links have at their ends.
+"""The ways from engines to replicas: connections, and the sockets of links at their ends.
 
-    ZmqLink     Connection        and sockets that behave as libzmq's do
-    ZmtpLink    PlainConnection   and in the place of a descriptor a SimulatedSubscriber
+    ZmqLink     Connection        with sockets that behave as libzmq's do
+    ZmtpLink    PlainConnection   with a SimulatedSubscriber in place of a descriptor
 
-A publisher gives a message to the connections it has at that moment. On the way it may be lost,
-delayed, repeated; never do messages of one connection overtake each other unless a proxy repeats
-them. A cut way stalls what is on it; after 15 s libzmq's heartbeat gives the connection up. What a
-SUB socket has received outlives its connection. The monitor tells of a connection before its first
-message can be received.
+A publisher sends a message on the connections that it has at that moment. On the way the message
+may be lost, delayed or repeated, but messages of one connection only overtake each other when a
+proxy repeats them. A cut way stalls the messages on it; after 15 s libzmq's heartbeat gives the
+connection up. Messages that a SUB socket has received outlive its connection. The monitor reports a
+connection before its first message can be received.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ Frames = list[bytes]
 
 @dataclass
 class Way:
-    """What may happen between one replica and one engine."""
+    """The faults and delays between one replica and one engine."""
 
     loss: float = 0.0
-    repeats: float = 0.0  # only behind a proxy
+    repeats: float = 0.0  # only where a proxy is in between
     delay_s: float = 0.001
     cut: bool = False
-    queue: int = 100_000  # messages that the SUB socket holds
+    queue: int = 100_000  # messages that the SUB socket holds at most
 
 
 @dataclass
@@ -67,7 +67,7 @@ class Network:
         self.chance = chance
         self.ports: dict[str, Port] = {}  # by endpoint
         self.ways: dict[tuple[str, str], Way] = {}  # by replica and endpoint
-        self.wrapped = 0  # replays asked for from before the oldest batch that is kept
+        self.wrapped = 0  # replays that would begin before the oldest batch that is kept
 
     def add(self, engine: Engine) -> Port:
         port = self.ports[engine.endpoint] = Port(engine)
@@ -83,28 +83,28 @@ class Network:
             connection.send([b"", seq.to_bytes(8), payload])
 
     def vanish(self, port: Port) -> None:
-        """The engine's host is gone; heartbeats find out."""
+        """Takes the engine's host away without a word; only heartbeats find out."""
         for connection in port.connections:
             connection.vanish()
         port.connections.clear()
 
     def hang_up(self, port: Port) -> None:
-        """The engine's process is gone; each side hears of it in its own time."""
+        """Ends the engine's process; each connection notices at its own time."""
         for connection in port.connections:
             self.agenda.after(self.chance.choice((0.0, 0.0, 0.01)), connection.gone)
         port.connections.clear()
 
 
 class Connection:
-    """One SUB socket's way to one publisher: made again and again until the socket is closed."""
+    """A SUB socket's connection to a publisher, made again and again until the socket is closed."""
 
     def __init__(self, network: Network, way: Way, port: Port, sub: SubSocket) -> None:
         self._network = network
         self._way = way
         self.port = port
         self._sub = sub
-        self.life = 0  # how many connections there have been; what was sent on older ones is lost
-        self._arrived = 0.0  # when the last message comes
+        self.life = 0  # number of this connection; messages sent on earlier ones are lost
+        self._arrived = 0.0  # when the last message sent arrives
         self._stalled: list[Callable[[], None]] | None = None
         self._tries = 0
         self._vanished = False
@@ -151,7 +151,7 @@ class Connection:
             self._sub.put(frames)
 
     def gone(self) -> None:
-        """The other side is not there any more; over a cut way that is not heard."""
+        """Ends the connection as the engine's process is gone; a cut way holds the news back."""
         if not self.up:
             return
         if self._stalled is not None:
@@ -160,7 +160,7 @@ class Connection:
             self.break_off()
 
     def break_off(self, fault: bool = False) -> None:
-        """The connection is lost; after a protocol `fault` libzmq does not try again."""
+        """Loses the connection; after a protocol `fault` libzmq does not try again."""
         if not self.up:
             return
         self.drop()
@@ -182,13 +182,13 @@ class Connection:
             self._later(HEARTBEAT_S, self._give_up)
 
     def vanish(self) -> None:
-        """The other side is not there any more, and has not said so."""
+        """Stalls for good: the other side is gone and has not closed the connection."""
         self.stall()
         self._vanished = True
 
     @property
     def is_frozen(self) -> bool:
-        """Whether it belongs to a process that is no more, which is not noticed yet."""
+        """Whether its process has ended, and this side has not noticed yet."""
         return self.up and (self._vanished or self not in self.port.connections)
 
     def _give_up(self) -> None:
@@ -204,7 +204,7 @@ class Connection:
 
 
 class PlainConnection(Connection):
-    """One link's way to one publisher: made when it asks for it, and given up by its heartbeats."""
+    """A connection of kvd's own ZMTP: made when its link asks, given up by its heartbeats."""
 
     _sub: Any
 
@@ -241,7 +241,7 @@ class PlainConnection(Connection):
             self._stalled = []
 
     def echo(self, call: Callable[[], None]) -> None:
-        """Has the other side answer."""
+        """Has the other side answer a ping, unless the way is cut or its process has ended."""
         self._later(0.001, partial(self._pass, call))
 
     def _pass(self, call: Callable[[], None]) -> None:
@@ -252,7 +252,7 @@ class PlainConnection(Connection):
 
 
 class SimulatedSocket:
-    """What all kinds have: a queue, and a task that waits for it."""
+    """The common part of all sockets: a queue, and a task that waits for messages."""
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
@@ -300,7 +300,7 @@ class SubSocket(SimulatedSocket):
             monitor.put([MONITOR_EVENT.pack(event, 0)])
 
     def set(self, option: int, topic: bytes) -> None:
-        assert (option, topic) == (zmq.UNSUBSCRIBE, b"")  # what it subscribes to, its options say
+        assert (option, topic) == (zmq.UNSUBSCRIBE, b"")  # options at its creation subscribe it
         if self.connection is not None:
             self.connection.drop()
 
@@ -325,7 +325,7 @@ class DealerSocket(SimulatedSocket):
         self._wire.network.agenda.after(0.001, partial(self._ask, start))
 
     def _ask(self, start: int) -> None:
-        """libzmq holds a request back until there is a connection."""
+        """Delivers a replay request; as libzmq does, it waits until there is a connection."""
         network, port = self._wire.network, self._wire.network.ports[self._endpoint]
         if self.closed:
             return
@@ -350,15 +350,16 @@ KINDS: dict[int, type[Any]] = {zmq.SUB: SubSocket, zmq.PAIR: PairSocket, zmq.DEA
 
 
 class Wire:
-    """All sockets of one replica; what its listeners are given as the ZMQ context."""
+    """All sockets of one replica; its listeners get this as their ZMQ context."""
 
     def __init__(self, network: Network, replica: str, cut_replays: bool) -> None:
         self.network = network
         self.replica = replica
         self.monitors: dict[str, PairSocket] = {}
         self.connections: list[Connection] = []
-        self.asked_frozen: dict[str, bool] = {}  # whether the last replay was, or lost the
-        # stream's connection before it was answered; by the replay's endpoint
+        # By replay endpoint, whether during the last replay the stream's connection was lost, or
+        # belonged to a process that had ended.
+        self.asked_frozen: dict[str, bool] = {}
         self._cut_replays = cut_replays
         self._plain: dict[str, PlainConnection] = {}
 
@@ -369,7 +370,7 @@ class Wire:
         return connection
 
     def plain(self, endpoint: str) -> PlainConnection:
-        """Returns the connection of a link that kvd speaks itself."""
+        """Returns the connection of a link that uses kvd's own ZMTP."""
         way = self.network.way(self.replica, endpoint)
         port = self.network.ports[endpoint]
         found = self._plain.get(endpoint)
@@ -386,7 +387,7 @@ class Wire:
         return any(connection.is_frozen for connection in self.to(endpoint))
 
     def lives(self, endpoint: str) -> list[int]:
-        """Changes with every loss of a connection."""
+        """Returns numbers of which one changes whenever a connection is lost."""
         return [connection.life for connection in self.to(endpoint)]
 
     def is_cut(self, endpoint: str) -> bool:
@@ -394,7 +395,7 @@ class Wire:
 
 
 class Address(str):
-    """An address as one replica dials it."""
+    """An address together with the replica that dials it."""
 
     __slots__ = ("wire",)
     wire: Wire
@@ -412,7 +413,7 @@ class SimulatedDialer(Dialer):
 
 
 class SimulatedStream:
-    """In the place of a socket of `kvd.net.streams.stream_socket`."""
+    """Replaces a socket of `kvd.net.streams.stream_socket`."""
 
     def __init__(self, address: Address) -> None:
         self._connection = address.wire.plain(address)
@@ -435,7 +436,7 @@ def stream_socket(address: Address) -> tuple[SimulatedStream, str]:
 
 
 class SimulatedSubscriber:
-    """In the place of `kvd_core.zmq.subscriber.Subscriber`."""
+    """Replaces `kvd_core.zmq.subscriber.Subscriber`."""
 
     answers_pings = True
     has_unsent = False
@@ -500,7 +501,7 @@ class SimulatedSubscriber:
 
 
 class SimulatedArrivals:
-    """In the place of `kvd.net.arrivals.Arrivals`."""
+    """Replaces `kvd.net.arrivals.Arrivals`."""
 
     def __init__(self) -> None:
         self._waits: dict[SimulatedSubscriber, trio.CancelScope] = {}
@@ -518,12 +519,12 @@ class SimulatedArrivals:
 
 
 def is_plain(address: str) -> bool:
-    """Half of the links are kvd's own, the others libzmq's."""
+    """Returns whether a link uses kvd's own ZMTP: half of them do, the others use libzmq."""
     return zlib.crc32(address.encode()) % 2 == 0
 
 
 class SimulatedZSocket:
-    """In the place of `kvd.net.zsocket.ZSocket`."""
+    """Replaces `kvd.net.zsocket.ZSocket`."""
 
     def __init__(self, wire: Wire, kind: int, options: Mapping[int, int | bytes]) -> None:
         self.socket = KINDS[kind](wire)
@@ -546,7 +547,7 @@ def fill(
     max_messages: int,
     budget_ns: int,
 ) -> bool:
-    """In the place of `kvd_core.zmq.drain.fill`; turns are short, so that much happens between."""
+    """Replaces `kvd_core.zmq.drain.fill`; turns are short, so that much happens between them."""
     for _ in range(min(max_messages, 8)):
         if not socket.queue:
             return False
@@ -558,7 +559,7 @@ def fill(
 def fill_frames(
     inbox: Inbox, socket: PairSocket, most: int, max_messages: int, budget_ns: int
 ) -> bool:
-    """In the place of `kvd_core.zmq.drain.fill_frames`, for what monitors say."""
+    """Replaces `kvd_core.zmq.drain.fill_frames`, for the events of monitors."""
     while socket.queue:
         frames = socket.queue.popleft()
         inbox.push(0, b"".join(len(frame).to_bytes(4, sys.byteorder) + frame for frame in frames))

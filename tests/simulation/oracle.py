@@ -1,4 +1,4 @@
-"""Compares replicas with what the engines have said: whatever calls itself exact must be."""
+"""Compares replicas with the engines' batches: a stream that is called exact must be exact."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from tests.simulation.replica import Replica, Told
 
 
 class Wrong(AssertionError):
-    """The simulated fleet has come into a state that kvd promises not to let happen."""
+    """The simulated fleet is in a state that kvd promises to prevent."""
 
 
 class Oracle:
-    """Asks random questions; its own draws do not disturb the fleet's."""
+    """Asks random questions; its random numbers are independent of the fleet's."""
 
     def __init__(self, seed: int) -> None:
         self._chance = random.Random(f"oracle {seed}")
-        self.compared = 0  # exact streams, times questions
-        self.restored = 0  # the same of blocks that a peer has told of
-        self.excused: dict[str, int] = {}  # by the documented limit
+        self.compared = 0  # questions about exact streams
+        self.restored = 0  # questions about streams restored from a peer
+        self.excused: dict[str, int] = {}  # unnoticed restarts, by the documented limit
 
     def check(self, replica: Replica, questions: int = 4) -> None:
-        """Raises Wrong when a stream is called exact and the index does not answer so."""
+        """Raises Wrong if a stream is called exact but the index disagrees with the engine."""
         for engine in replica.engines.values():
             self._check_crashes(replica, engine)
             if self.is_exact(replica, engine) and not self._excuse(replica, engine):
@@ -46,7 +46,7 @@ class Oracle:
                     self._check_credited(replica, engine, path)
 
     def _goes_on(self, replica: Replica, engine: Engine) -> bool:
-        """Whether all has come that an engine has said since it told the replica's peer."""
+        """Whether every batch behind those in the peer's dump has been applied."""
         told, tap = replica.told.get(engine.key), replica.state.taps.get(engine.key)
         if told is None or tap is None or tap.first is None or tap.last is None:
             return False
@@ -55,7 +55,7 @@ class Oracle:
         return meets and tap.unbroken and not tap.restarts
 
     def _check_credited(self, replica: Replica, engine: Engine, path: Path) -> None:
-        """What a dump does not hold makes blocks go early or come late, never the reverse."""
+        """Checks that after a dump with gaps the replica never credits a rank with too much."""
         for rank in engine.ranks:
             truth = said_by(replica, engine, rank).depths(path)
             told = depths(replica, engine, path, rank)
@@ -66,7 +66,10 @@ class Oracle:
                 )
 
     def check_restored(self, replica: Replica, told: Told) -> None:
-        """Raises Wrong unless the replica has all that its peer's exact streams had applied."""
+        """Raises Wrong unless the replica has all that its peer's exact streams had applied.
+
+        `told` is the state of those streams at the peer.
+        """
         replica.told = {key: told[key] for key in told if key not in replica.departed}
         for key in replica.told:
             engine = replica.engines[key]
@@ -78,7 +81,7 @@ class Oracle:
                     self._compare(replica, engine, path, rank, truth, "restored")
 
     def check_all(self, replica: Replica) -> None:
-        """Asks all that the engines' caches have ever been asked, and checks the index itself."""
+        """Asks for every prompt that the engines have computed, and verifies the indexes."""
         self.check(replica, questions=1_000)
         for partition in replica.state.partitions.values():
             partition.index.verify()
@@ -92,7 +95,7 @@ class Oracle:
         return health(replica, engine) is StreamHealth.EXACT
 
     def _excuse(self, replica: Replica, engine: Engine) -> bool:
-        """A restart that cannot be noticed is excused where docs/reliability.md says so."""
+        """Returns whether docs/reliability.md excuses an unnoticed restart of this engine."""
         why = replica.state.taps[engine.key].mixed
         if not why:
             return False
@@ -102,9 +105,9 @@ class Oracle:
         return True
 
     def excuses_late(self, replica: Replica, engine: Engine) -> bool:
-        """A restarted engine's first batches may pass for late ones, of numbers that were lost.
+        """Returns whether a restarted engine's first batches may have passed for lost ones, late.
 
-        Behind a proxy, or when it was started twice while batches were queued.
+        That may happen behind a proxy, or if the engine restarted twice while batches were queued.
         """
         ahead = replica.registration(engine).listener.cursor.expected - len(engine.process.batches)
         if not 0 < ahead <= SIZE:
@@ -144,7 +147,7 @@ def health(replica: Replica, engine: Engine) -> StreamHealth | None:
 
 
 def said_by(replica: Replica, engine: Engine, rank: int) -> Cache:
-    """What a rank of the engine has said to hold, as far as the replica has heard it."""
+    """Returns what a rank held after the last batch that the replica has applied."""
     last = replica.state.taps[engine.key].last
     return Cache() if last is None else engine.truth(last[0], last[1] + 1, rank)
 
@@ -158,7 +161,7 @@ def depths(replica: Replica, engine: Engine, path: Path, rank: int) -> Depths:
 
 
 def score(replica: Replica, engine: Engine, path: Path, rank: int) -> int:
-    """The device tokens that /query says of the rank."""
+    """Returns the device tokens of the rank in an answer to /query."""
     if engine.key.partition not in replica.state.partitions:
         return 0
     row = query(replica, engine, path)["scores"].get(str(engine.key.instance_id), {})

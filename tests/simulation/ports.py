@@ -1,11 +1,11 @@
-"""Random lives of one port whose ranks share it, without sockets and time: thousands in minutes.
+"""Random lives of one port with several ranks, without sockets and time: thousands in minutes.
 
-An honest engine of several ranks (engine.py) publishes, clears, is started again, loses its
-connection, falls silent; batches get lost; its replay server has a short memory, drops, breaks off
-or lies (replays.py); the port is registered again. Some engines name themselves: in the frame of
-the number, in the batch, or now and then; the process before may speak late then, and old batches
-come twice. The listener and the index are kvd's own. After
-every step the index is compared with what the ranks hold, where the stream is called exact.
+An honest engine of several ranks (engine.py) publishes, clears, restarts, loses its connection and
+falls silent; batches get lost; its replay server has a short memory, drops, breaks off or lies
+(replays.py); the port is registered again. Some engines send a publisher id: in the frame of the
+number, in the batch, or only with some batches; then batches of the previous process may come late,
+and old batches twice. The listener and the index are kvd's own. After every step, if the stream is
+called exact, the index is compared with what the ranks hold.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ STEPS = 300
 HEARD_AFTER = 64  # numbers; every rank of these ports speaks more often
 KEY = RankKey(PartitionKey("model", "default"), 1, 0)
 
-# Those that may end without a word about the last batch: a restart is noticed by its numbers only.
+# Replays that may end without the last batch: only the numbers of batches then show a restart.
 MUTE = ("silent", "broken_off", "dripping", "garbage")
 
-# Whether batches say who publishes them: never, each in the frame of its number or in the batch
-# itself, or some of them.
+# Which batches carry a publisher id: none, each in the frame of its number, each in the batch
+# itself, or some.
 FORMS = ("none", "frame", "batch", "some")
 NAMED = ("frame", "batch")
 
 
 @contextmanager
 def hasty() -> Iterator[None]:
-    """Has ranks that nobody hears count as none soon enough for a short life."""
+    """Shortens HEARD_AFTER, so that a silent rank counts as absent within a short life."""
     before, kvd.wire.losses.HEARD_AFTER = kvd.wire.losses.HEARD_AFTER, HEARD_AFTER
     try:
         yield
@@ -51,7 +51,7 @@ def hasty() -> Iterator[None]:
 
 
 class PortLife:
-    """An engine, the way to it, and who listens to it."""
+    """An engine, the way from it, and its listener and index."""
 
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)
@@ -61,7 +61,7 @@ class PortLife:
         self.has_replay = self.chance.random() < 0.8
         self.replays = "good"
         self.loss = self.chance.choice((0.0, 0.02, 0.2))
-        # Number, payload, and the id in the number's frame.
+        # Number, payload, and the publisher id in the number's frame.
         self.on_the_way: deque[tuple[int, bytes, bytes]] = deque()
         self.index = PrefixIndex(BLOCK, IngestStats())
         self.worker = self.index.add_worker(KEY.instance_id)
@@ -114,7 +114,7 @@ class PortLife:
         self._send(*self.engine.beat(bare=self.chance.random() < 0.5))
 
     def _repeat(self) -> None:
-        """Sends an old batch once more, of a process that cannot be taken for another one."""
+        """Sends an old batch once more, if its publisher id shows which process it is from."""
         said = self.engine.process.batches
         if self.form in NAMED and said:
             seq = self.chance.randrange(len(said))
@@ -128,14 +128,15 @@ class PortLife:
         self.on_the_way.append((seq, payload, self._id_beside()))
 
     def _id_beside(self) -> bytes:
-        """The id in the frame of a batch's number."""
+        """Returns the publisher id for the frame of a batch's number, empty for none."""
         named = self.form == "frame" or (self.form == "some" and self.chance.random() < 0.5)
         return self.engine.process.id if named else b""
 
     def _restart(self) -> None:
-        """Ends the process and begins another, which is never mistaken for the old one.
+        """Ends the process and begins another, so that kvd can always notice.
 
-        Where nothing but numbers tells the two apart, the new one is heard before it comes as far.
+        Where only numbers show the restart, the new process is heard before it reaches the number
+        that is expected of the old one.
         """
         named = self.form in NAMED
         if not (named and self.has_replay and self.replays in GOOD and self.chance.random() < 0.5):
@@ -149,7 +150,7 @@ class PortLife:
         self.counts["spoke late"] += len(self.on_the_way) > 0
         self.engine.start()
         self._break_off(unheard)
-        if silent:  # what tells the two apart, before the numbers come as far
+        if silent:  # a low number shows the restart; later the numbers would fit the old process
             self._speak_up()
 
     def _speak_up(self) -> None:
@@ -199,11 +200,12 @@ class PortLife:
     def _sweep(self) -> None:
         self.index.sweep(self.chance.choice((1, 100)))
 
-    # ---- replays, as the listener's task has them
+    # ---- replays, as the listener's task does them
 
     def _change_replays(self) -> None:
         self._drain()
-        # The process of now has been heard: nobody else would contradict the one before.
+        # A server may only answer with batches of the previous process if the listener knows the
+        # present one: nothing else would contradict the answer.
         heard = self.form in NAMED and self.listener.identity.publisher == self.engine.process.id
         lies = (OUTLIVED,) * 3 if heard else ()
         self.replays = self.chance.choice((*GOOD, *BAD, *lies))
@@ -252,7 +254,7 @@ class PortLife:
         return ReplayEnd.SILENT
 
     def _named(self, frames: list[bytes]) -> list[bytes]:
-        """Puts the id of who has said a batch beside its number, where that is its place."""
+        """Adds the publisher id to the frame of a batch's number, if this engine sends it there."""
         if len(frames) < 2 or len(frames[-2]) != SEQ_BYTES or frames[-2] == b"\xff" * SEQ_BYTES:
             return frames
         beside = self._id_beside()
@@ -263,7 +265,7 @@ class PortLife:
     # ---- judgement
 
     def _check(self) -> None:
-        """Raises Wrong when the stream is called exact and the index does not answer so."""
+        """Raises Wrong if the stream is called exact but the index disagrees with the engine."""
         if self.listener.health(0.0) != "exact":
             self.counts["not exact"] += 1
             return
@@ -288,7 +290,7 @@ class PortLife:
 
 
 def live(seed: int) -> Counter[str]:
-    """Lives one seed and returns what has happened; raises Wrong."""
+    """Runs the life of one seed and returns counts of its events; raises Wrong."""
     life = PortLife(seed)
     with hasty():
         life.live()

@@ -1,4 +1,4 @@
-"""Replay servers of every kind: each gives its messages and the moments they come at."""
+"""Replay servers of every kind: each yields its messages and when they arrive."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Iterable, Iterator
 from tests.simulation.engine import Engine
 
 END = (1 << 64) - 1
-FEW = 3  # messages that a socket has room for; others are dropped, the end too or not
+FEW = 3  # messages that a socket has room for; others are dropped, perhaps also the end marker
 GOOD = ("good", "four_frames", "slow")
 BAD = (
     *("silent", "no_end", "broken_off", "strays", "garbage", "dripping", "backwards", "empty"),
     *("few", "few_no_end", "dropping"),
 )
 
-# Answers with what the process before has said: of a server that has outlived it.
+# A server that has outlived its process, and answers with that one's batches.
 OUTLIVED = "outlived"
 
 Answer = Iterator[tuple[float, list[bytes]]]  # seconds after the request, frames
@@ -67,7 +67,7 @@ def _messages(
 
 
 def _stray(chance: random.Random, engine: Engine) -> list[bytes]:
-    """A batch that was said at some time, by this process; mostly not the one asked for."""
+    """Returns any earlier batch of this process, mostly not one that was asked for."""
     said = engine.process.batches
     seq = chance.randrange(len(said))
     return _frames(seq, said[seq])

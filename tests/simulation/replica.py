@@ -1,7 +1,7 @@
 """A replica: kvd's own parts, over simulated sockets and a simulated way to its peer.
 
-What is left out is the HTTP server, and libzmq. In the places of the latter and of the HTTP client
-`simulated` puts what network.py and `fetch` here say; everything in between is the real thing.
+The HTTP server is left out. `simulated` replaces libzmq by network.py and the HTTP client by
+`fetch` here; everything in between is real.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ from tests.simulation.network import (
 Told = dict[RankKey, tuple[int, int, int]]  # process and number of the last batch; restarts
 
 FROZEN = "its lost connection is not noticed yet"
-UNANSWERED = ("silent", "late", "too_much", "failed")  # ReplayEnds that prove nothing
+UNANSWERED = ("silent", "late", "too_much", "failed")  # ReplayEnds that show nothing of the engine
 
-# A round of turns that no clock ends: how much is done in a turn is counted in messages here.
+# Time of a round of turns that never runs out: here a turn is limited by its number of messages.
 ENDLESS_NS = 1 << 60
 
 
 def virtual_turns() -> Turns:
-    """Makes turns in virtual time, which stands still in each: no machine is too slow for one."""
+    """Returns turns in virtual time, which stands still during a turn, however slow the machine."""
     return Turns(ENDLESS_NS, lambda: int(trio.current_time() * 1e9))
 
 
@@ -70,7 +70,7 @@ class Repeated(Exception):
 
 
 class Tap:
-    """Stands before a stream and notes whose batches were applied to it."""
+    """Wraps a stream and notes which process's batches were applied to it."""
 
     def __init__(self, stream: Stream, engine: Engine, wire: Wire) -> None:
         self._wire = wire
@@ -78,15 +78,15 @@ class Tap:
         self._engine = engine
         self.listener: EventStream | None = None
         self.last: tuple[int, int] | None = None  # process and number of the last batch
-        self._at_pause: int | None = None  # since then: the process that was noticed until it
-        self._unanswered = 0  # replays until then,
-        self._unanswered_before = 0  # and until the connection was lost
-        self._losses = 0  # for so many times
-        self.mixed = ""  # why batches of two processes met unnoticed, if they did
-        self._mixed_ranks: set[int] = set()  # that have not cleared everything since
+        self._at_pause: int | None = None  # the process known when the listener was paused
+        self._unanswered = 0  # replays without an answer until the last batch
+        self._unanswered_before = 0  # replays without an answer until the last lost connection
+        self._losses = 0  # lost connections
+        self.mixed = ""  # why batches of two processes were mixed unnoticed, empty if they were not
+        self._mixed_ranks: set[int] = set()  # ranks that have not cleared everything since
         self.restarts = 0
-        self.first: tuple[int, int] | None = None  # what `last` was at first, if since then
-        self.unbroken = False  # all has come
+        self.first: tuple[int, int] | None = None  # process and number of the first batch
+        self.unbroken = False  # no batch since `first` is missing
 
     def flaw(self) -> str:
         return self._stream.flaw()
@@ -136,9 +136,9 @@ class Tap:
         return shown
 
     def _unmix(self, rank: int | None) -> None:
-        """Notes a clear; what two processes have said is over once all ranks have cleared.
+        """Notes a clear; batches of two processes stop mattering once all ranks have cleared.
 
-        kvd sees it so as well: a loss ends when each rank has cleared, one after the other.
+        kvd has the same rule: a loss ends when each rank has cleared, one after the other.
         """
         self._mixed_ranks.discard(self._engine.key.dp_rank if rank is None else rank)
         if not self._mixed_ranks:
@@ -157,7 +157,7 @@ class Tap:
         self._at_pause = self.last[0] if self.last and frozen else self._engine.process.number
 
     def _compare(self, process: int) -> None:
-        """Notes when another process goes on where one has ended, and why it could."""
+        """Notes whether a batch of another process follows, and why that could go unnoticed."""
         assert self.last is not None
         engine, wire = self._engine, self._wire
         asked = wire.asked_frozen.get(engine.replay_endpoint or "", False)
@@ -193,7 +193,7 @@ class Tap:
 
 
 class TappedState(State):
-    """Has a tap at every registered stream."""
+    """A state with a tap at every registered stream."""
 
     def __init__(self, engines: dict[RankKey, Engine], wire: Wire) -> None:
         super().__init__()
@@ -209,7 +209,7 @@ class TappedState(State):
 
 
 class Replica:
-    """One process of kvd; ended, it is gone for good and another one takes its name."""
+    """One process of kvd; after its end another process takes its name."""
 
     def __init__(self, name: str, network: Network, engines: Iterable[Engine], kind: bool) -> None:
         self.name = name
@@ -222,7 +222,7 @@ class Replica:
         self.registry: Registry
         self.tasks: ListenerTasks
         self.ready = trio.Event()
-        self.told: Told = {}  # what its peer had applied of those whose blocks it holds
+        self.told: Told = {}  # what its peer had applied of the streams that it has restored
         self.departed: set[RankKey] = set()  # unregistered during recovery
         self._scope = trio.CancelScope()
         self._ended = trio.Event()
@@ -235,7 +235,7 @@ class Replica:
         *,
         task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
     ) -> None:
-        """Does what the daemon does from its start to its end."""
+        """Runs as the daemon does, from its start to its end."""
         with self._scope:
             async with trio.open_nursery() as listening:
                 context: Any = self.wire
@@ -276,7 +276,7 @@ class Replica:
         return next((each for each in known if each.key == engine.key), None)
 
     def places(self) -> Told:
-        """How much of which process the exact streams have applied."""
+        """Returns the process and number of the last batch that each exact stream has applied."""
         now = trio.current_time()
         return {
             each.key: (*tap.last, tap.restarts)
@@ -300,7 +300,10 @@ class Replica:
         )
 
     def _leaving_with(self, key: RankKey) -> set[RankKey]:
-        """The last registered rank of an instance takes along what a dump says of the others."""
+        """Returns the ranks whose dumped blocks go when this rank is unregistered.
+
+        The last registered rank of an instance takes those of all its other ranks along.
+        """
         siblings = {
             each
             for each in self.engines
@@ -311,20 +314,20 @@ class Replica:
 
 
 class PeerAccess:
-    """How one replica fetches the other's dump: in pieces that take time, or not at all."""
+    """Gives one replica the other's dump: in pieces that take time, or not at all."""
 
     def __init__(self, chance: random.Random) -> None:
         self.chance = chance
-        self.replicas: dict[str, Replica] = {}  # those that run, by URL
-        self.failures = 0.2  # of the attempts
-        self.texts = 0.3  # of the answers, as another indexer would write them
-        self.told: dict[str, Told] = {}  # by the last whole dump of each, by URL
+        self.replicas: dict[str, Replica] = {}  # running replicas, by URL
+        self.failures = 0.2  # share of the attempts
+        self.texts = 0.3  # share of the dumps in JSON, as another indexer would write them
+        self.told: dict[str, Told] = {}  # what the last whole dump of each replica holds, by URL
         self.counts: Counter[str] = Counter()
 
     async def fetch(
         self, url: str, accept: bytes, limits: object, begin: Any, dialer: object, *, token: bytes
     ) -> None:
-        """In the place of `kvd.net.fetch.fetch`."""
+        """Replaces `kvd.net.fetch.fetch`."""
         await trio.sleep(self.chance.choice((0.0, 0.01, 1.0)))
         base = url.removesuffix("/dump")
         replica = self.replicas.get(base)
@@ -356,7 +359,7 @@ class PeerAccess:
 
 @contextmanager
 def simulated(peers: PeerAccess) -> Iterator[None]:
-    """Puts the simulation in the place of sockets, and makes slices so small that many are cut."""
+    """Replaces sockets by the simulation, and makes slices so small that work takes many."""
     places: list[tuple[Any, str, object]] = [
         (kvd.net.sessions, "has_streams", is_plain),
         (kvd.net.zmtp_link, "stream_socket", stream_socket),

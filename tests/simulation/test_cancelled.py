@@ -1,9 +1,9 @@
-"""Calls and tasks cancelled at every checkpoint: a client goes, a listener is stopped, TERM comes.
+"""Calls and tasks cancelled at every checkpoint: a client leaves, a listener stops, TERM comes.
 
-After each cancellation registry, state and tasks agree and no socket is left; what was cancelled,
-done again, ends as if nothing had happened. Virtual time, simulated sockets; with real ones:
-tests/component/net/test_cancelled_sockets.py and
-tests/component/http/test_cancelled_handlers.py.
+After each cancellation registry, state and tasks agree and no socket is left open. The cancelled
+operation, done again, ends as if nothing had happened. Time is virtual and sockets are simulated;
+tests/component/net/test_cancelled_sockets.py and tests/component/http/test_cancelled_handlers.py do
+the same with real ones.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def quiet() -> Iterator[None]:
 
 
 async def started(fleet: Fleet) -> Replica:
-    """A replica that has heard something of all engines."""
+    """Returns a replica that has heard batches of all engines."""
     replica = await fleet.start("replica", *KEYS)
     await trio.sleep(0.1)
     for key in KEYS:
@@ -59,7 +59,7 @@ async def started(fleet: Fleet) -> Replica:
 
 
 async def check_all_exact(fleet: Fleet, replica: Replica) -> None:
-    """Has the engines speak, and compares what the replica says of them then."""
+    """Has the engines publish, and checks that the replica then agrees with them."""
     await trio.sleep(0.1)
     for key in KEYS:
         fleet.speak(key)
@@ -91,7 +91,7 @@ async def test_unregister(what: str, autojump_clock: Clock) -> None:
             await cancelling.run(call)
             await trio.testing.wait_all_tasks_blocked()
             check_replica(replica)
-            with pytest.raises(NotFound):  # it is not given up half-way
+            with pytest.raises(NotFound):  # a cancelled call is still done to its end
                 await call()
             assert {key for key in KEYS if not replica.find(fleet.engines[key])} == set(gone)
 
@@ -160,7 +160,7 @@ async def test_pause(autojump_clock: Clock) -> None:
 
 @pytest.mark.parametrize("key", [KEYS[0], KEYS[1]], ids=["libzmq", "plain"])
 async def test_a_listener(key: RankKey, autojump_clock: Clock) -> None:
-    """Through connections, a gap that is replayed, a lost connection, a protocol error."""
+    """The listener connects, has a gap replayed, loses its connection, gets a protocol error."""
 
     async def live(fleet: Fleet, run: Callable[[], Awaitable[None]]) -> None:
         async with trio.open_nursery() as nursery:
@@ -199,7 +199,7 @@ async def test_a_listener(key: RankKey, autojump_clock: Clock) -> None:
             await cancelling.run(partial(live, fleet, run))
             assert (wire.connections, wire.monitors) == ([], {})
             assert not fleet.ports[key].connections
-            listener.paused(trio.current_time())  # as the registry says after a stop
+            listener.paused(trio.current_time())  # as the registry does after a stop
             replica.state.partitions[key.partition].index.verify()
             replica.registry.resume(key.instance_id, key.dp_rank)
             await trio.sleep(0.1)
@@ -214,7 +214,7 @@ async def test_a_listener(key: RankKey, autojump_clock: Clock) -> None:
 
 @pytest.mark.parametrize("texts", [0.0, 1.0], ids=["binary", "text"])
 async def test_recovery(texts: float, autojump_clock: Clock) -> None:
-    """Fetched, staged, planned, stored in slices of 8 blocks."""
+    """The peer's dump is fetched, staged, planned, and stored in slices of 8 blocks."""
     fleet = Fleet(KEYS)
     fleet.peers.texts = texts
     async with fleet.living():
@@ -235,7 +235,7 @@ async def test_recovery(texts: float, autojump_clock: Clock) -> None:
 
 
 def held(fleet: Fleet, replica: Replica) -> list[object]:
-    """What the ranks hold of every prompt there has been, and how much in all."""
+    """Returns what the ranks hold of every prompt so far, and how much in all."""
     found: list[object] = []
     for engine in fleet.engines.values():
         index = replica.state.partitions[engine.key.partition].index
@@ -257,7 +257,7 @@ async def test_settling(autojump_clock: Clock) -> None:
                 replica.register(fleet.engines[key])
             await trio.sleep(0.1)
             for key in KEYS:
-                fleet.speak(key)  # without a word no engine is confirmed
+                fleet.speak(key)  # an engine is only confirmed once it has published
             listened = replica.state, replica.registry, replica.publishers
             await cancelling.run(partial(confirm_restored, *listened))
             check_replica(replica)
@@ -266,7 +266,7 @@ async def test_settling(autojump_clock: Clock) -> None:
 
 
 async def test_a_replica_that_is_told_to_end(autojump_clock: Clock) -> None:
-    """At any moment of its start: recovery, connections, replays of what it missed."""
+    """It is cancelled at any moment of its start: in recovery, while connecting, during replays."""
     fleet = Fleet(KEYS)
     async with fleet.living():
         peer = await started(fleet)

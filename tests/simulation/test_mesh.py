@@ -12,7 +12,7 @@ from tests.support.budget import scaled
 
 SEEDS = scaled(5)  # 0.1 s each
 REQUESTS = 60
-WHILES = 2  # of which each uses the ids of the one before again
+WHILES = 2  # each uses the request ids of the one before again
 
 
 async def life(seed: int) -> Counter[Outcome]:

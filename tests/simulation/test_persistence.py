@@ -1,10 +1,10 @@
-"""Processes that die at any moment, on disks that lie: what comes back was so once, or is refused.
+"""Processes that die at any moment, on disks that lie: they restore a state that once was, or none.
 
-A life books, completes and ends requests on two faces, with sessions and retries, and writes them
-to its journal now and then, on a disk that may be full for a while. It ends as a killed process
-does, or its files are torn, changed, or joined by a foreign one afterwards. The next life begins
-from what is there, perhaps after another boot, with a wall clock that has jumped. Nobody else gets
-the directory meanwhile.
+A life is one process. It books, completes and ends requests on two faces, with sessions and
+retries, and now and then flushes its journal to a disk that may be full for a while. It ends like a
+killed process; afterwards its files may be torn or changed, or a foreign file put beside them. The
+next life starts from those files, perhaps after a reboot, with a wall clock that has jumped. No
+other process gets the directory meanwhile.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from tests.support.budget import scaled
 from tests.support.selecting import M, Service, worker
 
 TTL_S = 50
-EXPIRY_S = 1e6  # nothing ends by age here
+EXPIRY_S = 1e6  # so long that no request expires
 SLOTS = PartitionKey("m", "t")
 LIVES = 6
 
 
 class Seen(NamedTuple):
-    """All that a process has booked."""
+    """Everything that a process has booked, and the retries that it could answer."""
 
     slots: frozenset[tuple[object, ...]]
     reservations: frozenset[tuple[object, ...]]
@@ -88,7 +88,7 @@ class Process:
         self.names = 0
 
     async def start(self) -> None:
-        """Registers workers and books again what is there; raises UnreadJournal."""
+        """Registers workers and restores the bookings in the journals; raises UnreadJournal."""
         for number in (1, 2):
             self.slots.register(SLOTS, number, 4, 0, 2)
             await self.service.selections.workers.put(worker(number))
@@ -157,14 +157,14 @@ class Process:
         return time.monotonic() + self._ahead
 
     def die(self) -> None:
-        """Ends as a killed process does: what was not written is lost, and its lock is free."""
+        """Ends as a killed process does: unwritten bookings are lost, and its lock is free."""
         self.writer._close()
         self.directory.close()
 
 
 @contextmanager
 def full_disk(process: Process, room: int) -> Iterator[None]:
-    """No file can grow beyond what the journal has and some bytes more."""
+    """Lets files grow at most `room` bytes beyond the present size of the journal."""
     (_, path) = process.directory.journals()[-1]
     with no_longer_files(path.stat().st_size + room):
         yield
@@ -172,7 +172,7 @@ def full_disk(process: Process, room: int) -> Iterator[None]:
 
 @contextmanager
 def no_longer_files(size: int) -> Iterator[None]:
-    """No file can grow beyond some bytes."""
+    """Lets no file grow beyond `size` bytes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -182,11 +182,11 @@ def no_longer_files(size: int) -> Iterator[None]:
 
 
 class Clocks:
-    """What the machine says of boots and times, from life to life."""
+    """The machine's boot id and wall clock, which change from life to life."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.boot = "boot-0"
-        self.ahead_s = 0.0  # of the wall clock; it must not outlast sessions
+        self.ahead_s = 0.0  # offset of the wall clock; it must not outlast sessions
         real = time.time
         monkeypatch.setattr(clocks, "_boot", lambda: self.boot)
         monkeypatch.setattr(clocks.time, "time", lambda: real() + self.ahead_s)
@@ -201,7 +201,7 @@ def _is(ledger: object, name: str) -> bool:
 
 
 def _plain(live: object) -> tuple[object, ...]:
-    """Returns what is booked but for when, which no two clocks tell alike."""
+    """Returns a request without its time of admission, which differs between clocks."""
     return live._replace(admitted_at=0.0)  # type: ignore[attr-defined,no-any-return]
 
 
@@ -228,7 +228,7 @@ def spoil(folder: Path, random: Random) -> str:
 
 
 def nearest(seen: Seen, before: list[Seen]) -> list[str]:
-    """Returns what differs from the state that is the most like it."""
+    """Returns how a state differs from the most similar one in `before`."""
     found = [
         [
             f"{name} {a ^ b if isinstance(a, frozenset) else (a, b)}"  # type: ignore[operator]
@@ -241,7 +241,7 @@ def nearest(seen: Seen, before: list[Seen]) -> list[str]:
 
 
 async def half_a_beginning(process: Process, random: Random, before: list[Seen]) -> list[Seen]:
-    """Begins a journal while clients call, and does not come to its end; returns what was so."""
+    """Begins a journal while clients call, and stops half-way; returns all states meanwhile."""
     seen = list(before)
 
     async def call() -> None:
@@ -272,8 +272,8 @@ async def half_a_beginning(process: Process, random: Random, before: list[Seen])
 
 async def lives(folder: Path, clocks: Clocks, seed: int) -> None:
     random = Random(seed)
-    before = [NOTHING]  # all that was so since the last restart
-    written = NOTHING  # what was last known to be with the kernel
+    before = [NOTHING]  # all states since the last restart
+    written = NOTHING  # the last state known to be written to the kernel
     spoilt = ""
     for number in range(LIVES):
         clocks.jump(random)
@@ -298,7 +298,7 @@ async def lives(folder: Path, clocks: Clocks, seed: int) -> None:
         if random.randrange(4) == 0:
             before = await half_a_beginning(process, random, [seen])
             spoilt = "interrupted"
-        elif random.randrange(4):  # else it dies while it starts
+        elif random.randrange(4):  # otherwise it dies while it starts
             await process.writer.begin()
             before = [NOTHING, seen]
             for _ in range(random.randrange(60)):
@@ -316,7 +316,7 @@ async def lives(folder: Path, clocks: Clocks, seed: int) -> None:
                     with full_disk(process, random.randrange(40)):
                         await process.writer.flush()
                     if process.writer.error is None:
-                        written = before[-1]  # there was room for the little that there was
+                        written = before[-1]  # the disk had room for this flush
                     elif random.randrange(3):
                         await process.writer.begin()
                         assert process.writer.error is None
@@ -342,7 +342,7 @@ def test_what_comes_back_was_so_once(
 
 
 async def booked_and_written(folder: Path) -> Process:
-    """Returns a process that has a request in its journal."""
+    """Returns a process with one request in its journal."""
     process = Process(folder, 0)
     await process.start()
     await process.writer.begin()
@@ -353,7 +353,7 @@ async def booked_and_written(folder: Path) -> Process:
 
 
 async def has_it(folder: Path) -> bool:
-    """Says whether another process has that request."""
+    """Returns whether another process restores that request."""
     process = Process(folder, 1)
     await process.start()
     found = _is(process.slots.trackers[SLOTS].ledger, "r1")
@@ -375,7 +375,7 @@ def test_a_journal_that_is_removed_is_written_anew(tmp_path: Path) -> None:
 
 
 def test_a_journal_stays_until_the_next_has_all(tmp_path: Path) -> None:
-    """The disk is told to keep one while the next is being made."""
+    """A sync while the next one is being made leaves the old one in place."""
 
     async def main() -> None:
         process = await booked_and_written(tmp_path)
@@ -402,7 +402,7 @@ def test_a_journal_stays_until_the_next_has_all(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_leaving", [False, True])
 def test_a_journal_may_begin_while_a_fleet_has_no_worker(is_leaving: bool, tmp_path: Path) -> None:
-    """Also while what is booked on the last one ends in slices."""
+    """Also while the bookings of the last worker are ended in slices."""
 
     async def main() -> None:
         process = await booked_and_written(tmp_path)
@@ -433,7 +433,7 @@ def test_a_journal_may_begin_while_a_fleet_has_no_worker(is_leaving: bool, tmp_p
 
 
 def test_a_file_that_a_thread_may_write_to_stays_open(tmp_path: Path) -> None:
-    """Its descriptor would be another file's soon."""
+    """Once it is closed, another file may get its descriptor, and the thread would write there."""
 
     async def main() -> None:
         process = await booked_and_written(tmp_path)
@@ -452,7 +452,7 @@ def test_a_file_that_a_thread_may_write_to_stays_open(tmp_path: Path) -> None:
 def test_a_disk_with_little_room_keeps_what_it_had(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each attempt begins a journal and does not come to its end."""
+    """Each attempt begins a journal and fails before its end."""
     caplog.set_level("INFO")
 
     async def main() -> None:

@@ -1,4 +1,4 @@
-"""Ports whose ranks share them: what is called exact is."""
+"""Ports with several ranks: a stream that is called exact is exact."""
 
 from __future__ import annotations
 

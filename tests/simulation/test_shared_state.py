@@ -1,9 +1,9 @@
-"""Replicas on a server that fails in every way: when it has come to rest, all agree.
+"""Replicas on a server that fails in every way: once it works again, all come to agree.
 
-Each seed is a run of its own, in virtual time: bookings through any replica, steps and ends through
-others; a server that stands still, goes away, is emptied, trims, or loses its last writes; replicas
-that are killed and come back with nothing. Where no replica was killed and nothing could be lost,
-all have exactly what lives by a plain model.
+Each seed is a run of its own, in virtual time. Requests are booked through any replica, go on and
+end through others. The server freezes, goes away, is emptied, trims, or loses its last writes.
+Replicas are killed and come back empty. If no replica was killed and nothing could be lost, all
+have exactly the live requests of a plain model.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ RANKS = 3
 STEPS = 60
 REPLICAS = 3
 LEASE_S = 10.0
-CALM_S = 120.0  # of virtual time in which all must have come to agree
+CALM_S = 120.0  # virtual time within which all must agree
 
 
 class OneRegistration:
-    """A catalog in which there is a worker."""
+    """A catalog with one worker."""
 
     def __init__(self, register: Callable[[], None]) -> None:
         self.changes = 0
@@ -73,7 +73,7 @@ class Replica:
         restored: int = 0,
         registers: bool = False,
     ) -> None:
-        """It has some requests of another life; or learns of its worker from the catalog alone."""
+        """Begins with `restored` requests; `registers`: the catalog registers its worker."""
         self.name = name
         self._server = server
         journal = self.journal = Journal(room)
@@ -143,7 +143,7 @@ class Replica:
         assert tracker.ledger.add(request_id, number, content, 4 * len(hashes), at) == ADDED
 
     def live(self, names: list[str]) -> dict[str, tuple[int, int, bool, int]]:
-        """Returns what is booked, by id: rank, blocks, is the prefill complete, output blocks."""
+        """Returns, by id, each booked request's rank, blocks, whether it decodes, output blocks."""
         found = {}
         for name in names:
             live = self.tracker.ledger.request(name)
@@ -162,7 +162,7 @@ class World:
         self._nursery = nursery
         self._started = 0
         self._room = self.random.choice([600, 1 << 20])
-        self.is_lossy = False  # something may be lost for good
+        self.is_lossy = False  # bookings may be lost for good
         self.booked: list[str] = []
         self.live: dict[str, tuple[int, int, bool, int]] = {}
         self.replicas = [self.start() for _ in range(REPLICAS)]
@@ -204,7 +204,7 @@ class World:
         self.live[name] = rank, blocks, False, 0
 
     def go_on(self) -> None:
-        """Has a request go on or end, through a replica that knows it."""
+        """Has a replica that knows a request advance or end it."""
         replica = self.random.choice(self.replicas)
         known = sorted(replica.live(list(self.live)))
         if not known:
@@ -225,7 +225,7 @@ class World:
         self.live[name] = rank, blocks, prefilled, outputs
 
     def kill(self) -> None:
-        """Kills a replica; another one comes with nothing."""
+        """Kills a replica and starts an empty one instead."""
         self.is_lossy = True
         number = self.random.randrange(REPLICAS)
         self.replicas[number].kill()
@@ -236,7 +236,7 @@ class World:
         return all(each == first for each in others) and (self.is_lossy or first == self.live)
 
     def stretch(self) -> float:
-        """Returns by how much replicas differ at most about the age of a request."""
+        """Returns the largest difference between replicas in the age of a request."""
         live = [
             [each.tracker.ledger.request(name) for each in self.replicas] for name in self.booked
         ]
@@ -244,7 +244,7 @@ class World:
         return max((max(each) - min(each) for each in times), default=0.0)
 
     def differences(self) -> str:
-        """Returns what they do not agree on, and how far each has heard the others."""
+        """Returns what the replicas disagree on, and how far each has read the others' entries."""
         found = [] if self.is_lossy else [("truth", self.live)]
         found += [(each.name, each.live(self.booked)) for each in self.replicas]
         lines = [
@@ -273,7 +273,7 @@ def test_replicas_come_to_agree(seed: int) -> None:
             world.server.thaw()
             world.server.is_gone = False
             with trio.move_on_after(CALM_S):
-                while not world.agree():  # noqa: ASYNC110  nothing tells when
+                while not world.agree():  # noqa: ASYNC110  no event signals it
                     await trio.sleep(0.5)
             assert world.agree(), world.differences()
             assert world.stretch() < 0.1
@@ -285,7 +285,7 @@ def test_replicas_come_to_agree(seed: int) -> None:
 
 
 def run(scenario: Callable[[MemoryServer, trio.Nursery], Awaitable[None]]) -> None:
-    """Runs something on a server that keeps everything, in virtual time."""
+    """Runs a scenario in virtual time, on a server that keeps every entry."""
 
     async def main() -> None:
         async with trio.open_nursery() as nursery:
@@ -300,7 +300,7 @@ def count(replica: Replica, prefix: str, names: int) -> int:
 
 
 def test_who_is_registered_is_known_before_what_is_booked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More is booked than may wait for a rank."""
+    """More requests are booked than may wait for the registration of their rank."""
     monkeypatch.setattr(mirror, "MAX_WAITING", 3)
 
     async def scenario(server: MemoryServer, nursery: trio.Nursery) -> None:
@@ -338,7 +338,7 @@ def test_what_is_booked_while_old_requests_are_looked_through_stays() -> None:
         back.mirror.drop_unknown = drop_beside_clients  # type: ignore[method-assign]
         nursery.start_soon(back.run)
         await trio.sleep(20)
-        assert count(back, "old", 1000) == 0  # ended elsewhere meanwhile
+        assert count(back, "old", 1000) == 0  # they had ended elsewhere meanwhile
         assert back.mirror.stats.ended == 1000
         assert made > 10
         assert count(back, "new", made) == count(first, "new", made) == made
@@ -348,7 +348,7 @@ def test_what_is_booked_while_old_requests_are_looked_through_stays() -> None:
 
 @pytest.mark.parametrize("has_told", [True, False])
 def test_what_nobody_was_told_of_has_not_ended_elsewhere(has_told: bool) -> None:
-    """It was booked while the server was away, and the process was restarted meanwhile."""
+    """A request was booked while the server was away, and the process restarted meanwhile."""
 
     async def scenario(server: MemoryServer, nursery: trio.Nursery) -> None:
         first = Replica(server, "first")
@@ -374,14 +374,14 @@ def test_what_nobody_was_told_of_has_not_ended_elsewhere(has_told: bool) -> None
 
 
 def test_what_ended_here_stays_so_though_a_view_has_it() -> None:
-    """A client has ended here what replica sync alone had told of; a view is merged before that."""
+    """A client ends a request that only replica sync announced; then an older view is merged."""
 
     async def scenario(server: MemoryServer, nursery: trio.Nursery) -> None:
         here, there = Replica(server, "here"), Replica(server, "there")
         there.book("r0", 0, [1])
         there.mirror.position = Position(1000, 5)
         pieces = [piece async for piece in there.views._pieces()]
-        here.journal.pause()  # as replica sync does
+        here.journal.pause()  # as when replica sync applies an event
         here.book("r0", 0, [1])
         here.journal.resume()
         here.slots.end(here.tracker, "r0")
@@ -438,7 +438,7 @@ def test_a_view_that_the_server_refuses_leaves_nothing_open() -> None:
         server.is_full = True
         with pytest.raises(MemoryError):
             await writer.views.write(server, Keys("kvd"), 0.0)  # type: ignore[arg-type]
-        gc.collect()  # a generator that is still open would say so
+        gc.collect()  # a generator that is still open would warn
         server.is_full = False
         await writer.views.write(server, Keys("kvd"), 0.0)  # type: ignore[arg-type]
         assert writer.views.stats.written == 1
@@ -447,7 +447,7 @@ def test_a_view_that_the_server_refuses_leaves_nothing_open() -> None:
 
 
 class LateAnswers(MemoryServer):
-    """Its answers about the end of the stream are old when they come."""
+    """A server whose answers about the end of the stream are outdated when they arrive."""
 
     async def xrevrange(self, *arguments: Any, **options: Any) -> Any:
         found = await super().xrevrange(*arguments, **options)

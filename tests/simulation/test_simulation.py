@@ -1,4 +1,4 @@
-"""A few lives of a simulated fleet; thousands more by `python -m tests.simulation`."""
+"""A few lives of a simulated fleet; `python -m tests.simulation` runs thousands more."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EVENTS = (
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
-    """Lost connections are the daily bread here."""
+    """Silences the log: connections are lost all the time here."""
     logging.disable(logging.CRITICAL)
     yield
     logging.disable(logging.NOTSET)

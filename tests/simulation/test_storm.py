@@ -1,8 +1,9 @@
-"""A storm of registrations: whatever clients ask for at once, the last one has its way.
+"""A storm of registrations: whatever clients ask for at once, the last call wins.
 
-Hypothesis writes what some clients do, in any interleaving, to a replica that is recovering from
-its peer meanwhile: they register, unregister, pause and resume ranks whose engines speak, fall
-silent and have gaps replayed. Virtual time, simulated sockets (network.py), everything else real.
+Hypothesis generates what some clients do, in any interleaving, to a replica that is recovering from
+its peer meanwhile: they register, unregister, pause and resume ranks whose engines publish, fall
+silent and replay gaps. Time is virtual, sockets are simulated (network.py), everything else is
+real.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ KEYS = [
 CLIENTS = 3
 EXAMPLES = scaled(16)  # 20 ms each
 
-# Seconds, or so many turns of the loop: recovery, replays and stops all take some.
-# Mostly none, as calls that meet are what matters.
+# Integers are turns of the loop, floats seconds: recovery, replays and stops take some of both.
+# Mostly 0, as calls at the same time matter most.
 WAITS = st.sampled_from([0] * 8 + [1, 1, 2, 3, 0.001, 0.1, 3.0])
 ACTIONS = st.sampled_from(
     ["register"] * 4
@@ -58,7 +59,7 @@ def quiet() -> Iterator[None]:
 
 @dataclass
 class Call:
-    """A call that has succeeded: what it leaves ranks as, and when it was under way."""
+    """A call that has succeeded: the state that it leaves ranks in, and when it was under way."""
 
     leaves: str
     began: int
@@ -67,7 +68,7 @@ class Call:
 
 @dataclass
 class Storm:
-    """What clients do to one replica, and when."""
+    """One replica, and the calls of clients at it."""
 
     fleet: Fleet
     replica: Replica
@@ -97,7 +98,7 @@ class Storm:
             await self._call(action, key)
 
     async def _call(self, action: str, key: RankKey) -> None:
-        """Notes a call for every rank that it may have changed."""
+        """Makes a call and notes it for every rank that it may have changed."""
         ranks = [each for each in KEYS if _concerns(action, key, each)]
         there = {rank: self._state(rank) for rank in ranks}
         self.moment += 1
@@ -109,7 +110,7 @@ class Storm:
         self.moment += 1
         call.ended = self.moment
         for rank in ranks:
-            # A call about several ranks leaves those alone that it has not found, or not to change.
+            # A call about several ranks skips those that are absent or already as they should be.
             if len(ranks) == 1 or there[rank] not in (GONE, call.leaves):
                 self.calls[rank].append(call)
 
@@ -131,7 +132,7 @@ class Storm:
     def check(self) -> None:
         check_replica(self.replica)
         for key, calls in self.calls.items():
-            # What no other call has followed may have been the last.
+            # Any call that ended after the last one began may have been the last to take effect.
             began_last = max((call.began for call in calls), default=0)
             last = {call.leaves for call in calls if call.ended >= began_last} or {self.before[key]}
             assert self._state(key) in last, (key, calls)
@@ -152,7 +153,7 @@ class Storm:
 
 
 def _concerns(action: str, key: RankKey, rank: RankKey) -> bool:
-    """Whether a call about `key` is about `rank`, too."""
+    """Returns whether a call about `key` also concerns `rank`."""
     same = key.instance_id == rank.instance_id
     if action in ("pause", "resume"):
         return same and key.dp_rank == rank.dp_rank

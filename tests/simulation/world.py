@@ -30,7 +30,7 @@ Action = Callable[[], Awaitable[None]]
 class World:
     """A fleet of some engines and two replicas.
 
-    In a `kind` one everything can be repaired: replay servers answer, and have kept everything.
+    In a `kind` world every loss can be repaired: replay servers answer and keep all batches.
     """
 
     def __init__(self, seed: int, tell: Callable[[str], None]) -> None:
@@ -43,7 +43,7 @@ class World:
         self.engines = [self._engine(number) for number in range(self.chance.choice((1, 2, 4)))]
         self.ports = [self.network.add(engine) for engine in self.engines]
         self.replicas: dict[str, Replica] = {}
-        self.starts = 0  # of replicas
+        self.starts = 0  # starts of replicas
         self._tell = tell
         self._nursery: trio.Nursery
 
@@ -184,7 +184,7 @@ class World:
             replica.register(port.engine)
 
     async def _restart_replica(self) -> None:
-        """Ends one or both; engines go on meanwhile."""
+        """Restarts one replica or both; engines go on meanwhile."""
         names = self.chance.choices((("a",), ("b",), REPLICAS), (5, 5, 1))[0]
         for name in names:
             await self._stop(name)
@@ -234,21 +234,21 @@ class World:
     # ---- healing
 
     async def _heal(self) -> None:
-        """Everything works again, and every engine has something to say."""
+        """Makes everything work again, and has every engine publish."""
         self.say("healing")
         await trio.sleep(6)
         for port in self.ports:
             port.replays = "good"
             for replica in self.replicas.values():
                 self._heal_way(replica, port)
-        await trio.sleep(45)  # a connection that was lost unheard, an answer without end, a rest
+        await trio.sleep(45)  # unnoticed lost connections and answers without an end time out
         for replica in self.replicas.values():
             for engine in self.engines:
                 self._check_dead(replica, engine)
         await self._speak_a_while()
 
     def _check_dead(self, replica: Replica, engine: Engine) -> None:
-        """No process that is no more is credited any more, though the one that is says nothing."""
+        """Checks that blocks of an ended process are gone even before the new one publishes."""
         last = replica.state.taps[engine.key].last
         if self.kind and last is not None and last[0] != engine.process.number:
             raise Wrong(f"{replica.name} goes on with process {last[0]} of {engine.key}")
@@ -272,7 +272,7 @@ class World:
         for replica in self.replicas.values():
             self.oracle.check_all(replica)
             for engine in self.engines:
-                # What a process had not told again when it ended may be lost in any world.
+                # In any world, batches that a process had not replayed when it ended may be lost.
                 unharmed = self.kind and len(engine.processes) == 1
                 allowed = {StreamHealth.EXACT, StreamHealth.DEGRADED}
                 self._check_stream(replica, engine, {StreamHealth.EXACT} if unharmed else allowed)
@@ -296,7 +296,7 @@ class World:
             )
 
     async def _begin_anew(self) -> None:
-        """What could not be repaired is cleared by its engine, or its engine started again."""
+        """Has engines clear, and restarts those whose streams could not be repaired."""
         for port in self.ports:
             if self.chance.random() < 0.5:
                 self.say(f"{port.engine.key} clears")
@@ -337,12 +337,12 @@ def has_heard_all(replica: Replica, engine: Engine) -> bool:
 
 
 class Failed(Exception):
-    """A seed did not pass; the text says which and how."""
+    """A seed failed; the text says which and how."""
 
 
 def run_seed(seed: int, tell: Callable[[str], None] = lambda text: None) -> World:
-    """Lives one seed; raises Failed."""
-    # As trio's own support for Hypothesis does it: the seed decides which task runs first.
+    """Runs the life of one seed; raises Failed."""
+    # The seed decides which task runs first, in the way of trio's own support for Hypothesis.
     runner = trio._core._run
     runner._ALLOW_DETERMINISTIC_SCHEDULING = True  # type: ignore[misc]
     runner._r.seed(seed)
