@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent.parent
-BLOCK_SIZES = (1, 4, 16, 64)  # of fuzz_index.cpp
+BLOCK_SIZES = (1, 4, 16, 64)  # as in fuzz_index.cpp
 LIFE_BYTES = 8192  # longer ones are mutated too slowly
 BODIES = (
     b'{"t":[1,2,3,4294967295],"m":"a","n":null,"h":[-1,18446744073709551615]}',
@@ -20,7 +20,7 @@ BODIES = (
     b'{"h":[' + b", ".join(b"%d" % (i << 55) for i in range(100)) + b"]}",
     b' { "t" : [ 1 , 2 ] } ',
 )
-# Answers of engines and beginnings of streams, as fuzz_framing.cpp takes them.
+# Answers of engines and beginnings of event streams, in the input format of fuzz_framing.cpp.
 ANSWERS = (
     b"\x06\0HTTP/1.1 200 OK\r\ncontent-length: 5\r\nconnection: a, close\r\n\r\nhello and more",
     b"\x02\0HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
@@ -34,7 +34,7 @@ MESSAGES = (
     b' [ {"role":"user","content":"a, \\"b\\" ]"} , {"role":"assistant","content":[1,[2]]} ] ',
     b'["\\\\",1,null,{"a":{"b":[]}}]',
 )
-# What publishers say, as fuzz_zmtp.cpp takes it.
+# Bytes of publishers, in the input format of fuzz_zmtp.cpp.
 GREETING = b"\xff" + bytes(8) + b"\x7f\3\1NULL" + bytes(48)
 SPEECHES = (
     b"\x07\0"
@@ -51,7 +51,7 @@ SPEECHES = (
     + b"\5hello",
     b"\0\0" + GREETING + b"\4\x0a\5ERROR\x03400",
 )
-# Where msgpack has another form of a number or a text.
+# Numbers and texts at which msgpack changes to another form.
 EDGES = (
     json.dumps([2**bits + by for bits in (7, 8, 16, 32, 64) for by in (-1, 0)]).encode(),
     json.dumps([-1, -(2**63), -(2**63) - 1, 5e-324, 1e308]).encode(),
@@ -68,7 +68,7 @@ def payloads() -> Iterator[bytes]:
 
 
 def lives() -> Iterator[bytes]:
-    """Yields the last messages of every recording, and some steps of the other kinds."""
+    """Yields the last messages of every recording, with steps of the other kinds added."""
     for path in sorted((TESTS / "captures/recordings").glob("*.json.xz")):
         recording = json.loads(lzma.decompress(path.read_bytes()))
         life = bytes([BLOCK_SIZES.index(recording["block_size"])])

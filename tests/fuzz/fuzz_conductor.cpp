@@ -1,13 +1,13 @@
-// Any sequence of events of publishers, registrations, links to a worker, sweeps, questions, and
-// slices of what is kept for another process: all invariants hold after every one of them, in the
-// other process, too; and once all are gone and swept nothing is left.
+// Any sequence of publishers' events, registrations, links to a worker, sweeps, questions, and
+// slices of the state kept for another process: all invariants hold after each step, also in the
+// process that restores that state; once all holders are gone and swept, nothing is left.
 //
 //   clang++ -g -O1 -std=c++17 -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all
 //       -Ikvd_core tests/fuzz/fuzz_conductor.cpp -o fuzz_conductor
 //   ./fuzz_conductor -max_len=4096 -max_total_time=120 CORPUS_FOLDER
 //
-// The input: steps of one byte and what that kind of step takes. Hashes and tokens come from a few
-// values, so that names meet, and from the standard, so that sequence hashes do.
+// The input: steps of one byte and their arguments. Hashes and tokens come from a few values, so
+// that names collide, and from the standard, so that sequence hashes do.
 
 #include <cstddef>
 #include <cstdint>
@@ -128,8 +128,8 @@ class Life {
     std::vector<uint64_t> plain, sequences;
   };
 
-  // A worker's blocks are there before anybody asks by sequence hashes, and come and go while these
-  // are made.
+  // Workers hold blocks before the first question by sequence hashes, and store and lose blocks
+  // while the sequence hashes are being computed.
   void begin(Bytes& in) {
     for (uint8_t left = in.below(8); left != 0; --left) tell(in);
     for (uint8_t left = in.below(32); left != 0; --left) {
@@ -139,7 +139,7 @@ class Life {
     }
   }
 
-  // A worker stores a prompt's blocks or loses them.
+  // Has a worker store a prompt's blocks or lose them.
   void tell(Bytes& in) {
     const Prompt of = prompt(in);
     std::vector<uint64_t> names, locals(of.plain.size());
@@ -156,7 +156,7 @@ class Life {
     }
   }
 
-  // A prompt of few tokens, with its hashes by the seed of sequence hashes.
+  // Returns a prompt of few tokens, with its hashes by the seed of sequence hashes.
   Prompt prompt(Bytes& in) {
     Prompt made;
     const size_t n = 1 + in.below(kMaxBlocks);
@@ -208,7 +208,7 @@ class Life {
     settle(in);
   }
 
-  // Does what that has set off, at once or in slices; or leaves it to whatever comes next.
+  // Does the work that the step has caused, at once or in slices, or leaves it to later steps.
   void settle(Bytes& in) {
     for (uint8_t slices = in.below(4); slices != 0; --slices) {
       kvd::Steps steps(slices == 3 ? INT64_MAX : 1);
@@ -243,7 +243,7 @@ class Life {
     conductor_.clear(sources_[i], id, mask, space(in), in.below(2) != 0);
   }
 
-  // A registration ends and another takes its place, the worker is linked or not.
+  // Ends a registration and makes another one in its place, linked to the worker or not.
   void again(Bytes& in, size_t i) {
     leave(i);
     if (in.below(4) == 0) worker_.retire_all(index_);
@@ -275,7 +275,7 @@ class Life {
     while (engines_[i]->go_on(steps) == Progress::UNFINISHED) {}
   }
 
-  // An engine's own event, about one of its cache groups or all.
+  // Applies an engine's own event, about one of its cache groups or all.
   void grouped(Bytes& in, size_t i) {
     static constexpr kvd::GroupKind kKinds[] = {kvd::GroupKind::NONE, kvd::GroupKind::FULL,
                                                 kvd::GroupKind::WINDOW};
@@ -319,8 +319,8 @@ class Life {
     settle(in);
   }
 
-  // Goes on with what is kept for another process, or begins anew; once all of it is written,
-  // another one goes on with that.
+  // Writes a slice of the state for another process, or begins anew; once all of it is written,
+  // another process restores it.
   void keep(Bytes& in) {
     if (kept_ == nullptr) {
       kept_ = std::make_unique<kvd::KeptHoldings>(index_, conductor_);

@@ -1,11 +1,11 @@
-// Any bytes into the batch decoder: no crash, no read outside the payload, and a sink that can
-// rely on what it is told.
+// Any bytes into the batch decoder: it does not crash, it reads nothing outside the payload, and
+// what it passes to a sink keeps the promises of events.hpp.
 //
 //   clang++ -g -O1 -std=c++17 -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all
 //       -Ikvd_core tests/fuzz/fuzz_decoder.cpp -o fuzz_decoder
 //   ./fuzz_decoder -max_total_time=120 CORPUS_FOLDER
 //
-// A corpus that starts from real batches: tests/fuzz/corpus.py writes it.
+// tests/fuzz/corpus.py writes a corpus that starts from real batches.
 
 #include <algorithm>
 #include <cstddef>
@@ -23,12 +23,12 @@ void require(bool holds) {
   if (!holds) std::abort();
 }
 
-// Reads everything it is handed and checks what events.hpp promises about it.
+// Reads everything it is passed and checks what events.hpp promises about it.
 class StrictSink {
  public:
   uint32_t kept = 0;  // events
   uint32_t refused = 0;
-  uint32_t broken = 0;  // reasons about the batch, not an event
+  uint32_t broken = 0;  // refusals of the batch, not of an event
   bool begun = false;
   uint64_t digest = 0;
 
@@ -102,7 +102,7 @@ StrictSink decode(const uint8_t* payload, size_t size, kvd::Scratch& scratch) {
   return sink;
 }
 
-// Events that lie one behind the other, and are whole values; no more of them than asked for.
+// Checks that a payload splits into whole events, one behind the other, and at most kMost of them.
 void take_apart(const uint8_t* payload, size_t size) {
   constexpr size_t kMost = 5;
   kvd::Split split;
@@ -124,7 +124,7 @@ void take_apart(const uint8_t* payload, size_t size) {
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   static kvd::Scratch used;  // what earlier payloads left in it must not matter
   kvd::Scratch fresh;
-  // A copy of exactly this size: reading one byte too far is an error the sanitizer sees.
+  // A copy of exactly this size: the sanitizer sees a read of one byte too far.
   const std::unique_ptr<uint8_t[]> payload(new uint8_t[size]);
   std::copy_n(data, size, payload.get());
   const StrictSink first = decode(payload.get(), size, fresh);

@@ -1,7 +1,7 @@
-// libFuzzer over the framing of engines' answers: nothing outside is read, and an answer in pieces
-// of any size is the answer in one piece.
+// libFuzzer over the framing of engines' answers: nothing outside an answer is read, and in pieces
+// of any size it gives the same result as in one piece.
 //
-//   byte 0: size of the pieces; byte 1: beginning of a stream of events, or an answer; the rest: it
+//   byte 0: size of the pieces; byte 1: whether the rest begins an event stream or is an answer
 
 #include <cstdlib>
 #include <memory>
@@ -17,7 +17,7 @@ void demand(bool condition) {
   if (!condition) std::abort();
 }
 
-// Exactly as long as the text, so that a read beyond it is seen.
+// Copies the text into memory of exactly its size, so that the sanitizer sees a read beyond it.
 std::unique_ptr<char[]> copied(const std::string& text) {
   std::unique_ptr<char[]> bytes(new char[text.size()]);
   if (!text.empty()) std::memcpy(bytes.get(), text.data(), text.size());

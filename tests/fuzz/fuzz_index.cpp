@@ -1,5 +1,5 @@
-// Any sequence of batches, sweeps, removals and questions into an index: its invariants hold after
-// every one of them, and once all ranks are removed and swept nothing is left.
+// Any sequence of batches, sweeps, removals and questions for an index: its invariants hold after
+// each step, and once all ranks are removed and swept, nothing is left.
 //
 //   clang++ -g -O1 -std=c++17 -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all
 //       -Ikvd_core tests/fuzz/fuzz_index.cpp -o fuzz_index
@@ -66,7 +66,7 @@ class Life {
     kvd::Verifier(index_).run();
   }
 
-  // In slices of a few steps, or in one.
+  // Applies a batch in slices of one step, or in one slice.
   void batch(kvd::Stream& stream, const uint8_t* data, size_t size) {
     const uint32_t steps = size % 2 == 0 ? 1 : 1000;
     uint32_t shown = stream.apply(data, size, steps);
@@ -97,7 +97,7 @@ class Life {
     require(text.front() == '{' && text.back() == '}');
   }
 
-  // Predicts a prompt on one of the ranks there are, and lets some time pass.
+  // Predicts a prompt on one of the registered ranks, and lets some time pass.
   void book(const uint8_t* data, size_t count) {
     std::vector<uint64_t> locals(count);
     if (count != 0) std::memcpy(locals.data(), data, count * sizeof(uint64_t));
@@ -144,7 +144,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     const uint8_t kind = at[0] % kinds;
     const size_t wanted = at[1] | at[2] << 8, left = static_cast<size_t>(end - at) - 3;
     const size_t length = wanted < left ? wanted : left;
-    // A copy of exactly this size: reading one byte too far is an error the sanitizer sees.
+    // A copy of exactly this size: the sanitizer sees a read of one byte too far.
     const std::unique_ptr<uint8_t[]> copy(new uint8_t[length]);
     std::memcpy(copy.get(), at + 3, length);
     life.step(kind, copy.get(), length);

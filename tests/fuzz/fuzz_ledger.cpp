@@ -1,9 +1,9 @@
-// The compiled ledger in an interpreter of its own: tests/fuzz/ledger_life.py makes a life of
-// ledgers of the input, and compares each step with the plain-Python model.
+// The compiled ledger in an interpreter of its own: tests/fuzz/ledger_life.py turns the input into
+// steps of ledgers, and compares each with the plain-Python model.
 //
-// tests/fuzz/build links the modules that Cython has written into the target, so that libFuzzer
-// sees their branches and the sanitizers their memory. `heap.leave(n)` has the n-th request for
-// memory that follows and all later ones fail: those of base/pages.hpp and of the standard library.
+// tests/fuzz/build links the modules written by Cython into the target, so that libFuzzer sees
+// their branches and the sanitizers their memory. `heap.leave(n)` makes the n-th of the following
+// requests for memory, and all later ones, fail, in base/pages.hpp and the standard library.
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -52,7 +52,7 @@ void require(bool holds) {
 }  // namespace
 
 extern "C" int LLVMFuzzerInitialize(int*, char***) {
-  setenv("PYTHONMALLOC", "malloc", 1);  // the sanitizer sees Python's objects, too
+  setenv("PYTHONMALLOC", "malloc", 1);  // lets the sanitizer see Python's objects, too
   PyImport_AppendInittab("heap", init_heap);
   PyImport_AppendInittab("kvd_core.json.scan", PyInit_scan);
   PyImport_AppendInittab("kvd_core.ledger.verify", PyInit_verify);

@@ -1,5 +1,5 @@
-// libFuzzer over the reader of messages: of any bytes nothing outside is read and the elements
-// stand in order; of well-formed JSON they are those of a plain reader.
+// libFuzzer over the reader of messages: of any bytes, it reads nothing outside them and returns
+// elements in order; of well-formed JSON it returns the elements that a plain reader finds.
 
 #include <cstdlib>
 #include <cstring>
@@ -27,7 +27,7 @@ bool is_array(const std::string& text) {
   const kvd::scanning::Value& value = scan.value(0);
   const size_t first = text.find_first_not_of(" \t\r\n");
   const size_t last = text.find_last_not_of(" \t\r\n");
-  // Not where the text ends the member and begins another one.
+  // The text may also end the member and begin another one; then it does not count.
   return text[first] == '[' && value.end == bytes + std::strlen("{\"m\":") + last + 1;
 }
 
@@ -62,7 +62,7 @@ Elements plain(const std::string& text) {
 }  // namespace
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
-  // Exactly as long as the text, so that a read beyond it is seen.
+  // Exactly as long as the text, so that the sanitizer sees a read beyond it.
   const std::unique_ptr<char[]> bytes(new char[size]);
   if (size != 0) std::memcpy(bytes.get(), data, size);
   const char *begin = bytes.get(), *end = begin + size, *last = begin;

@@ -1,12 +1,11 @@
-// Any bytes as JSON, in pieces of any size: what comes out as msgpack is what a plain reader of the
-// whole text writes, byte for byte, and nothing comes out where that finds the text malformed.
+// Any bytes as JSON, in pieces of any size: the resulting msgpack equals, byte for byte, that of a
+// plain reader of the whole text, and there is no result if that reader finds the text malformed.
 //
 //   clang++ -g -O1 -std=c++17 -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all
 //       -Ikvd_core tests/fuzz/fuzz_repack.cpp -o fuzz_repack
 //   ./fuzz_repack -max_len=8192 -max_total_time=120 CORPUS_FOLDER
 //
-// The input: one byte, so many lengths of pieces of one byte each, which are used in turn, and the
-// text.
+// The input: one byte n, n bytes with lengths of pieces, which are used in turn, and the text.
 
 #include <algorithm>
 #include <cerrno>
@@ -31,8 +30,8 @@ void require(bool holds) {
   if (!holds) std::abort();
 }
 
-// Reads the whole text by recursion; shares no code with what is under test. Functions return false
-// where the text is malformed.
+// Reads the whole text by recursion; shares no code with kvd::Repack. Functions return false if the
+// text is malformed.
 class Plain {
  public:
   explicit Plain(const std::string& text) : text_(text) {}
@@ -131,7 +130,7 @@ class Plain {
     }
     errno = 0;
     double real = std::strtod(said.c_str(), nullptr);
-    if (errno != 0 && (real == 0 || std::isinf(real))) real = 0;  // beyond what a double can say
+    if (errno != 0 && (real == 0 || std::isinf(real))) real = 0;  // beyond the range of a double
     uint64_t bits;
     std::memcpy(&bits, &real, sizeof bits);
     out_.push_back(0xcb);
@@ -174,10 +173,10 @@ class Plain {
     return true;
   }
 
-  // A code point in UTF-8: shortest form, no surrogate, no control character.
+  // Reads a code point in UTF-8: shortest form, no surrogate, no control character.
   bool plain(uint32_t* c) {
     const int lead = peek();
-    if (lead < ' ') return false;  // or the text ends
+    if (lead < ' ') return false;  // also at the end of the text
     const size_t from = at_++;
     int more = 0;
     while (more < 7 && (lead << more & 0x80) != 0) ++more;
@@ -236,21 +235,20 @@ class Plain {
   Bytes out_;
 };
 
-// What the text is as msgpack, read in pieces of these lengths, over and over; nothing if
-// malformed.
+// Returns the text as msgpack, fed in pieces of these lengths, over and over; nothing if malformed.
 std::optional<Bytes> repacked(const std::string& text, const uint8_t* lengths, size_t n) {
   kvd::Repack repack;
   try {
     for (size_t at = 0, turn = 0; at < text.size(); ++turn) {
       const size_t size =
           std::min<size_t>(n == 0 ? text.size() : lengths[turn % n] + 1u, text.size() - at);
-      // A copy of exactly this size: reading one byte too far is an error the sanitizer sees.
+      // A copy of exactly this size: the sanitizer sees a read of one byte too far.
       const std::unique_ptr<uint8_t[]> piece(new uint8_t[size]);
       std::memcpy(piece.get(), text.data() + at, size);
       repack.feed(piece.get(), size);
       at += size;
     }
-    const uint8_t end = ' ';  // behind which even a bare number is whole
+    const uint8_t end = ' ';  // ends a bare number, too
     repack.feed(&end, 1);
   } catch (const std::invalid_argument&) { return {}; }
   if (repack.whole() == nullptr) return {};

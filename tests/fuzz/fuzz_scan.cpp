@@ -1,10 +1,10 @@
-// libFuzzer over the body scanner: no byte outside the body is read, what it reports is consistent,
+// libFuzzer over the body scanner: it reads no byte outside the body, its results are consistent,
 // and its two readers of arrays agree.
 //
 //   clang++ -std=c++17 -O1 -g -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all
 //       -Ikvd_core tests/fuzz/fuzz_scan.cpp -o fuzz_scan && ./fuzz_scan -max_total_time=120 corpus/
 //
-// With -U__SSE2__ the portable half is under test.
+// With -U__SSE2__ the portable reader is tested.
 
 #include <cstdlib>
 #include <memory>
@@ -35,7 +35,7 @@ struct Scanned {
     scan.add_array("h", Element::hash64);
     scan.add_field("m");
     scan.add_field("n");
-    // Exactly as long as the text, so that a read beyond it is seen.
+    // Exactly as long as the text, so that the sanitizer sees a read beyond it.
     body_.reset(new uint8_t[text.size()]);
     std::memcpy(body_.get(), text.data(), text.size());
     result = scan.scan(body_.get(), text.size());
@@ -47,7 +47,7 @@ struct Scanned {
     if (value.kind == ValueKind::absent) return "absent";
     demand(body_.get() <= value.begin && value.begin <= value.end && value.end <= end_);
     if (value.kind == ValueKind::escaped) return scan.unescaped(value);
-    if (value.kind == ValueKind::nested) return "nested";  // may hold a comma that was moved
+    if (value.kind == ValueKind::nested) return "nested";  // with_blanks may have changed its text
     return std::string(value.begin, value.end);
   }
 
@@ -56,7 +56,8 @@ struct Scanned {
   const uint8_t* end_ = nullptr;
 };
 
-// A blank before every comma between values leaves JSON as it is, and the block reader out of work.
+// Puts a blank before every comma between values: the JSON means the same, but the reader of whole
+// blocks cannot read it.
 std::string with_blanks(const std::string& text) {
   std::string result;
   bool quoted = false;

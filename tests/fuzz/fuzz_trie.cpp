@@ -1,7 +1,7 @@
-// Any sequence of prompts that come, weigh less and go, on a heap that is full now and then: the
-// trie's invariants hold after each, a prompt is found as far as a plain search finds it, blocks
-// gained and lost are those of the trie, what fails has changed nothing, and nothing is left in the
-// end.
+// Any sequence of prompts that are added, weighed less and removed, on a heap that is full now and
+// then. After each step the trie's invariants hold, a prompt is found as far as a plain search
+// finds it, and the blocks reported as gained and lost are those of the trie. A step that fails
+// changes nothing, and in the end nothing is left.
 //
 // tests/fuzz/build builds it. The input is read byte by byte: an operation, then what it needs.
 // Prompts are runs of 1 or 1,500 equal hashes out of four, so that they share, branch, and exceed
@@ -53,7 +53,7 @@ class Input {
   const uint8_t *at_, *end_;
 };
 
-// Few requests for memory succeed while there is one of these.
+// While one of these exists, only so many requests for memory succeed.
 class FullHeap {
  public:
   explicit FullHeap(uint64_t left) { kvd::heap_left = left; }

@@ -1,7 +1,8 @@
-// libFuzzer over ZMTP as kvd speaks it: nothing outside is read, what is heard in pieces of any
-// size is what is heard of the whole, and what is to be sent stays small.
+// libFuzzer over kvd's own ZMTP: it reads nothing outside its input, input in pieces of any size
+// gives the same messages as in one piece, and the bytes to be sent stay few.
 //
-//   byte 0: size of the pieces; byte 1: 0 from the greeting on, else behind a handshake; the rest
+//   byte 0: size of the pieces; byte 1: 0 if the rest begins with the greeting, else it follows the
+//   handshake
 
 #include <cstdlib>
 #include <memory>
@@ -37,7 +38,7 @@ struct Heard {
     std::string kept;
     for (size_t at = 0; at < text.size() && fault.empty(); at += step) {
       kept += text.substr(at, step);
-      // Exactly as long as the text, so that a read beyond it is seen.
+      // Exactly as long as the text, so that the sanitizer sees a read beyond it.
       std::unique_ptr<uint8_t[]> view(new uint8_t[kept.size()]);
       memcpy(view.get(), kept.data(), kept.size());
       for (;;) {

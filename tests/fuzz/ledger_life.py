@@ -1,6 +1,6 @@
-"""Any bytes as a life of ledgers beside the model, on a heap that is full now and then.
+"""Interprets any bytes as steps of ledgers and their model, on a heap that is full now and then.
 
-Runs in `fuzz_ledger.cpp`, which has the compiled ledger and the module `heap`.
+It runs in `fuzz_ledger.cpp`, which has the compiled ledger and the module `heap`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CHANGES = ("add_rank", "remove_rank", "add", "free", "output_block", "expire")
 
 
 class Drawn(random.Random):
-    """Random numbers that are the fuzzer's bytes, and zeros behind them."""
+    """Random numbers taken from the fuzzer's bytes, zeros once these are used up."""
 
     def __init__(self, data: bytes) -> None:
         super().__init__(0)
@@ -40,9 +40,9 @@ class Drawn(random.Random):
 
 
 class Scarce:
-    """A ledger, each change of which finds little memory at first.
+    """A ledger for which every change is first tried with little memory.
 
-    One that fails has changed nothing, and succeeds when there is memory again.
+    A change that fails must leave the ledger as it was, and succeed once there is memory again.
     """
 
     def __init__(self, ledger: Ledger, rng: random.Random) -> None:
@@ -59,7 +59,7 @@ class Scarce:
         try:
             return call(*args)
         except MemoryError:
-            pass  # it is tried again below
+            pass  # tried again below
         finally:
             leave(ENDLESS)
         assert self.state() == before
@@ -67,7 +67,7 @@ class Scarce:
         return call(*args)
 
     def state(self) -> tuple[bytes, dict[str, object]]:
-        """What a failed change leaves as it was: memory and nodes may be others."""
+        """Returns what a failed change must not alter; memory and nodes may differ."""
         stats = {key: value for key, value in self.ledger.stats().items() if key != "bytes"}
         return self.ledger.render_loads(), {**stats, "nodes": None, "rank_refs": None}
 
@@ -78,7 +78,7 @@ class ScarcePair(Pair):
 
 
 def run(data: bytes) -> None:
-    """Raises AssertionError where ledgers break an invariant or are not what the model is."""
+    """Raises AssertionError if ledgers break an invariant or differ from the model."""
     drawn = Drawn(data)
     ranks = drawn.choice((1, 3, 12))
     stretch = 1500 if drawn.randrange(16) == 1 else 1  # longer than a node: slow

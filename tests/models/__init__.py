@@ -1,1 +1,1 @@
-"""Slow, obvious models that the fast code is compared with."""
+"""Slow, obvious models with which tests compare the fast code."""

@@ -1,8 +1,8 @@
-"""The conductor's rules in plain Python, as slow as they are simple.
+"""The conductor's rules in plain Python, slow and simple.
 
 Every holder (a backend and rank of a registered publisher, or a worker of the index) has names for
-blocks. A block is its namespace and its sequence hash. Whatever has no place yet is looked at again
-after every event, all of it, until nothing changes.
+blocks. A block is its namespace and its sequence hash. After every event all names without a block
+are tried again until nothing changes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from xxhash import xxh3_64_intdigest as xxh3
 
 Block = tuple[int, int]  # namespace, sequence hash
-Name = tuple[int | None, int]  # namespace or None (an engine's, good in all), announced hash
+Name = tuple[int | None, int]  # namespace, or None for an engine's name in any; announced hash
 
 
 def local_hash(tokens: Sequence[int], seed: int) -> int:
@@ -37,7 +37,7 @@ def sequence_hashes(tokens: Sequence[int], block_size: int, seed: int) -> list[i
 
 @dataclass
 class Held:
-    """A name that means a block."""
+    """A name whose block is known, with the media on which its holder has it."""
 
     block: Block
     media: set[str]
@@ -45,12 +45,12 @@ class Held:
 
 @dataclass
 class Aside:
-    """A name that has no place yet."""
+    """A name whose block is not known yet."""
 
     space: int
     hash: int
     media: set[str]
-    parent: int | None = None  # of what has been told with tokens
+    parent: int | None = None  # None for names that were announced without tokens
     local: int | None = None
     sequence: int | None = None
     by_engine: bool = False
@@ -65,7 +65,7 @@ class Holder:
     names: dict[Name, Held] = field(default_factory=dict)
     aside: dict[Name, Aside] = field(default_factory=dict)
     spaces: set[int] = field(default_factory=set)
-    copies: Counter[tuple[Name, str]] = field(default_factory=Counter)  # further ones, by medium
+    copies: Counter[tuple[Name, str]] = field(default_factory=Counter)  # beyond each first one
 
     def name(self, space: int, hash: int, by_engine: bool) -> Name:
         return (None if by_engine or space == self.home else space, hash)
@@ -87,12 +87,12 @@ class ConductorModel:
         self.block_size = block_size
         self.seed = seed
         self.holders: list[Holder] = []
-        self.above: dict[Block, Block | None] = {}  # of every block ever placed
+        self.above: dict[Block, Block | None] = {}  # the block above, for every block ever placed
 
     # ---- what is known
 
     def alive(self) -> set[Block]:
-        """Blocks that have a name, and all before them."""
+        """Returns the blocks that have a name, and all blocks before them."""
         found: set[Block] = set()
         for holder in self.holders:
             for held in holder.names.values():
@@ -121,7 +121,7 @@ class ConductorModel:
         return others.pop() if len(others) == 1 else None
 
     def standard(self, asks: Holder, space: int, parent: int, local: int, hash: int) -> int | None:
-        """The sequence hash of a parent that no name leads to."""
+        """Returns the sequence hash of a parent that is not a known name, None if it is unknown."""
         if next_hash(parent, local, self.seed) == hash:
             return parent
         said: set[int] = set()
@@ -164,7 +164,7 @@ class ConductorModel:
                     block = (space, above)
             known = block is not None
         holder.spaces.add(space)
-        run: list[tuple[Name, bool]] = []  # of one place: names, and whether they were held
+        run: list[tuple[Name, bool]] = []  # placed names, and whether they were held before
         follows = parent is not None
         for i, (hash, local) in enumerate(zip(hashes, locals_, strict=True)):
             name = holder.name(space, hash, by_engine)
@@ -183,7 +183,7 @@ class ConductorModel:
                 aside.parent = parent if i == 0 else hashes[i - 1]
                 aside.local, aside.sequence, aside.by_engine = local, above, by_engine
         again = [name for name, held in run if held]
-        # An engine reuses what it holds, but computes a prompt's last block again.
+        # An engine reuses blocks that it holds, but computes a prompt's last block again.
         if by_engine and (len(again) < len(run) or (len(run) == 1 and follows)):
             holder.copies.update((name, medium) for name in again)
         self.resolve_waiting()
@@ -223,7 +223,7 @@ class ConductorModel:
             self.resolve_waiting()
 
     def resolve_waiting(self) -> None:
-        """Gives whatever can have it a place."""
+        """Places all names that can be placed."""
         changed = True
         while changed:
             changed = False
@@ -319,7 +319,7 @@ class ConductorModel:
     # ---- questions
 
     def explain(self, tokens: Sequence[int], space: int) -> None:
-        """Gives blocks told by sequence hash alone their places, which a prompt shows."""
+        """Places blocks announced by sequence hash alone, whose tokens a prompt shows."""
         size = self.block_size
         block: Block | None = None
         for start in range(0, len(tokens) - size + 1, size):

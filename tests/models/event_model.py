@@ -1,7 +1,7 @@
-"""A slow, plain reading of engine batches: what `decoder.decode` must say of a payload.
+"""A slow, plain reader of engine batches: what `decoder.decode` must report of a payload.
 
-Works on what the msgpack package makes of the bytes, member by member and in the words of the wire
-contract; shares nothing with the decoder. Maps are `Pairs`, so that order and duplicates survive.
+It unpacks the bytes with the msgpack package and follows the wire contract member by member; it
+shares no code with the decoder. Maps are `Pairs`, which keep order and duplicates.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ RANKS = ("data_parallel_rank", "dp_rank", "attn_dp_rank")
 
 
 class Pairs(list):
-    """A msgpack map as its pairs."""
+    """A msgpack map as a list of its pairs."""
 
     def members(self) -> dict[str, Any]:
-        """Returns the members with text names that are not nil; of equal names the last."""
+        """Returns the members with a text as name and a value other than nil; the last one wins."""
         return {name: value for name, value in self if isinstance(name, str) and value is not None}
 
 
@@ -63,7 +63,7 @@ class Seen:
 
 
 def read(payload: bytes) -> Seen:
-    """Returns what a sink must see of a payload that is exactly one msgpack value."""
+    """Returns what a sink must get of a payload that is exactly one msgpack value."""
     batch = msgpack.unpackb(
         payload,
         raw=False,
@@ -85,7 +85,7 @@ def read(payload: bytes) -> Seen:
 
 
 def parts(batch: object) -> Iterator[tuple[str, Any]]:
-    """Yields what a batch says of "ts", "events" and "rank", in the order it says them."""
+    """Yields "ts", "events" and "rank" with their values, in the order that the batch has them."""
     if isinstance(batch, Pairs):
         names = dict.fromkeys(RANKS, "rank") | {"ts": "ts", "events": "events"}
         for name, value in batch:
@@ -142,7 +142,7 @@ def read_event(event: object, seen: Seen) -> None:
 
 
 def named(event: object) -> tuple[object, dict[str, Any], dict[str, Any]]:
-    """Returns the tag, the members by name, and apart from them those of an array's tail."""
+    """Returns an event's tag, its members by name, and separately those in an array's tail."""
     if isinstance(event, Pairs):
         members = event.members()
         return members.get("type"), members, {}
@@ -175,7 +175,7 @@ def named_tail(tail: list[Any]) -> dict[str, Any]:
 
 
 def usable_in_tail(name: str, value: object) -> bool:
-    """A wrong type in the tail is as good as no value; a strange locality is not LOCAL."""
+    """Whether a member in the tail counts: not with a wrong type, but with any locality."""
     if value is None:
         return False
     if name == "group_idx":
@@ -278,7 +278,7 @@ def stored(members: dict[str, Any], tail: dict[str, Any]) -> dict[str, object]:
 
 
 def adapter(members: dict[str, Any]) -> tuple[str, str]:
-    """Returns the LoRA name and the salt that has a member of its own."""
+    """Returns the LoRA name, and the salt from its own member."""
     salt = members.get("cache_salt", "")
     name = members.get("lora_name", "")
     if isinstance(name, Pairs):

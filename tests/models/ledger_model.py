@@ -1,9 +1,9 @@
-"""A plain-Python ledger: the same rules as `kvd_core/ledger/book.pxd`, nothing fast about it.
+"""A plain, slow ledger with the rules of `kvd_core/ledger/book.pxd`.
 
-A block is its path from the root, numbered; a rank is a dictionary from block to how many of its
-live requests have it and what it weighs. Ledgers with the same ModelLoads share what is in these,
-of the ranks that both have added. The two sums of a rank are formed in the same order as in the
-core, so that loads agree to the last half.
+A block is its path from the root, numbered. A rank maps each block to the number of its live
+requests that have it, and to its weight. Ledgers with the same ModelLoads share the loads of ranks
+that both have added. The two sums of a rank are added up in the same order as in the core, so that
+loads agree even when they are rounded at a half.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class ModelLedger:
         return gone
 
     def load(self, rank: tuple[int, int]) -> tuple[int, int, int]:
-        """Prefill tokens, decode blocks (halves away from zero), requests."""
+        """Returns prefill tokens, decode blocks (halves away from zero), requests."""
         running = self.loads.requests_of(rank)
         sums = self.ranks[rank]
         load = max(sums.prompt + sums.output, 0.0)
@@ -174,7 +174,7 @@ class ModelLedger:
         return sum(r.tokens for r in running if r.prefilling), decode, len(running)
 
     def decoding(self, rank: tuple[int, int]) -> int:
-        """Requests with nothing left to prefill."""
+        """Returns the number of requests with nothing left to prefill."""
         return sum(not (r.prefilling and r.tokens) for r in self.loads.requests_of(rank))
 
     def depth(self, rank: tuple[int, int], hashes: list[int]) -> int:

@@ -1,7 +1,7 @@
-"""A plain-Python prefix index: the same rules as `kvd_core/index/index.hpp`, nothing fast about it.
+"""A plain, slow prefix index with the rules of `kvd_core/index/index.hpp`.
 
-A block is the tuple of local hashes from the root to it. A rank is a dictionary from what it
-calls a block to the block and, for each tier, the number of copies it announced.
+A block is the tuple of local hashes from the root to it. A rank maps its name of a block to the
+block and to the number of copies it has announced on each tier.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class ModelRank:
         return any(n.path == path and tier in n.tiers for n in self.names.values())
 
     def depths(self, local: list[int]) -> tuple[int, int, int]:
-        """Blocks matched through device, host, and disk with external."""
+        """Returns the blocks matched on device, then through host, disk and external."""
         held: dict[int, set[Path]] = {tier: set() for tier in range(4)}
         for name in self.names.values():
             for tier in name.tiers:
@@ -146,6 +146,6 @@ class ModelRank:
 
 
 def frequencies(ranks: list[ModelRank], local: list[int]) -> list[int]:
-    """Device holders of each block of the longest device match."""
+    """Returns, for each block of the longest device match, how many ranks hold it on device."""
     longest = max((rank.depths(local)[0] for rank in ranks), default=0)
     return [sum(rank.holds(tuple(local[: i + 1]), 0) for rank in ranks) for i in range(longest)]

@@ -1,6 +1,6 @@
-"""A plain-Python selection: the rules of `kvd_core/selector/*.pxd`, one candidate after the other.
+"""A plain selection with the rules of `kvd_core/selector/*.pxd`, one candidate after the other.
 
-Floats are formed in the order of the formulas, so they are equal to the core's to the last bit.
+Floats are computed in the order of the formulas, so they equal the core's to the last bit.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ NONE, BUSY, OVERLOADED = -1, -2, -3
 
 @dataclass(frozen=True)
 class ModelRank:
-    """A candidate and what is known of it; cached blocks by tier, each behind those before."""
+    """A candidate and its state; cached blocks of a tier follow those of the tiers before it."""
 
     worker_id: int
     dp_rank: int
@@ -72,12 +72,12 @@ class ModelPrompt:
 
 
 def rounded(value: float) -> int:
-    """Halves away from zero; the value is not negative."""
+    """Rounds a value that is not negative, halves away from zero."""
     return int(value) + (value - int(value) >= 0.5)
 
 
 def usable(rank: ModelRank, s: ModelSettings, prompt: ModelPrompt) -> tuple[int, int, int]:
-    """Returns what of each tier lies before the block of the last token, if that is computed."""
+    """Returns the cached blocks of each tier, before the last token's block if that is computed."""
     tiers, left = [], max(0, prompt.isl_tokens - 1) // prompt.block_size
     for blocks in (rank.device, rank.host, rank.disk):
         tiers.append(min(blocks, left) if s.last_token else blocks)
@@ -110,7 +110,7 @@ def occupied_blocks(rank: ModelRank, prompt: ModelPrompt) -> int:
 def decayed(
     credit: float, rank: ModelRank, s: ModelSettings, prompt: ModelPrompt, least: int
 ) -> float:
-    """Returns the credit of a rank that prefills more than the `least` of those to choose from."""
+    """Returns a rank's credit, smaller if it prefills more than `least`, the pool's minimum."""
     if not s.track_prefill or rank.prefill_tokens <= least:
         return credit
     excess = float(rank.prefill_tokens - least) / float(prompt.block_size)
@@ -122,7 +122,7 @@ def decayed(
 def terms(
     rank: ModelRank, s: ModelSettings, prompt: ModelPrompt, least: int
 ) -> tuple[float, float, float, float, float]:
-    """Returns raw prefill blocks, credit, prefill cost, decode cost and what both are together.
+    """Returns raw prefill blocks, credit, prefill cost, decode cost and the sum of both costs.
 
     `least` is the smallest number of prefill tokens among the ranks that may be chosen.
     """
@@ -145,7 +145,7 @@ def terms(
 def weighted_terms(
     rank: ModelRank, s: ModelSettings, prompt: ModelPrompt, least: int
 ) -> tuple[float, float, float, float, float, float, float, float, float]:
-    """Returns the tokens to compute that count, the seven terms, and what these are together.
+    """Returns the tokens to compute that count, the seven terms, and their sum.
 
     `least` is the smallest number of tokens to compute among the ranks that may be chosen.
     """
@@ -192,17 +192,17 @@ def is_overloaded(rank: ModelRank, s: ModelSettings) -> bool:
 class ModelPool:
     """Candidates in ascending order of (worker, dp rank).
 
-    Too few choices are made of it for anybody to be left out for long.
+    Its lives are too short for a candidate to be left out for long, which the core prevents.
     """
 
     def __init__(self, ranks: Sequence[ModelRank], prompt: ModelPrompt) -> None:
         self.ranks = ranks
         self.prompt = prompt
-        self.turns = [0] * len(ranks)  # when each was last chosen by turns
-        self.rotation = [0] * len(ranks)  # and by the weighted cost
+        self.turns = [0] * len(ranks)  # when round-robin last chose each rank
+        self.rotation = [0] * len(ranks)  # when the weighted cost last chose each rank
 
     def open(self, s: ModelSettings, eligible: bytes | None) -> list[int]:
-        """Returns who may be chosen; those that are busy only where that is not looked at."""
+        """Returns the ranks that may be chosen; modes other than KV and DIRECT avoid busy ones."""
         allowed = (i for i in range(len(self.ranks)) if eligible is None or eligible[i])
         open_ = [i for i in allowed if not is_overloaded(self.ranks[i], s)]
         idle = [i for i in open_ if not is_busy(self.ranks[i], s)]
@@ -219,7 +219,7 @@ class ModelPool:
         return min(tokens, default=self.prompt.isl_tokens)
 
     def keeps_sessions(self, i: int, s: ModelSettings, eligible: bytes | None) -> bool:
-        """Says whether a session may stay with a rank, for all it has to do."""
+        """Returns whether a session may stay with a rank despite its load."""
         if s.session_bound is None:
             return True
         counts = [self.ranks[each].requests for each in self.open(s, eligible)]
@@ -227,7 +227,7 @@ class ModelPool:
         return float(self.ranks[i].requests) <= s.session_bound * (mean + 1.0)
 
     def stay(self, s: ModelSettings, eligible: bytes | None, wanted: bytes) -> bytes | None:
-        """Returns those of `wanted` that a session may stay with, None without any."""
+        """Returns those of `wanted` that a session may stay with, None if there are none."""
         open_ = self.open(s, eligible)
         if not open_ or all(is_busy(self.ranks[i], s) for i in open_):
             return None
@@ -244,7 +244,7 @@ class ModelPool:
         return [terms(self.ranks[i], s, self.prompt, least)[4] for i in open_]
 
     def in_order(self, i: int, s: ModelSettings) -> tuple[int, int, int]:
-        """Returns what decides among equal weighted costs; the lowest is chosen."""
+        """Returns the key that decides among equal weighted costs; the lowest is chosen."""
         rank = self.ranks[i]
         return effective_tokens(rank, s, self.prompt), rank.requests, self.rotation[i]
 

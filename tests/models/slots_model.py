@@ -1,6 +1,6 @@
-"""Plain-Python slot trackers: the rules of `kvd/slots/trackers.py`, over plain ledgers.
+"""Plain slot trackers with the rules of `kvd/slots/trackers.py`, over plain ledgers.
 
-Every step says what has to be told to replicas, and every event of theirs what becomes of it.
+Every step returns the events for the replicas, and every event from a replica its outcome.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Row = tuple[str, str, int, int, int, int]  # model, tenant, worker, rank, tokens
 class ModelTracker:
     block_size: int
     ledger: ModelLedger = field(default_factory=ModelLedger)
-    workers: dict[int, int] = field(default_factory=dict)  # by id: how many ranks, from 0
+    workers: dict[int, int] = field(default_factory=dict)  # number of ranks, by worker id
 
 
 class ModelSlots:
@@ -38,7 +38,7 @@ class ModelSlots:
         return True
 
     def unregister(self, key: tuple[str, str], worker: int) -> Told | None:
-        """Returns what is told; None if there is no such worker."""
+        """Returns the events for replicas; None if there is no such worker."""
         tracker = self.trackers.get(key)
         if tracker is None or worker not in tracker.workers:
             return None
@@ -121,7 +121,7 @@ class ModelSlots:
         ]
 
     def projection(self, key: tuple[str, str], hashes: list[int]) -> list[tuple[int, ...]]:
-        """Rows of worker, rank, prefill tokens, decode blocks, requests."""
+        """Returns rows of worker, rank, prefill tokens, decode blocks, requests."""
         ledger = self.trackers[key].ledger
         rows = []
         for place in sorted(ledger.ranks):

@@ -1,22 +1,21 @@
-"""A plain model of one event stream: status and health, read from the list of all that happened.
+"""A plain model of one event stream: status and health, derived from the history of its events.
 
-Nothing is kept between two questions: each reads the whole history again. What happened is a tuple
-of a name, a moment, and what belongs to it:
+Nothing is kept between two questions: each reads the whole history again. An event is a tuple of a
+name, a moment, and details:
 
     connecting, receiving, joined, lost, failed, paused    the connection
-    applied kind        a batch that was next: "plain", "flawed", or "emptied", a clear
-    held kind gap       another one, held back behind `gap` missing numbers; "replay" when it is
-                        applied follows
-    replay how          what a replay brought before the held batch
-    asked               an idle engine is asked; "answer" follows
-    answer how new      what it answered, with so many batches that had not been heard
+    applied kind        a batch in order: "plain", "flawed", or "emptied" (a clear)
+    held kind gap       a batch that is held back behind `gap` missing numbers, until "replay"
+    replay how          the replay before the held batch has ended, and the batch is applied
+    asked               an idle engine is asked whether it is the same; "answer" follows
+    answer how new      its answer, with `new` batches that had not been heard
 
 How a replay or an answer ends:
 
-    same        the last batch, the missing ones, and the held one: all the engine's own
-    other       the last batch is another one: an engine of which all is replayed
-    forgotten   the last batch is not kept any more, nor what is missing
-    empty       nothing is kept at all
+    same        with the last batch, the missing ones and the held one, all of the known engine
+    other       with a different last batch: it is another engine, all of whose batches are replayed
+    forgotten   without the last batch and the missing ones, which are not kept any more
+    empty       with nothing: the engine keeps no batches
     silent      nothing comes
 """
 
@@ -36,7 +35,7 @@ def is_connected(history: list[Happened]) -> bool:
 
 
 def status(history: list[Happened]) -> str:
-    """The last new socket, failure or pause decides, and behind a socket all that came since."""
+    """Returns the status by the last failure, pause or new socket, and the events behind that."""
     names = [what for what, *_ in history]
     since: list[str] = []
     for name in names:
@@ -49,7 +48,7 @@ def status(history: list[Happened]) -> str:
 
 
 def disconnected_since(history: list[Happened]) -> float | None:
-    """Returns when the last connection ended, None while there is one and before the first."""
+    """Returns when the last connection ended, None while connected and before the first one."""
     since = None
     for at, (what, moment, *_) in enumerate(history):
         if what == "joined":
@@ -61,21 +60,21 @@ def disconnected_since(history: list[Happened]) -> float | None:
 
 @dataclass
 class Beliefs:
-    """What follows from a history."""
+    """What kvd may conclude from a history."""
 
     passed: int = 0  # numbers of this engine: applied or lost
     news: bool = False  # a batch has come since the connection was made
     lacking: bool = False  # something that was lost may matter
-    ever_lost: bool = False  # the same, and a clear does not end it
+    ever_lost: bool = False  # something was lost; unlike `lacking`, a clear does not end it
     doubted: bool = False  # the engine may be another one
-    broken: bool = False  # the connection is
-    unknown: bool = False  # it has been asked, and has not shown what it is
-    cleared_at: int | None = None  # a clear that counts when it is shown to be this engine's
+    broken: bool = False  # the connection was lost and is not made again
+    unknown: bool = False  # the engine was asked, and its answer did not show which one it is
+    cleared_at: int | None = None  # a clear that counts once the engine is shown to be the same
     held: tuple[str, int] | None = None
-    held_at: int = 0  # after so many lost connections
-    is_checked: bool = False  # the replay before the held batch is to show whose it is
-    asked_at: int | None = None  # an idle engine is, after so many lost connections
-    losses: int = 0
+    held_at: int = 0  # `losses` when the batch was held
+    is_checked: bool = False  # the replay before the held batch has to show which engine sent it
+    asked_at: int | None = None  # `losses` when the idle engine was asked
+    losses: int = 0  # lost connections
 
     def apply(self, kind: str) -> None:
         self.passed += 1
@@ -99,7 +98,7 @@ class Beliefs:
         self.cleared_at = None
 
     def forget(self) -> None:
-        """Another engine speaks."""
+        """Notes that another engine publishes now."""
         self.passed = 0
         self.lacking = self.ever_lost = self.unknown = False
         self.cleared_at = None
@@ -112,7 +111,7 @@ class Beliefs:
 
 
 def beliefs(history: list[Happened], *, can_ask: bool) -> Beliefs:
-    """Returns what follows from a history; `can_ask` where there is a replay server."""
+    """Returns what follows from a history; `can_ask`: the engine has a replay server."""
     now = Beliefs()
     for at, (what, _, *details) in enumerate(history):
         if what in ("lost", "failed") and is_connected(history[:at]):
@@ -132,7 +131,7 @@ def beliefs(history: list[Happened], *, can_ask: bool) -> Beliefs:
             now.is_checked = now.doubted or now.unknown
             now.doubted = False
         elif what == "replay":
-            # Who is asked behind a loss may be another one.
+            # The engine that answers after a lost connection may be another one.
             if can_ask and now.held_at != now.losses:
                 now.is_checked = now.doubted = True
             _replay(now, *details)
@@ -193,7 +192,7 @@ def health(history: list[Happened], moment: float, *, can_ask: bool) -> str:
 
 
 def asks(history: list[Happened], *, can_ask: bool) -> bool:
-    """Whether an idle engine is to be asked whether it is the same."""
+    """Returns whether an idle engine is to be asked whether it is the same."""
     now = beliefs(history, can_ask=can_ask)
     idle = now.held is None and now.asked_at is None
     return now.doubted and idle and now.passed > 0 and is_connected(history)

@@ -120,7 +120,7 @@ class Engine:
         return list(self._asked)
 
     def _turn(self, rank: int) -> None:
-        """Makes a rank act from now on, on a copy of its cache: the recorded one must not change."""
+        """Makes a rank act from now on, on a copy of its cache: the recorded one stays the same."""
         self._rank = rank
         self.cache = self.caches[rank].copy()
         self.caches = {**self.caches, rank: self.cache}
