@@ -1,4 +1,4 @@
-"""Holds the tests of this folder, and what they set up, to one process."""
+"""Keeps the tests of this folder and their fixtures from starting processes."""
 
 from __future__ import annotations
 

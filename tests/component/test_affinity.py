@@ -1,4 +1,4 @@
-"""Sessions of the selection service: bound by bookings, followed, ended, told to replicas."""
+"""Sessions of the selection service: bound by bookings, followed, ended, announced to replicas."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Place = tuple[int, int]
 
 
 class Sessions(Service):
-    """Three workers with two ranks each; what is said of their sessions."""
+    """Three workers with two ranks each, and the announcements of their sessions."""
 
     def __init__(self, options: RouterOptions = OPTIONS, seed: int = 1) -> None:
         super().__init__(options, seed=seed)
@@ -36,7 +36,7 @@ class Sessions(Service):
         self.names = 0
 
     def book(self, session: str | None = "s", blocks: int = 1, **members: Any) -> Place:
-        """Books something that nobody caches; returns where."""
+        """Books a prompt that no rank caches; returns the rank."""
         name = members.pop("reservation_id", None) or f"r{self.names}"
         return self._place(self._ask(blocks, session_id=session, reservation_id=name, **members))
 
@@ -78,7 +78,7 @@ async def test_a_booking_binds_and_all_follow() -> None:
     for _ in range(20):
         assert service.follow() == place
     assert service.book(blocks=20) == place
-    assert service.follow(None) != place  # the busiest of them
+    assert service.follow(None) != place  # without the session: `place` is the busiest rank
     assert service.said() == [("s", *place)] * 2
     service.check()
 
@@ -89,10 +89,10 @@ async def test_a_session_leaves_a_rank_with_more_requests_than_the_bound() -> No
     place = service.book()
     assert service.follow() == place
     assert service.book() == place
-    # On six ranks 1 request is at most 1.4 (1 / 6 + 1), and 2 are more than 1.4 (2 / 6 + 1).
+    # With six ranks, 1 request is at most 1.4 (1 / 6 + 1), and 2 are more than 1.4 (2 / 6 + 1).
     assert place not in [service.follow() for _ in range(4)]
     (after,) = {service.book()} - {place}
-    assert service.follow() == after  # it is bound there now
+    assert service.follow() == after  # the session is bound there now
     service.check()
 
 
@@ -156,7 +156,7 @@ async def test_who_says_where_is_heard_first() -> None:
     assert service.book(constraints=allowed)[0] == other[0]
     assert service.said() == [("s", *place)]
     for _ in range(9):
-        assert service.follow() == place  # none of that has changed it
+        assert service.follow() == place  # none of these bookings has moved it
     service.check()
 
 
@@ -202,7 +202,7 @@ async def test_a_shrunk_worker_is_left_as_well() -> None:
 
 
 async def test_its_rank_is_taken_though_busy_while_another_is_not() -> None:
-    """As on the original; when all of them are, it waits like any other."""
+    """As with Dynamo's router; when all ranks are busy, the request waits like any other."""
     service = await ready()
     place = service.book(blocks=BATCH)
     service.reserve("load", place, [1], BATCH + 1)
@@ -211,7 +211,7 @@ async def test_its_rank_is_taken_though_busy_while_another_is_not() -> None:
         service.reserve(f"other {number}", other, [1], BATCH + 1)
     held = service.select([5], session_id="s")
     assert isinstance(held, QueuedRequest)
-    service.free("other 0")  # anyone's end lets it go, to where it is bound
+    service.free("other 0")  # the end of any request releases it, to the rank of its session
     answered = held.answer
     assert isinstance(answered, bytes) and f'"worker_id":{place[0]},'.encode() in answered
 
@@ -248,7 +248,7 @@ async def test_a_replica_is_believed_until_its_time_is_up() -> None:
     assert {service.follow() for _ in range(40)} == {(3, 0), (3, 1)}
     assert service.said() == []
     place = service.book()
-    assert place[0] == 3 and service.said() == [("s", 3, None)]  # as it was bound
+    assert place[0] == 3 and service.said() == [("s", 3, None)]  # bound to a worker, as before
 
 
 async def test_what_replicas_say_of_others_is_dropped() -> None:

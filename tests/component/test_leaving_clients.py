@@ -1,7 +1,7 @@
-"""Clients that leave at any moment of a request, over real sockets: nothing of theirs stays.
+"""Clients that leave at any moment of a request, over real sockets: nothing stays booked for them.
 
-Each client either has its answer, or nothing is booked for it; only where its end and the answer
-cross on the way can nobody tell, and these bookings are those of the names that it gave.
+Each client either has its answer, or nothing is booked for it. Only if its end and the answer cross
+on the way is the outcome unknown; such bookings have the names that the client gave.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BATCH = 40  # tokens: three prompts make a rank busy
 TOKENS = list(range(16))
 PLACE = {"model_name": M.model_name, "tenant_id": M.tenant_id}
 CLIENTS = 64
-REQUESTS = 16  # of each
+REQUESTS = 16  # requests of each client
 
 Leave = Callable[[socket.socket], None]
 
@@ -94,7 +94,7 @@ BOOKINGS = {
 async def leave_at_once(
     routes: tuple[Route, ...], leave: Leave, parked: bool, ask: Callable[[int], bytes]
 ) -> None:
-    """Twenty clients ask and leave before the server can have looked."""
+    """Has twenty clients send a request and leave before the server can have read it."""
     async with serving(routes=routes) as running:
         for number in range(20):
             sock = connect(running)
@@ -147,7 +147,7 @@ async def test_who_leaves_right_after_asking_has_added_nothing(
 
 
 class Caller:
-    """One of many clients; leaves in the midst of most of its requests."""
+    """One of many clients, which leaves in the middle of most of its requests."""
 
     def __init__(self, running: Running, number: int, rng: Random, seen: Counter[str]) -> None:
         self.running = running
@@ -155,10 +155,10 @@ class Caller:
         self.rng = rng
         self.seen = seen
         self.asked = 0
-        self.mine: list[str] = []  # reservations that it knows of
-        self.unsure: set[str] = set()  # what it may have reserved
-        self.not_booked: set[str] = set()  # what it cannot have reserved
-        self.unnamed = 0  # what it may have reserved under names that it never heard
+        self.mine: list[str] = []  # reservations that were confirmed
+        self.unsure: set[str] = set()  # names that it may have reserved
+        self.not_booked: set[str] = set()  # names that it cannot have reserved
+        self.unnamed = 0  # requests that may have reserved names chosen by the server
 
     async def run(self) -> None:
         for _ in range(REQUESTS):
@@ -221,7 +221,7 @@ class Caller:
             self.unnamed += 1
 
     async def whole(self, data: bytes, name: str | None) -> None:
-        """Waits for the answer; what steps are taken of is known to be there, or has been ended."""
+        """Sends a request, waits for the answer, and notes the reservation that it confirms."""
         sock = connect(self.running)
         client = Client(trio.SocketStream(trio.socket.from_stdlib_socket(sock)))
         async with client.stream:
@@ -250,7 +250,7 @@ async def test_sixty_four_clients_that_leave_at_any_moment(seed: int) -> None:
     live = set(selections.reservations.live)
     unsure = set[str]().union(*(caller.unsure for caller in callers))
     assert not live & set[str]().union(*(caller.not_booked for caller in callers))
-    unheard = live - unsure  # by the server's names
+    unheard = live - unsure  # reservations with names chosen by the server
     assert all(len(name) == 36 for name in unheard)
     assert len(unheard) <= sum(caller.unnamed for caller in callers)
     assert selections.scheduler.held == 0 and not len(service.candidates().queue)

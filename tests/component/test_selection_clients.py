@@ -1,7 +1,7 @@
-"""Many clients of the selection service at once, over real sockets, beside a plain model.
+"""Many clients of the selection service at once, over real sockets, compared with a plain model.
 
-Every now and then all of them rest, or wait for an answer. What the service then accounts for must
-be what its clients know of, added up by the model.
+Now and then all clients pause, or wait for an answer. Then the loads of the service must equal the
+sum, by the model, of the reservations that its clients know of.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ BATCH = 40  # tokens: two prompts or three make a rank busy
 OPTIONS = RouterOptions(Settings(queue_threshold=1.0))
 CLIENTS = 24
 ROUNDS = 8
-STEPS = 100  # of all clients together, in a round
-KEPT = 3  # reservations that a client has, at most, while it asks for another
+STEPS = 100  # steps of all clients together in a round
+KEPT = 3  # most reservations that a client keeps while it asks for another
 PLACE = {"model_name": M.model_name, "tenant_id": M.tenant_id}
 FAMILIES = [[family] * 6 * BLOCK_SIZE for family in range(2)]
 
@@ -50,27 +50,27 @@ class Reservation:
 
 
 class World:
-    """The service, its workers and clients."""
+    """The service, its workers and its clients."""
 
     def __init__(self, running: Running, service: Service, rng: Random) -> None:
         self.running = running
         self.service = service
         self.rng = rng
         self.workers: dict[int, int] = {}  # ranks by worker id; an id is used once
-        self.leaving: set[int] = set()  # workers that have been told to go
+        self.leaving: set[int] = set()  # workers that are being deleted
         self.numbered = 0
-        self.connected = 0  # connections made so far, those that are closed included
+        self.connected = 0  # connections made so far, including closed ones
         self.clients = [Caller(self, number) for number in range(CLIENTS)]
-        # Who sent these went away before the answer.
+        # Reservations whose clients left before the answer, with their hashes.
         self.unsure: dict[str, list[int]] = {}
-        self.left: dict[str, Reservation] = {}  # of these, what is booked nevertheless
+        self.left: dict[str, Reservation] = {}  # those that were booked nevertheless
         self.steps = self.resting = self.connections = 0
         self.may_go = trio.Event()
         self.over = False
         self.seen: Counter[str] = Counter()
 
     def prompt(self) -> list[int]:
-        """Some tokens of a family, and something new behind them."""
+        """Returns some tokens of a family, and new ones behind them."""
         family = self.rng.choice(FAMILIES)
         novel = [self.rng.getrandbits(32) for _ in range(self.rng.choice((0, 3, 9)))]
         return family[: self.rng.randrange(len(family))] + novel
@@ -93,7 +93,7 @@ class World:
         self.workers[record.worker_id] = size
 
     async def vanish(self, client: Client) -> None:
-        """Deletes a worker, with whatever runs there; another one stays."""
+        """Deletes a worker with the requests that run there, unless it is the last one."""
         if len(self.workers) > 1:
             worker_id = self.rng.choice(list(self.workers))
             self.leaving.add(worker_id)
@@ -104,7 +104,7 @@ class World:
     # ---- rest
 
     async def rest(self) -> None:
-        """Goes on, unless the steps of this round have been taken."""
+        """Counts a step; once the round has all its steps, waits for the next round."""
         self.steps += 1
         if self.steps > STEPS and not self.over:
             self.resting += 1
@@ -112,8 +112,10 @@ class World:
             self.resting -= 1
 
     def is_quiet(self) -> bool:
-        """Says whether the service has nothing to do: every client rests, or what it waits for is
-        held, and no connection is yet to be taken or to be found closed.
+        """Returns whether the service has nothing to do.
+
+        Then every client rests or has a request that is held, and the server has noticed every new
+        and every closed connection.
         """
         held = self.service.selections.scheduler.held
         stats = self.running.front.stats
@@ -126,7 +128,7 @@ class World:
         self.may_go.set()
         self.may_go = trio.Event()
 
-    # ---- what is accounted for
+    # ---- the accounts
 
     async def check(self, client: Client) -> None:
         self.resolve()
@@ -157,7 +159,7 @@ class World:
         self.service.check()
 
     def resolve(self) -> None:
-        """Finds out what became of requests whose clients went away: booked, or nothing."""
+        """Finds out which requests whose clients have left were booked."""
         ledger = self.service.candidates().ledger
         for name, hashes in self.unsure.items():
             request = ledger.request(name)
@@ -168,14 +170,14 @@ class World:
         self.unsure.clear()
 
     def end_left(self) -> None:
-        """Ends what nobody else would: a rank must not stay busy with it."""
+        """Ends bookings whose clients have left, so that ranks do not stay busy with them."""
         reservations = self.service.selections.reservations
         for name in self.left.keys() & reservations.live.keys():
             reservations.free(name)
         self.left.clear()
 
     async def end_the_last(self, clients: trio.Nursery) -> None:
-        """Ends what those who leave in the last round have booked, until all clients are done."""
+        """Ends the bookings of clients that leave in the last round, until all clients are done."""
         reservations = self.service.selections.reservations
         while clients.child_tasks:
             for name in self.unsure.keys() & reservations.live.keys():
@@ -183,7 +185,7 @@ class World:
             await trio.sleep(0.002)
 
     def expire(self) -> None:
-        """Everything is too old, whoever has it."""
+        """Makes all reservations expire."""
         self.service.now += EXPIRY_S + 1
         self.service.expire()
         self.left.clear()
@@ -192,7 +194,7 @@ class World:
 
 
 class Caller:
-    """A client: one request after the other, of its own accord."""
+    """A client that sends one request after the other."""
 
     def __init__(self, world: World, number: int) -> None:
         self.world = world
@@ -209,7 +211,7 @@ class Caller:
         rng = self.world.rng
         await self.connect()
         while not self.world.over:
-            # A rank must not stay busy with what its client has forgotten about.
+            # Unfinished prefills would keep ranks busy.
             while [one for one in self.mine.values() if one.prefilling] or len(self.mine) > KEPT:
                 await self.step(rng.choice(list(self.mine)))
             await rng.choices((self.select, self.reserve, self.go_away), (8, 3, 1))[0]()
@@ -269,7 +271,7 @@ class Caller:
         self.mine[name] = Reservation(rank, hashes, answer["effective_prefill_tokens"])
 
     async def go_away(self) -> None:
-        """Closes the connection with a request under way, served or held."""
+        """Closes the connection while a request is under way, being served or held."""
         name = self.new_name()
         members, hashes = self.selection(name)
         body = json.dumps(members).encode()
@@ -282,10 +284,10 @@ class Caller:
         await self.connect()
 
     async def reserve(self) -> None:
-        """Books some rank under a name that others use, too."""
+        """Books a rank under a name that other clients use, too."""
         rng = self.world.rng
         worker_id = rng.choice(list(self.world.workers))
-        # Of one worker each: nobody may get the name of what has gone with another one.
+        # Each name is for one worker, so that it cannot go from a deleted worker to another.
         name = f"shared {worker_id} {rng.randrange(3)}"
         rank = worker_id, rng.randrange(self.world.workers[worker_id])
         members, hashes = self.selection(name)
@@ -318,7 +320,7 @@ class Caller:
             del self.mine[name]
 
     async def known(self, name: str, method: str, path: str) -> bool:
-        """Takes a step; forgets a reservation that has gone with its worker, or expired."""
+        """Takes a step; forgets the reservation if it expired or went with its worker."""
         one = self.mine[name]
         await self.world.rest()
         if self.mine.get(name) is not one:  # it has expired
@@ -353,7 +355,7 @@ async def test_clients_at_once_account_as_the_model(seed: int) -> None:
                 nursery.start_soon(caller.run)
             for number in range(ROUNDS):
                 await eventually(lambda: world.steps > STEPS / 2)
-                await world.vanish(client)  # under load
+                await world.vanish(client)  # while the clients go on
                 await eventually(world.is_quiet)
                 await world.check(client)
                 if number % 3 == 2:

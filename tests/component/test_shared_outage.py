@@ -1,4 +1,4 @@
-"""A process whose server of the shared state is away: what it books is numbered as it comes."""
+"""A process whose shared-state server is away: its bookings are numbered as they come."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.selecting import Service
 KEY = PartitionKey("m", "default")
 
 
-# The client leaves streams of a connection that was refused to the collector.
+# After a refused connection the Redis client leaves its streams to the garbage collector.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 async def test_steps_do_not_pile_up_while_the_server_is_away() -> None:
     journal = Journal(1 << 20)
@@ -49,7 +49,7 @@ async def test_steps_do_not_pile_up_while_the_server_is_away() -> None:
             for number in range(3):
                 hashes = array("Q", [number]).tobytes()
                 ledger.add(f"r{number}", 0, hashes, 4, trio.current_time())
-                while len(journal):  # noqa: ASYNC110  nothing tells when
+                while len(journal):  # noqa: ASYNC110  no event signals it
                     await trio.sleep(0.01)
         assert not shared.shown()["connected"]
         nursery.cancel_scope.cancel()

@@ -1,4 +1,4 @@
-"""A test of this folder has sockets, and cannot start a process."""
+"""Tests of this folder may have sockets, but cannot start processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gateway asks the selection service by what the client's request says."""
+"""The gateway's questions to the selection service follow the client's request."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CHAT = "/v1/chat/completions"
 
 
 class Asking:
-    """A client of a gateway, and what its selection service was asked, the last first."""
+    """A client of a gateway, and the questions to its selection service."""
 
     def __init__(self, inner: InnerGateway, client: Client, asked: list[Question]) -> None:
         self.running = inner.running
@@ -33,7 +33,7 @@ class Asking:
         self._asked = asked
 
     async def about(self, path: str = CHAT, **members: Any) -> Question:
-        """Returns the selection for a request, which also has `headers`."""
+        """Sends a request with these members and `headers`; returns the gateway's question."""
         headers = members.pop("headers", {})
         body = json.dumps({"max_tokens": 2, "messages": [], **members}).encode()
         reply = await self._client.request("POST", path, body, **headers)
@@ -43,7 +43,7 @@ class Asking:
 
 @asynccontextmanager
 async def asking(**options: Any) -> AsyncIterator[Asking]:
-    """Yields a client of a gateway with one engine, of which all that it caches is predicted."""
+    """Yields a client of a gateway whose one engine publishes nothing: its cache is predicted."""
     asked: list[Question] = []
     async with (
         engines(EngineOptions(events=False, **options)) as (engine,),

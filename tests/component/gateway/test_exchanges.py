@@ -1,4 +1,4 @@
-"""The relay over real sockets: an engine that says byte by byte what a test wants it to."""
+"""The relay over real sockets, with an engine whose every byte the test determines."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tests.support.relaying import Script, relaying
 from tests.support.zmtp_fakes import until
 
 HOLD = 64 * 1024
-KEPT = 1024  # bytes of the end of a payload
+KEPT = 1024  # bytes kept of the end of a payload
 REQUEST = b"POST /v1/completions HTTP/1.1\r\nhost: e\r\ncontent-length: 2\r\n\r\n"
 
 
 async def read_request(stream: trio.SocketStream) -> bytes:
-    """Returns a request with its body of two bytes; nothing at the end of the connection."""
+    """Returns a request with its body of two bytes, or b"" if the connection has ended."""
     data = b""
     while not data.endswith(b"\r\n\r\n{}"):
         piece = await stream.receive_some()
@@ -187,7 +187,7 @@ async def test_a_connection_is_kept_and_used_again() -> None:
 
 
 async def test_a_kept_connection_that_closes_under_a_request_is_replaced_unnoticed() -> None:
-    """The engine closes as the request is on its way: it answers the first, reads the second."""
+    """The engine answers the first request, reads the second and closes without an answer."""
     answer = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 
     async def once(stream: trio.SocketStream) -> None:
@@ -222,7 +222,7 @@ async def test_a_client_that_leaves_aborts_its_engine() -> None:
 
 
 async def test_an_engine_waits_for_a_client_that_does_not_read() -> None:
-    """What neither the client nor the window takes stays in the engine's socket."""
+    """Bytes that neither the client nor the relay's window takes stay in the engine's socket."""
     piece = b"x" * 65536
     sent = 0
 
@@ -293,7 +293,7 @@ async def test_a_silent_stream_is_filled_between_events_alone() -> None:
             ending = await exchange.ends()
             got += await received(stream, b"0\r\n\r\n")
         assert ending.outcome is ExchangeOutcome.COMPLETE
-        assert ending.tail == b"data: 1\n\ndata: 2\n\n"  # as the engine has said it
+        assert ending.tail == b"data: 1\n\ndata: 2\n\n"  # as the engine sent it, without filler
         told = dechunked(got.removeprefix(STREAM))
         assert told == b"data: 1\n\n" + filler * filled + b"data: 2\n\n"
 

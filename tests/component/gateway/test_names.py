@@ -1,7 +1,7 @@
-"""Requests while the engines change: how many fail, exactly.
+"""Counts exactly how many requests fail while the engines change.
 
-Engines have an address each, at one port, and a resolver says which of them are behind the name, or
-a fleet file lists them.
+Each engine has its own address, all at one port. A resolver determines which of them are behind a
+name, or a fleet file lists them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.support.resolving import Names
 from tests.support.zmtp_fakes import until
 
 NAME = "vllm.test"
-LOADS = 6  # clients that ask one request after the other
+LOADS = 6  # clients that send one request after the other
 LOOKUP_S, LOOKUP_EVERY_S = 0.05, 0.02
 NOBODY_ANSWERS = 3600.0  # seconds
 
@@ -50,22 +50,22 @@ class Fleet:
         self.running = running
         self.inner = inner
         self.client = client
-        self.met: Counter[str] = Counter()  # outcomes
+        self.met: Counter[str] = Counter()  # outcomes of requests
         self._names = names
         self._numbers = count()
         self._asks = True
 
     def point(self, *engines: Running) -> None:
-        """Has the name mean these."""
+        """Makes the name resolve to these engines."""
         self._names.known[NAME] = [one.host for one in engines]
 
     async def mean(self, *engines: Running) -> None:
-        """Does so, and waits until they serve, and no others."""
+        """Makes the name resolve to these engines, and waits until they alone serve."""
         self.point(*engines)
         await self.inner.until_serving(*(one.url for one in engines))
 
     async def fail(self, seconds: float | None = None) -> None:
-        """Has the name mean nothing, or nobody answer for so long, for some lookups."""
+        """Makes some lookups fail: the name is unknown, or no answer comes for so many seconds."""
         if seconds is None:
             del self._names.known[NAME]
         else:
@@ -74,14 +74,14 @@ class Fleet:
         await until(lambda: self._names.asked > before + 3)
 
     async def ask(self, *, stream: bool = False) -> str:
-        """Asks what nobody has asked yet; returns what came of it."""
+        """Sends a prompt that was not sent before; returns the outcome."""
         first = next(self._numbers) * 100
         body = {"model": "demo", "prompt": [*range(first, first + 64)], "max_tokens": 4}
         answered = await self.client.post("/v1/completions", {**body, "stream": stream})
         return outcome(answered, stream=stream)
 
     async def load(self, streams: bool) -> None:
-        """Asks until `stop`."""
+        """Sends requests until `stop`."""
         while self._asks:
             self.met[await self.ask(stream=streams)] += 1
 
@@ -89,13 +89,13 @@ class Fleet:
         self._asks = False
 
     async def go_on(self) -> None:
-        """Waits until each client has been answered after this moment."""
+        """Waits until each client has got an answer from now on."""
         before = self.met.total()
         await until(lambda: self.met.total() > before + 2 * LOADS)
 
     @asynccontextmanager
     async def streams(self, number: int) -> AsyncIterator[Counter[str]]:
-        """Has so many streams begin, and counts at the end what became of them."""
+        """Begins so many streams, and at the end counts their outcomes."""
         begun: list[None] = []
         ends: Counter[str] = Counter()
 
@@ -121,7 +121,7 @@ class Fleet:
 
 @asynccontextmanager
 async def fleet(*options: EngineOptions, certificate: Path | None = None) -> AsyncIterator[Fleet]:
-    """Yields engines of which the first one is behind the name, with certificates of it if any."""
+    """Yields engines, the first one behind the name, with TLS if there is a certificate."""
     names = Names()
     tls = None if certificate is None else tls_of(certificate)
     trust = None if certificate is None else UpstreamTls(ca=certificate / "cert.pem")
@@ -145,7 +145,7 @@ def quiet(**options: float) -> EngineOptions:
 
 
 async def test_no_request_fails_while_addresses_come_and_go() -> None:
-    """Streams and answers; an engine that left ends what it has begun."""
+    """Streams and plain answers: an engine that has left the name finishes what it has begun."""
     async with fleet(*(quiet(step_s=0.002) for _ in range(3))) as here:
         first, second, third = here.running
         async with trio.open_nursery() as nursery:
@@ -161,7 +161,7 @@ async def test_no_request_fails_while_addresses_come_and_go() -> None:
             await here.fail(NOBODY_ANSWERS)
             await here.go_on()
             assert here.inner.serving() == {second.url}
-            await here.mean(third)  # all of them at once
+            await here.mean(third)  # replaces all engines at once
             await here.go_on()
             await here.mean(first, second, third)
             await here.go_on()
@@ -171,7 +171,7 @@ async def test_no_request_fails_while_addresses_come_and_go() -> None:
 
 
 async def test_no_request_fails_while_a_fleet_file_replaces_all_engines(tmp_path: Path) -> None:
-    """The old ones serve until the new ones do, of which one never says what it is."""
+    """The old ones serve until the new ones do, although one new engine never answers probes."""
     async with fleet(*(quiet(step_s=0.002) for _ in range(4))) as here:
         by_name, first, second, third = here.running
         path = tmp_path / "fleet.toml"
@@ -203,7 +203,7 @@ async def test_no_request_fails_while_a_fleet_file_replaces_all_engines(tmp_path
 
 
 async def test_no_answer_fails_whose_engine_dies_as_its_address_goes() -> None:
-    """An answer is held until it is whole, so another engine gives it."""
+    """An answer is held until it is whole, so another engine can answer instead."""
     async with fleet(*(quiet(step_s=0.002) for _ in range(3))) as here:
         await here.mean(*here.running)
         async with trio.open_nursery() as nursery:
@@ -240,7 +240,7 @@ async def test_streams_of_an_engine_that_dies_are_cut_and_nothing_else() -> None
 
 
 async def test_a_name_without_engines_is_followed_on() -> None:
-    """All are gone, and their name with them; then another one comes."""
+    """All engines and their name vanish; then the name comes back with another engine."""
     async with fleet(quiet(), quiet()) as here:
         first, second = here.running
         first.end()
@@ -252,7 +252,7 @@ async def test_a_name_without_engines_is_followed_on() -> None:
 
 
 async def test_addresses_of_a_name_behind_tls(tmp_path: Path) -> None:
-    """Their certificates are of the name, and none of an address would do."""
+    """Engines' certificates must be for the name; one for an address is not enough."""
     make_certificate(tmp_path, f"DNS:{NAME}")
     async with fleet(quiet(), quiet(), certificate=tmp_path) as here:
         _, second = here.running

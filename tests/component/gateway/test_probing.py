@@ -1,4 +1,4 @@
-"""Impossible answers of an engine give the operator a reason, and cause nothing worse."""
+"""Impossible answers of an engine give the operator a reason, and do no other harm."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ MODELS = {"data": [{"id": "demo"}]}
 
 
 async def ask(said: dict[str, object]) -> EngineKind | None:
-    """Has an engine asked that answers each path with what is said there, or with 404.
+    """Probes an engine that answers the paths in `said`, and others with 404.
 
-    Returns None if it is no engine.
+    Returns None if it is not an engine.
     """
 
     async def script(stream: trio.SocketStream) -> None:

@@ -1,4 +1,4 @@
-"""The relay alone, turn by turn: several events of one batch, and whose connections are kept."""
+"""The relay alone, turn by turn: several events in one batch, and which connections are kept."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from kvd_core.relay.relay import SOME, ExchangeOutcome, Relay
 from tests.support.zmtp_fakes import NOT_MY_FAULT_S
 
 HOLD = 64 * 1024
-KEPT = 1024  # bytes of the end of a payload
+KEPT = 1024  # bytes kept of the end of a payload
 REQUEST = b"POST /v1/completions HTTP/1.1\r\nhost: e\r\ncontent-length: 2\r\n\r\n"
 STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 
 
 class Turns:
-    """A relay whose turns a test takes itself."""
+    """A relay whose turns the test runs."""
 
     def __init__(self, stack: ExitStack) -> None:
         self.stack = stack
@@ -36,7 +36,7 @@ class Turns:
         return listener, self.relay.add_engine(*listener.getsockname())
 
     def client(self) -> tuple[socket.socket, socket.socket]:
-        """Returns what the relay writes to, and the client's end of it."""
+        """Returns the socket that the relay writes to, and the client's end of it."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         return self.stack.enter_context(ours), self.stack.enter_context(theirs)
@@ -45,7 +45,7 @@ class Turns:
         return self.stack.enter_context(listener.accept()[0])
 
     def serve(self) -> None:
-        """Serves what is there now."""
+        """Serves all events that are there now."""
         while self.relay.serve_ready(1_000_000) == SOME:
             pass
 
@@ -71,7 +71,7 @@ def received(stream: socket.socket, end: bytes) -> bytes:
 
 
 def test_a_client_that_leaves_as_its_engine_speaks_has_left_once(turns: Turns) -> None:
-    """The end of the one and the bytes of the other come in one batch."""
+    """The client's end and the engine's bytes come in one batch of events."""
     relay = turns.relay
     listener, engine = turns.engine()
     ours, theirs = turns.client()
@@ -117,7 +117,7 @@ def test_the_end_of_a_payload_is_known_however_it_came(turns: Turns) -> None:
 
 @pytest.mark.parametrize("moved", [False, True])
 def test_a_connection_is_kept_for_no_other_engine(turns: Turns, moved: bool) -> None:
-    """An engine's number has come to stand for another one while a request was under way."""
+    """While a request was under way, its engine's number was given to another engine."""
     relay = turns.relay
     first, engine = turns.engine()
     exchange = relay.begin(engine, -1, REQUEST, b"{}", HOLD)
@@ -229,7 +229,7 @@ def test_a_stream_that_nobody_gets_is_held_to_its_end(turns: Turns) -> None:
 
 
 def test_a_gateway_without_descriptors_says_nothing_of_its_engines(turns: Turns) -> None:
-    """No socket can be made: that is another outcome than an engine that cannot be reached."""
+    """If no socket can be made, the outcome differs from that of an engine out of reach."""
     relay = turns.relay
     _, engine = turns.engine()
     ours, _ = turns.client()
@@ -258,7 +258,7 @@ def test_an_exchange_that_cannot_begin_leaves_nothing(turns: Turns) -> None:
     "says", [b"", b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\n\r\n"]
 )
 def test_a_kept_connection_that_has_news_has_ended(turns: Turns, says: bytes) -> None:
-    """The next request goes over a new one, and what the engine has said unasked is no answer."""
+    """The next request takes a new connection; bytes that came unasked are not its answer."""
     relay = turns.relay
     listener, engine = turns.engine()
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Choices of kvds elsewhere, over Unix sockets, with the selection service's own routes behind."""
+"""Choices by other kvds, over Unix sockets, served by the selection service's real routes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ PROMPT = list(range(1, 9))  # local hashes of blocks
 
 
 class KvdProcess:
-    """A selection service on a Unix socket, which can end and come back knowing nothing."""
+    """A selection service on a Unix socket, which can end and start again with nothing."""
 
     def __init__(self, path: Path, nursery: trio.Nursery) -> None:
         self.path = path
@@ -64,13 +64,13 @@ class KvdProcess:
         return set(self.service.selections.workers.entries)
 
     async def start(self, *routes: Route) -> None:
-        """Starts it anew, with other routes if any are given."""
+        """Starts a new service, with other routes if any are given."""
         self.service = Service()
         served = routes or selection_routes(self.service.selections)
         self._scope = await self._nursery.start(self._serve, served)
 
     async def end(self) -> None:
-        """Ends it at once, with all connections."""
+        """Ends it at once, with all its connections."""
         self._scope.cancel()
         await until(lambda: not self.path.exists())
 
@@ -94,7 +94,7 @@ class KvdProcess:
 
 
 class Gateway:
-    """What a gateway asks."""
+    """A gateway's choices, and questions for them."""
 
     def __init__(self, choices: RemoteChoices) -> None:
         self.choices = choices
@@ -124,7 +124,7 @@ def record(worker_id: int, block_size: int = BLOCK_SIZE) -> WorkerRecord:
 async def asking(
     folder: Path, kvds: int = 1, deadline_s: float = NOT_MY_FAULT_S
 ) -> AsyncIterator[tuple[Gateway, list[KvdProcess]]]:
-    """Yields a gateway of engines 1 and 2, and the kvds that it asks, which are up."""
+    """Yields a gateway of engines 1 and 2, and the running kvds that it asks."""
     async with trio.open_nursery() as nursery:
         running = [KvdProcess(folder / f"{number}.sock", nursery) for number in range(kvds)]
         for each in running:
@@ -162,7 +162,7 @@ async def test_a_booking_lives_as_long_as_the_request(tmp_path: Path) -> None:
         [(rank, account)] = kvd.service.selections.regret.rows()
         assert rank[1:] == (first.worker_id, first.dp_rank)
         assert (account.cached_tokens, account.surplus_tokens) == (12, 12)
-        # The engine publishes no events: what it was sent is predicted to be cached there.
+        # The engine publishes no events, so the prompt is predicted to be cached there.
         again = await gateway.choices.choose(gateway.question())
         assert (again.worker_id, again.prefill_tokens) == (first.worker_id, 0)
 
@@ -211,7 +211,7 @@ async def test_engines_of_others_are_not_chosen(tmp_path: Path) -> None:
         for _ in range(6):
             placed = await gateway.choices.choose(gateway.question())
             assert placed.worker_id in (1, 2)
-        await until(lambda: len(kvd.booked) == 6)  # what was chosen elsewhere has been ended
+        await until(lambda: len(kvd.booked) == 6)  # bookings at the other kvd have been ended
 
 
 async def test_without_a_kvd_the_load_decides(tmp_path: Path) -> None:
@@ -269,7 +269,7 @@ async def test_steps_are_told_in_rows_and_again_after_a_restart(tmp_path: Path) 
         await kvd.start()
         question = gateway.question()
         assert not (await gateway.choices.choose(question)).by_load
-        gateway.choices.free(question.reservation_id)  # over a connection that is no more
+        gateway.choices.free(question.reservation_id)  # its kept connection is gone by now
         await until(lambda: not kvd.booked)
 
 
@@ -294,7 +294,7 @@ async def test_an_engine_that_comes_while_others_are_told_is_told_too(tmp_path: 
         await kvd.start()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(gateway.choices.choose, gateway.question(range(1, 20)))
-            await until(lambda: bool(kvd.workers))  # and there are more to come
+            await until(lambda: bool(kvd.workers))  # registration has begun and is not done
             await gateway.choices.register(record(20))
             assert kvd.workers == set(range(1, 21))
 
@@ -324,7 +324,7 @@ async def test_a_kvd_that_hangs_costs_one_deadline(tmp_path: Path) -> None:
             for method, path in (("POST", "/select_and_reserve"), ("GET", "/workers"))
         ]
         await first.start(*hangs)
-        gateway.choices._kvds[0].note_reached(2)  # it seems to be up
+        gateway.choices._kvds[0].note_reached(2)  # makes it count as up
         assert not (await gateway.choices.choose(gateway.question())).by_load
         assert len(second.booked) == 1
         assert gateway.choices.questions["late"] <= 1
@@ -406,7 +406,7 @@ def test_a_question_has_what_was_asked_for() -> None:
         "expected_output_tokens": 2**32 - 1,
         "allowed_worker_ids": [1, 2],
     }
-    pool.match(b"", b"", 5)  # nothing is known of the tokens but their number
+    pool.match(b"", b"", 5)  # only the number of tokens is known
     said = json.loads(body_of(question, "b", pool.hold(), None))
     assert (said["isl_tokens"], said["block_hashes"], said["sequence_hashes"]) == (5, [], [])
     assert "allowed_worker_ids" not in said

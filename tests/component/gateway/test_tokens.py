@@ -1,4 +1,4 @@
-"""Turns whose tokens are asked for off their way, of an engine that may not say them."""
+"""Turns whose tokens are fetched in the background, from an engine that may refuse them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOLD = b'HTTP/1.1 200 OK\r\ncontent-length: 20\r\n\r\n{"tokens":[1,2,3,4]}'
 
 
 def answering(*answers: bytes) -> Script:
-    """Returns a script that answers some questions, and then none."""
+    """Returns a script that gives these answers to the first questions, and none to later ones."""
 
     async def script(stream: trio.SocketStream) -> None:
         for answer in answers:
@@ -36,7 +36,7 @@ def answering(*answers: bytes) -> Script:
 
 
 def later(engine: int, number: int) -> Later:
-    """Returns a turn of one message that no other number has."""
+    """Returns a turn with one message, which differs for each number."""
     body = b'{"model":"m","messages":[{"role":"user","content":"%d"}]}' % number
     facts = Facts(
         EngineKind.VLLM, "", (Card("m", None, None, {}),), 4, None, range(1), {}, {}, renders=False

@@ -1,4 +1,4 @@
-"""The way to an engine behind TLS: connections that are not made, clients that do not read."""
+"""Tunnels to engines with TLS: connections that fail, clients that do not read."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CHAT = "/v1/completions"
 async def served(
     certificate: Path, connect_s: float = NOT_MY_FAULT_S
 ) -> AsyncIterator[tuple[InnerGateway, Running]]:
-    """Yields a gateway of one engine behind TLS, which serves, and that engine."""
+    """Yields a gateway of one engine with TLS, once that serves, and the engine."""
     trust = UpstreamTls(ca=certificate / "cert.pem")
     async with (
         engines(EngineOptions(events=False), tls=tls_of(certificate)) as (one,),
@@ -94,7 +94,7 @@ async def test_a_client_that_does_not_read_stops_an_engine_behind_tls(certificat
     sent = 0
 
     async def flood(stream: trio.SSLStream[trio.SocketStream]) -> None:
-        # A question of the gateway's own may be given up; what the client gets is looked at.
+        # The gateway may close connections of its own probes; only the client's answer counts.
         with contextlib.suppress(trio.BrokenResourceError):
             await pour(stream)
 

@@ -1,4 +1,4 @@
-"""Runs tests of the front without TLS and with it."""
+"""Runs tests of the front with and without TLS."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.serving import TLS
 def layers(
     request: pytest.FixtureRequest, certificate: Path, monkeypatch: pytest.MonkeyPatch
 ) -> str:
-    """Has `serving` use TLS or not, and returns which."""
+    """Makes `serving` use TLS or not, and returns which."""
     if request.param == "tls":
         monkeypatch.setattr(TLS, "certificates", certificate)
     return str(request.param)

@@ -1,4 +1,4 @@
-"""The access log: a line for each request, whichever way it goes, and nothing clients say in it."""
+"""The access log has a line for each request, however it is served, and repeats no secrets."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Lines = Callable[[], list[dict[str, Any]]]
 
 @pytest.fixture
 def lines() -> Iterator[Lines]:
-    """The lines of the access log, without what differs from run to run."""
+    """Yields the lines of the access log, without members that differ from run to run."""
     with ExitStack() as stack:
         written = stack.enter_context(logged("error", "json"))
 
@@ -50,11 +50,11 @@ def turned_on(face: str = "test") -> AccessLog:
 @pytest.mark.parametrize(
     ("method", "path", "label", "status"),
     [
-        ("POST", "/query?token=hunter2", "/query", 200),  # a handler, in the lane
+        ("POST", "/query?token=hunter2", "/query", 200),  # a hot handler, on the fast path
         ("GET", "/named/hunter2/state", "/named/{name}/state", 200),
-        ("GET", "/waiting?1", "/waiting", 200),  # asynchronous
-        ("GET", "/app/describe", "/app/describe", 200),  # the application
-        ("GET", "/counted", "/counted", 200),  # in chunks
+        ("GET", "/waiting?1", "/waiting", 200),  # an asynchronous handler
+        ("GET", "/app/describe", "/app/describe", 200),  # through the application
+        ("GET", "/counted", "/counted", 200),  # answered in chunks
         ("HEAD", "/describe", "/describe", 200),
         ("GET", "/missing", "/missing", 404),
         ("GET", "/bug", "/bug", 500),
@@ -123,7 +123,7 @@ async def ask(client: Client, **headers: str) -> None:
     [
         (PARENT, TRACE),
         (f"cc-{TRACE}-00f067aa0ba902b7-01-what-comes-later", TRACE),
-        (f"{PARENT}-more", None),  # not in this version
+        (f"{PARENT}-more", None),  # version 00 has no further fields
         (PARENT.upper(), None),
         (f"ff-{TRACE}-00f067aa0ba902b7-01", None),
         (f"00-{'0' * 32}-00f067aa0ba902b7-01", None),

@@ -1,4 +1,4 @@
-"""The application under hypercorn answers as it does behind the front: it is plain ASGI."""
+"""The application is plain ASGI: under hypercorn it answers as it does behind the front."""
 
 from __future__ import annotations
 

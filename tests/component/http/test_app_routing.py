@@ -1,4 +1,4 @@
-"""Quart routes a cold request to the route that the table has found for it, or refuses it."""
+"""Quart routes a cold request to the route that the route table finds, or refuses it."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from tests.support.all_routes import all_routes
 from tests.support.budget import scaled
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "PROPFIND")
-# What a path is changed by: slashes, spelled and written out, and what decoding would make of them.
+# Pieces put into paths: slashes, plain and encoded, and texts that decoding would change.
 PIECES = ("/", "//", "%2F", "%2f", ".", "..", "%", "%zz", "%68", "é", "\x7f", "1", "-", "|", "<a>")
 
 
 def shown(route: Route, request: Request) -> Response:
-    """Answers with the route, and what stands in the path for its placeholder."""
+    """Answers with the route, and the part of the path that its placeholder captured."""
     text = f"{route.method} {route.path} {request.captured!r}"
     return Response(200, b"", b"", [(b"x-route", text.encode())])
 
@@ -55,7 +55,7 @@ async def ask(app: object, method: str, path: bytes) -> tuple[int, dict[bytes, b
         "http_version": "1.1",
         "method": method,
         "scheme": "http",
-        "path": "/what/else",  # nobody reads the decoded one
+        "path": "/what/else",  # the decoded path must not be read
         "raw_path": path,
         "query_string": b"",
         "headers": [],
@@ -65,7 +65,7 @@ async def ask(app: object, method: str, path: bytes) -> tuple[int, dict[bytes, b
 
 
 def spelled(random: Random, paths: list[str]) -> bytes:
-    """Returns a path that is a route's, or nearly."""
+    """Returns a path that matches a route, or nearly does."""
     path = re.sub(
         r"{\w+}", lambda _: random.choice(("1", "a%2Fb", "é", "%zz")), random.choice(paths)
     )

@@ -1,4 +1,4 @@
-"""Handlers cancelled at every checkpoint, and clients that leave in the midst of a long answer."""
+"""Handlers cancelled at every checkpoint, and clients that leave in the middle of a long answer."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ from tests.support.serving import PATIENT, Client, eventually, serving
 
 PARTITION = PartitionKey("m", "default")
 KEYS = [RankKey(PARTITION, 1, dp_rank) for dp_rank in range(3)]
-SOMEWHERE = "tcp://127.0.0.1:1"  # nobody listens there
+SOMEWHERE = "tcp://127.0.0.1:1"  # nothing listens there
 
 
 @dataclass
 class Daemon:
-    """What the daemon's face is made of, its listeners included."""
+    """The parts of a daemon's face, including its listeners."""
 
     state: State
     tasks: ListenerTasks
     registry: Registry
-    engine: str  # where all of them are connected: each attempt elsewhere opens a descriptor
+    engine: str  # where all listeners are connected; each failing attempt would open a descriptor
     routes: Any = None
     statuses: list[int] = field(default_factory=list)
     body: bytes = b""
@@ -73,7 +73,7 @@ class Daemon:
         self.state.partitions[PARTITION].workers[1].store(0, numbers, numbers)
 
     async def ask(self, method: str, path: str, body: object = None, accept: bytes = b"*/*") -> int:
-        """Has the application answer one request; returns the status."""
+        """Has the application answer one request; returns its status."""
         self.statuses.clear()
         sent: list[bytes] = []
         content = b"" if body is None else json.dumps(body).encode()
@@ -150,7 +150,7 @@ async def daemon(context: zmq.Context, engine: str, nursery: trio.Nursery) -> Da
 RANK = {"instance_id": 1, "dp_rank": 0}
 REGISTER = {**RANK, "dp_rank": 9, "model_name": "m", "endpoint": SOMEWHERE, "block_size": 4}
 
-# What is asked, and the statuses that asking again may have.
+# Requests, and the statuses that each may have when it is sent again.
 REQUESTS: dict[str, tuple[tuple[Any, ...], set[int]]] = {
     "register": (("POST", "/register", REGISTER), {201, 409}),
     "unregister a rank": (("POST", "/unregister", {**RANK, "model_name": "m"}), {200, 404}),
@@ -213,7 +213,7 @@ async def test_a_client_that_leaves_in_the_midst_of_a_dump(daemon: Daemon, read:
 async def test_dumps_are_bounded(daemon: Daemon) -> None:
     async with served(daemon) as running, running.client() as another:
         clients = [Client(await trio.open_tcp_stream(*running.address)) for _ in range(MAX_DUMPS)]
-        for client in clients:  # none of them reads
+        for client in clients:  # they do not read their answers
             await client.send(GET_DUMP)
         await eventually(lambda: daemon.dumps.inside == MAX_DUMPS)
         refused = await another.request("GET", "/dump")

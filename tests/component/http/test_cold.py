@@ -1,4 +1,4 @@
-"""The application of cold requests is loaded once the first of them has come."""
+"""The application for cold requests is loaded only when the first of them comes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fast lane under a front: whatever comes how, every request is answered once and in order."""
+"""The fast path under a front: however requests come, each is answered once and in order."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import trio
 
 from tests.support.serving import TEST_SECONDS, Client, serving
 
-LANE_BUFFER = 256 * 1024  # bytes the lane receives at once (kvd/http/fast_path.pyx)
+LANE_BUFFER = 256 * 1024  # bytes that the fast path receives at once (kvd/http/fast_path.pyx)
 
 
 def request(path: str, body: bytes) -> bytes:
@@ -33,7 +33,7 @@ async def _send_in_pieces(client: Client, data: bytes, size: int) -> None:
 
 
 async def test_requests_as_long_as_the_buffer_hide_nothing_behind_them() -> None:
-    """An edge-triggered set says nothing of bytes that were there before the last receive."""
+    """An edge-triggered epoll set does not report bytes that came before the last receive."""
     for excess in (-1, 0, 1):
         head = len(request("/query", b"")) + len(str(LANE_BUFFER)) - 1
         long = request("/query", b"x" * (LANE_BUFFER - head + excess))
@@ -55,7 +55,7 @@ async def test_the_last_request_before_the_end_is_answered() -> None:
 
 
 async def test_a_half_closed_connection_ends_after_its_answer() -> None:
-    """The request and the end of the stream may come in one edge, however often it is parked."""
+    """The request and the end of the stream may come in one event, on a parked connection, too."""
     async with serving() as running:
         for _ in range(20):
             async with running.client() as client:
@@ -68,7 +68,7 @@ async def test_a_half_closed_connection_ends_after_its_answer() -> None:
 
 
 async def test_busy_connections_leave_room_for_others() -> None:
-    """Sixteen clients that never pause, and one that asks for something slower."""
+    """Sixteen clients send requests without a pause, and one asks for a slower route."""
     async with serving() as running, trio.open_nursery() as nursery:
         for _ in range(16):
             nursery.start_soon(_ask_for_ever, running)

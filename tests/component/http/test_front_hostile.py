@@ -1,4 +1,4 @@
-"""A hostile client loses its own connection and harms nobody else."""
+"""A hostile client loses its own connection and harms no other client."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ NO_HOSTS = (
 
 @pytest.mark.parametrize("path", ["/health", "/app/health", "/nowhere"])
 async def test_a_host_that_is_none_is_refused_at_the_head(path: str) -> None:
-    """A later reader may stumble over it: here none does."""
+    """Otherwise code that reads it later may fail on it."""
     async with serving() as running:
         for host in NO_HOSTS:
             async with running.client() as client:
@@ -122,7 +122,7 @@ async def test_a_host_that_is_none_is_refused_at_the_head(path: str) -> None:
 
 HOSTS = (b"", b"kvd", b"KVD.", b"a-b_c.d:80", b"127.0.0.1:8090", b"[::1]:1", b"[::ffff:1.2.3.4]",
          b"a:", b"x" * 63, b"xn--a", b"xn--zz--", b"-", b"_", b"0x7f.1")  # fmt: skip
-NAMES = (  # of headers that Quart and Werkzeug, or those that they ask, might take apart
+NAMES = (  # headers that Quart, Werkzeug or the libraries below them might parse
     b"accept accept-charset accept-encoding accept-language cache-control content-disposition "
     b"content-encoding content-language content-md5 content-range content-type cookie date from "
     b"forwarded host- idempotency-key if-match if-modified-since if-none-match if-range pragma "
@@ -140,11 +140,11 @@ TARGETS = (
     *(b"/", b"//", b"//[", b"/;", b"/%", b"/%00", b"/%ff", b"/?", b"/?a=%ff&&=;", b"/?%", b"/[::"),
     *(b"http://[/", b"http://a..b/", b"http://:x/", b"http://%/", b"/\xff", b"/a:b@c", b"/%2f%2e"),
 )
-ANYBODY = Token("anybody", Scope.ANY, b"0123456789abcdef")  # of these no host is asked
+ANYBODY = Token("anybody", Scope.ANY, b"0123456789abcdef")  # its holder needs no host header
 
 
 def _odd_head(chance: random.Random) -> bytes:
-    """Returns a request that is well-formed by all that llhttp says, and odd."""
+    """Returns a request that llhttp takes for well-formed, but that is odd."""
     target = b"/app/describe"
     if chance.random() < 0.3:
         target = chance.choice((b"", b"/app/describe", b"/app/named")) + chance.choice(TARGETS)
@@ -155,7 +155,7 @@ def _odd_head(chance: random.Random) -> bytes:
 
 
 async def test_no_head_makes_the_application_stumble(layers: str) -> None:
-    """Whatever stands in headers, URLs and queries: an answer, and no traceback."""
+    """Whatever headers, URLs and queries contain, there is an answer and no traceback."""
     chance = random.Random(26)
     async with serving(policy=AccessPolicy((ANYBODY,))) as running:
         for _ in range(MUTATED[layers] // 3):
@@ -226,7 +226,7 @@ async def test_a_head_over_a_limit_is_refused_and_the_limit_accepted(pieces: int
 
 async def test_a_slow_head_is_refused_at_its_deadline() -> None:
     async with serving(head_s=SOON) as running, running.client() as slow:
-        start = trio.current_time()  # the server may have the head before `send` is back
+        start = trio.current_time()  # the server may have the head before `send` returns
         await slow.send(b"GET /health HTTP/1.1\r\n")
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_drip, slow)
@@ -328,7 +328,7 @@ async def test_a_refused_client_that_goes_on_sending_still_gets_its_answer() -> 
             nursery.start_soon(_send_anyway, client, head + body)
             reply = await client.read_reply()
             assert reply.status == 413
-            await running.until_empty()  # it does not listen for ever either
+            await running.until_empty()  # the server does not read on for ever either
             nursery.cancel_scope.cancel()
 
 
@@ -338,14 +338,14 @@ async def _send_anyway(client: Client, data: bytes) -> None:
 
 
 async def test_all_bodies_together_are_bounded() -> None:
-    """What comes with the head, at most what one receive may bring, is not counted."""
+    """Bytes that come with the head, at most those of one receive, are not counted."""
     size, with_head = 1_000_000, 256 * 1024
     async with serving(bodies_bytes=1_100_000) as running, running.client() as first:
         head = (
             b"POST /query HTTP/1.1\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
         )
         await first.send(head % (size + 1) + b"x" * size)
-        # The kernel may still have some of it, and the second one's would come first.
+        # Otherwise the kernel may still have some of it, and the second body would come first.
         await eventually(lambda: running.front._shared.body_bytes >= size - with_head)
         async with running.client() as second:
             await second.send(head % size + b"x" * size)
@@ -372,7 +372,7 @@ SEEDS = [
 
 async def test_mutated_requests_never_hurt_the_server(layers: str) -> None:
     chance = random.Random(20)
-    # Some wait for more of what they announce.
+    # Some mutated requests announce more than they send; short deadlines end those.
     async with serving(head_s=SOON, body_s=SOON) as running:
         await _check_alive(running)
         await running.until_empty()

@@ -1,4 +1,4 @@
-"""A bound that is reached refuses what is over it, counts it, and lifts by itself."""
+"""A bound that is reached refuses and counts what exceeds it, and lifts by itself."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BODY_TO_COME = (
 
 
 async def test_connections_over_the_bound_are_answered_503() -> None:
-    """While all that there are have a request under way."""
+    """They are refused while all other connections have a request under way."""
     async with serving(connections=200) as running:
         with ExitStack() as opened:
             sockets = [opened.enter_context(_connect(running)) for _ in range(200)]
@@ -55,7 +55,10 @@ async def test_connections_over_the_bound_are_answered_503() -> None:
 
 
 async def test_who_is_missed_least_makes_way(layers: str) -> None:
-    """Strangers between requests, then without one, then others between requests; oldest first."""
+    """First strangers between requests go, then those without any, then known clients between.
+
+    Among equals the oldest goes first.
+    """
     open_route = Route("GET", "/open", echo, hot=True, scope=Scope.OPEN)
     routes = (*ROUTES, open_route)
     async with (
@@ -74,7 +77,7 @@ async def test_who_is_missed_least_makes_way(layers: str) -> None:
         stats, total = running.front.stats, 0
 
         async def expect(gone: Client) -> None:
-            """One more comes, with a request under way: this one goes for it."""
+            """Connects one more client with a request under way, for which `gone` must go."""
             nonlocal total
             busy = await come()
             await busy.send(BODY_TO_COME)
@@ -98,7 +101,7 @@ async def test_who_is_missed_least_makes_way(layers: str) -> None:
 
 
 async def test_who_was_sent_an_answer_in_parts_is_idle_afterwards(layers: str) -> None:
-    """It makes way for others, and holds up no stop."""
+    """It makes way for others, and does not delay a stop."""
     large = Route(
         "GET", "/large", lambda _: Response(200, bytes(32 << 20)), hot=True, scope=Scope.READ
     )
@@ -120,7 +123,7 @@ def _phases(running: Running) -> Counter[ConnectionPhase]:
 
 
 async def test_a_crowd_of_strangers_shuts_nobody_out(layers: str) -> None:
-    """As many as there may be, whatever they have sent, and more of them all the time."""
+    """Strangers take all connections, whatever they have sent, and more of them keep coming."""
     openings = (
         b"",
         b"GET /open HTTP/1.1\r\n\r\n",
@@ -145,12 +148,12 @@ async def test_a_crowd_of_strangers_shuts_nobody_out(layers: str) -> None:
                 assert (await operator.request("GET", "/app/describe", **holder)).status == 200
                 async with running.client() as late:
                     assert (await late.request("GET", "/describe", **holder)).status == 200
-                    running.front.stats.connections_total -= 1  # not of the crowd
+                    running.front.stats.connections_total -= 1  # this one is not of the crowd
         assert running.front.stats.connections_refused == 0
 
 
 async def test_strangers_who_came_later_still_go_before_anybody_known() -> None:
-    """Those who were strangers when they were last looked for have left by themselves meanwhile."""
+    """All strangers found by the last search for them have left by themselves meanwhile."""
     holder = {"authorization": "Bearer 0123456789abcdef"}
     policy = AccessPolicy((Token("t", Scope.ANY, b"0123456789abcdef"),))
     async with (
@@ -179,7 +182,7 @@ async def test_strangers_who_came_later_still_go_before_anybody_known() -> None:
 
 
 async def test_those_who_wait_take_nobody_s_place() -> None:
-    """Waiting must not use up what ends the waiting; who has waited counts again."""
+    """Waiting clients must not use up the connections that could end the wait; later they count."""
     released = trio.Event()
 
     async def hold(request: Request) -> Response:
@@ -211,7 +214,7 @@ def _client(sock: socket.socket) -> Client:
 
 
 def _connect(running: Running) -> socket.socket:
-    """Connects by the backlog alone, without letting the server run."""
+    """Connects through the backlog alone, without letting the server run."""
     return socket.create_connection(running.address)
 
 
@@ -228,7 +231,7 @@ async def test_a_shortage_of_descriptors_pauses_accepting() -> None:
                 assert lines().count("event=accept_paused") == 1
                 assert running.front.stats.connections_open < 40
                 assert (await early.request("GET", "/health")).status == 200
-                for sock in sockets[:30]:  # as they leave, the others come in
+                for sock in sockets[:30]:  # as these leave, the others are accepted
                     sock.close()
                 await running.until(connections_total=41)
             finally:
@@ -242,7 +245,7 @@ NEEDS_NONE = ("GET /describe", "GET /app/describe", "DELETE /gone/a", "POST /now
 
 @pytest.mark.parametrize("what", NEEDS_NONE)
 async def test_a_body_that_nobody_needs_is_not_waited_for(what: str, layers: str) -> None:
-    """Nor kept: the answer is there before it, and the connection ends with it."""
+    """Nor is it kept: the answer comes before the body, and the connection ends with it."""
     async with serving() as running:
         for length in ("content-length: 100000000", "transfer-encoding: chunked"):
             for expecting in ("", "expect: 100-continue\r\n"):
@@ -251,7 +254,7 @@ async def test_a_body_that_nobody_needs_is_not_waited_for(what: str, layers: str
                     await client.send(head.encode())
                     reply = await client.read_reply()
                     assert reply.status in (200, 404, 405) and not reply.persists()
-                    await client.send(b"x" * 1000)  # it is read away, as long as it lasts
+                    await client.send(b"x" * 1000)  # the server reads and drops these bytes
                     await client.stream.send_eof()
                     assert await client.read_to_end() == b""
         assert running.front._shared.body_bytes == 0
@@ -278,7 +281,7 @@ async def test_a_body_that_nobody_needs_and_is_there_is_passed_over(what: str) -
             await client.send(head.encode() + b"{}GET /describe HTTP/1.1\r\nhost: kvd\r\n\r\n")
             reply = await client.read_reply()
             assert reply.status in (200, 404, 405) and reply.persists()
-            assert reply.status != 200 or reply.body[-2:] in (b" 0", b"a")  # bytes that were seen
+            assert reply.status != 200 or reply.body[-2:] in (b" 0", b"a")  # body bytes it got
             assert (await client.read_reply()).body == b"GET /describe b'' 0"
 
 

@@ -62,7 +62,7 @@ async def test_head_is_get_without_the_body(prefix: str) -> None:
             reply = await client.request("GET", path)
             assert head.status == reply.status == 200
             lengths = [r.headers.get("content-length") for r in (head, reply)]
-            assert lengths[0] == lengths[1] or path.endswith("/describe")  # which prints its method
+            assert lengths[0] == lengths[1] or path.endswith("/describe")  # it prints the method
 
 
 async def test_an_unknown_path_is_404_also_with_a_body_or_a_slash() -> None:
@@ -155,12 +155,12 @@ async def test_a_body_must_be_announced_as_json(prefix: str) -> None:
         await client.send(b"POST %b/echo HTTP/1.1\r\ncontent-length: 2\r\n\r\n{}" % prefix.encode())
         assert (await client.read_reply()).status == 415
         await client.send(b"POST %b/echo HTTP/1.1\r\n\r\n" % prefix.encode())
-        assert (await client.read_reply()).status == 200  # no body, nothing to announce
+        assert (await client.read_reply()).status == 200  # without a body no type is needed
 
 
 @PREFIXES
 async def test_the_body_limit_itself_is_accepted(prefix: str) -> None:
-    async with serving(linger_s=30.0) as running:  # a long body may take long to be sent
+    async with serving(linger_s=30.0) as running:  # sending a long body may take long
         async with running.client() as client:
             body = b"x" * QUERY_LIMIT
             reply = await client.request("POST", f"{prefix}/query", body)
@@ -216,7 +216,7 @@ async def test_a_client_that_expects_100_continue_is_asked_for_its_body() -> Non
         assert (await client.read_reply()).status == 100
         await client.send(b"1\r\nx\r\n0\r\n\r\n")
         assert (await client.read_reply()).body == b"x"
-        await client.send(head + b"content-length: 2\r\n\r\n{}")  # did not wait: no 100
+        await client.send(head + b"content-length: 2\r\n\r\n{}")  # the body is there: no 100
         assert (await client.read_reply()).body == b"{}"
         await client.send(head + b"content-length: 1001\r\n\r\n")
         assert (await client.read_reply()).status == 413
@@ -323,7 +323,7 @@ def test_a_table_of_routes_that_cannot_be_served_is_a_mistake() -> None:
 
 
 class Unwilling(list[tuple[str, str, int]]):
-    """Makes the observer fail, which no caller of it expects."""
+    """A list that makes the observer fail, which its callers do not expect."""
 
     def append(self, item: object) -> None:
         raise RuntimeError("no room")
@@ -348,7 +348,7 @@ async def test_connections_share_the_server_fairly() -> None:
         await greedy.send(b"GET /health HTTP/1.1\r\n\r\n" * many)
         reply = await modest.request("GET", "/describe")
         assert reply.status == 200
-        assert running.front.stats.requests < many  # so it did not wait for all of the others
+        assert running.front.stats.requests < many  # it did not wait for all of the others
         await _read(greedy, many)
 
 

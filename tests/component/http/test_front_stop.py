@@ -1,4 +1,4 @@
-"""A stop answers what is under way, and nobody can hold it beyond the graceful deadline."""
+"""A stop answers requests under way, and no client can delay it beyond the graceful deadline."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ async def test_a_request_that_is_still_coming_may_finish() -> None:
 
 
 async def test_who_has_just_connected_may_still_send_a_request() -> None:
-    """Behind sockets that are passed on, nobody would take it for a connection of the next one."""
+    """If the sockets are passed on, the next process would not have this connection."""
     async with serving() as running, running.client() as client:
         await running.until(connections_open=1)
         running.stop.set()

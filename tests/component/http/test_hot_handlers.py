@@ -1,4 +1,4 @@
-"""Hot handlers under a front: the way to a handler does not change its answer."""
+"""Hot handlers under a front: the path by which a request comes does not change its answer."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def tracked() -> tuple[Route, ...]:
 
 
 async def post(client: Client, form: str, path: str, body: bytes) -> Reply:
-    """Sends a request of which only the first form is one for the fast path."""
+    """Sends a request in some form; only the first of FORMS is for the fast path."""
     target = path + "?x=1" * (form == "with a query")
     head = f"POST {target} HTTP/1.1\r\nhost: kvd\r\ncontent-type: application/json\r\n".encode()
     if form == "chunked":
@@ -47,7 +47,7 @@ async def post(client: Client, form: str, path: str, body: bytes) -> Reply:
         data = head + b"content-length: %d\r\n\r\n%b" % (len(body), body)
         first = len(data) - 1 if form == "in pieces" else len(data)
         await client.send(data[:first])
-        for _ in range(20):  # the front's tasks run meanwhile
+        for _ in range(20):  # lets the front's tasks run
             await trio.lowlevel.checkpoint()
         await client.send(data[first:])
     return await client.read_reply()
@@ -112,13 +112,13 @@ async def test_what_is_booked_is_undone_where_the_answer_cannot_be_told_of(
     async with serving(routes=slot_routes(slots, lambda: 0.0)) as running:
         running.front._listener.observe = broken
         async with running.client() as client:
-            with suppress(trio.EndOfChannel, trio.BrokenResourceError):  # it just ends
+            with suppress(trio.EndOfChannel, trio.BrokenResourceError):  # it ends without an answer
                 await post(client, form, "/add", json.dumps(ADD).encode())
             await running.until(bugs=1)
         assert slots.given_back == 1
         assert slots.tracker("m", DEFAULT_TENANT).ledger.stats()["requests"] == 0
         assert running.front.stats.bugs == 1
-        running.front.stats.bugs = 0  # it was meant
+        running.front.stats.bugs = 0  # this bug was intended
 
 
 PROMPT = {"model_name": "m", "tenant_id": "t", "token_ids": list(range(12))}
@@ -135,13 +135,13 @@ DRAWING: dict[str, dict[str, Any]] = {
 
 
 async def test_random_numbers_are_drawn_alike_on_every_way() -> None:
-    """The fast path leaves some requests to their task, which asks the handler once more."""
+    """The fast path leaves some requests to their task, which calls the handler once more."""
     drawn = []
     for form in FORMS:
         service = Service(RouterOptions(Settings(temperature=1.0)))
         for number in (1, 2, 3):
             await service.selections.workers.put(worker(number))
-        for _ in range(500):  # the handlers will need more than are kept of those drawn in bulk
+        for _ in range(500):  # so that the handlers use up the numbers drawn in bulk, and need more
             service.selections.draws.next()
         said = []
         routes = selection_routes(service.selections)
@@ -169,7 +169,7 @@ async def test_a_selection_whose_client_has_sent_more_and_left_gives_up_its_plac
             await client.send(head + b"content-length: %d\r\n\r\n%b" % (len(body), body))
             await eventually(lambda: service.selections.scheduler.held == 1)
             await client.send(b"P")
-            for _ in range(20):  # the front looks at it
+            for _ in range(20):  # lets the front read it
                 await trio.lowlevel.checkpoint()
         await eventually(lambda: service.selections.scheduler.held == 0)
         assert not len(service.candidates().queue)

@@ -1,4 +1,4 @@
-"""The lanes serve their sockets between two passes of trio."""
+"""The fast paths serve their sockets between two passes of trio."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from tests.support.serving import PATIENT, ROUTES, Running, eventually, serving
 REQUEST = b"GET /health HTTP/1.1\r\nhost: kvd\r\n\r\n"
 MANY = 300
 
-# No deadline of a front comes in between.
+# So long that no deadline of a front passes during a test.
 CALM: dict[str, float] = dict.fromkeys(("head_s", "body_s", "send_s", "idle_s", "linger_s"), 1000.0)
 
 
@@ -67,7 +67,7 @@ def passes() -> Iterator[Passes]:
 
 
 def ask(running: Running, request: bytes, times: int, until: ThreadEvent | None = None) -> int:
-    """Sends a request again and again on one connection, from a thread; returns how often."""
+    """Sends a request again and again on one connection, from a thread; returns the number."""
     with socket.create_connection(running.address, timeout=10) as sock:
         asked = 0
         while asked < times and not (until is not None and until.is_set()):
@@ -96,7 +96,7 @@ async def test_two_listeners_share_the_idle_poller() -> None:
 
 
 async def test_a_deadline_is_not_late() -> None:
-    """Requests go on until a sleeping task has woken often enough."""
+    """Requests keep coming until a sleeping task has woken often enough."""
     async with serving(**CALM) as running, trio.open_nursery() as nursery:
         slept = ThreadEvent()
         nursery.start_soon(
@@ -122,7 +122,7 @@ async def test_other_descriptors_are_not_held_up() -> None:
 
 
 async def test_an_answer_knows_what_had_come_before_its_question() -> None:
-    """However the loop waits: in between its passes, or in one of trio's."""
+    """This holds however the loop waits: between its passes, or in a pass of trio."""
     events = 0
 
     def tell(request: Request) -> Response:
@@ -152,7 +152,7 @@ async def test_an_answer_knows_what_had_come_before_its_question() -> None:
 
 
 class Handled(trio.abc.Instrument):
-    """Knows the most requests that were handled between two waits for I/O."""
+    """Counts the requests handled between two waits for I/O, and keeps the maximum."""
 
     def __init__(self) -> None:
         self.most = self._count = 0
@@ -167,7 +167,7 @@ class Handled(trio.abc.Instrument):
 
 
 async def test_of_requests_that_come_at_once_a_few_are_handled_in_a_pass() -> None:
-    """What needs the tasks of many connections leaves others their turns."""
+    """Requests that wake the tasks of many connections leave turns to others."""
     handled = Handled()
     routes = (*ROUTES, Route("GET", "/app/handle", handled.handle))
     async with serving(PATIENT, routes, **CALM) as running:
@@ -189,7 +189,7 @@ async def test_of_requests_that_come_at_once_a_few_are_handled_in_a_pass() -> No
 
 
 async def test_a_task_that_a_request_has_made_runnable_runs_at_once() -> None:
-    """The client asks for nothing more until that task has run."""
+    """The client sends nothing more until that task has run."""
     wanted, ran = trio.Event(), ThreadEvent()
 
     def want(request: Request) -> Response:
@@ -215,11 +215,11 @@ async def test_a_task_that_a_request_has_made_runnable_runs_at_once() -> None:
 
 
 class Answering:
-    """Hears itself: each of the first messages is answered by another one, which comes at once."""
+    """Receives its own messages: each of the first ones makes it send another one at once."""
 
     def __init__(self, answers: int) -> None:
         self.heard = 0
-        self._turns = Semaphore(0)  # of messages that were heard
+        self._turns = Semaphore(0)  # counts messages that were heard
         self._answers = answers
         self._one, self._other = socket.socketpair()
         self._one.setblocking(False)
@@ -242,13 +242,13 @@ class Answering:
         return ALL
 
     def send_after_each(self, messages: int) -> None:
-        """Sends the next message when one was heard, and the last one with another behind it."""
+        """Sends a message after each one that was heard, and two for the last."""
         for left in range(messages, 0, -1):
             self._turns.acquire()
             self._one.send(b"xx" if left == 1 else b"x")
 
     def stay(self, budget_ns: int = 10**9, linger_s: float = 0.01) -> tuple[bool, bool]:
-        """Has it hear its first message; returns what `serve_between` does."""
+        """Sends the first message; returns the result of `serve_between`."""
         with self._one, self._other, self._others:
             self._one.send(b"x")
             others = self._others.fileno()
@@ -268,7 +268,7 @@ def test_others_wait_for_a_row_of_turns_at_most() -> None:
 
 
 def test_a_row_that_took_all_of_its_time_ends_no_stay_if_nothing_more_has_come() -> None:
-    """The next message comes when it sleeps: only then the other thread can run."""
+    """The next message only comes while it sleeps, when the other thread can run."""
     answering = Answering(answers=0)
     usual = sys.getswitchinterval()
     sys.setswitchinterval(1000.0)
@@ -300,7 +300,7 @@ async def test_what_trio_did_before_a_stay_is_a_stretch_without_the_stay() -> No
 def test_prompt_requests_are_waited_for_awake() -> None:
     one, other = socket.socketpair()
     with one, other:
-        one.send(b"x")  # it is always there
+        one.send(b"x")  # stays unread, so the socket is always readable
         awake = BusyWait(1000)
         while not awake.found_ns:
             assert awake.wait_readable(other.fileno(), 1000)
@@ -398,7 +398,7 @@ def test_a_bug_between_passes_ends_the_run() -> None:
 
 # ---- the private names of trio
 
-# Every name on the way to what is used, by the path to it from `trio`.
+# All names, as dotted paths from `trio`, on the way to the private ones that kvd uses.
 NAMES = sorted(
     {
         path[:end]
@@ -429,7 +429,7 @@ async def test_what_the_names_stand_for() -> None:
 async def test_without_a_name_requests_are_served(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Trio itself needs its names, so it is kvd that asks for one that trio does not have."""
+    """Trio needs its own names, so kvd is made to look up one that trio does not have."""
     for constant in ("EPOLL", "RUNNABLE", "WAKE"):
         used = getattr(idle_poll, constant)
         monkeypatch.setattr(idle_poll, constant, re.sub(rf"^{path}\b", f"{path}_of_old", used))

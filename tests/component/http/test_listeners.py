@@ -1,4 +1,4 @@
-"""Bind addresses, and the socket files they leave behind."""
+"""Bind addresses, and the socket files that they leave behind."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def test_a_port_in_use_is_an_error_that_names_it(host: str) -> None:
         sock.close()
     with first, pytest.raises(OSError, match=rf"cannot listen on .*:{port}: Address already"):
         await open_listeners(f"{host}:{port}")
-    for again in await open_listeners(f"{host}:{port}"):  # at once, whatever TIME_WAIT says
+    for again in await open_listeners(f"{host}:{port}"):  # at once, despite TIME_WAIT
         again.close()
 
 
@@ -129,13 +129,13 @@ async def test_a_socket_file_goes_unless_it_is_anothers(tmp_path: Path) -> None:
         assert path.exists()
         file_remover(second)()
         assert not path.exists()
-        remove()  # and nothing is there any more
+        remove()  # does nothing, as the file is gone
 
 
 def test_rights_are_said_in_octal() -> None:
     said = load({}, {"KVD_UNIX_SOCKET_MODE": "0600", "KVD_UNIX_SOCKET_GROUP": "kvd"})
     assert said.unix_rights == UnixRights(0o600, "kvd")
-    for bad in ("600", "0o600", "0800", "432", "00600"):  # as TOML would hand on a number
+    for bad in ("600", "0o600", "0800", "432", "00600"):  # 432: 0o600 as a TOML number
         with pytest.raises(StartError, match="four octal digits"):
             load({}, {"KVD_UNIX_SOCKET_MODE": bad})
 
@@ -147,7 +147,7 @@ def test_processes_share_an_address_and_strangers_do_not() -> None:
         address = f"127.0.0.1:{first.getsockname()[1]}"
         met = set()
         with ExitStack() as clients:
-            for _ in range(40):  # 2^-39 that all meet one
+            for _ in range(40):  # all reach the same socket with probability 2^-39
                 clients.enter_context(socket.create_connection(first.getsockname()))
             for sock in (first, second):
                 with suppress(BlockingIOError):

@@ -1,4 +1,4 @@
-"""The rules who may ask, and the file that they come from."""
+"""The rules for which clients may ask, and the file that they come from."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_systemd_passes_tokens_on(tmp_path: Path) -> None:
 
 
 def test_tokens_that_systemd_keeps_to_itself_end_the_start(tmp_path: Path) -> None:
-    """Nobody is let in because a file that is there could not be read."""
+    """An unreadable file of tokens must not let everybody in."""
     (tmp_path / "kvd_tokens").symlink_to("kvd_tokens")
     with pytest.raises(StartError, match=r"cannot read .*kvd_tokens"):
         load({}, {"CREDENTIALS_DIRECTORY": str(tmp_path)})
@@ -165,7 +165,7 @@ def test_tokens_that_systemd_keeps_to_itself_end_the_start(tmp_path: Path) -> No
 async def opened(
     bind: str, folder: Path, passed: Passed | None = None, **values: object
 ) -> list[str]:
-    """Opens a face and closes it again; returns where it listened."""
+    """Opens a face and closes it again; returns the addresses that it listened on."""
     config = load({"indexer_bind": parse_face_binds(bind), **values}, {})
     assert isinstance(config.indexer_bind, Binds)
     face = ApiServer("indexer", "kvd", config, DESCRIPTION)
@@ -194,7 +194,7 @@ async def test_an_exposed_address_needs_somebody_to_ask(
     files["tls_client_ca"] = certificate / "cert.pem"
     if bind.startswith("tls:"):
         assert await opened(bind, tmp_path, **files)
-    else:  # a client certificate is asked for elsewhere
+    else:  # only the other address demands a client certificate
         with pytest.raises(StartError, match="any client could"):
             await opened(f"{bind},tls:127.0.0.1:0", tmp_path, **files)
 
@@ -268,7 +268,7 @@ async def test_refusals_are_observed(tmp_path: Path) -> None:
 
 
 async def test_requests_in_any_pieces_are_judged_alike() -> None:
-    """In the lane when they come whole, by the connection's task otherwise."""
+    """Requests that come whole are judged on the fast path, others by the connection's task."""
     chance = random.Random(3)
     async with serving(policy=HELD) as running:
         for token, status in ((SECRET, 200), (SECRET[:-1], 401)):

@@ -1,6 +1,6 @@
-"""Tests the front's TLS: handshakes, their terms, and how a stream ends.
+"""The front's TLS: handshakes, their terms, and how a stream ends.
 
-That it serves as the front does is tested with that: see `layers`.
+The fixture `layers` runs the front's other tests with TLS as well.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def tls(certificate: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def clients(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with two authorities, and a client of each."""
+    """Returns a directory with two authorities, and a client certificate by each."""
     folder = tmp_path_factory.mktemp("clients")
     make_client_certificates(folder, "client", "stranger")
     authorities = [(folder / f"{name}.pem").read_bytes() for name in ("ca", "otherca")]
@@ -84,7 +84,7 @@ async def test_bad_clients_leave_nothing_behind(data: bytes) -> None:
 
 async def test_what_follows_the_last_request_takes_nothing_from_its_answer() -> None:
     last = b"GET /counted HTTP/1.1\r\nhost: kvd\r\nconnection: close\r\n\r\n"
-    # A page's request: refused, which ends the connection.
+    # A request by a page of another site: it is refused, which ends the connection.
     refused = b"GET /counted HTTP/1.1\r\nhost: a.example\r\norigin: http://a\r\n\r\n"
     async with serving() as running:
         for sent, ends in ((last, b"0\r\n\r\n"), (refused, b"}")):
@@ -109,7 +109,7 @@ async def test_who_goes_on_sending_hears_why_he_is_refused(head: bytes) -> None:
 
 
 async def test_a_stream_ends_as_tls_has_it() -> None:
-    """Else a client could not tell the end of an answer without a length from a cut."""
+    """Otherwise a client could not tell a complete answer without a length from a cut one."""
 
     async def read(path: str) -> bytes:
         async with await trio.open_tcp_stream(*running.address) as plain:
@@ -117,7 +117,7 @@ async def test_a_stream_ends_as_tls_has_it() -> None:
             strict = trio.SSLStream(plain, running.trust, server_hostname="127.0.0.1")
             await strict.send_all(f"GET {path} HTTP/1.0\r\nhost: kvd\r\n\r\n".encode())
             answer = b""
-            while piece := await strict.receive_some():  # raises without it
+            while piece := await strict.receive_some():  # raises if TLS's closing alert is missing
                 answer += piece
             return answer
 
@@ -150,25 +150,25 @@ async def test_one_handshake_waits_for_no_other() -> None:
         await eventually(lambda: running.front.stats.connections_open == 1)
         await _check_alive(running)
         running.stop.set()
-        await running.ended.wait()  # at once: the test has no time for more
+        await running.ended.wait()  # at once: any wait would exceed the test's time
 
 
 async def test_who_is_gone_before_the_handshake_is_no_bug() -> None:
     async with serving() as running:
         for half_closed in (True, False):
-            with socket.create_connection(running.address) as gone:  # not accepted so far
+            with socket.create_connection(running.address) as gone:  # not accepted yet
                 if half_closed:
                     gone.shutdown(socket.SHUT_WR)
                 gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
         await running.until(handshakes_failed=2)
         await _check_alive(running)
-        assert running.front.stats.client_gone == 0  # that is who had begun to ask
+        assert running.front.stats.client_gone == 0  # it counts clients that had begun a request
 
 
 class OpenSsl:
-    """A client that does after the handshake what Python's has no way to do."""
+    """A client that can do things after the handshake for which Python has no interface."""
 
-    REQUESTED = 1  # a change of the other side's keys, too
+    REQUESTED = 1  # asks the other side to change its keys, too
     _SET_MAX_PROTO_VERSION = 124
 
     def __init__(self, opened: ExitStack, address: tuple[str, int], newest: int = 0) -> None:
@@ -176,7 +176,7 @@ class OpenSsl:
         for name in ("TLS_client_method", "SSL_CTX_new", "SSL_new"):
             getattr(self._lib, name).restype = ctypes.c_void_p
         self.sock = opened.enter_context(socket.create_connection(address, TEST_SECONDS))
-        self.sock.settimeout(None)  # OpenSSL is to wait
+        self.sock.settimeout(None)  # makes the socket blocking, so that OpenSSL waits
         context = self._pointer("SSL_CTX_new", self._pointer("TLS_client_method"))
         opened.callback(self._lib.SSL_CTX_free, context)
         assert self._lib.SSL_CTX_ctrl(context, self._SET_MAX_PROTO_VERSION, newest, None) == 1
@@ -189,7 +189,7 @@ class OpenSsl:
         return ctypes.c_void_p(getattr(self._lib, name)(*arguments))
 
     def update(self, kind: int = 0) -> bool:
-        """Returns whether it could be sent."""
+        """Changes the keys; returns whether the message could be sent."""
         assert self._lib.SSL_key_update(self._ssl, kind) == 1
         return bool(self._lib.SSL_do_handshake(self._ssl) == 1)
 
@@ -207,7 +207,10 @@ class OpenSsl:
 
 
 async def test_keys_may_be_changed_but_not_for_ever() -> None:
-    """One call of OpenSSL's goes on while nothing else comes, and the whole process with it."""
+    """A single call of OpenSSL reads key changes for as long as nothing else comes.
+
+    The whole process would wait for it.
+    """
 
     def change(stop: int) -> bool:
         with ExitStack() as opened:
@@ -221,7 +224,7 @@ async def test_keys_may_be_changed_but_not_for_ever() -> None:
     async with serving(idle_s=60) as running:
         assert await trio.to_thread.run_sync(change, 100)
         await running.until_empty()
-        # As many as no buffer holds.
+        # More than any buffer holds.
         assert not await trio.to_thread.run_sync(change, 1_000_000)
         await running.until_empty()
         await _check_alive(running)
@@ -294,7 +297,7 @@ async def test_who_needs_no_certificate_is_served_until_one_is_needed(
         await running.until(requests=2)
         _renew(running, _terms(certificate, clients / "ca.pem"))
         assert not await _may(anybody)
-        assert (await waits.read_reply()).body == b"late"  # it was under way
+        assert (await waits.read_reply()).body == b"late"  # its request was under way
         assert await waits.read_to_end() == b""
 
 

@@ -1,4 +1,4 @@
-"""A handler's work is undone where its client cannot be told of it."""
+"""A handler's work is undone if its client cannot be sent the answer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PIECES = {
 
 
 class Booked:
-    """A handler that books, and does as its test says while it does so."""
+    """A handler that books, and meanwhile calls a function of the test."""
 
     def __init__(self) -> None:
         self.meanwhile: Callable[[], None] = lambda: None

@@ -21,7 +21,7 @@ async def test_a_coroutine_runs_from_signal_to_signal() -> None:
 
     running = Untasked(work())
     assert running.step() is first
-    assert has_task()  # who steps it has one
+    assert has_task()  # the caller of `step` has a task
     assert running.step() is second
     assert seen == [False, "first"]
     with pytest.raises(StopIteration) as end:
@@ -36,7 +36,7 @@ async def test_the_rest_runs_in_a_task() -> None:
         await signalled(signal)
         await in_task()
         assert has_task()
-        await in_task()  # it is in one
+        await in_task()  # already in a task: changes nothing
         with trio.fail_after(5):
             await event.wait()
         return False

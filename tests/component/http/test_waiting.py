@@ -1,4 +1,4 @@
-"""Hot routes whose handler waits: answered without the application, ended with their client."""
+"""Hot routes whose handler waits: answered without the application, ended if the client leaves."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ async def test_a_client_that_leaves_takes_its_request_along(reset: bool) -> None
         await eventually(lambda: held.left == 1)
         await running.until(client_gone=1)
         assert running.front.stats.handler_bugs == 0
-        assert held.undone == 0  # it has not come so far
+        assert held.undone == 0  # the handler had nothing to undo yet
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ async def test_what_a_client_has_sent_behind_its_request_does_not_hide_that_it_l
             await client.send(b"GET /held/a HTTP/1.1\r\n\r\n")
             await eventually(lambda: held.holding == 1)
             await client.send(behind)
-            for _ in range(20):  # it comes, and the front has looked at it
+            for _ in range(20):  # lets the front read it
                 await trio.lowlevel.checkpoint()
             if reset:
                 client.reset()
@@ -121,7 +121,7 @@ async def test_what_a_client_has_sent_behind_its_request_does_not_hide_that_it_l
 
 @pytest.mark.parametrize("reset", [False, True], ids=["closed", "reset"])
 async def test_what_is_answered_to_nobody_is_undone(reset: bool) -> None:
-    """The client leaves while its answer is being made: before anybody could notice."""
+    """The client leaves while its answer is being made, before the front could notice."""
     held = Held()
     async with serving(routes=held.routes()) as running:
         async with running.client() as client:

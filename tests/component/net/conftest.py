@@ -24,14 +24,14 @@ def context() -> Iterator[zmq.Context]:
 
 @pytest.fixture
 def publish(context: zmq.Context) -> Iterator[Callable[..., Publisher]]:
-    """Makes publishers that end with the test."""
+    """Returns a function that makes publishers, which end with the test."""
     with ExitStack() as stack:
         yield lambda *endpoint: stack.enter_context(closing(Publisher(context, *endpoint)))
 
 
 @pytest.fixture
 def listen(context: zmq.Context, nursery: trio.Nursery) -> Callable[..., Listening]:
-    """Starts listeners whose gate is open unless said otherwise."""
+    """Returns a function that starts listeners, by default with an open gate."""
 
     def start(endpoint: str, gate: bool = True, options: LinkOptions = HASTY) -> Listening:
         listening = Listening(endpoint)

@@ -1,4 +1,4 @@
-"""Messages wait within bounds while nothing can be applied, and keep their sender's name."""
+"""Messages wait within bounds while none can be applied, and stay attributed to their engine."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Engine:
             self.worker.send(self.batch(seq))
 
     async def restart(self, listening: Listening) -> None:
-        """Another process takes the place of this one, and is heard."""
+        """Replaces the engine's process by another one, and waits until that is connected."""
         losses = listening.listener.stats.losses
         self.worker.close()
         self.server.buffer.clear()
@@ -94,7 +94,7 @@ class Engine:
             try:
                 self.worker = self._publish(self.worker.endpoint)
             except zmq.ZMQError:
-                return False  # libzmq frees an address some time after the close
+                return False  # libzmq frees an address only some time after the close
             return True
 
         await until(bound)
@@ -136,7 +136,7 @@ async def test_before_the_gate_opens_a_full_queue_keeps_beginning_and_end(
 async def test_bytes_are_bounded_as_messages_are(engine: Engine) -> None:
     listening = await engine.listen(options=dataclasses.replace(HASTY, queue_bytes=320))
     engine.send(*range(100))
-    # 16 bytes of text, 16 each besides.
+    # A message takes 16 bytes of text, and 16 besides.
     await until(lambda: listening.listener.stats.dropped == 90)
     assert (engine.space.messages, engine.space.size_bytes) == (10, 320)
     listening.ready.set()
@@ -175,7 +175,7 @@ async def test_all_streams_share_a_bound(
     publish: Callable[..., Publisher],
     nursery: trio.Nursery,
 ) -> None:
-    """A stream of which nothing could be kept does not claim to be exact."""
+    """A stream whose messages all found no room does not claim to be exact."""
     other = Engine(context, publish, nursery)
     engine.space = other.space = InboxSpace(max_messages=10)
     loud, quiet = await engine.listen(), await other.listen()
@@ -229,7 +229,7 @@ async def test_what_waited_when_listening_ends_is_given_back(engine: Engine) -> 
 
 
 async def test_batches_from_before_a_reconnect_are_the_old_engines(engine: Engine) -> None:
-    """They have waited for the gate; the new engine is asked only when they are applied."""
+    """They wait for the gate; the new engine is only asked once they have been applied."""
     listening = await engine.listen()
     engine.send(*range(200))
     await until(lambda: engine.space.messages == 200)
@@ -260,7 +260,7 @@ async def test_a_gap_among_the_old_engines_batches_is_not_filled_by_the_new_one(
 
 
 async def test_a_restart_is_seen_behind_any_number_of_waiting_batches(engine: Engine) -> None:
-    """By one batch, although those of before have made the connection old news."""
+    """One batch is enough, although older batches are applied after the connection was made."""
     listening = await engine.listen(replay=False)
     engine.send(*range(200))
     await until(lambda: engine.space.messages == 200)
@@ -288,7 +288,7 @@ async def test_each_of_several_lives_ends_where_it_did(engine: Engine) -> None:
     await until(lambda: listening.applied == expected)
 
 
-# ---- libzmq ends the process where a socket has both
+# ---- libzmq ends the process if a socket has both
 
 
 def both(options: dict[int, int | bytes]) -> bool:

@@ -1,6 +1,6 @@
 """A listener and a recovery cancelled at every checkpoint, over real sockets: none is left open.
 
-In virtual time, with more that happens: tests/simulation/test_cancelled.py.
+tests/simulation/test_cancelled.py does the same in virtual time, with more events.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ async def test_a_listener_whose_gap_is_replayed(
     server = ReplayServer(context, three_frames, buffer=range(9))
     nursery.start_soon(server.run)
     replayer = Replayer(context, HASTY, HASTY_REPLAYS)
-    arrivals()  # its descriptor stays
+    arrivals()  # opens a descriptor that stays
     before = open_descriptors()
     for cancelling in every_checkpoint(at_least=8):
         worker = publish()
@@ -46,7 +46,7 @@ async def test_a_listener_whose_gap_is_replayed(
             return listening.ended.is_set() or listening.listener.cursor.last == seq
 
         async def lead(worker: Publisher = worker, listening: Listening = listening) -> None:
-            """Has a batch heard, and the next but eight."""
+            """Has batch 0 applied, then sends batch 9, which leaves a gap of eight."""
             await until(lambda: worker.socket.poll(0) or listening.ended.is_set())
             worker.send_frames(b"", bytes(8), b"0")
             await until(partial(over, seq=0))
@@ -65,7 +65,7 @@ async def test_a_listener_whose_gap_is_replayed(
             await cancelling.run(run)
         worker.close()
         applied = [int(batch or b"-1") for batch in listening.applied]
-        assert applied == list(range(len(applied)))  # in order, each once, none in between lost
+        assert applied == list(range(len(applied)))  # in order, each once, without a hole
         assert listening.listener.stats.lost == 0
         await until(lambda: descriptors_now() <= before)
     assert len(applied) == 10
@@ -98,12 +98,12 @@ async def test_a_recovery(form: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_listener_whose_engine_has_a_name(
     context: zmq.Context, nursery: trio.Nursery
 ) -> None:
-    """Looked up, connected to, lost, looked up again, found elsewhere."""
+    """The name is looked up, connected to, lost, looked up again, and found elsewhere."""
     names = Names()
     trio.socket.set_custom_hostname_resolver(names)
     dialer = Dialer(lookup_s=0.1, lookup_every_s=0.01)
     replayer = Replayer(context, HASTY, HASTY_REPLAYS, dialer)
-    first = Listening("ipc://" + "x" * 200)  # too long; the context's descriptors are open then
+    first = Listening("ipc://" + "x" * 200)  # fails, but opens the context's own descriptors
     first.ready.set()
     nursery.start_soon(first.run, context, HASTY)
     await until(first.is_("failed"))

@@ -1,4 +1,4 @@
-"""CURVE between real sockets: engines, replay servers, replicas; right keys, wrong ones, none."""
+"""CURVE between real sockets: engines, replay servers, replicas, with right, wrong or no keys."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ OTHER_PUBLIC, OTHER_SECRET = (key.decode() for key in zmq.curve_keypair())
 
 
 def serving(secret: str) -> dict[int, int | bytes]:
-    """What makes a socket a CURVE server that admits any client."""
+    """Returns options that make a socket a CURVE server for any client."""
     return {zmq.CURVE_SERVER: 1, zmq.CURVE_SECRETKEY: secret.encode()}
 
 
 class Engine(Publisher):
-    """A publisher that speaks CURVE, if it has a key."""
+    """A publisher that speaks CURVE if it has a key."""
 
     def __init__(self, context: zmq.Context, secret: str | None) -> None:
         super().__init__(context)
@@ -101,12 +101,12 @@ async def test_other_keys_get_nothing_and_the_status_says_so(
     listening = listen(there.endpoint, server_key)
     await until(lambda: listening.listener.link.last_error)
     there.send(*[b"x"] * 20)
-    # Where the other end is faster to hang up, that is all that is seen.
+    # If the other end hangs up first, kvd sees only a failed handshake.
     seen = (listening.listener.link.last_error or "").removesuffix(f": {there.endpoint}")
     assert seen in (error, "handshake failed")
     assert listening.listener.status in ("pending", "failed")
     assert not listening.listener.connected and not listening.applied
-    assert not there.socket.poll(50)  # nobody has subscribed
+    assert not there.socket.poll(50)  # no subscription has come
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ async def test_replays_have_the_same_key(
         port = router.bind_to_random_port("tcp://127.0.0.1")
 
         async def answer() -> None:
-            for numbers in ((0, 1), ()):  # it is asked for number 2 once more
+            for numbers in ((0, 1), ()):  # the second request asks for number 2 again
                 await until(lambda: router.poll(0))
                 who, empty, _ = router.recv_multipart()
                 for number in numbers:
@@ -146,7 +146,7 @@ async def test_replays_have_the_same_key(
 
 @dataclasses.dataclass
 class Process:
-    """A process on the replica plane."""
+    """One process on the replica plane."""
 
     ledger: Ledger
     plane: Replication
@@ -200,7 +200,7 @@ async def test_replicas_with_keys_hear_each_other_and_nobody_else_does(
     speaker, authenticator = await start_process(nursery, contexts(), SECRET, {OTHER_PUBLIC})
     assert authenticator is not None
     good, _ = await start_process(nursery, contexts(), OTHER_SECRET, None)
-    stranger, _ = await start_process(nursery, contexts(), None, None)  # with a key of its own
+    stranger, _ = await start_process(nursery, contexts(), None, None)  # makes its own key
     plain, _ = await start_process(nursery, contexts(), None, None)
     assert good.replicas.register(speaker.endpoint, PUBLIC)
     assert stranger.replicas.register(speaker.endpoint, PUBLIC)

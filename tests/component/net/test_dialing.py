@@ -1,4 +1,4 @@
-"""Names: looked up by us, checked, connected to by number, and looked up again."""
+"""Names: kvd looks them up, checks the addresses, connects by number, and looks them up again."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ METADATA = "169.254.169.254"
 
 @pytest.fixture
 def names() -> Names:
-    """To be used inside of trio: it asks us for names from here on."""
+    """Returns a resolver that trio asks from now on; only for use inside of trio."""
     return Names()
 
 
@@ -44,7 +44,7 @@ async def resolving(names: Names) -> Names:
 
 @pytest.fixture
 def loopback(context: zmq.Context) -> Iterator[Callable[..., Publisher]]:
-    """Makes publishers on one port of several loopback addresses."""
+    """Yields a function that makes publishers at several loopback addresses."""
     with ExitStack() as stack:
         yield lambda endpoint: stack.enter_context(closing(Publisher(context, endpoint)))
 
@@ -122,7 +122,7 @@ async def test_addresses_of_a_name(
 async def test_endpoints(
     resolving: Names, dialer: Dialer, named: str, endpoint: str | None
 ) -> None:
-    """The last ones may be known from before a reload."""
+    """Endpoints without a result are refused; they may have been registered before a reload."""
     resolving.known["w"] = ["10.0.0.7"]
     if endpoint is None:
         with pytest.raises(Unreachable):
@@ -143,7 +143,7 @@ async def test_ipv6_has_its_turn_where_there_is_nothing_else(
     resolving.known |= {"both": ["::1", "127.0.0.1"], "six": ["::1"]}
     assert {await dialer.endpoint("tcp://both:5", turn) for turn in (0, 1)} == {"tcp://127.0.0.1:5"}
     assert await dialer.endpoint("tcp://six:5") == "tcp://[::1]:5"
-    with trio.move_on_after(0.1) as waiting:  # nothing to go over to
+    with trio.move_on_after(0.1) as waiting:  # there is no other address to move to
         await dialer.moved("tcp://both:5", "tcp://127.0.0.1:5", lambda: False)
     assert waiting.cancelled_caught
 
@@ -172,7 +172,7 @@ async def test_a_listener_follows_a_pod_that_moves(
     asked = resolving.asked
     first.close()
     await until(lambda: not listening.listener.connected)
-    del resolving.known["pod"]  # being made anew
+    del resolving.known["pod"]  # as while a pod is being replaced
     await until(lambda: resolving.asked > asked + 2)
     second = loopback(f"tcp://127.0.0.3:{port}")
     second.seq = 1
@@ -203,7 +203,7 @@ async def test_a_name_that_means_a_refused_address_shows_and_is_tried_again(
 async def test_between_check_and_connection_a_name_cannot_change(
     resolving: Names, listen: Listen, loopback: Callable[[str], Publisher]
 ) -> None:
-    """It is looked up once for a connection; a second answer would be another one."""
+    """It is looked up once for each connection; a second lookup would give another address."""
     good, evil = loopback("tcp://127.0.0.2:0"), None
     port = good.endpoint.rpartition(":")[2]
     evil = loopback(f"tcp://127.0.0.3:{port}")
@@ -288,7 +288,7 @@ async def test_a_document_comes_from_the_checked_address_under_its_name(
     listeners = await trio.open_tcp_listeners(0, host="127.0.0.2")
     port = listeners[0].socket.getsockname()[1]
     nursery.start_soon(trio.serve_listeners, serve, listeners)
-    resolving.known["peer"] = [METADATA, "127.0.0.3", "127.0.0.2"]  # nobody is at the second
+    resolving.known["peer"] = [METADATA, "127.0.0.3", "127.0.0.2"]  # nothing listens at the second
     assert await fetched(f"http://peer:{port}/dump", dialer) == b"ok"
     assert f"host: peer:{port}\r\n".encode() in requests[0]
     resolving.known["peer"] = [METADATA]

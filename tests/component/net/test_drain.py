@@ -23,14 +23,14 @@ LAST_SEQ = 2**64 - 1
 
 
 class Sink:
-    """An inbox, and what was taken from it or refused."""
+    """An inbox, and the messages that were taken from it or refused."""
 
     def __init__(self) -> None:
         self.inbox = Inbox(InboxSpace())
         self.taken: list[tuple[int, bytes]] = []
         self.refused: list[str] = []
         self.speaker = b""
-        self.met: list[tuple[int, bytes]] = []  # each with how many were taken before
+        self.met: list[tuple[int, bytes]] = []  # publishers, with how many were taken before each
 
     def fill(self, sub: ZSocket, max_messages: int = 1000, budget_ns: int = FOREVER_NS) -> bool:
         socket = sub.socket.underlying

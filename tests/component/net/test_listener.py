@@ -80,7 +80,7 @@ async def test_the_end_of_a_subscription_is_said(nursery: trio.Nursery, listen: 
 
     fake: Fake = await nursery.start(serve_fake, talk)
     listening = listen(fake.endpoint)
-    subscribed, unsubscribed = b"\0\1\1", b"\0\1\0"  # ZMTP 3.0: flags, size, what to do
+    subscribed, unsubscribed = b"\0\1\1", b"\0\1\0"  # ZMTP 3.0: flags, size, (un)subscribe
     await until(lambda: said == subscribed)
     await listening.stop()
     await over.wait()
@@ -172,7 +172,7 @@ async def test_a_worker_that_comes_and_goes_costs_no_descriptors(
 
 
 async def revive(publish: Publish, dead: Publisher) -> Publisher:
-    """Binds to the same address again, which libzmq frees some time after the close."""
+    """Binds to the same address again, which libzmq frees only some time after the close."""
     with trio.fail_after(NOT_MY_FAULT_S):
         while True:
             try:
@@ -217,7 +217,7 @@ async def applied_between_turns(
     at_most: int,
     work: Callable[[], None] = lambda: None,
 ) -> None:
-    """Lets `messages` in and checks how many are applied between two turns of another task."""
+    """Lets `messages` come and checks how many are applied between two turns of another task."""
     since_turn = most = total = 0
 
     def apply(_: bytes) -> None:
@@ -233,7 +233,7 @@ async def applied_between_turns(
         while total < messages:
             since_turn = 0
             await trio.lowlevel.checkpoint()
-    # Of two ready tasks each has one turn per round, in any order: so two turns may follow.
+    # Two ready tasks have one turn each per round, in any order, so one may have two in a row.
     assert 0 < most <= at_most
 
 
@@ -275,14 +275,14 @@ async def test_a_bug_that_comes_again_and_again_leaves_other_listeners_alone(
         worker.send(b"poison")
         await until(lambda times=times: listening.listener.stats.failures == times)
         assert listening.listener.stats.crashes == times
-        assert listening.listener.link.last_error == "internal error"  # until it is connected again
+        assert listening.listener.link.last_error == "internal error"  # until it connects again
         another.send(b"a")
         await until(lambda times=times: fine.applied == [b"a"] * times)
     assert (fine.listener.stats.failures, fine.listener.stats.lost) == (0, 0)
 
 
 class TestCancelled:
-    """A listener ends at once wherever it stands, and leaves no descriptor behind."""
+    """A listener ends at once whatever it is doing, and leaves no descriptor behind."""
 
     async def test_before_the_worker_is_there(self, listen: Listen) -> None:
         with reserved_endpoint() as endpoint:
@@ -321,7 +321,7 @@ class TestCancelled:
     async def test_while_connecting_it_does_not_stall_the_others(
         self, publish: Publish, listen: Listen
     ) -> None:
-        """libzmq's I/O thread serves all sockets; a monitor nobody reads would block it."""
+        """libzmq's I/O thread serves all sockets; a monitor that nobody reads would block it."""
         worker = publish()
         other = listen(worker.endpoint)
         await worker.subscribed()
@@ -346,7 +346,7 @@ class TestCancelled:
         await until(lambda: descriptors_now() <= before)
 
     async def fail_once(self, listen: Listen) -> None:
-        """Has opened what is open for as long as there is a process."""
+        """Fails once, so that all descriptors that stay open for good are open."""
         first = listen("ipc://" + "x" * 200)  # too long
         await until(first.is_("failed"))
         await first.stop()

@@ -1,4 +1,4 @@
-"""A listener among faults: broken frames, silent peers, missing descriptors."""
+"""A listener with faults around it: broken frames, silent peers, missing descriptors."""
 
 from __future__ import annotations
 

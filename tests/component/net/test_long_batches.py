@@ -1,4 +1,4 @@
-"""A batch that takes long, among everything else that a running kvd does."""
+"""A batch that takes long to apply, beside everything else that a running kvd does."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.zmtp_fakes import NOT_MY_FAULT_S, Publisher, until
 KEY = PartitionKey("m", "default")
 BLOCK = 4
 TOKENS = list(range(BLOCK))
-LONG = range(1, 80_001)  # a few hundred milliseconds
+LONG = range(1, 80_001)  # takes a few hundred milliseconds
 SMALL: bytes = msgpack.packb([0, [["BlockStored", [10**9], None, TOKENS, BLOCK, None, "GPU"]]])
 STANDARD: bytes = msgpack.packb([0, [{"event_type": "stored", "seq_hashes": list(LONG)}]])
 ENGINE: bytes = msgpack.packb([0, [["BlockStored", list(LONG), None, [], BLOCK, None, "CPU"]]])
@@ -33,7 +33,7 @@ JSON, ENGINE_JSON = (json.dumps(msgpack.unpackb(each)).encode() for each in (STA
 
 
 class Daemon:
-    """State, both registries and the tasks of their listeners, and one engine."""
+    """The state, both registries, the tasks of their listeners, and one engine."""
 
     def __init__(self, nursery: trio.Nursery, context: zmq.Context, engine: Publisher) -> None:
         ready = trio.Event()
@@ -93,7 +93,7 @@ async def test_others_are_served_between_slices(daemon: Daemon, batch: bytes) ->
 @pytest.mark.parametrize("batch", [STANDARD, ENGINE, JSON])
 async def test_unregistering_ends_it(daemon: Daemon, batch: bytes) -> None:
     listener = daemon.publisher()
-    daemon.state.add_source(KEY, BLOCK, "b", "", "", 0, store=False)  # the partition stays
+    daemon.state.add_source(KEY, BLOCK, "b", "", "", 0, store=False)  # keeps the partition
     await daemon.engine.subscribed()
     daemon.engine.send(batch)
     await until(lambda: listener.unfinished is not None and daemon.stats()["parked_now"])
@@ -114,7 +114,7 @@ async def test_what_a_pause_leaves_is_done_when_it_is_over(daemon: Daemon) -> No
     assert listener.unfinished == 0
     daemon.registry.resume(1, 0)
     await until(lambda: listener.unfinished is None)
-    assert daemon.stats()["parked_now"] == 65_536  # its bound
+    assert daemon.stats()["parked_now"] == 65_536  # the bound
     assert daemon.stats()["parked"] == len(LONG)
 
 

@@ -57,5 +57,5 @@ async def test_who_leaves_before_its_turn_is_not_probed() -> None:
         nursery.start_soon(prober.start, now + AFTER_S)
         while not sum(dialer.begun):
             await trio.lowlevel.checkpoint()
-        prober.forget(listeners[-1])  # some passes before its turn
+        prober.forget(listeners[-1])  # some passes before it would be probed
     assert sum(dialer.begun) == 4 * PROBES_A_PASS

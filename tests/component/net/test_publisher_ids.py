@@ -1,4 +1,4 @@
-"""Engines that say who they are: another id is another engine, whatever the numbers say."""
+"""Engines with a publisher id: another id means another engine, whatever the batch numbers are."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_end_is_no_empty_payload_of_another_number() -> None:
     assert [end is not None and end.is_end for end in ends] == [True, True, False]
 
 
-# ---- what a listener makes of it
+# ---- what a listener concludes
 
 
 class Applied(list[bytes]):
@@ -61,7 +61,7 @@ class Applied(list[bytes]):
 
 
 def make(*said: tuple[int, bytes], replay: bool = True) -> tuple[EventStream, Applied]:
-    """Returns a listener that has heard these batches: numbers and publishers."""
+    """Returns a listener that has heard batches with these numbers and publisher ids."""
     stream = Applied()
     server = "tcp://127.0.0.1:2" if replay else None
     listener = EventStream("1:0", "tcp://127.0.0.1:1", stream, server)  # type: ignore[arg-type]
@@ -78,14 +78,14 @@ def text(seq: int, publisher: bytes = b"") -> bytes:
 
 
 def hear(listener: EventStream, seq: int, publisher: bytes) -> Verdict | None:
-    """Has it hear a live batch; returns what it is judged to be, None where it is applied."""
+    """Receives a live batch; returns the verdict on it if it is held, None if it is applied."""
     if publisher != listener.identity.speaker:
         listener.meet(publisher)
     return listener.catch_up.judge() if listener.take(seq, text(seq, publisher)) else None
 
 
 def replayed(listener: EventStream, seqs: range, publisher: bytes) -> ReplayEnd:
-    """Has it read an answer of these batches, with the end."""
+    """Reads an answer with these batches and the end marker; returns how the replay ended."""
     listener.catch_up.begin()
     for seq in seqs:
         if (end := listener.catch_up.take(seq, text(seq, publisher), publisher)) is not None:
@@ -124,7 +124,7 @@ def test_without_replays_what_was_before_is_lost() -> None:
 
 @pytest.mark.parametrize("number", [0, 1, 3])
 def test_the_same_id_never_restarts(number: int) -> None:
-    """Old batches that come over a new connection, in rows as they do where it is another's."""
+    """Old batches come over a new connection, in a row as after a restart, but with the same id."""
     listener, applied = make(*((seq, A) for seq in range(300)))
     break_off(listener)
     for seq in range(number, number + 8):
@@ -135,7 +135,7 @@ def test_the_same_id_never_restarts(number: int) -> None:
 def test_an_id_may_come_late_and_go_again() -> None:
     listener, _ = make((0, b""), (1, b""), (2, A), (3, b""), (4, A), (5, b""))
     assert (listener.stats.restarts, listener.identity.publisher) == (0, A)
-    # Without ids numbers decide.
+    # Without ids the numbers decide.
     break_off(listener)
     listener.meet(b"")
     assert listener.take(0, b"anew")
@@ -167,7 +167,7 @@ def test_an_engine_that_is_asked_says_that_it_is_another_one() -> None:
     assert (listener.stats.restarts, listener.identity.publisher, applied) == (1, B, [])
     assert replayed(listener, range(3), B) is ReplayEnd.MARKER
     assert applied == [text(seq, B) for seq in range(3)]
-    # Only its answers say so: what it publishes counts.
+    # Only its answers have shown the new id; a published batch has to confirm it.
     assert (listener.catch_up.asks, listener.health(0.0)) == (False, "recovering")
     assert hear(listener, 3, B) is None
     assert (listener.stats.restarts, listener.health(0.0)) == (1, "exact")
@@ -211,14 +211,14 @@ def test_an_empty_payload_proves_nothing_by_itself() -> None:
 
 
 def test_what_came_while_another_was_in_doubt_is_asked_for() -> None:
-    """Of three engines the second is heard only after the third has come."""
+    """Of three engines, the second one's batch is heard only after the third one's."""
     listener, _ = make((0, A), (1, A))
     break_off(listener)
     break_off(listener)
     assert hear(listener, 2, A) is Verdict.NEXT
     assert replayed(listener, range(1), C) is ReplayEnd.MARKER
     listener.catch_up.apply_held()
-    assert hear(listener, 0, B) is Verdict.NEXT  # held, to be asked for
+    assert hear(listener, 0, B) is Verdict.NEXT  # held until a replay
     assert replayed(listener, range(1), C) is ReplayEnd.MARKER
     listener.catch_up.apply_held()
     assert listener.loss == UNKNOWN
@@ -234,7 +234,7 @@ Serve = Callable[..., ReplayServer]
 
 
 class Engine:
-    """An engine of one id after the other, in the frame of the number or in the batch."""
+    """An engine that changes its publisher id, which it sends beside the number or in the batch."""
 
     def __init__(self, worker: Publisher, in_batch: bool) -> None:
         self.worker = worker
@@ -302,7 +302,7 @@ async def test_a_gap_is_replayed(heard: tuple[Engine, Listening]) -> None:
 async def test_an_engine_that_comes_as_far_unheard_is_another_one(
     heard: tuple[Engine, Listening], unheard: int
 ) -> None:
-    """The number after the last one, or a later one, behind a proxy: no connection is lost."""
+    """Behind a proxy no connection is lost; the new engine's first number fits, or leaves a gap."""
     engine, listening = heard
     old = [engine.say() for _ in range(2)]
     await applied(listening, *old)

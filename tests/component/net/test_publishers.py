@@ -1,4 +1,4 @@
-"""Publishers over running listeners: registered and removed by several clients at a time."""
+"""Publishers over running listeners, registered and removed by several clients at a time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ALL = Narrowing("default", "a")
 
 
 class Daemon:
-    """Publishers of one instance, at one engine."""
+    """Publishers of one instance, all at one engine."""
 
     def __init__(self, nursery: trio.Nursery, context: zmq.Context, endpoint: str) -> None:
         ready = trio.Event()
@@ -41,7 +41,7 @@ class Daemon:
         return all(each.listener.status == "active" for each in self.publishers)
 
     async def replace(self, dp_rank: int) -> None:
-        """Registers a rank anew that has left, before anybody else can do a thing."""
+        """Removes a rank and registers it again before any other task can run."""
         await self.publishers.unregister(Narrowing("default", "a", dp_rank))
         self.register(dp_rank)
 
@@ -56,7 +56,7 @@ def daemon(
 
 
 async def test_whoever_is_slow_ends_no_later_registration(daemon: Daemon) -> None:
-    for _ in range(20):  # trio wakes tasks in any order
+    for _ in range(20):  # several times, as trio wakes tasks in any order
         for rank in range(3):
             daemon.register(rank)
         await until(daemon.are_active)
@@ -73,14 +73,14 @@ async def test_whoever_is_slow_ends_no_later_registration(daemon: Daemon) -> Non
 async def test_who_has_left_takes_its_index_along(
     nursery: trio.Nursery, context: zmq.Context, publish: Callable[..., Publisher]
 ) -> None:
-    """What a sleeping task still named would count in the budget, with nothing to show for it."""
+    """An index that a sleeping task still referred to would go on counting in the budget."""
     engine = publish()
     daemon = Daemon(nursery, context, engine.endpoint)
     daemon.register(0)
     await engine.subscribed()
     with logged() as lines:
         engine.send(msgpack.packb([0.0, [["BlockStored", [1], None, [1, 2, 3, 4], 4, None]], 0]))
-        await until(lambda: "health=exact" in lines())  # it has been looked at
+        await until(lambda: "health=exact" in lines())  # the batch has been applied
     assert daemon.state.budget.blocks == 1
     await daemon.publishers.unregister(ALL)
     assert daemon.state.budget.blocks == 0
@@ -88,7 +88,7 @@ async def test_who_has_left_takes_its_index_along(
 
 
 class Slow:
-    """Listeners that take a moment to end; it notes how many had been told to by then."""
+    """Listeners that take a moment to stop; notes at each end how many stops had begun."""
 
     def __init__(self) -> None:
         self._told: set[Hashable] = set()
@@ -105,7 +105,7 @@ class Slow:
 
 
 async def test_those_who_leave_are_waited_for_together() -> None:
-    """The end of a connection takes milliseconds, and an instance may have a thousand."""
+    """Ending a connection takes milliseconds, and an instance may have a thousand."""
     listeners = Slow()
     publishers = Publishers(State(), listeners)
     for rank in range(3):

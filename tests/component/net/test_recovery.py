@@ -1,4 +1,4 @@
-"""Taking a peer's state: from a replica, past broken and hostile peers, whole or not at all."""
+"""Recovery from a peer: from a replica, past broken and hostile peers, whole or not at all."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.support.dumps import binary_of, dump_json, event, read
 from tests.support.recovering import PARTITION, PATIENT, Replica
 from tests.support.zmtp_fakes import NOT_MY_FAULT_S
 
-# For peers that would be waited for; a busy machine may need as long for those that answer.
+# For peers that do not answer; on a busy machine those that do may need as long.
 HASTY = RecoveryLimits(stall_s=0.5, total_s=1, body_bytes=1_000_000)
 GOOD = dump_json(event([(1, 1), (2, 2)], worker=7), event([(1, 1)], worker=8, dp_rank=3))
 
@@ -43,14 +43,14 @@ Serve = Callable[[trio.SocketStream], Awaitable[None]]
 
 @asynccontextmanager
 async def peer(serve: Serve) -> AsyncIterator[str]:
-    """A server that reads a request and then does as it likes."""
+    """Yields the URL of a server that reads a request and then does what `serve` does."""
 
     async def handle(stream: trio.SocketStream) -> None:
         request = b""
         while b"\r\n\r\n" not in request:
             request += await stream.receive_some()
         assert b"accept-encoding: identity" in request
-        with contextlib.suppress(trio.BrokenResourceError):  # the client has had enough
+        with contextlib.suppress(trio.BrokenResourceError):  # the client has hung up
             await serve(stream)
 
     with trio.fail_after(NOT_MY_FAULT_S):
@@ -121,7 +121,7 @@ async def test_a_peer_that_is_being_filled_is_passed_over() -> None:
         assert await fresh.recover(url, good) == [RecoveryOutcome.RECOVERED, RecoveryOutcome.EMPTY]
 
 
-# ---- past the others
+# ---- past broken peers
 
 
 async def drip(stream: trio.SocketStream) -> None:
@@ -174,7 +174,7 @@ FIRST, SECOND = 0x1111111111111111, 0x2222222222222222
 
 
 def own_parent() -> bytes:
-    """Returns a binary dump in which a block comes behind itself."""
+    """Returns a binary dump in which a block is its own parent."""
     index = PrefixIndex(16, IngestStats())
     index.add_worker(7).store(0, [FIRST, SECOND], [1, 2])
     good = binary_of(index)
@@ -268,7 +268,7 @@ async def test_chunked_and_binary_answers_are_read() -> None:
         assert fresh.depths(1, 2)[7, 0] == (2, 2, 2)  # type: ignore[index]
 
 
-# ---- against what is registered
+# ---- with ranks registered
 
 
 async def test_another_block_size_is_refused() -> None:
@@ -333,7 +333,7 @@ async def restored() -> Replica:
 async def test_workers_that_never_register_can_be_removed() -> None:
     fresh = await restored()
     with pytest.raises(NotFound):
-        await fresh.unregister(8, rank=0)  # the dump had rank 3
+        await fresh.unregister(8, rank=0)  # the dump has only rank 3
     await fresh.unregister(8, rank=3)
     assert fresh.depths(1) == {(7, 0): (1, 1, 1)}
     await fresh.unregister(7)
@@ -398,7 +398,7 @@ async def test_a_registration_that_comes_between_two_slices_goes_first() -> None
 
 
 def crowd(workers: int) -> bytes:
-    """A dump of so many workers with one block each."""
+    """Returns a dump of so many workers with one block each."""
     stored = b'{"blocks":[{"block_hash":1,"tokens_hash":1}]}'
     one = b'{"worker_id":%d,"event":{"data":{"stored":' + stored + b"}}}"
     events = b",".join(one % number for number in range(workers))
@@ -413,7 +413,7 @@ async def test_a_dump_of_too_many_workers_is_refused_whole() -> None:
 
 
 async def test_a_dump_of_many_workers_does_not_hold_up_others() -> None:
-    """Others may run after so many workers are planned, and after so many are made."""
+    """Planning and making workers both let other tasks run in between."""
     workers, state = 20_000, Replica().state
     planned: list[Planned] = []
     rests = 0
@@ -457,7 +457,7 @@ async def test_a_rank_that_left_meanwhile_stays_away() -> None:
         return fresh.depths(1) if fresh.state.partitions else None
 
     assert await recovered(0, 1) == {(7, 1): (1, 1, 1)}
-    assert await recovered(0) is None  # an instance goes with its last registered rank
+    assert await recovered(0) is None  # the instance goes with its last registered rank
 
 
 async def test_a_rank_that_leaves_while_blocks_are_stored_stays_away() -> None:
@@ -487,12 +487,12 @@ async def test_restored_ranks_settle_when_they_have_been_listened_to(
         publishers = Publishers(fresh.state, fresh.listeners)
         nursery.start_soon(confirm_restored, fresh.state, fresh.registry, publishers)
         await trio.sleep(3 * CONFIRMED_AFTER_S)
-        assert fresh.state.unconfirmed  # pending: it may have much to tell
+        assert fresh.state.unconfirmed  # it is pending: many batches may still come
         listener.connecting()
         listener.joined()
         listener.receiving()
         await trio.sleep(2 * CONFIRMED_AFTER_S)
-        assert fresh.state.unconfirmed  # the first batch may have much replayed before it
+        assert fresh.state.unconfirmed  # a long replay may precede its first batch
         assert listener.take(5, b"")
         await trio.sleep(2 * CONFIRMED_AFTER_S)
         assert fresh.state.unconfirmed

@@ -1,4 +1,4 @@
-"""Registrations over running listeners: paused, resumed and removed at any moment."""
+"""Registrations over running listeners, paused, resumed and removed at any moment."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def stored(name: int) -> bytes:
 
 
 class Daemon:
-    """State, registry and listener tasks, and one engine."""
+    """The state, the registry, the tasks of its listeners, and one engine."""
 
     def __init__(self, nursery: trio.Nursery, context: zmq.Context, worker: Publisher) -> None:
         ready = trio.Event()
@@ -93,7 +93,7 @@ async def daemon(
 async def test_many_connect_one_by_one_once_it_is_time(
     nursery: trio.Nursery, context: zmq.Context
 ) -> None:
-    """Thousands that a file names neither delay the start nor hold up who asks meanwhile."""
+    """Thousands of ranks in a fleet file neither delay the start nor hold up clients meanwhile."""
     begin, dialer = trio.Event(), Dialer()
     tasks = ListenerTasks(nursery, context, trio.Event(), HASTY, dialer=dialer, begin=begin)
     registry = Registry(State(), tasks)
@@ -137,7 +137,7 @@ async def test_pausing_is_about_the_models_that_are_named(daemon: Daemon) -> Non
     def statuses() -> list[str]:
         return [str(each.listener.status) for each in registry.registrations()]
 
-    await until(lambda: statuses()[0] == "active")  # from here on nothing changes by itself
+    await until(lambda: statuses()[0] == "active")  # later changes come from calls alone
     body = b'{"instance_id":1,"model_name":"n"}'
     answer = await pause_listener(registry, Request("POST", "", b"", [], body))
     assert answer.status == 200 and statuses() == ["active", "paused"]
@@ -188,7 +188,7 @@ async def test_pausing_in_the_midst_of_a_replay(daemon: Daemon) -> None:
 
 async def test_a_rank_can_be_removed_in_the_midst_of_a_replay(daemon: Daemon) -> None:
     daemon.server.answer = silent
-    for _ in range(3):  # each time anew: no batch was ever accepted
+    for _ in range(3):  # the same each time, as no batch was ever accepted
         asked = len(daemon.server.requests)
         daemon.publish(5)
         await until(lambda asked=asked: len(daemon.server.requests) > asked)
@@ -235,7 +235,7 @@ async def test_an_engine_restarted_while_not_registered_is_recognised(daemon: Da
 
 @pytest.fixture
 def log() -> Iterator[Callable[[], str]]:
-    """What is logged."""
+    """Yields a function that returns the log so far."""
     with logged() as lines:
         yield lines
 
@@ -259,7 +259,7 @@ async def test_a_loss_is_said_once(daemon: Daemon, log: Callable[[], str]) -> No
 async def test_a_batch_that_is_not_understood_is_named_with_the_reason(
     daemon: Daemon, log: Callable[[], str]
 ) -> None:
-    """Also when a batch of the same turn ends the loss, and behind a gap."""
+    """It is named even if a batch of the same turn ends the loss, and also behind a gap."""
     cleared = msgpack.packb([1.5, [{"type": "AllBlocksCleared"}], None])
     daemon.worker.seq = 0
     daemon.worker.send(stored(0), b"\xc1", cleared)
@@ -283,7 +283,7 @@ async def test_a_batch_behind_a_gap_that_is_not_understood_is_named(
 async def test_an_old_removal_never_ends_a_new_registration(
     daemon: Daemon, nursery: trio.Nursery
 ) -> None:
-    """Another client removes the last of many ranks and registers it anew meanwhile."""
+    """Meanwhile another client removes the last of many ranks and registers it again."""
     ranks = 40
     for dp_rank in range(1, ranks):
         daemon.register(dp_rank)

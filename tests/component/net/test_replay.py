@@ -1,4 +1,4 @@
-"""Replays over real sockets: asked for, asked for again, ended within their limits."""
+"""Replays over real sockets: requested, requested again, ended within their limits."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Serve = Callable[..., ReplayServer]
 
 @pytest.fixture
 def serve(context: zmq.Context, nursery: trio.Nursery) -> Serve:
-    """Starts replay servers."""
+    """Returns a function that starts replay servers."""
 
     def start(answer: Answer, buffer: range = range(100)) -> ReplayServer:
         server = ReplayServer(context, answer, buffer)
@@ -46,7 +46,7 @@ def serve(context: zmq.Context, nursery: trio.Nursery) -> Serve:
 
 
 class Stream:
-    """A publisher and its listener, with batches that are the text of their number."""
+    """A publisher and its listener; each batch is its number as text."""
 
     def __init__(self, worker: Publisher, listening: Listening) -> None:
         self.worker = worker
@@ -59,7 +59,7 @@ class Stream:
             self.worker.send(b"%d" % seq)
 
     async def applied(self, *seqs: int) -> None:
-        """Waits until the last of these is applied; they must be all that ever was, in order."""
+        """Waits until the last of these is applied; exactly these must have been, in order."""
         applied = self.listening.applied
         last = b"%d" % seqs[-1]
         await until(lambda: applied and applied[-1] == last)
@@ -71,7 +71,7 @@ class Stream:
 
 @pytest.fixture
 def stream(publish: Publish, context: zmq.Context, nursery: trio.Nursery) -> Callable[..., object]:
-    """Makes streams whose listener has applied batch 0."""
+    """Returns a function that makes streams whose listener has applied batch 0."""
     replayers: dict[ReplayOptions, Replayer] = {}
 
     async def start(endpoint: str | None, replays: ReplayOptions = HASTY_REPLAYS) -> Stream:
@@ -92,8 +92,8 @@ def stream(publish: Publish, context: zmq.Context, nursery: trio.Nursery) -> Cal
 GARBAGE = answering([], [b""], [b"\0"], [b"", b"", b"", b"", b""], [b"\0" * 7, b"p"])
 ALL = [0, 1, 2, 3, 4, 5, 6]
 
-# Asked for are 1 .. 5: how it answers, what is applied in the end, how the replay ends. What is
-# missing behind something that came is asked for again; what is missing at the beginning is lost.
+# For a request of 1 .. 5: the server's answer, the batches applied in the end, how the replay ends.
+# Numbers missing behind a batch that came are requested again; those missing before are lost.
 SERVERS: dict[str, tuple[Answer, list[int], str]] = {
     "3 frames": (three_frames, ALL, "reached"),
     "4 frames": (four_frames, ALL, "reached"),
@@ -137,7 +137,7 @@ async def test_replay(stream: Callable, serve: Serve, name: str) -> None:
 async def test_what_has_not_come_is_asked_for_again_as_long_as_something_does(
     stream: Callable, serve: Serve, most: int, last_words: str
 ) -> None:
-    """A socket that has room for so many messages drops others, the end among them or not."""
+    """A socket with room for so many messages drops others, perhaps also the end marker."""
 
     async def some(server: ReplayServer, start: int, reply: Callable) -> None:
         if last_words == "the last batch" and start < 6:
@@ -158,7 +158,7 @@ async def test_what_has_not_come_is_asked_for_again_as_long_as_something_does(
 
 
 async def test_what_is_asked_for_again_ends(stream: Callable, serve: Serve) -> None:
-    """A number that its engine has spent without a batch comes in no answer."""
+    """No answer has the numbers for which the engine kept no batch; requests for them must end."""
     server = serve(three_frames)
     server.buffer.pop(3)
     server.buffer.pop(5)
@@ -357,7 +357,7 @@ class TestCancelled:
 async def test_what_a_full_queue_drops_is_counted_or_replayed(
     context: zmq.Context, nursery: trio.Nursery, serve: Serve, repaired: bool
 ) -> None:
-    """Exactly: every number is applied once, or counted as lost."""
+    """Every number is either applied once or counted as lost."""
     padding, total = b" " * 20_000, 2000
     worker = Publisher(context, send_queue=10)
     server = serve(four_frames)

@@ -29,7 +29,7 @@ async def process(nursery: trio.Nursery, context: zmq.Context) -> Process:
 
 
 async def ask(replicas: Replicas, path: str, body: bytes | None = None) -> tuple[int, Any]:
-    """Returns status and body of the answer; raises what a handler raises."""
+    """Returns status and body of the answer; raises what the handler raises."""
     method = "GET" if body is None else "POST"
     (route,) = (each for each in routes(replicas) if (each.method, each.path) == (method, path))
     answer = route.handler(Request(method, path, b"", [], body or b""))

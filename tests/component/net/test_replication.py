@@ -1,4 +1,4 @@
-"""The replica plane over real sockets: processes that tell each other, and some that misbehave."""
+"""The replica plane over real sockets: processes that exchange events, some of which misbehave."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ async def test_each_follows_the_other(
     other.do(event(Step.PREFILL_COMPLETE, "a"))
     process.do(event(Step.FREE, "b"))
     await until(lambda: process.ledger.live == other.ledger.live == {"a": (7, 0)})
-    # What was heard is not said again.
+    # Events of others are not sent on.
     assert process.stats.own == other.stats.own == 0
     assert (process.stats.applied, other.stats.applied) == (2, 2)
 
@@ -122,7 +122,7 @@ async def test_events_in_any_order_often_or_never_leave_what_they_say(
 async def test_replicas_that_miss_nothing_agree(
     process: Process, nursery: trio.Nursery, context: zmq.Context
 ) -> None:
-    """Each admits requests of its own; either may end any of them."""
+    """Each admits requests of its own; either may end any request."""
     rng = random.Random(1)
     pair = [process, await start(nursery, context)]
     await pair[0].hears(pair[1])
@@ -200,7 +200,7 @@ async def test_an_event_that_nobody_would_read_is_not_published(process: Process
 async def stuck_subscriber(
     endpoint: str, version: bytes = b"\3\0"
 ) -> AsyncIterator[trio.SocketStream]:
-    """Subscribes and never reads again."""
+    """Yields a connection of a subscriber that never reads."""
     host, port = endpoint.removeprefix("tcp://").split(":")
     async with await narrow_stream(host, int(port)) as stream:
         await shake_hands(stream, b"SUB", version)
@@ -227,14 +227,14 @@ async def test_a_stuck_subscriber_costs_nobody_else_anything(
             speaker.do(event(Step.FREE, request))
             await until(lambda: healthy.ledger.live == speaker.ledger.live)
     assert len(requests) > 8
-    # Told of once, see `Publisher.send`, and again only after the kernel has taken half a queue.
+    # `Publisher.send` reports an overflow once, and again only after half a queue was sent.
     assert 1 <= speaker.stats.overflows <= 1 + len(requests) // (patient.queue_messages // 2)
 
 
 async def test_who_subscribes_and_leaves_again_and_again_fills_no_memory(
     process: Process,
 ) -> None:
-    """Left to itself, libzmq keeps 11 KB of each until the next call on the socket."""
+    """Without calls on the socket, libzmq would keep 11 KB for each."""
 
     async def flap(times: int) -> None:
         for _ in range(times):
@@ -251,7 +251,7 @@ async def test_who_subscribes_and_leaves_again_and_again_fills_no_memory(
 
 
 async def test_a_frozen_subscriber_is_cut_off(process: Process) -> None:
-    """One that knows heartbeats does not answer them, as its process is stopped."""
+    """Its ZMTP version has heartbeats, but it answers none, as if its process were stopped."""
     async with stuck_subscriber(process.endpoint, version=b"\3\1") as stream:
         with trio.fail_after(NOT_MY_FAULT_S), pytest.raises(trio.BrokenResourceError):
             while True:
@@ -336,7 +336,7 @@ async def test_garbage_is_counted_and_what_follows_is_applied(
     publisher = publish()
     await listening_to(process, publisher)
     publisher.send_frames(*sent)
-    publisher.send_frames(b"dynamo.session-affinity.v1", b"")  # never asked for
+    publisher.send_frames(b"dynamo.session-affinity.v1", b"")  # a topic not subscribed to
     send(publisher, add("a"))
     await until(lambda: "a" in process.ledger.live)
     stats = process.stats
@@ -551,7 +551,7 @@ async def test_the_end_leaves_no_socket(context: zmq.Context) -> None:
                 process.replicas.register("tcp://127.0.0.1:1")
                 send(publisher, *(add(f"r{number}") for number in range(1000)))
                 nursery.cancel_scope.cancel()
-    process.plane.publish(add("late"))  # a request that is answered at the very end
+    process.plane.publish(add("late"))  # as by a request that is answered at the very end
     with trio.fail_after(NOT_MY_FAULT_S):
         await trio.to_thread.run_sync(context.term)  # waits for sockets that are open
     assert open_descriptors() <= before

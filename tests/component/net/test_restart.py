@@ -1,4 +1,4 @@
-"""An engine that is started again, over real sockets: its old blocks go, its new ones count."""
+"""An engine that restarts, over real sockets: its old blocks go, its new ones count."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Publish = Callable[..., Publisher]
 
 
 class Engine:
-    """One engine life after another at the same publishing address, with a replay server."""
+    """An engine that restarts at the same address, with a replay server."""
 
     def __init__(self, context: zmq.Context, publish: Publish) -> None:
         self._publish = publish
         self.worker = publish()
         self.server = ReplayServer(context, three_frames)
-        self.life = 0  # what its batches say
+        self.life = 0  # number of the process, in each of its batches
         self.restarts = 0
 
     async def restart(self) -> None:
@@ -33,7 +33,7 @@ class Engine:
         self.restarts += 1
         endpoint = self.worker.endpoint
         with trio.fail_after(NOT_MY_FAULT_S):
-            while True:  # libzmq frees an address some time after the close
+            while True:  # libzmq frees an address only some time after the close
                 try:
                     self.worker = self._publish(endpoint)
                     return
@@ -48,7 +48,7 @@ class Engine:
         return [self.batch(seq) for seq in range(stop)]
 
     def keep(self, *seqs: int) -> None:
-        """Publishes where nobody hears it."""
+        """Publishes batches that no listener receives, but the replay server keeps."""
         for seq in seqs:
             self.server.buffer[seq] = self.batch(seq)
 
@@ -102,7 +102,7 @@ def ended(listening: Listening) -> list[str]:
 async def test_it_comes_back_and_says_nothing(
     engine: Engine, context: zmq.Context, nursery: trio.Nursery, said_since: int
 ) -> None:
-    """Its replay server has nothing from the last number on, so it is another one."""
+    """Its replay server has no batch from the last number on, so it is another engine."""
     listening = await listen(engine, context, nursery)
     engine.send(*range(58))
     await until(lambda: len(listening.applied) == 58)
@@ -122,7 +122,7 @@ async def test_it_comes_back_and_says_nothing(
 async def test_a_connection_is_lost_and_the_engine_says_nothing(
     engine: Engine, context: zmq.Context, nursery: trio.Nursery, missed: int
 ) -> None:
-    """It is the same one, and what it has said meanwhile is brought."""
+    """It is the same engine, and a replay brings the batches published meanwhile."""
     listening = await listen(engine, context, nursery)
     engine.send(*range(58))
     await until(lambda: len(listening.applied) == 58)
@@ -154,7 +154,7 @@ async def test_who_does_not_answer_is_asked_again(
 async def test_what_was_brought_and_comes_live_as_well_is_no_restart(
     engine: Engine, context: zmq.Context, nursery: trio.Nursery
 ) -> None:
-    """More than the batches that are remembered by their content."""
+    """There are more of them than batches whose content is remembered."""
     listening = await listen(engine, context, nursery)
     engine.send(*range(5))
     await until(lambda: len(listening.applied) == 5)
@@ -198,7 +198,7 @@ async def test_it_begins_with_0(
 async def test_it_is_heard_late(
     engine: Engine, context: zmq.Context, nursery: trio.Nursery
 ) -> None:
-    """What the new engine had published before it was heard is replayed from 0."""
+    """Batches that the new engine published before it was heard are replayed from 0."""
     listening = await listen(engine, context, nursery)
     engine.send(*range(58))
     await until(lambda: len(listening.applied) == 58)
@@ -216,7 +216,7 @@ async def test_it_is_heard_late(
 async def test_it_has_come_as_far_as_the_old_one(
     engine: Engine, context: zmq.Context, nursery: trio.Nursery, first_heard: int
 ) -> None:
-    """No number goes back; only the replay shows that the last batch is another one."""
+    """No number goes back; only the replay shows that the last batch is a different one."""
     listening = await listen(engine, context, nursery)
     engine.send(*range(5))
     await until(lambda: len(listening.applied) == 5)

@@ -1,4 +1,4 @@
-"""Messages to the service manager arrive, and hold nothing up where none listens."""
+"""Messages to the service manager arrive, and delay nothing if none listens."""
 
 from __future__ import annotations
 

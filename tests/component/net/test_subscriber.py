@@ -1,4 +1,4 @@
-"""ZMTP as kvd speaks it: any bytes in any pieces, and real publishers of libzmq."""
+"""kvd's own ZMTP: any bytes in any pieces, and real publishers of libzmq."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from kvd_core.zmq.subscriber import LOST, NO_HANDSHAKE, Subscriber
 from tests.support.zmtp_fakes import GREETING, large_frame, message, ready, until
 
 FOREVER_NS = 10**12
-LIMIT = 1000  # bytes of a frame
-BESIDES = 64 * 1024  # bytes of a message beside its largest frame
+LIMIT = 1000  # most bytes of a frame
+BESIDES = 64 * 1024  # most bytes of a message's other frames
 NEWER = GREETING.replace(b"\3\0", b"\3\1")
 READY = b"\4\x19\5READY\x0bSocket-Type\0\0\0\3SUB"
 WRONG = "protocol error"
@@ -44,7 +44,7 @@ class End:
         self.heard: list[bytes] = []
 
     def hear(self, data: bytes) -> None:
-        """Receives these bytes and takes what they complete."""
+        """Has the subscriber receive these bytes and take the messages that they complete."""
         if data:
             self.far.sendall(data)
         if not self.subscriber.joined:
@@ -57,7 +57,7 @@ class End:
         )  # fmt: skip
 
     def said(self) -> bytes:
-        """Returns what the subscriber has sent since."""
+        """Returns the bytes that the subscriber has sent since the last call."""
         try:
             return self.far.recv(100_000)
         except BlockingIOError:
@@ -297,7 +297,7 @@ async def test_libzmqs_publishers_are_heard(
             return last in heard
 
         def ask(last: bytes) -> bool:
-            """It tells nobody when it knows of a subscription."""
+            """Sends a message; libzmq does not report when a subscription has taken effect."""
             publisher.send_multipart([b"b", bytes(8), last])
             return take(last)
 
@@ -307,7 +307,7 @@ async def test_libzmqs_publishers_are_heard(
         publisher.send_multipart([b"kv", bytes(8), b"last"])
         await until(lambda: take(b"last"))
         assert [each for each in heard if each != b"first"] == [b"a", b"c" * 500, b"last"]
-        reads = subscriber.reads  # from here on it only pings
+        reads = subscriber.reads  # from now on only pings come
         await until(lambda: take(b"last") and subscriber.reads >= reads + 3)
         assert subscriber.fault is None
         subscriber.unsubscribe()

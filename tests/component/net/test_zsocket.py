@@ -44,7 +44,7 @@ async def test_receive_waits_for_messages(pair: Pair) -> None:
 
 
 async def test_messages_that_come_while_sending_wake_the_receiver(pair: Pair) -> None:
-    """A send takes libzmq's one signal for what has arrived; the receiver must not rely on it."""
+    """A send consumes libzmq's only signal for arrivals; the receiver must not rely on it."""
     left, right = pair
     received: list[list[bytes]] = []
     with trio.fail_after(NOT_MY_FAULT_S):
@@ -88,6 +88,6 @@ async def test_unsent_messages_do_not_hold_up_the_end(context: zmq.Context) -> N
 
 
 async def test_there_is_room_for_thousands_of_listeners(context: zmq.Context) -> None:
-    sockets = [ZSocket(context, zmq.SUB, {}) for _ in range(1100)]  # libzmq's default ends at 1023
+    sockets = [ZSocket(context, zmq.SUB, {}) for _ in range(1100)]  # libzmq's default limit is 1023
     for socket in sockets:
         socket.close()
