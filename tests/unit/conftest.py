@@ -1,11 +1,9 @@
-"""Holds a unit test to its process, without sockets, and to a quarter of a second of CPU time.
+"""Keeps unit tests from processes and sockets, and with `--quick` within 0.25 s of CPU time.
 
-The latter where `--quick` asks for that.
-
-Clocks on the wall say how busy the machine is, and so, a little, does CPU time: it grows with
-whatever shares caches and cores, and a virtual machine may count the time that it was not run. So
-a test over the limit is run again, its best run counts, and the limit grows by as much as a fixed
-piece of work has become slower. Nothing is measured again where the first run is within it.
+Wall-clock time depends on how busy the machine is. CPU time does so a little, too: it grows with
+whatever shares caches and cores, and a virtual machine may count time in which it did not run. So a
+test over the limit is run again, its best run counts, and the limit grows by the factor by which a
+fixed piece of work has become slower. A test whose first run is within the limit is not run again.
 """
 
 from __future__ import annotations
@@ -23,8 +21,8 @@ LIMIT_S = 0.25
 AGAIN = 2  # further runs of a test over the limit
 ADVICE = "do less in it, or mark it @pytest.mark.slow(reason); see docs/contributing.md"
 
-WORK_S = 0.010  # what `work` took on the machine where LIMIT_S was chosen, when nothing else ran
-# What a first run may add on the side is not a test's: a run that cannot be repeated is not judged.
+WORK_S = 0.010  # time of `work` on the machine where LIMIT_S was chosen, when nothing else ran
+# Failures of a repeated run. It is not judged then: the first run may have left state behind.
 CANNOT_REPEAT = (Exception, pytest.fail.Exception, pytest.skip.Exception)
 
 
@@ -46,13 +44,13 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 
 def is_held(item: pytest.Item) -> bool:
-    """Whether the limit is meant for this test in this run: not in a longer or a slower one."""
+    """Whether the limit applies: not to slow tests, longer runs or debug builds."""
     usual = BUDGET == 1 and os.environ.get("KVD_DEBUG") != "1"
     return usual and item.config.getoption("quick") and item.get_closest_marker("slow") is None
 
 
 def best_of(run: Callable[[], object]) -> float:
-    """Returns the least CPU time of several runs, 0 where one fails that has passed before."""
+    """Returns the least CPU time of several runs, 0 if one fails although the first one passed."""
     try:
         return min(cpu_s(run) for _ in range(AGAIN))
     except CANNOT_REPEAT:
@@ -60,7 +58,7 @@ def best_of(run: Callable[[], object]) -> float:
 
 
 def slowness() -> float:
-    """Returns how many times slower than LIMIT_S was meant for this machine is now, at least 1."""
+    """Returns how many times slower the machine is now than when LIMIT_S was chosen, at least 1."""
     return max(1.0, best_of(work) / WORK_S)
 
 

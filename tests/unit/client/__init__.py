@@ -1,1 +1,1 @@
-"""The client without a socket: calls, attempts, answers."""
+"""Tests of the client without a socket: calls, attempts, answers."""

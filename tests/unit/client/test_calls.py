@@ -1,4 +1,4 @@
-"""The client's calls beside the OpenAPI documents: every route, every member, every answer."""
+"""The client's calls against the OpenAPI documents: every route, every member, every answer."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ FACES: dict[str, type[Face[Any]]] = {
     "conductor": Conductor,
     "gateway": Gateway,
 }
-# Members that say what another one says, or nothing at all.
+# Members that repeat another one, or have no effect.
 UNSENT = {
     "routing_group",  # tenant_id
-    *("model", "model_name", "modelname"),  # the face knows one of them, or all
+    *("model", "model_name", "modelname"),  # a face has one of them, or all
     "additional_salt",
     "additionalsalt",
     "block_hash",  # seq_hashes
     "block_hashes",
 }
-RANKS = {"pattern": "^(0|[1-9][0-9]*)$"}  # of the names of members
+RANKS = {"pattern": "^(0|[1-9][0-9]*)$"}  # schema of members that are named by a rank
 UNSENT_TO = {
     "POST /query_by_hash": {"cache_salt"},  # no effect on the indexer
     "POST /select_and_reserve": {"advisory"},  # cannot be booked
     "PATCH /workers/{worker_id}": {"worker_id", "model_name", "tenant_id"},  # never change
-    "GET /services": {"verbose"},  # of the dialect in msgpack
+    "GET /services": {"verbose"},  # only for the msgpack dialect
 }
 
 
@@ -60,7 +60,7 @@ def operations(face: str) -> dict[str, dict[str, Any]]:
 
 
 def asked_of(face: str) -> dict[str, Asked[Any, Any]]:
-    """Returns the calls of a face by their names."""
+    """Returns the calls of a face by name."""
     found = ((name, getattr(FACES[face], name)) for name in dir(FACES[face]))
     return {name: each for name, each in found if isinstance(each, Asked)}
 
@@ -87,7 +87,7 @@ def test_every_route_is_a_call(face: str) -> None:
 
 
 def parameters(make: Any) -> dict[str, Any]:
-    """Returns the types of a call's arguments by name, those of a TypedDict one by one."""
+    """Returns the types of a call's arguments by name, with the members of a TypedDict."""
     hints = get_type_hints(make)
     found: dict[str, Any] = {}
     for name in list(signature(make).parameters)[1:]:
@@ -109,7 +109,7 @@ def sample(kind: Any) -> Any:
 
 
 def played(each: Asked[Any, Any]) -> Call[Any]:
-    """Returns the call with every argument given."""
+    """Returns the call, made with every argument."""
     given = {name: sample(kind) for name, kind in parameters(each.make).items()}
     call: Call[Any] = each.make(None, **given)
     return call
@@ -165,7 +165,7 @@ def test_ranks_name_members() -> None:
 
 
 def misfits(schema: dict[str, Any], kind: Any, path: str) -> Iterator[str]:
-    """Yields where values of a schema are not read as this type, or not all of them."""
+    """Yields the paths where values of a schema do not fit the type that they are read as."""
     if kind is Any:
         return
     if choices := schema.get("anyOf"):
@@ -256,7 +256,7 @@ def test_answers_are_read_as_they_are_documented(face: str, each: Asked[Any, Any
             elif kind == "application/json":
                 schema = media["schema"]
                 if status == 503:
-                    schema = schema["anyOf"][0]  # the other one is a refusal
+                    schema = schema["anyOf"][0]  # the other alternative is a refusal
                 assert list(misfits(schema, each.answer, "answer")) == []
 
 

@@ -1,4 +1,4 @@
-"""A call's attempts: what is sent again, after which pause, and what it all comes to."""
+"""A call's attempts: when it is sent again, after which pause, and its result."""
 
 from __future__ import annotations
 
@@ -140,7 +140,8 @@ def test_an_end_that_is_repeated_finds_nothing() -> None:
     made.begin()
     made.answered(refused(404))
     assert made.result() is None
-    for was_sent, ends in ((False, True), (True, False)):  # it cannot have done that; it does not
+    # The lost attempt cannot have had an effect: it was not sent, or its call ends nothing.
+    for was_sent, ends in ((False, True), (True, False)):
         made = exchange(ends=ends, kind=type(None))
         made.begin()
         made.lost(BROKEN, was_sent)
@@ -154,7 +155,7 @@ def test_what_may_have_an_effect() -> None:
     made = exchange()
     assert not made.may_have_effect
     made.begin()
-    assert made.may_have_effect  # it may be cancelled here
+    assert made.may_have_effect  # in case it is cancelled here
     made.lost(BROKEN, was_sent=False)
     assert not made.may_have_effect
     made.begin()
@@ -164,7 +165,7 @@ def test_what_may_have_an_effect() -> None:
     made.lost(BROKEN, was_sent=True)
     made.begin()
     made.answered(refused(400))
-    assert made.may_have_effect  # the lost one
+    assert made.may_have_effect  # the lost attempt may have had one
     made = exchange()
     made.begin()
     made.answered(Reply(200, "", b"nonsense"))

@@ -1,4 +1,4 @@
-"""Answers are read into typed values; what does not fit says where."""
+"""Answers are read into typed values; an error names the member that does not fit."""
 
 from __future__ import annotations
 

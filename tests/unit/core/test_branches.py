@@ -1,4 +1,4 @@
-"""The tree, walked a level at a time, has every block and everyone who holds it."""
+"""Walking the tree level by level yields every block and every rank that holds it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tests.support.budget import scaled
 
 Place = tuple[int, int]  # node, first hash
 
-LIMIT = 3  # chains of a page: siblings are more
+LIMIT = 3  # chains of a page; some have more siblings
 TIERS = 4
 
 
 def listed(index: PrefixIndex, above: Place | None = None) -> list[Branch]:
-    """Returns all chains below one, taken page by page."""
+    """Returns all chains below a place, fetched page by page."""
     found: list[Branch] = []
     after, more = None, True
     while more:
@@ -61,7 +61,7 @@ def test_a_walk_meets_every_block_and_holder_once(seed: int) -> None:
         tier = chance.randrange(TIERS)
         prompt = [chance.randrange(4) + 10 * depth for depth in range(chance.randint(1, 6))]
         paths = [tuple(prompt[:end]) for end in range(1, len(prompt) + 1)]
-        # What a rank calls a block, unlike any other path's.
+        # A rank's names of blocks, different for each path.
         names = [hash(path) % 2**64 for path in paths]
         worker.store(dp_rank, names, prompt, tier=tier)
         held.setdefault((tier, worker_id, dp_rank), set()).update(paths)
@@ -104,7 +104,7 @@ def test_a_chain_that_has_gone_is_not_found() -> None:
     place = top.node, top.first
     (below, _) = branches(index, place, None, 64)
     assert [each.first for each in below] == [3, 2]
-    with pytest.raises(LookupError):  # no sibling of those below it
+    with pytest.raises(LookupError):  # a chain is not a sibling of those below it
         branches(index, place, place, 64)
     with pytest.raises(LookupError):
         branches(index, (top.node, top.first + 1), None, 64)

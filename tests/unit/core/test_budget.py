@@ -1,4 +1,4 @@
-"""A budget of blocks: what is refused, what stays right, what makes room again."""
+"""A budget of blocks: which stores are refused, what stays correct, what makes room again."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def make(budget: Budget) -> tuple[PrefixIndex, Worker]:
 
 
 def prompt(number: int) -> range:
-    """Returns names and contents of one prompt."""
+    """Returns the names of one prompt's blocks, which are also their contents."""
     return range(number * 1000 + 1, number * 1000 + 1 + RUN)
 
 
@@ -72,7 +72,7 @@ def test_what_is_told_again_needs_no_room() -> None:
     worker.drop(0, names)
     index.verify()
     assert index.stats()["copies"] == 1 and budget.refused == 0
-    assert not worker.store_named(0, [999], 1)  # nothing is set aside, either
+    assert not worker.store_named(0, [999], 1)  # nothing is parked, either
     assert (index.stats()["parked_now"], budget.refused) == (0, 1)
 
 
@@ -99,10 +99,10 @@ def test_indexes_share_a_budget_and_give_it_back() -> None:
 
 
 def test_a_cleared_rank_makes_room_at_once() -> None:
-    """Before anything is swept, for as many blocks as it had.
+    """There is room for as many blocks as it had, before anything is swept.
 
-    A chain is found by any of its names, in the order of a table that nobody knows; so chains are
-    long, and the work of one store always meets another.
+    A store frees old chains as it meets their names in a table, in an unknown order. So chains are
+    long here, to make sure that the work of one store always meets another one.
     """
     blocks = 400
     budget = Budget(5 * blocks)
@@ -131,7 +131,7 @@ def test_a_lower_bound_drops_nothing_and_none_takes_all() -> None:
 
 
 def test_names_of_what_was_dropped_leave_room() -> None:
-    """A rank that offloads has them remembered, for as long as nobody needs the room."""
+    """An offloading rank's dropped names are remembered until their room is needed."""
     budget = Budget(LIMIT)
     index, worker = make(budget)
     worker.store_named(0, [], 1)
@@ -155,7 +155,7 @@ def test_a_stream_says_that_it_has_found_no_room() -> None:
     whole, more = stored(prompt(0)), stored(prompt(1))
     assert stream.apply(msgpack.packb([0.0, [whole]])) == NEW_RANK
     assert stream.apply(msgpack.packb([0.0, [more]])) == NO_ROOM
-    assert stream.apply(msgpack.packb([0.0, [stored(prompt(1), 5)]])) == NO_ROOM  # no such parent
+    assert stream.apply(msgpack.packb([0.0, [stored(prompt(1), 5)]])) == NO_ROOM  # unknown parent
     assert index.counters.as_dict()["ignored"]["full"] == 2
     cleared = ["AllBlocksCleared"]
     assert stream.apply(msgpack.packb([0.0, [more, cleared]])) & NO_ROOM == 0
@@ -173,7 +173,7 @@ def test_publishers_share_it() -> None:
     assert source.store(*told, names, tokens, None, 0) == "placed"
     assert source.store(*told, names, tokens, None, 0) == "placed"
     assert source.store(*told, [7], [7], None, 0) == "full"
-    assert source.store(*told, [7], [7], 999, 0) == "full"  # it would wait for its parent
+    assert source.store(*told, [7], [7], 999, 0) == "full"  # its parent is unknown
     assert source.store_named(*told, [7], 0) == "full"
     assert source.store_named(0, 0, "CPU", names[:1], 0) == "placed"
     assert not worker.store(0, [7], [7])
@@ -208,7 +208,7 @@ def step(index: PrefixIndex, worker: Worker, what: str, rank: int, path: tuple[i
         worker.store(rank, blocks, blocks, parent)
     elif what == "branch":
         worker.store(rank, [each + 100 for each in blocks], blocks, parent)
-    elif what == "rename":  # the same names mean something else from now on
+    elif what == "rename":  # the same names mean other blocks from now on
         worker.store(rank, blocks, [each + 50 for each in blocks], parent)
     elif what == "drop":
         worker.drop(rank, blocks)
@@ -228,7 +228,7 @@ def test_nothing_is_credited_that_an_index_without_bound_does_not_credit(
         step(bounded, some, *each)
         step(whole, all_, *each)
         assert budget.blocks == bounded.stats()["blocks"]
-        # What had been set aside while there was room comes on top.
+        # Blocks that were parked while there was room come on top.
         beyond = bounded.stats()["unparked"]
         assert max(budget.blocks, budget.pairs) <= bound + beyond
     for path in (*PATHS, *([each + 50 for each in path] for path in PATHS)):

@@ -18,7 +18,7 @@ from tests.support.budget import scaled
 RANKS = ((7, 0), (7, 1), (9, 0))
 TIERS = 4
 BLOCKS = 4  # different blocks at a depth
-DEEPEST = 7  # blocks of a prompt, all of which are in a key
+DEEPEST = 7  # blocks of a prompt at most, so that a key has all of them
 MOST = 1000  # steps of a trace that are kept
 
 
@@ -32,12 +32,12 @@ def name_of(path: Path) -> int:
 
 @dataclass
 class Remembered:
-    """A rank, with all that has ever happened to its blocks."""
+    """A rank, with everything that has happened to its blocks."""
 
     rank: ModelRank = field(default_factory=ModelRank)
-    # By tier and path: why it went and when; None: it is held.
+    # By tier and path: why the block went and when, None while it is held.
     story: dict[tuple[int, Path], tuple[str, float] | None] = field(default_factory=dict)
-    runs: list[tuple[int, Path, float]] = field(default_factory=list)  # as they were stored
+    runs: list[tuple[int, Path, float]] = field(default_factory=list)  # in the order of stores
     clears: list[tuple[int, float]] = field(default_factory=list)
 
     def held(self) -> set[tuple[int, Path]]:
@@ -56,7 +56,7 @@ class Remembered:
             self.story[each] = why, now
 
     def why(self, prompt: Path, tier: int, depth: int) -> tuple[str, float | None]:
-        """Returns why a block of a prompt is not held, and since when if that has happened."""
+        """Returns why a block of a prompt is not held, and since when if it was lost."""
         if depth == len(prompt):
             return "end_of_prompt", None
         place = tier, prompt[: depth + 1]
@@ -65,7 +65,10 @@ class Remembered:
         return self.story.get(place) or ("never_stored", None)
 
     def is_left_in_doubt(self, prompt: Path, tier: int, depth: int) -> bool:
-        """Says whether a run was cleared that the prompt leaves, or ends in, around a block."""
+        """Returns whether the prompt leaves, or ends in, a cleared run that reaches beyond a block.
+
+        Then the chronicle may not know the reason for that block.
+        """
         return any(
             len(run) > depth
             and run != prompt[: len(run)]
@@ -175,7 +178,7 @@ def test_why_it_ends_agrees_with_the_model(seed: int) -> None:
 
 
 def check_all(model: Remembered, prompt: Path, row: Traced) -> None:
-    """The end of all tiers is the last loss of any, if there was one."""
+    """Checks the end across all tiers: its reason is the last loss on any tier, if there is one."""
     whys = [model.why(prompt, tier, row.all.depth) for tier in range(TIERS)]
     if row.all.depth == len(prompt):
         assert row.all.why == "end_of_prompt"
@@ -254,7 +257,7 @@ def test_what_was_overwritten_is_not_known() -> None:
     for name in range(20, 23):
         worker.store(0, [name], [name])
     assert (chronicle.capacity, chronicle.noted, chronicle.overwritten) == (4, 5, 1)
-    assert ended(index, worker, [1]) == (0, "evicted", 0.0)  # that it was stored is not there
+    assert ended(index, worker, [1]) == (0, "evicted", 0.0)  # though its store is overwritten
     worker.store(0, [23], [23])
     assert ended(index, worker, [1]) == (0, "unknown", None)
     quiet = index.add_worker(2)
@@ -262,7 +265,7 @@ def test_what_was_overwritten_is_not_known() -> None:
     trace = Trace(index, packed([1]), None, MOST)
     trace.add(quiet, 0)
     trace.go_on(1000)
-    assert trace.rows()[2, 0].all.why == "never_stored"  # whatever others do
+    assert trace.rows()[2, 0].all.why == "never_stored"  # whatever other ranks do
 
 
 def test_equal_blocks_behind_other_prompts_are_others() -> None:
@@ -278,7 +281,7 @@ def test_blocks_are_told_apart_in_long_chains() -> None:
     index, worker, _ = cold_index()
     blocks = list(range(1, 41))
     worker.store(0, [1000 + each for each in blocks], blocks)
-    worker.store(0, [2000], [99], 1020)  # which splits the chain
+    worker.store(0, [2000], [99], 1020)  # splits the chain
     worker.drop(0, [1000 + each for each in reversed(blocks[10:])])
     assert ended(index, worker, blocks) == (10, "evicted", 0.0)
     other = [*blocks[:10], 77]
@@ -349,7 +352,7 @@ def test_a_prompt_is_recalled_as_far_as_the_tree_goes() -> None:
     sequences = packed(sequence_hashes(prompt))
     assert recalled(index, sequences) == b""
     worker.store(0, [100 + each for each in prompt[:8]], prompt[:8])
-    worker.store(0, [300], [77], 104)  # another way to go on
+    worker.store(0, [300], [77], 104)  # another continuation
     assert recalled(index, sequences) == packed(prompt[:8])
     other = [*prompt[:4], 77, 78]
     assert recalled(index, packed(sequence_hashes(other))) == packed(other[:5])

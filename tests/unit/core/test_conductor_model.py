@@ -1,4 +1,4 @@
-"""The conductor's core against the slow model, through random lives of a small fleet."""
+"""The conductor's core against the slow model, in random lives of a small fleet."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SCOPES = (("", ""), ("adapter", ""), ("", "salt"))
 SPACES = [namespace(*scope) for scope in SCOPES]
 WORKER = "9"  # an instance that is a worker of the index
 
-Path = tuple[int, ...]  # one digit a block: there are few, so prompts share prefixes
+Path = tuple[int, ...]  # one digit for each block: so few that prompts share prefixes
 
 
 @dataclass
@@ -41,10 +41,10 @@ def tokens(path: Path) -> list[int]:
 
 
 class Life:
-    """One index and its model, and what is done to both."""
+    """One index and its model, with steps that change both."""
 
     def __init__(self, seed: int, hash_seed: int, others: int = 0) -> None:
-        """Begins with so many `others`: blocks of the index that no prompt here has."""
+        """Begins with so many `others`, blocks in the index that no prompt here has."""
         self.random = random.Random(seed)
         self.hash_seed = hash_seed
         self.index = PrefixIndex(BLOCK_SIZE, IngestStats())
@@ -63,14 +63,14 @@ class Life:
             self.register()
 
     def begin_late(self, others: int) -> None:
-        """Goes on with a conductor that finds blocks without sequence hashes."""
+        """Replaces the index by one that has blocks without sequence hashes, and its conductor."""
         self.index = PrefixIndex(BLOCK_SIZE, IngestStats())
         self.worker = self.index.add_worker(int(WORKER))
         self.worker.register(0)
         for _ in range(8):
             self.store_at_worker()
         other = self.index.add_worker(0)
-        for name in range(100_000, 100_000 + others):  # which nobody else calls a block
+        for name in range(100_000, 100_000 + others):  # names that no other block has
             other.store(0, [name], [self.random.getrandbits(64)])
         self.conductor = Conductor(self.index, self.hash_seed)
 
@@ -81,7 +81,7 @@ class Life:
         return sequence_hashes(tokens(path), BLOCK_SIZE, self.hash_seed)[-1]
 
     def called(self, who: str, space: int, path: Path) -> int:
-        """What an instance's engine calls a block."""
+        """Returns the name that an instance's engine gives a block."""
         key = who, space, path
         return self.names.setdefault(key, 1000 + len(self.names))
 
@@ -90,7 +90,7 @@ class Life:
             return self.sequence(path)
         return self.called(like or publisher.instance, space, path)
 
-    # ---- what may happen
+    # ---- steps
 
     def register(self) -> None:
         instance = self.random.choice("ab")
@@ -130,7 +130,7 @@ class Life:
         like = self.random.choice(("", "", "standard"))
         by_engine = like == "" and self.random.random() < 0.5
         hashes = [self.name(publisher, space, path[: i + 1], like) for i in range(start, len(path))]
-        # An engine's hash means the same in all namespaces, a standard one does not.
+        # An engine's hash means the same block in all namespaces, a standard one does not.
         others = ("a", "b") if by_engine else ("standard", "a", "b")
         parent_like = self.random.choice((like, like, like, *others))
         parent = self.name(publisher, space, path[:start], parent_like) if start else None
@@ -191,7 +191,7 @@ class Life:
 
     def drop_at_worker(self) -> None:
         known = [hash for _, hash in self.plain_worker.names]
-        # Only the last of a path: behind a hole the worker would park what comes next.
+        # Drop only ends of paths: behind a hole the worker would park the next blocks.
         ends = {self.called(WORKER, 0, path) for who, _, path in list(self.names) if who == WORKER}
         whole = {path for who, _, path in self.names if who == WORKER}
         inner = {
@@ -210,11 +210,11 @@ class Life:
         self.index.sweep(self.random.choice((1, 10, 1000)))
 
     def drop_idle(self) -> None:
-        """Changes nothing that anybody could see."""
+        """Drops idle state, which no answer shows."""
         self.random.choice(self.publishers).source.drop_idle()
 
     def restart(self) -> None:
-        """Another process goes on with what was kept; of second copies it knows nothing."""
+        """Has another process restore the kept state, which does not include second copies."""
         enough, steps = self.random.choice((1, 300, 65536)), self.random.choice((1, 100, 100_000))
         sources = [each.source for each in self.publishers]
         (workers,) = read(binary_of(self.index, enough), binary=True)
@@ -263,7 +263,7 @@ class Life:
         self.random.choices(steps, weights)[0](self)
         self.conductor.verify()
 
-    # ---- what must be the same
+    # ---- comparisons
 
     def compare(self) -> None:
         registered: dict[str, set[int]] = {each.instance: {0} for each in self.publishers}
@@ -280,7 +280,7 @@ class Life:
             assert self.shown(by_hashes) == self.shown(wanted)
 
     def compare_counts(self) -> None:
-        """What each publisher holds, and whether it had the first block of a question."""
+        """Compares each publisher's block counts, and whether it has a question's first block."""
         path = (self.random.randrange(2),)
         scope = self.random.randrange(len(SCOPES))
         first = SPACES[scope], self.sequence(path)
@@ -296,7 +296,7 @@ class Life:
             counts = publisher.source.stats()
             assert counts["asked"] == was["asked"] + 1
             assert counts["matched"] == was["matched"] + has
-            # The core finds a place for some that the model keeps aside, and counts as their block.
+            # The core places some names that the model keeps aside and counts as their block.
             held, more = sum(map(len, named)), sum(len(each.media) for each in aside)
             assert held <= counts["blocks"] <= held + more
             assert counts["waiting"] <= len(aside)
@@ -312,7 +312,7 @@ class Life:
 @pytest.mark.slow("compares all answers after each step")
 @pytest.mark.parametrize("seed", range(LIVES // 4))
 def test_random_lives_while_sequence_hashes_are_made(seed: int) -> None:
-    """In a partition that has blocks when the first publisher comes, and more meanwhile."""
+    """The partition has blocks when the first publisher comes, and gets more meanwhile."""
     life = Life(seed, hash_seed=1337, others=3000)
     assert not life.conductor.sequence(0)
     for _ in range(30):

@@ -36,7 +36,7 @@ def test_the_longest_known_beginning_is_found() -> None:
     assert kept.recall(b"m", packed(said[:1])) == recalled([1], 20, 1)
     rest = len(packed(said)) - len(packed(said[:2])) + 1
     assert kept.recall(b"m", packed(said)) == recalled([1, 2], 40, rest)
-    assert kept.recall(b"n", packed(said)) is None  # another model, or other tools
+    assert kept.recall(b"n", packed(said)) is None  # as for another model, or other tools
     assert kept.recall(b"m", packed(said[1:])) is None
     assert len(kept) == 2
 
@@ -119,5 +119,5 @@ def test_threads_make_room() -> None:
     begun = [strands.strand_of(b"", packed([number])) for number in range(3)]
     assert (len(strands), strands.forgotten) == (2, 1)
     assert strands.strand_of(b"", packed([2, "more"])) == begun[2]
-    assert strands.strand_of(b"", packed([1, "more"])) != begun[1]  # forgotten meanwhile
-    assert Strands(0).strand_of(b"", packed([1])) == begun[1]  # made of the text alone
+    assert strands.strand_of(b"", packed([1, "more"])) != begun[1]  # it was forgotten
+    assert Strands(0).strand_of(b"", packed([1])) == begun[1]  # depends on the text alone

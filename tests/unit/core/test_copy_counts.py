@@ -1,4 +1,4 @@
-"""Engines' counts of copies: `origin` of a store, `remaining_copy_counts` of a removal."""
+"""Copies as engines report them: `origin` of a store, `remaining_copy_counts` of a removal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CHAIN = [1, 2, 3]  # names, and the token that each block repeats
 
 
 class Held:
-    """A rank of one worker, told of by a stream."""
+    """A rank of one worker, fed by a stream."""
 
     def __init__(self) -> None:
         self.index = PrefixIndex(BLOCK, IngestStats())
@@ -29,7 +29,7 @@ class Held:
         self.index.verify()
 
     def holds(self, name: int) -> bool:
-        """Whether the rank's dump has a block of that name."""
+        """Returns whether the index's dump has a block of that name."""
         return b'"block_hash":%d,' % name in self.index.dump().read(1 << 20)
 
 
@@ -142,7 +142,7 @@ def test_each_name_has_its_own_count() -> None:
 
 def test_what_is_parked_stays_so_while_copies_are_left() -> None:
     held = Held()
-    held.tell(stored([3], 2))  # of an unknown parent
+    held.tell(stored([3], 2))  # its parent is unknown
     held.tell(removed([3], remaining_copy_counts=[1]), stored([1, 2]))
     assert held.holds(3)
     other = Held()
@@ -153,7 +153,7 @@ def test_what_is_parked_stays_so_while_copies_are_left() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_counts_of_the_engine_win_whatever_was_missed(seed: int) -> None:
-    """Random copies, of whose events some are lost: each count said puts the index right."""
+    """Random copies, some of whose events are lost: each count that comes corrects the index."""
     chance = random.Random(seed)
     held, copies = Held(), dict.fromkeys(range(1, 6), 0)
     unsure: set[int] = set()

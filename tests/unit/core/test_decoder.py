@@ -1,6 +1,6 @@
-"""The decoder against bytes of real engines, the plain model, and bytes that nobody should send.
+"""The decoder with bytes of real engines, the plain model, and bytes that no engine should send.
 
-data/engine_batches.jsonl holds payloads recorded from the publishers of vLLM, SGLang and Dynamo.
+data/engine_batches.jsonl has payloads recorded from the publishers of vLLM, SGLang and Dynamo.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def batch(*events: Any, rank: Any = None) -> bytes:
 
 
 def stored(**members: Any) -> dict[str, Any]:
-    """Returns a good map event of one block; further members replace or add."""
+    """Returns a valid map event of one block; `members` replace its members or add to them."""
     return {
         "type": "BlockStored",
         "block_hashes": [101],
@@ -523,7 +523,7 @@ def test_only_bytes_are_decoded():
 
 
 def check_any(payload: bytes) -> None:
-    """Whatever the bytes are there is a value; what msgpack can read means what the model says."""
+    """Checks that any bytes can be decoded, and that valid msgpack gives the model's result."""
     seen = decode(payload)
     assert set(seen.bad) <= set(REASONS)
     assert len(seen.events) + seen.ignored <= seen.framed

@@ -1,4 +1,4 @@
-"""Dumps: merged as the peer merges them, read back whole or not at all, written under churn."""
+"""Dumps: merged as Dynamo merges them, restored whole or not at all, written under churn."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def dumped(index: PrefixIndex, binary: bool, enough: int = 65536) -> bytes:
     return binary_of(index, enough) if binary else text_of(index, enough)
 
 
-# ---- what is written
+# ---- writing
 
 
 def test_a_run_is_one_event_however_long_it_is() -> None:
@@ -89,7 +89,7 @@ def test_each_rank_is_dumped_under_its_own_names() -> None:
 
 @pytest.mark.parametrize("seed", range(scaled(3)))
 def test_a_dump_under_churn_misses_nothing_that_stays(seed: int) -> None:
-    """What a rank holds from before the dump until after it is in it, names and all."""
+    """Blocks that a rank holds from before the dump until after it are in it, with their names."""
     rng = random.Random(seed)
     index, workers = make(1, 2, 3)
     held: dict[tuple[int, int], dict[int, None]] = {}
@@ -129,7 +129,7 @@ def test_a_dump_under_churn_misses_nothing_that_stays(seed: int) -> None:
         assert names <= found.get(str(worker + 1), set())
 
 
-# ---- what is read back
+# ---- reading
 
 
 @BOTH
@@ -142,12 +142,12 @@ def test_what_was_dumped_comes_back(seed: int, binary: bool) -> None:
     copy = restored(entry, slice_blocks=7)
     for _ in range(200):
         prompt = [pair.rng.randrange(3) for _ in range(40)]
-        # Frequencies may differ: they count blocks behind a hole, which no rank can use.
+        # Frequencies may differ: they also count blocks behind a hole, which no rank can use.
         assert copy.match(prompt)[0] == pair.index.match(prompt)[0]
 
 
 def told(*events: dict[str, Any]) -> PrefixIndex:
-    """An index that a stream has told these events of blocks of one token."""
+    """Returns an index with blocks of one token, after a stream has applied these events."""
     index = PrefixIndex(1, IngestStats())
     worker = index.add_worker(1)
     worker.register(0)
@@ -160,7 +160,7 @@ def tell(stream: Stream, *events: dict[str, Any]) -> None:
 
 
 def blocks(first: int, last: int, **members: Any) -> dict[str, Any]:
-    """Stored blocks of tokens and names `first` .. `last`, below that before them."""
+    """Returns an event with stored blocks `first` .. `last`, which continue block `first` - 1."""
     numbers = list(range(first, last + 1))
     return {
         "type": "BlockStored",
@@ -173,14 +173,14 @@ def blocks(first: int, last: int, **members: Any) -> dict[str, Any]:
 
 
 def score(index: PrefixIndex, last: int, salt: str | None = None) -> int:
-    """Tokens of the prompt 1 .. `last` that rank 0 of worker 1 is credited with."""
+    """Returns how many tokens of the prompt 1 .. `last` rank 0 of worker 1 is credited with."""
     QUERY.scan(json.dumps({"token_ids": list(range(1, last + 1))}).encode())
     answer = json.loads(index.query_tokens(QUERY, 0, None, salt))
     return int(answer["scores"].get("1", {}).get("0", 0))
 
 
 def copied(index: PrefixIndex) -> tuple[PrefixIndex, Stream]:
-    """What comes of its binary dump, and a stream that goes on there."""
+    """Returns an index restored from a binary dump of this one, and a stream into it."""
     (entry,) = read(binary_of(index, enough=50), True, step=7)
     copy = PrefixIndex(1, IngestStats())
     worker = copy.add_worker(1)
@@ -193,7 +193,7 @@ def copied(index: PrefixIndex) -> tuple[PrefixIndex, Stream]:
 
 
 def test_a_restored_index_takes_the_memory_of_the_one_it_is_of() -> None:
-    """Room for names is made at once: it is that for those that come."""
+    """The room for names is made at once, exactly for those in the dump."""
     index = PrefixIndex(16, IngestStats())
     numbers = range(1, 1001)
     for worker_id in (1, 2):
@@ -213,12 +213,12 @@ def test_cache_groups_come_back_in_the_binary_form() -> None:
     index = told(blocks(1, 9, group_idx=0), blocks(1, 9, **WINDOW), drop)
     copy, stream = copied(index)
     assert [score(one, n) for one in (index, copy) for n in (9, 8, 7)] == [7, 7, 7] * 2
-    # What the groups are is known without being told again.
+    # The kinds of the groups are known without being announced again.
     tell(stream, {**drop, "block_hashes": [6]})
     assert score(copy, 9) == 5
     tell(stream, blocks(6, 6, group_idx=1), blocks(8, 8, group_idx=1))
     assert score(copy, 9) == 9
-    # Nor that the engine numbers them: its clear leaves what is offloaded.
+    # So is the fact that the engine numbers its groups: its clear leaves offloaded blocks.
     tell(stream, blocks(1, 1, group_idx=0, medium="CPU"), {"type": "AllBlocksCleared"})
     assert score(copy, 9) == 0
     assert copy.stats()["held"] == {"device": 0, "host": 1, "disk": 0, "external": 0}
@@ -231,7 +231,7 @@ def test_salted_prompts_come_back_in_the_binary_form() -> None:
     assert (score(index, 5, "s"), score(index, 5)) == (5, 0)
     copy, stream = copied(index)
     assert (score(copy, 5, "s"), score(copy, 5)) == (5, 0)
-    tell(stream, blocks(6, 7))  # below salted blocks: salted, though it does not say so
+    tell(stream, blocks(6, 7))  # below salted blocks, and therefore salted
     assert (score(copy, 7, "s"), score(copy, 7)) == (7, 0)
     assert copied(copy)[0].match([1])[0] == {}
     copy.verify()
@@ -311,11 +311,11 @@ def test_an_empty_dump_is_a_dump() -> None:
     assert entry.blocks == 0
 
 
-# ---- what is refused
+# ---- refusals
 
 
 def changed(path: str, value: Any) -> bytes:
-    """A good dump with the member at a dotted path replaced, or removed (value ...)."""
+    """Returns a valid dump with the member at a path replaced, or removed if the value is `...`."""
     body: Any = json.loads(dump_json(event([(1, 2)])))
     *above, last = path.split("/")
     at = body
@@ -443,7 +443,7 @@ def test_a_worker_of_too_many_ranks_is_refused() -> None:
         read(dump_json(*events), False)
 
 
-# ---- live events on top
+# ---- live events after a restore
 
 
 def test_an_event_that_is_in_the_dump_already_is_no_second_copy() -> None:
@@ -451,12 +451,12 @@ def test_an_event_that_is_in_the_dump_already_is_no_second_copy() -> None:
     index = PrefixIndex(16, IngestStats())
     worker = index.add_worker(1)
     assert not entry.restore().apply(index, [worker], 100)
-    worker.store(0, [2], [2], parent=1)  # was on its way while the dump was written
+    worker.store(0, [2], [2], parent=1)  # was under way while the dump was written
     worker.drop(0, [2])
     assert index.match([1, 2])[0] == {(1, 0): (1, 1, 1)}
     worker.settled()
     worker.store(0, [2], [2], parent=1)
-    worker.store(0, [2], [2], parent=1)  # from now on an engine means a second copy by this
+    worker.store(0, [2], [2], parent=1)  # from now on this is a second copy
     worker.drop(0, [2])
     assert index.match([1, 2])[0] == {(1, 0): (2, 2, 2)}
 
@@ -467,7 +467,7 @@ def test_an_event_that_is_in_the_dump_in_part_has_no_second_copies_either() -> N
     worker = index.add_worker(1)
     assert not entry.restore().apply(index, [worker], 100)
     worker.store(0, [1, 2, 3], [1, 2, 3])
-    worker.drop(0, [3])  # before the dump was written, so that 3 is not in it
+    worker.drop(0, [3])  # happened before the dump was written, so 3 is not in it
     worker.drop(0, [1])
     assert index.match([1, 2])[0] == {}
     worker.settled()
@@ -489,7 +489,7 @@ def test_blocks_of_a_removed_worker_are_passed_over() -> None:
 
 @pytest.mark.parametrize("together", [True, False], ids=["in one event", "in two"])
 def test_a_name_that_stands_for_two_blocks_is_harmless(together: bool) -> None:
-    """A collision of engine hashes, or a lie: the later block has the name."""
+    """If engine hashes collide, or an engine lies, the later block gets the name."""
     twice = [(1, 10), (2, 20), (1, 30), (2, 40)]
     events = [event(twice)] if together else [event(twice[:2]), event(twice[2:])]
     index = restored(read(dump_json(*events), False)[0])

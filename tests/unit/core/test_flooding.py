@@ -1,8 +1,8 @@
-"""Keys that outsiders craft against a mixer that everybody knows collide in no table of the core.
+"""Keys that outsiders craft against a well-known mixer collide in no table of the core.
 
-`crafted` numbers begin at one slot of a table whose hash is the finalizer of splitmix64, and
-`multiples` in one bucket of a table that takes numbers as they are. `verify` demands that all
-entries are near their homes, which 5,000 of these are not.
+`crafted` numbers would share one slot of a table whose hash is the finalizer of splitmix64, and
+`multiples` one bucket of a table that takes numbers as they are. `verify` demands that all entries
+are near their home slots, which 5,000 colliding ones could not be.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvd_core.ledger.ledger import ADDED, Ledger
 
 KEYS = 5000
 U64 = 2**64
-BUCKETS = 5_087 * 10_273  # of tables of the standard library for as many, and the next larger one
+BUCKETS = 5_087 * 10_273  # bucket counts of the standard library's table at KEYS, and of the next
 
 
 def undo_shift(value: int, bits: int) -> int:
@@ -33,7 +33,7 @@ def undo_shift(value: int, bits: int) -> int:
 
 
 def crafted(count: int = KEYS) -> list[int]:
-    """Returns numbers whose mixed values are equal but for the bits that choose no slot."""
+    """Returns numbers whose mixed values differ only in bits that do not choose the slot."""
     found = []
     for low in range(count):
         value = undo_shift(0x1234567 << 32 | low, 31) * pow(0x94D049BB133111EB, -1, U64) % U64
@@ -97,7 +97,7 @@ def test_children_of_a_block_and_their_sequence_hashes() -> None:
 
 @pytest.mark.slow("a flood is large")
 def test_sets_of_ranks() -> None:
-    """With known hashes of ranks, whose xor is that of a set, sets are crafted by elimination."""
+    """A set's hash is the xor of its ranks' hashes: if these are known, elimination finds sets."""
     ranks = 80
     index = PrefixIndex(1, IngestStats())
     worker = index.add_worker(1)
@@ -125,7 +125,7 @@ def known_mix(value: int) -> int:
 
 
 def dependent(hashes: list[int]) -> list[int]:
-    """Returns masks of hashes whose xor is 0; all that there are, but for their sums."""
+    """Returns masks of hashes whose xor is 0; all other such masks are sums of these."""
     rows: dict[int, tuple[int, int]] = {}  # by highest bit
     found = []
     for number, value in enumerate(hashes):

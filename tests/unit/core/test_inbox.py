@@ -23,14 +23,14 @@ def taken(inbox: Inbox, most: int = 1_000_000) -> list[tuple[int, bytes]]:
 
 
 class Model:
-    """An inbox as a list; it says the same."""
+    """An inbox as a list, which must behave the same."""
 
     def __init__(self, space: dict[str, int], messages: int, size: int) -> None:
         self.space = space
         self.bounds = messages, size
         self.waiting: list[tuple[int, bytes]] = []
         self.popped = self.dropped = 0
-        self.sealed = 0  # places below it stay
+        self.sealed = 0  # messages at positions below it stay
         self.hole = False
         self.first = 0
 
@@ -136,7 +136,7 @@ def test_what_was_sealed_stays() -> None:
 
 
 def test_one_stream_leaves_others_their_part_of_the_space() -> None:
-    """A stream that may hold less than all of them cannot take everything."""
+    """A stream whose own bound is below that of all streams cannot take all of the space."""
     space = InboxSpace(max_bytes=10_000)
     loud, quiet = Inbox(space, max_bytes=6_000), Inbox(space, max_bytes=6_000)
     for seq in range(1000):

@@ -1,4 +1,4 @@
-"""Numbered cases of the index's rules: ranks that leave, a full index, zero rows, late salts."""
+"""Cases of the index's rules: ranks that leave, a full index, zero rows, late salts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def batch(*events: Any) -> bytes:
 
 
 def scores(index: PrefixIndex, tokens: list[int], salt: str | None = None) -> dict[str, Any]:
-    """Returns the answer's scores for blocks of one repeated token each."""
+    """Returns the scores of a query for blocks that each repeat one token."""
     prompt = [token for token in tokens for _ in range(BLOCK)]
     QUERY.scan(json.dumps({"token_ids": prompt}).encode())
     found: dict[str, Any] = json.loads(index.query_tokens(QUERY, 0, None, salt))["scores"]
@@ -140,7 +140,7 @@ def test_a_full_index_remembers_no_names() -> None:
     index = PrefixIndex(BLOCK, IngestStats(), max_blocks=3)
     worker = index.add_worker(1)
     worker.store(0, [1, 2, 3], [1, 2, 3])
-    worker.store_named(0, [], 1)  # it offloads
+    worker.store_named(0, [], 1)  # shows that the rank offloads
     worker.drop(0, [3, 2, 1])
     index.verify()
     assert index.stats()["records"] == 3
@@ -153,17 +153,17 @@ def test_a_rank_without_creditable_blocks_has_no_zero_row() -> None:
     stream = worker.stream(0)
     stream.apply(batch(stored(1, 5)))
     assert scores(index, [6]) == {"1": {"0": 0}}
-    stream.apply(batch({**stored(1, 5, medium="CPU"), "token_ids": []}))  # it offloads
+    stream.apply(batch({**stored(1, 5, medium="CPU"), "token_ids": []}))  # an offload
     assert scores(index, [6]) == {"1": {"0": 0}}
     worker.drop(0, [1], 1)
-    worker.drop(0, [1], 0)  # a name without blocks is remembered
+    worker.drop(0, [1], 0)  # the name, now without a block, is remembered
     assert index.stats()["blocks"] == 1
     assert scores(index, [6]) == {}
 
 
 @pytest.mark.parametrize("extra_keys", [[None], [["other"]], []])
 def test_who_lists_extra_keys_says_salts(extra_keys: list[Any]) -> None:
-    """Others salt without saying so, and a question with a salt counts their unsalted blocks."""
+    """Other engines salt without announcing it; salted questions count their unsalted blocks."""
     index, worker = make()
     stream = worker.stream(0)
     stream.apply(batch(stored(1, 1), stored(2, 2, extra_keys=None)))

@@ -1,4 +1,4 @@
-"""A ledger's records of its requests suffice to book them again."""
+"""A ledger's records of its requests are enough to book them again."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_each_step_is_recorded_as_it_is_taken() -> None:
     one = Recorded()
     one.add("chat-17", [1, 2, 3], rank=1, key="again")
     one.ledger.prefill_complete("chat-17")
-    one.ledger.prefill_complete("chat-17")  # which changes nothing
+    one.ledger.prefill_complete("chat-17")  # changes nothing
     one.ledger.output_block("chat-17", None)
     one.ledger.output_block("chat-17", 0.25)
     one.ledger.free("chat-17")
@@ -118,7 +118,7 @@ def test_what_is_no_record_is_refused(records: bytes) -> None:
 
 
 def test_an_export_tells_of_all_that_lives_throughout() -> None:
-    """Requests come and go between its slices; those that stay are told once."""
+    """Requests come and go between its slices; each one that stays is exported once."""
     one = Recorded()
     for number in range(300):
         one.add(f"stays-{number}", [1, 2, number + 10])

@@ -139,7 +139,7 @@ def test_what_is_booked_can_be_read() -> None:
 
 @pytest.mark.parametrize(
     "prompt, outputs, fraction, load",
-    [  # all observed; each of them is a half, but for rounding on the way
+    [  # all observed; each would be exactly a half, were it not for rounding errors
         (4, 1, 0.1, 0),
         (3, 2, 0.1, 0),
         (2, 3, 0.1, 1),
@@ -190,7 +190,7 @@ def test_a_block_keeps_its_fraction_when_it_is_shared_later() -> None:
     tracker = Tracker()
     tracker.add("a", 1, 2, 3, 4)
     assert tracker.output("a", 0.25) == 1
-    tracker.add("b", 1, 2, 9)  # parts the run
+    tracker.add("b", 1, 2, 9)  # splits the run
     assert tracker.decode() == 2
     assert tracker.free("a") == 2  # 0.25 + 0.25 + 1
     assert tracker.output("b", 1.0) == 4
@@ -203,7 +203,7 @@ def test_other_ranks_change_nothing_about_a_sum() -> None:
     for tracker in (alone, beside):
         tracker.add("a", 1, 2, 3, 4, 5)
         tracker.output("a", 0.1)
-    for blocks in (2, 4):  # parts what is one stretch for the rank
+    for blocks in (2, 4):  # splits a chain that is one stretch for the rank
         beside.ledger.add(str(blocks), other, packed(*range(1, blocks + 1)), 0, 0.0)
     for fraction in (0.3, 0.7, 0.9, 0.1):
         assert alone.output("a", fraction) == beside.output("a", fraction)
@@ -220,7 +220,7 @@ def test_a_bad_fraction_changes_nothing(fraction: float) -> None:
     assert not tracker.ledger.output_block("b", 0.5)
 
 
-# Adds that come again, and bounds
+# Repeated adds, and bounds
 
 
 def test_an_id_is_taken_until_it_is_freed() -> None:
@@ -273,7 +273,7 @@ def test_bounds_on_requests_and_blocks() -> None:
     assert tracker.add("a", 1, 2, 3) == ADDED
     assert tracker.add("b", 1, 2, 3, 4, 5) == FULL
     assert tracker.add("b", 1, 9, 10) == FULL
-    assert tracker.add("b", 1, 9) == ADDED  # what is shared counts once
+    assert tracker.add("b", 1, 9) == ADDED  # shared blocks count once
     assert tracker.add("c", *LONG[:3]) == ADDED
     assert tracker.add("d") == FULL
     assert tracker.ledger.stats()["refused"] == {
@@ -343,7 +343,7 @@ def test_expiry_goes_by_admission_in_slices() -> None:
     tracker = Tracker()
     for age in range(6):
         tracker.ledger.add(str(age), tracker.rank, packed(age), 1, float(age))
-    tracker.ledger.prefill_complete("0")  # progress does not refresh
+    tracker.ledger.prefill_complete("0")  # progress does not renew the age
     assert tracker.ledger.oldest() == 0.0
     assert tracker.ledger.expire(0.0, 10) == []
     assert tracker.ledger.expire(4.0, 3) == ["0", "1", "2"]
@@ -391,7 +391,7 @@ def test_a_rank_is_removed_in_slices() -> None:
         assert ledger.load(rank).requests == ledger.load(rank).prefill_tokens == left
         ledger.verify()
     assert ledger.remove_rank(rank, 1) == ["4"]
-    assert ledger.rank_of(1, 0) == rank  # as many came as might have
+    assert ledger.rank_of(1, 0) == rank  # the slice was full, so more requests might follow
     assert ledger.remove_rank(rank, 1) == []
     assert ledger.rank_of(1, 0) is None and ledger.stats()["requests"] == 1
     ledger.verify()
@@ -407,7 +407,7 @@ def test_rows_of_the_longest_numbers_fit() -> None:
         for request in range(512):
             outcome = ledger.add(f"{dp_rank}-{request}", rank, packed(request), MAX_TOKENS, 0.0)
             assert outcome == ADDED
-    # A debug build checks the room, which no row can exceed.
+    # A debug build checks that rows stay within the room that was made for them.
     rows = json.loads(b"[%b]" % ledger.render_loads(b'"x":0,'))
     assert [row["active_prefill_tokens"] for row in rows] == [512 * MAX_TOKENS] * 2
     rows = json.loads(ledger.project(packed(*LONG), MAX_TOKENS))
@@ -471,7 +471,7 @@ def test_churn_at_branches_leaves_no_fragments() -> None:
     assert tracker.ledger.stats()["nodes"] == 1
     tracker.output("long", 0.5)
     tracker.add("end", *LONG[:100])
-    tracker.output("long", 0.25)  # behind the shared blocks only
+    tracker.output("long", 0.25)  # changes only the blocks behind the shared ones
     tracker.free("end")
     assert tracker.ledger.stats()["nodes"] == 2
     tracker.output("long", 0.25)
@@ -514,7 +514,7 @@ def test_thousands_of_ranks_share_a_prompt() -> None:
 
 
 class Shared:
-    """Two ledgers over the same loads, with a rank in common and one of its own each."""
+    """Two ledgers over the same loads, with a common rank and one of their own each."""
 
     def __init__(self) -> None:
         loads = Loads()
@@ -539,7 +539,7 @@ def test_what_one_books_weighs_on_the_ranks_of_all() -> None:
     shared.book(shared.other, "r2", shared.common, 1, 2, 4, tokens=16)
     assert shared.one.load(shared.common) == shared.other.load(shared.common) == (64, 4, 2)
     assert shared.other.depths(packed(1, 2, 3)) == {shared.common: 3}
-    assert shared.one.output_block("r1", 0.5)  # the 3 is its alone; 1 and 2 are not
+    assert shared.one.output_block("r1", 0.5)  # of its blocks only 3 is not shared
     assert shared.other.load(shared.common).decode_blocks == 4  # 1, 2, 4, half a 3, half a block
     assert shared.one.free("r1")
     shared.verify()
@@ -584,7 +584,7 @@ def test_a_rank_stays_for_those_who_have_it() -> None:
     shared.verify()
     assert shared.other.load(shared.common) == (0, 2, 1)
     assert shared.one.rank_of(7, 0) is None
-    assert shared.one.add_rank(7, 0) == shared.common  # it comes back with what runs there
+    assert shared.one.add_rank(7, 0) == shared.common  # it comes back with the requests there
     assert shared.one.load(shared.common) == (0, 2, 1)
     assert shared.one.remove_rank(shared.common) == []
     assert shared.other.remove_rank(shared.common) == ["r2"]

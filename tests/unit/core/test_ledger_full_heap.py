@@ -1,6 +1,6 @@
-"""A ledger on a heap that is full: what fails has changed nothing, and succeeds later.
+"""A ledger on a full heap: a call that fails has changed nothing, and succeeds later.
 
-`tests/fuzz/fuzz_ledger.cpp` has each single request for memory fail.
+`tests/fuzz/fuzz_ledger.cpp` makes each single request for memory fail.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from kvd_core.ledger.ledger import ADDED, Ledger
 
 SPARE_BYTES = 4 * 2**20
 NODE_BYTES = 32 * 2**10  # hashes of the longest node
-PIECES = 8192  # of what lies free in the heap: up to 256 MiB
+PIECES = 8192  # of NODE_BYTES each, to use up at most 256 MiB of free memory in the heap
 PROMPTS = 16
-BLOCKS = 2**17  # a mebibyte of hashes
+BLOCKS = 2**17  # their hashes take a mebibyte
 
 
 @contextmanager
 def little_memory(spare_bytes: int) -> Iterator[None]:
-    """The process has so much, and nothing of a node's size that it had before."""
+    """Leaves the process so many further bytes, and no free memory of a node's size before that."""
     libc = ctypes.CDLL(None)
     libc.malloc.restype = ctypes.c_void_p
     libc.free.argtypes = [ctypes.c_void_p]
@@ -54,7 +54,7 @@ def test_what_a_full_heap_refuses_has_changed_nothing() -> None:
     ledger = Ledger()
     empty = ledger.stats()["bytes"]
     rank = ledger.add_rank(1, 0)
-    # Each parts from the others in the middle of a node, so what fails has split one before.
+    # Each prompt leaves the others in the middle of a node, so a failing add has split one before.
     prompts = [bytes(8 * (3 * at + 1)) + bytes([at + 1]) * 8 * BLOCKS for at in range(PROMPTS)]
     names = [f"r{at}" for at in range(PROMPTS)]
     added, before = 0, state(ledger)
@@ -70,7 +70,7 @@ def test_what_a_full_heap_refuses_has_changed_nothing() -> None:
         assert ledger.add(name, rank, prompt, 1, 0.0) == ADDED
     ledger.verify()
     assert ledger.load(rank).requests == PROMPTS
-    with little_memory(0):  # what ends needs none
+    with little_memory(0):  # freeing requests needs no memory
         assert all(ledger.free(name) for name in names)
     ledger.verify()
     ledger.remove_rank(rank)

@@ -1,6 +1,7 @@
 """Long random lives of ledgers, compared step by step with the plain-Python model.
 
-Several share their loads: they have some ranks in common, and the same ids for other requests.
+Several ledgers share their loads: they have some ranks in common, and use the same ids for
+different requests.
 """
 
 from __future__ import annotations

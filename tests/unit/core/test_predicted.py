@@ -1,4 +1,4 @@
-"""Predicted blocks beside those of events: by example and against a model."""
+"""Predicted blocks beside blocks from events, by example and against a model."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_beyond_the_bound_only_events_count() -> None:
     fleet.store(0, [1])
     for rank in (0, 1):
         fleet.reserve(rank, [1, 2, 3])
-    for number in range(3):  # of which the mean is 1.5, so 3.125 are the most
+    for number in range(3):  # the mean is 1.5 requests, which allows 3.125
         fleet.ledger.add(f"{number}", 0, b"", 1, 0.0)
     assert fleet.device([1, 2, 3]) == [3, 3]
     fleet.ledger.add("another", 0, b"", 1, 0.0)
@@ -191,7 +191,7 @@ def test_cleared_and_removed_ranks_lose_theirs() -> None:
     fleet.workers[1].unregister(0)
     while fleet.index.sweep(1000):
         pass
-    fleet.workers[1].register(0)  # the same rank of the index, maybe, and nothing of the old one
+    fleet.workers[1].register(0)  # may reuse the old rank's slot, but has none of its blocks
     assert fleet.device([1, 2]) == [1, 0, 0]
     fleet.index.verify()
 
@@ -202,7 +202,7 @@ def test_they_end_with_their_time_the_oldest_first() -> None:
     fleet.now = 4.0
     fleet.reserve(0, [3, 4])
     fleet.now = 5.0
-    fleet.reserve(0, [1])  # anew
+    fleet.reserve(0, [1])  # renews its prediction
     assert not fleet.index.forget_predicted(TTL_S - 0.1, 10)
     assert fleet.index.predicted() == 4
     assert not fleet.index.forget_predicted(TTL_S, 10)
@@ -237,7 +237,7 @@ def test_a_prompt_that_repeats_a_block() -> None:
     fleet.reserve(0, [5] * 100)
     assert fleet.device([5] * 200) == [100]
     fleet.store(0, [5])
-    fleet.drop(0, [5], 0)  # ends 64 of them, the deepest were noted first
+    fleet.drop(0, [5], 0)  # ends 64 predictions; the deepest were noted first
     assert fleet.index.predicted() == 36
     assert fleet.device([5] * 200) == [0]
 
@@ -309,7 +309,7 @@ def test_it_does_what_the_model_does(steps: list[tuple[str, int, list[int]]]) ->
             fleet.store(rank, prompt)
             held[rank] |= {tuple(prompt[:depth]) for depth in range(1, len(prompt) + 1)}
         elif step == "evict":
-            # Only leaves, and none whose store was a second copy of itself.
+            # Evict only leaves, and none with a second copy.
             if tuple(prompt) in held[rank] and len(prompt) > 1:
                 fleet.workers[rank].clear(0)
                 held[rank].clear()

@@ -1,4 +1,4 @@
-"""Prompts of questions and events are counted, with the tokens by which they begin."""
+"""Prompts of questions and events are counted, with the tokens that they begin with."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KEPT = 16
 
 
 class Index:
-    """An index with one rank, that prompts are stored in and asked for."""
+    """An index with one rank, in which prompts are stored and looked up."""
 
     def __init__(self) -> None:
         self.index = PrefixIndex(SIZE, IngestStats())
@@ -75,7 +75,7 @@ def test_questions_count_while_there_are_blocks() -> None:
     index.ask(prompt(4), None, "salt")
     index.ask(prompt(5), "french", "salt")
     index.ask(prompt(6), "", "")
-    index.ask(prompt(6)[:-1])  # no whole block
+    index.ask(prompt(6)[:-1])  # has no whole block
     assert index.index.asked() == PromptStats(5, 2, 2, 5, [2, 3, 4, 5, 6])
     assert index.index.questions == 5
 

@@ -1,4 +1,4 @@
-"""The publisher's id of a batch: where its 16 bytes may stand, and which values name nobody."""
+"""A batch's publisher id: where its 16 bytes may be, and which values are no id."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_an_id_is_found_in_every_form() -> None:
         [1.5, [], None, ID],
         [1.5, [event] * 300, 7, ID],
         [1.5, [event], 7, ID, "behind it"],
-        [*[1.5, [], 0, ID], *range(30)],  # an array with a long head
+        [*[1.5, [], 0, ID], *range(30)],  # an array whose header is long
         {"ts": 1.5, "events": [event], "publisher_id": ID},
         {"publisher_id": ID, "events": [event]},
         {"publisher_id": OTHER, 3: 4, "events": [], "x": "publisher_id"} | {"publisher_id": ID},

@@ -1,4 +1,4 @@
-"""The body scanner against Python's json made strict, and against the contract's tables."""
+"""The body scanner against a strict reader over Python's json, and the tables of the contract."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FIELDS = ("name", "other", "näme")
 SCANNER = BodyScanner({"tokens": "u32", "hashes": "hash64", "signed": "i64"}, FIELDS)
 
 
-# -- the slow truth: json.loads, made strict, and the rules of a body in plain Python -------------
+# -- the reference: json.loads, made strict, and the rules of a body in plain Python --------------
 
 
 class Malformed(Exception):
@@ -35,11 +35,11 @@ class Wrong(Exception):
 
 
 class Number(str):
-    """A number as it is written."""
+    """A number as its text in the body."""
 
 
 class Members(list[Any]):
-    """An object as its pairs, so that a repeated name shows."""
+    """An object as a list of its pairs, so that repeated names can be seen."""
 
 
 def refuse_constant(text: str) -> None:
@@ -47,7 +47,7 @@ def refuse_constant(text: str) -> None:
 
 
 def parse(body: bytes) -> Any:
-    """Returns the value of strict JSON, numbers as texts, or raises Malformed."""
+    """Returns the value of strict JSON, with numbers as texts; raises Malformed."""
     try:
         value = json.loads(
             body.decode(),
@@ -72,7 +72,7 @@ def strings(value: Any) -> str:
 
 
 def expected(body: bytes) -> dict[str, Any]:
-    """Returns the known members of a body, arrays as lists, or raises Malformed or Wrong."""
+    """Returns the known members of a body, arrays as lists; raises Malformed or Wrong."""
     pairs = parse(body)
     if not isinstance(pairs, Members):
         raise Wrong("no object")
@@ -108,7 +108,7 @@ def plain(value: Any) -> Any:
 
 
 def scanned(scanner: BodyScanner, body: bytes) -> dict[str, Any]:
-    """Returns what a scan finds, with the integers of an array instead of their number."""
+    """Returns the members found by a scan, with an array's integers instead of their number."""
     members = scanner.scan(body)
     for name in LIMITS:
         integers = scanner.array(name)
@@ -119,11 +119,11 @@ def scanned(scanner: BodyScanner, body: bytes) -> dict[str, Any]:
 
 
 def check(body: bytes) -> None:
-    """Demands of the scanner what the slow truth says about the body."""
+    """Checks that the scanner agrees with the reference about a body."""
     try:
         truth = expected(body)
     except Malformed:
-        # A body can be wrong before it is malformed.
+        # The scanner may find a wrong member before the place where the body is malformed.
         with pytest.raises((ValueError, TypeError)) as refusal:
             SCANNER.scan(body)
     except Wrong:
@@ -162,7 +162,7 @@ values = st.recursive(
 
 @st.composite
 def arrays(draw: st.DrawFn, items: st.SearchStrategy[str], max_size: int = 200) -> str:
-    """An array whose separators are mostly even, as writers of JSON make them."""
+    """Draws an array whose separators are mostly all the same, as JSON writers make them."""
     before, after = draw(space), draw(space)
     separator = draw(st.sampled_from([",", ", ", f"{before},{after}"]))
     items_drawn = draw(st.lists(items, max_size=max_size))
@@ -171,7 +171,7 @@ def arrays(draw: st.DrawFn, items: st.SearchStrategy[str], max_size: int = 200) 
 
 @st.composite
 def bodies(draw: st.DrawFn, items: st.SearchStrategy[str]) -> str:
-    """An object with known and unknown members in any order, some of them twice."""
+    """Draws an object with known and unknown members in any order, some of them twice."""
     member = st.one_of(
         st.tuples(st.sampled_from(["tokens", "hashes", "signed"]), arrays(items)),
         st.tuples(st.sampled_from(FIELDS) | texts, values.map(json.dumps)),
@@ -446,7 +446,7 @@ def test_unknown_members_may_repeat_and_hold_any_number() -> None:
     ("written", "value"),
     [
         (b"0", 0),
-        (b"-0", -0.0),  # a float, and so refused where a whole number is wanted
+        (b"-0", -0.0),  # a float, and so refused as a whole number
         (b"-1", -1),
         (b"999999999999999999", 999999999999999999),
         (b"-99999999999999999", -99999999999999999),

@@ -55,11 +55,11 @@ from tests.models.selector_model import cached_tokens as model_cached_tokens
 from tests.support.budget import scaled
 from tests.support.chances import assert_drawn
 
-PROMPT = [2**64 - 1, *range(1, 64)]  # local hashes; its sequence hashes are others
+PROMPT = [2**64 - 1, *range(1, 64)]  # local hashes, which differ from its sequence hashes
 ROLLING = sequence_hashes(PROMPT)
 DEFAULTS = Settings()
 DRAWS = 20_000
-CHI_SQUARE_001 = 13.82  # exceeded by one in a thousand, at two degrees of freedom
+CHI_SQUARE_001 = 13.82  # at two degrees of freedom exceeded with probability 0.001
 
 
 def packed(hashes: list[int]) -> bytes:
@@ -68,7 +68,7 @@ def packed(hashes: list[int]) -> bytes:
 
 @dataclass
 class RankPlan:
-    """What a rank caches of PROMPT, tier after tier, and what it is working on."""
+    """How many blocks of PROMPT a rank caches on each tier, and the requests that it works on."""
 
     tiers: tuple[int, int, int, int] = (0, 0, 0, 0)
     requests: list[tuple[int, int, int, bool]] = field(default_factory=list)
@@ -77,7 +77,7 @@ class RankPlan:
 
 
 class Fleet:
-    """Ranks by (worker, dp rank), built as planned, and the model's view of them."""
+    """Ranks by (worker, dp rank), built by their plans, and their model."""
 
     def __init__(self, plans: dict[tuple[int, int], RankPlan], block_size: int = 16) -> None:
         self.plans = plans
@@ -112,7 +112,7 @@ class Fleet:
         )
 
     def match(self, blocks: int, isl_tokens: int | None = None, novel: int = 0) -> ModelPool:
-        """Asks about the first blocks of PROMPT and some that nobody knows."""
+        """Asks for the first blocks of PROMPT, followed by `novel` blocks that no rank has."""
         tail = [10**9 + i for i in range(novel)]
         isl = (blocks + novel) * self.block_size if isl_tokens is None else isl_tokens
         self.pool.match(packed(PROMPT[:blocks] + tail), packed(ROLLING[:blocks] + tail), isl)
@@ -146,7 +146,7 @@ def one(*tiers: int, block_size: int = 16) -> Fleet:
 
 
 def loaded(*decode_blocks: int) -> Fleet:
-    """Workers 1, 2, ... each with a request of so many blocks, its prefill done."""
+    """Returns workers 1, 2, ... each with a request of so many blocks whose prefill is done."""
     plans = {
         (i, 0): RankPlan(requests=[(0, blocks, 0, True)] if blocks else [])
         for i, blocks in enumerate(decode_blocks, 1)
@@ -170,7 +170,7 @@ def test_observed_cost_without_prefill_tracking() -> None:
     fleet.match(6)
     decode = DEFAULTS.replace(track_prefill=False)
     assert fleet.pool.explained(0, decode).cost == 2.75
-    # The stage that only decodes: weight 0, and the load alone decides.
+    # For the decode phase the weight is 0, and the load alone decides.
     assert fleet.pool.explained(0, decode.replace(overlap_weight=0)).cost == 6.0
     assert fleet.pool.explained(0, decode.replace(device_credit=0)).cost == 6.0
 
@@ -201,7 +201,7 @@ def test_halves_are_rounded_away_from_zero() -> None:
 
 
 def test_documented_selection_example() -> None:
-    """384 tokens come out with both tier credits 1; the default credits make it 416."""
+    """With both tier credits at 1 the result is 384 tokens; the default credits make it 416."""
     fleet = Fleet({(1, 0): RankPlan((4, 2, 2, 0)), (1, 1): RankPlan((2, 0, 0, 0))})
     fleet.match(8, isl_tokens=512)
     whole = DEFAULTS.replace(host_credit=1, disk_credit=1)
@@ -372,7 +372,7 @@ def test_a_low_temperature_takes_the_lowest(temperature: float, random_: int) ->
 
 
 def check_chances(pool: Pool, settings_: Settings, chances: dict[int, float]) -> None:
-    """Three candidates are drawn as often as they should; the seed is fixed."""
+    """Checks that candidates are drawn as often as they should be; the seed is fixed."""
     rng = random.Random(7)
     drawn = Counter(pool.choose(settings_, None, rng.getrandbits(64)) for _ in range(DRAWS))
     assert set(drawn) == set(chances)
@@ -413,7 +413,7 @@ def test_the_last_token_is_computed_with_its_block() -> None:
         fleet.match(4, isl_tokens)
         effective = [fleet.pool.effective_prefill_tokens(at, settings_) for at in range(3)]
         assert effective == to_compute
-    fleet.match(4)  # cached whole: who has all of it is no better than who lacks the last block
+    fleet.match(4)  # cached whole: a rank that has all of it is no better than one without the end
     costs = [row.cost for row in fleet.pool.explain(settings_)]
     assert costs[0] == costs[2] and fleet.pool.explain(DEFAULTS)[0].cost < costs[0]
     fleet.match(0, 0)
@@ -469,7 +469,7 @@ def test_a_rank_without_a_batch_size_is_never_busy() -> None:
 
 
 def test_observed_choice_of_a_busy_rank_that_costs_less() -> None:
-    """The threshold says when to wait. Once one rank is free, cost alone decides."""
+    """The threshold only decides about waiting. Once one rank is free, cost alone decides."""
     fleet = Fleet(
         {
             (1, 0): RankPlan(requests=[(0, 1, 160, False)], max_num_batched_tokens=100),
@@ -533,7 +533,7 @@ def test_a_session_that_must_leave_changes_no_mask() -> None:
     fleet.match(1)
     wanted = bytes([1])
     assert fleet.pool.stay(DEFAULTS.replace(session_bound=0.1), None, wanted) is None
-    assert wanted == b"\1" and wanted[0] == 1  # Python has one object for all of these
+    assert wanted == b"\1" and wanted[0] == 1  # unchanged: Python shares one such object
 
 
 def test_busy_thresholds_take_ranks_out() -> None:
@@ -559,14 +559,14 @@ def test_busy_thresholds_take_ranks_out() -> None:
     strict = DEFAULTS.replace(active_prefill_tokens_threshold=0)
     assert fleet.pool.choose(strict, None, 0) == 1
     assert fleet.pool.choose(strict, fleet.pool.mask([1, 3]), 0) == OVERLOADED
-    # What is left decides about waiting.
+    # Only the remaining ranks decide about waiting.
     waiting = strict.replace(queue_threshold=0.0, active_prefill_tokens_threshold=60)
     assert fleet.pool.choose(waiting, fleet.pool.mask([1, 3]), 0) == 0
 
 
 # ---- policies: the weighted cost
 
-# Two ranks, of which the second caches 3 of 6 blocks of 16 tokens.
+# Two ranks; the second one caches 3 of 6 blocks of 16 tokens.
 COLD = RankPlan(requests=[(0, 4, 0, True)])  # decodes one request of 4 blocks
 WARM = RankPlan((3, 0, 0, 0), [(0, 2, 70, False), (0, 3, 0, True), (0, 1, 0, False)])
 
@@ -593,7 +593,7 @@ def test_the_costs_of_each_policy_by_hand() -> None:
 
 
 def ramjet(ranks: list[ModelRank], alpha: float, cap: int, unit: float) -> list[float]:
-    """Ramjet's score as published, of ranks with blocks of 512 tokens; the highest is chosen."""
+    """Returns Ramjet's score as published, for blocks of 512 tokens; the highest is chosen."""
     deepest = max(rank.device for rank in ranks)
     return [
         min(deepest, cap)
@@ -623,7 +623,7 @@ def test_ramjet_orders_ranks_as_published(seed: int) -> None:
         (RouterPolicy.RAMJET_TUNED, (0.883, 68, 4552.0)),
     ):
         scores, costs = ramjet(list(ranks), *numbers), policy_costs(fleet, policy)
-        # They differ by a unit of 512 tokens, and by what all ranks have in common.
+        # Costs are scores in units of -512 tokens, plus an amount that all ranks have in common.
         common = [cost + 512 * score for cost, score in zip(costs, scores, strict=True)]
         assert common == pytest.approx([common[0]] * 5, abs=1e-6)
 
@@ -634,7 +634,7 @@ def test_what_lies_far_below_the_warmest_counts_as_if_it_were_nearer() -> None:
     fleet.match(10)
     near = DEFAULTS.replace(weighted=True, saturation=60)
     assert [row.counted_tokens for row in fleet.pool.explain(near)] == [16, 64, 76, 76]
-    # The warmest is one of those that may be chosen.
+    # The warmest rank is looked for among those that may be chosen.
     mask = fleet.pool.mask([1, 2, 3])
     assert [row.counted_tokens for row in fleet.pool.explain(near, mask)] == [16, 64, 124, 124]
     nobody = fleet.pool.mask([])
@@ -656,7 +656,7 @@ def test_equal_weighted_costs_go_by_overlap_then_requests_then_turns() -> None:
     assert [fleet.pool.choose(equal, None, random_) for _ in range(4)] == [2, 3, 2, 3]
     assert [fleet.pool.choose(equal, b"\1\1\0\0", random_) for _ in range(2)] == [1, 1]
     assert fleet.pool.choose(equal, b"\1\0\0\0", random_) == 0
-    # Turns of their own: those of round-robin begin at the first, and go on in another pool.
+    # Ties and round-robin have separate turns: the latter begins at the first rank.
     turns = DEFAULTS.replace(mode=ROUND_ROBIN)
     assert [fleet.pool.choose(turns, None, 0) for _ in range(2)] == [0, 1]
     assert fleet.pool.choose(equal, None, random_) == 2
@@ -678,7 +678,7 @@ def test_whoever_is_idle_and_long_left_out_takes_what_is_beyond_the_bound() -> N
     assert isinstance(foretold, list)
     assert [each.chance for each in foretold] == [0.0, 1.0, 0.0]
     assert [fleet.pool.choose(bounded, None, 0) for _ in range(4)] == [1, 2, 0, 0]
-    # Without a bound, or within it, the cost alone decides, however long that has been so.
+    # Without a bound, or within it, the cost alone decides, however long that goes on.
     for others in (bounded.replace(session_bound=None), bounded.replace(session_bound=3.0)):
         assert [fleet.pool.choose(others, None, 0) for _ in range(100)] == [0] * 100
 
@@ -724,7 +724,8 @@ def test_token_ids_are_hashed_as_queries_are() -> None:
     pool.match_tokens(scanner, 0, "adapter")
     assert [row.device_blocks for row in pool.explain(DEFAULTS)] == [0, 2]
     pool.match_tokens(scanner, 0, None, "salt")
-    assert [row.device_blocks for row in pool.explain(DEFAULTS)] == [1, 0]  # tell no salts
+    # These ranks announce no salts, so their unsalted blocks count.
+    assert [row.device_blocks for row in pool.explain(DEFAULTS)] == [1, 0]
     salted = local_hashes(tokens, 16, None, "salt")
     assert pool.hold().sequence_hashes == packed(sequence_hashes(salted))
     assert pool.hold().local_hashes == packed(salted)
@@ -742,7 +743,7 @@ def test_token_ids_are_hashed_as_queries_are() -> None:
 
 
 def test_salted_prompts_count_as_in_queries() -> None:
-    """Salted blocks on ranks whose stream tells salts, unsalted blocks on the others."""
+    """Salted blocks count on ranks whose stream announces salts, unsalted ones on the others."""
     tokens = list(range(48))
     index, ledger = PrefixIndex(16, IngestStats()), Ledger()
     candidates = []
@@ -842,7 +843,8 @@ def test_long_prompts_leave_no_memory_behind() -> None:
 
 def test_a_cleared_rank_is_found_again() -> None:
     fleet = Fleet({(1, 0): RankPlan((60, 0, 0, 0)), (1, 1): RankPlan((2, 0, 0, 0))})
-    fleet.workers[1].store(0, list(range(500, 600)), list(range(500, 600)))  # renewed, not emptied
+    # So many blocks that a clear replaces the rank instead of emptying it.
+    fleet.workers[1].store(0, list(range(500, 600)), list(range(500, 600)))
     fleet.workers[1].clear(0)
     fleet.match(3)
     assert [row.device_blocks for row in fleet.pool.explain(DEFAULTS)] == [0, 2]
@@ -863,7 +865,7 @@ def test_a_rank_that_left_the_ledger_is_not_chosen() -> None:
     fleet.match(1)
     assert [row.eligible for row in fleet.pool.explain(DEFAULTS)] == [False, True]
     assert fleet.pool.choose(DEFAULTS, None, 0) == 1
-    fleet.ledger.add_rank(9, 0)  # takes over its id
+    fleet.ledger.add_rank(9, 0)  # gets the id of the removed rank
     fleet.match(1)
     assert fleet.pool.choose(DEFAULTS, None, 0) == 1
     fleet.ledger.remove_rank(0)
@@ -882,7 +884,7 @@ def test_requests_of_other_ledgers_weigh_and_their_ranks_are_not_chosen() -> Non
     row = pool.explain(DEFAULTS)[0]
     assert (row.live_blocks, row.active_prefill_tokens, row.active_decode_blocks) == (1, 320, 2)
     assert pool.choose(DEFAULTS, None, 0) == 1
-    ledger.remove_rank(rank)  # the other has it on
+    ledger.remove_rank(rank)  # the other ledger keeps it
     pool.match(packed([5]), packed([7]), 16)
     assert [row.eligible for row in pool.explain(DEFAULTS)] == [False, True]
     with pytest.raises(KeyError):
@@ -1056,7 +1058,7 @@ def test_selector_equals_model(
 
 
 def check_sums(pool: Pool, s: Settings, mask: bytes | None, factors: bytes | None) -> None:
-    """Terms add up, to the last bit, to the cost by which candidates are chosen."""
+    """Checks that terms add up, to the last bit, to the cost by which candidates are chosen."""
     chances = pool.chances(s, mask, factors)
     weights = {} if isinstance(chances, int) else {each.position: each.weight for each in chances}
     for at, row in enumerate(pool.explain(s, mask, factors)):
@@ -1072,7 +1074,7 @@ def check_sums(pool: Pool, s: Settings, mask: bytes | None, factors: bytes | Non
 
 
 def check_foretold(chances: list[Chance] | int, chosen: int, random_: int) -> None:
-    """The chosen rank had the chance that was foretold."""
+    """Checks that the chosen rank is the one that the foretold chances give for this number."""
     if isinstance(chances, int):
         assert chosen == chances
         return
@@ -1080,7 +1082,7 @@ def check_foretold(chances: list[Chance] | int, chosen: int, random_: int) -> No
     possible = [each for each in chances if each.chance > 0]
     (at,) = [at for at, each in enumerate(possible) if each.position == chosen]
     passed = sum(each.chance for each in possible[:at])
-    # Candidates take up the numbers that can be drawn in their order.
+    # The candidates divide the range of drawn numbers among them, in their order.
     error = 1e-9
     assert passed - error <= random_ / 2**64 <= passed + possible[at].chance + error
 

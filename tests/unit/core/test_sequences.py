@@ -1,4 +1,4 @@
-"""Sequence hashes of the tree's blocks: the standard's vectors, and when they are known."""
+"""Sequence hashes of the tree's blocks: the standard's vectors, and when they become known."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_blocks_that_are_there_get_theirs_when_they_are_asked_for() -> None:
     tokens = list(range(2000 * 4))
     names = list(range(2000))
     worker.store(0, names, local_hashes(tokens, 4))
-    worker.store(0, [5000], [17], 999)  # a branch: the chain is parted
+    worker.store(0, [5000], [17], 999)  # a branch, which splits the chain
     before = index.stats()["bytes"]
     conductor = Conductor(index)
     conductor.verify()
@@ -148,7 +148,7 @@ def test_a_block_below_one_of_another_namespace_has_none() -> None:
     tokens = list(range(8))
     hashes = sequence_hashes(tokens, 4, DEFAULT_SEED)
     salted = namespace("", "s")
-    # An engine's child comes before its salted parent, and says no salt itself.
+    # An engine's child block comes before its salted parent, and without a salt of its own.
     source.store(0, 0, "GPU", [2], tokens[4:], 1, 0, inherits=True, by_engine=True)
     source.store(0, 0, "GPU", [1], tokens[:4], None, salted, by_engine=True)
     assert conductor.match_hashes(hashes, "", "s")["a"]["GPU"] == 4
@@ -180,7 +180,7 @@ def test_what_waited_for_a_source_goes_with_it() -> None:
 
 
 def test_many_blocks_wait_for_one() -> None:
-    """A prompt's beginning that was never heard: thousands of requests may follow."""
+    """The beginning of a prompt was never heard, and thousands of requests continue it."""
     conductor = Conductor(PrefixIndex(4, IngestStats()))
     source = conductor.add_source("a", "", "", 0, False)
 

@@ -1,4 +1,4 @@
-"""A slice ends by its steps, and by the clock where these take far longer than they should."""
+"""A slice ends after its steps, or by the clock if these take far longer than they should."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvd_core.index.prefix_index import Slice
 
 STEP_NS = 100
 SLACK = 5
-LOOK = 512  # steps between two looks at the clock
+LOOK = 512  # steps between two readings of the clock
 
 
 def pass_time(ns: int) -> None:

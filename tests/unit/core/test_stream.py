@@ -1,4 +1,4 @@
-"""A stream describes its batches, and begins anew after a restart."""
+"""A stream reports what its batches show, and begins anew after a restart."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Worker:
         return {rank for _, rank in self.index.match([1])[0]}
 
     def scores(self, token: int) -> dict[str, int]:
-        """Returns what each rank holds of a prompt of one block."""
+        """Returns each rank's score for a prompt of one block."""
         QUERY.scan(json.dumps({"token_ids": [token] * BLOCK}).encode())
         answer = json.loads(self.index.query_tokens(QUERY, 0, None, None))
         scores = answer["scores"].get("1", {})
@@ -72,7 +72,7 @@ def test_what_a_dump_brought_is_known_until_batches_speak_for_it() -> None:
         entry.restore().apply(made.index, [made.worker], 100)
         return made
 
-    # The number 0: what is its own goes, and what is nobody's; another registered rank's stays.
+    # At number 0 the blocks of its own rank and of unregistered ranks go; other ranks' blocks stay.
     made = fresh()
     first, second = made.streams
     assert first.drop_restored()
@@ -82,13 +82,13 @@ def test_what_a_dump_brought_is_known_until_batches_speak_for_it() -> None:
     second.apply(batch())
     assert not second.drop_restored()
     assert made.held() == {1}
-    # A restart: the same, and whatever batches have named.
+    # At a restart the same blocks go, and those of ranks that its batches have named.
     made = fresh()
     made.streams[0].apply(batch())
     assert made.held() == {0, 1, 2}
     made.streams[0].clear()
     assert made.held() == {1}
-    # A clear of its own rank leaves another that may be the stream's, until that is heard.
+    # A clear of its own rank leaves another rank that may be the stream's, until that clears.
     made = fresh()
     made.streams[0].apply(batch(ALL_CLEARED))
     assert made.streams[0].restored()
@@ -166,7 +166,7 @@ def test_clear_of_a_removed_worker_is_an_error() -> None:
 BAD = {"type": "BlockStored", "block_hashes": "x"}
 OTHER = {"type": "Something"}
 
-# batches behind a first one, what the last one shows, of which rank, and the tiers it has cleared
+# Batches behind a first one; what the last one shows, its rank, and the tiers that it has cleared.
 OUTCOMES: dict[str, tuple[list[bytes], int, int | None, int]] = {
     "stored": ([batch(stored(2, 8))], 0, 0, 0),
     "nothing in it": ([batch()], 0, 0, 0),
@@ -264,7 +264,7 @@ def test_skipped_numbers_are_known(first: int, stop: int) -> None:
 
 
 def test_after_a_clear_nothing_came_with_a_dump() -> None:
-    """A second copy counts as one at once, not only when the stream has settled."""
+    """A second copy counts at once, not only after the stream has settled."""
     (entry,) = read(dump_json(event([(1, 1)]), block_size=BLOCK), False)
     made = Worker()
     entry.restore().apply(made.index, [made.worker], 100)
@@ -275,11 +275,11 @@ def test_after_a_clear_nothing_came_with_a_dump() -> None:
     assert made.index.stats()["held"]["device"] == 2
 
 
-# ---- blocks that are offloaded in chunks
+# ---- blocks offloaded in chunks
 
 
 def offloaded(*tokens: int, medium: str = "CPU", **members: Any) -> dict[str, Any]:
-    """Returns blocks of these tokens from a prompt's beginning, as an engine tells of a chunk."""
+    """Returns the event of an offloaded chunk, with these tokens from a prompt's beginning."""
     names = [hash(tokens[: n + 1]) % 2**64 for n in range(len(tokens))]
     return {
         "type": "BlockStored",
@@ -344,6 +344,6 @@ def test_blocks_that_come_one_by_one_or_in_any_number_are_loaded_one_by_one() ->
     assert reach(several.index, 1, 2) == [0, 0, 0]
     several.streams[0].apply(batch(offloaded(5, 6, 7)))
     assert reach(several.index, 1, 2) == [0, 2, 2]
-    # Only vLLM tells of chunks so, and it numbers cache groups.
+    # Only vLLM announces chunks like this, and it numbers cache groups.
     other.streams[0].apply(batch(offloaded(1, 2, 3, 4, group_idx=None)))
     assert reach(other.index, 1, 2) == [0, 2, 2]

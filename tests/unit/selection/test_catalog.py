@@ -1,4 +1,4 @@
-"""The worker catalog: what can be scheduled, and what a change of a worker does to its fleet."""
+"""The worker catalog: which workers can be scheduled, and the effects of changing a worker."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.budget import scaled
 from tests.support.cancelling import every_checkpoint
 from tests.support.selecting import BLOCK_SIZE, EXPIRY_S, M, N, Service, worker
 
-# ---- what can be scheduled
+# ---- schedulable workers
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ async def test_a_block_size_is_that_of_the_others() -> None:
     assert (await selections.workers.put(worker(3, N, block_size=8))).reasons == []
     assert (
         await selections.workers.put(worker(1, block_size=16))
-    ).reasons == []  # nobody beside it
+    ).reasons == []  # there is no other worker to differ from
     service.check()
 
 
@@ -132,7 +132,7 @@ async def ready(*records: WorkerRecord, **members: Any) -> Service:
 
 
 def shown(service: Service) -> Any:
-    """All that a change of the catalog may change."""
+    """Returns everything that a change of the catalog may affect."""
     selections = service.selections
     listeners = {key: id(each) for key, each in service.listeners.running.items()}
     loads = {
@@ -178,7 +178,7 @@ async def test_a_bad_upsert_of_a_live_worker_changes_nothing(members: dict[str, 
 
 @pytest.mark.parametrize("taken", ["address", "block size", "no room"])
 async def test_an_upsert_that_cannot_be_listened_to_changes_nothing(taken: str) -> None:
-    """Another face has registered something else, or everything there is room for."""
+    """Another face has registered the rank differently, or has taken all the room."""
     service = await ready(TWO, max_ranks=3)
     service.reserve("r", (1, 0), [1, 2], 8)
     wanted = replace(TWO, endpoint="http://elsewhere")
@@ -237,7 +237,7 @@ async def test_an_incomplete_worker_becomes_schedulable() -> None:
     ids=str,
 )
 async def test_what_an_upsert_keeps(change: dict[str, Any], kept: str, restarted: int) -> None:
-    """KeptRequests of ranks that stay; listeners whose addresses stay."""
+    """It keeps the requests of ranks that stay, and the listeners whose addresses stay."""
     ranks = {rank: f"tcp://10.0.0.1:{5000 + rank}" for rank in range(3)}
     old = replace(TWO, kv_events_endpoints=ranks)
     service = await ready(old)
@@ -248,7 +248,7 @@ async def test_what_an_upsert_keeps(change: dict[str, Any], kept: str, restarted
     assert "".join(sorted(service.selections.reservations.live)) == kept
     assert service.listeners.starts - starts == restarted
     freed = {event.request_id for event in service.told if event.step is Step.FREE}
-    assert freed == {"a", "b"} - set(kept)  # replicas are told
+    assert freed == {"a", "b"} - set(kept)  # replicas are notified
     service.check()
 
 
@@ -297,7 +297,7 @@ async def test_what_is_deleted_is_gone() -> None:
     service.check()
     await service.selections.workers.delete(2)
     assert not service.listeners.running and not service.state.partitions
-    assert service.selections.candidates.keys() == {M}  # stays listed, without loads
+    assert service.selections.candidates.keys() == {M}  # it stays listed, without loads
     service.check()
 
 
@@ -319,7 +319,7 @@ async def test_what_is_booked_on_a_leaving_worker_ends_in_slices(nursery: trio.N
             assert service.select([1, 2])["worker_id"] == 2
             with pytest.raises(NotFound):
                 service.reserve("late", (1, 0), [1])
-    assert len(seen) > 3  # of two tasks either runs first in a pass
+    assert len(seen) > 3  # at least, as either of two tasks may run first in a pass
     await trio.testing.wait_all_tasks_blocked()
     service.check()
 
@@ -349,7 +349,7 @@ OTHERS = worker(1, data_parallel_start_rank=2, data_parallel_size=2)
 
 
 def booked(service: Service, *ranks: tuple[int, int]) -> int:
-    """Books so much on these ranks that it ends in many slices; returns the number."""
+    """Books so many requests on these ranks that ending them takes many slices; returns them."""
     many = 6 * REMOVAL_SLICE
     for number in range(many):
         service.reserve(str(number), ranks[number % len(ranks)], [1, number], 8)
@@ -424,7 +424,7 @@ async def test_new_ranks_come_after_the_old_ones_where_both_do_not_fit(
     booked(service, (1, 0), (1, 1))
     live = service.selections.reservations.live
     after = OTHERS
-    if why == "another block size":  # in whose ledger no old reservation would be found
+    if why == "another block size":  # a new ledger, which has none of the old reservations
         after = replace(TWO, block_size=2 * BLOCK_SIZE)
     else:
         monkeypatch.setattr(ledger, "MAX_RANKS", 3)
@@ -441,7 +441,7 @@ async def test_new_ranks_come_after_the_old_ones_where_both_do_not_fit(
 
 
 async def test_replicas_book_nothing_on_ranks_that_leave(nursery: trio.Nursery) -> None:
-    """Its end there would be the end of the request on the replica, too."""
+    """The end of such a booking there would also end the request on the replica."""
     service = await ready(TWO)
     many = booked(service, (1, 0), (1, 1))
     reservations = service.selections.reservations
@@ -461,7 +461,7 @@ async def test_replicas_book_nothing_on_ranks_that_leave(nursery: trio.Nursery) 
 async def test_replicas_are_notified_of_steps_while_the_last_worker_leaves(
     nursery: trio.Nursery,
 ) -> None:
-    """A step with another block size than theirs would be dropped there."""
+    """Replicas would drop a step with another block size than theirs."""
     service = await ready(TWO)
     booked(service, (1, 1))
     reservations = service.selections.reservations
@@ -487,7 +487,7 @@ async def test_bookings_can_be_ended_while_their_worker_changes(
         service.reserve(name, (1, 0), [1, 2], 8)
     for change in ({"replay_endpoint": None}, {"data_parallel_size": 1}):
         nursery.start_soon(service.selections.workers.put, replace(TWO, **change))
-        for _ in range(later):  # its listeners are about to end
+        for _ in range(later):  # meanwhile its listeners are about to end
             await trio.lowlevel.checkpoint()
         service.selections.reservations.prefill_complete("c")
         service.selections.reservations.free("ab"[len(service.told) > 5])
@@ -504,7 +504,7 @@ async def test_a_set_is_idempotent() -> None:
     service = await ready(worker(1), worker(2), worker(5, N))
     service.reserve("a", (1, 0), [1], 4)
     service.reserve("b", (2, 0), [1], 4)
-    wanted = [worker(2), worker(3), worker(5)]  # 5 comes over from elsewhere
+    wanted = [worker(2), worker(3), worker(5)]  # 5 moves here from another model
     for _ in range(3):
         entries = await service.selections.workers.put_all(M, wanted)
         assert [entry.record for entry in entries] == wanted
@@ -616,7 +616,7 @@ async def test_another_address_elsewhere_is_a_reason() -> None:
     service.check()
 
 
-# ---- any row of changes
+# ---- any sequence of changes
 
 IDS = st.integers(1, 4)
 RECORDS = st.builds(
@@ -710,7 +710,7 @@ async def test_a_client_that_goes_away_leaves_no_half_worker(steps: list[tuple[A
         service.now += EXPIRY_S
 
 
-# ---- workers that others keep out
+# ---- workers that conflict with other registrations
 
 
 async def test_a_conflict_ends_with_the_other_registration() -> None:
@@ -719,7 +719,7 @@ async def test_a_conflict_ends_with_the_other_registration() -> None:
     entry = await service.selections.workers.put(worker(1))
     assert entry.lifecycle == "incomplete" and entry.blocked
     service.registry.register(RankKey(N, 9, 0), "tcp://10.0.0.9:1", BLOCK_SIZE, None)
-    await service.registry.unregister(9, "n", "t", None)  # somebody else
+    await service.registry.unregister(9, "n", "t", None)  # not the conflicting one
     assert service.selections.workers.entries[1].reasons
     await service.registry.unregister(1, "m", "t", None)
     assert service.selections.workers.entries[1].reasons == []

@@ -1,4 +1,4 @@
-"""Expected times to the first token: learned from reservations, given in records, asked for."""
+"""Expected times to the first token: learned from reservations, given in records, requested."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ async def two_workers(**members: Any) -> Service:
 
 
 def serve(service: Service, worker_id: int, speed: float, tokens: int, number: int) -> None:
-    """Plays a request on an idle rank of so many tokens a second."""
+    """Serves a request on an idle rank that prefills so many tokens a second."""
     name = f"{worker_id}-{number}"
     blocks = [worker_id * 10_000_000 + number * 10_000 + at for at in range(tokens // 4)]
     service.reserve(name, (worker_id, 0), blocks, tokens)
@@ -99,7 +99,7 @@ async def test_what_happened_is_held_against_what_was_expected() -> None:
     assert 0 < account.timed < 24  # the first ones had no expectation
     assert account.ttft_s == pytest.approx(account.expected_ttft_s, rel=0.05)
     before = account.timed
-    serve(service, 1, FAST / 10, 1000, 99)  # it stalls
+    serve(service, 1, FAST / 10, 1000, 99)  # the rank stalls
     assert account.timed == before + 1
     assert account.error_at(1.0) is not None
 

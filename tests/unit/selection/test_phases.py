@@ -1,4 +1,4 @@
-"""Disaggregated serving: who serves which phase, what is booked, what replicas hear of it."""
+"""Disaggregated serving: which worker serves which phase, what is booked and announced."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_who_serves_what() -> None:
 
 async def test_prefill_goes_by_cache_and_prefill_load() -> None:
     service = await disaggregated()
-    service.reserve("a", (2, 0), list(range(1000)))  # blocks in use count for nothing
+    service.reserve("a", (2, 0), list(range(1000)))  # blocks in use have no effect on prefill
     service.reserve("b", (1, 0), [901], 8)
     answer = service.select(PROMPT, phase=Phase.PREFILL, reservation_id="r", explain=True)
     assert (answer["worker_id"], answer["phase"]) == (2, "prefill")
@@ -63,21 +63,21 @@ async def test_prefill_goes_by_cache_and_prefill_load() -> None:
     assert [rows[each]["decode_cost"] for each in rows] == [0.0] * 4
     assert [rows[each]["eligible"] for each in (1, 2, 3, 4)] == [True, True, False, False]
     assert (rows[1]["cost"], rows[2]["cost"]) == (5.0, 3.0)
-    assert loads(service)[2] == (TOKENS, 1000, 2)  # no blocks of its own
+    assert loads(service)[2] == (TOKENS, 1000, 2)  # a prefill has no blocks of its own
     service.selections.reservations.prefill_complete("r")
     assert loads(service)[2] == (0, 1000, 2)
 
 
 async def test_decode_goes_by_blocks_in_use_alone() -> None:
     service = await disaggregated()
-    service.reserve("a", (4, 0), [901], BATCH * 100)  # is busy, and nobody minds
+    service.reserve("a", (4, 0), [901], BATCH * 100)  # makes it busy, which does not matter
     service.reserve("b", (3, 0), [902, 903])
     answer = service.select(PROMPT, phase=Phase.DECODE, reservation_id="r", explain=True)
     assert (answer["worker_id"], answer["phase"]) == (4, "decode")
     rows = {row["worker_id"]: row for row in answer["candidates"]}
     assert [rows[each]["prefill_cost"] for each in rows] == [0.0] * 4
     assert (rows[3]["cost"], rows[4]["cost"]) == (5.0, 4.0)
-    assert loads(service)[4] == (BATCH * 100, 4, 2)  # no tokens of its own
+    assert loads(service)[4] == (BATCH * 100, 4, 2)  # a decode has no prefill tokens of its own
 
 
 async def test_whole_requests_go_past_prefill_workers() -> None:
@@ -159,7 +159,7 @@ async def test_both_are_booked_anew_when_one_worker_has_left() -> None:
     asked = {"phase": Phase.BOTH, "reservation_id": "r", "retry": Retry(("r", "k"), b"1")}
     first = service.select(PROMPT, **asked)
     await service.selections.workers.delete(first["prefill"]["worker_id"])
-    assert service.select(PROMPT, **asked) == first  # r lives
+    assert service.select(PROMPT, **asked) == first  # r still lives
     await service.selections.workers.put(batched(first["prefill"]["worker_id"], role=Role.PREFILL))
     service.selections.reservations.free("r")
     first = service.select(PROMPT, **asked)
@@ -183,7 +183,7 @@ async def test_what_is_left_of_both_is_given_back(nursery: trio.Nursery) -> None
     await settled()
     await service.selections.workers.delete(caller.answer["worker_id"])
     assert set(service.selections.reservations.live) == {"a", "r:prefill"}
-    service.selections.scheduler.take_back(caller.held)  # nobody has heard of it
+    service.selections.scheduler.take_back(caller.held)  # its answer has reached no client
     assert set(service.selections.reservations.live) == {"a"}
     assert service.selections.reservations.given_back == 1
     service.check()
@@ -267,7 +267,7 @@ async def test_replicas_hear_of_both_bookings() -> None:
 
     mirror(service, replica)
     assert loads(replica) == loads(service)
-    replica.selections.reservations.prefill_complete("r")  # on the other one
+    replica.selections.reservations.prefill_complete("r")  # at the other replica
     assert [event.step for event in replica.told] == [Step.FREE, Step.PREFILL_COMPLETE]
     mirror(replica, service)
     assert loads(replica) == loads(service)
@@ -309,7 +309,7 @@ def test_a_fleet_without_prefill_workers_has_no_mask() -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 async def test_replicas_agree_whatever_happens_to_phases(seed: int) -> None:
-    """Random steps on either of two replicas; each hears of the other's at once."""
+    """Random steps at either of two replicas; each gets the other's events at once."""
     pair = await disaggregated(RouterOptions()), await disaggregated(RouterOptions())
     rng = Random(seed)
     for _ in range(300):

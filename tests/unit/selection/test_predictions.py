@@ -1,4 +1,4 @@
-"""Predicted blocks where no events come, against a list that is searched for every question."""
+"""Predicted blocks of ranks without events, against a list that is searched for every question."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ STEPS = st.one_of(
 
 
 class Fleet:
-    """Workers 0 and 1 with one rank each, and nobody who tells what they cache."""
+    """Workers 0 and 1 with one rank each, and no events."""
 
     def __init__(self, ttl_s: float = TTL_S, max_blocks: int = MAX_BLOCKS) -> None:
         self.predictions = Predictions(ttl_s, max_blocks, RATIO)
         ledger = Ledger()
-        for _ in range(7):  # so that ranks and workers have other numbers
+        for _ in range(7):  # so that ranks and workers have different numbers
             ledger.add_rank(100, _)
         self.ranks = [ledger.add_rank(worker, 0) for worker in RANKS]
         candidates = [Candidate(worker, 0, None, self.ranks[worker]) for worker in RANKS]
@@ -63,7 +63,7 @@ class Model:
     def __init__(self) -> None:
         self.blocks: list[tuple[int, tuple[int, ...], float]] = []
         self.excess = 0
-        self.gone = count(100)  # names of ranks that are forgotten
+        self.gone = count(100)  # names for forgotten ranks
 
     def reserve(self, rank: int, path: list[int], now: float) -> None:
         depths = [tuple(path[:depth]) for depth in range(1, min(len(path), MAX_BLOCKS) + 1)]
@@ -119,7 +119,7 @@ def test_they_are_what_the_model_says(steps: list[tuple[Any, ...]]) -> None:
 def test_of_a_prompt_known_in_part_a_prefix_is_known() -> None:
     fleet = Fleet(max_blocks=4)
     fleet.reserve(0, [1, 2, 3], 0.0)
-    fleet.reserve(0, [7, 8], 1.0)  # one too many: two stay
+    fleet.reserve(0, [7, 8], 1.0)  # one block too many, so only two stay
     assert len(fleet.predictions) == 2
     assert [fleet.reach(path)[0] for path in ([1, 2, 3], [7, 8])] == [0, 2]
 
@@ -139,7 +139,7 @@ def test_a_rank_that_is_not_heard_caches_nothing_until_it_is() -> None:
 
 
 def test_workers_with_and_without_events_stand_side_by_side() -> None:
-    """What one tells and what the other is thought to cache; nothing is predicted of the first."""
+    """One worker announces its blocks, the other's are predicted; the first has no predictions."""
     index, ledger = PrefixIndex(4, IngestStats()), Ledger()
     predictions = Predictions(TTL_S, MAX_BLOCKS, RATIO)
     told, silent = index.add_worker(1), None
@@ -162,4 +162,4 @@ def test_workers_with_and_without_events_stand_side_by_side() -> None:
     index.predict(TTL_S, MAX_BLOCKS, RATIO)  # from now on also beside events
     pool.predict(0, 6.0)
     assert reach([1, 2, 3, 4]) == [3, 3]
-    assert (len(predictions), index.predicted()) == (3, 1)  # what events tell of is not, as well
+    assert (len(predictions), index.predicted()) == (3, 1)  # announced blocks are not predicted

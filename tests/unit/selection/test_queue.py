@@ -1,4 +1,4 @@
-"""The queue against a list that is sorted anew for every question."""
+"""The queue against a list that is sorted again for every question."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def released(queue: SelectionQueue[str], *stuck: str) -> str:
 
 
 def filled(policy: QueuePolicy, *urgencies: Urgency) -> SelectionQueue[str]:
-    """Returns a queue of entries 0, 1, 2 ..., which came a second apart."""
+    """Returns a queue of entries 0, 1, 2 ... with these urgencies, which came a second apart."""
     queue: SelectionQueue[str] = SelectionQueue(policy)
     for number, urgency in enumerate(urgencies):
         queue.push(None, str(number), urgency, float(number))
@@ -120,7 +120,7 @@ def test_any_row_of_steps_goes_as_with_a_sorted_list(
 def check_release(
     queue: SelectionQueue[Held], model: list[Held], room: dict[str, int], policy: QueuePolicy
 ) -> None:
-    """Releases into as much room as the ranks have; a lane of None goes to any rank."""
+    """Releases as much as the ranks have room for; entries in lane None go to any rank."""
     room = dict(room)
 
     def rank_for(held: Held) -> str | None:
@@ -138,7 +138,7 @@ def check_release(
     assert all(rank_for(held) is None for held in model)
 
 
-# ---- who sleeps
+# ---- sleeping entries
 
 MASKS = st.integers(1, 15)  # of four ranks
 WAKING = st.lists(
@@ -164,7 +164,7 @@ class Sleeper(Held):
 def test_whoever_sleeps_would_have_been_told_to_wait(
     policy: QueuePolicy, steps: list[tuple[Any, ...]]
 ) -> None:
-    """The order is that of asking everybody again and again for the best who can be served."""
+    """The order is as if all entries were asked again and again for the best one that fits."""
     queue: SelectionQueue[Sleeper] = SelectionQueue(policy)
     model: list[Sleeper] = []
     room = [0] * 4
@@ -242,8 +242,8 @@ def test_only_those_are_asked_for_whom_something_has_changed() -> None:
     queue.wake(1 << 7 | 1 << 3 | 1 << LANES)
     assert list(queue.release(serve)) == [7]
     assert asked == [3, 7]
-    queue.push(9, LANES, Urgency(strict_priority=1), 1.0)  # the first of its lane from now on
-    queue.push(11, LANES + 1, Urgency(), 2.0 * LANES)  # behind another one that sleeps
+    queue.push(9, LANES, Urgency(strict_priority=1), 1.0)  # becomes the first of its lane
+    queue.push(11, LANES + 1, Urgency(), 2.0 * LANES)  # behind another entry, which sleeps
     assert list(queue.release(serve)) == [LANES, 9]
 
 
@@ -261,4 +261,4 @@ def test_all_that_are_awake_are_looked_at_in_order_once(monkeypatch: pytest.Monk
     asked: list[int] = []
     assert list(queue.release(lambda number: asked.append(number) or 1)) == []
     assert asked == list(range(LANES))
-    assert compared < LANES * 4 * LANES.bit_length()  # with each against all it is the square
+    assert compared < LANES * 4 * LANES.bit_length()  # comparing each with all would be LANES**2

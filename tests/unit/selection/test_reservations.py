@@ -1,4 +1,4 @@
-"""Reservations beyond their plain life: retried, given back, and what their output weighs."""
+"""Reservations that are retried or given back, and the weight of their output."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def ready(options: RouterOptions = OPTIONS, workers: int = 1) -> Service:
 
 
 async def busy(options: RouterOptions = OPTIONS) -> Service:
-    """One worker, busy with `a`."""
+    """Returns a service with one worker, which is busy with `a`."""
     service = await ready(options)
     service.reserve("a", (1, 0), [901], BATCH + 1)
     return service
@@ -48,7 +48,7 @@ def hold(service: Service, **members: Any) -> QueuedRequest:
 
 
 class Caller:
-    """A client whose selection is held."""
+    """A client that waits for a held selection."""
 
     def __init__(self, service: Service, held: QueuedRequest) -> None:
         self.service = service
@@ -74,7 +74,7 @@ async def test_a_caller_that_left_before_it_heard_keeps_nothing(nursery: trio.Nu
     nursery.start_soon(caller.run)
     await settled()
     caller.scope.cancel()
-    service.selections.reservations.free("a")  # served, but its task has been told to end
+    service.selections.reservations.free("a")  # it is served, but its task is cancelled already
     assert "r" in service.selections.reservations.live
     await settled()
     assert caller.answer is None
@@ -92,7 +92,7 @@ async def test_a_caller_that_is_served_before_it_leaves_hears(nursery: trio.Nurs
     caller.scope.cancel()
     await settled()
     assert caller.answer is not None and "r" in service.selections.reservations.live
-    service.selections.scheduler.take_back(caller.held)  # as its connection does
+    service.selections.scheduler.take_back(caller.held)  # as its connection would
     assert "r" not in service.selections.reservations.live
     service.check()
 
@@ -149,7 +149,7 @@ async def test_a_caller_that_goes_at_any_moment_leaves_no_trace() -> None:
             undo = service.selections.scheduler
             answer = await undo.wait(held)
             try:
-                await trio.lowlevel.checkpoint()  # its answer is being sent
+                await trio.lowlevel.checkpoint()  # stands for sending the answer
                 assert answer
             except trio.Cancelled:
                 undo.take_back(held)
@@ -253,7 +253,7 @@ async def test_both_of_two_that_wait_get_one_booking(nursery: trio.Nursery) -> N
     assert callers[0].answer == callers[1].answer is not None
     assert list(service.selections.reservations.live) == ["made"]
     service.selections.scheduler.take_back(callers[0].held)
-    assert "made" in service.selections.reservations.live  # the other one has it
+    assert "made" in service.selections.reservations.live  # the other caller has it, too
     service.selections.scheduler.take_back(callers[1].held)
     assert not service.selections.reservations.live
     service.check()
@@ -290,7 +290,7 @@ async def test_metrics_say_so(nursery: trio.Nursery) -> None:
     }
 
 
-# ---- what their output weighs
+# ---- the weight of output
 
 
 def decode_blocks(service: Service) -> int:
@@ -336,7 +336,7 @@ async def test_a_mirrored_booking_fades_as_well() -> None:
     assert service.selections.reservations.apply(add, service.now) is Outcome.APPLIED
     for load in (1, 0):
         service.selections.reservations.output_block("r", None)
-        assert decode_blocks(service) == load  # a half, rounded away from zero; nothing
+        assert decode_blocks(service) == load  # a half, rounded away from zero; then nothing
 
 
 async def test_what_one_replica_has_freed_another_does_not_bring_back() -> None:
@@ -348,7 +348,7 @@ async def test_what_one_replica_has_freed_another_does_not_bring_back() -> None:
     assert reservations.apply(add, service.now) is Outcome.ENDED
     assert not reservations.live
     assert reservations.apply(freed, service.now) is Outcome.UNKNOWN_REQUEST
-    service.select([1, 2], reservation_id="r")  # whatever replicas say, a client may use it
+    service.select([1, 2], reservation_id="r")  # clients may use the id again at once
     assert reservations.apply(add, service.now) is Outcome.ENDED
     assert list(reservations.live) == ["r"]
 

@@ -1,4 +1,4 @@
-"""Router modes, busy thresholds and preferred taints, and how they change at run time."""
+"""Router modes, busy thresholds and preferred taints, and changes of these at run time."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ async def test_turns_outlive_changes_of_the_fleet() -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 async def test_phases_have_turns_of_their_own(size: int) -> None:
-    """Else every second worker of an even number would prefill for ever, and the others decode."""
+    """Otherwise, with an even number, every second worker would only prefill, the others decode."""
     records = [worker(number, role=Role.BOTH) for number in range(1, size + 1)]
     service = await ready(*records, options=routed(RouterMode.ROUND_ROBIN))
     turns: dict[str, Counter[int]] = {"prefill": Counter(), "decode": Counter()}
@@ -75,7 +75,7 @@ async def test_phases_have_turns_of_their_own(size: int) -> None:
     assert all(set(count.values()) == {6} and len(count) == size for count in turns.values())
     before = {one: service.select([1], phase=one)["worker_id"] for one in SINGLE}
     await service.selections.workers.put(worker(9, role=Role.PREFILL))
-    assert service.select([1], phase=Phase.PREFILL)["worker_id"] == 9  # who is new comes first
+    assert service.select([1], phase=Phase.PREFILL)["worker_id"] == 9  # a new worker comes first
     after = {one: service.select([1], phase=one)["worker_id"] for one in SINGLE}
     assert all(after[one] == before[one] % size + 1 for one in SINGLE)
 
@@ -319,6 +319,6 @@ async def test_what_is_preferred_multiplies_the_cost() -> None:
     assert preferences(a=1e30, b=1e30)[3] == 1 / math.e
     assert set(chosen(service, 20, preferred={"b": 0.1})) == {3}
     assert set(chosen(service, 20, preferred={"a": -0.1})) == {1}
-    # A load that is dearer than any preference.
+    # A load that costs more than any preference.
     service.reserve("r", (3, 0), list(range(1000)), 1000 * BLOCK_SIZE)
     assert set(chosen(service, 20, preferred={"b": 9.0}, constraints=only(1, 3))) == {1}

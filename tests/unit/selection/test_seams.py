@@ -1,8 +1,8 @@
-"""All of the selection service at once: what one part does to what another one has noted.
+"""All parts of the selection service at once: each has to keep up with changes by the others.
 
-Sessions, phases, modes, retries, thresholds, predictions, and a slot tracker on the same ranks,
-while workers come, change and go and clients leave. After every step everything that is kept twice
-is the same in both places, nobody waits whom somebody could serve, and in the end nothing is left.
+Sessions, phases, modes, retries, thresholds, predictions, and a slot tracker on the same ranks are
+used while workers come, change and go and clients leave. After every step all state that is kept
+twice agrees, no request waits that a rank could serve, and in the end nothing is left.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Life:
         self.selections.reservations.steps.subscribe(service.told.append)
         self.slots = SlotTrackers(EXPIRY_S, ledgers)
         self.callers: list[Caller] = []
-        self.tracked: list[str] = []  # what the tracker was given
+        self.tracked: list[str] = []  # requests added to the slot tracker
         self.seen: Counter[str] = Counter()
 
     def record(self, worker_id: int) -> WorkerRecord:
@@ -76,7 +76,7 @@ class Life:
         return f"r{self.rng.randrange(40)}{self.rng.choice(('', '', '', PREFILL_SUFFIX))}"
 
     def live(self, names: Iterable[str]) -> str:
-        """One of these, or any."""
+        """Returns one of these names, or any other."""
         return self.rng.choice([*names, self.name()])
 
     def select(self) -> None:
@@ -183,7 +183,7 @@ class Life:
             self.check_waits(held)
 
     def check_waits(self, held: QueuedRequest) -> None:
-        """Nobody could serve it now, or somebody has been taken from it since it came."""
+        """Checks that all ranks that could serve it are busy, or excluded by a threshold."""
         ask, candidates = held.ask, self.selections.candidates[M]
         phase = Phase.PREFILL if ask.phase is Phase.BOTH else ask.phase
         eligible = candidates.eligible(ask.constraints_in(phase), phase)

@@ -1,6 +1,6 @@
-"""Reservations and held selections: all that happens to them, beside a plain model.
+"""Reservations and held selections through their whole lives, compared with a plain model.
 
-Nothing here waits for a clock: it is set by hand, and held selections are answered by steps.
+Nothing here waits for a clock: the tests set it, and their steps make held selections answer.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tests.support.cancelling import every_checkpoint
 from tests.support.held_selections import BATCH, OPTIONS, Caller, batched, calls, ready, settled
 from tests.support.selecting import BLOCK_SIZE, EXPIRY_S, M, N, Service, look, worker
 
-SMALL_BATCH = 6  # so that workers often are busy
+SMALL_BATCH = 6  # so small that workers are often busy
 ONLY = {number: Constraints(allowed=frozenset([number])) for number in range(1, 5)}
 
 
@@ -42,11 +42,11 @@ def small(worker_id: int, key: PartitionKey = M, **members: Any) -> WorkerRecord
     return worker(worker_id, key, max_num_batched_tokens=SMALL_BATCH, **members)
 
 
-# ---- the whole life of reservations, beside a model
+# ---- the whole life of reservations, against a model
 
 
 class Life:
-    """A service and the model that it has to agree with, under random steps."""
+    """A service and its model, which must agree under random steps."""
 
     KEYS = (M, M, N)
     NAMES = tuple(f"r{number}" for number in range(30))
@@ -57,13 +57,13 @@ class Life:
         self.ledgers = {key: ModelLedger() for key in set(self.KEYS)}
         self.callers: dict[str, Caller] = {}
         self.steps = 0
-        self.served = 0  # of those that were held
+        self.served = 0  # held selections that were served
 
     def home(self, name: str) -> ModelLedger | None:
         return next((one for one in self.ledgers.values() if name in one.requests), None)
 
     def blocks(self) -> list[int]:
-        """One of few prompts, cut off, with something of its own now and then."""
+        """Returns a prefix of one of few prompts, now and then with a block of its own."""
         root = self.rng.choice((1, 2))
         prompt = [root * 10 + number for number in range(self.rng.randrange(7))]
         return prompt + [self.rng.getrandbits(60)] * (self.rng.random() < 0.3)
@@ -92,7 +92,7 @@ class Life:
         self.collect()
 
     def select(self, nursery: trio.Nursery) -> None:
-        """Selects at temperature 0; the model says which workers would do."""
+        """Selects at temperature 0; the result must be one of those that the model allows."""
         key, name = self.rng.choice(self.KEYS), self.rng.choice([None, *self.NAMES])
         constraints = self.rng.choice([None, None, None, *ONLY.values()])
         blocks = self.blocks()
@@ -120,7 +120,7 @@ class Life:
                 self.booked(name, answer, blocks, key)
 
     def expected(self, key: PartitionKey, blocks: list[int], constraints: Any) -> Any:
-        """NONE, BUSY, or the ranks of the lowest cost."""
+        """Returns NONE, BUSY, or the ranks of the lowest cost."""
         ledger, ranks = self.ledgers[key], []
         rolling = list(sequence_hashes(array("Q", blocks)))
         for rank in sorted(ledger.ranks):
@@ -158,7 +158,7 @@ class Life:
         assert self.ledgers[key].add(name, rank, rolling, tokens, self.service.now, None) == 0
 
     def collect(self) -> None:
-        """Takes the answers of those that were held; the model learns where they were booked."""
+        """Takes the answers of held selections, and books them in the model."""
         for label, caller in list(self.callers.items()):
             if caller.error is not None or caller.answer is not None or caller.scope.cancel_called:
                 del self.callers[label]
@@ -185,7 +185,7 @@ class Life:
             self.add(name, rank, blocks, tokens, key)
 
     def known(self, name: str, done: Any) -> None:
-        """A step that fails if and only if nobody has the reservation."""
+        """Takes a step, which must fail if and only if the reservation does not exist."""
         home = self.home(name)
         try:
             done()
@@ -241,7 +241,7 @@ class Life:
             ledger.expire(self.service.now - EXPIRY_S, 1000)
 
     async def leave(self) -> None:
-        """A caller that waits goes away."""
+        """Has a waiting caller leave."""
         if self.callers:
             self.rng.choice(list(self.callers.values())).scope.cancel()
 
@@ -310,11 +310,11 @@ async def test_any_life_of_reservations_goes_as_in_the_model(seed: int) -> None:
     assert all(row.ledger.stats()["blocks"] == 0 for row in service.selections.candidates.values())
 
 
-# ---- what is held
+# ---- held selections
 
 
 async def busy_fleet(**settings: Any) -> Service:
-    """Two workers, both busy with `a` and `b`."""
+    """Returns a service with two workers, busy with `a` and `b`."""
     service = await ready(batched(1), batched(2), **settings)
     service.reserve("a", (1, 0), [901], BATCH + 1)
     service.reserve("b", (2, 0), [902], BATCH + 1)
@@ -326,7 +326,7 @@ async def test_a_rank_is_busy_above_the_threshold(tokens: int) -> None:
     service = await ready(batched(1))
     service.reserve("a", (1, 0), [901], tokens)
     assert isinstance(service.select([1]), QueuedRequest) is (tokens > BATCH)
-    await service.selections.workers.put(worker(2))  # without a batch size it never is
+    await service.selections.workers.put(worker(2))  # without a batch size it is never busy
     service.reserve("b", (2, 0), [902], 10**6)
     assert not isinstance(service.select([1], constraints=ONLY[2]), QueuedRequest)
 
@@ -361,7 +361,7 @@ async def test_what_another_face_ends_lets_them_go(nursery: trio.Nursery) -> Non
     service = await ready(batched(1))
     other = Ledger(loads=service.candidates().ledger.loads)
     other.add("a", other.add_rank(1, 0), b"", BATCH + 1, service.now)
-    assert other.loads.eased is None  # nobody waits
+    assert other.loads.eased is None  # nothing is held
     callers = [calls(nursery, service, [1]) for _ in range(2)]
     service.check()
     assert other.loads.eased is not None
@@ -401,12 +401,12 @@ async def test_tokens_are_hashed_by_the_block_size_there_is_when_they_are_served
         caller.held.again = look([7], length)
     wide = batched(1, block_size=2 * BLOCK_SIZE)
     await service.selections.workers.put_all(M, [wide])
-    await settled()  # nothing is booked any more: the first is served, and keeps the others waiting
+    await settled()  # nothing is booked now: the first is served, and keeps the others waiting
     answer = callers["b"].answer
     assert answer["block_size"] == 2 * BLOCK_SIZE
     assert service.selections.reservations.find("b")[1].blocks == 1
     assert callers["c"].answer is None and callers["c"].error is None
-    # One that nobody could serve does not wait behind one that can be.
+    # A selection that no worker can serve fails at once instead of waiting behind others.
     assert str(hashed.error) == "the block size of the workers changed while the request waited"
     service.selections.reservations.prefill_complete("b")
     await settled()
@@ -422,7 +422,7 @@ async def test_a_worker_with_more_room_lets_them_go(nursery: trio.Nursery) -> No
         2, lambda record: replace(record, max_num_batched_tokens=1000)
     )
     await settled()
-    assert caller.answer["worker_id"] in (1, 2)  # once one is not busy, the cheapest serves
+    assert caller.answer["worker_id"] in (1, 2)  # once one is not busy, the cheapest is chosen
 
 
 @pytest.mark.parametrize("policy", QueuePolicy)
@@ -440,7 +440,7 @@ async def test_the_order_of_those_held(policy: QueuePolicy, nursery: trio.Nurser
         service.now += 1
     served: list[str] = []
     service.selections.reservations.prefill_complete("b")
-    while len(served) < len(callers):  # each makes the worker busy, until its prefill is done
+    while len(served) < len(callers):  # each one makes the worker busy until its prefill is done
         await settled()
         (new,) = (name for name, one in callers.items() if one.answer and name not in served)
         served.append(new)
@@ -478,11 +478,11 @@ async def test_only_those_who_wait_for_a_changed_rank_are_asked(
     monkeypatch.setattr(Scheduler, "_serve", noted)
     only_1 = calls(nursery, service, [1], constraints=ONLY[1])
     only_2 = calls(nursery, service, [2], constraints=ONLY[2], tokens=400)
-    for _ in range(2):  # all are asked once, and told whom they wait for
+    for _ in range(2):  # each is tried once, and then sleeps until its rank changes
         service.selections.scheduler.drain_queues()
     assert asked == [ONLY[1], ONLY[2]]
     service.selections.reservations.free("b")
-    assert asked[2:] == [ONLY[2]] and only_2.answer is None  # until it runs
+    assert asked[2:] == [ONLY[2]] and only_2.answer is None  # its task has yet to run
     await settled()
     assert only_2.answer["worker_id"] == 2 and only_1.answer is None
     assert len(asked) == 3
@@ -534,7 +534,7 @@ async def test_nobody_is_left_to_serve_them(nursery: trio.Nursery) -> None:
 async def test_an_id_that_lives_is_a_conflict_at_once(nursery: trio.Nursery) -> None:
     service = await busy_fleet()
     first = calls(nursery, service, [1], reservation_id="r")
-    second = calls(nursery, service, [1], reservation_id="r")  # nobody has it yet
+    second = calls(nursery, service, [1], reservation_id="r")  # the id is not taken yet
     with pytest.raises(Conflict):
         service.select([1], reservation_id="a")
     service.selections.reservations.free("a")
@@ -560,7 +560,7 @@ async def test_constraints_that_contradict_each_other() -> None:
 
 @pytest.mark.parametrize("bound", [{"options": replace(OPTIONS, max_held=3)}, {"max_waiting": 3}])
 async def test_so_many_wait_and_no_more(bound: dict[str, Any], nursery: trio.Nursery) -> None:
-    """By the setting, or by the descriptors of their clients."""
+    """The number is bounded by the setting, or by the descriptors for clients."""
     service = await busy_fleet(**bound)
     callers = [calls(nursery, service, [1]) for _ in range(3)]
     with pytest.raises(Unavailable) as refused:
@@ -664,7 +664,7 @@ async def test_stopping_answers_all(nursery: trio.Nursery) -> None:
     await settled()
     assert [caller.error.status if caller.error else None for caller in callers] == [503] * 12
     service.selections.reservations.free("a")
-    assert service.select([1])["worker_id"] == 1  # who need not wait is served
+    assert service.select([1])["worker_id"] == 1  # a selection that need not wait is served
     service.check()
 
 
@@ -676,7 +676,8 @@ async def test_what_is_booked_counts_as_cached() -> None:
     service.select([1, 2, 3])
     assert service.select([1, 2, 3])["overlap"]["longest_matched"] == 0
     booked = service.select([1, 2, 3], reservation_id="r")
-    place = Constraints(pinned=(booked["worker_id"], 0))  # what is left and its load cost the same
+    # Pinned, as what it saves there costs as much as the load.
+    place = Constraints(pinned=(booked["worker_id"], 0))
     again = service.select([1, 2, 3, 4], constraints=place)
     assert again["overlap"]["gpu"] == 3 * BLOCK_SIZE
     assert again["effective_prefill_tokens"] == BLOCK_SIZE
@@ -684,7 +685,7 @@ async def test_what_is_booked_counts_as_cached() -> None:
     assert service.select([1, 2])["overlap"]["gpu"] == 2 * BLOCK_SIZE
     service.now += 60
     service.reserve("s", (booked["worker_id"], 0), [1])
-    service.now += 60  # the time to live: of what was not sent again
+    service.now += 60  # the time to live of blocks that were not booked again
     service.expire()
     assert service.select([1, 2, 3])["overlap"]["gpu"] == BLOCK_SIZE
     service.check()
@@ -696,11 +697,11 @@ async def test_what_is_booked_counts_as_cached() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 async def test_predictions_are_those_of_ranks_that_are_there(seed: int) -> None:
-    """Whatever is booked, expires, is pruned or goes with its worker."""
+    """They agree with the model whatever is booked, expires, is pruned or goes with its worker."""
     rng = Random(seed)
     options = RouterOptions(uses_kv_events=False, ttl_s=20.0, max_tree_size=30)
     service = await ready(worker(1, data_parallel_size=2), worker(2), options=options)
-    booked: dict[tuple[int, int, tuple[int, ...]], float] = {}  # may be cached, and until when
+    booked: dict[tuple[int, int, tuple[int, ...]], float] = {}  # possible predictions, and expiries
     for number in range(300):
         kind = rng.random()
         prompt = [rng.choice((1, 2)) for _ in range(rng.randrange(8))]

@@ -1,4 +1,4 @@
-"""Bindings of sessions by example, and that two replicas end up with the same ones."""
+"""Bindings of sessions by example; two replicas end up with the same ones."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_the_newer_binding_wins() -> None:
     version = Version(WALL, OTHER)
     assert sessions.apply("s", 1, None, version, 0.0)
     assert target(sessions, 0.0) == (1, None)
-    assert sessions.apply("s", 1, None, version, 5.0)  # goes on
+    assert sessions.apply("s", 1, None, version, 5.0)  # the same version renews the time to live
     assert target(sessions, 5.0 + TTL_S - 0.1) == (1, None)
     assert not sessions.apply("s", 2, 0, Version(WALL - 1, OTHER), 5.0)
     assert not sessions.apply("s", 2, 0, Version(WALL, OTHER - 1), 5.0)

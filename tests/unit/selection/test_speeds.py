@@ -1,4 +1,4 @@
-"""Speeds learned from simulated engines: they converge, and survive what engines do."""
+"""Speeds learned from simulated engines: they converge, and stay right despite disturbances."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BASE_S, TOKEN_S = 0.03, 1 / 8000
 
 
 def observations(random: Random, token_s: float = TOKEN_S, noise: float = 0.05) -> Iterator:
-    """Yields tokens and seconds of an engine: a base, its speed, and some scatter."""
+    """Yields tokens and seconds of an engine with a base time, a speed and some noise."""
     while True:
         tokens = random.randint(200, 20_000)
         exact = BASE_S + token_s * tokens
@@ -70,7 +70,7 @@ def test_confidence_grows_with_observations_and_fades() -> None:
     source = observations(Random(1))
     assert line.estimate(0.0) is None
     learned(line, source, 1)
-    assert line.estimate(0.0) is None  # one point is no line
+    assert line.estimate(0.0) is None  # one point does not determine a line
     learned(line, source, 3)
     few = line.estimate(0.0)
     assert few is None or few.confidence < CONFIDENT
@@ -98,7 +98,7 @@ def test_prompts_of_one_length_tell_their_time_alone() -> None:
         [(0, 1.0)] * WINDOW,
         [(5, 0.0)] * WINDOW,
         [(5, -1.0)] * WINDOW,
-        [(100 * n, 100.0 / n) for n in range(1, WINDOW)],  # more takes less time
+        [(100 * n, 100.0 / n) for n in range(1, WINDOW)],  # more tokens take less time
     ],
 )
 def test_nothing_is_said_of_what_makes_no_line(points: list[tuple[float, float]]) -> None:
