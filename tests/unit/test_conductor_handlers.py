@@ -1,4 +1,4 @@
-"""The conductor's hot handlers: names of members, hashes as texts, and words for the rest."""
+"""The conductor's hot handlers: names of members, hashes as texts, clear errors for the rest."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ BODIES = st.lists(MEMBERS, max_size=4).map(lambda more: body([*USUAL, *more]))
 
 
 def body(members: list[tuple[str, str]]) -> bytes:
-    """A body in which a later member takes the place of an earlier one of that name."""
+    """Returns a body in which the last one of several members of a name counts."""
     return (
         "{" + ",".join(f'"{name}":{value}' for name, value in dict(members).items()) + "}"
     ).encode()
 
 
 def asked(path: str, body: bytes, *headers: tuple[bytes, bytes]) -> bytes:
-    """Returns what a route answers; raises what it refuses."""
+    """Returns the body of a route's answer; raises its refusal."""
     route = ROUTES[path]
 
     async def ask() -> Response:
@@ -145,7 +145,7 @@ def test_hashes_may_be_texts() -> None:
 
 @pytest.mark.parametrize("unknown", ["1", '{"a":1,"a":1}', "1e999", "9" * 5000])
 def test_what_is_ignored_is_beside_texts_too(unknown: str) -> None:
-    """Hashes as texts are read another way; what is refused is the same."""
+    """Hashes as texts are read by other code, which must refuse the same bodies."""
     members = {"model": '"m"', "block_size": str(BLOCK_SIZE), "x": unknown, "x\\u0020": "1"}
     rest = "".join(f',"{name}":{value}' for name, value in members.items()) + ',"x":2}'
     as_texts = json.dumps([str(each) for each in HASHES])

@@ -1,4 +1,4 @@
-"""Settings: precedence, the --workers grammar, and one clear line for everything refused."""
+"""Settings: precedence, the --workers grammar, and one clear line for every refusal."""
 
 from __future__ import annotations
 
@@ -82,12 +82,12 @@ def test_the_command_line_wins_over_the_environment_and_that_over_the_default() 
 
 
 def test_every_setting_reaches_the_configuration() -> None:
-    """As a member of some options, as a field of the configuration, or in what is made of it."""
+    """Each is a member of some options, a field of the configuration, or part of another value."""
     fields = {each.name for each in dataclasses.fields(Config)}
     bound = {each.name for each in SETTINGS if each.of is not None}
     assert all(each.of is not None for each in SETTINGS if each.field)
     assert {each.name for each in SETTINGS} - bound - fields == {
-        *("block_size", "model_name", "tenant_id"),  # of the workers
+        *("block_size", "model_name", "tenant_id"),  # part of the workers
         *("replica_sync_port", "replica_sync_host", "replica_sync_peers"),
         "replica_sync_queue_messages",
         *("router_mode", "router_policy", "router_event_threads"),
@@ -331,7 +331,7 @@ def test_tls_is_all_or_nothing_and_its_files_are_readable(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("shared", ["file", "environment"])
 def test_files_of_tls_may_be_for_a_face_of_another_command(tmp_path: Path, shared: str) -> None:
-    """What commands share says so itself, what a flag says is for its command."""
+    """The file and the environment are shared by all commands, a flag is for its command alone."""
     present = tmp_path / "present.pem"
     present.write_bytes(b"")
     said = {

@@ -1,4 +1,4 @@
-"""The configuration file: what it takes, what it refuses in one line, and that it comes back."""
+"""The configuration file: what it accepts, what it refuses in one line, and that it round-trips."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TEXTS = (
 
 
 def write(path: Path, text: str) -> dict[str, object]:
-    """Writes a file, and returns what a command line that names it says."""
+    """Writes a file, and returns the flags of a command line that names it."""
     path.write_text(text)
     return {CONFIG: str(path)}
 
@@ -43,7 +43,7 @@ def values(held: dict[str, EffectiveSetting]) -> dict[str, object]:
 
 
 def example(setting: Setting) -> Any:
-    """Returns a value of a setting."""
+    """Returns a valid value of a setting."""
     if setting.default is not None:
         return setting.default
     for text in TEXTS:
@@ -194,7 +194,7 @@ def test_flag_over_environment_over_file_over_default(tmp_path: Path) -> None:
     assert held["http_idle_s"].source == "default"
 
 
-# Texts of which every setting takes two at least.
+# Texts of which every setting accepts at least two.
 SPOKEN = [
     *("0", "1", "2", "0.5", "true", "off", "debug", "info", "json", "logfmt", "wspt", "fcfs"),
     *("random", "kv", "kvd", "dynamo", "127.0.0.1:1", "127.0.0.1:2", "unix:/x", "http://h:1"),
@@ -206,7 +206,7 @@ SPOKEN = [
 
 
 def spoken(setting: Setting) -> list[str]:
-    """Returns texts that a setting takes, of different meanings."""
+    """Returns texts that a setting accepts and that have different meanings."""
     found: dict[object, str] = {}
     for text in SPOKEN:
         with suppress(ValueError):
@@ -236,7 +236,7 @@ SAID = st.fixed_dictionaries(
 def test_whatever_is_said_where_holds_by_one_rule(
     said: dict[str, dict[str, str]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Any settings in file, environment and flags at once, against the rule in a few words."""
+    """Any settings in file, environment and flags at once, against a short form of the rule."""
     path = tmp_path_factory.getbasetemp() / "said.toml"
     flags: dict[str, object] = {CONFIG: str(path)}
     environ, lines, expected = {}, "", {}
@@ -261,7 +261,7 @@ def test_whatever_is_said_where_holds_by_one_rule(
     path.write_text(lines)
     held = resolve(flags, environ)
     assert held == expected
-    # What is shown of it is a file that says the same.
+    # The configuration is shown as a file that has the same values.
     path.write_text(configfile.render({name: (one.value, "") for name, one in held.items()}))
     assert values(resolve({CONFIG: str(path)}, {})) == values(held)
 

@@ -1,4 +1,4 @@
-"""The limit of a unit test's CPU time blames no test for what it cannot measure twice."""
+"""The limit of a unit test's CPU time fails no test that cannot be measured twice."""
 
 from __future__ import annotations
 

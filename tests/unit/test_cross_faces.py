@@ -1,4 +1,4 @@
-"""One index behind all faces: what one hears, the others answer, each in its own shape."""
+"""One index behind all faces: events of one face show in the answers of the others."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Fleet:
         self.state.remove_source(KEY, size, source)
 
     def workers(self) -> dict[int, tuple[int, int, int]]:
-        """Depths in blocks of every worker's rank 0, as the indexer and selection count them."""
+        """Returns the depths in blocks of each worker's rank 0, as indexer and selection count."""
         partition = self.state.partition(*KEY)
         partition.index.verify()
         found, _ = partition.index.match(LOCALS)
@@ -71,7 +71,7 @@ class Fleet:
         return rows
 
     def asked(self, **members: Any) -> Any:
-        """The conductor's answer to its two questions, by the routes: the same for both."""
+        """Returns the conductor's answer by tokens, which must equal the answer by hashes."""
         usual = {"model": "m", "block_size": BLOCK_SIZE} | members
         answers = [
             self.answer("/query", usual | {"token_ids": TOKENS}),
@@ -91,7 +91,7 @@ class Fleet:
             return answered if isinstance(answered, Response) else await answered
 
         handled = trio.run(call).body
-        # What the handler has answered once it need not wait for any more.
+        # The handler answers the same at once when it has nothing to wait for.
         again = route.handler(request)
         assert isinstance(again, Response) and again.body == handled
         return json.loads(cast(bytes, handled))
@@ -136,13 +136,13 @@ def test_a_worker_is_an_instance_of_the_conductor(fleet: Fleet) -> None:
 
 
 def row(gpu: int, **others: Any) -> dict[str, Any]:
-    """A row of rank 0 alone."""
+    """Returns a row with rank 0 alone."""
     usual = {"longest_matched": gpu, "GPU": gpu, "CPU": 0, "DISK": 0, "DP": {"0": gpu}}
     return usual | others
 
 
 def test_workers_are_instances_where_nobody_publishes(fleet: Fleet) -> None:
-    """Blocks that a worker has told of before anybody asked, and ranks that hold nothing."""
+    """A worker announced blocks before the first question, and has a rank that holds nothing."""
     stream = fleet.state.add_rank(RankKey(KEY, 8, 0), BLOCK_SIZE)
     stream.apply(batch(STORED))
     fleet.state.add_rank(RankKey(KEY, 8, 1), BLOCK_SIZE)
@@ -166,7 +166,7 @@ def test_salted_blocks_of_before_the_first_question_are_found_by_tokens(fleet: F
     stream.apply(told)
     usual = {"model": "m", "block_size": BLOCK_SIZE, "cache_salt": "secret"}
     assert fleet.answer("/query", usual | {"token_ids": TOKENS})["default"]["8"]["GPU"] == 12
-    # Only the tokens would give their hashes, and these are not kept.
+    # Their sequence hashes could only be computed from the tokens, which are not kept.
     by_hash = usual | {"seq_hashes": SEQUENCES}
     assert fleet.answer("/query_by_hash", by_hash)["default"]["8"]["GPU"] == 0
     stream.apply(told)
@@ -220,7 +220,7 @@ async def test_the_first_questions_by_hash_wait_for_a_large_partition(fleet: Fle
             waited += 1
             await trio.lowlevel.checkpoint()
     assert answers == [{"default": {"8": row(12)}}] * 3
-    assert waited > 6  # two steps a block
+    assert waited > 6  # two steps for each block
     assert part.sequence(0)
 
 
@@ -237,7 +237,7 @@ def test_sweeps_make_the_sequence_hashes_that_a_publisher_needs(fleet: Fleet) ->
         part.verify()
     assert part.sequence(0)
     assert fleet.rows()["a"]["CPU"] == 16
-    assert part.stats()["waiting"] == 0  # the fourth block's tokens are told by the question
+    assert part.stats()["waiting"] == 0  # the question has the fourth block's tokens
 
 
 def test_the_global_view_has_workers_too(fleet: Fleet) -> None:
@@ -279,7 +279,7 @@ def test_both_registrations_of_one_id_add_up(fleet: Fleet) -> None:
 
 
 def test_ranks_go_with_the_publishers_that_brought_them(fleet: Fleet) -> None:
-    """A worker keeps those that are registered elsewhere, or that its own engines speak for."""
+    """A worker keeps ranks that are registered elsewhere, or that its own engines publish for."""
     stream = fleet.state.add_rank(RankKey(KEY, 7, 1), BLOCK_SIZE)
     pool = fleet.publisher("7", store=True, rank=9)[0]
     sources = []
@@ -304,7 +304,7 @@ def test_ranks_go_with_the_publishers_that_brought_them(fleet: Fleet) -> None:
 
 
 def test_publishers_of_any_ranks_come_and_go(fleet: Fleet) -> None:
-    """A worker may have 4096 ranks; those of before are no reason for new ones not to count."""
+    """A worker may have 4096 ranks at a time; earlier ones must not count towards that."""
     fleet.publisher("7")
     for rank in range(4096):
         fleet.leave(fleet.publisher("7", rank=rank)[0])
@@ -368,13 +368,13 @@ def test_an_engine_s_second_copy_takes_a_second_removal(fleet: Fleet) -> None:
         assert fleet.workers() == {7: (left // 4,) * 3}
     publication.apply(batch(last, last))
     assert fleet.rows()["7"]["GPU"] == 12
-    # The standard's removed is about the hash, whatever has told of it.
+    # A removal by the standard is about the hash, whichever event has announced the block.
     publication.apply(batch({"event_type": "removed", "seq_hashes": [3], "medium": "gpu"}))
     assert fleet.rows()["7"]["GPU"] == 8
 
 
 def grouped(hashes: list[int], parent: int | None, group: int, kind: str | None) -> dict[str, Any]:
-    """What vLLM tells of one cache group; the window of those that slide is 9 tokens: 2 blocks."""
+    """Returns vLLM's event for one cache group; a sliding window has 9 tokens, 2 blocks."""
     event = {
         "type": "BlockStored", "block_hashes": hashes, "parent_block_hash": parent,
         "token_ids": TOKENS[: len(hashes) * BLOCK_SIZE], "block_size": BLOCK_SIZE, "medium": "GPU",
@@ -397,13 +397,13 @@ def test_a_window_group_ends_a_prefix_on_every_face(fleet: Fleet, published: boo
     assert fleet.rows() == {"7": row(16)}
     gone = {"type": "BlockRemoved", "block_hashes": [1, 3], "medium": "GPU", "group_idx": 1}
     take(batch(gone))
-    # Behind the second block the window would be the first two, behind the fourth the last two.
+    # The group must hold the last two blocks of a prefix; of each two in a row one is gone now.
     assert fleet.rows() == {"7": row(0)}
     assert fleet.workers() == {}
     take(batch(grouped([1, 2], None, 1, "sliding_window")))
     assert fleet.rows() == {"7": row(8)}
     assert fleet.workers() == {7: (2, 2, 2)}
-    # What lies lower goes on from there.
+    # Blocks on lower tiers continue from there.
     lower = ["BlockStored", [1, 2, 3], None, TOKENS[:12], BLOCK_SIZE, None, "CPU"]
     take(batch(lower))
     assert fleet.rows() == {"7": row(8, longest_matched=12, CPU=12, DP={"0": 12})}
@@ -427,7 +427,7 @@ def test_what_a_store_tells_without_tokens_is_found_once_a_worker_has_told(fleet
 
 
 def test_a_question_tells_every_face_where_blocks_without_tokens_are(fleet: Fleet) -> None:
-    """Nobody but a store has told of them, by sequence hash: whoever asks first explains them."""
+    """Only a store has announced them, by sequence hash; the first question has their tokens."""
     pool, publication = fleet.publisher("7", store=True)
     told = {"event_type": "stored", "seq_hashes": SEQUENCES, "medium": "cpu"}
     publication.apply(batch(told))
@@ -441,7 +441,7 @@ def test_a_question_tells_every_face_where_blocks_without_tokens_are(fleet: Flee
 
 
 def test_a_question_explains_only_its_own_beginning(fleet: Fleet) -> None:
-    """What lies behind a block that nobody holds stays where it is, and is no beginning."""
+    """Blocks behind one that no rank holds stay unexplained, and do not count as a beginning."""
     pool, publication = fleet.publisher("7", store=True)
     fleet.publisher("7")
     told = {"event_type": "stored", "seq_hashes": [SEQUENCES[0], *SEQUENCES[2:]], "medium": "cpu"}
@@ -453,7 +453,7 @@ def test_a_question_explains_only_its_own_beginning(fleet: Fleet) -> None:
 
 
 def test_a_long_prompt_is_explained_bit_by_bit(fleet: Fleet) -> None:
-    """A question does a bounded part of it; its own answer counts all of it all the same."""
+    """A question explains a bounded part, but its own answer counts the whole prompt."""
     tokens = list(range(2000))
     pool, publication = fleet.publisher("7", store=True)
     sequences = sequence_hashes(tokens, BLOCK_SIZE, 1337)
@@ -472,7 +472,7 @@ def test_a_long_prompt_is_explained_bit_by_bit(fleet: Fleet) -> None:
 
 @pytest.mark.parametrize("adapter", ["", "sql"])
 def test_a_store_for_every_instance(fleet: Fleet, adapter: str) -> None:
-    """It has no row; what it holds is shared by publishers and workers, whoever comes when."""
+    """It has no row; publishers and workers share its blocks, in whatever order they come."""
     source, publication = fleet.publisher("*", store=True)
     told = {"event_type": "stored", "event_id": 1, "seq_hashes": [], "medium": "cpu"}
     publication.apply(batch(told | {"object_key": f"m@tp_rank:0@{2:032x}"}))
@@ -487,7 +487,7 @@ def test_a_store_for_every_instance(fleet: Fleet, adapter: str) -> None:
     publication.apply(batch(told | {"event_id": 2, "object_key": f"m@tp_rank:0@{1:032x}"}))
     part = fleet.state.sized[(*KEY, BLOCK_SIZE)].conductor
     part.verify()
-    assert source.stats()["waiting"] == 1  # its engine no longer knows the first
+    assert source.stats()["waiting"] == 1  # the engine no longer has the first block's name
     stream.apply(batch(named))
     found = part.match_tokens(TOKENS, adapter)
     assert {name: row["CPU"] for name, row in found.items()} == {"8": 8, "9": 8, "a": 8}
@@ -518,7 +518,7 @@ def test_other_block_sizes_lie_beside(fleet: Fleet) -> None:
     other.apply(batch(["BlockStored", [1], None, TOKENS[:8], 8, None, "GPU"]))
     assert fleet.rows(8)["7"]["GPU"] == 8
     assert fleet.workers() == {7: (3, 3, 3)}
-    # The faces with workers know the size that their first worker has.
+    # Faces with workers use the block size of their first worker.
     fleet.state.add_rank(RankKey(KEY, 9, 0), 8)
     assert fleet.state.partition(*KEY).block_size == 8
     assert fleet.rows()["7"]["GPU"] == 12
@@ -561,7 +561,7 @@ def test_numbers_are_plain_decimal_texts(text: str, number: int | None) -> None:
 
 
 def test_a_hidden_partition_comes_back_with_all_its_instances(fleet: Fleet) -> None:
-    """Once the workers of another block size are gone, whoever of its publishers is next."""
+    """It comes back when the workers with another block size are gone, by any publisher's event."""
     for instance in ("7", "8", "a"):
         fleet.publisher(instance)[1].apply(batch(STORED))
     rank = RankKey(KEY, 9, 0)

@@ -1,4 +1,4 @@
-"""The decision log: what a line says, and files that stay within their bounds."""
+"""The decision log: the content of lines, and files that stay within their bounds."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Logged:
         selections.reservations.moments.subscribe(self.log.note)
 
     def lines(self) -> list[dict[str, Any]]:
-        """Ends the log and returns what it holds."""
+        """Ends the log and returns its lines."""
         self.writer.close(PATIENCE_S)
         text = "".join(file.read_text() for file in files_of(self.path))
         return [json.loads(line) for line in text.splitlines()]
@@ -49,7 +49,7 @@ class Logged:
 
 @pytest.fixture
 def coarse(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two blocks a hash."""
+    """Makes each logged hash stand for two blocks."""
     monkeypatch.setattr(decisions, "LOGGED_TOKENS", 2 * BLOCK_SIZE)
 
 
@@ -64,10 +64,10 @@ async def test_a_line_a_step(tmp_path: Path) -> None:
         service.selections.reservations.output_block("first", None)
     logged.wall += 1
     service.selections.reservations.free("first")
-    service.select([11, 12], 8)  # not booked: nobody knows whether it was sent
+    service.select([11, 12], 8)  # not booked: it may not have been sent
     choice, prefilled, end = logged.lines()
     hashes = b64decode(choice.pop("hashes"))
-    assert len(hashes) == 2 * 8  # of the blocks before tokens 8 and 16; the last is half of a pair
+    assert len(hashes) == 2 * 8  # for tokens up to 8 and 16; the last block is half of a pair
     assert choice == {
         "at": WALL,
         "event": "choice",
@@ -138,7 +138,7 @@ async def test_a_line_has_a_bounded_number_of_hashes(
 async def test_a_log_is_a_recording(tmp_path: Path) -> None:
     logged = Logged(
         tmp_path / "log", await ready(worker(1), worker(2)), max_bytes=600, files=100
-    )  # a line or two a file
+    )  # a line or two in each file
     service = logged.service
     reservations = service.selections.reservations
     for number in range(4):
@@ -224,7 +224,7 @@ async def test_lines_beyond_the_bound_are_dropped_and_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rotating, "MAX_WAITING_BYTES", 50)
-    monkeypatch.setattr(rotating, "BATCHED_S", PATIENCE_S)  # the disk stands still until the end
+    monkeypatch.setattr(rotating, "BATCHED_S", PATIENCE_S)  # nothing is written until the end
     logged = Logged(tmp_path / "log", await ready(worker(1), worker(2)))
     for number in range(4):
         logged.writer.write(b"%19d\n" % number)
@@ -248,7 +248,7 @@ def test_a_disk_that_takes_nothing_loses_lines_alone(tmp_path: Path) -> None:
 
 def test_half_a_line_costs_no_other(tmp_path: Path) -> None:
     path = tmp_path / "log"
-    path.write_bytes(b'{"at":1.0,"event":"cho')  # of a process that was killed
+    path.write_bytes(b'{"at":1.0,"event":"cho')  # by a process that was killed
     writer = RotatingWriter(path, 1000, 2)
     writer.write(b"whole\n")
     writer.close(PATIENCE_S)
@@ -262,7 +262,7 @@ async def test_damaged_lines_are_left_out(tmp_path: Path) -> None:
     with logged.path.open("a") as log:
         log.write('{"at":1.0,"event":"cho\n\nhalf\n')
     os.replace(logged.path, tmp_path / "log.1")
-    logged.path.touch()  # a file that has just been begun
+    logged.path.touch()  # a file that has just been created
     recording = Traffic(logged.path).recording()
     assert (len(recording.requests), recording.damaged) == (1, 2)
 

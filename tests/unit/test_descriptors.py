@@ -1,4 +1,4 @@
-"""The process's descriptors are shared out among listeners, connections and waiting selections."""
+"""The process's descriptors are divided among listeners, connections and waiting selections."""
 
 from __future__ import annotations
 

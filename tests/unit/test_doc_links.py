@@ -1,4 +1,4 @@
-"""Links of the documentation lead to files and headings that exist, and so do paths of sources."""
+"""Links in the documentation, and paths of sources, lead to files and headings that exist."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def anchors(page: Path) -> frozenset[str]:
 
 
 def lost_files(row: str) -> list[str]:
-    """Returns the files of a table's row that are in none of the folders that it has named."""
+    """Returns the files in a table's row that are in none of the folders named in the row."""
     folders, lost = [REPOSITORY, REPOSITORY / "kvd_core"], []
     for name in FILE.findall(row):
         place = next((each for each in folders if (each / name).exists()), None)

@@ -1,4 +1,4 @@
-"""The indexer's hot handlers: whatever the body, it is answered or refused in words."""
+"""The indexer's hot handlers: any body is answered, or refused with a clear error."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def members_body(members: list[tuple[str, str]]) -> bytes:
 
 
 def asked(route: Route, body: bytes) -> Any:
-    """Returns what a route answers, read; raises what it refuses."""
+    """Returns the parsed body of a route's answer; raises its refusal."""
     response = route.handler(Request("POST", route.path, b"", [], body))
     assert isinstance(response, Response) and isinstance(response.body, bytes)
     assert response.status == 200

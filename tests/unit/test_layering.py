@@ -15,9 +15,9 @@ import pytest
 
 from tests.support.processes import REPOSITORY
 
-# From the top down. A package may use those of lower rows, and of its own row where that makes no
-# circle. `kvd.client` is for other programs: nobody here uses it. `__main__` belongs to the
-# command line; the last row is modules, which everybody may use.
+# From the top down. A package may use those of lower rows, and of its own row if that makes no
+# circle. `kvd.client` is for other programs: no package here uses it. `__main__` belongs to the
+# command line. The last row has modules that every package may use.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("kvd.client", "kvd.__main__", "kvd.cli"),
     ("kvd.app",),
@@ -33,7 +33,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )
 HEIGHT = {name: -depth for depth, names in enumerate(LAYERS) for name in names}
 
-# Packages that must not touch the outside world, and what that means for each.
+# Packages that must not touch the outside world, with the modules that they must not import.
 IO = {"trio", "zmq", "socket", "quart", "quart_trio", "ssl", "httptools", "subprocess"}
 FORBIDDEN = {
     "kvd.wire": IO | {"time", "datetime", "logging", "os", "kvd.telemetry.logs"},
@@ -58,12 +58,12 @@ MODULES = modules()
 
 @cache
 def nodes(path: Path) -> list[ast.AST]:
-    """Returns all of a file's syntax tree."""
+    """Returns all nodes of a file's syntax tree."""
     return list(ast.walk(ast.parse(path.read_text())))
 
 
 def imports(path: Path) -> Iterator[str]:
-    """Yields what a file imports, submodules by their full name."""
+    """Yields the names that a file imports, submodules by their full name."""
     for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -81,7 +81,7 @@ def package(module: str) -> str:
 
 @cache
 def package_imports() -> dict[str, set[str]]:
-    """Returns what every package uses of other packages."""
+    """Returns the packages that each package uses."""
     found: dict[str, set[str]] = {}
     for module, path in MODULES.items():
         own = package(module)
@@ -110,7 +110,7 @@ def test_no_package_uses_itself_by_way_of_others() -> None:
 
 
 def test_no_module_uses_itself_by_way_of_others() -> None:
-    """Nor for its annotations alone: what two modules say of each other belongs into a third."""
+    """Not even for annotations: what two modules need of each other belongs into a third."""
     found = {
         module: {each for each in imports(path) if each in MODULES and each not in ("kvd", module)}
         for module, path in MODULES.items()
@@ -120,7 +120,7 @@ def test_no_module_uses_itself_by_way_of_others() -> None:
 
 @cache
 def methods() -> set[str]:
-    """Returns the names of all functions that are called as such."""
+    """Returns the names of all functions that are called as methods."""
     found = {
         node.name
         for path in MODULES.values()
@@ -142,14 +142,14 @@ def assigned_functions(path: Path) -> Iterator[str]:
         for target in node.targets:
             if not isinstance(target, ast.Attribute) or ast.unparse(target.value) == "self":
                 continue
-            # A setting that is copied keeps its name, which may be that of a method elsewhere.
+            # A copied setting keeps its name, which may also be that of a method elsewhere.
             is_method = isinstance(value, ast.Attribute) and value.attr in methods() - {target.attr}
             if is_function or is_method:
                 yield f"{path.name}:{node.lineno}: {ast.unparse(node)}"
 
 
 def kept_functions(path: Path) -> Iterator[str]:
-    """Yields methods that keep a function which they are given, but for those that say so."""
+    """Yields methods that keep a function passed to them, except those that subscribe it."""
     for node in nodes(path):
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
@@ -173,7 +173,7 @@ def names(node: ast.AST) -> set[str]:
 
 @cache
 def function_types() -> set[str]:
-    """Returns `Callable`, and the names that modules give to it."""
+    """Returns `Callable`, and the names of type aliases for it."""
     return {"Callable"} | {
         target.id
         for path in MODULES.values()
@@ -188,7 +188,7 @@ def function_types() -> set[str]:
 def test_what_a_part_calls_comes_through_its_constructor_or_a_subscription(
     ways: Callable[[Path], Iterator[str]],
 ) -> None:
-    """A function that is set from outside is a wire that no import and no signature shows."""
+    """A function that is set from outside is a dependency that no import or signature shows."""
     assert [each for path in MODULES.values() for each in ways(path)] == []
 
 
@@ -200,18 +200,18 @@ CYTHON = [
     for package in ("kvd", "kvd_core")
     for path in sorted((REPOSITORY / package).rglob("*.p[xy][dx]"))
 ]
-# Where Cython makes a name: in a declaration, by an assignment, or in a loop.
+# Code that defines names in Cython: declarations, assignments and loops.
 MADE = re.compile(r"^\s*(?:cdef|cpdef|def|class|for)\b.*|\w+(?=\s*=[^=])", re.MULTILINE)
 
 
 @cache
 def cython(path: Path) -> str:
-    """Returns the code of a file, without its comments and texts."""
+    """Returns the code of a file, without comments and strings."""
     return re.sub(r'""".*?"""|"[^"\n]*"|#[^\n]*', "", path.read_text(), flags=re.DOTALL)
 
 
 def own_names(paths: Iterable[Path]) -> set[str]:
-    """Returns the names that these files make."""
+    """Returns the names that these files define."""
     own = {name for module in MODULES for name in module.split(".")}
     for path in paths:
         if path in CYTHON:
@@ -229,7 +229,7 @@ def own_names(paths: Iterable[Path]) -> set[str]:
 
 
 def used_names(path: Path) -> Iterator[str]:
-    """Yields the names that a file has of elsewhere, those in dotted texts, too."""
+    """Yields the private names that a file uses of other modules, also in dotted strings."""
     if path in CYTHON:
         yield from PRIVATE.findall(cython(path))
         return
@@ -242,7 +242,7 @@ def used_names(path: Path) -> Iterator[str]:
 
 
 def listed_names() -> Iterator[tuple[list[Path], set[str]]]:
-    """Yields the files of each row of the list, and the private names that stand there."""
+    """Yields the files and the private names of each row of the list."""
     for line in PRIVATE_NAMES.read_text().splitlines():
         if line.startswith("| `"):
             _, places, depends, *_ = line.split("|")
@@ -274,7 +274,7 @@ def test_pure_packages_stay_pure(package: str) -> None:
 
 
 def test_what_is_imported_is_installed() -> None:
-    """Tests have more packages than users: what only those install must not be needed."""
+    """Tests have more packages installed than users, and kvd must not need those."""
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     of_clients = distributions(project["optional-dependencies"]["client"])
     known = distributions(project["dependencies"]) | {"kvd", "kvd_core"} | sys.stdlib_module_names
@@ -290,7 +290,7 @@ def distributions(declared: list[str]) -> set[str]:
 
 
 def test_the_client_and_the_daemon_need_nothing_of_each_other() -> None:
-    """Who asks kvd imports its compiled hashes, and not what answers."""
+    """The client imports kvd's compiled hashes, and none of the code that answers."""
     assert not [own for own, used in package_imports().items() if "kvd.client" in used]
     used = {
         each
@@ -304,11 +304,11 @@ def test_the_client_and_the_daemon_need_nothing_of_each_other() -> None:
 
 
 def test_who_knows_the_wall_clock() -> None:
-    """Deadlines, expiry and backoff must not follow a clock that can be set.
+    """Deadlines, expiry and backoff must not use a clock that can be set.
 
-    Log lines and answers show it. Versions of session bindings begin with it, and lines of the
-    decision log; the daemon passes it on for them. After another boot it alone tells how long a
-    restart took.
+    Log lines and answers show the wall clock. Versions of session bindings and lines of the
+    decision log begin with it; the daemon passes it on for them. After a reboot it alone shows how
+    long a restart took.
     """
     wall = re.compile(
         r"\btime\.time(_ns)?\b|\bfrom time import .*\btime\b|\bdatetime\b|gmtime|localtime"
@@ -332,7 +332,7 @@ CORE_SOURCES = [
     for path in sorted((REPOSITORY / "kvd_core").rglob("*"))
     if path.suffix in {".py", ".pyx", ".pxd", ".pyi"}
 ]
-# The drain receives from sockets that pyzmq owns, so it imports that.
+# The drain receives from pyzmq's sockets, so it imports pyzmq.
 MEETS_IO = {"drain"}
 
 

@@ -1,4 +1,4 @@
-"""Ledgers of several faces, and what becomes of a replica's event where several could take it."""
+"""Ledgers of several faces, and which of them takes a replica's event."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_loads_end_with_their_last_ledger() -> None:
 
 
 class Faces:
-    """Two faces that share loads; the steps of the second are only seen through what it counts."""
+    """Two faces that share loads; the second one's steps only show in its loads."""
 
     def __init__(self) -> None:
         ledgers = Ledgers()

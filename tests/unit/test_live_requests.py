@@ -1,4 +1,4 @@
-"""The life of requests that slot trackers and reservations share: what observers hear of it."""
+"""The life of requests, common to slot trackers and reservations, as observers see it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NO_PROMPT = BodyScanner({"sequence_hashes": "i64"}, ())
 
 
 class Face(Protocol):
-    """One face with the worker 1, which has one rank."""
+    """A face with worker 1, which has one rank."""
 
     now: float
     requests: LiveRequests[Any]
@@ -120,11 +120,11 @@ async def test_what_is_repeated_or_unknown_is_no_moment_of_a_request(face: Face)
     face.book("r", 1)
     moments = observed(face)
     for unknown in (face.complete, face.free):
-        with contextlib.suppress(NotFound):  # some ends are none, and fine
+        with contextlib.suppress(NotFound):  # some of these are refused, others ignored
             unknown("x")
     assert moments == []
     face.complete("r")
-    face.complete("r")  # its client cannot know that the first one has arrived
+    face.complete("r")  # a repetition, as the client may not know that the first one arrived
     assert [moment.live and moment.live.prefill_complete for moment in moments] == [False, True]
 
 
@@ -160,7 +160,7 @@ async def test_ends_that_no_client_asked_for(face: Face, end: Callable[[Face], A
 
 
 async def test_an_observer_may_look_at_what_there_is_while_it_is_told(face: Face) -> None:
-    """It is told within the step: a request that begins is booked, one that ends is not."""
+    """It is notified within the step: a beginning request is already booked, an ending one gone."""
     seen: list[bool] = []
     (owner,) = face.requests._owners.values()
     face.requests.moments.subscribe(

@@ -13,14 +13,14 @@ from tests.support.processes import REPOSITORY
 
 METHODS = {name for name in vars(Log) if not name.startswith("_")}
 NAME = re.compile("[a-z]+(_[a-z]+)*")
-# These pass on the event of their caller.
+# These pass on their caller's event.
 WRAPPERS = {"kvd/telemetry/logs.py", "kvd/net/streamlog.py"}
-OWN = {"lines_dropped"}  # which the log writes about itself, in kvd/telemetry/logs.py
+OWN = {"lines_dropped"}  # written by the log about itself, in kvd/telemetry/logs.py
 ROW = re.compile(r"^\| `(\w+)` \| \S.*\. \| (.*)\|$", re.MULTILINE)
 
 
 def is_log(node: ast.expr) -> bool:
-    """Whether an expression is a logger by its name: `log`, `self._log`."""
+    """Returns whether an expression is named as a logger: `log`, `self._log`."""
     name = node.id if isinstance(node, ast.Name) else getattr(node, "attr", "")
     return name.removeprefix("_") == "log"
 
@@ -34,7 +34,7 @@ def sources() -> Iterator[tuple[str, ast.Module]]:
 
 @cache
 def written() -> dict[str, set[str]]:
-    """Returns the events of all log calls, each with the fields that its calls name."""
+    """Returns the events of all log calls, each with the fields that its calls have."""
     found: dict[str, set[str]] = {}
     for source, module in sources():
         calls = {id(node.func): node for node in ast.walk(module) if isinstance(node, ast.Call)}

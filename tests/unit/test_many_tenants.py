@@ -1,4 +1,4 @@
-"""Thousands of models and tenants: bounded, of a stated size, and no burden to each other."""
+"""Thousands of models and tenants: bounded, of a stated size, and independent of each other."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvd.model import PartitionKey, RankKey
 from kvd.telemetry.metrics import Family, render
 
 TENANTS = 1_000
-MAX_TENANT_BYTES = 40_000  # 31 KB each, as kvd/model.py says, and what the allocator adds
+MAX_TENANT_BYTES = 40_000  # 31 KB each, as kvd/model.py says, plus the allocator's overhead
 BLOCK_SIZE = 4
 
 
@@ -46,14 +46,14 @@ def test_a_tenant_beyond_the_bound_is_refused() -> None:
     with pytest.raises(Unavailable):
         state.add_rank(rank("one too many"), BLOCK_SIZE)
     assert (len(state.partitions), state.refused_partitions) == (3, 1)
-    state.add_rank(rank(0, instance_id=2), BLOCK_SIZE)  # in one that is there
+    state.add_rank(rank(0, instance_id=2), BLOCK_SIZE)  # in an existing partition
     state.remove_rank(rank(1))
     state.add_rank(rank("another"), BLOCK_SIZE)
     assert set(state.partitions) == {rank(tenant).partition for tenant in (0, 2, "another")}
 
 
 def series(state: State) -> list[tuple[str, object]]:
-    """The names and labels that /metrics has for it."""
+    """Returns the names and labels in /metrics for a state."""
     families = [family for family in state_families(state, 1) if isinstance(family, Family)]
     return [(family.name, sample[:2]) for family in families for sample in family.samples]
 
@@ -70,7 +70,7 @@ def test_a_scrape_rests_between_tenants(crowded: State) -> None:
 
 
 class Unwalkable(dict[Any, Any]):
-    """Partitions that can be found, and not gone through."""
+    """Partitions that can be looked up but not iterated over."""
 
     def _refuse(self) -> NoReturn:
         raise AssertionError("work for every tenant")
@@ -80,7 +80,7 @@ class Unwalkable(dict[Any, Any]):
 
 def test_events_questions_and_removals_are_no_work_for_other_tenants(crowded: State) -> None:
     walkable = crowded.partitions
-    query = QueryHandler(crowded, cast(Registry, None))  # only asked for streams
+    query = QueryHandler(crowded, cast(Registry, None))  # it uses the registry for streams only
     crowded.partitions = Unwalkable(walkable)
     try:
         stream = crowded.add_rank(rank(5, instance_id=2), BLOCK_SIZE)
@@ -97,7 +97,7 @@ def test_events_questions_and_removals_are_no_work_for_other_tenants(crowded: St
 
 
 def test_a_sweep_goes_round(crowded: State) -> None:
-    """Whatever is removed is freed, after as many calls as it takes to come by."""
+    """Everything removed is freed once enough sweeps have come round to it."""
     freed = set()
     tenants = (0, 500, TENANTS - 1)
     for tenant in tenants:

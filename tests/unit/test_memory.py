@@ -28,12 +28,12 @@ def test_what_stays_free_in_a_heap_is_given_back_once() -> None:
     libc.free.argtypes = [ctypes.c_void_p]
     heaps = Heaps()
     heaps.check()
-    heaps.check()  # whatever was free before
+    heaps.check()  # trims memory that was free before
     before = resident(), trims(heaps)
     pieces = [libc.malloc(PIECE) for _ in range(8 * WORTH_TRIMMING_BYTES // PIECE)]
     for piece in pieces:
         ctypes.memset(piece, 1, PIECE)
-    last = pieces.pop()  # holds the end of the heap: so it cannot shrink by itself
+    last = pieces.pop()  # keeps the end of the heap in use, so that it cannot shrink by itself
     filled = resident()
     heaps.check()
     for piece in pieces:

@@ -1,4 +1,4 @@
-"""Metrics of several processes in one text."""
+"""Metrics of several processes are merged into one text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The OpenAPI document of every face: valid, of exactly its routes, with the members they read."""
+"""Each face's OpenAPI document is valid, and has exactly its routes and the members they read."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FACES = pytest.mark.parametrize("face", ROUTES)
 
 
 def shown(face: str) -> dict[str, Any]:
-    """Returns what a face answers when it is asked for its document."""
+    """Returns the document in a face's answer."""
     (route,) = (route for route in ROUTES[face] if route.path == DOCUMENT_PATH)
     response = route.handler(Request("GET", DOCUMENT_PATH, b"", [], b""))
     assert isinstance(response, Response) and isinstance(response.body, bytes)
@@ -74,9 +74,9 @@ def test_an_operation_says_what_its_route_declares(face: str) -> None:
             assert route.body_limit
 
 
-# What reads the body of a route that every face has.
+# Scanners of bodies for routes that every face has.
 EVERYWHERE = {"POST /explain": BodyScanner(prompts.ARRAYS, explained.FIELDS)}
-# The same of a route of one.
+# Scanners of bodies for routes of one face.
 SCANNERS: dict[str, dict[str, BodyScanner]] = {
     "indexer": {
         "POST /query": BodyScanner(QueryHandler.ARRAY, QueryHandler.FIELDS),
@@ -123,11 +123,11 @@ SCANNERS: dict[str, dict[str, BodyScanner]] = {
         "POST /unregister": conductor.REGISTER,
     },
 }
-# Read with the others of a registration, and without effect on its end.
+# Members that are read with a registration's others, but have no effect when it ends.
 PASSED_OVER = {"replay_endpoint", "curve_server_key", "hash_profile", "cache_group"}
 
 
-@pytest.mark.parametrize("face", SCANNERS)  # bodies for engines are theirs to read
+@pytest.mark.parametrize("face", SCANNERS)  # without the gateway, whose engines read the bodies
 def test_a_body_has_the_members_that_are_read(face: str) -> None:
     bodies = {
         name: operation["requestBody"]["content"]["application/json"]["schema"]["properties"]

@@ -1,4 +1,4 @@
-"""Every package's docstring is the map of its room: it names each module in it, and no other."""
+"""Each package's docstring is its map: it names every module of the package, and no other."""
 
 from __future__ import annotations
 

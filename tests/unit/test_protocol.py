@@ -1,4 +1,4 @@
-"""The protocol of bench/protocol.py over a small trace: every cell is there, and one picture."""
+"""bench/protocol.py over a small trace: its tables have every cell, and it draws a picture."""
 
 from __future__ import annotations
 
@@ -26,6 +26,6 @@ def test_every_cell_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert all(
         set(rounds) == {"dynamo", "kvd"} for cells in held.values() for rounds in cells.values()
     )
-    assert said.count("| kvd |") == fleets + WORKLOADS + 2  # and a summary of each
+    assert said.count("| kvd |") == fleets + WORKLOADS + 2  # each table, and a summary of each kind
     circles = ElementTree.parse(tmp_path / "trace-fleets.svg").findall(".//{*}circle")
     assert len(circles) > fleets

@@ -1,4 +1,4 @@
-"""Replays of recorded requests: what engines do by example, and what always holds."""
+"""Replays of recorded requests: engines by example, and properties that always hold."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from kvd_core.selector.settings import Settings
 from tests.support.traces import conversations
 
 MODES = ("round-robin", "random", "least-loaded", "dynamo", "kvd")
-CHUNK_S = 0.2048  # of a step that prefills
-STEP_S = 0.0151  # of one request, without its blocks
+CHUNK_S = 0.2048  # time of a step that prefills
+STEP_S = 0.0151  # time of a decode step of one request, without its blocks
 BLOCK_S = 0.00001
 FLEET = SimulatedFleet(engines=3, capacity=60)
 
 
 class HonestRouter(CoreRouter):
-    """Says if the index is ever not what the engines hold."""
+    """A router that checks at each choice that its index equals what the engines hold."""
 
     def route(self, request: RecordedRequest, held: Callable[[], list[int]], now: float) -> int:
         chosen = super().route(request, held, now)
@@ -46,7 +46,7 @@ class HonestRouter(CoreRouter):
 
 
 def requests(*sizes: tuple[float, int, int, tuple[int, ...]]) -> list[RecordedRequest]:
-    """Requests of these arrivals, prompt and output tokens, and full blocks."""
+    """Returns requests with these arrivals, prompt tokens, output tokens and full blocks."""
     return [
         RecordedRequest(f"r{number}", *size, array("Q", size[3]).tobytes())
         for number, size in enumerate(sizes)
@@ -140,7 +140,7 @@ def test_a_second_prompt_waits_and_shares_the_steps() -> None:
     asked = requests((0.0, 10_000, 1000, chain(19)), (0.0, 10_000, 1, chain(19, 1)))
     first, second = run(asked, fleet=ONE).jobs
     assert second.prefill_starts_s == first.first_token_s == pytest.approx(1.0)
-    # The first has 22 blocks, the second 20. Both go on in the same steps.
+    # The first request has 22 blocks, the second 20. Both decode in the same steps.
     chunks = 1.0 / CHUNK_S
     assert second.first_token_s == second.done_s
     assert second.done_s == pytest.approx(2.0 + chunks * (STEP_S + 42 * BLOCK_S))
@@ -152,7 +152,7 @@ def test_what_is_cached_is_not_computed_again() -> None:
     blocks = chain(10)
     asked = requests((0.0, 5120, 1, blocks), (5.0, 5120, 1, blocks), (9.0, 2000, 1, blocks[:3]))
     jobs = run(asked, fleet=ONE).jobs
-    # A prompt that is cached whole has its last block computed, for the output of its last token.
+    # Of a prompt that is cached whole, the last block is computed for its last token's output.
     assert [job.hit_tokens for job in jobs] == [0, 9 * BLOCK_SIZE, 3 * BLOCK_SIZE]
     assert jobs[1].first_token_s == pytest.approx(5.0 + BLOCK_SIZE / 10_000)
 
@@ -163,7 +163,7 @@ def test_the_least_recently_used_leaf_is_evicted() -> None:
         (0.0, 5130, 1, chain(10)),
         (10.0, 5130, 1, chain(10, 1)),
         (20.0, 5130, 1, chain(10)),  # used again
-        (30.0, 8200, 1, chain(16, 2)),  # takes 17 blocks, 7 more than there are
+        (30.0, 8200, 1, chain(16, 2)),  # takes 17 blocks, 7 more than are free
     )
     cache_ = run(asked, fleet=small).engines[0].cache
     assert cache_.held(chain(10)) == 10
@@ -180,7 +180,7 @@ def test_who_finds_no_room_waits_for_it() -> None:
         run(requests((0.0, 15_600, 1, chain(30))), fleet=small)
 
 
-# ---- what is made of recorded requests
+# ---- recorded requests
 
 
 def test_arrivals_can_be_compressed(tmp_path: Path) -> None:
@@ -271,7 +271,7 @@ def test_an_engine_that_joins_is_not_chosen_before() -> None:
 
 
 class Told:
-    """A router that notes what it hears."""
+    """A router that records the events it gets."""
 
     def __init__(self) -> None:
         self.heard: list[tuple[int, Event, float]] = []
@@ -347,7 +347,7 @@ def test_the_command_prints_the_same_tables_again(
         )
         captured = capsys.readouterr()
         said.append(captured.out)
-        assert captured.err == ""  # no bar where no person reads it
+        assert captured.err == ""  # no progress bar, as the output is no terminal
     assert said[0] == said[1]
     lines = said[0].splitlines()
     assert lines[0] == (

@@ -1,7 +1,7 @@
-"""The selection service's hot handlers: what they serve at once is what the scheduler would serve.
+"""The selection service's hot handlers: their immediate answers are those of the scheduler.
 
-Two equal selection services get the same requests, one of them so that the scheduler serves all
-selections.
+Two equal selection services get the same requests, one of them in a form that leaves all selections
+to its scheduler.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Face:
         )
 
     def state(self) -> Any:
-        """Everything that a request may change."""
+        """Returns everything that a request may change."""
         live = {
             name: candidates.key for name, candidates in self.selections.reservations.live.items()
         }
@@ -139,21 +139,21 @@ class Face:
         ]
 
     def counted(self) -> Any:
-        """What /metrics would say of it."""
+        """Returns the counters that /metrics shows."""
         stats = self.selections.stats
         sums = [stats.choice_stats.choices(phase) for phase in range(CHOICE_PHASES)]
         ends = list(stats.choice_stats.outcomes()), list(stats.choice_stats.held()), stats.fallbacks
         return ends, stats.choice_stats.lengths(), sums
 
     def sessions(self) -> Any:
-        """What sessions are bound to, and what is predicted."""
+        """Returns the bindings of sessions, and the predictions."""
         affinity, candidates = self.selections.affinity, self.selections.candidates
         held = [affinity and affinity.sessions.find((M, session), NOW) for session in IDS]
         bound = [each and (each.worker_id, each.dp_rank, each.leases) for each in held]
         return bound, [candidates.predicted() for candidates in candidates.values()]
 
     def change(self, kind: str, what: Any) -> None:
-        """What operators, engines and the slot tracker do between two requests."""
+        """Does something that operators, engines or the slot tracker do between requests."""
         selections = self.selections
         try:
             if kind == "tune":
@@ -172,7 +172,7 @@ class Face:
             pass
 
     def answered(self, name: str, given: bytes, *headers: tuple[bytes, bytes]) -> Answer | str:
-        """Returns what a route answers, or what it raises; none of those asked here waits."""
+        """Returns a route's answer, or the name of its refusal; none of these requests waits."""
         route = self.routes[name]
         body, captured = (b"", given) if "{" in name else (given, b"")
         try:
@@ -185,12 +185,12 @@ class Face:
         return answer.status, cast(bytes, answer.body)
 
     def scheduled(self, name: str, given: bytes) -> Answer | str:
-        """Returns the same of a selection that wants something, if only what nobody minds."""
+        """Does the same, with selections changed by `unusual` so that the scheduler serves them."""
         return self.answered(name, unusual(given) if name in (SELECT, RESERVE) else given)
 
 
 def unusual(body: bytes) -> bytes:
-    """Returns a body that the scheduler has to serve, and that says the same."""
+    """Returns a body of the same meaning that only the scheduler serves."""
     try:
         members = json.loads(body)
     except ValueError:
@@ -468,7 +468,7 @@ def test_sessions_that_are_followed_stay_on_their_ranks() -> None:
 
 def test_predictions_are_made_of_what_is_booked_at_once() -> None:
     face = Face(predicted_ttl_s=10.0)
-    path = [*CACHED, 4]  # what events tell of is not predicted as well
+    path = [*CACHED, 4]  # only 4 is predicted, as events have announced the others
     hashes = {"block_hashes": str(path), "sequence_hashes": str(list(sequence_hashes(path)))}
     status, _ = face.answered(RESERVE, usual(**hashes, isl_tokens="16"))
     assert status == 200

@@ -1,4 +1,4 @@
-"""Helpers of tests stand in tests/support: nothing is imported from a module of tests."""
+"""Helpers of tests are in tests/support: nothing is imported from a test module."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 from tests.support.processes import REPOSITORY
 
-# Within one line, as imports of modules stand; parsing all files would take seconds.
+# Imports on one line, which is enough for modules; parsing all files would take seconds.
 FROM_TESTS = re.compile(
     r"^[ \t]*(?:from tests[\w.]*\.test_|import tests[\w.]*\.test_"
     r"|from tests[\w.]* import (?:\w+, )*test_).*",

@@ -1,4 +1,4 @@
-"""The slot tracker's hot handlers: whatever the body, a step is taken once or refused in words."""
+"""The slot tracker's hot handlers: any body is a step, taken once, or gets a clear error."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Face:
             tracker.ledger.add(name, tracker.rank(7, 0), prompt, tokens, 0.0)
 
     def state(self, *, refusals: bool = True) -> tuple[Any, ...]:
-        """Everything that a request may change; the last of it is counts, also of `refusals`."""
+        """Returns everything that a request may change, with counts, also those of `refusals`."""
         ledgers = [tracker.ledger for tracker in self.slots.trackers.values()]
         held = [
             (ledger.render_loads(), [ledger.request(name) for name in NAMES]) for ledger in ledgers
@@ -62,7 +62,7 @@ class Face:
         return (*kept, [ledger.stats() for ledger in ledgers]) if refusals else kept
 
     def answered(self, path: str, body: bytes, *headers: tuple[bytes, bytes]) -> Answer | str:
-        """Returns what a route answers, or what it raises; then nothing has changed."""
+        """Returns a route's answer, or its refusal, which must have changed nothing."""
         route, before = self.routes[path], self.state()
         try:
             response = route.handler(Request(route.method, path, b"", list(headers), body))
@@ -123,7 +123,7 @@ def with_members(**members: str) -> bytes:
 def test_steps_that_replicas_are_told_of_are_the_same_steps(
     requests: list[tuple[str, bytes]],
 ) -> None:
-    """The handlers take a step themselves unless a replica is to be told of it."""
+    """The handlers take a step themselves unless a replica has to be notified of it."""
     alone, observed, beside = Face(), Face(), Face()
     beside.slots.steps.subscribe(beside.told.append)
     for face in (observed, beside):

@@ -1,6 +1,4 @@
-"""Slot trackers without a face: workers and their bounds, expiry in slices, what replicas are told
-and what is taken from them.
-"""
+"""Slot trackers without a face: workers, bounds, expiry in slices, events to and from replicas."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ HASHES = BodyScanner({"sequence_hashes": "i64"}, ())
 
 
 class Slots(SlotTrackers):
-    """Trackers with one worker, 7, that has ranks 0 and 1; what they publish is kept."""
+    """Trackers with one worker, 7, with ranks 0 and 1, which keep the events that they publish."""
 
     def __init__(self) -> None:
         super().__init__(EXPIRY_S)
@@ -112,7 +110,7 @@ def test_nothing_is_booked_on_a_worker_whose_requests_end_in_slices() -> None:
         assert slots.apply(event(Step.ADD, "late", 7, 0, 1), 0.0) is Outcome.UNKNOWN_WORKER
         slots.end(slots.tracker(*KEY), names[-1])  # a client may
         assert slots.book(f"beside {len(left)}", 1, worker=8)
-    assert left == [len(names), REMOVAL_SLICE + 1, 1]  # which is beside
+    assert left == [len(names), REMOVAL_SLICE + 1, 1]  # the last one is on worker 8
     assert slots.loads() == [(8, 0, 96, 1)]
     assert {each.request_id for each in slots.told if each.step is Step.FREE} == set(names)
     slots.register(KEY, 7, BLOCK, 0, 2)
@@ -175,7 +173,7 @@ def test_trackers_have_a_bound() -> None:
     for _ in range(2):
         with refused(Unavailable):
             slots.register(PartitionKey("m", "one more"), 7, BLOCK, 0, 1)
-    slots.register(PartitionKey("m", "0"), 8, BLOCK, 0, 1)  # one that there is
+    slots.register(PartitionKey("m", "0"), 8, BLOCK, 0, 1)  # in an existing tracker
     assert slots.refused_trackers == 2
     list(slots.leave(PartitionKey("m", "1"), 7))
     slots.register(PartitionKey("m", "one more"), 7, BLOCK, 0, 1)
@@ -264,7 +262,7 @@ def test_refused_requests_have_their_errors() -> None:
 
 
 def steps(slots: Slots, now: float) -> Iterator[int]:
-    """Yields how many requests went before each rest, and in the end."""
+    """Yields how many requests have expired by each pause, and in the end."""
     live = slots.requests()
     for _ in slots.expire(now):
         yield live - slots.requests()
@@ -276,9 +274,9 @@ def test_requests_expire_by_the_time_of_their_admission() -> None:
     slots = Slots()
     for age in range(4):
         slots.book(str(age), age, now=float(age))
-    slots.prefill_complete(slots.tracker(*KEY), "0")  # does not refresh it
+    slots.prefill_complete(slots.tracker(*KEY), "0")  # does not renew its age
     slots.told.clear()
-    assert sum(steps(slots, EXPIRY_S)) == 0  # older than the age, not as old
+    assert sum(steps(slots, EXPIRY_S)) == 0  # requests expire when they are older, not as old
     assert sum(steps(slots, EXPIRY_S + 1.5)) == 2
     assert slots.loads() == [(7, 0, 96, 2), (7, 1, 0, 0)]
     with refused(NotFound):
@@ -343,7 +341,7 @@ def test_replicas_are_told_every_step_that_succeeds_once() -> None:
     slots.book("a", 1, -22, rank=1, key="k")  # a retry
     slots.book("b", tokens=0)
     slots.prefill_complete(tracker, "a")
-    slots.prefill_complete(tracker, "a")  # the peer tells repeats, too
+    slots.prefill_complete(tracker, "a")  # Dynamo announces repetitions, too
     slots.end(tracker, "a")
     slots.end(tracker, "a")
     for faulty in (lambda: slots.prefill_complete(tracker, "a"), lambda: slots.book("b")):
@@ -400,7 +398,7 @@ def test_what_one_replica_has_freed_another_does_not_bring_back() -> None:
     assert slots.apply(freed, 0.0) is Outcome.UNKNOWN_REQUEST
     assert slots.apply(added, 1.0) is Outcome.ENDED
     assert slots.loads() == [(7, 0, 0, 0), (7, 1, 0, 0)]
-    assert slots.apply(added, 2.0) is Outcome.APPLIED  # the id is used again
+    assert slots.apply(added, 2.0) is Outcome.APPLIED  # the id may be used again
     assert slots.loads() == [(7, 0, 0, 0), (7, 1, 48, 2)]
 
 
@@ -474,8 +472,8 @@ def test_a_mirrored_request_is_like_any_other() -> None:
     slots.apply(event(Step.ADD, "theirs", 7, 1, 1, 2), 5.0)
     assert slots.loads() == [(7, 0, 0, 0), (7, 1, 48, 2)]
     with refused(Conflict):
-        slots.book("theirs", 1, 2, rank=1, key="k")  # keys stay where they were given
+        slots.book("theirs", 1, 2, rank=1, key="k")  # a retry key is known where it was given
     slots.apply(event(Step.PREFILL_COMPLETE, "theirs", 7, 1), 6.0)
     assert slots.loads() == [(7, 0, 0, 0), (7, 1, 0, 2)]
-    assert sum(steps(slots, EXPIRY_S + 5.5)) == 1  # by its arrival here
+    assert sum(steps(slots, EXPIRY_S + 5.5)) == 1  # its age counts from its arrival here
     assert slots.apply(event(Step.FREE, "theirs", 7, 1), 7.0) is Outcome.UNKNOWN_REQUEST

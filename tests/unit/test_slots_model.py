@@ -1,5 +1,6 @@
-"""Pairs of replicas without sockets: their events go as frames through channels that lose, repeat
-and reorder them. Each replica is compared with a plain-Python one that gets the same deliveries.
+"""Pairs of replicas without sockets, compared with plain-Python ones that get the same deliveries.
+
+Their events go as frames through channels that lose, repeat and reorder them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ HASHES = BodyScanner({"sequence_hashes": "i64"}, ())
 KEYS = [("m", "default"), ("m", "é"), ("m:é", "")]
 WORKERS = (1, 2, 2**64 - 1)
 BLOCK_SIZES = (16, 32)
-VOCABULARY = 3  # hashes: few, so that prompts share prefixes and part often
+VOCABULARY = 3  # hashes: so few that prompts often share prefixes and diverge
 EXPIRY_S = 40.0
 
 
@@ -39,7 +40,7 @@ class Replica:
         self.slots.steps.subscribe(self._publish)
         self.model = ModelSlots(EXPIRY_S)
         self.told: list[Lifecycle] = []
-        self.sent: deque[bytes] = deque()  # towards the other replica
+        self.sent: deque[bytes] = deque()  # to the other replica
         self.now = 0.0
 
     def _publish(self, event: Lifecycle) -> None:
@@ -47,7 +48,7 @@ class Replica:
         self.sent.append(encode(event, self.router_id))
 
     def check(self, expected: Told | None, step: Callable[[], object]) -> None:
-        """Takes a step; it is refused if None is expected, and told what is expected."""
+        """Takes a step; it must be refused if None is expected, else publish these events."""
         self.told = []
         try:
             step()
@@ -115,7 +116,7 @@ class Replica:
         assert self.told == []
         return expected
 
-    # ---- what is compared
+    # ---- comparisons
 
     def loads(self) -> list[tuple[object, ...]]:
         return [tuple(row.values()) for row in json.loads(self.slots.render_loads(None, None))]
@@ -134,7 +135,7 @@ def prompt(rng: random.Random) -> list[int]:
 
 
 class LossyChannel:
-    """Delivers what one replica has sent to the other: not all, some often, in any order."""
+    """Delivers one replica's events to the other: some never, some repeatedly, in any order."""
 
     def __init__(self, rng: random.Random, speaker: Replica, listener: Replica) -> None:
         self.rng = rng
@@ -192,7 +193,7 @@ def test_a_replica_accounts_for_what_is_delivered(seed: int) -> None:
 
 
 def test_every_outcome_comes_up() -> None:
-    """The test above compares little if its channels deliver nothing but what fits."""
+    """Otherwise the test above would compare little."""
     rng = random.Random(99)
     replicas = Replica(rng, 1), Replica(rng, 2)
     channel = LossyChannel(rng, *replicas)
@@ -200,16 +201,15 @@ def test_every_outcome_comes_up() -> None:
         for replica in replicas:
             any_step(rng, replica, ["a", "b", "c"])
         channel.deliver()
-    # No rank is unknown where all replicas know the same of a worker, nothing gets full here, only
-    # what a session is bound to may be older, and it takes a third replica to end what the second
-    # has yet to tell of.
+    # Both replicas know the same ranks, nothing gets full here, only session bindings can be older,
+    # and only a third replica could end a request that the second has yet to announce.
     never = {Outcome.UNKNOWN_RANK, Outcome.FULL, Outcome.OLDER, Outcome.ENDED}
     assert channel.outcomes == set(Outcome) - never
 
 
 @pytest.mark.parametrize("seed", range(scaled(2)))
 def test_replicas_that_hear_everything_agree(seed: int) -> None:
-    """Ids are of one origin and used once, as clients use them; workers change between bursts."""
+    """Each id is used once, at one replica, as clients do; workers change between bursts."""
     rng = random.Random(seed)
     replicas = Replica(rng, 1), Replica(rng, 2)
     live: list[tuple[tuple[str, str], str]] = []
@@ -240,7 +240,7 @@ def test_replicas_that_hear_everything_agree(seed: int) -> None:
         for replica in replicas:
             replica.compare()
         assert replicas[0].loads() == replicas[1].loads()
-        # One side's operator takes a worker away: the other side loses its requests at once.
+        # One side's operator removes a worker, whose requests the other side loses at once.
         key, worker = rng.choice(KEYS), rng.choice(WORKERS)
         replicas[0].unregister(key, worker)
         while replicas[0].sent:

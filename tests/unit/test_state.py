@@ -1,4 +1,4 @@
-"""Partitions as they come and go: what ends is given back, and costs no more in a crowd."""
+"""Partitions come and go: their memory is freed, and leaving costs the same among many others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvd.index.partitions import Partition, State
 from kvd.model import PartitionKey, RankKey
 
 KEY = PartitionKey("m", "default")
-BLOCKS = 1000  # of a prompt; a few prompts are more than a slice of a sweep frees
+BLOCKS = 1000  # blocks of a prompt; a slice of a sweep frees fewer than a few prompts have
 
 
 def filled(state: State, key: PartitionKey = KEY) -> Partition:
@@ -55,7 +55,7 @@ def test_one_that_is_made_anew_during_a_sweep_is_swept() -> None:
 
 
 def lines_of_leaving(ranks: int) -> int:
-    """Returns how many lines of Python are run when one of so many ranks leaves."""
+    """Returns how many lines of Python run when one of so many ranks leaves."""
     state = State()
     for number in range(ranks):
         state.add_rank(RankKey(KEY, number // 4, number % 4), 16)

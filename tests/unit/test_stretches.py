@@ -1,4 +1,4 @@
-"""Each busy stretch of the loop is measured and counted once, under its main cause."""
+"""Each busy stretch of the loop is measured, and counted once under its main cause."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kvd.telemetry.stretches import (
 )
 from tests.support.exposition import parse
 
-WORK_S = 0.001  # more than anything else in a stretch takes, unless the machine is busy
+WORK_S = 0.001  # longer than anything else in a stretch, unless the machine is busy
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def work() -> None:
 
 
 async def counts_as(cause: str, job: Callable[[], None]) -> None:
-    """Does a job, a stretch each time, until one is counted as of `cause`."""
+    """Does a job in one stretch after the other, until one is counted under `cause`."""
     before = counts().get(cause, 0)
     while counts().get(cause, 0) == before:
         job()

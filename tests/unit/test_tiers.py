@@ -1,4 +1,4 @@
-"""A test of this folder cannot do what belongs in another."""
+"""Tests of this folder cannot do things that belong in another folder."""
 
 from __future__ import annotations
 

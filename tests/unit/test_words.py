@@ -1,4 +1,4 @@
-"""Names keep to the glossary of docs/contributing.md, and lines to one width."""
+"""Names follow the glossary of docs/contributing.md, and lines have one maximum width."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DEFINITION = re.compile(
     re.MULTILINE,
 )
 CLASS = re.compile(r"^(?:cdef )?class ([A-Za-z]\w*)", re.MULTILINE)
-# Of C++, and what a .pxd declares: types and functions, not their calls.
+# Declarations in C++ and in a .pxd: types and functions, not their calls.
 DECLARATION = re.compile(
     r"^[ \t]*(?:cdef[ ]+)?(?:cppclass|class|struct|union|enum(?:[ ]class)?)[ ]+(\w+)"
     r"|^[ \t]*(?!return|else|throw|delete)(?:[\w:<>,&*]+[ ]+)+[&*]?(\w+)[(]",
@@ -30,7 +30,7 @@ SOURCES = [
     for path in sorted((REPOSITORY / folder).rglob("*.py*"))
     if path.suffix in {".py", ".pyx", ".pyi"}
 ]
-# Types that C++ and Cython define; what is indented stands inside a class.
+# Types that C++ and Cython define; indented ones are inside a class.
 TYPES = {
     ".hpp": re.compile(
         r"^( *)(?:class|struct|union|enum(?: class)?) (\w+)(?: final)?(?: : [^;{()]*)? \{"
@@ -40,7 +40,7 @@ TYPES = {
     ".pxd": re.compile(r"^()cdef (?:struct|union|enum) (\w+):", re.MULTILINE),
 }
 TYPES[".pyx"] = TYPES[".pxd"]
-# Of Cython and C++: a comment, a text, or a name.
+# A comment, a string or a name of Cython or C++.
 TOKEN = re.compile(
     r'''(?:#|//)[^\n]*|"""(?:\\.|[^\\])*?"""|"(?:\\.|[^"\\\n])*"|\b([A-Za-z_]\w*)''', re.DOTALL
 )
@@ -54,7 +54,7 @@ DECLARATIONS = [
 
 
 def forbidden() -> set[str]:
-    """Returns the words of the first column of the glossary's last table."""
+    """Returns the words in the first column of the glossary's table of overloaded words."""
     (table,) = re.findall(
         r"^\| not \| but \|\n\|---\|---\|\n((?:\|.*\n)+)", GLOSSARY.read_text(), re.M
     )
@@ -77,7 +77,7 @@ def definitions(text: str, suffix: str) -> list[str]:
 
 
 def everywhere() -> dict[str, set[str]]:
-    """Returns the words that no name of a folder has, by folder: the table after that one."""
+    """Returns, by folder, the words that no name in it may have, from the table after that one."""
     (table,) = re.findall(
         r"^\| in no name of \| not \| but \|\n\|---\|---\|---\|\n((?:\|.*\n)+)",
         GLOSSARY.read_text(),
@@ -92,7 +92,7 @@ def everywhere() -> dict[str, set[str]]:
 
 
 def names_in(path: Path) -> set[str]:
-    """Returns all names of a source file: what is defined there and what is used."""
+    """Returns all names that a source file defines or uses."""
     if path.suffix not in {".py", ".pyi"}:
         return {name for name in TOKEN.findall(path.read_text()) if name}
     found = set()
@@ -112,7 +112,7 @@ def test_definitions_have_no_overloaded_words() -> None:
 
 @pytest.mark.slow("reads every name of the tree")
 def test_names_have_no_vague_words() -> None:
-    """`kvd.client` has its own words, as below."""
+    """`kvd.client` is exempt: its names are for those who write programs with it."""
     vague = everywhere()
     for path in SOURCES + DECLARATIONS:
         folder, beside, *_ = path.relative_to(REPOSITORY).parts
@@ -121,9 +121,9 @@ def test_names_have_no_vague_words() -> None:
 
 
 def test_a_name_is_of_one_class() -> None:
-    """A class of C++ shares the name of what wraps it, and each face has handlers of its own.
+    """A C++ class may share the name of the class that wraps it, and each face has its handlers.
 
-    What `kvd.client` returns is named for those who write programs with it.
+    `kvd.client` is exempt: its names are for those who write programs with it.
     """
     found: dict[str, list[str]] = {}
     for path in SOURCES:
@@ -135,10 +135,10 @@ def test_a_name_is_of_one_class() -> None:
 
 
 def test_a_name_is_of_one_type() -> None:
-    """Types of C++, their aliases and structs of Cython, also in classes: `Trace::RankHistory`.
+    """C++ types, their aliases and Cython structs, also those in classes: `Trace::RankHistory`.
 
-    Inside classes alone `Entry`, of the table that the class is or has, and `Hash`, of its keys,
-    may recur: they are read beside their class. One file may have two forms of a type, by `#if`.
+    Only `Entry`, of a class's table, and `Hash`, of its keys, may recur inside classes, where they
+    are read together with their class. A file may have two forms of a type, by `#if`.
     """
     found: dict[str, set[str]] = {}
     for path in DECLARATIONS + SOURCES:
@@ -151,7 +151,7 @@ def test_a_name_is_of_one_type() -> None:
 
 
 def test_stats_are_called_so() -> None:
-    """`ingest` alone is called for what it is of, as the core's own."""
+    """Only `ingest` has another name, which the core uses, too."""
     for path in SOURCES:
         names = {name for name in STATS.findall(path.read_text()) if "stats" not in words(name)}
         assert names <= {"ingest"}, path
@@ -167,7 +167,7 @@ def test_lines_of_other_languages_are_as_wide_as_those_of_python() -> None:
         for folder in ("kvd", "kvd_core", "bench", "tests")
         for suffix in ("hpp", "cpp", "js", "css")
         for path in sorted((REPOSITORY / folder).rglob(f"*.{suffix}"))
-        if not path.with_suffix(".pyx").exists()  # what Cython makes
+        if not path.with_suffix(".pyx").exists()  # generated by Cython
         for number, line in enumerate(path.read_text().splitlines(), 1)
         if len(line) > width
     ]

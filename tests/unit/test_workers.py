@@ -1,4 +1,4 @@
-"""GET /workers of a large fleet: in slices, and right whatever changes between them."""
+"""GET /workers of a large fleet comes in slices, and is right whatever changes between them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Fleet:
             self.registry.register(key, SOMEWHERE, 16, None)
 
     def pieces(self) -> Iterator[bytes]:
-        """Yields the list, with an empty piece wherever others may run."""
+        """Yields the list, with an empty piece wherever other tasks may run."""
         instances = [
             (self.state.partitions[partition], ranks)
             for (partition, _), ranks in by_instance(self.registry.registrations()).items()
@@ -42,7 +42,7 @@ class Fleet:
 
 
 def check_slices(fleet: Fleet) -> None:
-    """Checks that others may run after every SLICE_RANKS ranks, or a few more."""
+    """Checks that other tasks may run after every SLICE_RANKS ranks, or a few more."""
     stretch = longest = rests = 0
     for piece in fleet.pieces():
         stretch = stretch + piece.count(b'"status"') if piece else 0

@@ -1,4 +1,4 @@
-"""Checks from evidence to findings: what is no fault, and what several faults are told as."""
+"""Checks from evidence to findings: what counts as a fault, and how several are reported."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_a_line_to_paste_has_no_name_that_a_shell_would_run(host: str, shown: st
 @pytest.mark.parametrize(
     ("stream", "expected"),
     [
-        (AWAY, []),  # it is just being connected to
+        (AWAY, []),  # the connection is just being made
         (replace(AWAY, is_paused=True, last_error="paused"), []),
         (replace(AWAY, quiet="unreachable", quiet_s=31.0), ["engine_unreachable"]),
         (replace(AWAY, last_error="cannot connect: refused"), ["engine_unreachable"]),
@@ -134,19 +134,19 @@ def test_a_line_to_paste_has_no_name_that_a_shell_would_run(host: str, shown: st
         ),
         (replace(AWAY, probe=ProbeResult(is_zmtp=True, mechanism="CURVE")), ["keys_differ"]),
         (replace(AWAY, probe=ProbeResult(is_zmtp=True, mechanism="CURVE"), has_key=True), []),
-        (replace(AWAY, probe=ProbeResult(is_zmtp=True), has_key=True), []),  # it hung up early
+        (replace(AWAY, probe=ProbeResult(is_zmtp=True), has_key=True), []),  # hung up early
         (
             replace(
                 AWAY,
                 last_error="protocol error in the handshake",
                 probe=ProbeResult(is_zmtp=True, mechanism="NULL"),
             ),
-            ["not_zmq"],  # it greets and never goes on
+            ["not_zmq"],  # it sends a greeting and nothing after it
         ),
         (replace(AWAY, probe=ProbeResult()), ["not_zmq"]),
-        (replace(AWAY, joins=1, probe=ProbeResult()), ["engine_unreachable"]),  # it hangs
+        (replace(AWAY, joins=1, probe=ProbeResult()), ["engine_unreachable"]),  # the engine hangs
         (replace(STREAM, messages=0, quiet="silent", quiet_s=30.0), ["engine_silent"]),
-        (replace(STREAM, bad_frames={"frame_count": 3}), []),  # others are batches
+        (replace(STREAM, bad_frames={"frame_count": 3}), []),  # other messages are batches
         (replace(STREAM, messages=0, bad_frames={"frame_count": 3}), ["not_kv_events"]),
         (replace(STREAM, restarts=2, restarted_s=1.0), ["engine_restarted"]),
         (replace(STREAM, restarts=2, restarted_s=RECENT_S), []),
@@ -176,12 +176,12 @@ def test_what_an_http_server_says_is_taken_for_a_peer_for_a_moment() -> None:
         (replace(LOST, replays={"late": 1}), ["messages_lost"]),
         (replace(LOST, dropped=5, replays={"marker": 1}), ["queue_full", "replay_too_short"]),
         (replace(LOST, dropped=2), ["messages_lost", "queue_full"]),
-        (replace(LOST, loss=""), []),  # it cleared its cache since
+        (replace(LOST, loss=""), []),  # the engine has cleared its cache since
         (replace(STREAM, replay_probe=ProbeResult("Connection refused")), ["replay_missing"]),
         (replace(STREAM, replay_probe=ProbeResult(said=b"HTTP")), ["replay_missing"]),
         (replace(STREAM, replay_probe=ProbeResult(is_zmtp=True, socket_type="ROUTER")), []),
         (replace(STREAM, replay_probe=ProbeResult(is_zmtp=True, mechanism="CURVE")), []),
-        (replace(STREAM, ignored={"medium": 1}), []),  # others count
+        (replace(STREAM, ignored={"medium": 1}), []),  # other events are used
         (replace(STREAM, ignored={"block_size": 1}), ["block_size_mismatch"]),
         (replace(STREAM, ignored={"tokens": 1}), ["tokens_missing"]),
         (replace(STREAM, batches_flawed=1), []),  # the engine has cleared its cache since
@@ -258,11 +258,11 @@ def test_a_worker_that_cannot_be_chosen(reason: str, expected: str) -> None:
         (Side(ENOUGH - 1), Side(ENOUGH, salted=ENOUGH), []),  # too few to say so
         (Side(ENOUGH, salted=1), Side(ENOUGH, salted=ENOUGH), []),
         (Side(ENOUGH, salted=ENOUGH), Side(ENOUGH, telling=ENOUGH), ["salt_one_sided"]),
-        (Side(ENOUGH, salted=ENOUGH), Side(ENOUGH), []),  # these engines do not tell of salts
+        (Side(ENOUGH, salted=ENOUGH), Side(ENOUGH), []),  # these engines do not announce salts
         (Side(ENOUGH, adapted=ENOUGH), Side(ENOUGH), ["adapter_one_sided"]),
         (Side(ENOUGH), Side(ENOUGH, adapted=ENOUGH), ["adapter_one_sided"]),
         (Side(ENOUGH, adapted=1), Side(ENOUGH, adapted=1), []),
-        (Side(0), Side(ENOUGH, salted=ENOUGH, adapted=ENOUGH), []),  # all were by hash
+        (Side(0), Side(ENOUGH, salted=ENOUGH, adapted=ENOUGH), []),  # all questions were by hash
     ],
 )
 def test_sides(asked: Side, announced: Side, expected: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""Counters over the last minutes."""
+"""The growth of counters over the last minutes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evidence that rooms keep for the doctor alone: bounded, and of the last of its kind."""
+"""Evidence that packages keep for the doctor alone: bounded, and only the latest of each kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The first bytes of an answer show which kind of server is there."""
+"""The first bytes of an answer show what kind of server it is."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The gateway's parts that need no socket."""
+"""Tests of the gateway's parts that need no socket."""

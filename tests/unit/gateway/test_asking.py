@@ -1,4 +1,4 @@
-"""A request is read for its session, the length of its output, its urgency and its salt."""
+"""A request's session, length of output, urgency and salt are read from its head and body."""
 
 from __future__ import annotations
 

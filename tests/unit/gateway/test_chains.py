@@ -1,4 +1,4 @@
-"""Which conversation a request goes on with, by its text."""
+"""The conversation that a request continues is found by its text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names that lead to engines, as their addresses change."""
+"""DNS names of engines whose addresses change."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvd.net.dialing import Dialer, Unreachable
 
 
 class Answers(Dialer):
-    """Looks up nothing: the answers are given, one after the other, the last one for ever."""
+    """A dialer that looks nothing up: it gives prepared answers in order, the last one for ever."""
 
     def __init__(self, *answers: list[str] | Unreachable) -> None:
         super().__init__()
@@ -29,10 +29,10 @@ class Answers(Dialer):
 
 
 class Engines:
-    """Who follows single engines: here, a list of what was asked of it."""
+    """Replaces the part that follows single engines; records the calls to it."""
 
     def __init__(self, refuses: str = "", silent: str = "") -> None:
-        """Refuses one engine; another one does not answer what it is."""
+        """Refuses the engine `refuses`; the engine `silent` does not answer probes."""
         self.changes: list[str] = []
         self.wanted: list[Wanted] = []
         self.met = trio.Event()
@@ -51,7 +51,7 @@ class Engines:
 
 
 class Silent(Engines):
-    """An engine that has not said what it is."""
+    """Engines that do not answer probes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Silent(Engines):
 async def seen(
     dialer: Answers, engines: Engines, lookups: int, url: str = "dns:vllm:8000"
 ) -> FollowedName:
-    """Follows a name for so many lookups."""
+    """Follows a name for so many lookups, and returns it."""
     name = FollowedName(Wanted(url))
     async with trio.open_nursery() as nursery:
         nursery.start_soon(name.run, engines, dialer)

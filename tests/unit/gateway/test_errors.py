@@ -1,4 +1,4 @@
-"""A stream's client is told that its answer broke off."""
+"""The client of a stream gets an error if its answer breaks off."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_an_event_ends_only_if_it_is_not_taken_for_whole(tail: bytes, end: bytes
     ("tail", "end"),
     [
         (b"x" * 1024, None),
-        (b": in the middle of a text", None),  # of data whose line is longer than what is kept
+        (b": in the middle of a text", None),  # part of a data line longer than the kept bytes
         (b"x\n\n: keep-al", b"\n\n"),
     ],
 )

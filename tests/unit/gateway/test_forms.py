@@ -1,4 +1,4 @@
-"""Fields of multipart/form-data, whatever stands around them."""
+"""Fields of multipart/form-data, whatever surrounds them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One request becomes two for a prefill engine and a decode engine that fit each other."""
+"""One request becomes two, for a prefill engine and a decode engine that match."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def met(body: bytes, place: EngineRank) -> dict[str, Any]:
 
 
 def test_a_room_says_its_rank() -> None:
-    """SGLang: the rank that prefills is the rest of the room by the number of ranks."""
+    """In SGLang, the room modulo the number of ranks is the rank that prefills."""
     one = upstream(EngineKind.SGLANG, Role.PREFILL, range(4, 7))
     rooms = set()
     for rank in one.facts.ranks if one.facts else ():

@@ -1,4 +1,4 @@
-"""What the relay is said to have met, where a connection with TLS fails."""
+"""The outcome that the relay reports if a TLS connection to an engine fails."""
 
 from __future__ import annotations
 

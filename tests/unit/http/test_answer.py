@@ -1,4 +1,4 @@
-"""A handler's outcome as a response."""
+"""Responses made from the outcomes of handlers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvd.http.routes import Route, Scope
 
 
 def test_a_failure_needs_no_collector_to_go() -> None:
-    """Its traceback holds the frames it came through, and those the request with its body."""
+    """Its traceback keeps the frames, and so the request with its body, alive until it goes."""
     route = Route("POST", "/", lambda _: Response(200, b""), scope=Scope.READ)
     request = Request("POST", "/", b"", [], b"{}", b"")
     gc.disable()

@@ -1,4 +1,4 @@
-"""The reader of chunked bodies, against every way to cut its input."""
+"""The reader of chunked bodies, with its input cut in every way."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_the_limit_is_exact() -> None:
 
 def test_framing_is_bounded() -> None:
     body = ChunkedBody(limit=10**5)
-    body.feed(b"1\r\nx\r\n" * 10**4)  # one byte a chunk is bad manners, not an attack
+    body.feed(b"1\r\nx\r\n" * 10**4)  # one byte in each chunk is allowed
     small = ChunkedBody(limit=10)
     with pytest.raises(Refusal, match="more framing"):
         for _ in range(OVERHEAD_FLOOR_BYTES):
@@ -78,7 +78,7 @@ def test_a_line_and_all_trailers_are_bounded(begin: bytes) -> None:
     "piece", [b"3\r\nabc\r\n0\r\n\r\n", b"3\r\nab", b"no size\r\n", b"9\r\n123456789"]
 )
 def test_a_body_needs_no_collector_to_go(piece: bytes) -> None:
-    """Whole, left in the middle, malformed, over its limit."""
+    """That holds for a body that is whole, cut short, malformed, or over its limit."""
     gc.disable()
     try:
         body = ChunkedBody(limit=4)

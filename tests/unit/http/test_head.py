@@ -86,7 +86,7 @@ PIECES = st.sampled_from(
 def test_a_plain_head_is_what_llhttp_makes_of_it(
     seed: bytes, edits: list[tuple[float, int, bytes]]
 ) -> None:
-    """Edits put a piece somewhere in the head, over some of its bytes."""
+    """Each edit replaces some bytes of the head by a piece."""
     data = seed
     for where, length, piece in edits:
         at = int(where * len(data))
@@ -99,7 +99,7 @@ def test_a_plain_head_is_what_llhttp_makes_of_it(
     parser.feed(data[:size])
     head = parser.finish(HttpLimits())
     assert b"%b %b" % (head.method.encode(), head.path) == route
-    # llhttp keeps spaces at the end of a value, which RFC 9112 §5 takes off
+    # llhttp keeps spaces at the end of a value, which RFC 9112 §5 removes.
     assert [(name, value.rstrip()) for name, value in head.headers] == headers
     assert (head.query, head.length) == (query, length)
     assert (head.http11, head.keep_alive, head.expects_continue) == (True, True, False)

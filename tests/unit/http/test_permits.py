@@ -1,4 +1,4 @@
-"""Which pages may have a browser ask."""
+"""Which web pages may have a browser send requests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SECRET = b"0123456789abcdef"
 def verdict(
     host: bytes, origin: bytes, *, tokens: bool = False, hosts: tuple[bytes, ...] = ()
 ) -> str:
-    """Returns the verdict about a request that shows the token, if there is one."""
+    """Returns the verdict on a request that has the token; with `tokens` the rules have it, too."""
     rules = PermitRules()
     rules.replace([(SECRET, Scope.READ)] if tokens else [], list(hosts), [])
     headers = [(b"host", host), (b"origin", origin), (b"authorization", b"Bearer " + SECRET)]

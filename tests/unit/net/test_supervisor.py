@@ -1,4 +1,4 @@
-"""A supervisor runs one child task for each key, and waits for its end."""
+"""A supervisor runs one child task for each key, and waits for it to end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The time that listeners share."""
+"""The time of a pass that listeners share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvd.net.turns import ROUND_NS, Turns
 
 
 class Clock:
-    """Goes on when it is told to."""
+    """A clock that the test sets."""
 
     now_ns = 5
 
@@ -46,7 +46,7 @@ async def test_a_round_is_renewed_with_all_its_time(clock: Clock) -> None:
 async def test_when_it_is_used_up_every_pass_serves_one(
     nursery: trio.Nursery, clock: Clock
 ) -> None:
-    """However many have messages, others run between two of them, and all come in order."""
+    """However many listeners have messages, others run between two of them, and order is kept."""
     turns, order, passes = Turns(clock_ns=clock), [], 0
 
     def use_up() -> None:

@@ -1,4 +1,4 @@
-"""The files of a state directory: what is read, what is refused and how that is said; ages."""
+"""The files of a state directory: what is read, what is refused with which words; ages."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_torn_end_is_no_damage_where_it_may_be(written: Path) -> None:
         reading.close()
     broken = bytearray(FRAMES[0])
     broken[-1] ^= 1
-    written.write_bytes(start + broken + FRAMES[1])  # something sound lies behind it
+    written.write_bytes(start + broken + FRAMES[1])  # a sound frame follows the broken one
     reading = Reading(written)
     with pytest.raises(Damaged, match="checksum"):
         list(reading.frames(torn=7))
@@ -98,7 +98,7 @@ def test_a_torn_end_is_no_damage_where_it_may_be(written: Path) -> None:
 
 
 def test_a_changed_bit_before_the_last_frame_is_no_torn_end(written: Path) -> None:
-    """The length of a frame may be what has changed, so that it seems to reach beyond the end."""
+    """If the bit is in a frame's length, the frame may seem to reach beyond the end."""
     data = opening(HEADER) + frame(7, b"a" * 40) + frame(7, b"bb") + frame(7, b"c" * 9)
     last = len(data) - len(frame(7, b"c" * 9))
     for at in range(len(MAGIC) + 1, last):
@@ -123,7 +123,7 @@ def _read_to_a_torn_end(path: Path) -> list[bytes]:
 
 
 def test_only_a_regular_file_is_read(tmp_path: Path) -> None:
-    """A pipe would keep its reader waiting, and some devices have no end."""
+    """A pipe would block its reader, and some devices have no end."""
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder").mkdir()
     (tmp_path / "device").symlink_to("/dev/zero")
@@ -142,7 +142,7 @@ def test_a_directory_that_was_put_elsewhere_is_taken_again(tmp_path: Path) -> No
     assert len(contents(path / "registrations")) == len(FRAMES)
     path.rename(tmp_path / "gone")
     second = StateDirectory(path)
-    with pytest.raises(InUse):  # it is another's now
+    with pytest.raises(InUse):  # another process has it now
         first.replace(HEADER, FRAMES)
     first.close()
     second.close()
@@ -173,12 +173,12 @@ def test_a_directory_has_one_owner_and_no_leftovers(tmp_path: Path) -> None:
 
 
 def test_ages_across_a_restart_are_by_the_clock_of_the_machine() -> None:
-    """The wall clock was set back by a day meanwhile."""
+    """They are right although the wall clock was set back by a day meanwhile."""
     now = ClockReading(clock=7.0, monotonic=5010.0, wall=1e9 - 86_400, boot="one")
     translate = ClockTranslation.between(THEN, now)
     assert translate(100.0) == -3.0  # 10 s ago
     assert translate(104.0) == 1.0
-    assert translate(1000.0) == 897.0  # as far apart as they were
+    assert translate(1000.0) == 897.0  # distances stay the same
 
 
 @pytest.mark.parametrize(("wall", "age"), [(1e9 + 60, 60.0), (1e9 - 5, 0.0)])

@@ -1,7 +1,7 @@
-"""Directories that earlier formats have left: a later kvd reads them.
+"""State directories in earlier formats can be read by a later kvd.
 
-A change that raises the format adds what a kvd of the new one writes, as `data/states/FORMAT` with
-what `kvd state export` says of it, and leaves those that are there.
+A change that raises the format adds a directory written in the new one, `data/states/FORMAT`, with
+the output of `kvd state export` for it, and leaves the older ones as they are.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ STATES = Path(__file__).parents[2] / "support" / "data" / "states"
 
 
 def exported(folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    """Returns what `kvd state export` says, without ages."""
+    """Returns the output of `kvd state export`, without ages."""
     assert main(["state", "export", str(folder)]) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     for row in (*found["requests"], *found["sessions"]):

@@ -1,4 +1,4 @@
-"""Snapshots of the index: where others run meanwhile, and what is read of one that was spoilt."""
+"""Snapshots of the index: other tasks run meanwhile; what is read from a damaged one."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from tests.support.idle_listeners import IdleListeners
 
 KEY = PartitionKey("m", "default")
 BLOCKS = 20_000
-NAMES_A_SLICE = 4096 // 3  # that a dump looks through, see kvd_core/dump/dump.hpp
+NAMES_A_SLICE = 4096 // 3  # names that a slice of a dump examines, see kvd_core/dump/dump.hpp
 
 
 def test_others_run_while_names_are_looked_through() -> None:
-    """Two ranks call the same blocks something else, as vLLM's engines do."""
+    """Two ranks have different names for the same blocks, as vLLM's engines do."""
     state = State()
     for rank in (0, 1):
         hashes = list(range(1 + rank * BLOCKS, 1 + (rank + 1) * BLOCKS))
@@ -38,7 +38,7 @@ def test_others_run_while_names_are_looked_through() -> None:
 
 
 def filled(random: Random) -> State:
-    """Returns an index of a few ranks with prompts that they share in part."""
+    """Returns a state with a few ranks that share some of their prompts."""
     state = State()
     for rank in range(random.randrange(1, 4)):
         stream = state.add_rank(RankKey(KEY, 1, rank), 1)
@@ -55,7 +55,7 @@ def _stored(hashes: list[int], tokens: list[int]) -> list[object]:
 
 
 def spoilt(data: bytes, random: Random) -> bytes:
-    """Returns what a crash, a disk or a stranger may make of a file."""
+    """Returns a file's bytes as a crash, a disk or a stranger may have changed them."""
     changed = bytearray(data)
     at = random.randrange(len(data))
     match random.randrange(5):
@@ -68,7 +68,7 @@ def spoilt(data: bytes, random: Random) -> bytes:
         case 3:
             changed[at:at] = random.randbytes(random.randrange(1, 200))
         case 4:
-            changed[at:] = bytes(len(data) - at)  # pages that were never written
+            changed[at:] = bytes(len(data) - at)  # its last pages were never written
     return bytes(changed)
 
 

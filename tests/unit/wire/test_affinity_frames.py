@@ -1,4 +1,4 @@
-"""Frames that say what sessions are bound to: those of the live peer, and what is none."""
+"""Frames with the bindings of sessions: recorded from Dynamo, varied, and invalid ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A cursor judges the number of each batch: next, missing, old, or of another engine."""
+"""A cursor judges the number of each batch: next, behind a gap, old, or of another engine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def at(seqs: range | list[int], *, rejoined: bool = False) -> Cursor:
 
 
 def play(cursor: Cursor, *batches: tuple[int, str]) -> list[str]:
-    """Judges batches one after the other as a listener does and returns the verdicts."""
+    """Judges batches one after the other, as a listener does; returns the verdicts."""
     verdicts = []
     for seq, engine in batches:
         verdict = cursor.judge(seq, batch(seq, engine))
@@ -67,7 +67,7 @@ def test_forward(accepted: list[int], seq: int, verdict: str) -> None:
 
 STALE, RESTART, NEXT, GAP = "stale", "restart", "next", "gap"
 
-# name: accepted before, batches, verdicts; all over one connection
+# Name: numbers accepted before, batches, verdicts; all over one connection.
 ONE_CONNECTION = {
     "a late duplicate": (range(60), old(40), [STALE]),
     "the duplicate of number 0": (range(60), old(0), [STALE]),
@@ -155,13 +155,13 @@ def test_where_another_cursor_left_off() -> None:
 def test_only_what_was_accepted_is_held() -> None:
     cursor = at(range(SIZE + 5))
     assert cursor.holds(SIZE, batch(SIZE)) and not cursor.holds(SIZE, batch(SIZE, "new"))
-    assert not cursor.holds(0, batch(0))  # forgotten: SIZE numbers ago
+    assert not cursor.holds(0, batch(0))  # forgotten after SIZE further numbers
     assert not cursor.holds(SIZE + 5, batch(SIZE + 5))
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_no_disorder_of_one_engine_is_a_restart(seed: int) -> None:
-    """Whatever arrives twice or out of order within the last batches."""
+    """Batches arrive twice or out of order, within the range of the last batches."""
     chance = random.Random(seed)
     cursor = Cursor()
     arriving = sorted(range(2000), key=lambda seq: seq + chance.random() * 40)
@@ -172,7 +172,7 @@ def test_no_disorder_of_one_engine_is_a_restart(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_every_restart_behind_a_proxy_is_seen(seed: int) -> None:
-    """With losses of single batches, and no reconnect to tell."""
+    """Single batches are lost, and no lost connection shows the restart."""
     chance = random.Random(seed)
     cursor = at(range(chance.randrange(10, 3000)))
     arriving = [seq for seq in range(100) if chance.random() > 0.2]

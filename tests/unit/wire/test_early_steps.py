@@ -1,4 +1,4 @@
-"""Ends that are read before their beginnings, because two replicas have told of them."""
+"""Ends of requests that are read before their beginnings, as another replica announced them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_an_end_meets_its_beginning_once(ends: list[Lifecycle], met: Step | None
         {"worker_id": 8},
         {"dp_rank": 1},
         {"partition": PartitionKey("m", "u")},
-        {"router_id": 2},  # the one who freed it has booked another one since
+        {"router_id": 2},  # the replica that freed it has booked another request since
     ],
 )
 def test_an_end_meets_no_other_beginning(other: dict[str, object]) -> None:

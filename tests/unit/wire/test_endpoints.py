@@ -1,4 +1,4 @@
-"""ZMQ endpoints are checked: which are refused, in which words, and which pass."""
+"""ZMQ endpoints are checked: which are refused, with which words, and which pass."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DIGITS = "invalid TCP port: invalid digit found in string"
 EMPTY = "invalid TCP port: cannot parse integer from empty string"
 LARGE = "invalid TCP port: number too large to fit in target type"
 
-# Texts as the live peer gave them, except those about characters: there the peer passes.
+# The error texts of Dynamo, except those about characters, which Dynamo accepts.
 REFUSED = {
     "": "missing scheme",
     "foo": "missing scheme",

@@ -17,7 +17,7 @@ ENGINE = ["BlockRemoved", [1]]
 
 
 def packed(payload: bytes, part_bytes: int = 7) -> bytes:
-    """Returns a payload as msgpack, as publications take it."""
+    """Returns a payload as msgpack, the form that publications take."""
     if not kv_events.is_json(payload):
         return payload
     text = kv_events.json_text(payload)
@@ -51,7 +51,7 @@ def test_a_batch_comes_in_many_forms(
 
 
 def unpacked(event: object) -> object:
-    """Returns an event of a batch, an engine's own too."""
+    """Returns an event of a batch, unpacked also if it is an engine's own."""
     found = kv_events.read_event(event)
     return msgpack.unpackb(found.packed) if isinstance(found, kv_events.RawEvent) else found
 
@@ -78,7 +78,7 @@ def outcome(payload: bytes) -> tuple[list[object], int | None] | str:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_what_is_taken_apart_is_what_would_be_read(seed: int) -> None:
-    """The same value is the same batch, in JSON and in msgpack."""
+    """A value gives the same batch in JSON and in msgpack."""
     rng = random.Random(seed)
     for _ in range(300):
         value = anything(rng)

@@ -1,4 +1,4 @@
-"""Frames of lifecycle events: those of the live peer byte for byte, and everything that is none."""
+"""Frames of lifecycle events: those recorded from Dynamo, byte for byte, and invalid ones."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ DURATION = "b965787065637465645f70726566696c6c5f6475726174696f6ec0"
 ROUTER = "a9726f757465725f6964cf"
 LORA = "a96c6f72615f6e616d65"
 
-# Recorded from Dynamo 1.6.1: what was done there, who published, the payload.
+# Recorded from Dynamo 1.6.1: the step that was taken, its publisher's id, the payload.
 GOLDEN: dict[str, tuple[Lifecycle, int, str]] = {
     "add": (
         R1,
@@ -150,9 +150,9 @@ def test_the_largest_request_is_read_and_a_larger_one_is_not() -> None:
 
 
 def frame(**changes: Any) -> dict[str, Any]:
-    """Returns the envelope with members changed by name, wherever they are; `...` leaves one out.
+    """Returns the envelope with members changed by name, at any level; `...` leaves one out.
 
-    Names that are nowhere become further members of the envelope.
+    Names that it does not have become further members of the envelope.
     """
     hint = {"initial_effective_prefill_tokens": 48, "expected_prefill_duration": None}
     request = {
@@ -188,7 +188,7 @@ LISTED_ADD = {"AddRequest": [[101, 2**64 - 22, 303], True, None, [48, None]]}
 BARE_HINT = {"initial_effective_prefill_tokens": 48}
 UNTIMED_HINT = {"initial_effective_prefill_tokens": 48, "expected_prefill_duration": [3, 5]}
 
-# All of these the live peer was seen to take.
+# Dynamo was observed to accept all of these.
 TAKEN: dict[str, tuple[object, Lifecycle]] = {
     "as it is": (frame(), R1),
     "older name": (frame(routing_group=..., tenant_id="default"), R1),
@@ -373,7 +373,7 @@ def test_any_damage_leaves_an_event_or_is_refused(
 
 
 def check(payload: bytes) -> None:
-    """What is read can be written and read again, so that it holds nothing beyond the bounds."""
+    """Checks that a decoded frame can be encoded and decoded again, so that it is within bounds."""
     decoded = decode([TOPIC, payload])
     if not isinstance(decoded, Refused):
         assert decode([TOPIC, encode(decoded, decoded.router_id)]) == decoded

@@ -1,4 +1,4 @@
-"""The state of a listener's stream, without sockets: batches, gaps, replays, restarts."""
+"""The state of a listener's stream without sockets: batches, gaps, replays, restarts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def make(expected: int = 0, replay: bool = False) -> tuple[EventStream, Applied]
 
 
 def feed(listener: EventStream, *batches: tuple[int, bytes]) -> list[str]:
-    """Feeds batches as the listener's task does when no replay brings anything."""
+    """Feeds batches as the listener's task does when replays bring nothing; returns the losses."""
     lost = []
     for seq, payload in batches:
         if listener.take(seq, payload) and listener.catch_up.judge() is not Verdict.STALE:
@@ -36,13 +36,13 @@ def feed(listener: EventStream, *batches: tuple[int, bytes]) -> list[str]:
 
 
 def replay(listener: EventStream, batch: bytes) -> ReplayEnd | None:
-    """Has all that is wanted replayed, up to the end."""
+    """Replays all wanted batches until the replay ends; returns how it ended."""
     ends = (listener.catch_up.take(seq, batch % seq) for seq in listener.catch_up.wanted())
     return next(filter(None, ends), None)
 
 
 def answer(listener: EventStream, seqs: list[int]) -> ReplayEnd:
-    """Has some batches replayed in one answer, and the end."""
+    """Replays some batches in one answer with the end marker; returns how it ended."""
     listener.catch_up.begin()
     ends = (listener.catch_up.take(seq, b"%d" % seq) for seq in seqs)
     return next(filter(None, ends), ReplayEnd.MARKER)
@@ -139,7 +139,7 @@ def test_a_dump_is_kept_where_the_history_does_not_begin_at_0() -> None:
     assert listener.loss == "missing 9"
 
 
-# what a replay of 1 .. 5 brings, what of it is applied, what is lost, strays
+# The batches that a replay of 1 .. 5 brings, those applied, those lost, and strays.
 REPLAYS = {
     "all": ([1, 2, 3, 4, 5], [1, 2, 3, 4, 5], "", 0),
     "nothing": ([], [], "1..5", 0),
@@ -200,7 +200,7 @@ def test_an_engine_that_has_come_as_far_is_told_by_its_replay() -> None:
     listener.joined()
     assert listener.take(2, b"z") is True  # the very number that was expected
     listener.catch_up.judge()
-    # Its own number, too: it may be an old one, queued.
+    # Its own number is wanted, too, as it may be an old batch that was queued.
     assert listener.catch_up.wanted() == range(1, 3)
     assert listener.catch_up.take(1, b"y") is ReplayEnd.OTHER_ENGINE
     assert (applied, listener.catch_up.wanted()) == ([], range(3))
@@ -227,13 +227,13 @@ def test_the_same_engine_is_told_by_its_replay_and_asked_once() -> None:
     assert listener.take(5, b"") is False
 
 
-@pytest.mark.parametrize("heard", [2, 0])  # by the old engine's connection, before it was lost
+@pytest.mark.parametrize("heard", [2, 0])  # batches heard before the connection was lost
 def test_batches_that_were_queued_when_another_engine_came_do_not_count(heard: int) -> None:
     listener, applied = make(replay=True)
     feed(listener, *((seq, b"old %d" % seq) for seq in range(heard)))
     listener.lost_connection("gone", 1.0)
     listener.joined()
-    for seq in (heard, heard + 1):  # which the new engine has said as well
+    for seq in (heard, heard + 1):  # the new engine has published these numbers, too
         assert listener.take(seq, b"old %d" % seq) is True
         listener.catch_up.judge()
         while replay(listener, b"new %d") is ReplayEnd.OTHER_ENGINE:
@@ -246,7 +246,7 @@ def test_batches_that_were_queued_when_another_engine_came_do_not_count(heard: i
 def test_a_gap_before_a_known_loss_is_not_filled_by_another_engine() -> None:
     listener, applied = make(replay=True)
     feed(listener, (0, b"old 0"), (1, b"old 1"))
-    listener.subscribe(lambda change: None)  # its turn comes behind the batches that wait
+    listener.subscribe(lambda change: None)  # changes take effect behind the waiting batches
     listener.lost_connection("gone", 1.0)
     for seq in (3, 4):
         assert listener.take(seq, b"old %d" % seq) is True
@@ -269,7 +269,7 @@ def test_a_gap_before_a_known_loss_is_filled_by_the_same_engine() -> None:
     assert replay(listener, b"%d") is ReplayEnd.REACHED
     assert listener.catch_up.apply_held() == ""
     assert (applied, health(listener)) == ([b"0", b"1", b"2", b"3"], "exact")
-    assert listener.take(4, b"4") is False  # nothing is missing, so nobody is asked
+    assert listener.take(4, b"4") is False  # nothing is missing, so no replay is needed
 
 
 def test_the_next_answer_behind_a_loss_is_not_taken_for_the_same_engines() -> None:
@@ -279,9 +279,9 @@ def test_the_next_answer_behind_a_loss_is_not_taken_for_the_same_engines() -> No
     listener.catch_up.begin()
     assert [listener.catch_up.take(seq, b"old %d" % seq) for seq in (0, 1)] == [None, None]
     assert listener.catch_up.wants_more(ReplayEnd.SILENT)
-    listener.subscribe(lambda change: None)  # its turn comes behind the held batch
+    listener.subscribe(lambda change: None)  # changes take effect behind the held batch
     listener.lost_connection("gone", 1.0)
-    assert listener.catch_up.take(2, b"new 2") is ReplayEnd.HOLE  # asked for before
+    assert listener.catch_up.take(2, b"new 2") is ReplayEnd.HOLE  # requested before the loss
     assert listener.catch_up.wants_more(ReplayEnd.HOLE)
     listener.catch_up.begin()
     assert listener.catch_up.wanted() == range(1, 5)
@@ -310,7 +310,7 @@ def test_an_idle_engine_proves_itself_anew_behind_a_loss(said: bytes) -> None:
     assert listener.catch_up.wanted().start == (0 if is_other else 2)
     listener.joined()
     listener.catch_up.end(ReplayEnd.SILENT)
-    # Who has answered may be another one than is connected now.
+    # The engine that has answered may differ from the one connected now.
     assert listener.identity.check is IdentityCheck.DUE
 
 
@@ -327,7 +327,7 @@ def test_a_batch_that_no_replay_confirms_degrades() -> None:
     assert health(listener) == "degraded"
     feed(listener, (3, b"new"))
     assert listener.stats.restarts == 1
-    assert health(listener) == "degraded"  # 0..2 could be asked for again
+    assert health(listener) == "degraded"  # 0..2 of the new engine are missing
 
 
 def test_what_a_failed_socket_left_unproved_is_asked_again() -> None:
@@ -362,7 +362,7 @@ def test_an_answer_without_the_proof_degrades(seqs: list[int]) -> None:
 
 
 def forget_the_engine() -> tuple[EventStream, Applied]:
-    """Two batches, a new connection, and a replay server that has forgotten them."""
+    """Returns a listener with two batches, reconnected, whose replay server has forgotten them."""
     listener, applied = make(replay=True)
     feed(listener, (0, b"0"), (1, b"1"))
     listener.lost_connection("gone", 1.0)
@@ -523,7 +523,7 @@ def test_a_batch_that_is_not_understood_is_lost() -> None:
     feed(listener, (0, b""), (1, b"flawed"), (2, b""))
     assert (health(listener), listener.loss) == ("degraded", "batch 1 could not be decoded")
     assert listener.stats.flawed == 1
-    feed(listener, (3, b"emptied"))  # which ends the loss, not what has been
+    feed(listener, (3, b"emptied"))  # ends the loss, but the last flaw is still shown
     assert (listener.loss, listener.batches.last_flaw) == ("", (1, "truncated"))
 
 
@@ -531,7 +531,7 @@ def test_an_all_clear_ends_a_loss() -> None:
     listener, _ = make()
     feed(listener, (1, b""), (2, b"flawed"), (3, b"emptied"))
     assert (health(listener), listener.loss) == ("exact", "")
-    feed(listener, (9, b"emptied"))  # even if it comes behind a gap
+    feed(listener, (9, b"emptied"))  # a clear behind a gap ends that loss, too
     assert health(listener) == "exact"
     feed(listener, (10, b"both"))
     assert health(listener) == "degraded"
@@ -550,7 +550,7 @@ def test_a_worker_registered_again_has_lost_what_it_had() -> None:
     assert (health(listener), listener.cursor.last) == ("degraded", 4)
     feed(listener, (5, b"a"))
     assert (health(listener), listener.loss, applied) == ("degraded", "registered again", [b"a"])
-    feed(listener, (0, b"b"))  # the engine was started again meanwhile
+    feed(listener, (0, b"b"))  # the engine has restarted meanwhile
     assert (health(listener), applied) == ("exact", [b"b"])
 
 

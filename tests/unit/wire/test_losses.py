@@ -1,4 +1,4 @@
-"""A stream names its losses: of which ranks, on which tiers, until when."""
+"""A stream tracks its losses: of which ranks, on which tiers, until when."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_rank_first_heard_after_a_loss_lacks_it_too() -> None:
     losses.hear(1, named=True)
     assert losses.matter(10**6)
     losses.clear(1, ALL_TIERS)
-    losses.hear(1, named=True)  # which is no first time
+    losses.hear(1, named=True)  # this rank has been heard before
     assert not losses.matter(10**6)
 
 
@@ -78,7 +78,7 @@ def test_before_any_rank_is_heard_a_loss_is_somebody_s() -> None:
 
 
 class Port:
-    """An engine's port that several ranks share, and the listener of the one registered for it."""
+    """An engine's port that several ranks share, and the listener of the registered one."""
 
     def __init__(self, expected: int = 0, stream: BatchSink | None = None) -> None:
         if stream is None:
@@ -91,7 +91,7 @@ class Port:
         self.listener.joined()
 
     def say(self, seq: int, rank: int | None, *events: object) -> str:
-        """Returns the stream's health behind a batch."""
+        """Has the stream take a batch; returns its health behind it."""
         payload: bytes = msgpack.packb([seq + 0.5, events, rank])
         if self.listener.take(seq, payload) and self.listener.catch_up.judge() is not Verdict.STALE:
             self.listener.catch_up.apply_held()
@@ -119,16 +119,16 @@ def test_a_clear_of_one_rank_leaves_what_another_has_lost() -> None:
     port = Port()
     assert port.say(0, 1, stored(1)) == "exact"
     assert port.say(1, 0, stored(2)) == "exact"
-    assert port.say(3, 0, stored(3)) == "degraded"  # 2 may have been of rank 1
+    assert port.say(3, 0, stored(3)) == "degraded"  # batch 2 may have been rank 1's
     assert port.say(4, 0, ALL_CLEARED) == "degraded"
     assert port.listener.loss == "missing 2"
-    assert port.say(5, 1, ALL_CLEARED, stored(4)) == "degraded"  # there may be others
+    assert port.say(5, 1, ALL_CLEARED, stored(4)) == "degraded"  # there may be further ranks
     assert port.go_on(6, 0, HEARD_AFTER - 3)[-2:] == ["degraded", "exact"]
 
 
 def test_a_rank_that_is_heard_late_has_lost_what_came_before() -> None:
     port = Port()
-    assert port.say(1, 0, stored(2)) == "degraded"  # 0 was of rank 1
+    assert port.say(1, 0, stored(2)) == "degraded"  # batch 0 was rank 1's
     assert port.say(2, 0, ALL_CLEARED) == "degraded"
     assert port.go_on(3, 0, HEARD_AFTER)[-1] == "exact"
     assert port.say(HEARD_AFTER + 3, 1, stored(7)) == "degraded"
@@ -147,14 +147,14 @@ def test_a_port_whose_batches_name_no_rank_has_one() -> None:
     port = Port()
     assert port.say(3, None, stored(8)) == "degraded"
     assert port.say(4, None, ALL_CLEARED) == "exact"
-    assert port.say(5, 0, stored(9)) == "degraded"  # now they do, and there may be others
+    assert port.say(5, 0, stored(9)) == "degraded"  # batches name ranks now: others may exist
 
 
 def test_a_clear_of_the_device_leaves_what_lower_tiers_have_lost() -> None:
     port = Port()
     group = {"group_idx": 0, "kv_cache_spec_kind": "full_attention"}
     port.say(0, None, stored(5, **group))
-    assert port.say(2, None, stored(6, **group)) == "degraded"  # 5 was offloaded
+    assert port.say(2, None, stored(6, **group)) == "degraded"  # batch 1 has offloaded block 5
     assert port.say(3, None, ALL_CLEARED) == "degraded"
     for seq, medium in enumerate(("CPU", "STORAGE"), 4):
         assert port.say(seq, None, {**ALL_CLEARED, "medium": medium}) == "degraded"
@@ -175,7 +175,7 @@ def test_a_batch_that_is_not_understood_is_lost_of_its_rank(flaw: str) -> None:
 
 @pytest.mark.parametrize("standard", [False, True])
 def test_no_clear_ends_what_a_publisher_of_a_conductor_has_lost(standard: bool) -> None:
-    """It speaks for backends and ranks that are known by its events alone."""
+    """It publishes for backends and ranks that are known by its events alone."""
     identity = StreamIdentity("m", "default", BLOCK, "", "", 0, store=False)
     source = State().add_source(PartitionKey("m", "default"), BLOCK, "a", "", "", 0, store=False)
     port = Port(stream=StandardEventStream(source, identity))

@@ -1,4 +1,4 @@
-"""Which addresses may be connected to, however they are written."""
+"""Which addresses kvd may connect to, however they are written."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ PUBLIC = [
     "2606:4700::1111",
 ]
 
-# Never meant by a network that is wider than what they are a part of.
+# Special addresses: an allowed network that is wider than their own range does not include them.
 NEVER = [
     "0.0.0.0",
     "0.1.2.3",
@@ -62,7 +62,7 @@ NEVER = [
     "fd20:ce::254",
 ]
 
-# 169.254.169.254 inside of IPv6: mapped, 6to4, NAT64 in both forms, translated, compatible, Teredo
+# 169.254.169.254 inside IPv6: mapped, 6to4, NAT64 in both forms, translated, compatible, Teredo.
 HIDDEN = [
     "::ffff:169.254.169.254",
     "::ffff:a9fe:a9fe",
@@ -297,7 +297,7 @@ WRITTEN = st.one_of(
 
 @given(WRITTEN)
 def test_no_library_reads_an_address_where_we_read_a_name(host: str) -> None:
-    """What the C library takes for a number is the same number to us, or refused."""
+    """A text that the C library reads as an address is the same address for kvd, or refused."""
     try:
         ((*_, address), *_) = socket.getaddrinfo(
             host, None, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST

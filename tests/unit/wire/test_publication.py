@@ -27,7 +27,7 @@ KEY = PartitionKey("m", "default")
 
 
 class Fleet:
-    """Publishers of one model, and what is answered of them."""
+    """Publishers of one model, and the conductor's answers about them."""
 
     def __init__(self) -> None:
         self.state = State()
@@ -183,7 +183,7 @@ def test_a_name_that_comes_back_with_other_content_is_that(fleet: Fleet) -> None
     tell(one, stored([2], token_ids=other, base_block_idx=None))
     assert fleet.row()["longest_matched"] == 4
     assert fleet.row(tokens=other)["longest_matched"] == 4
-    # What the name meant may be all that has kept its new parent in the index.
+    # The name's old block may be the only thing that keeps its new parent in the index.
     tell(one, removed([1]), stored([3], token_ids=TOKENS[:4]), removed([3]))
     tell(one, stored([1, 2], token_ids=TOKENS[:8]))
     tell(one, removed([1]), stored([2], parent_hash=1, token_ids=other, base_block_idx=1))
@@ -304,13 +304,13 @@ def test_streams_are_bounded(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> N
     for medium in ("gpu", "cpu", "disk"):
         tell(one, stored([1], medium=medium, event_id=9))
     tell(one, stored([1], medium="gpu", event_id=1))
-    assert one.order.stale == 0  # the one heard longest ago is forgotten
+    assert one.order.stale == 0  # the stream heard longest ago is forgotten
 
 
 def test_backends_that_hold_nothing_make_room(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of a store come and go for months, each under a name of its own."""
+    """A store's backends come and go for months, each under a new name."""
     assert MAX_BACKENDS == 4096
     monkeypatch.setattr("kvd.wire.envelope.MAX_BACKENDS", 8)
     store = fleet.add(store=True)
@@ -326,7 +326,7 @@ def test_backends_that_hold_nothing_make_room(
     assert len(fleet.sources[store].holders()) < 8
     for number in range(10):
         tell(store, stored(STANDARD[1:2], backend_id=f"busy-{number}", **usual))
-    assert store.bad == {"backends": 4}  # of the rest each holds something
+    assert store.bad == {"backends": 4}  # each of the others holds something
     tell(store, removed(STANDARD[:1], backend_id="stays", **usual))
     assert fleet.row()["CPU"] == 0
 
@@ -374,7 +374,7 @@ def test_object_keys_of_a_connector_find_the_engine_s_blocks(fleet: Fleet) -> No
 def test_objects_are_the_engine_s_blocks_whatever_adapter_and_salt(
     fleet: Fleet, registered: str, store_first: bool
 ) -> None:
-    """A store does not know with which its engine has made the hashes that it is told."""
+    """A store does not know with which adapter and salt its engine has made the hashes."""
     engine, pool = fleet.add(lora=registered), fleet.add(store=True)
     pair: dict[str, Any] = {"dp_rank": None, "medium": "cpu", "event_id": None}
     objects = [{**pair, "object_key": f"m@tp_rank:{rank}@{501:032x}"} for rank in (0, 1)]
@@ -488,12 +488,12 @@ def test_payloads_are_bounded(fleet: Fleet) -> None:
     assert (one.bad, one.events) == ({"too_many": 1}, MAX_EVENTS)
     assert tell(one, event("cleared", junk=b"x" * MAX_BYTES)) == FLAWED
     assert one.bad == {"too_many": 1, "too_large": 1}
-    # An engine's own events are read without making anything of them.
+    # An engine's own events are not unpacked into Python objects, so these bounds do not apply.
     assert tell(one, *[["BlockRemoved", [1], "GPU"]] * (MAX_EVENTS + 1)) == 0
 
 
 def test_low_numbers_that_are_repeated_are_no_new_beginning(fleet: Fleet) -> None:
-    """A relay that sends everything again begins with what has been heard, word for word."""
+    """A relay that sends everything again repeats the events heard before, word for word."""
     one = fleet.add()
     for number in range(100):
         tell(one, stored(STANDARD if number == 0 else [number], event_id=number))
@@ -503,7 +503,7 @@ def test_low_numbers_that_are_repeated_are_no_new_beginning(fleet: Fleet) -> Non
 
 
 def test_a_new_beginning_may_begin_like_the_last(fleet: Fleet) -> None:
-    """With the same prompts at first; once it says something else, all of it counts."""
+    """It begins with the same prompts; once an event differs, all of them count."""
     one = fleet.add()
     tell(one, stored(STANDARD, event_id=0))
     for number in range(1, 100):

@@ -28,7 +28,7 @@ SCOPES = (("", ""), ("x", ""), ("", "s"))
 
 
 class Publishers:
-    """Two engines and a store of two instances, and a worker, in one index."""
+    """Publishers of two instances (two engines and a store), and a worker, in one index."""
 
     def __init__(self, slice_steps: int) -> None:
         self.index = PrefixIndex(SIZE, IngestStats())
@@ -172,7 +172,7 @@ def test_a_long_batch_takes_several_slices(batch: bytes, least: int) -> None:
     slices = 1
     shown = publication.apply(batch)
     while shown == UNFINISHED:
-        conductor.match_tokens(TOKENS)  # others ask in between
+        conductor.match_tokens(TOKENS)  # as questions come in between
         slices += 1
         shown = publication.go_on()
     assert (shown, slices >= least) == (0, True)
@@ -186,7 +186,7 @@ def test_a_long_event_of_a_worker_is_several_with_the_same_result() -> None:
     while stream.go_on() == UNFINISHED:
         pass
     assert index.stats()["stored"] == len(LONG)
-    # Told again it is a refresh, whatever its length; of one more, that is gained.
+    # Stored again, in any length, the blocks are refreshed and make no copies.
     for n in (len(LONG), 8193, 8192 * 2 + 1):
         apply_whole(stream, engine_stored(list(LONG[:n]), PROMPT))
     assert index.stats()["copies"] == 0
@@ -229,7 +229,7 @@ def test_names_beyond_the_tokens_are_sliced_in_every_group() -> None:
     }  # fmt: skip
     first = ["BlockStored", [1], None, PROMPT[:SIZE], SIZE, None, "GPU"]
     apply_whole(publication, msgpack.packb([0, [first, window | of_group]]))
-    # An event that names no group is about both, and has tokens for its first block only.
+    # An event without a group is about both, and this one has tokens for its first block only.
     n = 40_000
     event = ["BlockStored", list(range(10, 10 + n)), None, PROMPT[:SIZE], SIZE, None, "GPU"]
     going = publication.apply(msgpack.packb([0, [event]]))
@@ -295,7 +295,7 @@ def test_reading_is_bounded() -> None:
     for at, batch in enumerate((too_long, nested, json), 1):
         assert apply_whole(publication, batch) == FLAWED
         assert publication.bad == {"too_large": at}
-    # Lengths that are only claimed are refused before anything is made for them.
+    # Claimed lengths without data are refused before memory is taken for them.
     claimed = b"\x92\x00\x91\x81\xaaevent_type" + b"\xdd\x7f\xff\xff\xff" * 99
     assert apply_whole(publication, claimed) == FLAWED
     assert publication.bad == {"too_large": 3, "msgpack": 1}

@@ -1,8 +1,8 @@
-"""Random lives of an engine and its stream, without sockets: what is called exact must be.
+"""Random lives of an engine and its stream without sockets: a stream called exact must be exact.
 
-The engine publishes, is started again, loses its connection; messages get lost; its replay server
-keeps the last batches only and answers or does not. After every step the batches that the stream
-has applied are compared with those that the engine process has published.
+The engine publishes, restarts, loses its connection; messages get lost; its replay server keeps
+only the last batches, and answers or does not. After every step the batches that the stream has
+applied are compared with those that the engine's process has published.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from tests.support.batch_sinks import NoStream
 from tests.support.budget import scaled
 
 STEPS = 400
-SEEDS = scaled(16)  # ten thousand of them have passed
+SEEDS = scaled(16)  # ten thousand seeds have passed
 
 
 class Applied(list[bytes], NoStream):
-    dumped = False  # a peer's blocks of some process are there,
-    heard = False  # and some batch has spoken for them
+    dumped = False  # whether blocks of a peer's dump are there
+    heard = False  # whether a batch has confirmed these blocks
 
     def apply(self, payload: bytes) -> int:
         self.append(payload)
@@ -46,12 +46,12 @@ class Applied(list[bytes], NoStream):
 
 
 class Life:
-    """An engine, the way to it and its listener."""
+    """An engine, the way from it, and its listener."""
 
     def __init__(self, seed: int, replays: bool) -> None:
         self.chance = random.Random(seed)
         self.replays = replays
-        self.published: list[bytes] = []  # by this engine process
+        self.published: list[bytes] = []  # by the engine's present process
         self.process = 0
         self.kept: deque[tuple[int, bytes]] = deque(maxlen=self.chance.choice((1, 3, 10, 1000)))
         self.loss = self.chance.choice((0.0, 0.1, 0.5))
@@ -72,7 +72,7 @@ class Life:
         self.chance.choices(kinds, (40, 40, 40, 2, 2, 20))[0]()
 
     def ask(self) -> None:
-        """Asks, as the listener's task does when nothing comes; something may come meanwhile."""
+        """Asks the engine, as an idle listener's task does; batches may come meanwhile."""
         if not self.listener.catch_up.asks or self.on_the_way:
             return
         self.listener.catch_up.ask()
@@ -82,7 +82,8 @@ class Life:
             self.replay()
         assert not self.listener.catch_up.asks
         dead = [batch for batch in self.applied if batch.split()[2] != b"%d" % self.process]
-        assert not dead or self.listener.loss  # of the dead, one that came as far may be unknown
+        # An ended process whose successor has reached the same number may stay unnoticed.
+        assert not dead or self.listener.loss
 
     def publish(self, heard: bool = True) -> None:
         seq = len(self.published)
@@ -113,7 +114,7 @@ class Life:
         return self.listener.catch_up.end(end)
 
     def answer(self, start: int) -> ReplayEnd:
-        """Answers from a number on; what the server's socket has no room for is left out."""
+        """Answers from a number on, with as many batches as the server's socket has room for."""
         self.listener.catch_up.begin()
         sent = 0
         for seq, batch in list(self.kept):
@@ -156,7 +157,10 @@ class Life:
             assert self.applied != self.published[:expected]
 
     def check_dump(self) -> None:
-        """Not every restart is recognised without a replay server, but no dump is exact."""
+        """Checks that a stream with a peer's blocks is not called exact.
+
+        Without a replay server not every restart is noticed.
+        """
         if self.listener.health(0.0) == "exact":
             assert not self.applied.dumped
 
@@ -182,7 +186,7 @@ def test_with_a_replay_server_exact_is_exact(seed: int) -> None:
 def test_a_dump_is_never_called_exact(seed: int, replays: bool) -> None:
     life = Life(seed, replays)
     life.applied.dumped = True
-    for _ in range(life.chance.choice((0, 1, 30))):  # of the process that the dump knew, or not
+    for _ in range(life.chance.choice((0, 1, 30))):  # so that the dump may know this process
         life.publish(heard=False)
     play(life, life.check_dump)
 

@@ -1,4 +1,4 @@
-"""The tables of states of a stream; random lives, whose status and health a plain model gives."""
+"""The state tables of a stream, and random lives with the status and health of a plain model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.budget import scaled
 
 # ---- the link
 
-# What cannot come: a socket that has ended says nothing, and a new one follows an end.
+# Impossible events: an ended socket sends none, and a new socket only follows an end.
 LINK_BUGS = {
     (LinkState.JOINED, LinkEvent.CONNECTING),
     (LinkState.BROKEN, LinkEvent.CONNECTING),
@@ -36,7 +36,7 @@ LINK_BUGS = {
     (LinkState.PAUSED, LinkEvent.LOST),
     (LinkState.PAUSED, LinkEvent.FAILED),
 }
-# Where an event leads, from whatever state it may come in.
+# The states that an event leads to, from any state in which it may come.
 LINK_LEADS_TO = {
     LinkEvent.CONNECTING: {LinkState.PENDING},
     LinkEvent.JOINED: {LinkState.JOINED},
@@ -93,14 +93,14 @@ IN_REPLAY = {IdentityCheck.PROVING, IdentityCheck.PROVING_DOUBTED}
 OF_HELD = IN_REPLAY | {IdentityCheck.CONFIRMING, IdentityCheck.CONFIRMING_DOUBTED}
 ASKED = {IdentityCheck.ASKING, IdentityCheck.ANSWERED}
 IN_PEACE = (IdentityCheck.NONE, Identity.SAME)
-# Where each event may come: in all other states it is a bug.
+# The states in which each event may come; in all others it is a bug.
 COMES_IN = {
     IdentityEvent.DOUBTED: set(IdentityCheck),  # a connection may break at any time
-    IdentityEvent.DROPPED: set(IdentityCheck),  # and a listener be paused
+    IdentityEvent.DROPPED: set(IdentityCheck),  # a listener may be paused at any time
     IdentityEvent.HELD_BEHIND: IDLE,
     IdentityEvent.HELD_FIRST: IDLE,
     IdentityEvent.ASKED: {IdentityCheck.DUE},
-    IdentityEvent.PROVED: IN_REPLAY | {IdentityCheck.ASKING},  # the last batch was asked for
+    IdentityEvent.PROVED: IN_REPLAY | {IdentityCheck.ASKING},  # the last batch was requested
     IdentityEvent.RESTARTED: IDLE | IN_REPLAY | ASKED,
     IdentityEvent.GIVEN_UP: OF_HELD | {IdentityCheck.ASKING},
     IdentityEvent.CONFIRMED: {IdentityCheck.CONFIRMING, IdentityCheck.CONFIRMING_DOUBTED},
@@ -135,7 +135,7 @@ def test_what_a_check_leaves(event: IdentityEvent, before: Identity) -> None:
 
 
 def test_a_doubt_is_never_forgotten() -> None:
-    """Only an answer of an idle engine, over one connection, and a held batch end it."""
+    """It ends only by an idle engine's answer over one connection, or by a held batch."""
     doubted = set(IdentityCheck) - {
         IdentityCheck.NONE,
         IdentityCheck.PROVING,
@@ -156,7 +156,7 @@ def test_a_doubt_is_never_forgotten() -> None:
 def test_a_publisher_is_forgotten_at_a_restart() -> None:
     identity = EngineIdentity()
     identity.name(b"a" * 16, 3)
-    identity.name(b"b" * 16, 4)  # known already
+    identity.name(b"b" * 16, 4)  # ignored, as an id is known already
     assert (identity.publisher, identity.is_named(3), identity.is_named(4)) == (
         b"a" * 16,
         False,
@@ -173,7 +173,7 @@ SEEDS = scaled(60)
 
 
 class Told(Applied):
-    """A stream of one rank, whose batches say in their last word what they show."""
+    """A stream of one rank; the last word of a batch determines what `apply` reports."""
 
     def apply(self, payload: bytes) -> int:
         self.append(payload)
@@ -182,7 +182,7 @@ class Told(Applied):
 
 
 class Life:
-    """A stream that is told what its task can tell it, in random order, beside its history."""
+    """A stream that gets its task's calls in random order, and the history of these."""
 
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)
@@ -194,7 +194,7 @@ class Life:
         self.engine = 0
         self.in_session = False
         self.has_paused = False
-        self.said: dict[int, bytes] = {}  # by the engine that is listened to
+        self.said: dict[int, bytes] = {}  # batches of the present engine, by number
 
     def happen(self, what: str, *details: object) -> None:
         self.history.append((what, self.now, *details))
@@ -242,14 +242,14 @@ class Life:
         self.happen("paused")
 
     def forget_held(self) -> None:
-        """Has the held batch be a plain one when it comes again."""
+        """Makes the held batch a plain one when it comes again."""
         if (held := self.listener.catch_up.held) is not None:
             del self.said[held[0]]
 
     # ---- batches
 
     def batch(self) -> None:
-        """Has one step further with what is under way, or begins something."""
+        """Continues what is under way by one step, or begins something new."""
         catch_up = self.listener.catch_up
         if catch_up.held is not None:
             self.replay()
@@ -284,7 +284,7 @@ class Life:
             self.happen("applied", kind)
 
     def replay(self) -> None:
-        """Has a replay bring what it may, and applies the held batch."""
+        """Has a replay bring some batches, and applies the held batch."""
         catch_up = self.listener.catch_up
         assert catch_up.held is not None
         seq, payload = catch_up.held
@@ -303,7 +303,7 @@ class Life:
         self.happen("replay", how)
 
     def answer(self) -> None:
-        """Has the idle engine answer in one of all ways."""
+        """Has the idle engine answer in one of the possible ways."""
         catch_up, expected = self.listener.catch_up, self.listener.cursor.expected
         how = self.chance.choice(("same", "other", "forgotten", "empty", "silent"))
         new = self.chance.choice((0, 1, 3)) if how in ("same", "other", "empty") else 0
@@ -328,7 +328,7 @@ class Life:
         self.said.clear()
 
     def bring(self, end: ReplayEnd, stop: int = 2**63) -> ReplayEnd:
-        """Has a replay bring what is wanted below the number `stop`, and end so."""
+        """Has a replay bring the wanted batches below the number `stop`, and end with `end`."""
         catch_up = self.listener.catch_up
         catch_up.begin()
         wanted = catch_up.wanted()
@@ -349,7 +349,7 @@ class Life:
         self.check_identity()
 
     def check_identity(self) -> None:
-        """Checks what the head of `engine_identity` says of the checks."""
+        """Checks what the docstring of `engine_identity` says about identity checks."""
         identity, is_held = self.listener.identity, self.listener.catch_up.held is not None
         assert is_held or identity.check not in OF_HELD
         assert not (is_held and identity.check in ASKED)

@@ -1,4 +1,4 @@
-"""URLs of peers: what can be fetched from, and what nobody gets to read."""
+"""URLs of peers: which can be fetched from, and which parts are never shown."""
 
 from __future__ import annotations
 
