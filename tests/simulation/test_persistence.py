@@ -402,7 +402,7 @@ def test_a_journal_stays_until_the_next_has_all(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_leaving", [False, True])
 def test_a_journal_may_begin_while_a_fleet_has_no_worker(is_leaving: bool, tmp_path: Path) -> None:
-    """Also while the bookings of the last worker are ended in slices."""
+    """With `is_leaving` the bookings of the last worker are being ended in slices meanwhile."""
 
     async def main() -> None:
         process = await booked_and_written(tmp_path)

@@ -34,7 +34,7 @@ from tests.support.dumps import binary_of, dump_json, event, read
 from tests.support.recovering import PARTITION, PATIENT, Replica
 from tests.support.zmtp_fakes import NOT_MY_FAULT_S
 
-# For peers that do not answer; on a busy machine those that do may need as long.
+# Short limits, for tests with peers that do not answer; others may need as long on a busy machine.
 HASTY = RecoveryLimits(stall_s=0.5, total_s=1, body_bytes=1_000_000)
 GOOD = dump_json(event([(1, 1), (2, 2)], worker=7), event([(1, 1)], worker=8, dp_rank=3))
 

@@ -676,7 +676,7 @@ async def test_what_is_booked_counts_as_cached() -> None:
     service.select([1, 2, 3])
     assert service.select([1, 2, 3])["overlap"]["longest_matched"] == 0
     booked = service.select([1, 2, 3], reservation_id="r")
-    # Pinned, as what it saves there costs as much as the load.
+    # Pinned: the saved prefill and the load cost the same, so either worker might be chosen.
     place = Constraints(pinned=(booked["worker_id"], 0))
     again = service.select([1, 2, 3, 4], constraints=place)
     assert again["overlap"]["gpu"] == 3 * BLOCK_SIZE

@@ -249,7 +249,7 @@ class Life:
     # ---- batches
 
     def batch(self) -> None:
-        """Continues what is under way by one step, or begins something new."""
+        """Takes the next step of a replay or an answer under way, or begins something new."""
         catch_up = self.listener.catch_up
         if catch_up.held is not None:
             self.replay()
