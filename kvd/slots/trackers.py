@@ -143,8 +143,7 @@ class SlotTrackers(LiveRequests[Tracker]):
         self.changes += 1
         self.trackers[key] = tracker
         tracker.workers[worker_id] = range(dp_start, dp_start + dp_size)
-        for dp_rank in tracker.workers[worker_id]:
-            tracker.ledger.add_rank(worker_id, dp_rank)
+        tracker.ledger.add_ranks(worker_id, dp_start, dp_size)
 
     def _new(self, key: PartitionKey, block_size: int) -> Tracker:
         self._served.check(key)

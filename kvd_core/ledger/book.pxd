@@ -36,8 +36,8 @@ cimport kvd_core.ledger.records as records
 cimport kvd_core.ledger.requests as requests
 from kvd_core.ledger.trie cimport CPathPosition, kNone, LoadedRankId, NodeId
 from kvd_core.ledger.types cimport (
-    Admission, Book, kAdded, kExists, kFull, kMaxLedgers, kMaxTokens, kOverflow, kRepeated, Listed,
-    LoadedRank, Request, RequestId, RequestList, SharedLoads
+    Admission, Book, kAdded, kExists, kFull, kMaxLedgers, kMaxRanks, kMaxTokens, kOverflow,
+    kRepeated, Listed, LoadedRank, Request, RequestId, RequestList, SharedLoads
 )
 
 
@@ -87,35 +87,59 @@ cdef inline LoadedRankId known_elsewhere(
 ) noexcept nogil:
     # The id that another ledger has for a rank, kNone if none has it.
     cdef LoadedRankId id = kNone
+    cdef Book* other
     cdef int i
     for i in range(kMaxLedgers):
-        if id == kNone and book.loads.books[i] != NULL:
-            id = find_rank(book.loads.books[i], worker_id, dp_rank)
+        other = book.loads.books[i]
+        if id == kNone and other != NULL and other != book:
+            id = find_rank(other, worker_id, dp_rank)
     return id
 
 
-cdef inline LoadedRankId add_rank(
-    Book* book, uint64_t worker_id, uint32_t dp_rank
-) except? 0xffffffff:
-    # Adds a rank that the book does not have, and returns its id.
+cdef inline bint is_in(
+    const Listed* at, uint64_t worker_id, uint32_t first, uint32_t count
+) noexcept nogil:
+    # Of one that does not sort before `first`: whether it is one of a worker's `count` ranks.
+    return at.worker_id == worker_id and at.dp_rank - first < count
+
+
+cdef inline int add_ranks(
+    Book* book, uint64_t worker_id, uint32_t first, uint32_t count
+) except -1 nogil:
+    # Adds those of a worker's ranks from `first` on that the book does not have. They stand side by
+    # side in `order`, so what sorts behind them is moved once.
     cdef SharedLoads* shared = book.loads
+    cdef size_t begin = position_of(book, worker_id, first)
+    cdef size_t end = begin
+    cdef uint32_t i
     cdef LoadedRankId id
-    cdef Listed entry
-    if book.order.size() == book.order.capacity():
-        book.order.reserve(max(<size_t>1, 2 * book.order.size()))
-    loads.make_room_for_rank(shared)
+    while end < book.order.size() and is_in(&book.order[end], worker_id, first, count):
+        end += 1
+    cdef size_t missing = count - (end - begin)
+    if missing == 0:
+        return 0
+    if book.order.size() + missing > kMaxRanks:
+        raise OverflowError("too many ranks")
+    if book.order.size() + missing > book.order.capacity():
+        book.order.reserve(max(book.order.size() + missing, 2 * book.order.size()))
+    loads.make_room_for_ranks(shared, missing)
     if book.chains.size() < shared.ranks.capacity():
         book.chains.resize(shared.ranks.capacity())
     if book.bit == 0 and not take_part(book):
         raise RuntimeError("too many ledgers share their loads")
-    id = known_elsewhere(book, worker_id, dp_rank)
-    if id == kNone:
-        id = loads.take_rank(shared, worker_id, dp_rank)
-    book.chains[id] = RequestList(kNone, kNone)
-    entry = Listed(worker_id, dp_rank, id)
-    book.order.insert(book.order.begin() + <ptrdiff_t>position_of(book, worker_id, dp_rank), entry)
-    shared.ranks[id].owners |= book.bit
-    return id
+    book.order.insert(book.order.begin() + <ptrdiff_t>end, missing, Listed(worker_id, 0, kNone))
+    for i in range(count, 0, -1):  # each to its place, from the last on: what is there moves back
+        if end > begin and book.order[end - 1].dp_rank == first + i - 1:
+            end -= 1
+            book.order[begin + i - 1] = book.order[end]
+            continue
+        id = known_elsewhere(book, worker_id, first + i - 1)
+        if id == kNone:
+            id = loads.take_rank(shared, worker_id, first + i - 1)
+        book.chains[id] = RequestList(kNone, kNone)
+        book.order[begin + i - 1] = Listed(worker_id, first + i - 1, id)
+        shared.ranks[id].owners |= book.bit
+    return 0
 
 
 cdef inline void remove_rank(Book* book, LoadedRankId id) noexcept nogil:

@@ -153,12 +153,18 @@ cdef class Ledger:
         Ledgers that share loads have one id for the same rank. OverflowError if there are MAX_RANKS
         already. O(log r), and 16 bytes moved for each rank that sorts behind it.
         """
-        cdef LoadedRankId rank = books.find_rank(self.c, worker_id, dp_rank)
-        if rank != kNone:
-            return rank
-        if self.c.order.size() == kMaxRanks:
-            raise OverflowError(f"more than {MAX_RANKS} ranks")
-        return books.add_rank(self.c, worker_id, dp_rank)
+        books.add_ranks(self.c, worker_id, dp_rank, 1)
+        return books.find_rank(self.c, worker_id, dp_rank)
+
+    def add_ranks(self, uint64_t worker_id, uint32_t first, uint32_t count):
+        """Adds those of `count` ranks of a worker, from dp rank `first` on, that are not there.
+
+        All or, with an OverflowError for more than MAX_RANKS or a dp rank above 2^32 - 1, none.
+        O(count log r), and 16 bytes moved for each rank that sorts behind them.
+        """
+        if <uint64_t>first + count > <uint64_t>1 << 32:
+            raise OverflowError("dp ranks must be below 2^32")
+        books.add_ranks(self.c, worker_id, first, count)
 
     def remove_rank(self, LoadedRankId rank, Py_ssize_t limit=PY_SSIZE_T_MAX):
         """Removes a rank with its requests; returns their ids in order of admission.

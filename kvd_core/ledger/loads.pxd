@@ -33,7 +33,7 @@ prompt blocks of equal weight. The load is the sum of both, rounded, halves away
 stretch is gathered over nodes, so it does not matter where other ranks split them. What ends loses
 its weight as if the weight became 0, which gives the same result to the last bit.
 
-Only `make_room_for_rank` and `insert` take memory; they change nothing where there is none.
+Only `make_room_for_ranks` and `insert` take memory; they change nothing where there is none.
 
 Costs (blocks n of the prompt, nodes m on its path, ranks p of a node, ranks r in all): insert,
 erase O(n + m log p); end_prefill O(1); add_output O(1); decay O(output blocks + m log p);
@@ -79,21 +79,21 @@ cdef inline uint32_t decoding(const LoadedRank* rank) noexcept nogil:
     return rank.requests - rank.prefilling
 
 
-cdef inline int make_room_for_rank(SharedLoads* loads) except -1 nogil:
-    # Takes the memory that the next `take_rank` needs.
-    if not loads.free.empty():
-        return 0
-    if loads.ranks.size() == loads.ranks.capacity():
-        loads.ranks.reserve(max(<size_t>1, 2 * loads.ranks.size()))
+cdef inline int make_room_for_ranks(SharedLoads* loads, size_t count) except -1 nogil:
+    # Takes the memory that as many calls of `take_rank` need.
+    cdef size_t needed = loads.ranks.size() + count - min(count, loads.free.size())
+    if needed > loads.ranks.capacity():
+        loads.ranks.reserve(max(needed, 2 * loads.ranks.size()))
     loads.free.reserve(loads.ranks.capacity())
-    loads.depths.resize(loads.ranks.capacity())
+    if loads.depths.size() < loads.ranks.capacity():
+        loads.depths.resize(loads.ranks.capacity())
     return 0
 
 
 cdef inline LoadedRankId take_rank(
     SharedLoads* loads, uint64_t worker_id, uint32_t dp_rank
 ) noexcept nogil:
-    # Adds a rank that no ledger has yet; make_room_for_rank comes first.
+    # A rank that no ledger has, after make_room_for_ranks.
     cdef LoadedRankId id
     cdef LoadedRank* rank
     cdef char* to

@@ -43,8 +43,13 @@ class Pair:
     def rank(self) -> tuple[int, int]:
         place = self.rng.choice(self.places)
         if place not in self.model.ranks:
-            self.ledger.add_rank(*place)
-            self.model.add_rank(place)
+            count = self.rng.choice((1, 1, 2, 5))
+            if count == 1:
+                self.ledger.add_rank(*place)
+            else:
+                self.ledger.add_ranks(*place, count)
+            for beside in range(count):
+                self.model.add_rank((place[0], place[1] + beside))
         return place
 
     def id_of(self, place: tuple[int, int]) -> int:

@@ -12,6 +12,7 @@ from kvd_core.ledger.ledger import (
     ADDED,
     EXISTS,
     FULL,
+    MAX_RANKS,
     MAX_REQUEST_ID_BYTES,
     MAX_TOKENS,
     OVERFLOW,
@@ -378,6 +379,40 @@ def test_a_removed_rank_takes_its_requests_along() -> None:
         ledger.remove_rank(rank)
         ledger.verify()
     assert ledger.stats()["bytes"] == start
+
+
+def test_ranks_of_a_worker_are_added_together_around_those_it_has() -> None:
+    loads = Loads()
+    ledger, beside = Ledger(loads=loads), Ledger(loads=loads)
+    elsewhere = beside.add_rank(7, 3)
+    for place in ((6, 2), (7, 0), (7, 4), (7, 9), (8, 3)):
+        ledger.add("{}-{}".format(*place), ledger.add_rank(*place), packed(1), 1, 0.0)
+    ledger.add_ranks(7, 2, 6)
+    ledger.add_ranks(7, 2, 6)  # again: nothing is missing
+    ledger.add_ranks(9, 2**32 - 2, 2)
+    ledger.add_ranks(1, 0, 0)
+    added = [(7, dp_rank) for dp_rank in (0, 2, 3, 4, 5, 6, 7, 9)]
+    places = [(6, 2), *added, (8, 3), (9, 2**32 - 2), (9, 2**32 - 1)]
+    rows = json.loads(b"[%b]" % ledger.render_loads())
+    assert [(row["worker_id"], row["dp_rank"]) for row in rows] == places
+    assert [row["active_prefill_tokens"] for row in rows] == [1, 1, 0, 0, 1, 0, 0, 0, 1, 1, 0, 0]
+    assert len({ledger.rank_of(*place) for place in places}) == len(places)
+    assert ledger.rank_of(7, 3) == elsewhere
+    ledger.verify()
+
+
+def test_too_many_ranks_are_not_added_in_part() -> None:
+    ledger = Ledger()
+    ledger.add_ranks(2, 0, MAX_RANKS - 2)
+    with pytest.raises(OverflowError):
+        ledger.add_ranks(1, 0, 3)
+    with pytest.raises(OverflowError):
+        ledger.add_ranks(1, 2**32 - 1, 2)
+    assert ledger.stats()["ranks"] == MAX_RANKS - 2 and ledger.rank_of(1, 0) is None
+    ledger.add_ranks(2, MAX_RANKS - 3, 3)  # one of which is there
+    with pytest.raises(OverflowError):
+        ledger.add_rank(1, 0)
+    assert ledger.stats()["ranks"] == MAX_RANKS
 
 
 def test_a_rank_is_removed_in_slices() -> None:
