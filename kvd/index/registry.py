@@ -94,15 +94,26 @@ class Registry(ListenedRegistrations):
         """Returns the registrations of one face."""
         return [each for each in self._ranks.values() if owner in each.owners]
 
+    def registered(
+        self, key: PartitionKey, instance_id: InstanceId, ranks: range
+    ) -> dict[int, Registration]:
+        """Returns those ranks of an instance that are registered, by dp rank, ascending."""
+        partition = self._state.partitions.get(key)
+        there = () if partition is None else partition.ranks.get(instance_id, ())
+        return {
+            dp_rank: self._ranks[RankKey(key, instance_id, dp_rank)]
+            for dp_rank in sorted(there)
+            if dp_rank in ranks
+        }
+
     def addresses_of(
-        self, key: PartitionKey, instance_id: InstanceId, ranks: Iterable[int], owner: str
+        self, key: PartitionKey, instance_id: InstanceId, ranks: range, owner: str
     ) -> dict[int, Addresses]:
         """Returns the addresses of those ranks that an owner has registered, by dp rank."""
-        found = {dp_rank: self._ranks.get(RankKey(key, instance_id, dp_rank)) for dp_rank in ranks}
         return {
             dp_rank: each.listener.addresses
-            for dp_rank, each in found.items()
-            if each is not None and owner in each.owners
+            for dp_rank, each in self.registered(key, instance_id, ranks).items()
+            if owner in each.owners
         }
 
     def block_size(self, registration: Registration) -> int:

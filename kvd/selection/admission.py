@@ -108,6 +108,7 @@ class Admission:
             addresses: dict[RankKey, Addresses] = {
                 RankKey(key, record.worker_id, dp_rank): found
                 for record in records
+                if not record.without_kv_events
                 for dp_rank in record.ranks
                 if (found := record.addresses(dp_rank)) is not None
             }

@@ -26,7 +26,7 @@ Costs: 0.6 µs for an observation, 10 µs for a fit; memory some 5 KB for each l
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -34,6 +34,7 @@ from kvd.model import PartitionKey
 from kvd.selection.candidates import Candidates
 from kvd.selection.regression import fit
 from kvd.selection.regret import Rank, Regret
+from kvd.selection.worker_record import WorkerRecord
 from kvd.slots.live_requests import Moment
 from kvd.wire.lifecycle import Step
 from kvd_core.base.sampling import Sample
@@ -242,6 +243,13 @@ class Speeds:
         if lines is None:
             lines = self._lines[rank] = _Lines()
         return lines
+
+    def known_ranks(self, record: WorkerRecord) -> Iterable[int]:
+        """Returns the ranks of a worker of whose speed anything is known."""
+        if record.prefill_tokens_per_s:
+            return record.ranks
+        key, worker_id = record.key, record.worker_id
+        return [each for each in record.ranks if (key, worker_id, each) in self._lines]
 
     def prefill(self, rank: Rank) -> RankSpeed | None:
         """Returns how fast a rank prefills; None if nothing is known."""

@@ -116,8 +116,8 @@ class WorkerRecord:
 
     def addresses(self, dp_rank: int) -> Addresses | None:
         """Returns the addresses of a rank's KV events, None if none were given."""
-        endpoint = self.events_endpoint(dp_rank)
-        if endpoint is None or self.without_kv_events:
+        endpoint = None if self.without_kv_events else self.events_endpoint(dp_rank)
+        if endpoint is None:
             return None
         return Addresses(endpoint, self.replay_endpoint, self.curve_server_key)
 

@@ -32,6 +32,7 @@ from kvd.selection.speeds import Speeds
 from kvd.selection.streams import Streams
 from kvd.selection.tuning import Tuning
 from kvd.selection.worker_record import WorkerLifecycle, WorkerRecord
+from kvd.slots.live_requests import REMOVAL_SLICE
 from kvd.telemetry.stretches import UNREGISTRATION
 from kvd.wire.endpoints import Addresses
 from kvd.wire.event_stream import EventStream
@@ -204,11 +205,8 @@ class Workers:
     def listeners(self, entry: CatalogEntry) -> dict[int, EventStream]:
         """Returns the event streams of a worker, by dp rank."""
         record = entry.record
-        found = {
-            dp_rank: self._registry.find_listener(RankKey(record.key, record.worker_id, dp_rank))
-            for dp_rank in record.ranks
-        }
-        return {dp_rank: each for dp_rank, each in found.items() if each is not None}
+        found = self._registry.registered(record.key, record.worker_id, record.ranks)
+        return {dp_rank: each.listener for dp_rank, each in found.items()}
 
     def partition(self, entry: CatalogEntry) -> Partition | None:
         """Returns the partition of the worker's model and tenant, None if there is none."""
@@ -320,18 +318,20 @@ class Workers:
         candidates = self._candidates.get(record.key)
         if candidates is None:
             return
-        for dp_rank in dp_ranks:
-            for _ in UNREGISTRATION.each(self._drop_rank(candidates, record, dp_rank)):
-                await trio.lowlevel.checkpoint()
+        for _ in UNREGISTRATION.each(self._dropping(candidates, record, dp_ranks)):
+            await trio.lowlevel.checkpoint()
 
-    def _drop_rank(
-        self, candidates: Candidates, record: WorkerRecord, dp_rank: int
+    def _dropping(
+        self, candidates: Candidates, record: WorkerRecord, dp_ranks: Iterable[int]
     ) -> Iterator[None]:
-        rank = record.worker_id, dp_rank
-        number = candidates.ledger.rank_of(*rank)
-        if candidates.predictions is not None and number is not None:
-            candidates.predictions.forget(number)
-        yield from self._reservations.drop_rank(candidates, rank, record.block_size or 0)
+        for number, dp_rank in enumerate(dp_ranks, 1):
+            rank = record.worker_id, dp_rank
+            in_ledger = candidates.ledger.rank_of(*rank)
+            if candidates.predictions is not None and in_ledger is not None:
+                candidates.predictions.forget(in_ledger)
+            yield from self._reservations.drop_rank(candidates, rank, record.block_size or 0)
+            if number % REMOVAL_SLICE == 0:
+                yield
 
     def _join(self, record: WorkerRecord) -> None:
         """Listens to a worker's ranks and makes them selectable; raises as `register` does."""
@@ -344,23 +344,23 @@ class Workers:
         candidates = self._candidates[record.key]
         assert record.block_size is not None  # or it could not be scheduled
         self._reservations.open_ledger(candidates, record.block_size)
-        if self._options.uses_kv_events:
-            heard = self._registry.addresses_of(record.key, record.worker_id, record.ranks, OWNER)
-            for dp_rank in record.ranks:
-                rank = RankKey(record.key, record.worker_id, dp_rank)
-                found = _addresses(record, dp_rank)
-                if dp_rank not in heard and found is not None and record.block_size is not None:
-                    endpoint, replay, server_key = found
-                    self._registry.register(
-                        rank, endpoint, record.block_size, replay, OWNER, server_key
-                    )
-        for dp_rank in record.ranks:
-            candidates.ledger.add_rank(record.worker_id, dp_rank)
+        if self._options.uses_kv_events and not record.without_kv_events:
+            self._listen(record, record.block_size)
+        candidates.ledger.add_ranks(record.worker_id, record.ranks.start, len(record.ranks))
         candidates.workers[record.worker_id] = record
         candidates.changed()
         if self._options.uses_kv_events:
-            for dp_rank in record.ranks:
+            for dp_rank in self._registry.registered(record.key, record.worker_id, record.ranks):
                 self._streams.judge(RankKey(record.key, record.worker_id, dp_rank))
+
+    def _listen(self, record: WorkerRecord, block_size: int) -> None:
+        heard = self._registry.addresses_of(record.key, record.worker_id, record.ranks, OWNER)
+        for dp_rank in record.ranks:
+            found = record.addresses(dp_rank)
+            if dp_rank not in heard and found is not None:
+                rank = RankKey(record.key, record.worker_id, dp_rank)
+                endpoint, replay, server_key = found
+                self._registry.register(rank, endpoint, block_size, replay, OWNER, server_key)
 
 
 def _stays(record: WorkerRecord, after: WorkerRecord | None, dp_rank: int) -> bool:

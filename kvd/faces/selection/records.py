@@ -45,11 +45,15 @@ def shown(workers: Workers, entry: CatalogEntry) -> dict[str, Any]:
 
 def _speeds(workers: Workers, entry: CatalogEntry) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields the speeds of those ranks of a worker whose speed is known."""
-    for dp_rank in entry.record.ranks:
-        rank = entry.record.key, entry.record.worker_id, dp_rank
-        prefill, decode = workers.speeds.prefill(rank), workers.speeds.decode(rank)
+    if entry.reasons:  # its ranks are not there, and may be any number
+        return
+    key, worker_id = entry.record.key, entry.record.worker_id
+    for dp_rank in workers.speeds.known_ranks(entry.record):
+        rank = key, worker_id, dp_rank
+        prefill = workers.speeds.prefill(rank)
         if prefill is None:
             continue
+        decode = workers.speeds.decode(rank)
         shown: dict[str, Any] = {
             "prefill_tokens_per_s": round(1.0 / prefill.token_s, 1),
             "base_ttft_s": prefill.base_s,

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 from kvd.errors import BadRequest, Invalid
 from kvd.faces.common import bodies
+from kvd.faces.common.slices import whole
+from kvd.faces.indexer.workers import SLICE_RANKS
 from kvd.faces.selection.members import partition_key
 from kvd.faces.selection.records import FIELDS, changes, record, shown
 from kvd.http.messages import Request, Response
+from kvd.selection.admission import CatalogEntry
 from kvd.selection.service import Selections
 from kvd.selection.worker_record import WorkerLifecycle, WorkerRecord
 from kvd_core.json.scan import BodyScanner
@@ -23,7 +26,7 @@ WORKER = BodyScanner({}, DESCRIBED)
 WORKERS = BodyScanner({}, (*bodies.PARTITION_MEMBERS, "workers"))
 
 
-def ready(request: Request, *, selections: Selections, shared: SharedStatus) -> Response:
+async def ready(request: Request, *, selections: Selections, shared: SharedStatus) -> Response:
     """Answers 200 once a worker can be selected; lists the workers if the client may read them."""
     entries = selections.workers.listed(None, None)
     lifecycles = Counter(selections.workers.lifecycle(entry) for entry in entries)
@@ -45,16 +48,33 @@ def ready(request: Request, *, selections: Selections, shared: SharedStatus) -> 
     }
     if (shared_state := shared()) is not None:
         answer["shared_state"] = shared_state
+    text = bodies.render(answer)
     if request.known:
-        answer["workers"] = [shown(selections.workers, entry) for entry in entries]
-    response = bodies.json_response(answer)
-    response.status = 503 if reasons else 200
-    return response
+        rows = await whole(listed(selections, entries))
+        text = b'%b,"workers":%b}' % (text[:-1], rows)
+    return Response(503 if reasons else 200, text)
 
 
-def list_workers(request: Request, *, selections: Selections) -> Response:
+async def list_workers(request: Request, *, selections: Selections) -> Response:
     entries = selections.workers.listed(*bodies.filters(request))
-    return bodies.json_response([shown(selections.workers, entry) for entry in entries])
+    return Response(200, await whole(listed(selections, entries)))
+
+
+def listed(selections: Selections, entries: Iterable[CatalogEntry]) -> Iterator[bytes]:
+    """Yields a JSON array of workers, and nothing (b"") where others may run.
+
+    Each is shown as it is when its turn comes; one that goes meanwhile is still listed.
+    """
+    separator = b"["
+    ranks = 0
+    for entry in entries:
+        yield separator + bodies.render(shown(selections.workers, entry))
+        separator = b","
+        ranks += len(entry.record.ranks)
+        if ranks >= SLICE_RANKS:
+            ranks = 0
+            yield b""
+    yield b"[]" if separator == b"[" else b"]"
 
 
 async def post_worker(request: Request, *, selections: Selections) -> Response:

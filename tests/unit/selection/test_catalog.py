@@ -13,6 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvd.errors import Conflict, Invalid, KvdError, NotFound, Unavailable
+from kvd.faces.indexer.workers import SLICE_RANKS
+from kvd.faces.selection.records import shown as shown_row
+from kvd.faces.selection.workers import listed
 from kvd.model import RankKey
 from kvd.selection.options import RouterOptions
 from kvd.selection.requests import QueuedRequest
@@ -119,6 +122,24 @@ async def test_a_block_size_is_that_of_the_others() -> None:
         await selections.workers.put(worker(1, block_size=16))
     ).reasons == []  # there is no other worker to differ from
     service.check()
+
+
+async def test_ranks_that_are_not_there_cost_nothing() -> None:
+    service = Service()
+    put = service.selections.workers.put
+    entry = await put(replace(worker(), data_parallel_size=2**32 - 1))
+    row = shown_row(service.selections.workers, entry)
+    assert row["lifecycle"] == "incomplete" and "listeners" not in row
+
+
+async def test_a_long_list_rests_after_some_ranks() -> None:
+    ids = range(1, 2 * SLICE_RANKS + 1)
+    one, many = worker(200, N), worker(201, N, data_parallel_size=SLICE_RANKS)
+    service = await ready(*map(worker, ids), one, many)
+    pieces = list(listed(service.selections, service.selections.workers.listed(None, None)))
+    assert [row["worker_id"] for row in json.loads(b"".join(pieces))] == [*ids, 200, 201]
+    assert pieces.count(b"") == 3 and pieces[-2:] == [b"", b"]"]
+    assert list(listed(service.selections, [])) == [b"[]"]
 
 
 # ---- upsert
@@ -320,6 +341,21 @@ async def test_what_is_booked_on_a_leaving_worker_ends_in_slices(nursery: trio.N
             with pytest.raises(NotFound):
                 service.reserve("late", (1, 0), [1])
     assert len(seen) > 3  # at least, as either of two tasks may run first in a pass
+    await trio.testing.wait_all_tasks_blocked()
+    service.check()
+
+
+async def test_many_idle_ranks_of_a_worker_leave_in_slices(nursery: trio.Nursery) -> None:
+    many = 6 * REMOVAL_SLICE
+    service = await ready(worker(1, data_parallel_size=many, without_kv_events=True), worker(2))
+    stats = service.candidates().ledger.stats
+    nursery.start_soon(service.selections.workers.delete, 1)
+    seen = set()
+    while stats()["ranks"] > 1:
+        await trio.lowlevel.checkpoint()
+        seen.add(stats()["ranks"])
+        service.candidates().ledger.verify()
+    assert len(seen) > 3  # of two tasks either runs first in a pass
     await trio.testing.wait_all_tasks_blocked()
     service.check()
 
