@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from operator import attrgetter
 
 
 @dataclass(slots=True, eq=False)
@@ -32,10 +33,17 @@ class StreamStats:
     silent: int = 0  # times that no message came over a new connection for long
 
     def add(self, other: StreamStats) -> None:
-        for each in fields(StreamStats):
-            mine, others = getattr(self, each.name), getattr(other, each.name)
-            if isinstance(mine, int):
-                setattr(self, each.name, mine + others)
-            else:
-                for key, count in others.items():
-                    mine[key] = mine.get(key, 0) + count
+        # A scrape adds up thousands of them, of which most counts are 0.
+        for name, count in zip(_COUNTS, _counts(other), strict=True):
+            if count:
+                setattr(self, name, getattr(self, name) + count)
+        for mine, others in (
+            (self.bad_frames, other.bad_frames),
+            (self.replays, other.replays),
+        ):
+            for key, count in others.items():
+                mine[key] = mine.get(key, 0) + count
+
+
+_COUNTS = tuple(each.name for each in fields(StreamStats) if each.type == "int")
+_counts = attrgetter(*_COUNTS)
