@@ -7,6 +7,7 @@ thread makes the application; all other requests are served meanwhile.
 
 from __future__ import annotations
 
+import gc
 import sys
 from typing import TYPE_CHECKING
 
@@ -53,6 +54,7 @@ class ColdApp:
         async with MAKING:
             if self._app is None:
                 self._app = await trio.to_thread.run_sync(self._make)
+                gc.freeze()  # it stays: it was 9 to 18 ms of every full collection
         return self._app
 
     def _make(self) -> AsgiApp:
