@@ -4,11 +4,12 @@
 
 One connection sends one /query of 512 tokens after the other. Meanwhile engines publish 100,000 or
 500,000 blocks/s over 8, 64 or 512 streams (64 blocks an event, and as many blocks are removed
-again); or the daemon writes a dump, a snapshot or /metrics, recovers from another one, or loses all
-workers but one; or 1,000 selections wait, where the question is /overlap_scores. Each group of
-cases has a fresh daemon with 1,000,000 blocks, or half of that over 512 streams. Cases that the
-peer has as well are measured on both. A stretch is the time from one check of the sockets to the
-next (docs/operations.md, How busy the loop is).
+again); or the daemon writes dumps or its first one, a snapshot or /metrics, recovers from another
+one, or loses all workers but one; or workers of 4,096 ranks come and go, where the question is
+/potential_loads; or 1,000 selections wait, where it is /overlap_scores. Each group of cases has a
+fresh daemon with 1,000,000 blocks, or half of that over 512 streams. Cases that the peer has as
+well are measured on both. A stretch is the time from one check of the sockets to the next
+(docs/operations.md, How busy the loop is).
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ WARM_S = 0.2  # before measuring
 
 WAITING = 1_000  # selections
 BATCH = 100_000  # tokens that make a worker busy
+WIDE, WIDE_WORKERS = 4096, 15  # ranks of a worker, its bound; a ledger has room for 16 of these
 MODEL = {"model_name": "bench"}
 
 Beside = Callable[[], None]  # does a piece of work; called beside the queries, again and again
@@ -243,6 +245,41 @@ def selections(bench: Bench) -> None:
         bench.measure(f"{WAITING:,} selections are served", server, asked, free)
 
 
+def registration(bench: Bench) -> None:
+    tracker, selection = free_ports(2)
+    faces = "--indexer-bind=off", "--conductor-bind=off", f"--selection-bind=127.0.0.1:{selection}"
+    flags = *faces, f"--slot-tracker-bind=127.0.0.1:{tracker}"
+    slots = replace(bench.contender, command=(*bench.contender.command[:-1], "serve", *flags))
+    with running_on(slots, tracker, bench.logs) as server:
+        asked: dict[str, Option] = {"kind": "raw", "path": "/potential_loads"}
+        body = json.dumps({**MODEL, "sequence_hashes": [7] * 32, "isl_tokens": 512})
+        asked |= {"body": body, "conns": 1, "secs": bench.seconds, "warm": WARM_S}
+        ask(tracker, "POST", "/register", wide("bench", 1) | {"dp_size": 8})
+
+        def come_and_go() -> None:
+            for worker in range(WIDE_WORKERS, 0, -1):  # each before those that are there
+                ask(tracker, "POST", "/register", wide("wide", worker))
+                ask(selection, "POST", "/workers", wide_record(worker))
+            ask(selection, "GET", "/workers")
+            for worker in range(1, WIDE_WORKERS + 1):
+                where = {"model_name": "wide", "worker_id": worker}
+                ask(tracker, "POST", "/unregister", where)
+                ask(selection, "DELETE", f"/workers/{worker}")
+
+        case = f"workers with {WIDE:,} ranks come and go"
+        bench.measure(case, server, asked, come_and_go)
+
+
+def wide(model: str, worker: int) -> dict[str, object]:
+    place = {"model_name": model, "worker_id": worker, "block_size": 16}
+    return place | {"dp_start": 0, "dp_size": WIDE}
+
+
+def wide_record(worker: int) -> dict[str, object]:
+    place = {"model_name": "wide", "worker_id": worker, "endpoint": "http://127.0.0.1:1"}
+    return place | {"block_size": 16, "data_parallel_size": WIDE, "without_kv_events": True}
+
+
 def make_busy(server: Server, worker: int) -> None:
     record = MODEL | {
         "worker_id": worker,
@@ -286,6 +323,7 @@ CASES: dict[str, Callable[[Bench], None]] = EVENTS | {
     "scrape": scrape,
     "snapshot": snapshot,
     "recovery": recovery,
+    "registration": registration,
     "unregistration": unregistration,
     "selections": selections,
 }
