@@ -166,6 +166,20 @@ def dump(bench: Bench) -> None:
         bench.measure("dumps", server, bench.load(server, 8), asking(server, "/dump"))
 
 
+def cold(bench: Bench) -> None:
+    with bench.filled(8) as (server, _):
+        paths = iter(["/dump"])
+
+        def once() -> None:
+            path = next(paths, None)
+            if path is None:
+                nothing()
+            else:
+                ask(server.port, "GET", path)
+
+        bench.measure("the first dump, which loads Quart", server, bench.load(server, 8), once)
+
+
 def scrape(bench: Bench) -> None:
     with bench.filled(512) as (server, _):
         asked = bench.load(server, 512)
@@ -320,6 +334,7 @@ def until(condition: Callable[[], bool]) -> None:
 EVENTS = {f"events-{streams}": partial(events, streams=streams) for streams in STREAMS}
 CASES: dict[str, Callable[[Bench], None]] = EVENTS | {
     "dump": dump,
+    "cold": cold,
     "scrape": scrape,
     "snapshot": snapshot,
     "recovery": recovery,
