@@ -94,7 +94,7 @@ class Registry(ListenedRegistrations):
         """Returns the registrations of one face."""
         return [each for each in self._ranks.values() if owner in each.owners]
 
-    def registered(
+    def registrations_of(
         self, key: PartitionKey, instance_id: InstanceId, ranks: range
     ) -> dict[int, Registration]:
         """Returns those ranks of an instance that are registered, by dp rank, ascending."""
@@ -112,7 +112,7 @@ class Registry(ListenedRegistrations):
         """Returns the addresses of those ranks that an owner has registered, by dp rank."""
         return {
             dp_rank: each.listener.addresses
-            for dp_rank, each in self.registered(key, instance_id, ranks).items()
+            for dp_rank, each in self.registrations_of(key, instance_id, ranks).items()
             if owner in each.owners
         }
 

@@ -205,7 +205,7 @@ class Workers:
     def listeners(self, entry: CatalogEntry) -> dict[int, EventStream]:
         """Returns the event streams of a worker, by dp rank."""
         record = entry.record
-        found = self._registry.registered(record.key, record.worker_id, record.ranks)
+        found = self._registry.registrations_of(record.key, record.worker_id, record.ranks)
         return {dp_rank: each.listener for dp_rank, each in found.items()}
 
     def partition(self, entry: CatalogEntry) -> Partition | None:
@@ -350,7 +350,9 @@ class Workers:
         candidates.workers[record.worker_id] = record
         candidates.changed()
         if self._options.uses_kv_events:
-            for dp_rank in self._registry.registered(record.key, record.worker_id, record.ranks):
+            for dp_rank in self._registry.registrations_of(
+                record.key, record.worker_id, record.ranks
+            ):
                 self._streams.judge(RankKey(record.key, record.worker_id, dp_rank))
 
     def _listen(self, record: WorkerRecord, block_size: int) -> None:
