@@ -54,7 +54,7 @@ class ColdApp:
         async with MAKING:
             if self._app is None:
                 self._app = await trio.to_thread.run_sync(self._make)
-                gc.freeze()  # it stays: it was 9 to 18 ms of every full collection
+                gc.freeze()  # it stays: full collections need not visit it
         return self._app
 
     def _make(self) -> AsgiApp:
