@@ -128,16 +128,20 @@ cdef inline int add_ranks(
     if book.bit == 0 and not take_part(book):
         raise RuntimeError("too many ledgers share their loads")
     book.order.insert(book.order.begin() + <ptrdiff_t>end, missing, Listed(worker_id, 0, kNone))
-    for i in range(count, 0, -1):  # each to its place, from the last on: what is there moves back
+    for i in range(count, 0, -1):  # moves the known ranks back to their slots, the last one first
         if end > begin and book.order[end - 1].dp_rank == first + i - 1:
             end -= 1
             book.order[begin + i - 1] = book.order[end]
+        else:
+            book.order[begin + i - 1] = Listed(worker_id, first + i - 1, kNone)
+    for i in range(count):  # ids in the order of the ranks
+        if book.order[begin + i].rank != kNone:
             continue
-        id = known_elsewhere(book, worker_id, first + i - 1)
+        id = known_elsewhere(book, worker_id, first + i)
         if id == kNone:
-            id = loads.take_rank(shared, worker_id, first + i - 1)
+            id = loads.take_rank(shared, worker_id, first + i)
         book.chains[id] = RequestList(kNone, kNone)
-        book.order[begin + i - 1] = Listed(worker_id, first + i - 1, id)
+        book.order[begin + i].rank = id
         shared.ranks[id].owners |= book.bit
     return 0
 
