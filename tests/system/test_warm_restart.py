@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import resource
 import signal
 import sys
@@ -37,8 +38,6 @@ from tests.support.kvds import (
 )
 from tests.support.ports import find_free_port
 from tests.support.processes import Server, clean_environment
-
-FLUSH_S = 0.05  # kvd.persistence.journal: older bookings outlive a killed process
 
 
 def test_what_an_engine_said_meanwhile_is_replayed(tmp_path: Path) -> None:
@@ -408,9 +407,12 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
         assert kvd.post("slot-tracker", "/register", slots).status_code == 201
         assert engine.subscribed.wait(PATIENCE_S)
         wait(lambda: _kept(kvd.state / "registrations") >= 2)
-        booked: dict[str, float] = {}  # by name: the time
+        # By name: the number of writes when the booking was seen. Of the next two writes, the first
+        # may have begun before the booking; the second has it.
+        booked: dict[str, float] = {}
         number = 0
         for _ in range(scaled(2)):
+            writes = 0.0
             until = time.monotonic() + random.uniform(0.0, 0.6)
             while time.monotonic() < until:
                 number += 1
@@ -419,24 +421,28 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
                     engine.evict(random.choice(list(engine.cache)))
                 name = f"r{number}"
                 assert book(kvd, name).status_code == 201
-                booked[name] = time.monotonic()
+                booked[name] = math.inf
+                if number % 8 == 0:
+                    writes = kvd.metric("kvd_state_journal_writes_total")
+                    booked = {each: min(at, writes) for each, at in booked.items()}
                 if random.randrange(2):
                     ended = random.choice(list(booked))
                     body = {"model_name": "m", "request_id": ended}
                     assert kvd.post("slot-tracker", "/free", body).status_code == 200
                     booked.pop(ended)
                 kvd.matched(prompt(random.randrange(300)))
-            killed_at = time.monotonic()
             kvd.kill()
             for _ in range(random.randrange(20)):
                 engine.store(prompt(random.randrange(300)))
             kvd.start()
             assert "state_refused" not in kvd.server.stderr  # type: ignore[union-attr]
-            old = [name for name, at in booked.items() if at < killed_at - 10 * FLUSH_S]
+            old = [name for name, at in booked.items() if at + 2 <= writes]
             lost = [name for name in old if not _lives(kvd, name)]
             assert lost == []
             for name in list(booked):
-                if not _lives(kvd, name):
+                if _lives(kvd, name):
+                    booked[name] = -math.inf  # on the disk, whatever happens next
+                else:
                     booked.pop(name)
             if not kvd.snapshots_before_death():  # then only a new batch shows it
                 wait(lambda: engine.store(prompt(engine.seq, 9)) or kvd.health()[0] == "exact")
