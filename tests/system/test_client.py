@@ -297,21 +297,21 @@ async def test_the_selection_service_is_told_and_asked(making: Make, kvd: Faces)
         async def ask(make: Callable[[Any], Any]) -> Any:
             return await either.ask(lambda kvd: make(kvd.selection))
 
+        worker_id = 1 if isinstance(either.client, Client) else 2
         record = {
-            "worker_id": 1,
+            "worker_id": worker_id,
             "endpoint": "http://127.0.0.1:8000",
             "block_size": BLOCK_SIZE,
             "without_kv_events": True,
         }
-        before = sum(each.reports for each in (await ask(lambda face: face.regret())).ranks)
         (worker,) = await ask(lambda face: face.set_workers([record], model_name="m"))
-        assert (worker.worker_id, worker.lifecycle) == (1, "schedulable")
-        worker = await ask(lambda face: face.change_worker(1, total_kv_blocks=100))
+        assert (worker.worker_id, worker.lifecycle) == (worker_id, "schedulable")
+        worker = await ask(lambda face: face.change_worker(worker_id, total_kv_blocks=100))
         assert worker.total_kv_blocks == 100
         assert (await ask(lambda face: face.ready())).schedulable_workers == 1
         prompt: dict[str, Any] = {"model_name": "m", "token_ids": TOKENS}
         chosen = await ask(lambda face: face.select(**prompt, explain=True))
-        assert [each.worker_id for each in chosen.candidates] == [1]
+        assert [each.worker_id for each in chosen.candidates] == [worker_id]
         booked = await ask(
             lambda face: face.book(
                 chosen.worker_id,
@@ -326,8 +326,9 @@ async def test_the_selection_service_is_told_and_asked(making: Make, kvd: Faces)
         await ask(lambda face: face.report("r", prompt_tokens=17, cached_tokens=0, ttft_ms=5.0))
         reservation = await ask(lambda face: face.reservation("r"))
         assert (reservation.prefill_complete, reservation.output_blocks) == (True, 1)
-        (account,) = (await ask(lambda face: face.regret())).ranks
-        assert account.reports == before + 1
+        accounts = (await ask(lambda face: face.regret())).ranks
+        # A removed worker keeps its account for a while, such as that of the other client's test.
+        assert [each.reports for each in accounts if each.worker_id == worker_id] == [1]
         overlaps = await ask(lambda face: face.overlap_scores(**prompt))
         assert overlaps.num_blocks == 4
         (potential,) = await ask(lambda face: face.potential_loads(**prompt))
@@ -348,7 +349,7 @@ async def test_the_selection_service_is_told_and_asked(making: Make, kvd: Faces)
         await ask(lambda face: face.revert_busy_threshold("m"))
         assert (await ask(lambda face: face.busy_thresholds())).thresholds == ()
         assert (await ask(lambda face: face.router_modes())).router_modes == ()
-        await ask(lambda face: face.remove_worker(1))
+        await ask(lambda face: face.remove_worker(worker_id))
         ready = await ask(lambda face: face.ready())  # a 503 that is an answer
         assert not ready.ready and ready.not_ready_reasons
 
