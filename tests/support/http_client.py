@@ -24,7 +24,7 @@ import httpx
 PLAIN = "http://"
 # What a test may write into a path as it is.
 IN_PATHS = "/?&=%:;,~+!$'()*@[]#"
-TIMEOUT_S = 5.0  # for a connection, and between two pieces of an answer
+TIMEOUT_S = 30.0  # for a connection, and between two pieces of an answer; machines may be busy
 
 
 class Response(httpx.Response):
