@@ -96,7 +96,7 @@ class EngineServer:
         # Bodies and headers of the last requests that generate, newest first.
         self.received: deque[bytes] = deque(maxlen=KEPT)
         self.heads: deque[dict[bytes, bytes]] = deque(maxlen=KEPT)
-        self._computing = trio.Lock()  # one prefill at a time
+        self.computing = trio.Lock()  # one prefill at a time
         self._responses = KeptResponses()
 
     async def serve(self, stream: trio.SocketStream) -> None:
@@ -300,7 +300,7 @@ class EngineServer:
         except KeyError:
             text = "a request to an engine of a pair needs a bootstrap_room"
             return await send_json(stream, 400, api.error(400, text, "BadRequestError"))
-        async with self._computing:
+        async with self.computing:
             if self.options.prefill_s:
                 seconds = (len(ids) - cached) * self.options.prefill_s
                 await self._unless_left(stream, partial(trio.sleep, seconds), room)

@@ -332,6 +332,8 @@ class Forwarder:
         If an engine answers 500 while it `takes_over`, it may have found nothing to take over. The
         next try goes to the same engine, which then computes the prompt itself.
         """
+        if chosen.upstream.engine is None:  # it has left while the prompt was computed for it
+            return None
         head = chosen.upstream.head(request, attempt.request_id, len(body), chosen.dp_rank)
         async with request.borrow() as client_fd:
             with beside or NOBODY, self._begin(chosen, head, body, client_fd) as exchange:

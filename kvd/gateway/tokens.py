@@ -258,6 +258,8 @@ class Tokens:
         """Asks one engine, and another one if it does not answer."""
         self._turn += 1
         for upstream in (engines[(self._turn + at) % len(engines)] for at in range(MAX_ASKED)):
+            if upstream.engine is None:  # it has left meanwhile
+                continue
             try:
                 return await self._ask_engine(asked, body, upstream)
             except ExchangeFailed as error:  # the next engine may answer

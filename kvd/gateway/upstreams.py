@@ -81,7 +81,8 @@ class Upstream:
     prefills: bool = False  # the operator says that it computes prompts for others
     server_name: str | None = None  # in its certificate; None: the host of the URL
     host_judged: bool = False  # whether the host that it names for handing over was checked
-    engine: int | None = None  # its number in the relay, once its address is known
+    # Its number in the relay, once its address is known and until it has left.
+    engine: int | None = None
     tunnel: Tunnel | None = None  # the way to an engine with TLS, once its address is known
     address: str | None = None
     standing: UpstreamState = UpstreamState.UNKNOWN
@@ -359,6 +360,7 @@ class Upstreams:
                 await self._choices.deregister(upstream.worker_id)
         if upstream.engine is not None:
             self._exchanges.relay.remove_engine(upstream.engine)
+            upstream.engine = None  # the next engine may get this number
         if upstream.tunnel is not None:
             upstream.tunnel.leave()
 

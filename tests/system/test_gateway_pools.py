@@ -19,11 +19,13 @@ from tests.support.gateways import (
     Answered,
     Client,
     Running,
+    engines,
     gateway_of,
     serving,
     tls_of,
     trusting,
     wait_heard,
+    wait_metric,
     wait_serving,
 )
 from tests.support.ports import find_free_port
@@ -318,6 +320,37 @@ async def test_a_decode_that_fails_begins_with_the_prefill_again(
         assert sum(one[2] for one in decodes) == asked + 1 - left
         assert len(running[0].server.leases) == left
         assert await ways(client) == {"remote": asked}
+
+
+async def test_a_decode_that_leaves_during_the_prefill_is_replaced(kvd_process: Start) -> None:
+    """The relay knows the engine that comes next by the number of the one that has left."""
+    held = trio.Event()
+    async with (
+        engines(*[EngineOptions() for _ in range(3)]) as (prefill, first, second),
+        gateway_of(kvd_process, [], ("--prefill", prefill.url, *ANY), 1) as client,
+        trio.open_nursery() as nursery,
+    ):
+        added = await client.post("/upstreams", {"url": first.url})
+        await wait_serving(client, 2)
+
+        async def hold(task_status: trio.TaskStatus[None]) -> None:
+            async with prefill.server.computing:
+                task_status.started()
+                await held.wait()
+
+        async def ask() -> None:
+            answered = await client.chat(PROMPT)
+            assert answered.status == 200
+            assert answered.headers["x-kvd-endpoint"] == second.url
+
+        await nursery.start(hold)
+        nursery.start_soon(ask)
+        await until(lambda: prefill.server.requests == 1)
+        await client.http.delete(f"/upstreams/{added.json['worker_id']}")
+        await wait_metric(client, "dynamo_kvindexer_workers", 1)
+        await client.post("/upstreams", {"url": second.url})
+        await wait_serving(client, 2)
+        held.set()
 
 
 @pytest.mark.parametrize("breaks", [False, True])
