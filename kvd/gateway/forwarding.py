@@ -402,7 +402,9 @@ class Forwarder:
         if answer.events:
             lines += UNBUFFERED
             exchange.fill(errors.FILLERS[attempt.asked.api.errors])
-        length = len(answer.held) if answer.whole else said.length
+        # Fillers and an error event are not in the length that an engine announces for a stream.
+        announced = None if answer.events else said.length
+        length = len(answer.held) if answer.whole else announced
         head, chunked, persists = request.answer_head(said.status, lines, length)
         exchange.forward(head, chunked=chunked)
         self._choices.note_prefilled(chosen.reservation_id)

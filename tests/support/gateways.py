@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import ssl
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,6 +128,48 @@ async def engines(
             nursery.cancel_scope.cancel()
     finally:
         context.destroy(linger=0)
+
+
+Script = Callable[[trio.SocketStream], Awaitable[None]]
+
+
+@asynccontextmanager
+async def scripted_engine(script: Script) -> AsyncIterator[str]:
+    """Yields the URL of a server with OpenAI's API whose answers to POST are up to a script.
+
+    The connection ends behind such an answer.
+    """
+
+    async def serve(stream: trio.SocketStream) -> None:
+        async with stream:
+            while request := await _read_request(stream):
+                if request.startswith(b"POST "):
+                    return await script(stream)
+                known = {b"/health": b"{}", b"/v1/models": b'{"data":[{"id":"demo"}]}'}
+                body = known.get(request.split(b" ")[1])
+                line = b"404 Not Found" if body is None else b"200 OK"
+                said = line, len(body or b""), body or b""
+                await stream.send_all(b"HTTP/1.1 %b\r\ncontent-length: %d\r\n\r\n%b" % said)
+
+    async with trio.open_nursery() as nursery:
+        listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
+        nursery.start_soon(trio.serve_listeners, serve, listeners)
+        yield f"http://127.0.0.1:{listeners[0].socket.getsockname()[1]}"
+        nursery.cancel_scope.cancel()
+
+
+async def _read_request(stream: trio.SocketStream) -> bytes:
+    """Returns a request with its body; nothing at the end of the connection."""
+    data, size = b"", -1
+    while len(data) != size:
+        piece = await stream.receive_some()
+        if not piece:
+            return b""
+        data += piece
+        if (end := data.find(b"\r\n\r\n") + 4) > 3:
+            length = re.search(rb"\r\ncontent-length: (\d+)", data[:end])
+            size = end + (0 if length is None else int(length[1]))
+    return data
 
 
 @dataclass

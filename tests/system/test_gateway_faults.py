@@ -27,6 +27,7 @@ from tests.support.gateways import (
     Client,
     gateway_of,
     outcome,
+    scripted_engine,
     serving,
     tls_of,
     trusting,
@@ -297,3 +298,39 @@ async def test_a_broken_stream_is_no_whole_one_to_http_1_0(
         assert b"word0" in said
         assert is_reset == (fault is not None)
         assert said.endswith(b"data: [DONE]\n\n") == (fault is None)
+
+
+EVENT, LAST = b'data: {"x":1}\n\n', b"data: [DONE]\n\n"
+FILLED = "kvd_gateway_relay_fillers_total"
+
+
+@pytest.mark.parametrize("case", ["filled", "broken", "short"])
+async def test_a_stream_of_an_announced_length(kvd_process: Start, case: str) -> None:
+    """What the gateway adds is not in that length, so the client gets chunks."""
+    gateway: list[Client] = []
+    size = len(EVENT + LAST) + (0 if case == "filled" else 50)
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: %d\r\n\r\n"
+
+    async def script(stream: trio.SocketStream) -> None:
+        await stream.send_all(head % size + EVENT)
+        if case == "filled":
+            while (await gateway[0].metrics())[FILLED] == 0:  # noqa: ASYNC110 - another process
+                await trio.sleep(0.01)
+        if case != "broken":
+            await stream.send_all(LAST)
+
+    flags = ("--gateway-filler-s", "0.1") if case == "filled" else ()
+    async with (
+        scripted_engine(script) as url,
+        gateway_of(kvd_process, [url], flags) as client,
+    ):
+        gateway.append(client)
+        answered = await client.chat(PROMPT, stream=True)
+        assert answered.status == 200
+        assert answered.clean == (case != "broken")
+        assert answered.events[0] == {"x": 1}
+        if case == "broken":
+            assert answered.events[1]["error"]["code"] == "upstream_failed"
+        else:
+            assert answered.events[1:] == ["[DONE]"]
+        assert (b": keep-alive\n\n" in answered.body) == (case == "filled")
