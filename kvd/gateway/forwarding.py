@@ -461,16 +461,16 @@ class Forwarder:
         if not is_whole or ending.outcome is not ExchangeOutcome.CLOSED:
             chosen.upstream.note_gone("it broke off an answer")
         if is_whole:
+            await request.send_end(chunked=sent.chunked)
             self._stats.ended[Ended.COMPLETE] += 1
             self._note_cached(attempt, chosen, ending.tail)
-            await request.send_end(chunked=sent.chunked)
             return sent.persists
-        self._stats.ended[Ended.BROKEN] += 1
         whole = ending.forwarded == len(ending.tail)
         if sent.events and (end := errors.ended(ending.tail, whole=whole)) is not None:
             broken = GatewayError(Reason.UPSTREAM_FAILED, "the engine broke off its answer")
             data = errors.event(broken, form, attempt.request_id, ending.tail)
             await request.send_piece(end + data, chunked=sent.chunked)
+        self._stats.ended[Ended.BROKEN] += 1
         if not sent.delimited:
             request.reset_at_end()
         return False  # the end of the answer is not sent, so that the client sees it cut
@@ -509,8 +509,8 @@ class Forwarder:
             said, body = EngineHead(error.status, JSON_LINE, None), error.data
         lines = paced(said) + rendered(id_headers(attempt.asked.api.errors, attempt.request_id))
         head, _, persists = request.answer_head(said.status, lines, len(body))
-        self._stats.ended[Ended.COMPLETE] += 1
         await request.send_piece(head + body, chunked=False)
+        self._stats.ended[Ended.COMPLETE] += 1
         return persists
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import signal
 import socket
+import struct
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -334,3 +335,47 @@ async def test_a_stream_of_an_announced_length(kvd_process: Start, case: str) ->
         else:
             assert answered.events[1:] == ["[DONE]"]
         assert (b": keep-alive\n\n" in answered.body) == (case == "filled")
+
+
+async def test_a_request_ends_once_if_both_sides_end_it(kvd_process: Start) -> None:
+    """The engine breaks off, and the client has left before it can be sent an error event."""
+    breaks, broken, servers = trio.Event(), trio.Event(), []
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
+    chunked = b"transfer-encoding: chunked\r\n\r\n%x\r\n%b\r\n"
+
+    def start(*flags: str, face: str) -> Server:
+        servers.append(kvd_process(*flags, face=face))
+        return servers[0]
+
+    async def script(stream: trio.SocketStream) -> None:
+        await stream.send_all(head + chunked % (len(EVENT), EVENT))
+        await breaks.wait()
+        await stream.aclose()
+        broken.set()
+
+    async with scripted_engine(script) as url, gateway_of(start, [url]) as client:
+        pid = servers[0].process.pid
+        body = b'{"model":"demo","stream":true}'
+        request = b"POST %b HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n%b"
+        stream = await trio.open_tcp_stream("127.0.0.1", client.http.base_url.port or 0)
+        async with stream:
+            await stream.send_all(request % (CHAT.encode(), len(body), body))
+            while EVENT not in await stream.receive_some():
+                pass
+            servers[0].process.send_signal(signal.SIGSTOP)
+            try:
+                await until(lambda: ") T " in Path(f"/proc/{pid}/stat").read_text())
+                breaks.set()
+                await broken.wait()
+                forgetful = struct.pack("ii", 1, 0)
+                stream.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, forgetful)
+            finally:
+                await stream.aclose()
+                servers[0].process.send_signal(signal.SIGCONT)
+        await wait_metric(client, "kvd_gateway_running_requests", 0)
+        ended = {
+            name: value
+            for name, value in (await client.metrics()).items()
+            if name.startswith("kvd_gateway_relayed_requests_total")
+        }
+        assert sum(ended.values()) == 1, ended
