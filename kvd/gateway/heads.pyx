@@ -3,7 +3,7 @@
 
 Fields that belong to one connection are dropped, and so are those that `connection` names. Fields
 by which a client would choose an engine or a rank are dropped as well: only the gateway sets them.
-All others pass unchanged.
+So is the wish for a compressed answer. All others pass unchanged.
 """
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from libcpp.string cimport string
@@ -42,7 +42,9 @@ FLEET_HEADERS = frozenset(
         b"cookie",
     )
 )
-NOT_SENT = HOP_BY_HOP | OURS | FLEET_HEADERS
+# The gateway cannot read compressed answers: a stream's events, errors, ids, cached tokens.
+CODINGS = frozenset((b"accept-encoding",))
+NOT_SENT = HOP_BY_HOP | OURS | FLEET_HEADERS | CODINGS
 NOT_RETURNED = HOP_BY_HOP | frozenset(
     (b"server", b"date", b"content-length", b"x-request-id", b"request-id")
 )

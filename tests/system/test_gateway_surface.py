@@ -256,3 +256,11 @@ async def test_a_large_body_comes_at_its_own_pace(kvd_process: Start) -> None:
         assert response.status_code == 200
         assert running[0].server.received[0] == body
         assert isinstance(response, httpx.Response)
+
+
+async def test_engines_are_not_asked_for_compressed_answers(kvd_process: Start) -> None:
+    """Nothing could be read in them, and a stream would be held to its end."""
+    async with serving(kvd_process, EngineOptions()) as (client, [engine]):
+        answered = await client.chat("hello", headers={"accept-encoding": "gzip"})
+        assert answered.status == 200
+        assert b"accept-encoding" not in engine.server.heads[0]
