@@ -25,7 +25,7 @@ struct AnswerHead {
   int status = 0;
   Delimiter delimiter = Delimiter::kClose;
   uint64_t length = 0;  // bytes, with kLength
-  bool events = false;  // text/event-stream
+  bool events = false;  // text/event-stream, and no error
   bool persists = false;
 };
 
@@ -125,8 +125,10 @@ inline Parsed parse_head(const char* data, size_t n, AnswerHead& head, size_t& s
     line = stop + 1;
   }
   if (has_length && coded) return Parsed::kWrong;  // request smuggling's oldest form
+  if (head.status >= 400) head.events = false;     // an error, however it is announced
   if (head.status < 200 || head.status == 204 || head.status == 304) {
     head.delimiter = Delimiter::kNone;
+    if (coded || head.length != 0) head.persists = false;  // a body may come all the same
   } else if (coded) {
     head.delimiter = Delimiter::kChunks;
   } else if (has_length) {

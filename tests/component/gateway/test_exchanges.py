@@ -186,6 +186,40 @@ async def test_a_connection_is_kept_and_used_again() -> None:
         assert (stats["connected"], stats["reused"], stats["sent_again"]) == (1, 2, 0)
 
 
+@pytest.mark.parametrize(
+    ("lines", "kept"),
+    [
+        (b"", 1),
+        (b"content-length: 0\r\n", 1),
+        (b"content-length: 5\r\n", 0),
+        (b"transfer-encoding: chunked\r\n", 0),
+    ],
+)
+async def test_an_answer_that_should_have_no_body_may_have_one(lines: bytes, kept: int) -> None:
+    async def once(stream: trio.SocketStream) -> None:
+        await read_request(stream)
+        await stream.send_all(b"HTTP/1.1 204 No Content\r\n%b\r\n" % lines)
+        await read_request(stream)
+
+    async with relaying(once) as (exchanges, engine, _):
+        answer = await exchanges.ask(engine, REQUEST, b"{}", HOLD)
+        assert (answer.status, answer.whole, answer.held) == (204, True, b"")
+        assert exchanges.relay.idle(engine) == kept
+
+
+async def test_an_error_is_no_stream_of_events() -> None:
+    """It is held until it is whole, so that another engine can be tried."""
+    said = STREAM.replace(b"200 OK", b"503 Busy") + chunks(b"data: 1\n\n")
+    rest = chunks(b"data: 2\n\n") + b"0\r\n\r\n"
+    script = answering(said, rest)
+    async with relaying(script) as (exchanges, engine, _), client() as (fd, _stream):
+        with exchanges.begin(engine, REQUEST, b"{}", HOLD, fd) as exchange:
+            answer = await exchange.begins()
+            assert answer is not None
+            assert (answer.whole, answer.events) == (True, False)
+            assert answer.held == b"data: 1\n\ndata: 2\n\n"
+
+
 async def test_a_kept_connection_that_closes_under_a_request_is_replaced_unnoticed() -> None:
     """The engine answers the first request, reads the second and closes without an answer."""
     answer = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
