@@ -160,8 +160,10 @@ def ended(tail: bytes, *, whole: bool) -> bytes | None:
     """
     if not tail or tail.endswith((b"\n\n", b"\r\n\r\n", b"\r\r")):
         return b""
-    if tail.endswith((b"\n", b"\r")):
+    if tail.endswith(b"\n"):
         return b"\n"
+    if tail.endswith(b"\r"):  # one line feed alone may be the second half of this line's end
+        return b"\n\n"
     *before, last = re.split(rb"[\r\n]", tail)
     is_data = not (before or whole) or not last.startswith((b":", b"event", b"id", b"retry"))
     return None if is_data else b"\n\n"

@@ -460,13 +460,17 @@ class Forwarder:
             is_whole = is_whole or attempt.asked.api not in ENDED_BY_EVENTS
         if not is_whole or ending.outcome is not ExchangeOutcome.CLOSED:
             chosen.upstream.note_gone("it broke off an answer")
+        whole = ending.forwarded == len(ending.tail)
+        end = errors.ended(ending.tail, whole=whole) if sent.events else None
         if is_whole:
+            # The empty line without which clients drop the last event.
+            if end and attempt.asked.api in ENDED_BY_EVENTS:
+                await request.send_piece(end, chunked=sent.chunked)
             await request.send_end(chunked=sent.chunked)
             self._stats.ended[Ended.COMPLETE] += 1
             self._note_cached(attempt, chosen, ending.tail)
             return sent.persists
-        whole = ending.forwarded == len(ending.tail)
-        if sent.events and (end := errors.ended(ending.tail, whole=whole)) is not None:
+        if end is not None:
             broken = GatewayError(Reason.UPSTREAM_FAILED, "the engine broke off its answer")
             data = errors.event(broken, form, attempt.request_id, ending.tail)
             await request.send_piece(end + data, chunked=sent.chunked)

@@ -337,6 +337,22 @@ async def test_a_stream_of_an_announced_length(kvd_process: Start, case: str) ->
         assert (b": keep-alive\n\n" in answered.body) == (case == "filled")
 
 
+async def test_a_last_event_without_its_empty_line_is_ended(kvd_process: Start) -> None:
+    """Clients would drop it, as they do any event that does not end so."""
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n"
+    last = b'data: {"type":"response.completed"}\n'
+
+    async def script(stream: trio.SocketStream) -> None:
+        await stream.send_all(head + EVENT)
+        await stream.send_all(last)
+
+    async with scripted_engine(script) as url, gateway_of(kvd_process, [url]) as client:
+        asked = {"model": "demo", "input": PROMPT, "stream": True}
+        answered = await client.post("/v1/responses", asked)
+        assert (answered.status, answered.clean) == (200, True)
+        assert answered.body == EVENT + last + b"\n"
+
+
 async def test_a_request_ends_once_if_both_sides_end_it(kvd_process: Start) -> None:
     """The engine breaks off, and the client has left before it can be sent an error event."""
     breaks, broken, servers = trio.Event(), trio.Event(), []

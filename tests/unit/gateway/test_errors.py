@@ -20,6 +20,8 @@ BROKEN = GatewayError(Reason.UPSTREAM_FAILED, "the engine broke off its answer")
         (b"data: 1\r\r", b""),
         (b"data: 1\n\ndata: {}\n", b"\n"),
         (b"data: 1\r\n\r\nevent: x\r\n", b"\n"),
+        (b"data: 1\r\n\r\ndata: {}\r", b"\n\n"),
+        (b"data: 1\r\n\r\ndata: {}\r\n\r", b"\n\n"),
         (b"data: 1\n\n: keep-al", b"\n\n"),
         (b"data: 1\n\nevent: respo", b"\n\n"),
         (b'data: 1\n\ndata: {"x', None),
