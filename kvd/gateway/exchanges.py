@@ -163,6 +163,11 @@ class Exchange:
             await trio.lowlevel.checkpoint()
         return relay.answer(self._id) if relay.ready(self._id) else None
 
+    @property
+    def waits(self) -> bool:
+        """Whether its answer waits to be forwarded; no more if the client has left."""
+        return self._all.relay.ready(self._id)
+
     def forward(self, head: bytes, *, chunked: bool) -> None:
         """Sends the answer on to the client, behind this head."""
         self._all.relay.forward(self._id, head, chunked)

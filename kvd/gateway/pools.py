@@ -343,7 +343,7 @@ class Beside:
             await self._wait(LOST_S)
             begun = not isinstance(self._said, Ending)
         if begun:
-            return answer
+            return answer if other.waits else None  # the client may have left meanwhile
         self.failure = self._said
         return None
 

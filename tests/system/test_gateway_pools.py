@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager
 from itertools import count
@@ -536,6 +537,24 @@ async def test_a_client_that_leaves_aborts_both_of_a_pair(kvd_process: Start) ->
         await leave(client, lambda: sum(each.server.requests for each in running) == 2)
         await until(lambda: sum(each.server.aborted for each in running[:2]) == 1)
         await booked.end()
+
+
+async def test_a_client_that_leaves_before_it_is_known_which_of_a_pair_failed(
+    kvd_process: Start,
+) -> None:
+    slow = EngineOptions(kind="sglang", mode="prefill", prefill_s=0.5)
+    decode = EngineOptions(kind="sglang", mode="decode", faults=deque([Fault.REFUSE_500]))
+    async with serving(kvd_process, slow, decode, flags=ANY) as (client, running):
+        stream = await trio.open_tcp_stream("127.0.0.1", client.http.base_url.port or 0)
+        async with stream:
+            head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n"
+            await stream.send_all(head % len(BODY) + BODY)
+            await until(lambda: running[1].server.requests == 1)
+            await client.metrics()  # the answer has come by then, and waits for the other engine's
+        gone = 'kvd_gateway_relayed_requests_total{outcome="client_gone"}'
+        await wait_metric(client, "kvd_gateway_running_requests", 0)
+        metrics = await client.metrics()
+        assert (metrics["kvd_http_bugs_total"], metrics.get(gone)) == (0, 1)
 
 
 async def test_clients_do_not_hand_over(kvd_process: Start) -> None:
