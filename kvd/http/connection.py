@@ -460,8 +460,10 @@ class Connection(Transport):
         self.shared.stats.connections_waiting += 1
         try:
             persists = await route.relays(request)
-            if self.shared.stopping:  # the head, sent before the stop, announced no end
-                self._shut(socket.SHUT_RD)  # what has come is served, as on idle connections
+            # The head, sent before the stop, announced no end. A request that has come is answered
+            # first: behind a shutdown its client would seem to have left.
+            if self.shared.stopping and not self._unread():
+                self._shut(socket.SHUT_RD)
             return persists
         finally:
             self.shared.stats.connections_waiting -= 1

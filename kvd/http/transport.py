@@ -242,12 +242,14 @@ class Transport:
             self.standing = ClientTrust.KNOWN if scope else ClientTrust.STRANGER
 
     def close_if_idle(self) -> None:
-        """Ends a connection that waits for a request, after serving what has arrived already."""
-        if self.phase in (ConnectionPhase.IDLE, ConnectionPhase.HANDSHAKE):
+        """Ends a connection that waits for a request, unless one has come: its answer ends it."""
+        if self.phase is ConnectionPhase.HANDSHAKE or (
+            self.phase is ConnectionPhase.IDLE and not self._unread()
+        ):
             self._shut(socket.SHUT_RD)
 
     def _unread(self) -> bool:
-        """Returns whether the client has sent something that nobody will read."""
+        """Returns whether the client has sent something that nobody has read."""
         if self.buffer or self.stream.has_more():
             return True
         try:

@@ -11,12 +11,20 @@ import pytest
 import trio
 
 from examples.engine.options import EngineOptions
-from tests.support.gateways import engines, gateway_of, outcome, wait_metric
+from tests.support.gateways import (
+    CHAT,
+    engines,
+    gateway_of,
+    outcome,
+    scripted_engine,
+    wait_metric,
+)
 from tests.support.processes import Server
 from tests.support.zmtp_fakes import NOT_MY_FAULT_S
 
 Start = Callable[..., Server]
 IDLE, STREAMS = 32, 8
+LAST = b"data: [DONE]\n\n\r\n0\r\n\r\n"
 ASKED = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
 
 
@@ -69,3 +77,44 @@ async def test_idle_connections_end_at_once_and_streams_with_their_answers(
                 engine.end()
         assert met == {came: STREAMS}
         assert await trio.to_thread.run_sync(partial(server.process.wait, NOT_MY_FAULT_S)) == 0
+
+
+@pytest.mark.parametrize("together", [False, True])
+async def test_a_request_that_has_come_is_answered(kvd_process: Start, together: bool) -> None:
+    started: list[Server] = []
+    goes_on = trio.Event()
+
+    def start(*given: str, face: str) -> Server:
+        started.append(kvd_process(*given, face=face))
+        return started[0]
+
+    async def script(stream: trio.SocketStream) -> None:
+        head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n"
+        await stream.send_all(head + b"data: 1\n\n")
+        await goes_on.wait()
+        await stream.send_all(b"data: [DONE]\n\n")
+
+    body = b'{"model":"demo","stream":true}'
+    request = b"POST %b HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n%b"
+    asked = request % (CHAT.encode(), len(body), body)
+    async with scripted_engine(script) as url, gateway_of(start, [url]) as client:
+        (server,) = started
+        async with await trio.open_tcp_stream("127.0.0.1", server.port) as stream:
+            await stream.send_all(asked * 2 if together else asked)
+            received = b""
+            while b"data: 1\n\n" not in received:
+                received += await stream.receive_some()
+            if not together:
+                await stream.send_all(asked)
+            idle = await idle_connection(server.port)
+            await wait_metric(client, "kvd_gateway_running_requests", 1)
+            server.process.send_signal(signal.SIGTERM)
+            with trio.fail_after(NOT_MY_FAULT_S):
+                assert await idle.receive_some(1) == b""  # so the drain has begun
+                await idle.aclose()
+                goes_on.set()
+                while piece := await stream.receive_some():
+                    received += piece
+        assert received.count(LAST) == 2
+        assert received.count(b"\r\nconnection: close\r\n") == 1
+    assert await trio.to_thread.run_sync(partial(server.process.wait, NOT_MY_FAULT_S)) == 0
