@@ -159,7 +159,7 @@ class Registrations:
     def said(self) -> Iterator[tuple[TuningKey, dict[str, Any]]]:
         """Yields the router settings that clients have made, by model and by tenant."""
         for tuning_key, changes in self._faces.selections.tuning.all_said():
-            said = self._without_file(tuning_key, changes)
+            said = self.without_file(tuning_key, changes)
             if said:
                 yield tuning_key, said
 
@@ -167,12 +167,13 @@ class Registrations:
         self, tuning_key: TuningKey, before: Mapping[str, Any], after: Mapping[str, Any]
     ) -> None:
         """Replaces clients' settings of a model or tenant; raises ValueError and TypeError."""
-        names = self._without_file(tuning_key, before)
+        names = self.without_file(tuning_key, before)
         self._faces.selections.tuning.replace(
-            tuning_key, names, self._without_file(tuning_key, after)
+            tuning_key, names, self.without_file(tuning_key, after)
         )
 
-    def _without_file(self, tuning_key: TuningKey, changes: Mapping[str, Any]) -> dict[str, Any]:
+    def without_file(self, tuning_key: TuningKey, changes: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns those settings of a model or tenant that the fleet file does not set."""
         of_file = self._fleet.held("policy", tuning_key)
         names = () if of_file is None else of_file.policy.row
         return {name: value for name, value in changes.items() if name not in names}
@@ -181,10 +182,12 @@ class Registrations:
 async def register_again(
     frames: list[Frame],
     targets: Mapping[str, RegistrationTarget],
-    selections: Selections,
+    registrations: Registrations,
     peers: Peers,
 ) -> Again:
     """Makes the kept registrations again; logs and passes over those that cannot be made.
+
+    Where clients and the fleet file have set the same of a model, the file's setting stays.
 
     Raises Damaged, before anything is registered, if a frame does not belong in this file.
     """
@@ -217,7 +220,7 @@ async def register_again(
             await trio.lowlevel.checkpoint()
     for tuning_key, changes in said:
         try:
-            selections.tuning.set_ahead(tuning_key, changes)
+            registrations.say(tuning_key, {}, changes)
             again.registered += 1
         except (KvdError, ValueError, TypeError) as error:
             again.failed += 1

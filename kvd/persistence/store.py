@@ -158,7 +158,7 @@ class Keeper:
         path = self._directory.file(Content.REGISTRATIONS)
         try:
             frames = await trio.to_thread.run_sync(frames_of, path, Content.REGISTRATIONS)
-            again = await register_again(frames, targets, self._selections, self._peers)
+            again = await register_again(frames, targets, self._registrations, self._peers)
         except FileNotFoundError:
             return
         except (OSError, Damaged) as error:

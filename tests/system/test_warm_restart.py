@@ -177,6 +177,26 @@ def test_registrations_of_all_faces_come_back(tmp_path: Path) -> None:
         kvd.stop()
 
 
+def test_a_policy_of_the_file_replaces_no_other_setting(tmp_path: Path) -> None:
+    file = tmp_path / "fleet.toml"
+    record = {"worker_id": 9, "model_name": "n", "block_size": 16, "endpoint": "http://gpu9:8000"}
+    with kvd_of(tmp_path, "--no-router-kv-events") as kvd:
+        assert kvd.post("selection", "/workers", record).status_code == 201
+        limits = {"model": "n", "active_decode_blocks_threshold": 0.5}
+        assert kvd.post("selection", "/busy_threshold", limits).status_code == 200
+        policy = {"model": "n", "router_policy": "kvd"}
+        assert kvd.post("selection", "/policy", policy).status_code == 200
+        kvd.stop()
+        file.write_text('[[policy]]\nmodel_name = "n"\nrouter_policy = "lmetric"\n')
+        kvd.flags.append(f"--fleet-file={file}")
+        kvd.start()
+        (said,) = kvd.get("selection", "/policy")["router_policies"]
+        assert said["router_policy"] == "lmetric"
+        (said,) = kvd.get("selection", "/busy_threshold")["thresholds"]
+        assert said["active_decode_blocks_threshold"] == 0.5
+        kvd.stop()
+
+
 def test_engines_that_came_by_calls_stay_behind_the_gateway(tmp_path: Path) -> None:
     port = find_free_port()
     with kvd_of(tmp_path, f"--gateway-bind=127.0.0.1:{port}") as kvd:
