@@ -253,10 +253,11 @@ class FleetFileFollower:
                 del self._held[name]
 
     async def _remove(self, name: tuple[str, Hashable]) -> None:
-        held, target = self._held.pop(name), self._targets[name[0]]
+        held, target = self._held[name], self._targets[name[0]]
         if target.holds(held.wanted, held.known):  # a client may have removed it meanwhile
             with contextlib.suppress(NotFound):  # a client was faster
                 await target.remove(held.wanted)
+        del self._held[name]  # not before it is gone, or it would count as a client's
 
     async def _add(self, name: tuple[str, Hashable], entry: FleetFileEntry) -> None:
         try:

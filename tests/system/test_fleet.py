@@ -298,6 +298,19 @@ async def test_what_is_changed_in_place_keeps_its_bookings(tmp_path: Path) -> No
     assert faces.there()["selection"] == [(2, ("other",))]
 
 
+async def test_what_leaves_the_file_is_the_files_until_it_has_left(tmp_path: Path) -> None:
+    """Else it would be kept as a client's registration, and come back after a restart."""
+    faces = Faces(tmp_path)
+    await faces.read(worker(2, 2))
+    changing = faces.workers._changing
+    async with trio.open_nursery() as nursery, changing:
+        nursery.start_soon(faces.read)
+        while not changing.statistics().tasks_waiting:
+            await trio.lowlevel.checkpoint()
+        assert faces.there()["selection"] and faces.fleet.held("selection", 2) is not None
+    assert not faces.there()["selection"] and faces.fleet.held("selection", 2) is None
+
+
 async def test_a_bad_file_changes_nothing(tmp_path: Path) -> None:
     faces = Faces(tmp_path)
     await faces.read(rank(1))
