@@ -99,6 +99,7 @@ class Catalog:
         self._targets = targets
         self._agreed: dict[Field, CatalogRow] = {}
         self._failed: set[Field] = set()  # rows of others that could not be registered here
+        self._covered: set[Field] = set()  # rows of others that our fleet file has set here
         self._restored: set[Field] = set()  # registrations from the state directory, until agreed
         self._unread: set[Field] = set()  # fields of the catalog that cannot be read here
         self._lost: set[Field] = set()  # agreed rows that the server has lost
@@ -124,8 +125,10 @@ class Catalog:
             await self._take(await self._there(client, keys))
             self._seen = seen
         changes = self._registrations.changes
-        if self._changes != changes and await self._write(client, keys, write):
-            self._changes = changes
+        if self._changes != changes:
+            await self._take_uncovered()
+            if await self._write(client, keys, write):
+                self._changes = changes
         self._restored.clear()
 
     async def _here(self) -> dict[Field, CatalogRow]:
@@ -183,17 +186,38 @@ class Catalog:
         if self._lost:
             self._changes = None  # `_write` must compare all registrations again
 
+    async def _take_uncovered(self) -> None:
+        """Does here what others say of rows that our fleet file may have dropped by now."""
+        here = await self._here() if self._covered else {}
+        for field in list(self._covered):
+            if field in here:  # a client has registered it since: `_write` compares the two
+                self._covered.discard(field)
+            else:
+                await self._do(field, None, self._agreed[field])
+
     async def _do(self, field: Field, mine: CatalogRow | None, row: CatalogRow) -> None:
-        self._agreed[field] = row
+        """Does here what a row says, and agrees on it.
+
+        The row is agreed last: one that is agreed and not here would count as removed by a client,
+        should this be cancelled halfway.
+        """
+        outcome = await self._outcome_of(field, mine, row)
         self._failed.discard(field)
+        self._covered.discard(field)
+        if outcome is not None:
+            outcome.add(field)
+        self._agreed[field] = row
+
+    async def _outcome_of(
+        self, field: Field, mine: CatalogRow | None, row: CatalogRow
+    ) -> set[Field] | None:
+        """Does here what a row says; returns where its field belongs then, None: nowhere."""
         target = self._targets.get(row.table)
         if target is None and row.table != SAID:
-            self._failed.add(field)
-            return
+            return self._failed
         try:
             if target is None:
-                self._say(field, mine, row)
-                return
+                return self._say(field, mine, row)
             if mine is not None and not row.is_like(mine):
                 before = wanted_of(mine.table, mine.members, mine.mark)
                 if not row.members or not target.can_change(
@@ -204,26 +228,33 @@ class Catalog:
                     mine = None
             if row.members and not row.is_like(mine):
                 wanted = wanted_of(row.table, row.members, row.mark)
-                if not self._registrations.is_set(row.table, wanted):
-                    await target.add(wanted, over=mine is not None)
-                    self.stats.added += 1
+                if self._registrations.is_set(row.table, wanted):
+                    return self._covered
+                await target.add(wanted, over=mine is not None)
+                self.stats.added += 1
         except NotFound:  # a client has removed it meanwhile
-            return
+            return None
         except Misdirected:  # this process does not serve that model
-            self._failed.add(field)
+            return self._failed
         except (KvdError, ValueError, TypeError) as error:
-            self._failed.add(field)
             self.stats.failed += 1
             log.warning("shared_registration_failed", registration=field, reason=str(error))
+            return self._failed
+        return None
 
-    def _say(self, field: Field, mine: CatalogRow | None, row: CatalogRow) -> None:
-        """Applies another process's router setting; raises ValueError and TypeError."""
+    def _say(self, field: Field, mine: CatalogRow | None, row: CatalogRow) -> set[Field] | None:
+        """Applies another process's router setting; raises ValueError and TypeError.
+
+        Returns what `_outcome_of` does.
+        """
         model_name, tenant_id, _ = json.loads(field.removeprefix(f"{SAID} "))
         if not isinstance(model_name, str) or not isinstance(tenant_id, str | None):
             raise TypeError("the entry names no model and tenant")
         before = {} if mine is None else json.loads(mine.members)
         after = json.loads(row.members) if row.members else {}
         self._registrations.say((model_name, tenant_id), before, after)
+        is_covered = after and not self._registrations.without_file((model_name, tenant_id), after)
+        return self._covered if is_covered else None
 
     async def _write(self, client: Client, keys: Keys, write: Write) -> bool:
         """Writes what clients have changed here since the last comparison.
@@ -238,7 +269,8 @@ class Catalog:
             if not row.is_like(self._agreed.get(field)):
                 changed[field] = row
         for field, row in list(self._agreed.items()):
-            if row.members and field not in here and field not in self._failed:
+            is_apart = field in self._failed or field in self._covered
+            if row.members and field not in here and not is_apart:
                 changed[field] = CatalogRow(row.table, "", "", now)
             elif not row.members and row.gone_at < now - GONE_S:
                 del self._agreed[field]

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import trio
 
+from kvd.shared_state.server import WRITE_MISSING
+
 PATIENCE_S = 3.0  # time for which a client waits for an answer
 
 
@@ -72,9 +74,14 @@ class MemoryServer:
 
     # ---- commands
 
-    async def eval(self, script: str, keys: object, arguments: object) -> tuple[bytes, bytes]:
-        assert script == "return redis.call('TIME')"
+    async def eval(self, script: str, keys: list[str], arguments: list[Any]) -> Any:
         await self._enter()
+        if script == WRITE_MISSING:
+            found = self.values.setdefault(keys[0], {})
+            for name, value in zip(arguments[::2], arguments[1::2], strict=True):
+                found.setdefault(_bytes(name), value)
+            return None
+        assert script == "return redis.call('TIME')"
         seconds, rest = divmod(trio.current_time(), 1)
         return b"%d" % seconds, b"%d" % (rest * 1e6)
 
@@ -147,6 +154,11 @@ class MemoryServer:
         rows = {_bytes(field): value for field, value in field_values.items()}
         self.values.setdefault(name, {}).update(rows)
         return len(rows)
+
+    async def hdel(self, name: str, fields: Iterable[str]) -> int:
+        await self._enter()
+        found = self.values.get(name, {})
+        return sum(found.pop(_bytes(field), None) is not None for field in fields)
 
     # ---- the stream
 
