@@ -283,13 +283,16 @@ def _restore_sessions(
     affinity = selections.affinity
     if affinity is None:
         return
+    live = selections.reservations.live
+    held = {bound for reservation_id, bound in bookings.held.items() if reservation_id in live}
     for number, lease in enumerate(bookings.leases.values(), 1):
-        outcome = affinity.apply(lease.bound, min(now, lease.at))
+        # The time to live of a held one does not run, however long ago it was bound.
+        outcome = affinity.apply(lease.bound, now if lease.bound in held else min(now, lease.at))
         restored.sessions += outcome is Outcome.APPLIED
         if number % SLICE == 0:
             yield
     for number, (reservation_id, bound) in enumerate(bookings.held.items(), 1):
-        if reservation_id in selections.reservations.live:
+        if reservation_id in live:
             affinity.hold(reservation_id, bound)
         if number % SLICE == 0:
             yield

@@ -361,6 +361,25 @@ async def has_it(folder: Path) -> bool:
     return found
 
 
+def test_a_session_is_held_for_longer_than_its_time_to_live(tmp_path: Path) -> None:
+    async def main() -> None:
+        process = Process(tmp_path, 0)
+        await process.start()
+        await process.writer.begin()
+        process.service.now -= 2 * TTL_S
+        process.service.select([1], reservation_id="r1", session_id="s1")
+        process.service.now += 2 * TTL_S
+        await process.writer.flush()
+        before = process.seen()
+        process.die()
+        process = Process(tmp_path, 1)
+        await process.start()
+        assert process.seen().sessions == before.sessions != NOTHING.sessions
+        process.die()
+
+    trio.run(main)
+
+
 def test_a_journal_that_is_removed_is_written_anew(tmp_path: Path) -> None:
     async def main() -> None:
         process = await booked_and_written(tmp_path / "state")
