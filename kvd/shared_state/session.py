@@ -88,6 +88,7 @@ class KnownFleet:
     has_settled: bool = False  # restored bookings have been shared with all, or dropped
     shared_at: float | None = None  # restored bookings from before had been sent to the server
     is_connected: bool = False
+    described_holes: int = 0  # holes in our steps that a view of ours has described
     refusals: dict[str, str] = field(default_factory=dict)  # why the server refuses, by kind
 
     def note_members(self, found: dict[str, Member]) -> None:
@@ -271,7 +272,8 @@ class Session:
                 outbox.sent()
             self._stats.entries_written += 1
             self._stats.bytes_written += len(entry.records)
-        if self._standing.has_settled and not outbox.has_news:
+        is_all_there = not outbox.has_news and outbox.holes == self._standing.described_holes
+        if self._standing.has_settled and is_all_there:
             self._note_shared(trio.current_time())
 
     def _most_entries(self) -> int:
@@ -507,11 +509,13 @@ class Session:
             await self._write_view()
 
     async def _write_view(self) -> None:
-        mirror = self._mirror
-        if self._outbox.holes and self._standing.has_settled:
+        mirror, standing = self._mirror, self._standing
+        holes = self._outbox.holes if standing.has_settled else standing.described_holes
+        if self._outbox.holes and standing.has_settled:
             async with self._at_rest:
                 await self._among_news(mirror.claim())
         self._viewed_at = trio.current_time()
         self._viewed_numbers = mirror.numbers | {mirror.writer: mirror.own}
         self._read_since_view = 0
-        await self._try(self._views.write(self._client, self._keys, self._server_s), "view")
+        if await self._try(self._views.write(self._client, self._keys, self._server_s), "view"):
+            standing.described_holes = holes

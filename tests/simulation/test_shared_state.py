@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import gc
 from array import array
-from collections.abc import Awaitable, Callable, Iterator
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from random import Random
 from typing import Any
 
@@ -442,6 +443,36 @@ def test_a_view_that_the_server_refuses_leaves_nothing_open() -> None:
         server.is_full = False
         await writer.views.write(server, Keys("kvd"), 0.0)  # type: ignore[arg-type]
         assert writer.views.stats.written == 1
+
+    run(scenario)
+
+
+def test_what_only_a_view_can_say_is_not_shared_before_it() -> None:
+    """A process that is restarted in between would end what nobody has heard of."""
+
+    async def scenario(server: MemoryServer, nursery: trio.Nursery) -> None:
+        writer = Replica(server, "writer", 600)
+        nursery.start_soon(writer.run)
+        writer.book("r0", 0, [1])
+        await trio.sleep(5)
+        push, is_open = server.rpush, trio.Event()
+
+        async def push_late(name: str, values: Iterable[bytes]) -> int:
+            await is_open.wait()
+            return await push(name, values)
+
+        server.rpush = push_late  # type: ignore[method-assign]
+        for number in range(1, 50):
+            writer.book(f"r{number}", 0, [1])  # the journal has no room for so many at once
+        booked_at = trio.current_time()
+        await trio.sleep(5)
+        assert writer.outbox.holes == 1 and writer.outbox.entries == deque()
+        assert writer.told.at is not None and writer.told.at <= booked_at
+        is_open.set()
+        await trio.sleep(5)
+        writer.book("r50", 0, [1])
+        await trio.sleep(5)
+        assert writer.told.at > booked_at
 
     run(scenario)
 
