@@ -40,8 +40,16 @@ class Deduplicator:
                 return
             del self._ended[name]
 
-    def apply(self, event: Lifecycle, apply: Callable[[Lifecycle], Outcome]) -> Outcome:
-        """Lets a face apply an event while the journal is paused."""
+    def apply(
+        self,
+        event: Lifecycle,
+        apply: Callable[[Lifecycle], Outcome],
+        ease: Callable[[PartitionKey], None],
+    ) -> Outcome:
+        """Lets a face apply an event while the journal is paused.
+
+        Waiting selections are woken by `ease` afterwards: their bookings must be recorded.
+        """
         name = event.partition, event.request_id
         if event.step is Step.ADD and self._ended.pop(name, -ENDED_S) > self._clock() - ENDED_S:
             return Outcome.ENDED
@@ -55,4 +63,5 @@ class Deduplicator:
                 self.requests.add(name)
             elif event.step is Step.FREE:
                 self.requests.discard(name)
+            ease(event.partition)
         return outcome

@@ -18,13 +18,14 @@ import trio
 from kvd.config.load import AddressError, Config, StartError
 from kvd.http.auth import is_loopback
 from kvd.http.listeners import split_host_port
+from kvd.model import PartitionKey
 from kvd.net.curve import KeyPair, ZapAuthenticator
 from kvd.net.dialing import Dialer
 from kvd.net.publisher import PubSocket, open_publisher
 from kvd.net.replication import Replication
 from kvd.net.zmq_link import NO_CURVE
 from kvd.replica_sync.deduplication import Deduplicator
-from kvd.replica_sync.replicas import Replicas, apply_once
+from kvd.replica_sync.replicas import Apply, Replicas, apply_once
 from kvd.selection.service import Selections
 from kvd.slots.trackers import SlotTrackers
 from kvd.telemetry.metrics import Family, counter
@@ -106,12 +107,21 @@ class ReplicaSync:
             return Replicas(None, self._stats, self._outgoing)
         if self._authenticator is not None:
             nursery.start_soon(self._authenticator.run)
-        faces = {Face.SLOT_TRACKER: slots.apply, Face.SELECTION: selections.reservations.apply}
+        eases = deduplicator is None  # else it does so itself
+        reservations = selections.reservations
+        faces: dict[Face, Apply] = {
+            Face.SLOT_TRACKER: partial(slots.apply, eases=eases),
+            Face.SELECTION: partial(reservations.apply, eases=eases),
+        }
 
         def take(event: Lifecycle) -> Outcome:
             return apply_once(event, trio.current_time(), faces)
 
-        apply = take if deduplicator is None else partial(deduplicator.apply, apply=take)
+        def ease(key: PartitionKey) -> None:
+            slots.ease(key)
+            reservations.ease(key)
+
+        apply = take if deduplicator is None else partial(deduplicator.apply, apply=take, ease=ease)
 
         affinity = selections.affinity
         links = Replication(

@@ -202,6 +202,7 @@ class Mirror:
         self._restored: set[Name] = set()  # restored requests that nobody else has described yet
         self._early: dict[Dot | Name, list[tuple[float, ForeignStep]]] = {}
         self._held = 0  # number of steps in `_early`
+        self._eased: set[PartitionKey] = set()  # those whose waiting selections are to be woken
 
     # ---- steps made here
 
@@ -256,7 +257,7 @@ class Mirror:
                 yield
                 continue
             name, face = found
-            self._quietly(face.mirror_step, name.key, name.request_id, Step.FREE, self._clock())
+            self._quietly(self._mirror_step, face, name, Step.FREE)
             self.stats.ended += 1
 
     def _unknown(self, before: float = math.inf) -> Iterator[tuple[Name, LiveRequests[Any]] | None]:
@@ -558,7 +559,7 @@ class Mirror:
         elif known.face is not None:
             face = self._faces[known.face]
             if step.kind == PREFILLED:
-                face.mirror_step(name.key, name.request_id, Step.PREFILL_COMPLETE, self._clock())
+                self._mirror_step(face, name, Step.PREFILL_COMPLETE)
             elif step.kind == OUTPUT and self._is_booked(known.face, name):
                 face.ledger_of(name.key).output_block(name.request_id, step.fraction)
 
@@ -566,8 +567,12 @@ class Mirror:
         self._deduplicator.note_end(*name[1:])
         known = self.requests[name]
         if known.face is not None:
-            self._faces[known.face].mirror_step(name.key, name.request_id, Step.FREE, self._clock())
+            self._mirror_step(self._faces[known.face], name, Step.FREE)
         self._forget(name)
+
+    def _mirror_step(self, face: LiveRequests[Any], name: Name, step: Step) -> None:
+        face.mirror_step(name.key, name.request_id, step, self._clock())
+        self._eased.add(name.key)
 
     def _forget(self, name: Name) -> None:
         del self.requests[name]
@@ -592,12 +597,19 @@ class Mirror:
             self._affinity.apply(bound)
 
     def _quietly(self, what: Callable[..., Any], *arguments: Any) -> None:
-        """Applies something that came from others, and so must not be sent to them again."""
+        """Applies something that came from others, and so must not be sent to them again.
+
+        Waiting selections are woken afterwards: their bookings must be sent.
+        """
         self._journal.pause()
         try:
             what(*arguments)
         finally:
             self._journal.resume()
+        while self._eased:
+            key = self._eased.pop()
+            for face in self._faces.values():
+                face.ease(key)
 
 
 class Merge:

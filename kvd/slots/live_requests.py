@@ -343,14 +343,20 @@ class LiveRequests(Generic[Owner]):
 
     # ---- steps of replicas
 
-    def apply(self, event: Lifecycle, now: float) -> Outcome:
-        """Applies a step that a replica has sent; changes nothing unless the outcome is APPLIED."""
+    def apply(self, event: Lifecycle, now: float, *, eases: bool = True) -> Outcome:
+        """Applies a step that a replica has sent; changes nothing unless the outcome is APPLIED.
+
+        Unless it `eases`, the caller does so afterwards.
+        """
         found = self._find_rank(event)
         if isinstance(found, Outcome):
             return found
         if event.step is Step.ADD:
             return self._begin_mirrored(*found, event, now)
-        return self._move_mirrored(found[0], event, now)
+        outcome = self._move_mirrored(found[0], event, now)
+        if eases and outcome is Outcome.APPLIED:
+            ease(found[0].ledger)
+        return outcome
 
     def _begin_mirrored(self, owner: Owner, rank: int, event: Lifecycle, now: float) -> Outcome:
         """Books a replica's request, unless its end has arrived before."""
@@ -378,7 +384,11 @@ class LiveRequests(Generic[Owner]):
         return Outcome.APPLIED
 
     def mirror_step(self, key: PartitionKey, request_id: str, step: Step, now: float) -> bool:
-        """Completes or ends a request as another process has done; False if it is not here."""
+        """Completes or ends a request as another process has done; False if it is not here.
+
+        The caller eases afterwards: the selections woken then book for this process, and their
+        bookings must not count as the other's.
+        """
         owner = self._owners.get(key)
         live = None if owner is None else owner.ledger.request(request_id)
         if owner is None or live is None:
@@ -390,8 +400,13 @@ class LiveRequests(Generic[Owner]):
         self._observe(owner, request_id, step, now, live)
         if step is Step.FREE:
             self._forget(request_id)
-        ease(owner.ledger)
         return True
+
+    def ease(self, key: PartitionKey) -> None:
+        """Wakes selections that wait for ranks of a model and tenant to have less load."""
+        owner = self._owners.get(key)
+        if owner is not None:
+            ease(owner.ledger)
 
 
 def ease(of: Ledger) -> None:

@@ -12,6 +12,7 @@ import gc
 from array import array
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -33,7 +34,7 @@ from kvd.shared_state.session import KnownFleet, Session
 from kvd.shared_state.views import Views
 from kvd.slots.shared_loads import Ledgers
 from kvd.slots.trackers import SlotTrackers
-from kvd.wire.lifecycle import Face
+from kvd.wire.lifecycle import Face, Lifecycle, Outcome, Step
 from kvd_core.ledger.journal import Journal
 from kvd_core.ledger.ledger import ADDED
 from tests.simulation.memory_server import MemoryServer
@@ -84,9 +85,9 @@ class Replica:
         if not registers:
             self.register()
         faces: Faces = {Face.SLOT_TRACKER: self.slots}
-        deduplicator = Deduplicator(journal, trio.current_time)
+        self.deduplicator = Deduplicator(journal, trio.current_time)
         self.mirror = Mirror(
-            name, faces, None, journal, deduplicator, lambda key: True, trio.current_time
+            name, faces, None, journal, self.deduplicator, lambda key: True, trio.current_time
         )
         self.outbox = Outbox(journal, self.mirror, ledgers, faces)
         self._at_rest = trio.Lock()
@@ -370,6 +371,50 @@ def test_what_nobody_was_told_of_has_not_ended_elsewhere(has_told: bool) -> None
         server.thaw()
         await trio.sleep(20)
         assert back.told.at > shared_at
+
+    run(scenario)
+
+
+def serve_when_eased(replica: Replica) -> None:
+    """Has a selection wait on a replica until there is less load."""
+    loads = replica.tracker.ledger.loads
+
+    def serve() -> None:
+        loads.on_eased(None)
+        replica.book("waited0", 0, [2])
+
+    loads.on_eased(serve)
+
+
+def test_what_waited_for_an_end_elsewhere_is_shared() -> None:
+    async def scenario(server: MemoryServer, nursery: trio.Nursery) -> None:
+        one, two = Replica(server, "one"), Replica(server, "two")
+        nursery.start_soon(one.run)
+        nursery.start_soon(two.run)
+        two.book("r0", 0, [1])
+        await trio.sleep(5)
+        serve_when_eased(one)
+        two.slots.end(two.tracker, "r0")
+        await trio.sleep(5)
+        assert count(one, "waited", 1) == count(two, "waited", 1) == 1
+
+    run(scenario)
+
+
+def test_what_waited_for_an_end_by_replica_sync_is_shared() -> None:
+    async def scenario(server: MemoryServer, nursery: trio.Nursery) -> None:
+        one, two = Replica(server, "one"), Replica(server, "two")
+        nursery.start_soon(one.run)
+        nursery.start_soon(two.run)
+        take = partial(one.slots.apply, now=trio.current_time(), eases=False)
+        for step in (Step.ADD, Step.FREE):
+            hashes = array("Q", [1]).tobytes()
+            event = Lifecycle(KEY, 4, "r0", 1, 0, step, hashes, 4)
+            if step is Step.FREE:
+                serve_when_eased(one)
+            assert one.deduplicator.apply(event, take, one.slots.ease) is Outcome.APPLIED
+        await trio.sleep(5)
+        assert count(one, "waited", 1) == count(two, "waited", 1) == 1
 
     run(scenario)
 
