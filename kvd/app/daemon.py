@@ -263,8 +263,8 @@ class _Daemon:
         deduplicator = (
             None if shared_journal is None else Deduplicator(shared_journal, trio.current_time)
         )
-        if shared_journal is not None:
-            shared_journal.pause()  # restored bookings were reported by the process before
+        if deduplicator is not None:
+            deduplicator.pause()  # restored bookings were reported by the process before
         journals = [each for each in (journal, shared_journal) if each is not None]
         ledgers = Ledgers(config.max_requests, config.max_request_blocks, journals)
         accounts = ledgers, journal, deduplicator

@@ -28,6 +28,16 @@ class Deduplicator:
         self._ended: dict[tuple[PartitionKey, str], float] = {}  # when each ended, oldest first
         self._journal = journal
         self._clock = clock
+        self._is_recording = True  # but for what replicas send
+
+    def pause(self) -> None:
+        """Has the journal record nothing until `resume`: what is restored was sent before."""
+        self._is_recording = False
+        self._journal.pause()
+
+    def resume(self) -> None:
+        self._is_recording = True
+        self._journal.resume()
 
     def note_end(self, key: PartitionKey, request_id: str) -> None:
         """Notes the end of a request, read from the stream or requested by a client here."""
@@ -57,7 +67,8 @@ class Deduplicator:
         try:
             outcome = apply(event)
         finally:
-            self._journal.resume()
+            if self._is_recording:
+                self._journal.resume()
         if outcome is Outcome.APPLIED:
             if event.step is Step.ADD:
                 self.requests.add(name)

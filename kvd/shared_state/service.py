@@ -60,9 +60,10 @@ class SharedState:
         catalog: Catalog,
         shared_until: SharedUntil,
     ) -> None:
-        """The ledgers record in the `journal`, which is for this alone and paused until `prepare`.
+        """The ledgers record in the `journal`, which is for this alone.
 
-        Restored bookings from before `shared_until` were sent before this process began.
+        `deduplicator` has it paused until `prepare`. Restored bookings from before `shared_until`
+        were sent before this process began.
         """
         faces: Faces = {Face.SLOT_TRACKER: slots, Face.SELECTION: selections.reservations}
         writer = token_hex(8)
@@ -70,6 +71,7 @@ class SharedState:
         self._keys = Keys(server.prefix)
         self._served = served
         self._journal = journal
+        self._deduplicator = deduplicator
         self._at_rest = trio.Lock()
         self._catalog = catalog
         affinity = selections.affinity
@@ -97,7 +99,7 @@ class SharedState:
         """Notes the restored state and begins to record, before any call can have arrived."""
         self._standing.note_restored(self._shared_until.at)
         self._mirror.note_restored()
-        self._journal.resume()
+        self._deduplicator.resume()
         self._outbox.introduce()
         await self._catalog.note_restored()
 

@@ -79,13 +79,13 @@ class Replica:
         self.name = name
         self._server = server
         journal = self.journal = Journal(room)
-        journal.pause()
+        self.deduplicator = Deduplicator(journal, trio.current_time)
+        self.deduplicator.pause()
         ledgers = Ledgers(journals=[journal])
         self.slots = SlotTrackers(1e9, ledgers, clock=trio.current_time)
         if not registers:
             self.register()
         faces: Faces = {Face.SLOT_TRACKER: self.slots}
-        self.deduplicator = Deduplicator(journal, trio.current_time)
         self.mirror = Mirror(
             name, faces, None, journal, self.deduplicator, lambda key: True, trio.current_time
         )
@@ -101,7 +101,7 @@ class Replica:
         for number in range(restored):
             self.book(f"old{number}", 0, list(range(128)))
         self.mirror.note_restored()
-        journal.resume()
+        self.deduplicator.resume()
         self.outbox.introduce()
 
     def register(self) -> None:
@@ -417,6 +417,23 @@ def test_what_waited_for_an_end_by_replica_sync_is_shared() -> None:
         assert count(one, "waited", 1) == count(two, "waited", 1) == 1
 
     run(scenario)
+
+
+def test_what_replicas_send_at_the_start_has_nothing_restored_be_shared() -> None:
+    journal = Journal(1000)
+    slots = SlotTrackers(1e9, Ledgers(journals=[journal]))
+    slots.register(KEY, 1, 4, 0, RANKS)
+    deduplicator = Deduplicator(journal, lambda: 0.0)
+    deduplicator.pause()
+    journal.take()
+    event = Lifecycle(KEY, 4, "r0", 1, 0, Step.ADD, b"", 4)
+    take = partial(slots.apply, now=0.0, eases=False)
+    assert deduplicator.apply(event, take, slots.ease) is Outcome.APPLIED
+    ledger = slots.ledger_of(KEY)
+    for name in ("restored", "new"):
+        assert ledger.add(name, 0, b"", 4, 0.0) == ADDED
+        assert (len(journal) > 0) is (name == "new")
+        deduplicator.resume()
 
 
 def test_what_ended_here_stays_so_though_a_view_has_it() -> None:
