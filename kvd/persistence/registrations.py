@@ -148,7 +148,8 @@ class Registrations:
             if worker_id not in self._workers and worker_id not in faces.upstreams.each:
                 yield "selection", entry.record
         for publisher in list(faces.publishers):
-            yield "conductor", publisher.described
+            if faces.publishers.find(publisher.described.key) is publisher:  # it is not leaving
+                yield "conductor", publisher.described
         for upstream in list(faces.upstreams):
             if CALLS in upstream.owners:
                 yield "upstream", Wanted(upstream.url, upstream.prefills)

@@ -20,7 +20,12 @@ from trio.testing import MockClock
 from kvd.config.load import Config
 from kvd.fleet_file.follower import FleetFileFollower
 from kvd.fleet_file.parse import TABLES
-from kvd.fleet_file.targets import PolicyTarget, SelectionTarget, SlotTrackerTarget
+from kvd.fleet_file.targets import (
+    ConductorTarget,
+    PolicyTarget,
+    SelectionTarget,
+    SlotTrackerTarget,
+)
 from kvd.index.peers import Peers
 from kvd.index.publishers import Publishers
 from kvd.persistence.registrations import Faces, Registrations
@@ -73,8 +78,8 @@ class Replica:
             "policy": PolicyTarget(self.selections.tuning),
         }
         self.fleet = FleetFileFollower(path, EgressPolicy(), self.targets)
-        publishers = Publishers(service.state, service.listeners)
-        others = publishers, Replicas(None, ReplicaStats()), NoUpstreams(), Peers()
+        self.publishers = Publishers(service.state, service.listeners)
+        others = self.publishers, Replicas(None, ReplicaStats()), NoUpstreams(), Peers()
         faces = Faces(service.registry, self.slots, self.selections, *others)  # type: ignore[arg-type]
         config: Config = NothingSet()  # type: ignore[assignment]
         self.registrations = Registrations(faces, config, self.fleet)
@@ -182,6 +187,20 @@ async def test_a_comparison_that_is_cut_off_removes_nothing(
     assert not two.workers()
     await settle(server, two, one)
     assert one.workers() == two.workers() == {("selection", 1): 1}
+
+
+async def test_a_publisher_that_leaves_is_registered_no_more(tmp_path: Path) -> None:
+    """It would come back after a restart, or to other replicas, also where it was of a file."""
+    replica = Replica(tmp_path / "1")
+    row = {"endpoint": "tcp://127.0.0.1:1", "type": "vLLM", "modelname": "m", "block_size": 16}
+    wanted = _wanted("conductor", row | {"instance_id": "a", "dp_rank": 0})
+    replica.publishers.register(wanted)
+    assert len(list(replica.registrations.rows())) == 1
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(ConductorTarget(replica.publishers).remove, wanted)
+        while replica.publishers.find(wanted.key) is not None:
+            await trio.lowlevel.checkpoint()
+        assert len(replica.publishers) == 1 and not list(replica.registrations.rows())
 
 
 async def run(folder: Path, seed: int) -> None:
