@@ -508,7 +508,7 @@ def test_hashes_are_those_that_were_booked(tmp_path: Path) -> None:
         second = Process(tmp_path, 1)
         await second.start()
         ledger = second.slots.trackers[SLOTS].ledger
-        assert ledger.depths(array("Q", hashes).tobytes()) == {0: 3}
+        assert ledger.depths(array("Q", hashes).tobytes()) == {ledger.rank_of(1, 0): 3}
         assert ledger.project(array("Q", hashes).tobytes(), 0) != ledger.project(b"", 0)
         second.die()
 
