@@ -218,7 +218,9 @@ async def test_a_second_signal_ends_all_at_once(kvd_process: Start) -> None:
 
 async def test_who_ends_the_parent_ends_all(kvd_process: Start) -> None:
     async with fleet(kvd_process, "--processes", "2") as gateways:
-        pids = [gateways.pid(name) for name in ("kvd", "gateway-0", "gateway-1")]
+        names = ("kvd", "gateway-0", "gateway-1")
+        await until(lambda: {(name, "0") for name in names} <= gateways.started())
+        pids = [gateways.pid(name) for name in names]
         await trio.to_thread.run_sync(gateways.server.stop, signal.SIGKILL)
         await until(lambda: not any(Path(f"/proc/{pid}/fd").exists() for pid in pids))
         (folder,) = set(re.findall(r"unix:(\S+)/gateway-\d\.sock", gateways.server.stderr))
