@@ -86,5 +86,5 @@ def reload(environ: Mapping[str, str]) -> ReloadResult:
             raise StartError(f"no kvd answers at {socket_path}: {error.strerror}") from None
     if not text:
         raise StartError("kvd ended before it reloaded")
-    said = json.loads(text)
-    return ReloadResult(tuple(said["changed"]), tuple(said["waiting"]), said["refused"])
+    members = json.loads(text)
+    return ReloadResult(tuple(members["changed"]), tuple(members["waiting"]), members["refused"])

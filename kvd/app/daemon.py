@@ -195,9 +195,9 @@ async def _open_and_serve(
     with ExitStack() as opened:
         opened.callback(context.destroy, linger=0)
         ports = Ports(config)
-        with stop.gives_up():
+        with stop.interruptible():
             await ports.open(opened, config, reader.environ, passed, context)
-        if stop.is_asked:
+        if stop.is_requested:
             return
         warn_of_secrets(config)
         decisions = _open_decision_log(config, opened)
@@ -347,10 +347,10 @@ class _Daemon:
         """Registers the workers of the settings and the fleet file, and serves until a signal."""
         config = self._config
         await self._register(config)
-        with self._stop.gives_up():
+        with self._stop.interruptible():
             await self._fleet.read()
         listening.start_soon(self._fleet.run)
-        with self._stop.gives_up():
+        with self._stop.interruptible():
             await self._keeper.prepare(self._targets_of_clients())
             listening.start_soon(self._keeper.run)
         await self._shared.prepare()
@@ -364,7 +364,7 @@ class _Daemon:
             listening.start_soon(self._start_up)
         else:
             self._recovered.set()
-        if not self._stop.is_asked:
+        if not self._stop.is_requested:
             await self._serve_faces()
 
     def _targets_of_clients(self) -> dict[str, RegistrationTarget]:
@@ -486,7 +486,7 @@ class _Daemon:
 
     async def _serve_faces(self) -> None:
         """Serves the faces until a signal, then until all requests under way are answered."""
-        with self._stop.gives_up(), trio.move_on_after(MEET_S):
+        with self._stop.interruptible(), trio.move_on_after(MEET_S):
             await self._parts.gateway.met()
         stop = trio.Event()
         async with trio.open_nursery() as serving:
@@ -517,7 +517,7 @@ class _Daemon:
     async def _announce(self) -> None:
         """Notifies systemd that the faces serve, once recovery is over."""
         await self._recovered.wait()
-        if not self._stop.is_asked:
+        if not self._stop.is_requested:
             await self._reloader.announce()
 
     def _families(self) -> Iterator[Family]:

@@ -191,7 +191,7 @@ class _Supervisor:
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
         numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, *[signal.SIGHUP] * reloads]
         with closing(Signals(*numbers)) as signals:
-            while self._is_going_on():
+            while self._is_running():
                 for child in self._children:
                     if child.due_at is None or child.due_at > time.monotonic():
                         continue
@@ -202,7 +202,7 @@ class _Supervisor:
                 self._wait(signals)
         return self._code
 
-    def _is_going_on(self) -> bool:
+    def _is_running(self) -> bool:
         return not self._stopping or any(child.pid is not None for child in self._children)
 
     # ---- in a child
@@ -290,7 +290,7 @@ class _Supervisor:
     def _stop(self) -> None:
         """Makes the gateways drain; kvd is ended after them."""
         self._stopping = True
-        sdnotify.tell(sdnotify.STOPPING)
+        sdnotify.notify(sdnotify.STOPPING)
         for child in self._children:
             child.due_at = None
             for _, sock in child.listening:  # no client must wait for an answer there
@@ -307,21 +307,21 @@ class _Supervisor:
     def _hear(self, child: Child) -> None:
         """Takes the next notice of a process to its service manager, if there is one."""
         try:
-            said = child.notices.recv(MESSAGE_BYTES)
+            notice = child.notices.recv(MESSAGE_BYTES)
         except BlockingIOError:
             return
         child.heard_at = time.monotonic()
-        if not self._announced and sdnotify.EXTENSION in said:
-            sdnotify.tell(said)  # the start takes long, and is still under way
-        if sdnotify.READY in said:
+        if not self._announced and sdnotify.EXTENSION in notice:
+            sdnotify.notify(notice)  # the start takes long, and is still under way
+        if sdnotify.READY in notice:
             child.is_ready = True
         if not self._announced and all(each.is_ready for each in self._children):
             self._announced = True
-            sdnotify.tell(sdnotify.READY)
+            sdnotify.notify(sdnotify.READY)
 
     def _watch(self, limit_s: float) -> None:
         """Aborts processes whose loop hangs, so that they write their stack; kills them next."""
-        sdnotify.tell(sdnotify.WATCHDOG)
+        sdnotify.notify(sdnotify.WATCHDOG)
         now = time.monotonic()
         for child in self._children:
             if child.pid is not None and now - child.heard_at > limit_s:

@@ -70,7 +70,7 @@ class Reloader:
     async def announce(self) -> None:
         """Notifies the service manager that kvd has started."""
         self._announced = True
-        await sdnotify.tell_ready()
+        await sdnotify.notify_ready()
 
     async def watch(self, reloads: Signals) -> None:
         """Reloads at each signal; signals that come meanwhile cause one more reload."""
@@ -81,16 +81,16 @@ class Reloader:
     async def reload(self) -> ReloadResult:
         """Reloads, and notifies the service manager of the begin and the end."""
         async with self._one_at_a_time:
-            if self._tells_manager():
-                sdnotify.tell_reloading()
+            if self._notifies_manager():
+                sdnotify.notify_reloading()
             result = await self._take_over()
             await self._ports.dialer.recheck()
-            if self._tells_manager():
-                await sdnotify.tell_ready()
+            if self._notifies_manager():
+                await sdnotify.notify_ready()
             return result
 
-    def _tells_manager(self) -> bool:
-        return self._announced and not self._stop.is_asked
+    def _notifies_manager(self) -> bool:
+        return self._announced and not self._stop.is_requested
 
     async def _take_over(self) -> ReloadResult:
         """Applies what all files say now, or nothing; logs and returns the outcome."""
@@ -117,7 +117,7 @@ class Reloader:
         reloaded, credentials = await trio.to_thread.run_sync(
             self._read_again, self.config, abandon_on_cancel=True
         )
-        if self._stop.is_asked:
+        if self._stop.is_requested:
             raise StartError("kvd is stopping")
         config = reloaded.config
         for face in self._ports.apis.served:

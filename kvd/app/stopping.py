@@ -21,31 +21,31 @@ class Stop:
     """The end of the process, from the moment that a signal asks for it."""
 
     def __init__(self) -> None:
-        self._asked = trio.Event()
+        self._requested = trio.Event()
         self._interruptible = trio.CancelScope()
 
     @property
-    def is_asked(self) -> bool:
-        return self._asked.is_set()
+    def is_requested(self) -> bool:
+        return self._requested.is_set()
 
     async def wait(self) -> None:
         """Returns after the first signal."""
-        await self._asked.wait()
+        await self._requested.wait()
 
     async def watch(self, ends: Signals) -> None:
         """Begins to stop at the first signal, and does not return."""
         number = await ends.wait()
         log.info("stopping", signal=number.name)
-        sdnotify.tell(sdnotify.STOPPING)
-        self._asked.set()
+        sdnotify.notify(sdnotify.STOPPING)
+        self._requested.set()
         self._interruptible.cancel()
         await ends.wait()
         os._exit(EXIT_SECOND_SIGNAL)  # an operator who asks twice does not want to wait
 
     @contextmanager
-    def gives_up(self) -> Iterator[None]:
+    def interruptible(self) -> Iterator[None]:
         """Cancels the block, a part of the start, at the first signal."""
         with trio.CancelScope() as self._interruptible:
-            if self.is_asked:
+            if self.is_requested:
                 self._interruptible.cancel()
             yield

@@ -22,7 +22,7 @@ START_EXTENSION_US = 60_000_000
 RETRY_S = 0.05
 
 
-def notify(message: bytes, address: str) -> bool:
+def send(message: bytes, address: str) -> bool:
     """Sends one message to the socket named by $NOTIFY_SOCKET; `@` begins an abstract address.
 
     Never waits and never fails: a service manager that does not listen is no reason to stop
@@ -40,21 +40,21 @@ def notify(message: bytes, address: str) -> bool:
     return True
 
 
-def tell(message: bytes) -> bool:
-    """Sends one message to the service manager, if there is one; returns what `notify` does."""
+def notify(message: bytes) -> bool:
+    """Sends one message to the service manager, if there is one; returns what `send` does."""
     address = os.environ.get("NOTIFY_SOCKET")
-    return not address or notify(message, address)
+    return not address or send(message, address)
 
 
-async def tell_ready() -> None:
+async def notify_ready() -> None:
     """Notifies systemd that a start or reload is over; else systemd would take it for failed."""
-    while not tell(READY):  # noqa: ASYNC110 - no event in this process says when systemd reads
+    while not notify(READY):  # noqa: ASYNC110 - no event in this process says when systemd reads
         await trio.sleep(RETRY_S)
 
 
-def tell_reloading() -> None:
+def notify_reloading() -> None:
     """Notifies systemd that a reload begins; READY ends it."""
-    tell(b"RELOADING=1\nMONOTONIC_USEC=%d" % (time.monotonic_ns() // 1000))
+    notify(b"RELOADING=1\nMONOTONIC_USEC=%d" % (time.monotonic_ns() // 1000))
 
 
 async def feed_watchdog(starting: Callable[[], bool]) -> None:
@@ -67,5 +67,5 @@ async def feed_watchdog(starting: Callable[[], bool]) -> None:
         return
     extension = b"\n%b%d" % (EXTENSION, START_EXTENSION_US)
     while True:
-        tell(WATCHDOG + (extension if starting() else b""))
+        notify(WATCHDOG + (extension if starting() else b""))
         await trio.sleep(int(limit_us) / 2_000_000)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from kvd.platform.sdnotify import READY, STOPPING, WATCHDOG, notify, tell_ready
+from kvd.platform.sdnotify import READY, STOPPING, WATCHDOG, notify_ready, send
 
 
 @pytest.mark.parametrize("address", ["{tmp_path}/notify", "@kvd-test-{pid}"])
@@ -19,21 +19,21 @@ def test_messages_arrive(tmp_path: Path, address: str) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(address.replace("@", "\0"))
         for message in (READY, WATCHDOG, STOPPING):
-            notify(message, address)
+            send(message, address)
             assert manager.recv(100) == message
 
 
 def test_without_a_listening_manager_nothing_happens(tmp_path: Path) -> None:
-    notify(READY, f"{tmp_path}/nobody")
-    notify(READY, "@nobody")
+    send(READY, f"{tmp_path}/nobody")
+    send(READY, "@nobody")
 
 
 def test_a_manager_that_does_not_read_holds_nothing_up(tmp_path: Path) -> None:
     address = f"{tmp_path}/notify"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(address)
-        assert notify(WATCHDOG, address)
-        assert not all(notify(WATCHDOG, address) for _ in range(5000))
+        assert send(WATCHDOG, address)
+        assert not all(send(WATCHDOG, address) for _ in range(5000))
 
 
 async def test_ready_is_said_until_it_is_heard(
@@ -44,10 +44,10 @@ async def test_ready_is_said_until_it_is_heard(
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(address)
         manager.setblocking(False)
-        while notify(WATCHDOG, address):
+        while send(WATCHDOG, address):
             pass
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(tell_ready)
+            nursery.start_soon(notify_ready)
             await trio.sleep(10)
             messages = {manager.recv(100)}
             await trio.sleep(1)
@@ -59,6 +59,6 @@ async def test_ready_is_said_until_it_is_heard(
 
 async def test_ready_without_a_manager_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
-    await tell_ready()
+    await notify_ready()
     monkeypatch.setenv("NOTIFY_SOCKET", "@nobody-is-there")
-    await tell_ready()
+    await notify_ready()
