@@ -129,7 +129,7 @@ class Exchanges:
     def _notice(self, exchange: int) -> None:
         waiting = self._waiting.pop(exchange, None)
         if isinstance(waiting, Signal):
-            waiting.tell()
+            waiting.set()
         elif waiting is not None:
             trio.lowlevel.reschedule(waiting)
 

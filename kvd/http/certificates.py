@@ -39,23 +39,23 @@ def load_credentials(files: TlsFiles) -> TlsCredentials:
     context.set_ciphers(CIPHERS)
     context.set_alpn_protocols(["http/1.1"])
     try:
-        context.load_cert_chain(files.certfile, files.keyfile, _ask_nobody)
+        context.load_cert_chain(files.certfile, files.keyfile, _refuse_passphrase)
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot use {files.certfile} with {files.keyfile}: {error}") from None
     if files.client_ca is None:
         return TlsCredentials(context, None)
     try:
-        said = files.client_ca.read_bytes()  # once, so that a reload compares what is in force
-        context.load_verify_locations(cadata=said.decode("ascii", "ignore"))
+        pem = files.client_ca.read_bytes()  # once, so that a reload compares what is in force
+        context.load_verify_locations(cadata=pem.decode("ascii", "ignore"))
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot use {files.client_ca}: {error}") from None
     context.verify_mode = ssl.CERT_REQUIRED
     # Not asked of the context: it does not list certificates that vouch for themselves alone.
     return TlsCredentials(
-        context, frozenset(b"".join(block.split()) for block in _PEM.findall(said))
+        context, frozenset(b"".join(block.split()) for block in _PEM.findall(pem))
     )
 
 
-def _ask_nobody() -> str:
+def _refuse_passphrase() -> str:
     """Keeps OpenSSL from asking for a passphrase on the terminal."""
     raise ValueError("the key has a passphrase")

@@ -265,9 +265,9 @@ class Connection(Transport):
         head = self._plain_head(asked.route, asked.query, asked.headers)
         head.path = asked.path
         self._rest = Untasked(self._relay(asked.route, self._relayed(head, asked.body)))
-        return self._go_on(self._rest)
+        return self._advance(self._rest)
 
-    def _go_on(self, rest: Untasked) -> Handoff | Exception | None:
+    def _advance(self, rest: Untasked) -> Handoff | Exception | None:
         """Runs a relayed request until it waits for a signal, needs its task, or is served."""
         try:
             signal = rest.step()
@@ -283,12 +283,12 @@ class Connection(Transport):
         if signal is IN_TASK:
             self._rest = None
             return Handoff(b"", b"", True, None, rest)
-        signal.subscribe(self._tell)
+        signal.subscribe(self._on_signal)
         return None
 
-    def _tell(self) -> None:
+    def _on_signal(self) -> None:
         assert self._rest is not None
-        outcome = self._go_on(self._rest)
+        outcome = self._advance(self._rest)
         if outcome is not None:
             self.wake(outcome)
 

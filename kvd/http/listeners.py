@@ -117,7 +117,7 @@ def _open_unix(path: str, rights: UnixRights) -> socket.socket:
             # Nobody can connect before listen(), whatever the file's mode is until then. The group
             # is set first, because that may clear bits of the mode.
             if group is not None:
-                _give(path, group)
+                _set_group(path, group)
             os.chmod(path, rights.mode)
             _listening(sock)
         except OSError as error:
@@ -154,7 +154,7 @@ def _group_number(group: str) -> int:
         raise OSError(errno.EINVAL, f"the group {group} does not exist") from None
 
 
-def _give(path: str, group: int) -> None:
+def _set_group(path: str, group: int) -> None:
     """Gives a file to a group, if it has another: sandboxes forbid even setting the same one."""
     if os.lstat(path).st_gid == group:
         return

@@ -32,12 +32,12 @@ def surrounded(app: AsgiApp, table: RouteTable, context: ServerContext) -> AsgiA
             state[FOUND] = table.find(scope["method"], scope["raw_path"])
         found: Found | None = state[FOUND]
         path = table.label(scope["raw_path"]) if found is None else found.route.path
-        with _observed(context, scope, path, send) as telling_send, _admitted(found) as refused:
+        with _observed(context, scope, path, send) as observed_send, _admitted(found) as refused:
             if refused is None:
-                await app(scope, receive, telling_send)
+                await app(scope, receive, observed_send)
             else:
                 text = refused.text
-                await _send_whole(telling_send, context.failures.response(503, text))
+                await _send_whole(observed_send, context.failures.response(503, text))
 
     return surrounded_app
 
@@ -78,7 +78,7 @@ def _observed(
         if observe is not None and path is not None:
             observe(path, scope["method"], status, perf_counter() - started)
 
-    async def telling_send(message: ASGISendEvent) -> None:
+    async def observed_send(message: ASGISendEvent) -> None:
         nonlocal size
         if message["type"] == "http.response.start":
             answered(message["status"])
@@ -89,7 +89,7 @@ def _observed(
         await send(message)
 
     try:
-        yield telling_send
+        yield observed_send
     finally:
         if not status:
             answered(503)  # the server answers instead of the application

@@ -157,7 +157,7 @@ class SocketStream(ByteStream):
 class Transport:
     """Receives from and sends to one client."""
 
-    __slots__ = ("buffer", "fd", "phase", "shared", "since", "standing", "stream")
+    __slots__ = ("buffer", "fd", "phase", "shared", "since", "stream", "trust")
 
     def __init__(self, stream: ByteStream, shared: Shared) -> None:
         self.stream = stream
@@ -165,7 +165,7 @@ class Transport:
         self.buffer = b""  # received and not consumed: at most one receive and one head
         self.phase = ConnectionPhase.IDLE
         self.since = shared.now  # when the phase began, or up to a tick earlier
-        self.standing = ClientTrust.NEW
+        self.trust = ClientTrust.NEW
         self.fd = stream.sock.fileno()
 
     @property
@@ -201,7 +201,7 @@ class Transport:
     def end_if_idle_for_long(self) -> None:
         """Ends a wait for a request after its limit, up to two ticks late; serves what came."""
         limits = self.shared.limits
-        new = self.standing is ClientTrust.NEW
+        new = self.trust is ClientTrust.NEW
         seconds = limits.head_s if new else limits.idle_s
         if (
             self.phase is ConnectionPhase.IDLE
@@ -218,8 +218,8 @@ class Transport:
         first, then those without a whole head, then refused ones that go on sending, then strangers
         that are being sent an answer; the oldest first.
         """
-        known = self.standing is ClientTrust.KNOWN
-        if self.phase is ConnectionPhase.IDLE and self.standing is not ClientTrust.NEW:
+        known = self.trust is ClientTrust.KNOWN
+        if self.phase is ConnectionPhase.IDLE and self.trust is not ClientTrust.NEW:
             order = 0
         elif self.phase in (ConnectionPhase.IDLE, ConnectionPhase.HANDSHAKE, ConnectionPhase.HEAD):
             order = 1
@@ -238,8 +238,8 @@ class Transport:
 
     def note_granted(self, scope: int) -> None:
         """Notes that a request of this scope has been granted."""
-        if self.standing is not ClientTrust.KNOWN:
-            self.standing = ClientTrust.KNOWN if scope else ClientTrust.STRANGER
+        if self.trust is not ClientTrust.KNOWN:
+            self.trust = ClientTrust.KNOWN if scope else ClientTrust.STRANGER
 
     def close_if_idle(self) -> None:
         """Ends a connection that waits for a request, unless one has come: its answer ends it."""

@@ -1,9 +1,9 @@
 """Runs coroutines without a task of trio for as long as they wait for callbacks only.
 
-    step ──> signalled(signal) ── signal.tell() ──> step ──> ... ──> the result
+    step ──> signalled(signal) ── signal.set() ───> step ──> ... ──> the result
        └───> in_task() ──> `rest`, awaited in a task, runs what is left
 
-Waking a task costs a pass of trio. So the call of `Signal.tell` itself continues the coroutine of a
+Waking a task costs a pass of trio. So the call of `Signal.set` itself continues the coroutine of a
 relayed request. The coroutine awaits `in_task()` before anything that needs a task: deadlines,
 nurseries, waits for sockets. If it does not, it fails at once, because trio finds no task.
 """
@@ -19,17 +19,17 @@ import trio
 
 
 class Signal:
-    """An event that a coroutine without a task waits for; `tell` is called once."""
+    """An event that a coroutine without a task waits for; `set` is called once."""
 
     __slots__ = ("_subscriber",)
 
     _subscriber: Callable[[], None]
 
     def subscribe(self, subscriber: Callable[[], None]) -> None:
-        """Sets the function that `tell` calls."""
+        """Sets the function that `set` calls."""
         self._subscriber = subscriber
 
-    def tell(self) -> None:
+    def set(self) -> None:
         """Reports that the event has come."""
         self._subscriber()
 
