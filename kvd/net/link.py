@@ -65,7 +65,7 @@ class LinkOptions:
     max_message_bytes: int = 16 * 1024 * 1024  # 150,000 blocks; 64 MiB held up the loop for 3 s
 
 
-def tell_lost(linked: Linked, log: StreamLog, why: str) -> None:
+def report_lost(linked: Linked, log: StreamLog, why: str) -> None:
     """Reports to the owner that a connection or its handshake broke off; logs lost connections."""
     why = f"{why}: {linked.endpoint}"
     if linked.connected:

@@ -77,12 +77,12 @@ class _Reader:
     __slots__ = (
         "_backlog",
         "_bug",
-        "_flaw_said",
+        "_flaw_logged",
         "_listener",
         "_log",
         "_ready",
         "_replayer",
-        "_restarts_said",
+        "_restarts_logged",
         "_spare_until",
         "_turns",
     )
@@ -103,8 +103,8 @@ class _Reader:
         self._replayer = replayer
         self._turns = turns
         self._spare_until = 0.0  # monotonic seconds; no replay is requested before
-        self._restarts_said = listener.stats.restarts
-        self._flaw_said = listener.batches.last_flaw  # one from before a pause is logged already
+        self._restarts_logged = listener.stats.restarts
+        self._flaw_logged = listener.batches.last_flaw  # one from before a pause is logged already
         self._log = log
 
     async def receive(self, link: Link) -> NoReturn:
@@ -220,8 +220,8 @@ class _Reader:
         coming = self._fill(link, budget_ns)
         waiting = self._backlog.hand_over(budget_ns)
         self._turns.end()
-        self._say_restart()
-        self._say_flaw()
+        self._log_restart()
+        self._log_flaw()
         return coming or waiting
 
     async def _finish(self) -> None:
@@ -234,21 +234,21 @@ class _Reader:
             await self._turns.begin()
             listener.batches.go_on()
             self._turns.end()
-        self._say_flaw()
+        self._log_flaw()
 
-    def _say_restart(self) -> None:
+    def _log_restart(self) -> None:
         """Logs that the engine was restarted, once for each restart."""
         listener = self._listener
-        if listener.stats.restarts != self._restarts_said:
-            self._restarts_said = listener.stats.restarts
+        if listener.stats.restarts != self._restarts_logged:
+            self._restarts_logged = listener.stats.restarts
             listener.restarted_at = trio.current_time()
             self._log.warning("engine_restarted", last_seq=listener.batches.passed)
 
-    def _say_flaw(self) -> None:
+    def _log_flaw(self) -> None:
         """Logs the last batch that was not understood, live or replayed, once."""
         flaw = self._listener.batches.last_flaw
-        if flaw is not None and flaw is not self._flaw_said:
-            self._flaw_said = flaw
+        if flaw is not None and flaw is not self._flaw_logged:
+            self._flaw_logged = flaw
             seq, reason = flaw
             self._log.warning("batch_not_understood", batch=seq, reason=reason)
 
@@ -258,12 +258,12 @@ class _Reader:
         is_lost = self._backlog.has_loss and listener.replay_endpoint is not None
         if listener.catch_up.judge(is_lost) is Verdict.STALE:
             return
-        self._say_restart()
+        self._log_restart()
         end = await self._replay()
         await self._finish()  # a replay that ran out of time may leave a batch unfinished
         lost = listener.catch_up.apply_held()
         await self._finish()
-        self._say_flaw()
+        self._log_flaw()
         if lost:
             self._log.warning("batches_lost", missing=lost, lost=listener.stats.lost, replay=end)
 
@@ -282,7 +282,7 @@ class _Reader:
         await self._finish()
         if listener.catch_up.asks:  # the engine has not answered
             self._spare(ASK_AGAIN_S)
-        self._say_flaw()
+        self._log_flaw()
 
     def _spare(self, at_least_s: float = 0.0) -> None:
         pause_s = max(self._replayer.options.spare_s, at_least_s)
@@ -298,7 +298,7 @@ class _Reader:
             return None
         replayed = listener.stats.replayed
         end = await self._replayer.fetch(listener)
-        self._say_restart()
+        self._log_restart()
         if end is ReplayEnd.OTHER_ENGINE:
             end = await self._replayer.fetch(listener)
         count = listener.stats.replayed - replayed

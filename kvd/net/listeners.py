@@ -127,7 +127,7 @@ class ListenerTasks:
             if at % HEALTH_SLICE == 0:
                 await trio.lowlevel.checkpoint()
             if listener in self._health:
-                self._say_health(listener)
+                self._log_health(listener)
                 self._check_quiet(listener)
         await self._prober.start(trio.current_time())
 
@@ -145,7 +145,7 @@ class ListenerTasks:
                 error=listener.link.last_error,
             )
 
-    def _say_health(self, listener: EventStream) -> None:
+    def _log_health(self, listener: EventStream) -> None:
         before, now = self._health[listener], listener.health(trio.current_time())
         if before is now:
             return

@@ -91,7 +91,7 @@ class Replication:
         self._turns = Turns()
         self._tasks: Supervisor[Replica] = Supervisor(nursery)
         nursery.start_soon(publisher.run)
-        nursery.start_soon(self._say_absent, absent_every_s)
+        nursery.start_soon(self._log_absent, absent_every_s)
 
     def publish(self, event: Lifecycle) -> None:
         """Sends to all replicas; never waits."""
@@ -125,7 +125,7 @@ class Replication:
         """Stops listening to a replica; returns when its task has ended."""
         await self._tasks.stop(replica)
 
-    async def _say_absent(self, every_s: float) -> None:
+    async def _log_absent(self, every_s: float) -> None:
         """Logs replicas that are not connected; nothing else reports one that never was."""
         replicas = self._tasks.keys()
         while True:

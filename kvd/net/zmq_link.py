@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import trio
 import zmq
 
-from kvd.net.link import nothing, tell_lost
+from kvd.net.link import nothing, report_lost
 from kvd.net.streams import KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_PROBES
 from kvd.net.turns import MAX_TAKEN_IN, ROUND_NS
 from kvd.net.zsocket import ZSocket
@@ -179,11 +179,11 @@ class ZmqLink:
         while fill_frames(news, socket, MONITOR_FRAMES, MAX_TAKEN_IN, ROUND_NS):
             pass  # until it is empty: only then does its descriptor signal the next event
         while (frames := news.take_frames()) is not None:
-            self._tell(*MONITOR_EVENT.unpack(frames[0]))
+            self._handle_event(*MONITOR_EVENT.unpack(frames[0]))
             heard = True
         return heard
 
-    def _tell(self, event: int, value: int) -> None:
+    def _handle_event(self, event: int, value: int) -> None:
         linked = self._linked
         if event == zmq.EVENT_CONNECTED:
             self._connection = ForeignFd.of(value)
@@ -194,7 +194,7 @@ class ZmqLink:
             self._log.info("stream_joined", endpoint=linked.endpoint)
         elif event == zmq.EVENT_DISCONNECTED:
             self._wait_until(trio.current_time() + self._options.give_up_s)
-            tell_lost(linked, self._log, self._fault or "connection lost")
+            report_lost(linked, self._log, self._fault or "connection lost")
         elif event == zmq.EVENT_CONNECT_RETRIED:
             self._wait_until(math.inf)
         elif value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH and self._linked.server_key:

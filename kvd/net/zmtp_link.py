@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from kvd.net.arrivals import arrivals
-from kvd.net.link import nothing, tell_lost
+from kvd.net.link import nothing, report_lost
 from kvd.net.streams import stream_socket, tune
 from kvd_core.zmq.subscriber import LOST, NO_HANDSHAKE, Subscriber
 
@@ -177,7 +177,7 @@ class ZmtpLink:
             if not fault:
                 undone.pop_all()
             elif not self._given_up:
-                tell_lost(self._linked, self._log, fault)
+                report_lost(self._linked, self._log, fault)
         return fault
 
     async def _stay(self, subscriber: Subscriber) -> str:
@@ -221,7 +221,7 @@ class ZmtpLink:
         self._arrivals.end(subscriber.fd)
         subscriber.close()
         self._patience.cancel()
-        tell_lost(self._linked, self._log, why)
+        report_lost(self._linked, self._log, why)
 
 
 async def _handshake(subscriber: Subscriber) -> str:
