@@ -65,6 +65,6 @@ class Observers(Generic[P]):
     def unsubscribe(self, subscriber: Callable[P, object]) -> None:
         self.subscribers.remove(subscriber)
 
-    def tell(self, *args: P.args, **kwargs: P.kwargs) -> None:
+    def notify(self, *args: P.args, **kwargs: P.kwargs) -> None:
         for subscriber in self.subscribers:
             subscriber(*args, **kwargs)

@@ -170,7 +170,7 @@ class Registry(ListenedRegistrations):
             expected,
             server_key,
             self._stale_after_s,
-            on_link=lambda: self.links.tell(key),
+            on_link=lambda: self.links.notify(key),
         )
         if stream.restored():  # else the restored blocks were removed meanwhile
             self._take_over(key, listener)
@@ -285,7 +285,7 @@ class Registry(ListenedRegistrations):
                     if self._is_current(registration):
                         self._remove(registration)
             self._note_left(partitions)
-            self.departures.tell()
+            self.departures.notify()
 
     async def pause(
         self,

@@ -77,13 +77,13 @@ class Affinity:
         else:
             binding = self.sessions.bind(key, *rank, self._writer_id, self._wall_ns())
         self.leases[reservation_id] = key, binding
-        self._tell(key, binding, reservation_id)
+        self._publish(key, binding, reservation_id)
 
     def ended(self, reservation_id: str) -> None:
         """Ends a reservation's lease; after the last one the session's time to live begins."""
         lease = self.leases.pop(reservation_id, None)
         if lease is not None and self.sessions.release(*lease, self._clock()):
-            self._tell(*lease)
+            self._publish(*lease)
 
     def apply(self, bound: Bound, at: float | None = None) -> Outcome:
         """Applies a replica's binding of a session, made now or at an earlier time `at`."""
@@ -118,9 +118,9 @@ class Affinity:
             self.sessions.lease(key, binding)
             self.leases[reservation_id] = key, binding
 
-    def _tell(self, key: Key, binding: Binding, reservation_id: str | None = None) -> None:
+    def _publish(self, key: Key, binding: Binding, reservation_id: str | None = None) -> None:
         bound = Bound(*key, binding.worker_id, binding.dp_rank, binding.version)
-        self.bindings.tell(bound)
+        self.bindings.notify(bound)
         self._record(bound, self._clock(), reservation_id)
 
     def _record(self, bound: Bound, at: float, reservation_id: str | None = None) -> None:

@@ -166,7 +166,7 @@ class LiveRequests(Generic[Owner]):
             live = owner.ledger.request(request_id)
             assert live is not None
             moment = Moment(live.admitted_at, Step.ADD, owner.key, request_id, live, mirrored)
-            self.moments.tell(moment)
+            self.moments.notify(moment)
 
     def watches(self, request_id: str) -> bool:
         """Returns whether observers get the steps of a request."""
@@ -217,7 +217,7 @@ class LiveRequests(Generic[Owner]):
         if self.steps.subscribers:
             where = key, block_size or 0, request_id, *rank
             of_add = hashes, tokens, expected_output_tokens, lora_name
-            self.steps.tell(Lifecycle(*where, step, *of_add, self.face))
+            self.steps.notify(Lifecycle(*where, step, *of_add, self.face))
 
     def _observe(
         self, owner: Owner, request_id: str, step: Step, at: float | None, live: LiveRequest | None
@@ -225,7 +225,7 @@ class LiveRequests(Generic[Owner]):
         """Notifies observers of a step that was taken at `at`, or now."""
         if self.watches(request_id):
             at = self._clock() if at is None else at
-            self.moments.tell(Moment(at, step, owner.key, request_id, live))
+            self.moments.notify(Moment(at, step, owner.key, request_id, live))
 
     # ---- bookings whose clients have left
 
