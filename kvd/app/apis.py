@@ -114,7 +114,7 @@ class Gateway:
             self.tokens,
             self.chains,
             config.gateway_remote_prefill_tokens,
-            tells=config.gateway_decision_headers,
+            decision_headers=config.gateway_decision_headers,
         )
 
     async def run(self) -> None:

@@ -78,11 +78,11 @@ def _status_of(error: dict[str, object]) -> object:
     return error.get("code") or (ANTHROPIC_STATUSES.get(kind) if isinstance(kind, str) else None)
 
 
-def paced(said: EngineHead) -> bytes:
+def paced(head: EngineHead) -> bytes:
     """Returns the headers of an answer, with `retry-after` if its 429 or 503 lacks one."""
-    if said.status not in (429, 503) or b"\nretry-after:" in b"\n" + said.lines:
-        return said.lines
-    return said.lines + b"retry-after: 1\r\n"
+    if head.status not in (429, 503) or b"\nretry-after:" in b"\n" + head.lines:
+        return head.lines
+    return head.lines + b"retry-after: 1\r\n"
 
 
 def cached_tokens(tail: bytes) -> int | None:

@@ -68,7 +68,7 @@ class Attempt:
     bound: int | None = None  # the only worker that may still be tried; None: any
     session: str | None = None  # decides where the prompt's tokens are not known
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Frees what only another try would need: it may be most of a long answer's memory."""
         self.asked = ANSWERED[self.asked.api]
         self.body, self.prefill_body, self.path = b"", None, b""

@@ -67,8 +67,8 @@ class Canary:
         if not await self._heard(record) or count > MAX_TOKENS:
             return None
         text = f"{uuid4().hex} " + "the canary sings " * count
-        said = await ask("/tokenize", {"model": model, "prompt": text})
-        ids = said.get("tokens") if isinstance(said, dict) else None
+        answer = await ask("/tokenize", {"model": model, "prompt": text})
+        ids = answer.get("tokens") if isinstance(answer, dict) else None
         if not isinstance(ids, list) or len(ids) < count:
             return None
         prompt = ids[:count]

@@ -116,14 +116,14 @@ def _without_marks(span: bytes) -> bytes:
 
 def _without_billing(span: bytes) -> bytes:
     try:
-        said = json.loads(span)
+        content = json.loads(span)
     except (ValueError, RecursionError):  # too many digits for Python, or nested too deeply
         return span
-    if isinstance(said, str):
-        return b"" if said.startswith(BILLING) else span
-    if not isinstance(said, list):
+    if isinstance(content, str):
+        return b"" if content.startswith(BILLING) else span
+    if not isinstance(content, list):
         return span
-    return json.dumps([each for each in said if not _bills(each)]).encode()
+    return json.dumps([each for each in content if not _bills(each)]).encode()
 
 
 def _bills(block: object) -> bool:

@@ -229,12 +229,14 @@ class LocalChoices:
 
 def placement(answer: bytes) -> Placement:
     """Reads the answer to a selection; raises KeyError, TypeError or ValueError if it is none."""
-    said = json.loads(answer)
-    if not isinstance(said, dict):
+    members = json.loads(answer)
+    if not isinstance(members, dict):
         raise TypeError("not an object")
-    prefill = said.get("prefill")
-    return _placement_of(said)._replace(prefill=None if prefill is None else _placement_of(prefill))
+    prefill = members.get("prefill")
+    return _placement_of(members)._replace(
+        prefill=None if prefill is None else _placement_of(prefill)
+    )
 
 
-def _placement_of(said: Mapping[str, Any]) -> Placement:
-    return Placement(said["worker_id"], said["dp_rank"], said["effective_prefill_tokens"])
+def _placement_of(members: Mapping[str, Any]) -> Placement:
+    return Placement(members["worker_id"], members["dp_rank"], members["effective_prefill_tokens"])

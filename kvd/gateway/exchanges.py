@@ -26,7 +26,7 @@ SWEEP_S = 0.25
 
 
 # Why an engine has not answered, for operators and clients.
-WHY = {
+FAILURE_TEXTS = {
     ExchangeOutcome.UNREACHABLE: "unreachable: nothing accepts connections there",
     ExchangeOutcome.NO_ANSWER: "the connection was closed before an answer",
     ExchangeOutcome.BROKEN: "an answer was broken off",
@@ -52,7 +52,7 @@ class ExchangeFailed(Exception):
     """An engine has not answered a request of the gateway's own."""
 
     def __init__(self, outcome: ExchangeOutcome) -> None:
-        super().__init__(WHY[outcome])
+        super().__init__(FAILURE_TEXTS[outcome])
         self.outcome = outcome
 
 

@@ -32,10 +32,10 @@ from kvd.gateway.attempts import Attempt, ChosenEngine, EngineChooser
 from kvd.gateway.chains import Chains
 from kvd.gateway.choices import Choices
 from kvd.gateway.errors import GatewayError, Reason, id_headers
-from kvd.gateway.exchanges import WHY, Exchange, Exchanges
+from kvd.gateway.exchanges import FAILURE_TEXTS, Exchange, Exchanges
 from kvd.gateway.heads import KEY_HEADERS, EngineHead, read_head, rendered, request_id_of
 from kvd.gateway.pools import (
-    Beside,
+    ConcurrentPrefill,
     EngineRank,
     compute,
     handed_over,
@@ -53,7 +53,7 @@ from kvd.http.untasked import in_task
 from kvd_core.relay.relay import Answer, Ending, ExchangeOutcome
 
 # Stands in for a prefill engine where the engine that answers also does the prefill.
-NOBODY = nullcontext()
+NO_PREFILL = nullcontext()
 NOT_BOOKED = ""  # the reservation id of a request that is not booked
 MAX_TRIES = 3  # engines that one request is sent to; then its retries end
 JSON_LINE = b"content-type: application/json\r\n"
@@ -101,11 +101,11 @@ class Forwarder:
         chains: Chains,
         remote_tokens: int,
         *,
-        tells: bool = True,
+        decision_headers: bool = True,
     ) -> None:
         """A prompt goes to a prefill engine if every other would compute `remote_tokens` of it.
 
-        With `tells`, answers carry the `x-kvd-` headers that name the decision.
+        With `decision_headers`, answers carry the `x-kvd-` headers that name the decision.
         """
         self._upstreams = upstreams
         self._choices = choices
@@ -113,7 +113,7 @@ class Forwarder:
         self._stats = stats
         self._tokens = tokens
         self._chains = chains
-        self._tells = tells
+        self._decision_headers = decision_headers
         self._prefix = f"gateway-{uuid4().hex[:12]}"
         self._counter = count(1)
         self._chooser = EngineChooser(
@@ -151,7 +151,7 @@ class Forwarder:
         for _ in range(MAX_TRIES):
             chosen = await self._chooser.choose(attempt)
             if chosen is None:
-                if not self._goes_on_elsewhere(attempt):
+                if not self._is_renamed(attempt):
                     break
                 attempt = await self._attempt(api, request, request_id)
                 continue
@@ -199,18 +199,18 @@ class Forwarder:
             attempt.session = self._chains.session(asked, served, _tenant(request))
         return attempt
 
-    def _goes_on_elsewhere(self, attempt: Attempt) -> bool:
+    def _is_renamed(self, attempt: Attempt) -> bool:
         """Returns whether the requested name now stands for another model, with other engines."""
         if attempt.refused is not None or attempt.prefill_failure is not None:
             return False
-        return self._upstreams.stands_for(attempt.served.name) != attempt.served
+        return self._upstreams.resolve_model(attempt.served.name) != attempt.served
 
     async def _serve_stored(self, api: Api, request: RelayedRequest, request_id: bytes) -> bool:
         path = request.target.partition(b"?")[0]
         name = path.split(b"/")[3].decode("latin-1")
         worker_id = self._chains.keeper(name)
         upstream = None if worker_id is None else self._upstreams.each.get(worker_id)
-        if upstream is None or upstream.standing is not UpstreamState.SERVING:
+        if upstream is None or upstream.state is not UpstreamState.SERVING:
             text = f"no engine is known to keep the response {name}"
             raise GatewayError(Reason.RESPONSE_NOT_FOUND, text)
         assert upstream.facts is not None
@@ -253,7 +253,7 @@ class Forwarder:
                     self._refuse_if_unknown("any model")
                 text = "the request names no model, and the engines do not serve exactly one"
                 raise GatewayError(Reason.MODEL_NOT_FOUND, text, param="model")
-        served = self._upstreams.stands_for(name)
+        served = self._upstreams.resolve_model(name)
         if served is not None:
             return served
         self._refuse_if_unknown(name)
@@ -274,10 +274,12 @@ class Forwarder:
         if _is_vllm(prefill):
             return await self._send_in_turn(request, attempt, chosen, prefill)
         body = meeting(attempt.asked, attempt.body, prefill)
-        beside = Beside(self._exchanges, request, prefill, attempt.request_id, body, fault)
-        done = await self._send(request, attempt, chosen, body, beside)
-        if beside.failure is not None:
-            return await self._without_prefill(request, attempt, prefill, beside.failure)
+        concurrent = ConcurrentPrefill(
+            self._exchanges, request, prefill, attempt.request_id, body, fault
+        )
+        done = await self._send(request, attempt, chosen, body, concurrent)
+        if concurrent.failure is not None:
+            return await self._without_prefill(request, attempt, prefill, concurrent.failure)
         return done
 
     async def _send_in_turn(
@@ -285,35 +287,39 @@ class Forwarder:
     ) -> bool | None:
         """Has the prefill engine compute the prompt, then the other engine take over and answer."""
         assert attempt.prefill_body is not None
-        said = await compute(
+        result = await compute(
             self._exchanges, request, prefill, attempt.request_id, attempt.prefill_body
         )
-        params = handed_over(said) if isinstance(said, Answer) else None
+        params = handed_over(result) if isinstance(result, Answer) else None
         if params is None:
-            return await self._without_prefill(request, attempt, prefill, said)
-        assert isinstance(said, Answer)
+            return await self._without_prefill(request, attempt, prefill, result)
+        assert isinstance(result, Answer)
         judge_host(params, prefill.upstream, chosen.upstream)
-        if (cached := cached_tokens(said.held)) is not None:
+        if (cached := cached_tokens(result.held)) is not None:
             self._note_reported(attempt, chosen, cached)
         self._choices.note_prefilled(chosen.reservation_id)
         body = taking_over(attempt.asked, attempt.body, params)
         return await self._send(request, attempt, chosen, body, takes_over=True)
 
     async def _without_prefill(
-        self, request: RelayedRequest, attempt: Attempt, prefill: EngineRank, said: Answer | Ending
+        self,
+        request: RelayedRequest,
+        attempt: Attempt,
+        prefill: EngineRank,
+        result: Answer | Ending,
     ) -> bool | None:
         """Notes a failed prefill; passes its answer on if every engine would give the same."""
-        if isinstance(said, Ending):
-            self._note_not_begun(attempt, prefill.upstream, said)
-            cause = prefill.upstream.outcome_of(said).name.lower()
-        elif (refusal := refuses(said)) is not None:
+        if isinstance(result, Ending):
+            self._note_not_begun(attempt, prefill.upstream, result)
+            cause = prefill.upstream.outcome_of(result).name.lower()
+        elif (refusal := refuses(result)) is not None:
             cause = refusal
-        elif fault(said) is not None:
-            return await self._pass_refusal(request, attempt, said)
+        elif fault(result) is not None:
+            return await self._pass_refusal(request, attempt, result)
         else:
             cause = "nothing_handed_over"
         self._stats.prefill_failures[cause] += 1
-        attempt.prefill_failure = said
+        attempt.prefill_failure = result
         attempt.tried |= {prefill.upstream.worker_id}
         return None
 
@@ -323,7 +329,7 @@ class Forwarder:
         attempt: Attempt,
         chosen: ChosenEngine,
         body: bytes,
-        beside: Beside | None = None,
+        concurrent: ConcurrentPrefill | None = None,
         *,
         takes_over: bool = False,
     ) -> bool | None:
@@ -336,10 +342,10 @@ class Forwarder:
             return None
         head = chosen.upstream.head(request, attempt.request_id, len(body), chosen.dp_rank)
         async with request.borrow() as client_fd:
-            with beside or NOBODY, self._begin(chosen, head, body, client_fd) as exchange:
+            with concurrent or NO_PREFILL, self._begin(chosen, head, body, client_fd) as exchange:
                 del head, body  # frees them: `attempt` keeps what another try needs
                 own = self._own_lines(attempt, chosen)  # made while the engine is at work
-                answer = await (beside.begins(exchange) if beside else exchange.begins())
+                answer = await (concurrent.begins(exchange) if concurrent else exchange.begins())
                 if answer is None:
                     sent, ending = None, exchange.ending()
                 else:
@@ -348,11 +354,11 @@ class Forwarder:
                     sent = self._forward(request, attempt, chosen, exchange, answer, own)
                     del answer
                     ending = await exchange.ends()
-                    if beside is not None and ending.outcome is ExchangeOutcome.COMPLETE:
-                        await beside.ends()
+                    if concurrent is not None and ending.outcome is ExchangeOutcome.COMPLETE:
+                        await concurrent.ends()
         # Errors are raised out here: the nursery of `borrow` would wrap them in a group.
         if sent is None:
-            if beside is None or beside.failure is None:
+            if concurrent is None or concurrent.failure is None:
                 self._note_not_begun(attempt, chosen.upstream, ending)
                 attempt.tried |= {chosen.upstream.worker_id}
             return None
@@ -397,15 +403,15 @@ class Forwarder:
         own: bytes,
     ) -> Sent:
         """Forwards an answer, with `own` lines in its head, and frees what only a retry needs."""
-        said = read_head(answer.head)
-        lines = paced(said) + own
+        engine_head = read_head(answer.head)
+        lines = paced(engine_head) + own
         if answer.events:
             lines += UNBUFFERED
             exchange.fill(errors.FILLERS[attempt.asked.api.errors])
         # Fillers and an error event are not in the length that an engine announces for a stream.
-        announced = None if answer.events else said.length
+        announced = None if answer.events else engine_head.length
         length = len(answer.held) if answer.whole else announced
-        head, chunked, persists = request.answer_head(said.status, lines, length)
+        head, chunked, persists = request.answer_head(engine_head.status, lines, length)
         exchange.forward(head, chunked=chunked)
         self._choices.note_prefilled(chosen.reservation_id)
         if chosen.way is not None:
@@ -413,14 +419,14 @@ class Forwarder:
         self._chains.note_answer(attempt.asked, chosen.upstream.worker_id, answer.held)
         if attempt.later is not None:
             self._tokens.ask_later(attempt.later)
-        attempt.let_go()
-        request.let_go()
+        attempt.release()
+        request.release()
         return Sent(answer.events, chunked, chunked or length is not None, persists)
 
     def _own_lines(self, attempt: Attempt, chosen: ChosenEngine) -> bytes:
         """Returns the lines that the gateway adds to the head of an answer."""
         lines = rendered(id_headers(attempt.asked.api.errors, attempt.request_id))
-        return lines + _decision_lines(attempt, chosen) if self._tells else lines
+        return lines + _decision_lines(attempt, chosen) if self._decision_headers else lines
 
     def _note_not_begun(self, attempt: Attempt, upstream: Upstream, ending: Ending) -> None:
         """Notes an engine that has not answered; raises if no other engine may be tried."""
@@ -430,7 +436,7 @@ class Forwarder:
         if outcome not in NOT_BEGUN:
             text = "the engine has sent nothing for too long"
             raise GatewayError(Reason.UPSTREAM_TIMEOUT, text)
-        attempt.failed = WHY[outcome]
+        attempt.failed = FAILURE_TEXTS[outcome]
         self._stats.retries[outcome.name.lower()] += 1
         attempt.lacks_room = outcome is ExchangeOutcome.NO_ROOM
         if not attempt.lacks_room:
@@ -508,11 +514,13 @@ class Forwarder:
         An error in the first event of a stream becomes an answer with the status of that error, so
         that clients know that they may retry.
         """
-        said, body = read_head(answer.head), answer.held
+        engine_head, body = read_head(answer.head), answer.held
         if is_stream(answer) and (error := first_error(body)) is not None:
-            said, body = EngineHead(error.status, JSON_LINE, None), error.data
-        lines = paced(said) + rendered(id_headers(attempt.asked.api.errors, attempt.request_id))
-        head, _, persists = request.answer_head(said.status, lines, len(body))
+            engine_head, body = EngineHead(error.status, JSON_LINE, None), error.data
+        lines = paced(engine_head) + rendered(
+            id_headers(attempt.asked.api.errors, attempt.request_id)
+        )
+        head, _, persists = request.answer_head(engine_head.status, lines, len(body))
         await request.send_piece(head + body, chunked=False)
         self._stats.ended[Ended.COMPLETE] += 1
         return persists

@@ -284,7 +284,7 @@ async def compute(
             return await exchange.begins() or exchange.ending()
 
 
-class Beside:
+class ConcurrentPrefill:
     """A prefill engine of SGLang at work while the engine that answers waits to take over.
 
     Entering the context sends its request, leaving the context aborts it.
@@ -306,10 +306,10 @@ class Beside:
         head = engine_rank.upstream.head(request, request_id, len(body), None)
         self._begin = partial(exchanges.begin, engine, head, body, HANDED_BYTES)
         self._fault = fault
-        self._said: Answer | Ending | None = None  # None: it is at work
+        self._result: Answer | Ending | None = None  # None: it is at work
         self.failure: Answer | Ending | None = None  # why there is nothing to take over
 
-    def __enter__(self) -> Beside:
+    def __enter__(self) -> ConcurrentPrefill:
         self._exchange = self._begin()
         return self
 
@@ -341,16 +341,16 @@ class Beside:
                 begun = True
         elif answer is not None and self._fault(answer) == 500:
             await self._wait(LOST_S)
-            begun = not isinstance(self._said, Ending)
+            begun = not isinstance(self._result, Ending)
         if begun:
             return answer if other.waits else None  # the client may have left meanwhile
-        self.failure = self._said
+        self.failure = self._result
         return None
 
     def _may_have_handed_over(self) -> bool:
-        if isinstance(self._said, Answer):
-            return self._fault(self._said) == 500
-        return self._said is not None and self._said.outcome is ExchangeOutcome.BROKEN
+        if isinstance(self._result, Answer):
+            return self._fault(self._result) == 500
+        return self._result is not None and self._result.outcome is ExchangeOutcome.BROKEN
 
     async def ends(self) -> None:
         """Waits a little for the end of its answer, so that its connection can be kept."""
@@ -362,7 +362,7 @@ class Beside:
 
     async def _await_answer(self, scope: trio.CancelScope) -> None:
         """Waits for its whole answer, and cancels the scope if that is a failure."""
-        if self._said is None:
-            self._said = await self._exchange.begins() or self._exchange.ending()
-        if isinstance(self._said, Ending) or self._fault(self._said) is not None:
+        if self._result is None:
+            self._result = await self._exchange.begins() or self._exchange.ending()
+        if isinstance(self._result, Ending) or self._fault(self._result) is not None:
             scope.cancel()

@@ -48,7 +48,7 @@ RETRY_S = 0.1
 # Longest such pause: a try only reads the kvd's catalog, and meanwhile requests go by load.
 MAX_RETRY_S = 1.0
 REFUSALS_LOGGED_S = 30.0  # pause between two log lines about questions that one kvd refuses
-TELL_S = 10.0  # time to read the catalog and to register what is missing there
+UPDATE_S = 10.0  # time to read the catalog and to register what is missing there
 ANSWER_BYTES = 64 * 1024  # bytes of an answer about one request
 CATALOG_BYTES = 64 * 1024 * 1024  # bytes of an answer about workers: 600 each and 200 a rank
 U32_MAX = 2**32 - 1
@@ -144,7 +144,7 @@ class RemoteChoices:
         self._bookings: dict[str, RemoteBooking] = {}
         self._loads: Counter[tuple[int, int]] = Counter()  # bookings of this process, by rank
         self._turn = 0
-        self._asked = 0
+        self._sent = 0
         self.questions = Counter(dict.fromkeys(OUTCOMES, 0))
         self._refusals = RateLimit(REFUSALS_LOGGED_S)
 
@@ -163,7 +163,7 @@ class RemoteChoices:
     async def register(self, record: WorkerRecord) -> list[str]:
         self._records[record.worker_id] = record
         self._sort()
-        await self._tell_all()
+        await self._update_all()
         up = (kvd for kvd in self._kvds if kvd.problem is None)
         return next((kvd.reasons.get(record.worker_id, []) for kvd in up), [])
 
@@ -171,13 +171,13 @@ class RemoteChoices:
         if self._records.pop(worker_id, None) is None:
             return
         self._sort()
-        await self._tell_all()
+        await self._update_all()
 
-    async def _tell_all(self) -> None:
+    async def _update_all(self) -> None:
         """Updates the engines at the kvds that are up, at the others when they are reached."""
         for kvd in self._kvds:
             if kvd.problem is None:
-                await self._try_tell(kvd, trio.current_time())
+                await self._try_update(kvd, trio.current_time())
             else:
                 kvd.failed.set()  # an update under way may still register the former engines
 
@@ -191,14 +191,14 @@ class RemoteChoices:
         retry_s = RETRY_S
         while True:
             kvd.failed = trio.Event()
-            await self._try_tell(kvd, trio.current_time())
+            await self._try_update(kvd, trio.current_time())
             kvd.met.set()
             is_up = kvd.problem is None
             retry_s = RETRY_S if is_up else min(2 * retry_s, MAX_RETRY_S)
             with trio.move_on_after(CHECK_S if is_up else retry_s):
                 await kvd.failed.wait()
 
-    async def _try_tell(self, kvd: Kvd, since: float) -> bool:
+    async def _try_update(self, kvd: Kvd, since: float) -> bool:
         """Updates the engines at a kvd, unless its catalog has been read after `since`.
 
         Returns whether an engine has been missing, and was registered, after `since`.
@@ -206,13 +206,13 @@ class RemoteChoices:
         async with kvd.changing:
             if kvd.checked_at <= since:
                 try:
-                    with trio.fail_after(TELL_S):
-                        await self._tell(kvd)
+                    with trio.fail_after(UPDATE_S):
+                        await self._update(kvd)
                 except (Failed, Unreachable, trio.TooSlowError) as error:
                     kvd.note_failed(str(error) or "it has not answered GET /workers in time")
             return kvd.changed_at > since
 
-    async def _tell(self, kvd: Kvd) -> None:
+    async def _update(self, kvd: Kvd) -> None:
         await self._resolve(kvd)
         began = trio.current_time()
         rows = {row["worker_id"]: row for row in await self._catalog(kvd)}
@@ -223,12 +223,12 @@ class RemoteChoices:
             if worker_id in rows:
                 await self._change(kvd, "DELETE", f"/workers/{worker_id}")
         for worker_id, record in list(self._records.items()):
-            row, said = rows.get(worker_id, {}), described(record)
-            if row and kvd.registered.get(worker_id) != record and not says(row, said):
+            row, members = rows.get(worker_id, {}), described(record)
+            if row and kvd.registered.get(worker_id) != record and not matches(row, members):
                 await self._change(kvd, "DELETE", f"/workers/{worker_id}")
                 row = {}
             if not row:
-                row = await self._change(kvd, "POST", "/workers", _dumps(said).encode())
+                row = await self._change(kvd, "POST", "/workers", _dumps(members).encode())
                 lacked = True
             kvd.registered[worker_id] = record
             is_complete = row.get("lifecycle") != WorkerLifecycle.INCOMPLETE
@@ -316,8 +316,8 @@ class RemoteChoices:
         while True:
             alone = question.allowed == self._of_model.get(question.model)
             unlimited = alone and question.model not in kvd.shared
-            self._asked += 1  # a new id each time: the end of one booking must not end the next
-            booked_as = f"{question.reservation_id}.{self._asked}"
+            self._sent += 1  # a new id each time: the end of one booking must not end the next
+            booked_as = f"{question.reservation_id}.{self._sent}"
             body = body_of(question, booked_as, prompt, None if unlimited else question.allowed)
             since = trio.current_time()
             is_booked = True  # it may be, until the answer says otherwise
@@ -325,7 +325,7 @@ class RemoteChoices:
                 answer = await self._request(kvd, "POST", "/select_and_reserve", body)
                 is_booked = answer.status == 200
                 if answer.status == 503:
-                    if await self._try_tell(kvd, since):  # it had been restarted
+                    if await self._try_update(kvd, since):  # it had been restarted
                         continue
                     raise Unavailable(_refusal(answer))
                 placement = _placement(answer)
@@ -388,9 +388,9 @@ class RemoteChoices:
         self, reservation_id: str, prompt: int, expected: int, cached: int, *, prefill: bool = False
     ) -> None:
         # The length may be an estimate, and the engine reports more.
-        said = {"prompt_tokens": max(prompt, cached), "cached_tokens": cached}
+        report = {"prompt_tokens": max(prompt, cached), "cached_tokens": cached}
         path = PREFILL_SUFFIX + "/report" if prefill else "/report"
-        self._put_step(reservation_id, "POST", path, _dumps(said).encode())
+        self._put_step(reservation_id, "POST", path, _dumps(report).encode())
 
     def free(self, reservation_id: str) -> None:
         self._put_step(reservation_id, "DELETE")
@@ -449,9 +449,9 @@ class RemoteChoices:
         help = "Number of times a kvd elsewhere was asked to choose, by outcome"
         yield by_label("kvd_gateway_questions_total", "counter", help, "outcome", self.questions)
         up = sum(kvd.problem is None for kvd in self._kvds)
-        standings = {"up": up, "down": len(self._kvds) - up}
+        states = {"up": up, "down": len(self._kvds) - up}
         help = "Number of kvds elsewhere, by state"
-        yield by_label("kvd_gateway_kvds", "gauge", help, "standing", standings)
+        yield by_label("kvd_gateway_kvds", "gauge", help, "standing", states)
         steps = self._steps.values()
         help = "Number of steps of bookings that wait to be sent to a kvd elsewhere"
         yield gauge("kvd_gateway_waiting_steps", help, sum(map(len, steps)))
@@ -487,9 +487,9 @@ def described(record: WorkerRecord) -> dict[str, Any]:
     return {name: value for name, value in row.items() if value not in (None, (), {})}
 
 
-def says(row: Mapping[str, Any], said: Mapping[str, Any]) -> bool:
+def matches(row: Mapping[str, Any], members: Mapping[str, Any]) -> bool:
     """Returns whether a kvd lists an engine as it is described."""
-    return all(row.get(name) == value for name, value in said.items())
+    return all(row.get(name) == value for name, value in members.items())
 
 
 def _placement(answer: Answer) -> Placement:
@@ -506,8 +506,8 @@ def _rows(answer: Answer, asked: str) -> list[dict[str, Any]]:
     if answer.status not in (200, 201):
         raise Failed(f"the kvd answers {answer.status}: {_refusal(answer)}")
     try:
-        said = json.loads(answer.held)
-        rows = said if isinstance(said, list) else [said]
+        content = json.loads(answer.held)
+        rows = content if isinstance(content, list) else [content]
         if all(isinstance(row["worker_id"], int) for row in rows):
             return rows
     except (KeyError, RecursionError, TypeError, ValueError):

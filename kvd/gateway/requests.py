@@ -185,14 +185,18 @@ def read(api: Api, headers: Headers, body: bytes) -> ClientRequest:
     """Reads a request; raises GatewayError."""
     if api is Api.FORM:
         return ClientRequest(
-            api, field_of(headers, body, "model"), False, {}, session_of(_said(headers), {})
+            api,
+            field_of(headers, body, "model"),
+            False,
+            {},
+            session_of(_known_headers(headers), {}),
         )
     try:
         members = SCANNER.scan(body)
     except (TypeError, ValueError) as error:
         raise GatewayError(Reason.INVALID_JSON, f"the body is not valid: {error}") from None
     spans = {name: value for name, value in members.items() if isinstance(value, bytes)}
-    said = _said(headers)
+    known = _known_headers(headers)
     for name in FLEET_MEMBERS if not spans.keys().isdisjoint(FLEET_MEMBERS) else ():
         if spans.get(name, b"null") != b"null":
             text = f"{name} is set by the gateway, not by clients"
@@ -206,16 +210,16 @@ def read(api: Api, headers: Headers, body: bytes) -> ClientRequest:
         model,
         members.get("stream") is True,
         spans,
-        session_of(said, members),
+        session_of(known, members),
         _text(members.get("cache_salt")),
         _text(members.get("previous_response_id")),
         _expected_output(members, hints),
-        _priority(said.get(PRIORITY_HEADER, b""), members),
+        _priority(known.get(PRIORITY_HEADER, b""), members),
         _priority_jump(hints) if hints else None,
     )
 
 
-def _said(headers: Headers) -> dict[bytes, bytes]:
+def _known_headers(headers: Headers) -> dict[bytes, bytes]:
     """Returns the headers that this module reads; most requests have none of them.
 
     Of several headers with one name the first wins.
@@ -223,11 +227,11 @@ def _said(headers: Headers) -> dict[bytes, bytes]:
     return {name: value for name, value in reversed(headers) if name in READ_HEADERS}
 
 
-def session_of(said: Mapping[bytes, bytes], members: Mapping[str, object]) -> str | None:
+def session_of(headers: Mapping[bytes, bytes], members: Mapping[str, object]) -> str | None:
     """Returns the session that a request belongs to, None if nothing says so."""
-    for name in SESSION_HEADERS if said else ():
-        if value := said.get(name, b"").decode("latin-1").strip():
-            if name == b"x-claude-code-session-id" and (agent := said.get(AGENT_HEADER)):
+    for name in SESSION_HEADERS if headers else ():
+        if value := headers.get(name, b"").decode("latin-1").strip():
+            if name == b"x-claude-code-session-id" and (agent := headers.get(AGENT_HEADER)):
                 value = f"{value}:{agent.decode('latin-1')}"  # a subagent has its own prompt
             return _bounded(value)
     if members.keys().isdisjoint(SESSION_MEMBERS):
@@ -299,14 +303,14 @@ def _expected_output(members: Mapping[str, object], hints: Mapping[str, Any]) ->
 def _priority(header: bytes, members: Mapping[str, object]) -> int:
     if _NUMBER.fullmatch(header):
         return int(header)
-    said = members.get("priority")
-    return said if isinstance(said, int) and abs(said) <= U32_MAX else 0
+    value = members.get("priority")
+    return value if isinstance(value, int) and abs(value) <= U32_MAX else 0
 
 
 def _priority_jump(hints: Mapping[str, Any]) -> float | None:
     """Reads the hints of an agent as the selection service does."""
     for name in ("latency_sensitivity", "priority"):
-        said = hints.get(name)
-        if isinstance(said, int | float) and not isinstance(said, bool):
-            return float(min(max(said, 0), U32_MAX))
+        value = hints.get(name)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return float(min(max(value, 0), U32_MAX))
     return None

@@ -98,7 +98,7 @@ class PromptTokens(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class SaidTokens:
+class JsonTokens:
     """The tokens of a prompt in a JSON object, as `tokens` or as `token_ids`."""
 
     rung: Rung
@@ -207,13 +207,13 @@ class Tokens:
             self._asking.add(asking)
             self._step(asking)
 
-    def _go_on(self, asking: Untasked) -> None:
+    def _advance(self, asking: Untasked) -> None:
         self._step(asking)
         self._ask_next()
 
     def _step(self, asking: Untasked) -> None:
         try:
-            asking.step().subscribe(partial(self._go_on, asking))
+            asking.step().subscribe(partial(self._advance, asking))
         except StopIteration:
             self._asking.discard(asking)
 
@@ -243,9 +243,9 @@ class Tokens:
 
     async def _ask(
         self, asked: ClientRequest, body: bytes, engines: Sequence[Upstream]
-    ) -> SaidTokens | None:
+    ) -> JsonTokens | None:
         if (ids := asked.token_ids) is not None:
-            return said_tokens(Rung.IDS, b'{"token_ids":%b}' % ids)
+            return read_tokens(Rung.IDS, b'{"token_ids":%b}' % ids)
         if not engines or asked.api not in RENDER_PATHS:
             return None
         with trio.move_on_after(self._tokenize_s):
@@ -254,7 +254,7 @@ class Tokens:
 
     async def _ask_some(
         self, asked: ClientRequest, body: bytes, engines: Sequence[Upstream]
-    ) -> SaidTokens | None:
+    ) -> JsonTokens | None:
         """Asks one engine, and another one if it does not answer."""
         self._turn += 1
         for upstream in (engines[(self._turn + at) % len(engines)] for at in range(MAX_ASKED)):
@@ -268,7 +268,7 @@ class Tokens:
 
     async def _ask_engine(
         self, asked: ClientRequest, body: bytes, upstream: Upstream
-    ) -> SaidTokens | None:
+    ) -> JsonTokens | None:
         """Asks one engine; raises ExchangeFailed if it does not answer."""
         assert upstream.facts is not None
         if renders(upstream.facts, asked):
@@ -283,14 +283,14 @@ class Tokens:
 
     async def _question(
         self, upstream: Upstream, rung: Rung, path: str, body: bytes
-    ) -> SaidTokens | None:
+    ) -> JsonTokens | None:
         assert upstream.engine is not None
         head = own_head("POST", path, upstream.authority, len(body), upstream.key)
         found = None
         try:
             answer = await self._exchanges.ask(upstream.engine, head, body, TOKENS_BYTES)
             if answer.status == 200:
-                found = said_tokens(rung, unwrapped(answer.held))
+                found = read_tokens(rung, unwrapped(answer.held))
         finally:
             self._stats.rung_failures[rung] += found is None
         return found
@@ -340,11 +340,11 @@ def unwrapped(body: bytes) -> bytes:
     return stripped[1:-1] if stripped.startswith(b"[") else stripped
 
 
-def said_tokens(rung: Rung, body: bytes) -> SaidTokens | None:
+def read_tokens(rung: Rung, body: bytes) -> JsonTokens | None:
     """Returns the tokens in a JSON object, None if it does not have the ids of one prompt."""
     try:
         members = READER.members(body)
     except (TypeError, ValueError):
         return None
     found = members.get("tokens") or members.get("token_ids")
-    return SaidTokens(rung, body, found) if isinstance(found, int) and found else None
+    return JsonTokens(rung, body, found) if isinstance(found, int) and found else None

@@ -57,7 +57,7 @@ class UpstreamTls:
             context.verify_mode = ssl.CERT_NONE
         if self.certfile is not None:
             try:
-                context.load_cert_chain(self.certfile, self.keyfile, _ask_nobody)
+                context.load_cert_chain(self.certfile, self.keyfile, _refuse_passphrase)
             except (OSError, ValueError) as error:
                 text = f"cannot use {self.certfile} with {self.keyfile}: {error}"
                 raise ValueError(text) from None
@@ -150,9 +150,9 @@ async def _pass_on(
 
 def _is_ours(near: trio.SocketStream) -> bool:
     """Returns whether this process has connected: others would use the gateway's certificate."""
-    said = near.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
-    assert isinstance(said, bytes)
-    return bool(CREDENTIALS.unpack(said)[0] == os.getpid())
+    credentials = near.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+    assert isinstance(credentials, bytes)
+    return bool(CREDENTIALS.unpack(credentials)[0] == os.getpid())
 
 
 def _reason(error: Exception) -> str:
@@ -179,6 +179,6 @@ def outcome_of(error: Exception) -> ExchangeOutcome:
     return ExchangeOutcome.NO_ROOM if lacks_room else ExchangeOutcome.UNREACHABLE
 
 
-def _ask_nobody() -> NoReturn:
+def _refuse_passphrase() -> NoReturn:
     """Fails in place of OpenSSL's question for a passphrase on the terminal."""
     raise ValueError("the key has a passphrase")

@@ -85,7 +85,7 @@ class Upstream:
     engine: int | None = None
     tunnel: Tunnel | None = None  # the way to an engine with TLS, once its address is known
     address: str | None = None
-    standing: UpstreamState = UpstreamState.UNKNOWN
+    state: UpstreamState = UpstreamState.UNKNOWN
     facts: Facts | None = None
     problem: str | None = None  # why requests are not sent there, for operators
     failures: int = 0  # failed health checks in a row
@@ -136,10 +136,10 @@ class Upstream:
 
     def note_gone(self, why: str) -> None:
         """Marks it as out until a health check succeeds; the next one follows at once."""
-        if self.standing is UpstreamState.SERVING:
+        if self.state is UpstreamState.SERVING:
             why = self.fault_of(why)
             log.warning("upstream_out", url=self.url, reason=why)
-            self.standing, self.problem = UpstreamState.OUT, why
+            self.state, self.problem = UpstreamState.OUT, why
             self.changed()
             self.failed.set()
 
@@ -329,7 +329,7 @@ class Upstreams:
             for one in self:
                 serves = one.facts is None or _serves(one.facts, served)  # unknown engines may
                 prefills = prefills or (serves and one.role is Role.PREFILL)
-                if serves and one.facts is not None and one.standing is UpstreamState.SERVING:
+                if serves and one.facts is not None and one.state is UpstreamState.SERVING:
                     serving.append(one)
             found = self._by_served[served] = _Engines(tuple(serving), prefills)
         return found
@@ -339,7 +339,7 @@ class Upstreams:
         bases = {served.model for each in self.names.values() for served in each}
         return next(iter(bases)) if len(bases) == 1 else None
 
-    def stands_for(self, name: str) -> Served | None:
+    def resolve_model(self, name: str) -> Served | None:
         """Returns what a name stands for: of several models the first with a healthy engine."""
         found = self.names.get(name)
         if not found:
@@ -368,14 +368,14 @@ class Upstreams:
         retry_s = RETRY_S
         while True:
             upstream.failed = trio.Event()
-            if upstream.standing is UpstreamState.SERVING:
+            if upstream.state is UpstreamState.SERVING:
                 await self._check(upstream)
             else:
                 await self._meet(upstream)
                 upstream.met.set()
                 await self._prove(upstream)
             now = trio.current_time()
-            if upstream.standing is UpstreamState.SERVING:
+            if upstream.state is UpstreamState.SERVING:
                 retry_s = RETRY_S
                 until = now + HEALTH_S
                 if upstream.failures == 0:  # after a failure the next health check comes first
@@ -398,7 +398,7 @@ class Upstreams:
                 log.warning("upstream_unusable", url=upstream.url, reason=error)
             upstream.problem = str(error)
             return
-        upstream.standing, upstream.problem, upstream.failures = UpstreamState.SERVING, None, 0
+        upstream.state, upstream.problem, upstream.failures = UpstreamState.SERVING, None, 0
         upstream.changed()
         log.info(
             "upstream_serving",
@@ -412,7 +412,7 @@ class Upstreams:
     async def _prove(self, upstream: Upstream) -> None:
         """Tests whether an engine's events agree with its tokens; if not, predicts its cache."""
         facts = upstream.facts
-        if self._canary is None or facts is None or upstream.standing is not UpstreamState.SERVING:
+        if self._canary is None or facts is None or upstream.state is not UpstreamState.SERVING:
             return
         assert upstream.engine is not None
         whom = upstream.engine, upstream.authority, upstream.key
@@ -429,7 +429,7 @@ class Upstreams:
         upstream.asked_at = trio.current_time()
         upstream.ask_at = upstream.asked_at + REFRESH_S
         facts = await Probe(self._exchanges, upstream.engine, upstream.target, upstream.key).ask()
-        if upstream.advice != DISAGREE or upstream.standing is not UpstreamState.SERVING:
+        if upstream.advice != DISAGREE or upstream.state is not UpstreamState.SERVING:
             upstream.advice = facts.advice
         await self._register(upstream, facts)
         self._name()
@@ -518,11 +518,11 @@ class Upstreams:
             text = f"the engine's disaggregation_mode is {mode}, not prefill"
             raise NotAnEngine(f"{text}: start it with --disaggregation-mode prefill")
         for other in self:
-            beside = other.facts
-            if other is upstream or beside is None or other.role is not Role.PREFILL:
+            known = other.facts
+            if other is upstream or known is None or other.role is not Role.PREFILL:
                 continue
-            if beside.models[0].name == facts.models[0].name and beside.kind is not facts.kind:
-                text = f"the engine is {facts.kind}, {other.url} is {beside.kind}"
+            if known.models[0].name == facts.models[0].name and known.kind is not facts.kind:
+                text = f"the engine is {facts.kind}, {other.url} is {known.kind}"
                 raise NotAnEngine(f"{text}: all prefill engines of a model must be of one kind")
 
     def _name(self) -> None:
@@ -558,8 +558,8 @@ def worker_id_of(target: Target) -> int:
 def _upstream(wanted: Wanted, key: bytes, changed: Callable[[], None]) -> Upstream:
     target = parse_upstream(wanted.url)
     worker_id = worker_id_of(target)
-    said = wanted.prefills, wanted.server_name
-    return Upstream(wanted.url, target, worker_id, key, *said, changed=changed)
+    options = wanted.prefills, wanted.server_name
+    return Upstream(wanted.url, target, worker_id, key, *options, changed=changed)
 
 
 def record_of(upstream: Upstream, facts: Facts) -> WorkerRecord:

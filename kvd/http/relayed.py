@@ -54,7 +54,7 @@ class RelayedRequest:
         self._head = head
         self._transport = transport
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Frees the request once nothing of it is to be sent again: the answer may take long."""
         self.target = self.body = b""
         self.headers = logged(self.headers)

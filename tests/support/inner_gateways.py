@@ -45,7 +45,7 @@ class InnerGateway:
 
     def serving(self) -> set[str]:
         """Returns the URLs of the engines that serve."""
-        return {one.url for one in self.upstreams if one.standing is UpstreamState.SERVING}
+        return {one.url for one in self.upstreams if one.state is UpstreamState.SERVING}
 
     async def until_serving(self, *urls: str) -> None:
         """Waits until these engines serve, and no others."""

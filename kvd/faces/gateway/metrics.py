@@ -79,10 +79,10 @@ def gateway_families(
     help = "Number of turns not remembered because too many were waiting for their tokens"
     yield counter("kvd_gateway_turns_not_remembered_total", help, stats.not_remembered)
     yield gauge("kvd_gateway_running_requests", "Number of requests in progress", stats.running)
-    standings = Counter({standing.value: 0 for standing in UpstreamState})
-    standings.update(upstream.standing.value for upstream in upstreams)
+    states = Counter({state.value: 0 for state in UpstreamState})
+    states.update(upstream.state.value for upstream in upstreams)
     help = "Number of engines, by state"
-    yield by_label("kvd_gateway_upstreams", "gauge", help, "standing", standings)
+    yield by_label("kvd_gateway_upstreams", "gauge", help, "standing", states)
     yield from _relay_families(exchanges)
 
 

@@ -157,7 +157,7 @@ def _cards(upstreams: Upstreams) -> Iterator[dict[str, Any]]:
 
 def ready(upstreams: Upstreams, request: Request) -> Response:
     """Answers whether a request could be served now."""
-    serving = sum(upstream.standing is UpstreamState.SERVING for upstream in upstreams)
+    serving = sum(upstream.state is UpstreamState.SERVING for upstream in upstreams)
     body = json.dumps({"ready": serving > 0, "serving": serving}).encode()
     return Response(200 if serving else 503, body)
 
@@ -185,7 +185,7 @@ def _shown(upstream: Any) -> dict[str, Any]:
     row: dict[str, Any] = {
         "url": upstream.url,
         "worker_id": upstream.worker_id,
-        "standing": upstream.standing.value,
+        "standing": upstream.state.value,
         "role": upstream.role,
         "problem": upstream.problem,
         "advice": upstream.advice,

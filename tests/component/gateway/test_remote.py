@@ -18,7 +18,7 @@ from kvd.faces.selection.routes import selection_routes
 from kvd.gateway.booking_steps import MAX_ROW, MAX_STEPS, BookingSteps, StepsFailed
 from kvd.gateway.choices import Question
 from kvd.gateway.exchanges import Exchanges, RelayLimits
-from kvd.gateway.remote import RemoteChoices, body_of, described, says
+from kvd.gateway.remote import RemoteChoices, body_of, described, matches
 from kvd.http.access import AccessLog
 from kvd.http.app import build_app
 from kvd.http.auth import AccessPolicy, Authorizer
@@ -386,7 +386,7 @@ async def test_what_a_kvd_shows_is_what_it_was_told(tmp_path: Path) -> None:
         )
         assert await gateway.choices.register(told) == []
         assert kvd.service.selections.workers.entries[7].record == told
-        assert says(told.shown(WorkerLifecycle.SCHEDULABLE, []), described(told))
+        assert matches(told.shown(WorkerLifecycle.SCHEDULABLE, []), described(told))
 
 
 def test_a_question_has_what_was_asked_for() -> None:
