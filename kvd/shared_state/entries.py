@@ -234,7 +234,7 @@ class ViewHead:
     served: list[tuple[str, str | None]]  # models and tenants; empty means all
 
     def packed(self) -> bytes:
-        said = {
+        members = {
             "v": FORM,
             "number": self.number,
             "pieces": self.pieces,
@@ -245,25 +245,25 @@ class ViewHead:
             "partial": self.partial,
             "served": self.served,
         }
-        content: bytes = msgpack.packb(said)
+        content: bytes = msgpack.packb(members)
         return content
 
     @classmethod
     def read(cls, content: bytes) -> ViewHead | None:
         """Returns a view's head, None if its form is not known here; raises Unreadable."""
         with understanding("a view"):
-            said = unpacked(content)
-            if said["v"] != FORM:
+            members = unpacked(content)
+            if members["v"] != FORM:
                 return None
             return cls(
-                number_of(said["number"]),
-                number_of(said["pieces"]),
-                number_of(said["bytes"]),
-                {str(writer): number_of(number) for writer, number in said["numbers"].items()},
-                Position.of(said["position"]),
-                number_of(said["own"]),
-                bool(said["partial"]),
-                [(model, tenant) for model, tenant in said["served"]],
+                number_of(members["number"]),
+                number_of(members["pieces"]),
+                number_of(members["bytes"]),
+                {str(writer): number_of(number) for writer, number in members["numbers"].items()},
+                Position.of(members["position"]),
+                number_of(members["own"]),
+                bool(members["partial"]),
+                [(model, tenant) for model, tenant in members["served"]],
             )
 
 
@@ -292,7 +292,7 @@ class Piece:
     server_clock: float | None = None  # the server's clock at `clock`; None if not stated
 
     def packed(self) -> bytes:
-        said = {
+        members = {
             "t": self.clock,
             "s": self.server_clock,
             "position": str(self.position),
@@ -303,28 +303,28 @@ class Piece:
             "outputs": self.outputs,
             "elsewhere": self.elsewhere,
         }
-        content: bytes = msgpack.packb(said)
+        content: bytes = msgpack.packb(members)
         return content
 
     @classmethod
     def read(cls, content: bytes) -> Piece:
         """Returns a piece; raises Unreadable."""
         with understanding("a piece of a view"):
-            said = unpacked(content)
-            records = said["r"]
+            members = unpacked(content)
+            records = members["r"]
             if not isinstance(records, bytes):
                 raise TypeError("its records are no bytes")
             return cls(
-                moment_of(said["t"]),
-                Position.of(said["position"]),
-                number_of(said["own"]),
-                read_ledgers(said["l"]),
+                moment_of(members["t"]),
+                Position.of(members["position"]),
+                number_of(members["own"]),
+                read_ledgers(members["l"]),
                 records,
-                read_dots(said["dots"]),
+                read_dots(members["dots"]),
                 # Earlier versions do not write `outputs` and `s`.
-                [None if each is None else _outputs(each) for each in said.get("outputs", ())],
-                list(_elsewhere(said["elsewhere"])),
-                None if said.get("s") is None else moment_of(said["s"]),
+                [None if each is None else _outputs(each) for each in members.get("outputs", ())],
+                list(_elsewhere(members["elsewhere"])),
+                None if members.get("s") is None else moment_of(members["s"]),
             )
 
 

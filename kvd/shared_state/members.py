@@ -34,7 +34,7 @@ class Member:
     view: int  # number of its last view; 0 if it has none yet
 
     def packed(self) -> bytes:
-        said = {
+        members = {
             "v": FORM,
             "name": self.name,
             "address": self.address,
@@ -42,7 +42,7 @@ class Member:
             "numbers": dict(self.numbers),
             "view": self.view,
         }
-        content: bytes = msgpack.packb(said)
+        content: bytes = msgpack.packb(members)
         return content
 
     @classmethod
@@ -52,22 +52,22 @@ class Member:
         Raises Unreadable.
         """
         with understanding("the row of a process"):
-            said = unpacked(content)
-            if said["v"] != FORM:
+            members = unpacked(content)
+            if members["v"] != FORM:
                 return None
-            serves = tuple((str(model), tenant) for model, tenant in said["serves"])
-            address = said["address"]
+            serves = tuple((str(model), tenant) for model, tenant in members["serves"])
+            address = members["address"]
             return cls(
                 writer,
-                str(said["name"]),
+                str(members["name"]),
                 None if address is None else str(address),
                 serves,
-                {str(each): number_of(number) for each, number in said["numbers"].items()},
-                number_of(said["view"]),
+                {str(each): number_of(number) for each, number in members["numbers"].items()},
+                number_of(members["view"]),
             )
 
 
-async def tell(client: Client, keys: Keys, member: Member, lease_s: float) -> None:
+async def announce(client: Client, keys: Keys, member: Member, lease_s: float) -> None:
     """Announces a process for the time of a lease; raises what the client raises."""
     await client.sadd(keys.members, [member.writer])
     await client.set(keys.member(member.writer), member.packed(), px=round(lease_s * 1000))

@@ -372,7 +372,7 @@ class Mirror:
         name = Name(ledger.face, ledger.key, record.request_id)
         if isinstance(record, Booked):
             known = self.requests.get(name)
-            if known is not None and not self._gives_way(name, known):
+            if known is not None and not self._end_if_later(name, known):
                 return
             at = min(self._clock(), record.admitted_at + later)
             content = Booking.of(record), at, foreign.dot, _all(foreign.dot)
@@ -441,7 +441,7 @@ class Mirror:
                     self._take_step(name, replace(foreign, of=dot), step)
             self._held -= len(self._early.pop(of, ()))
 
-    def _gives_way(self, name: Name, known: Known) -> bool:
+    def _end_if_later(self, name: Name, known: Known) -> bool:
         """Ends a booking of this process if another's is first in the stream; returns whether."""
         if known.dot.writer != self.writer or known.dot.number <= self.settled:
             return False

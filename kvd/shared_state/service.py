@@ -82,7 +82,7 @@ class SharedState:
         content = faces, affinity, served.listed, self._at_rest
         self._views = Views(self._mirror, self._outbox, *content)
         self._shared_until = shared_until
-        self._standing = KnownFleet(served)
+        self._fleet = KnownFleet(served)
         self._stopping = trio.Event()
         self._ended = trio.Event()
         self._joined = trio.Event()  # the state of the others has been read
@@ -97,7 +97,7 @@ class SharedState:
 
     async def prepare(self) -> None:
         """Notes the restored state and begins to record, before any call can have arrived."""
-        self._standing.note_restored(self._shared_until.at)
+        self._fleet.note_restored(self._shared_until.at)
         self._mirror.note_restored()
         self._deduplicator.resume()
         self._outbox.introduce()
@@ -131,7 +131,7 @@ class SharedState:
                         self._views,
                         self._catalog,
                         self._at_rest,
-                        self._standing,
+                        self._fleet,
                         self._shared_until.note,
                         *about,
                         server.lease_s,
@@ -148,7 +148,7 @@ class SharedState:
     def _welcome(self) -> None:
         """Notes that a session has begun, and the state of the others has been read."""
         log.info("shared_state_connected", server=str(self._server.address))
-        self._standing.is_connected = True
+        self._fleet.is_connected = True
         self._fault = None
         self._pause_s = FIRST_PAUSE_S
         self._joined.set()
@@ -156,10 +156,10 @@ class SharedState:
     def _lost(self, faults: BaseExceptionGroup[BaseException]) -> None:
         """Notes why there is no session, and logs each reason once."""
         fault = str(_first(faults)) or type(_first(faults)).__name__
-        if self._standing.is_connected or fault != self._fault:
+        if self._fleet.is_connected or fault != self._fault:
             log.warning("shared_state_lost", server=str(self._server.address), reason=fault)
-        self._losses += self._standing.is_connected
-        self._standing.is_connected = False
+        self._losses += self._fleet.is_connected
+        self._fleet.is_connected = False
         self._fault = fault
 
     def _crashed(self, faults: BaseExceptionGroup[BaseException]) -> None:
@@ -167,8 +167,8 @@ class SharedState:
         fault = repr(_first(faults))
         if fault != self._fault:
             log.exception("shared_state_crashed", server=str(self._server.address))
-        self._losses += self._standing.is_connected
-        self._standing.is_connected = False
+        self._losses += self._fleet.is_connected
+        self._fleet.is_connected = False
         self._fault = fault
 
     async def finish(self) -> None:
@@ -183,28 +183,28 @@ class SharedState:
         """Returns addresses of other processes' indexes, once known or after `wait_s`."""
         with trio.move_on_after(wait_s):
             await self._joined.wait()
-        members = self._standing.members.values()
+        members = self._fleet.members.values()
         return sorted(each.address for each in members if each.address is not None)
 
     def shown(self) -> dict[str, Any]:
         """Returns the members of a status."""
-        refusals = iter(self._standing.refusals.values())
+        refusals = iter(self._fleet.refusals.values())
         return {
             "server": str(self._server.address),
-            "connected": self._standing.is_connected,
-            "replicas": len(self._standing.members),
+            "connected": self._fleet.is_connected,
+            "replicas": len(self._fleet.members),
             "behind": len(self._mirror.behind),
-            "fault": next(refusals, None) if self._standing.is_connected else self._fault,
+            "fault": next(refusals, None) if self._fleet.is_connected else self._fault,
         }
 
     def families(self) -> Iterator[Family]:
         """Yields the families of /metrics."""
-        standing, mirror, outbox = self._standing, self._mirror, self._outbox
-        stats, of_mirror, of_views = standing.stats, mirror.stats, self._views.stats
+        fleet, mirror, outbox = self._fleet, self._mirror, self._outbox
+        stats, of_mirror, of_views = fleet.stats, mirror.stats, self._views.stats
         help = "Whether the server of the shared state is connected"
-        yield gauge("kvd_shared_state_connected", help, int(standing.is_connected))
+        yield gauge("kvd_shared_state_connected", help, int(fleet.is_connected))
         help = "Number of other processes that share this state"
-        yield gauge("kvd_shared_state_replicas", help, len(standing.members))
+        yield gauge("kvd_shared_state_replicas", help, len(fleet.members))
         help = "Number of other processes whose latest steps have not arrived here"
         yield gauge("kvd_shared_state_behind", help, len(mirror.behind))
         help = "Number of live requests whose rank is not registered here"

@@ -55,7 +55,7 @@ PRUNE_S = 30.0  # pause between two checks for requests that ended unseen: 2 us 
 
 TICK = 0.1  # leases between two checks of the fleet, and between two announcements of our own
 NEWS = 0.1  # leases that the server waits for new entries at most
-ASK_AGAIN = 0.2  # leases between two requests for the view of one writer
+REQUEST_AGAIN = 0.2  # leases between two requests for the view of one writer
 GIVE_UP = 1.0  # leases after which missing steps of a process that is gone are given up
 WRITE_AGAIN = 0.1  # leases before a refused write is tried again
 
@@ -115,7 +115,7 @@ class Session:
         views: Views,
         catalog: Catalog,
         at_rest: trio.Lock,
-        standing: KnownFleet,
+        fleet: KnownFleet,
         note_shared: Callable[[float], None],
         name: str,
         address: str | None,
@@ -129,22 +129,22 @@ class Session:
         self._views = views
         self._catalog = catalog
         self._at_rest = at_rest
-        self._standing = standing
+        self._fleet = fleet
         self._note_shared = note_shared
         self._about = name, address, tuple(served)
         self._lease_s = lease_s
-        self._stats = standing.stats
+        self._stats = fleet.stats
         self._viewed_at = -VIEW_EVERY_S
         self._viewed_numbers: dict[str, int] = {}
         self._read_since_view = 0
-        self._wanted = trio.Event()  # a new view of ours is wanted
-        self._ask_at: dict[str, float] = {}  # by writer: when its view may be requested again
+        self._view_wanted = trio.Event()  # a new view of ours is wanted
+        self._request_at: dict[str, float] = {}  # by writer: when its view may be requested again
         self._behind_since: dict[str, float] = {}
         # Announcements a tick ago: a process, and the number up to which it has a writer's steps.
         self._expected: list[tuple[str, str, int]] = []
         self._source: dict[str, str] = {}  # by writer with a gap: whose view has more of its steps
         self._entry_bytes = 1024.0  # mean size of the entries read lately
-        self._has_said_unreadable = False
+        self._has_logged_unreadable = False
         self._holes = outbox.holes  # number of holes for which a view has been requested
         self._rebooked_at: int | None = None  # the catalog's `changes` at the last rebooking
         self._server_s = 0.0  # the server's clock minus ours
@@ -183,18 +183,18 @@ class Session:
         mirror = self._mirror
         await self._check_stream()
         await self._sync_catalog()
-        if self._standing.has_joined:
-            await self._say_hello()
+        if self._fleet.has_joined:
+            await self._introduce()
             return
         mirror.position = await self._end()
         found, gone = await members.listed(self._client, self._keys, mirror.writer)
-        self._standing.note_members(found)
+        self._fleet.note_members(found)
         for writer in (*gone, *found):
             mirror.missed(writer, found[writer].numbers.get(writer, 0) if writer in found else 1)
         await self._heal()
-        self._standing.has_joined = True
+        self._fleet.has_joined = True
         await self._settle()
-        await self._say_hello()
+        await self._introduce()
 
     async def _sync_catalog(self) -> None:
         await self._catalog.sync(self._client, self._keys, partial(self._try, what="catalog"))
@@ -206,14 +206,14 @@ class Session:
         them ended while this process was away. All other bookings are live and become ours.
         """
         mirror = self._mirror
-        if self._standing.has_settled or mirror.behind:
+        if self._fleet.has_settled or mirror.behind:
             return
         async with self._at_rest:
-            shared_at = self._standing.shared_at
+            shared_at = self._fleet.shared_at
             if mirror.stats.views and shared_at is not None:
                 await self._among_news(mirror.drop_unknown(shared_at))
             await self._among_news(mirror.claim())
-        self._standing.has_settled = True
+        self._fleet.has_settled = True
 
     async def _among_news(self, work: Iterator[None]) -> None:
         """Goes through bookings in slices, while clients make new ones."""
@@ -222,9 +222,9 @@ class Session:
             await trio.lowlevel.checkpoint()
             await self._outbox.drain()
 
-    async def _say_hello(self) -> None:
+    async def _introduce(self) -> None:
         await self._write_view()
-        await self._tell()
+        await self._announce()
 
     async def _end(self) -> Position:
         """Returns the position of the last entry of the stream."""
@@ -255,7 +255,7 @@ class Session:
         await outbox.drain()
         if outbox.holes != self._holes:
             self._holes = outbox.holes
-            self._wanted.set()
+            self._view_wanted.set()
         while outbox.entries:
             entry = outbox.entries[0]
             writing = self._client.xadd(
@@ -272,8 +272,8 @@ class Session:
                 outbox.sent()
             self._stats.entries_written += 1
             self._stats.bytes_written += len(entry.records)
-        is_all_there = not outbox.has_news and outbox.holes == self._standing.described_holes
-        if self._standing.has_settled and is_all_there:
+        is_all_there = not outbox.has_news and outbox.holes == self._fleet.described_holes
+        if self._fleet.has_settled and is_all_there:
             self._note_shared(trio.current_time())
 
     def _most_entries(self) -> int:
@@ -286,7 +286,7 @@ class Session:
         Raises what else the client raises. The server may refuse some kinds of writes alone, if the
         user has only some rights.
         """
-        refusals = self._standing.refusals
+        refusals = self._fleet.refusals
         try:
             await command
         except ReadOnlyError:  # the server has become a copy; a new session finds the new primary
@@ -332,7 +332,7 @@ class Session:
             entry = read_entry(fields)
             if isinstance(entry, ViewRequest):
                 if entry.of == self._mirror.writer:
-                    self._wanted.set()
+                    self._view_wanted.set()
             elif entry is None:
                 self._stats.unknown_form += 1
             else:
@@ -345,15 +345,15 @@ class Session:
     def _note_unreadable(self, error: ValueError) -> None:
         """Counts an unreadable entry and logs the first of a session."""
         self._stats.unreadable += 1
-        if not self._has_said_unreadable:
+        if not self._has_logged_unreadable:
             log.warning("shared_state_unreadable", reason=str(error))
-        self._has_said_unreadable = True
+        self._has_logged_unreadable = True
 
     async def _apply(self, entry: StreamEntry, position: Position) -> None:
         async with self._at_rest:
             await self._outbox.drain()
-            said_at = entry.server_clock
-            age_s = self._age_s(position.ms / 1000 if said_at is None else said_at)
+            sent_at = entry.server_clock
+            age_s = self._age_s(position.ms / 1000 if sent_at is None else sent_at)
             for _ in self._mirror.take(entry, position, age_s):
                 await trio.lowlevel.checkpoint()
                 await self._outbox.drain()
@@ -380,14 +380,14 @@ class Session:
             if is_whole:
                 continue
             source = self._source.get(writer, writer)
-            is_there = source in self._standing.members
+            is_there = source in self._fleet.members
             is_late = now - since > GIVE_UP * self._lease_s
-            if not is_there and (is_late or not self._standing.has_joined):
+            if not is_there and (is_late or not self._fleet.has_joined):
                 self._give_up(writer)
-            elif is_there and now >= self._ask_at.get(source, now):
-                self._ask_at[source] = now + ASK_AGAIN * self._lease_s
-                ask = ViewRequest(source).fields(self._mirror.writer)
-                await self._try(self._client.xadd(self._keys.ops, field_values=ask), "stream")
+            elif is_there and now >= self._request_at.get(source, now):
+                self._request_at[source] = now + REQUEST_AGAIN * self._lease_s
+                request = ViewRequest(source).fields(self._mirror.writer)
+                await self._try(self._client.xadd(self._keys.ops, field_values=request), "stream")
 
     def _give_up(self, writer: str) -> None:
         """Gives up the gap of a process that is gone; views of others may still have its steps."""
@@ -457,7 +457,7 @@ class Session:
         while True:
             await trio.sleep(TICK * self._lease_s)
             await self._settle()
-            await self._tell()
+            await self._announce()
             await self._note_members()
             await self._check_stream()
             await self._sync_catalog()
@@ -469,13 +469,13 @@ class Session:
                 self._rebooked_at = None  # there may be room again where a bound was reached
                 await self._rest_between(self._mirror.prune())
             if await self._is_view_due():
-                self._wanted.set()
+                self._view_wanted.set()
 
-    async def _tell(self) -> None:
+    async def _announce(self) -> None:
         name, address, served = self._about
         numbers = self._mirror.heard_lately() | {self._mirror.writer: self._outbox.shared_number}
         own = Member(self._mirror.writer, name, address, served, numbers, self._views.number)
-        await self._try(members.tell(self._client, self._keys, own, self._lease_s), "member")
+        await self._try(members.announce(self._client, self._keys, own, self._lease_s), "member")
 
     async def _note_members(self) -> None:
         """Notes the other processes, and gaps in steps that they had announced a tick ago."""
@@ -485,7 +485,7 @@ class Session:
                 mirror.missed(writer, number)
                 self._source[writer] = source
         found, _ = await members.listed(self._client, self._keys, mirror.writer)
-        self._standing.note_members(found)
+        self._fleet.note_members(found)
         self._expected = [
             (source, writer, number)
             for source, member in found.items()
@@ -504,18 +504,18 @@ class Session:
     async def _show(self) -> NoReturn:
         """Writes our view whenever a new one is wanted."""
         while True:
-            await self._wanted.wait()
-            self._wanted = trio.Event()
+            await self._view_wanted.wait()
+            self._view_wanted = trio.Event()
             await self._write_view()
 
     async def _write_view(self) -> None:
-        mirror, standing = self._mirror, self._standing
-        holes = self._outbox.holes if standing.has_settled else standing.described_holes
-        if self._outbox.holes and standing.has_settled:
+        mirror, fleet = self._mirror, self._fleet
+        holes = self._outbox.holes if fleet.has_settled else fleet.described_holes
+        if self._outbox.holes and fleet.has_settled:
             async with self._at_rest:
                 await self._among_news(mirror.claim())
         self._viewed_at = trio.current_time()
         self._viewed_numbers = mirror.numbers | {mirror.writer: mirror.own}
         self._read_since_view = 0
         if await self._try(self._views.write(self._client, self._keys, self._server_s), "view"):
-            standing.described_holes = holes
+            fleet.described_holes = holes
