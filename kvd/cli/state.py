@@ -22,7 +22,7 @@ from kvd.persistence.clocks import ClockReading
 from kvd.persistence.directory import journals
 from kvd.persistence.frames import Content, CutOff, Damaged, Frame, Header, Reading, unpacked
 from kvd.persistence.reading import UnreadJournal, bookings_of, frames_of
-from kvd.persistence.registrations import PEERS, ROWS, SAID
+from kvd.persistence.registrations import PEERS, ROUTER_SETTINGS, ROWS
 
 EXIT_DAMAGED = 1
 
@@ -139,13 +139,13 @@ def _rows(frames: list[Frame]) -> list[tuple[str, dict[str, Any], str]]:
 def _exported(path: Path) -> Iterator[str]:
     """Yields the JSON object in pieces, without its closing brace."""
     held = {content: file for content, file in _files(path) if content is not Content.JOURNAL}
-    rows = said = peers = []
+    rows = settings = peers = []
     if Content.REGISTRATIONS in held:
         frames = frames_of(held[Content.REGISTRATIONS], Content.REGISTRATIONS)
         rows = [{"table": table, **members} for table, members, _ in _rows(frames)]
-        said = [unpacked(each.content) for each in frames if each.kind == SAID]
+        settings = [unpacked(each.content) for each in frames if each.kind == ROUTER_SETTINGS]
         peers = [url for each in frames if each.kind == PEERS for url in unpacked(each.content)]
-    yield f'{{"registrations":{json.dumps(rows)},"settings_of_models":{json.dumps(said)}'
+    yield f'{{"registrations":{json.dumps(rows)},"settings_of_models":{json.dumps(settings)}'
     yield f',"peers":{json.dumps(peers)}'
     bookings = trio.run(bookings_of, [file for _, file in journals(path)], 0.0)
     yield f',"requests":{json.dumps(list(_requests(bookings)))}'

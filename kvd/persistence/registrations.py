@@ -41,7 +41,7 @@ from kvd.telemetry.logs import get_logger
 
 # Kinds of frames.
 ROWS = ord("T")  # at most SLICE registrations
-SAID = ord("U")  # router settings of a model, or of one tenant of it
+ROUTER_SETTINGS = ord("U")  # router settings of a model, or of one tenant of it
 PEERS = ord("V")  # peers
 
 SLICE = 32  # registrations examined or made again between two checkpoints: about 1 ms
@@ -106,7 +106,7 @@ class Registrations:
                 await trio.lowlevel.checkpoint()
         if rows:
             made.append(frame(ROWS, packed(rows)))
-        made += [frame(SAID, packed(said)) for said in self.said()]
+        made += [frame(ROUTER_SETTINGS, packed(settings)) for settings in self.router_settings()]
         if peers := self._faces.peers.named():
             made.append(frame(PEERS, packed(peers)))
         return made
@@ -157,14 +157,14 @@ class Registrations:
             if replica.endpoint not in self._replicas:
                 yield "replica", Peer(replica.endpoint, replica.server_key)
 
-    def said(self) -> Iterator[tuple[TuningKey, dict[str, Any]]]:
+    def router_settings(self) -> Iterator[tuple[TuningKey, dict[str, Any]]]:
         """Yields the router settings that clients have made, by model and by tenant."""
-        for tuning_key, changes in self._faces.selections.tuning.all_said():
-            said = self.without_file(tuning_key, changes)
-            if said:
-                yield tuning_key, said
+        for tuning_key, changes in self._faces.selections.tuning.all_changes():
+            settings = self.without_file(tuning_key, changes)
+            if settings:
+                yield tuning_key, settings
 
-    def say(
+    def replace_settings(
         self, tuning_key: TuningKey, before: Mapping[str, Any], after: Mapping[str, Any]
     ) -> None:
         """Replaces clients' settings of a model or tenant; raises ValueError and TypeError."""
@@ -193,15 +193,15 @@ async def register_again(
     Raises Damaged, before anything is registered, if a frame does not belong in this file.
     """
     rows: list[tuple[str, dict[str, Any], str]] = []
-    said: list[tuple[TuningKey, dict[str, Any]]] = []
+    settings: list[tuple[TuningKey, dict[str, Any]]] = []
     named: list[str] = []
     try:
         for each in frames:
             if each.kind == ROWS:
                 rows += [(table, members, mark) for table, members, mark in unpacked(each.content)]
-            elif each.kind == SAID:
+            elif each.kind == ROUTER_SETTINGS:
                 (model_name, tenant_id), changes = unpacked(each.content)
-                said.append(((model_name, tenant_id), changes))
+                settings.append(((model_name, tenant_id), changes))
             elif each.kind == PEERS:
                 named += map(str, unpacked(each.content))
             else:
@@ -215,26 +215,26 @@ async def register_again(
             again.registered += 1
         except (KvdError, ValueError, TypeError) as error:
             again.failed += 1
-            said_of = f"{table} {json.dumps(members)}"
-            log.warning("registration_not_restored", registration=said_of, reason=str(error))
+            label = f"{table} {json.dumps(members)}"
+            log.warning("registration_not_restored", registration=label, reason=str(error))
         if number % SLICE == 0:
             await trio.lowlevel.checkpoint()
-    for tuning_key, changes in said:
+    for tuning_key, changes in settings:
         try:
-            registrations.say(tuning_key, {}, changes)
+            registrations.replace_settings(tuning_key, {}, changes)
             again.registered += 1
         except (KvdError, ValueError, TypeError) as error:
             again.failed += 1
-            said_of = f"policy {json.dumps(tuning_key)}"
-            log.warning("registration_not_restored", registration=said_of, reason=str(error))
+            label = f"policy {json.dumps(tuning_key)}"
+            log.warning("registration_not_restored", registration=label, reason=str(error))
     for url in named:
         try:
             peers.add(url)
             again.registered += 1
         except KvdError as error:
             again.failed += 1
-            said_of = f"peer {url}"
-            log.warning("registration_not_restored", registration=said_of, reason=str(error))
+            label = f"peer {url}"
+            log.warning("registration_not_restored", registration=label, reason=str(error))
     return again
 
 

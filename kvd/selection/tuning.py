@@ -63,7 +63,7 @@ class Tuning:
         no workers, and ValueError as Settings does; nothing has changed then.
         """
         self._check(key)
-        self._say(key, changes, whole)
+        self._change(key, changes, whole)
 
     def set_ahead(self, key: TuningKey, changes: Mapping[str, Any]) -> Mapping[str, Any]:
         """Changes settings of a key that may not have had workers yet; returns the changes.
@@ -71,10 +71,10 @@ class Tuning:
         Raises Conflict if any of them has been set for the key already. The caller bounds the
         number of keys.
         """
-        said = self._changes.get(key, {})
-        if changes.keys() & said.keys():
+        own = self._changes.get(key, {})
+        if changes.keys() & own.keys():
             raise Conflict(f"{key[0]}: a client has set it already")
-        self._say(key, changes, ())
+        self._change(key, changes, ())
         return changes
 
     def replace(self, key: TuningKey, names: Iterable[str], changes: Mapping[str, Any]) -> None:
@@ -86,13 +86,13 @@ class Tuning:
         """
         self._settings.replace(**changes)
         left = set(names) - changes.keys()
-        self._say(key, changes, tuple(left))
+        self._change(key, changes, tuple(left))
         self.take_back(key, left)
 
     def holds(self, key: TuningKey, changes: Mapping[str, Any]) -> bool:
         """Returns whether all these settings are changed for a key, to exactly these values."""
-        said = self._changes.get(key, {})
-        return all(name in said and said[name] == value for name, value in changes.items())
+        own = self._changes.get(key, {})
+        return all(name in own and own[name] == value for name, value in changes.items())
 
     def take_back(self, key: TuningKey, names: Iterable[str]) -> None:
         """Takes back a key's changes of these names; the key may have no workers."""
@@ -103,12 +103,12 @@ class Tuning:
             self._changes.pop(key, None)
         self._apply(key[0])
 
-    def _say(self, key: TuningKey, changes: Mapping[str, Any], whole: tuple[str, ...]) -> None:
+    def _change(self, key: TuningKey, changes: Mapping[str, Any], whole: tuple[str, ...]) -> None:
         self._settings.replace(**changes)
-        said = self._changes.setdefault(key, {})
+        own = self._changes.setdefault(key, {})
         for name in whole:
-            said.pop(name, None)
-        said.update(changes)
+            own.pop(name, None)
+        own.update(changes)
         self._apply(key[0])
 
     def forget(self, key: TuningKey, names: tuple[str, ...]) -> None:
@@ -116,18 +116,18 @@ class Tuning:
         self._check(key)
         self.take_back(key, names)
 
-    def all_said(self) -> list[tuple[TuningKey, dict[str, Any]]]:
+    def all_changes(self) -> list[tuple[TuningKey, dict[str, Any]]]:
         """Returns all changes with their keys."""
         return [(key, dict(changes)) for key, changes in self._changes.items()]
 
-    def said(self, names: tuple[str, ...]) -> list[TuningKey]:
+    def changed_keys(self, names: tuple[str, ...]) -> list[TuningKey]:
         """Returns the keys with changes of any of these names, models before their tenants."""
         keys = [key for key, changes in self._changes.items() if changes.keys() & set(names)]
         return sorted(keys, key=_in_order)
 
     def where_set(self, names: tuple[str, ...]) -> list[TuningKey]:
         """Returns the keys with changes of any of these, and all models if a default is set."""
-        keys = set(self.said(names))
+        keys = set(self.changed_keys(names))
         if any(self._settings.members[name] is not None for name in names):
             keys |= {(key.model_name, None) for key in self._candidates}
         return sorted(keys, key=_in_order)

@@ -10,8 +10,9 @@ for GONE_S, so that processes that were away for less time learn of it. If the s
 the lost rows stay agreed and are written again, but never over a row that another process has
 written since: otherwise a worker that was removed meanwhile would come back.
 
-Router settings that calls have made for models (thresholds, modes, policies) are in the table SAID,
-with one row for each setting. The settings and the fleet file of this process win over the catalog.
+Router settings that calls have made for models (thresholds, modes, policies) are in the table
+ROUTER_SETTINGS, with one row for each setting. The settings and the fleet file of this process win
+over the catalog.
 Replicas and peers that calls have named are not shared: each process has its own.
 """
 
@@ -38,7 +39,8 @@ from kvd.telemetry.logs import get_logger
 GONE_S = 86_400.0  # time that a removal is kept for processes that were away
 WRITTEN_AT_ONCE = 64  # rows that one command writes
 
-SAID = "said"  # the table of router settings; its keys are a model, a tenant and a setting's name
+# The table of router settings; its keys are a model, a tenant and a setting's name.
+ROUTER_SETTINGS = "said"
 
 MAX_ROWS = 131_072  # changed rows that one comparison writes; the next ones write the rest
 
@@ -140,10 +142,10 @@ class Catalog:
                 found[_field(table, wanted)] = row
             if number % SLICE == 0:
                 await trio.lowlevel.checkpoint()
-        for tuning_key, changes in self._registrations.said():
+        for tuning_key, changes in self._registrations.router_settings():
             for name, value in changes.items():
-                row = CatalogRow(SAID, json.dumps({name: value}), "", 0.0)
-                found[f"{SAID} {json.dumps([*tuning_key, name])}"] = row
+                row = CatalogRow(ROUTER_SETTINGS, json.dumps({name: value}), "", 0.0)
+                found[f"{ROUTER_SETTINGS} {json.dumps([*tuning_key, name])}"] = row
         return found
 
     async def _there(self, client: Client, keys: Keys) -> dict[Field, CatalogRow]:
@@ -213,11 +215,11 @@ class Catalog:
     ) -> set[Field] | None:
         """Does here what a row says; returns where its field belongs then, None: nowhere."""
         target = self._targets.get(row.table)
-        if target is None and row.table != SAID:
+        if target is None and row.table != ROUTER_SETTINGS:
             return self._failed
         try:
             if target is None:
-                return self._say(field, mine, row)
+                return self._apply_settings(field, mine, row)
             if mine is not None and not row.is_like(mine):
                 before = wanted_of(mine.table, mine.members, mine.mark)
                 if not row.members or not target.can_change(
@@ -242,17 +244,19 @@ class Catalog:
             return self._failed
         return None
 
-    def _say(self, field: Field, mine: CatalogRow | None, row: CatalogRow) -> set[Field] | None:
+    def _apply_settings(
+        self, field: Field, mine: CatalogRow | None, row: CatalogRow
+    ) -> set[Field] | None:
         """Applies another process's router setting; raises ValueError and TypeError.
 
         Returns what `_outcome_of` does.
         """
-        model_name, tenant_id, _ = json.loads(field.removeprefix(f"{SAID} "))
+        model_name, tenant_id, _ = json.loads(field.removeprefix(f"{ROUTER_SETTINGS} "))
         if not isinstance(model_name, str) or not isinstance(tenant_id, str | None):
             raise TypeError("the entry names no model and tenant")
         before = {} if mine is None else json.loads(mine.members)
         after = json.loads(row.members) if row.members else {}
-        self._registrations.say((model_name, tenant_id), before, after)
+        self._registrations.replace_settings((model_name, tenant_id), before, after)
         is_covered = after and not self._registrations.without_file((model_name, tenant_id), after)
         return self._covered if is_covered else None
 

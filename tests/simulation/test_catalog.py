@@ -156,18 +156,20 @@ async def test_what_one_replica_has_in_its_file_stays_with_the_others(
     policy = {"model_name": "m", "router_policy": "kvd"}
     for table, row in rows:
         await one.add(table, row)
-    one.registrations.say(("m", None), {}, {"mode": 0} | dict(_wanted("policy", policy).policy.row))
-    said = one.selections.tuning.all_said()
+    one.registrations.replace_settings(
+        ("m", None), {}, {"mode": 0} | dict(_wanted("policy", policy).policy.row)
+    )
+    said = one.selections.tuning.all_changes()
     await two.read(*rows, ("policy", policy))
     await settle(server, one, two)
     await two.add("slot_tracker", row_of("slot_tracker", 9))  # `two` has news to write
     await settle(server, one, two)
     assert one.workers() == two.workers() and len(one.workers()) == 3
-    assert one.selections.tuning.all_said() == said
+    assert one.selections.tuning.all_changes() == said
     await two.read()  # what its file had is there by what the other says
     await settle(server, one, two)
     assert one.workers() == two.workers() and len(one.workers()) == 3
-    assert dict(two.selections.tuning.all_said()) == dict(said)
+    assert dict(two.selections.tuning.all_changes()) == dict(said)
     await one.remove(*rows[0])
     await settle(server, one, two)
     assert one.workers() == two.workers() and len(one.workers()) == 2

@@ -553,7 +553,7 @@ class Settings(NoRegistrations):
 
     changes = 1
 
-    def said(self) -> Any:
+    def router_settings(self) -> Any:
         yield ("m", "default"), {"first": 1, "second": 2, "third": 3}
 
 

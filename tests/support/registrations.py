@@ -13,4 +13,4 @@ class NoRegistrations:
     def rows(self) -> Any:
         return iter(())
 
-    said = rows
+    router_settings = rows

@@ -213,7 +213,7 @@ async def test_policies_come_before_workers_change_and_go(tmp_path: Path) -> Non
     await faces.read(policy('"lmetric"'), worker(1))
     assert policies() == ["lmetric", "lmetric"]
     await faces.read()
-    assert policies() == ["dynamo", "dynamo"] and tuning.said(MEMBERS) == []
+    assert policies() == ["dynamo", "dynamo"] and tuning.changed_keys(MEMBERS) == []
 
 
 async def test_what_clients_have_registered_is_theirs(tmp_path: Path) -> None:

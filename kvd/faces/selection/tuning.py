@@ -73,7 +73,9 @@ def list_modes(request: Request, *, selections: Selections) -> Response:
     """Lists the default mode, and the modes that were set for models and tenants."""
     answer = {
         "router_mode": RouterMode.of(selections.options.settings),
-        "router_modes": [_mode(selections, key) for key in selections.tuning.said(("mode",))],
+        "router_modes": [
+            _mode(selections, key) for key in selections.tuning.changed_keys(("mode",))
+        ],
     }
     return bodies.json_response(answer)
 
@@ -108,7 +110,9 @@ def list_policies(request: Request, *, selections: Selections) -> Response:
     answer = {
         "router_policy": str(Policy.of(settings)),
         "weights": weights_of(settings),
-        "router_policies": [_policy(selections, key) for key in selections.tuning.said(MEMBERS)],
+        "router_policies": [
+            _policy(selections, key) for key in selections.tuning.changed_keys(MEMBERS)
+        ],
         "presets": {each: weights_of(settings.replace(**each.row)) for each in RouterPolicy},
     }
     return bodies.json_response(answer)

@@ -150,20 +150,20 @@ async def test_the_mode_of_a_model_and_of_a_tenant() -> None:
     assert modes() == ["random", "random", "kv"]
     tuning.change(M, {"mode": RouterMode.ROUND_ROBIN.core})
     assert modes() == ["round-robin", "random", "kv"]
-    assert tuning.said(("mode",)) == [(M.model_name, None), M]
+    assert tuning.changed_keys(("mode",)) == [(M.model_name, None), M]
     late = M._replace(tenant_id="late")
     await service.selections.workers.put(worker(5, late))
     assert RouterMode.of(candidates[late].settings) == "random"
     tuning.forget((M.model_name, None), ("mode",))
     assert modes() == ["round-robin", "kv", "kv"]
     tuning.forget(M, ("mode",))
-    assert modes() == ["kv", "kv", "kv"] and tuning.said(("mode",)) == []
+    assert modes() == ["kv", "kv", "kv"] and tuning.changed_keys(("mode",)) == []
     for place in (("none", None), (M.model_name, "none")):
         with pytest.raises(NotFound):
             tuning.change(place, {"mode": RouterMode.RANDOM.core})
     with pytest.raises(ValueError, match="no such mode"):
         tuning.change(M, {"mode": 9})
-    assert tuning.said(("mode",)) == []
+    assert tuning.changed_keys(("mode",)) == []
 
 
 # ---- policies
@@ -253,11 +253,11 @@ async def test_the_policy_of_a_model_and_of_a_tenant() -> None:
     tuning.change(M, RouterPolicy.RAMJET.row)
     tuning.reload(by(RouterPolicy.LMETRIC).settings)
     assert policies() == ["ramjet", "lmetric"]
-    assert tuning.said(MEMBERS) == [(M.model_name, None), M]
+    assert tuning.changed_keys(MEMBERS) == [(M.model_name, None), M]
     tuning.forget(M, MEMBERS)
     assert policies() == ["kvd", "lmetric"]
     tuning.forget((M.model_name, None), MEMBERS)
-    assert policies() == ["lmetric", "lmetric"] and tuning.said(MEMBERS) == []
+    assert policies() == ["lmetric", "lmetric"] and tuning.changed_keys(MEMBERS) == []
 
 
 # ---- busy thresholds
