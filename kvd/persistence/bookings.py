@@ -145,13 +145,13 @@ class KeptRequests:
             self._reserved[key, request_id] = record.admitted_at, live
         at = self._at(record.admitted_at) if known is None else known.booked.admitted_at
         self.live[live] = Booking.of(record._replace(admitted_at=at))
-        self._tell(live)
+        self._note_renewed(live)
 
     def _at(self, moment: float) -> float:
         assert self._translate is not None
         return self._translate(moment)
 
-    def _tell(self, what: object) -> None:
+    def _note_renewed(self, what: object) -> None:
         if not self._is_whole:
             self._renewed.add(what)
 
@@ -205,10 +205,10 @@ class KeptRequests:
         bound = Bound(*session, worker_id, dp_rank, Version(*version))
         self.leases.pop(session, None)  # moves it to the end: the next to expire is first
         self.leases[session] = SessionLease(self._at(at), bound)
-        self._tell(session)
+        self._note_renewed(session)
         if reservation_id is not None:
             self.held[reservation_id] = bound
-            self._tell(reservation_id)
+            self._note_renewed(reservation_id)
 
     def _answer(
         self,
@@ -230,7 +230,7 @@ class KeptRequests:
                 at = self.live[reserved[1]].booked.admitted_at
         self.answers.pop(retry.name, None)  # moves it to the end: the oldest booking is first
         self.answers[retry.name] = KeptAnswer(retry, answer, of, request_id, at, beside)
-        self._tell(retry.name)
+        self._note_renewed(retry.name)
 
 
 @dataclass(slots=True)

@@ -97,7 +97,7 @@ class QueuedRequest:
     waiting: Waiting[QueuedRequest] | None = None
     receipt: Receipt[Any] | None = None  # of the booking that came with the answer
     again: PromptLookup | None = None  # hashes its tokens by any block size; None: it came hashed
-    goes_on: bool = False  # its task continues with the queue (`Scheduler.drain_queue`)
+    drains_queue: bool = False  # its task continues with the queue (`Scheduler.drain_queue`)
 
     def resolve(self, answer: SelectReply | KvdError) -> None:
         if isinstance(answer, SelectReply):

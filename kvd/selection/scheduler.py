@@ -50,7 +50,7 @@ from kvd_core.selector.selector import Explained, Pool
 from kvd_core.selector.settings import DIRECT, Settings
 
 # Reasons why no rank was chosen, by phase.
-_NOBODY: dict[Phase | None, str] = {
+_NO_RANK: dict[Phase | None, str] = {
     None: "no endpoints available to route work",
     Phase.PREFILL: "no prefill worker is available",
     Phase.DECODE: "no decode worker is available",
@@ -159,7 +159,7 @@ class Scheduler:
             if not len(candidates.queue):
                 candidates.ledger.loads.on_eased(None)
             self.held -= 1
-            if held.goes_on:
+            if held.drains_queue:
                 self.drain_queue(candidates)
         if held.answer is None:
             self._stats.ended(held.ask, SelectionOutcome.TIMED_OUT)
@@ -272,7 +272,7 @@ class Scheduler:
         if chosen == selector.NONE:
             if candidates.lacks(eligible):
                 raise Unserved(SelectionOutcome.NOT_ELIGIBLE, _GONE[phase], retry_after_s=1)
-            raise Unserved(SelectionOutcome.NOT_ELIGIBLE, _NOBODY[phase])
+            raise Unserved(SelectionOutcome.NOT_ELIGIBLE, _NO_RANK[phase])
         if chosen == selector.OVERLOADED:
             raise Unserved(SelectionOutcome.OVERLOADED, _OVERLOADED[phase], retry_after_s=1)
         return Choice(chosen, ranks, settings, phase, pool.best(settings, eligible))
@@ -437,11 +437,11 @@ class Scheduler:
     def stop(self) -> None:
         """Refuses all selections that wait, and from now on every selection that would have to."""
         self._stopping = True
-        self.ask_all()
+        self.retry_all()
 
     # ---- serving the selections that wait
 
-    def ask_all(self) -> None:
+    def retry_all(self) -> None:
         """Tries all waiting selections again, whatever may have changed."""
         for candidates in self._candidates.values():
             candidates.queue.wake()
@@ -469,7 +469,7 @@ class Scheduler:
                 candidates.queue.release(partial(self._serve, candidates)), 1
             ):
                 if number == SERVED_AT_ONCE:
-                    held.goes_on = True
+                    held.drains_queue = True
                     break
         candidates.pool.remember()
 

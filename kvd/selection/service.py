@@ -95,7 +95,7 @@ class Selections:
             self.speeds,
             self.affinity,
         )
-        self.tuning = Tuning(self.candidates, options.settings, self.scheduler.ask_all)
+        self.tuning = Tuning(self.candidates, options.settings, self.scheduler.retry_all)
         self.streams = Streams(
             self.candidates, registry, options, clock, self.scheduler.drain_queue
         )
