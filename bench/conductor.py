@@ -208,7 +208,7 @@ def slices() -> None:
         shown = UNFINISHED
         while shown == UNFINISHED:
             start = time.process_time()
-            shown = stream.go_on() if took else stream.apply(payload)
+            shown = stream.advance() if took else stream.apply(payload)
             took.append(time.process_time() - start)
         ms = [f"{1e3 * seconds:.1f}" for seconds in (sorted(took)[-len(took) // 20], max(took))]
         size = f"{len(payload) / 2**20:.1f}"

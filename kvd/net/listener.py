@@ -232,7 +232,7 @@ class _Reader:
         while listener.unfinished is not None:
             await trio.lowlevel.checkpoint()
             await self._turns.begin()
-            listener.batches.go_on()
+            listener.batches.advance()
             self._turns.end()
         self._log_flaw()
 

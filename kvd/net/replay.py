@@ -139,7 +139,7 @@ class _Answer:
         """
         while self._listener.unfinished is not None:
             await trio.lowlevel.checkpoint()
-            self._listener.batches.go_on()
+            self._listener.batches.advance()
         until_ns = self._turns.clock_ns() + self._turns.round_ns
         while (frames := self._dealer.receive_nowait()) is not None:
             end = self._take(frames)

@@ -1,12 +1,12 @@
 """Applies the batches of one stream to the index, each once and in order, and tracks losses.
 
     apply ── next, or behind a gap that stays ───> index ──> done
-                                                     └─────> unfinished ── go_on ──> done
+                                                     └─────> unfinished ── advance ──> done
                                                                    └──<───────┘
 
-A long batch is applied in slices. `apply` leaves it `unfinished`, and the task calls `go_on` until
-it is not, before anything else of the stream; other tasks run in between. If the task ends before
-that, the next task of the stream finishes the batch, or the registration ends and drops it.
+A long batch is applied in slices. `apply` leaves it `unfinished`, and the task calls `advance`
+until it is not, before anything else of the stream; other tasks run in between. If the task ends
+before that, the next task of the stream finishes the batch, or the registration ends and drops it.
 
 Three methods report what was found out about the engine: `engine_proved`, `engine_unknown` and
 `engine_restarted`.
@@ -39,7 +39,7 @@ class BatchSink(Protocol):
         Of a long batch it applies a first slice and returns UNFINISHED.
         """
 
-    def go_on(self) -> int:
+    def advance(self) -> int:
         """Applies the next slice of an UNFINISHED batch; returns the same bits as `apply`."""
 
     def flaw(self) -> str:
@@ -60,7 +60,7 @@ class BatchSink(Protocol):
     def restored(self) -> bool:
         """Returns whether its ranks hold blocks of a dump that no batch has confirmed since."""
 
-    def goes_on(self, payload: bytes) -> bool:
+    def names_restored(self, payload: bytes) -> bool:
         """Returns whether a batch, not yet applied, names blocks known only from a dump."""
 
     def drop_restored(self) -> bool:
@@ -194,11 +194,11 @@ class AppliedBatches:
         self._learn(seq, shown)
         return self.unfinished is not None
 
-    def go_on(self) -> None:
+    def advance(self) -> None:
         """Applies the next slice of the unfinished batch."""
         seq, self.unfinished = self.unfinished, None  # reset here, in case a bug raises below
         assert seq is not None
-        self._learn(seq, self._stream.go_on())
+        self._learn(seq, self._stream.advance())
 
     def take_holes(self) -> str:
         """Returns the numbers that were lost since the last call, as a text."""
@@ -231,7 +231,7 @@ class AppliedBatches:
         """
         if not self._stream.restored():
             return
-        if self._stream.goes_on(payload):
+        if self._stream.names_restored(payload):
             self._restored = True
             self._losses.lose("restored from a peer", self.cursor.expected)
         else:

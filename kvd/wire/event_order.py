@@ -93,10 +93,10 @@ class EventOrder:
         position.repeated = None
         if len(position.marks) < RECOGNISED:
             position.marks[number] = _mark(event)
-        self._let_go(position)
+        self._drop_behind(position)
         self._streams[stream] = position  # now the last of the dict
         if len(self._streams) > MAX_STREAMS:
-            self._let_go(self._streams.pop(next(iter(self._streams))))
+            self._drop_behind(self._streams.pop(next(iter(self._streams))))
         self._highest = max(self._highest, number)
         return True
 
@@ -109,10 +109,10 @@ class EventOrder:
         if event.event_id == last:
             return []
         if last is not None and event.event_id != last + 1:
-            self._let_go(position)
+            self._drop_behind(position)
         repeated = self._is_repeated(position, event)
         if repeated and event.event_id not in position.marks:
-            self._let_go(position)
+            self._drop_behind(position)
             return []
         if not behind and event.event_id - position.first >= position.last - event.event_id:
             return []  # nearer to the last number than to the first: a repetition
@@ -121,7 +121,7 @@ class EventOrder:
         position.fresh = position.fresh or not repeated
         if self._behind > MAX_BEHIND:
             for each in self._streams.values():
-                self._let_go(each)
+                self._drop_behind(each)
         if len(behind) < NEW_BEGINNING or not position.fresh:
             return []
         self.beginnings += 1
@@ -132,9 +132,9 @@ class EventOrder:
         """Returns whether a stale event repeats one of the stream's first, or follows such one."""
         number = event.event_id
         assert number is not None
-        goes_on = position.repeated is not None and number == position.repeated + 1
+        is_next = position.repeated is not None and number == position.repeated + 1
         known = position.marks.get(number)
-        repeated = goes_on if known is None else known == _mark(event)
+        repeated = is_next if known is None else known == _mark(event)
         position.repeated = number if repeated else None
         return repeated
 
@@ -157,7 +157,7 @@ class EventOrder:
     def forget(self, backend: int) -> None:
         """Forgets the streams of a backend."""
         for stream in [each for each in self._streams if each[2] == backend]:
-            self._let_go(self._streams.pop(stream))
+            self._drop_behind(self._streams.pop(stream))
 
     def clear(self) -> None:
         """Forgets all numbers."""
@@ -165,7 +165,7 @@ class EventOrder:
         self._behind = 0
         self._highest = -1
 
-    def _let_go(self, position: _EventPosition) -> None:
+    def _drop_behind(self, position: _EventPosition) -> None:
         """Drops the kept stale events of a stream: they are no new beginning."""
         self._behind -= sum(event.size for event in position.behind)
         position.behind.clear()
@@ -174,11 +174,11 @@ class EventOrder:
 
 def _mark(event: StandardEvent) -> int:
     """Returns a mark that tells an event from others of its number, from its time and content."""
-    said = event.event
-    blocks = said.get("seq_hashes") or said.get("block_hashes") or said.get("object_key")
+    members = event.event
+    blocks = members.get("seq_hashes") or members.get("block_hashes") or members.get("object_key")
     ends = (blocks[0], blocks[-1]) if isinstance(blocks, list) else blocks
     # The same in every process, unlike `hash` of a text.
-    return crc32(repr((event.kind, said.get("timestamp"), ends)).encode())
+    return crc32(repr((event.kind, members.get("timestamp"), ends)).encode())
 
 
 def put_in_order(events: list[Any]) -> None:

@@ -111,8 +111,8 @@ def is_json(payload: bytes) -> bool:
 
 def engine_payload(event: RawEvent, rank: int | None) -> bytes:
     """Returns a batch of one engine's own event, for the decoder of such batches."""
-    said: bytes = msgpack.packb(rank)
-    return _ONE_EVENT + event.packed + said
+    packed_rank: bytes = msgpack.packb(rank)
+    return _ONE_EVENT + event.packed + packed_rank
 
 
 # ---- members of standard events

@@ -10,8 +10,8 @@ The registration supplies members that an event leaves out. An event that contra
 another registration: several may listen to one publisher, and each takes its own events and counts
 the others.
 
-A long payload is applied in slices: `apply` returns UNFINISHED, and then `go_on` until the payload
-is done. Long work is a generator here, which yields when the steps of its slice are used up. A
+A long payload is applied in slices: `apply` returns UNFINISHED, and so does `advance` until it is
+done. Long work is a generator here, which yields when the steps of its slice are used up. A
 slice ends between two events, or inside an event between two parts of fixed length, so that the
 result does not depend on the slices. The core slices batches of engines' own events itself.
 
@@ -164,10 +164,10 @@ class StandardEventStream:
                 self._rest = _NOTHING
                 self._flaw = self._engine.flaw()
                 return self._shown()
-            self._rest = self._go_on_engine(payload, applied)
-        return self.go_on()
+            self._rest = self._finish_engine(payload, applied)
+        return self.advance()
 
-    def go_on(self) -> int:
+    def advance(self) -> int:
         self._slice = Slice(self.slice_steps)
         for _ in self._rest:
             return UNFINISHED
@@ -193,7 +193,7 @@ class StandardEventStream:
         if MARK in packed:
             yield from self._apply(packed)
         else:
-            yield from self._go_on_engine(packed, self._engine.apply(packed))
+            yield from self._finish_engine(packed, self._engine.apply(packed))
 
     def _repack(self, payload: bytes) -> Generator[None, None, bytes]:
         """Returns a payload of JSON as msgpack."""
@@ -203,10 +203,10 @@ class StandardEventStream:
                 yield
         return text.packed()
 
-    def _go_on_engine(self, payload: bytes, applied: bool | None) -> _Slices:
+    def _finish_engine(self, payload: bytes, applied: bool | None) -> _Slices:
         while applied is None:
             yield
-            applied = self._engine.go_on()
+            applied = self._engine.advance()
         self._flaw = self._engine.flaw()
         if not applied:  # the core did not read it: its form may be one that only `_apply` reads
             yield from self._apply(payload)
@@ -292,7 +292,7 @@ class StandardEventStream:
     def restored(self) -> bool:
         return False
 
-    def goes_on(self, payload: bytes) -> bool:
+    def names_restored(self, payload: bytes) -> bool:
         return False
 
     def drop_restored(self) -> bool:
@@ -346,10 +346,10 @@ class StandardEventStream:
         """Returns a generator that applies the event; raises ValueError first for a bad event."""
         if event.kind == CLEARED:
             return self._clear(event)
-        said = kv_events.hashes(event.event)
+        listed = kv_events.hashes(event.event)
         hashes: list[int] = []
-        for at in range(0, len(said), _HASHES_A_PART):
-            part = _part(said, at, _HASHES_A_PART)
+        for at in range(0, len(listed), _HASHES_A_PART):
+            part = _part(listed, at, _HASHES_A_PART)
             hashes += map(kv_events.hash_of, part)
             if self._is_spent(_STEPS_A_HASH * len(part)):
                 yield
@@ -474,7 +474,7 @@ class StandardEventStream:
         applied = self._engine.apply(kv_events.engine_payload(event, batch_rank))
         while applied is None:
             yield
-            applied = self._engine.go_on()
+            applied = self._engine.advance()
         self._flaw = self._flaw or self._engine.flaw()
 
     def _note_bad(self, why: str) -> None:

@@ -99,7 +99,7 @@ cdef extern from "conductor/engine_events.hpp" namespace "kvd" nogil:
     cppclass CEngineEvents "kvd::EngineEvents":
         CEngineEvents(CConductor&, CSource*, string, string) except +
         Progress apply(const uint8_t*, size_t, uint32_t) except +
-        Progress go_on(uint32_t) except +
+        Progress advance(uint32_t) except +
         size_t flaw()           # a kvd::Reason, or kReasons
         void forget()
         CEngineStats counters
@@ -161,6 +161,6 @@ cdef class EngineEvents:
     cdef CEngineEvents* c
     cdef Source source
     cdef bytes payload                  # of an unfinished batch
-    cdef public uint32_t slice_steps    # steps that a call of `apply` or `go_on` takes, about
+    cdef public uint32_t slice_steps    # steps that a call of `apply` or `advance` takes, about
 
     cdef object result_of(self, Progress progress)

@@ -459,8 +459,8 @@ cdef class EngineEvents:
         """Applies one batch, or begins to, and returns True; False if it is refused whole.
 
         Nothing of a refused batch is counted. Returns None when the batch takes longer than
-        `slice_steps` steps of about 0.1 us: then call `go_on` until it returns something else. Bad
-        input is counted and never raises. RuntimeError if the source was removed.
+        `slice_steps` steps of about 0.1 us: then call `advance` until it returns something else.
+        Bad input is counted and never raises. RuntimeError if the source was removed.
         """
         if self.source.c == NULL:
             raise RuntimeError("the source was removed")
@@ -471,11 +471,11 @@ cdef class EngineEvents:
             self.payload = payload
         return self.result_of(progress)
 
-    def go_on(self):
+    def advance(self):
         """Continues an unfinished batch; returns what `apply` does."""
         if self.source.c == NULL:
             raise RuntimeError("the source was removed")
-        cdef Progress progress = self.c.go_on(self.slice_steps)
+        cdef Progress progress = self.c.advance(self.slice_steps)
         if progress != Progress.UNFINISHED:
             self.payload = None
         return self.result_of(progress)

@@ -70,14 +70,14 @@ class EngineEvents {
     flaw_ = kReasons;
     std::fill(std::begin(bad_), std::end(bad_), 0);
     batch_.begin(payload, size, scratch_);
-    return go_on(steps);
+    return advance(steps);
   }
 
   // Continues an unfinished batch, whose payload must not have moved.
-  Progress go_on(uint32_t steps) {
+  Progress advance(uint32_t steps) {
     Steps some{steps};
     if (!batch_.under_way()) return Progress::DONE;
-    if (batch_.go_on(*this, some)) return Progress::UNFINISHED;
+    if (batch_.advance(*this, some)) return Progress::UNFINISHED;
     if (batch_.refused()) return Progress::REFUSED;
     for (size_t reason = 0; reason < kReasons; ++reason) counters.bad[reason] += bad_[reason];
     return Progress::DONE;

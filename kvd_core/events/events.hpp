@@ -269,7 +269,7 @@ class SlicedBatch {
   bool refused() const { return refused_; }
 
   // Continues, at least a little; false when the batch is over.
-  bool go_on(Sink& sink, Steps& steps) {
+  bool advance(Sink& sink, Steps& steps) {
     if (reading_) {
       if (reader_->read(steps)) return true;
       reading_ = false;

@@ -57,7 +57,7 @@ class Branches {
     return tree.alive(node) && node != Tree::kRoot && tree.node(node).first_hash() == first;
   }
 
-  bool goes_on(NodeId node, NodeId at) const { return index_.tree().node(node).parent == at; }
+  bool is_child(NodeId node, NodeId at) const { return index_.tree().node(node).parent == at; }
 
   // Lists children of `at` behind the sibling `after`, or from the first one if that is kNone. Both
   // must exist. Returns whether there are more.

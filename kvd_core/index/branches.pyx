@@ -38,7 +38,7 @@ cdef extern from "index/branches.hpp" namespace "kvd" nogil:
     cppclass CBranches "kvd::Branches":
         CBranches(const CIndex&)
         cbool has(uint32_t, uint64_t)
-        cbool goes_on(uint32_t, uint32_t)
+        cbool is_child(uint32_t, uint32_t)
         cbool list(uint32_t, uint32_t, size_t, vector[CBranch]&) except +
 
     # Counters of a rank that prefix_index.pxd does not declare.
@@ -70,7 +70,7 @@ def branches(PrefixIndex index not None, above, after, size_t limit):
                 raise LookupError(position)
         at = ROOT if above is None else above[0]
         behind = kNone if after is None else after[0]
-        if after is not None and not walk.goes_on(behind, at):
+        if after is not None and not walk.is_child(behind, at):
             raise LookupError(after)
         more = walk.list(at, behind, limit, found)
     finally:

@@ -137,7 +137,7 @@ cdef extern from "index/stream.hpp" namespace "kvd" nogil:
     cppclass CStream "kvd::Stream":
         CStream(CIndex&, CWorker&, uint32_t, CIngestStats&) except +
         uint32_t apply(const uint8_t*, size_t, uint32_t) except +
-        uint32_t go_on(uint32_t) except +
+        uint32_t advance(uint32_t) except +
         size_t flaw()               # a kvd::Reason, or kReasons
         cbool rank(uint32_t*)       # false when the last batch does not show its rank
         cbool names_ranks()
@@ -148,7 +148,7 @@ cdef extern from "index/stream.hpp" namespace "kvd" nogil:
         void clear() except +
         cbool restored()
         void drop_restored() except +
-        cbool goes_on(const uint8_t*, size_t) except +
+        cbool names_restored(const uint8_t*, size_t) except +
 
 cdef extern from "index/match.hpp" namespace "kvd" nogil:
     cppclass CDepth "kvd::Match::Depth":
@@ -243,7 +243,7 @@ cdef class Stream:
     cdef CStream* c
     cdef Worker worker
     cdef bytes payload                  # of an unfinished batch
-    cdef public uint32_t slice_steps    # steps that a call of `apply` or `go_on` takes, about
+    cdef public uint32_t slice_steps    # steps that a call of `apply` or `advance` takes, about
 
 
 cdef class Dump:

@@ -481,7 +481,7 @@ cdef class Stream:
         returns, FLAWED when part of the batch could not be understood, NO_ROOM when not all of it
         was stored, NEW_RANK when it is the first batch for its rank or the first that names a rank.
         Returns UNFINISHED alone when the batch takes longer than `slice_steps` steps of about
-        0.1 us: then call `go_on` until it returns something else, before the next batch.
+        0.1 us: then call `advance` until it returns something else, before the next batch.
         RuntimeError if the worker was removed.
         """
         if self.worker.index is None:
@@ -494,11 +494,11 @@ cdef class Stream:
         verify_if_debug(deref(self.worker.index.c))
         return outcome
 
-    def go_on(self):
+    def advance(self):
         """Continues an UNFINISHED batch; returns what `apply` does."""
         if self.worker.index is None:
             raise RuntimeError("the worker was removed")
-        cdef uint32_t outcome = self.c.go_on(self.slice_steps)
+        cdef uint32_t outcome = self.c.advance(self.slice_steps)
         if outcome != kUnfinished:
             self.payload = None
         verify_if_debug(deref(self.worker.index.c))
@@ -559,13 +559,13 @@ cdef class Stream:
         """Returns whether its ranks hold blocks of a dump and no batch has spoken for them yet."""
         return self.worker.index is not None and self.c.restored()
 
-    def goes_on(self, bytes payload not None):
+    def names_restored(self, bytes payload not None):
         """Returns whether a batch, not yet applied, names blocks that are known from a dump alone.
 
         It names them as parents or as removed, without having stored them itself. A new engine
         process begins with no such batch.
         """
-        return self.worker.index is not None and self.c.goes_on(
+        return self.worker.index is not None and self.c.names_restored(
             <const uint8_t*>PyBytes_AS_STRING(payload), PyBytes_GET_SIZE(payload)
         )
 

@@ -49,7 +49,7 @@ constexpr uint32_t kAllTiers = (1u << kTierLayers) - 1;
 enum BatchOutcome : uint32_t {
   kCleared = 1,  // earlier losses of its rank no longer matter on the tiers that `cleared` returns
   kFlawed = 2,   // part of the batch could not be understood: its events are lost
-  kUnfinished = 4,  // alone: the batch is long, and `go_on` has to be called for the rest
+  kUnfinished = 4,  // alone: the batch is long, and `advance` has to be called for the rest
   kNoRoom = 8,      // the index was full: some events had no effect, or only in part
   kNewRank = 16,    // the first batch for its rank, or the first that names a rank
 };
@@ -77,13 +77,13 @@ class Stream {
     batch_.drop();
     if (size == 0) return outcome_;  // a heartbeat or barrier: its number is all that it says
     batch_.begin(payload, size, scratch_);
-    return go_on(steps);
+    return advance(steps);
   }
 
   // Continues an unfinished batch, whose payload must not have moved; returns the same.
-  uint32_t go_on(uint32_t steps) {
+  uint32_t advance(uint32_t steps) {
     Steps some{steps};
-    return batch_.under_way() && batch_.go_on(*this, some) ? kUnfinished : outcome_;
+    return batch_.under_way() && batch_.advance(*this, some) ? kUnfinished : outcome_;
   }
 
   // Why the last applied batch is flawed: the first Reason that it met, in the order of
@@ -142,9 +142,9 @@ class Stream {
 
   // Whether a batch names, as parents or as removed, blocks that it has not stored itself but that
   // the index has from a dump. A new engine process begins with no such batch.
-  bool goes_on(const uint8_t* payload, size_t size) {
+  bool names_restored(const uint8_t* payload, size_t size) {
     batch_.drop();  // the decoder below uses the same scratch
-    GoesOn sink{*this};
+    NamesRestored sink{*this};
     decode_batch(payload, size, scratch_, sink);
     return sink.found;
   }
@@ -229,7 +229,7 @@ class Stream {
 
  private:
   // A decoder's sink that searches for known names that the batch has not stored itself.
-  struct GoesOn {
+  struct NamesRestored {
     Stream& stream;
     RankId rank = kNone;
     bool found = false;

@@ -143,7 +143,7 @@ class Trace {
   }
 
   // Continues for this many changes; false when all are seen and the rows are complete.
-  bool go_on(uint64_t changes) {
+  bool advance(uint64_t changes) {
     if (const Chronicle* chronicle = index_.chronicle(); chronicle != nullptr) {
       at_ = std::max(at_, chronicle->first());
       for (; changes > 0 && at_ < end_; --changes, ++at_) see((*chronicle)[at_]);

@@ -41,7 +41,7 @@ cdef extern from "index/trace.hpp" namespace "kvd" nogil:
     cppclass CTrace "kvd::Trace":
         CTrace(const CIndex&, const uint64_t*, const uint64_t*, uint32_t, size_t) except +
         void add(RankId) except +
-        cbool go_on(uint64_t) except +
+        cbool advance(uint64_t) except +
         const vector[CRankHistory]& rows()
         const vector[CTracedChange]& steps()
         size_t oldest()
@@ -193,9 +193,9 @@ cdef class Trace:
         self.c.get().add(rank)
         self.ranks[rank] = (worker.worker_id, dp_rank)
 
-    def go_on(self, uint64_t changes):
+    def advance(self, uint64_t changes):
         """Goes through this many changes; True while there are more, else the rows are complete."""
-        return self.c.get().go_on(changes)
+        return self.c.get().advance(changes)
 
     cdef object seconds(self, uint32_t ticks):
         return chronicle_of(deref(self.index.c)).seconds(ticks)

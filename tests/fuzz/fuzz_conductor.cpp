@@ -272,7 +272,7 @@ class Life {
     size_t size = in.next();
     const uint8_t* data = in.rest(&size);
     if (engines_[i]->apply(data, size, steps) != Progress::UNFINISHED) return;
-    while (engines_[i]->go_on(steps) == Progress::UNFINISHED) {}
+    while (engines_[i]->advance(steps) == Progress::UNFINISHED) {}
   }
 
   // Applies an engine's own event, about one of its cache groups or all.

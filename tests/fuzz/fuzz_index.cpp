@@ -72,7 +72,7 @@ class Life {
     uint32_t shown = stream.apply(data, size, steps);
     while (shown == kvd::kUnfinished) {
       kvd::Verifier(index_).run();
-      shown = stream.go_on(steps);
+      shown = stream.advance(steps);
     }
   }
 

@@ -100,8 +100,8 @@ class Tap:
     def cleared(self) -> int:
         return self._stream.cleared()
 
-    def goes_on(self, payload: bytes) -> bool:
-        return self._stream.goes_on(payload)
+    def names_restored(self, payload: bytes) -> bool:
+        return self._stream.names_restored(payload)
 
     def restored(self) -> bool:
         return self._stream.restored()

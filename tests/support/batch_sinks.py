@@ -19,7 +19,7 @@ class NoStream:
     def restored(self) -> bool:
         return False
 
-    def goes_on(self, payload: bytes) -> bool:
+    def names_restored(self, payload: bytes) -> bool:
         return False
 
     @property
@@ -57,7 +57,7 @@ class Applied(list[bytes], NoStream):
     def restored(self) -> bool:
         return self.dumped and not self
 
-    def goes_on(self, payload: bytes) -> bool:
+    def names_restored(self, payload: bytes) -> bool:
         return payload == b"goes on"
 
     def drop_restored(self) -> bool:

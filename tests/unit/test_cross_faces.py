@@ -460,7 +460,7 @@ def test_a_long_prompt_is_explained_bit_by_bit(fleet: Fleet) -> None:
     stored = batch({"event_type": "stored", "seq_hashes": sequences, "medium": "cpu"})
     applied = publication.apply(stored)
     while applied == UNFINISHED:
-        applied = publication.go_on()
+        applied = publication.advance()
     part = fleet.state.sized[(*KEY, BLOCK_SIZE)].conductor
     waiting = []
     while pool.stats()["waiting"]:

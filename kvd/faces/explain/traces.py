@@ -69,7 +69,7 @@ async def find_traces(
         worker = partition.workers.get(worker_id)
         if worker is not None and dp_rank in worker.ranks():
             trace.add(worker, dp_rank)
-    while trace.go_on(SLICE_CHANGES):
+    while trace.advance(SLICE_CHANGES):
         await trio.lowlevel.checkpoint()
     elsewhere: dict[TracedRank, Elsewhere] = {}
     for each in _elsewhere(state, partition, question, prompt):

@@ -140,7 +140,7 @@ class Twin:
         trace = Trace(self.index, packed(prompt), None, MOST)
         for worker_id, dp_rank in RANKS:
             trace.add(self.workers[worker_id], dp_rank)
-        while trace.go_on(slice_):
+        while trace.advance(slice_):
             pass
         assert trace.left_out == 0
         return trace.rows()
@@ -206,7 +206,7 @@ def cold_index(capacity: int = 100) -> tuple[PrefixIndex, Worker, Chronicle]:
 def traced(index: PrefixIndex, worker: Worker, prompt: list[int], most: int = MOST) -> Trace:
     trace = Trace(index, packed(prompt), None, most)
     trace.add(worker, 0)
-    while trace.go_on(1000):
+    while trace.advance(1000):
         pass
     return trace
 
@@ -264,7 +264,7 @@ def test_what_was_overwritten_is_not_known() -> None:
     quiet.register(0)
     trace = Trace(index, packed([1]), None, MOST)
     trace.add(quiet, 0)
-    trace.go_on(1000)
+    trace.advance(1000)
     assert trace.rows()[2, 0].all.why == "never_stored"  # whatever other ranks do
 
 

@@ -58,7 +58,7 @@ def told(*events: list[object]) -> PrefixIndex:
     stream = worker.stream(0)
     outcome = stream.apply(msgpack.packb([0.0, list(events), 0]))
     while outcome == UNFINISHED:
-        outcome = stream.go_on()
+        outcome = stream.advance()
     return index
 
 

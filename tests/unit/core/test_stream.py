@@ -104,12 +104,12 @@ def test_a_batch_goes_on_with_what_it_has_not_told() -> None:
     stream = made.streams[0]
     below = {"parent_block_hash": 2}
     removed = {"type": "BlockRemoved", "block_hashes": [2]}
-    assert stream.goes_on(batch(stored(3, 3, **below)))
-    assert stream.goes_on(batch(removed))
-    assert not stream.goes_on(batch(stored(3, 3, **below), rank=1))
-    assert not stream.goes_on(batch(stored(2, 2), stored(3, 3, **below), removed))
-    assert not stream.goes_on(batch(stored(4, 4, parent_block_hash=9)))
-    assert not stream.goes_on(b"x")
+    assert stream.names_restored(batch(stored(3, 3, **below)))
+    assert stream.names_restored(batch(removed))
+    assert not stream.names_restored(batch(stored(3, 3, **below), rank=1))
+    assert not stream.names_restored(batch(stored(2, 2), stored(3, 3, **below), removed))
+    assert not stream.names_restored(batch(stored(4, 4, parent_block_hash=9)))
+    assert not stream.names_restored(b"x")
     assert stream.restored()
 
 

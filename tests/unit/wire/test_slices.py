@@ -117,7 +117,7 @@ def test_slices_change_nothing(seed: int) -> None:
         while again == UNFINISHED:
             slices += 1
             sliced.conductor.verify()
-            again = sliced.streams[who].go_on()
+            again = sliced.streams[who].advance()
         assert again == shown
         assert sliced.streams[who].flaw() == whole.streams[who].flaw()
         assert sliced.state() == whole.state()
@@ -174,7 +174,7 @@ def test_a_long_batch_takes_several_slices(batch: bytes, least: int) -> None:
     while shown == UNFINISHED:
         conductor.match_tokens(TOKENS)  # as questions come in between
         slices += 1
-        shown = publication.go_on()
+        shown = publication.advance()
     assert (shown, slices >= least) == (0, True)
     index.verify()
 
@@ -183,7 +183,7 @@ def test_a_long_event_of_a_worker_is_several_with_the_same_result() -> None:
     index = PrefixIndex(SIZE, IngestStats())
     stream = index.add_worker(1).stream(0)
     assert stream.apply(engine_stored(list(LONG), PROMPT)) == UNFINISHED
-    while stream.go_on() == UNFINISHED:
+    while stream.advance() == UNFINISHED:
         pass
     assert index.stats()["stored"] == len(LONG)
     # Stored again, in any length, the blocks are refreshed and make no copies.
@@ -203,7 +203,7 @@ def test_what_a_block_sets_off_is_sliced_too() -> None:
     assert publication.apply(engine_stored([1], PROMPT[:SIZE])) == UNFINISHED
     assert 0 < index.stats()["parked_now"] < 2998
     assert 0 < conductor.match_tokens(PROMPT)["a"]["longest_matched"] < 3000
-    while publication.go_on() == UNFINISHED:
+    while publication.advance() == UNFINISHED:
         conductor.verify()
     assert (index.stats()["parked_now"], index.stats()["blocks"]) == (0, 2999)
 
@@ -235,7 +235,7 @@ def test_names_beyond_the_tokens_are_sliced_in_every_group() -> None:
     going = publication.apply(msgpack.packb([0, [event]]))
     least = index.stats()["parked_now"]
     while going == UNFINISHED:
-        going = publication.go_on()
+        going = publication.advance()
         now = index.stats()["parked_now"]
         assert now - least < n // 4
         least = now
@@ -252,7 +252,7 @@ def test_the_rest_of_a_batch_goes_with_what_it_was_for(batch: bytes, ending: str
     source = publication._source
     assert publication.apply(batch) == UNFINISHED
     while not index.stats()["blocks"] + index.stats()["parked_now"]:
-        assert publication.go_on() == UNFINISHED
+        assert publication.advance() == UNFINISHED
     if ending == "clear":
         publication.clear()
     elif ending == "remove":
@@ -260,7 +260,7 @@ def test_the_rest_of_a_batch_goes_with_what_it_was_for(batch: bytes, ending: str
     else:
         assert publication.apply(msgpack.packb([0, [["AllBlocksCleared"]]])) == 0
     if ending != "remove":
-        assert publication.go_on() == 0
+        assert publication.advance() == 0
     while index.sweep(10_000):
         pass
     stats = index.stats()
@@ -279,12 +279,12 @@ def test_a_rank_that_is_removed_or_cleared_meanwhile_is_found_again() -> None:
     worker.unregister(0)
     while index.sweep(10_000):
         pass
-    while streams[1].go_on() == UNFINISHED:
+    while streams[1].advance() == UNFINISHED:
         index.verify()
     assert 0 < index.stats()["parked_now"] < len(LONG)
     worker.remove()
     with pytest.raises(RuntimeError, match="removed"):
-        streams[1].go_on()
+        streams[1].advance()
 
 
 def test_reading_is_bounded() -> None:
@@ -320,7 +320,7 @@ def test_a_listener_is_recovering_until_the_batch_is_over() -> None:
     assert (listener.unfinished, listener.catch_up.held) == (1, None)
     assert listener.health(0.0) == "recovering"
     while listener.unfinished is not None:
-        listener.batches.go_on()
+        listener.batches.advance()
     assert (listener.health(0.0), index.stats()["parked_now"]) == ("exact", len(LONG) - 1)
 
 
@@ -331,7 +331,7 @@ def test_what_a_long_batch_shows_is_learnt_at_its_end() -> None:
     assert listener.take(0, batch) is True
     assert listener.stats.flawed == 0
     while listener.unfinished is not None:
-        listener.batches.go_on()
+        listener.batches.advance()
     assert (listener.stats.flawed, listener.batches.last_flaw) == (1, (0, "event_shape"))
 
 
@@ -344,17 +344,17 @@ def test_a_held_batch_and_a_replayed_one_may_be_long() -> None:
     assert listener.catch_up.take(1, stored(list(range(50_001, 90_001)))) is not None
     assert listener.unfinished == 1
     while listener.unfinished is not None:
-        listener.batches.go_on()
+        listener.batches.advance()
     assert listener.catch_up.apply_held() == ""
     assert listener.unfinished == 2
     while listener.unfinished is not None:
-        listener.batches.go_on()
+        listener.batches.advance()
     assert (index.stats()["parked_now"], listener.health(0.0)) == (80_000, "exact")
 
 
 def test_a_bug_in_a_slice_ends_the_batch() -> None:
     class Broken(StandardEventStream):
-        def go_on(self) -> int:
+        def advance(self) -> int:
             raise ZeroDivisionError
 
     index = PrefixIndex(SIZE, IngestStats())
@@ -364,5 +364,5 @@ def test_a_bug_in_a_slice_ends_the_batch() -> None:
     assert listener.take(0, engine_stored([1], PROMPT[:SIZE])) is False
     listener.batches.unfinished = 0
     with pytest.raises(ZeroDivisionError):
-        listener.batches.go_on()
+        listener.batches.advance()
     assert listener.unfinished is None
