@@ -58,8 +58,8 @@ def document(name: str, routes: Sequence[Route], description: Description) -> Sc
     """Returns the document; raises KeyError for a route without a description."""
     paths: dict[str, dict[str, Schema]] = {}
     for route in routes:
-        said = description.operations[f"{route.method} {route.path}"]
-        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, said)
+        operation = description.operations[f"{route.method} {route.path}"]
+        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, operation)
     types = description.failure_types
     failure = {
         "description": "The request is refused.",
@@ -81,23 +81,23 @@ def document(name: str, routes: Sequence[Route], description: Description) -> Sc
     }
 
 
-def _operation(route: Route, said: Operation) -> Schema:
+def _operation(route: Route, operation: Operation) -> Schema:
     shown: Schema = {
         "operationId": re.sub(r"\W+", "_", f"{route.method} {route.path}".lower()).rstrip("_"),
-        "summary": said.summary,
-        "responses": _responses(route, said),
+        "summary": operation.summary,
+        "responses": _responses(route, operation),
     }
-    if parameters := [*_segments(route, said), *said.parameters]:
+    if parameters := [*_segments(route, operation), *operation.parameters]:
         shown["parameters"] = parameters
-    if said.body is not None:
-        shown["requestBody"] = {"required": said.needs_body, "content": said.body}
+    if operation.body is not None:
+        shown["requestBody"] = {"required": operation.needs_body, "content": operation.body}
     if route.scope is not Scope.OPEN:
         shown["security"] = [{"bearer": [str(route.scope.name).lower()]}, {}]
     return shown
 
 
-def _responses(route: Route, said: Operation) -> Schema:
-    refusals = {*_OF_ALL, *said.refuses}
+def _responses(route: Route, operation: Operation) -> Schema:
+    refusals = {*_OF_ALL, *operation.refuses}
     if route.body_limit:
         refusals.update(_OF_BODIES)
     if route.scope is not Scope.OPEN:
@@ -105,7 +105,7 @@ def _responses(route: Route, said: Operation) -> Schema:
     responses: dict[int, Schema] = {
         status: {"$ref": "#/components/responses/Failure"} for status in refusals
     }
-    for status, content in said.answers.items():
+    for status, content in operation.answers.items():
         if status in refusals:
             content = {name: {"schema": _or_failure(each)} for name, each in content.items()}
         responses[status] = {"description": HTTPStatus(status).phrase}
@@ -118,7 +118,7 @@ def _or_failure(media: Schema) -> Schema:
     return {"anyOf": [media["schema"], {"$ref": "#/components/schemas/Failure"}]}
 
 
-def _segments(route: Route, said: Operation) -> list[Schema]:
+def _segments(route: Route, operation: Operation) -> list[Schema]:
     names = re.findall(r"{(\w+)}", route.path)
-    schema = said.segment or {"type": "string", "minLength": 1}
+    schema = operation.segment or {"type": "string", "minLength": 1}
     return [{"name": name, "in": "path", "required": True, "schema": schema} for name in names]

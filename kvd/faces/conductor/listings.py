@@ -82,8 +82,8 @@ def _services(listed: list[Publisher], now: float) -> Iterator[bytes]:
 
 
 def _service(publisher: Publisher, now: float) -> dict[str, Any]:
-    described, listener, said = publisher.described, publisher.listener, publisher.publication
-    bad = said.bad
+    described, listener, counts = publisher.described, publisher.listener, publisher.publication
+    bad = counts.bad
     row: dict[str, Any] = {
         "Endpoint": described.endpoint,
         "ReplayEndpoint": described.replay_endpoint or "",
@@ -101,24 +101,24 @@ def _service(publisher: Publisher, now: float) -> dict[str, Any]:
         "stream": listener.health(now),
         "last_seq": listener.cursor.last,
         "gaps": listener.stats.gaps,
-        "events": said.events,
-        "event_id_gaps": said.order.gaps,
-        "stale": said.order.stale,
-        "restarts": listener.stats.restarts + said.order.beginnings,
-        "mismatch": dict(said.mismatches),
-        "orphans": said.orphans,
-        "unlocated": said.unlocated,
-        "conflicts": said.conflicts,
+        "events": counts.events,
+        "event_id_gaps": counts.order.gaps,
+        "stale": counts.order.stale,
+        "restarts": listener.stats.restarts + counts.order.beginnings,
+        "mismatch": dict(counts.mismatches),
+        "orphans": counts.orphans,
+        "unlocated": counts.unlocated,
+        "conflicts": counts.conflicts,
         "bad_events": bad.total(),
         "bad": dict(bad),
-        "ignored": dict(said.ignored),
+        "ignored": dict(counts.ignored),
         "last_error": listener.link.last_error,
         **publisher.source.stats(),
     }
     row["blocks"] += row["waiting"]  # questions by hash may find waiting blocks, too
     if listener.loss:
         row["loss"] = listener.loss
-    if unused := said.unused():
+    if unused := counts.unused():
         row["warning"] = unused
     elif _is_unmatched(row):
         row["warning"] = f"{row['blocks']} blocks are indexed, but no query has matched one"
@@ -220,9 +220,9 @@ def families(state: State, publishers: Publishers) -> Iterator[Family | None]:
         unmatched += _is_unmatched(stats)
         for name in HELD:
             held[name] += stats[name]
-        said = publisher.publication.outcomes()
+        counted = publisher.publication.outcomes()
         for name in OUTCOMES:
-            outcomes[name] += said[name]
+            outcomes[name] += counted[name]
         if number % BREATH == 0:
             yield None
     help = "Number of events of registered publishers, by outcome other than applied"

@@ -177,16 +177,16 @@ def _read(
     body: bytes, table: Mapping[str, MemberRule], arrays: Mapping[str, int] | None = None
 ) -> Members:
     try:
-        said = read_members(body, arrays or {})
+        given = read_members(body, arrays or {})
     except ValueError as error:
         raise detailed(BadRequest(str(error)), "invalid_msgpack") from None
-    for name in said:
+    for name in given:
         if name not in table:
             raise detailed(BadRequest(f"unknown field {name}"), "unknown_field", name)
     members = {}
     for name, member in table.items():
-        if name in said:
-            members[name] = member.read(name, said[name])
+        if name in given:
+            members[name] = member.read(name, given[name])
         elif member.required:
             raise detailed(BadRequest(f"{name} is required"), "missing", name)
     return members

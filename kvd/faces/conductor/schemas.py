@@ -43,13 +43,13 @@ from kvd.faces.indexer.schemas import STATUS, STREAM
 PACKED = FORM.content_type.decode()
 
 
-def in_both(said: Schema, packed: Schema) -> Content:
+def in_both(plain: Schema, packed: Schema) -> Content:
     """Returns the content of a body in JSON, and under each content type of msgpack."""
-    return in_json(said) | {name: {"schema": packed} for name in FORMS}
+    return in_json(plain) | {name: {"schema": packed} for name in FORMS}
 
 
-def answered(said: Schema, packed: Schema) -> Mapping[int, Content]:
-    return {200: in_json(said) | {PACKED: {"schema": packed}}}
+def answered(plain: Schema, packed: Schema) -> Mapping[int, Content]:
+    return {200: in_json(plain) | {PACKED: {"schema": packed}}}
 
 
 def closed(schema: Schema) -> Schema:
@@ -64,12 +64,12 @@ def one_needed(*names: str) -> Schema:
 
 # ---- bodies
 
-SAID_LABEL, SAID_NAME = nullable(LABEL), nullable(KEPT_NAME)
+NULLABLE_LABEL, NULLABLE_NAME = nullable(LABEL), nullable(KEPT_NAME)
 GIVEN, GIVEN_NAME = {**LABEL, "minLength": 1}, {**KEPT_NAME, "minLength": 1}
 
 ABOUT = {
     **dict.fromkeys(MODEL, nullable(GIVEN)),
-    **dict.fromkeys(("tenant_id", "lora_name", "instance_id", *SALT), SAID_LABEL),
+    **dict.fromkeys(("tenant_id", "lora_name", "instance_id", *SALT), NULLABLE_LABEL),
     "lora_id": nullable(whole(-1, U64_MAX)),
 }
 QUERY = members(
@@ -84,7 +84,7 @@ QUERY_BY_HASH = members(
 PACKED_ABOUT = {
     "tenant_id": LABEL,
     "lora_name": LABEL,
-    "cache_salt": SAID_LABEL,
+    "cache_salt": NULLABLE_LABEL,
     "instance_id": LABEL,
 }
 
@@ -114,8 +114,8 @@ REGISTER = members(
     },
     {
         **dict.fromkeys(MODEL, nullable(GIVEN_NAME)),
-        **dict.fromkeys(("lora_name", "tenant_id"), SAID_NAME),
-        **dict.fromkeys(("replay_endpoint", "curve_server_key", *SALT[1:]), SAID_LABEL),
+        **dict.fromkeys(("lora_name", "tenant_id"), NULLABLE_NAME),
+        **dict.fromkeys(("replay_endpoint", "curve_server_key", *SALT[1:]), NULLABLE_LABEL),
         **dict.fromkeys(ECHOED, ANY),
     },
 ) | one_needed(*MODEL)
@@ -152,8 +152,8 @@ PACKED_REGISTER = closed(
 UNREGISTER = members(
     {"instance_id": GIVEN},
     {
-        **dict.fromkeys(MODEL, SAID_LABEL),
-        **dict.fromkeys(("tenant_id", "type", "lora_name", "endpoint", *SALT[1:]), SAID_LABEL),
+        **dict.fromkeys(MODEL, NULLABLE_LABEL),
+        **dict.fromkeys(("tenant_id", "type", "lora_name", "endpoint", *SALT[1:]), NULLABLE_LABEL),
         "dp_rank": nullable(whole(0, U32_MAX)),
         "block_size": nullable(BLOCK_SIZE),
     },

@@ -63,10 +63,10 @@ class Explainer:
             ranks = _ranks(weighed) or list(partition.rank_keys())
             traces = await find_traces(self.state, partition, question, prompt, ranks)
         now = self.selections.clock()
-        tells = Narrator(prompt, traces, now)
+        narrator = Narrator(prompt, traces, now)
         answer = heading(question, prompt, size, now)
-        answer["choices"] = [tells.choice(each) for each in weighed] or [tells.unchosen()]
-        answer |= tells.events()
+        answer["choices"] = [narrator.choice(each) for each in weighed] or [narrator.unchosen()]
+        answer |= narrator.events()
         answer["chronicle"] = chronicled(self.state.chronicle, now)
         return bodies.json_response(answer)
 

@@ -173,8 +173,8 @@ cdef class PromptReader(BodyReader):
         """Returns a function that makes a pool match the tokens anew; None without tokens."""
         if not self.by_tokens:
             return None
-        said = self.lora_name, self.cache_salt, self.unique, self.eagle
-        return partial(prompts.match_again, body, *said)
+        options = self.lora_name, self.cache_salt, self.unique, self.eagle
+        return partial(prompts.match_again, body, *options)
 
 
 cdef class PromptHandler(HotHandler):

@@ -79,13 +79,13 @@ def record(members: bodies.Members) -> WorkerRecord:
 def changes(members: bodies.Members) -> dict[str, Any]:
     """Returns the members of a record that are given and not null, read strictly."""
     given = {name: value for name, value in members.items() if value is not None}
-    said = {name: READERS[name](given, name) for name in FIELDS if name in given}
+    found = {name: READERS[name](given, name) for name in FIELDS if name in given}
     for name in bodies.TENANT:
         if name in given:
             _name(given, name)
     if tenant := bodies.alias(given, *bodies.TENANT):
-        said["tenant_id"] = tenant
-    return said
+        found["tenant_id"] = tenant
+    return found
 
 
 def _address(members: bodies.Members, name: str) -> str:

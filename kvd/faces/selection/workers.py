@@ -109,10 +109,10 @@ async def put_workers(request: Request, *, selections: Selections) -> Response:
 async def patch_worker(request: Request, *, selections: Selections) -> Response:
     """Changes the members that are given and not null."""
     worker_id = _path_id(request)
-    said = changes(bodies.scan(WORKER, request.body))
+    changed = changes(bodies.scan(WORKER, request.body))
     for fixed in ("worker_id", "model_name", "tenant_id"):
-        said.pop(fixed, None)
-    entry = await selections.workers.patch(worker_id, lambda known: replace(known, **said))
+        changed.pop(fixed, None)
+    entry = await selections.workers.patch(worker_id, lambda known: replace(known, **changed))
     return bodies.json_response(shown(selections.workers, entry))
 
 

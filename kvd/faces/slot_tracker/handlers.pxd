@@ -30,7 +30,7 @@ cdef class StepHandler(SlotHandler):
     # Takes a request's step in the ledger alone.
     cdef int take(self, Ledger ledger, RequestId live) except -1
     # Takes it by `SlotTrackers`, which notifies replicas and observers, and raises failures.
-    cdef int tell(self, tracker, str request_id) except -1
+    cdef int track(self, tracker, str request_id) except -1
 
 cdef class PrefillCompleteHandler(StepHandler):
     pass

@@ -127,7 +127,7 @@ cdef class StepHandler(SlotHandler):
         cdef string_view request_id = self.body.id_bytes(kRequestId)
         cdef RequestId live = ledger.find_request(request_id)
         if live == kNone or self.replicas or self.observers:
-            self.tell(tracker, id_text(request_id))
+            self.track(tracker, id_text(request_id))
         else:
             self.take(ledger, live)
             ease(ledger)
@@ -136,7 +136,7 @@ cdef class StepHandler(SlotHandler):
     cdef int take(self, Ledger ledger, RequestId live) except -1:
         raise NotImplementedError
 
-    cdef int tell(self, tracker, str request_id) except -1:
+    cdef int track(self, tracker, str request_id) except -1:
         raise NotImplementedError
 
 
@@ -147,7 +147,7 @@ cdef class PrefillCompleteHandler(StepHandler):
         ledger.complete(live)
         return 0
 
-    cdef int tell(self, tracker, str request_id) except -1:
+    cdef int track(self, tracker, str request_id) except -1:
         self.slots.prefill_complete(tracker, request_id)
         return 0
 
@@ -159,7 +159,7 @@ cdef class FreeHandler(StepHandler):
         ledger.end(live)
         return 0
 
-    cdef int tell(self, tracker, str request_id) except -1:
+    cdef int track(self, tracker, str request_id) except -1:
         self.slots.end(tracker, request_id)
         return 0
 

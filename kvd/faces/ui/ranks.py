@@ -104,8 +104,8 @@ class Rows:
     def stream(self, listener: EventStream) -> dict[str, Any]:
         """Returns the health and status of a stream, and why it is not exact."""
         shown: dict[str, Any] = {"stream": listener.health(self.now), "status": listener.status}
-        said = [listener.link.quiet, listener.link.last_error, listener.loss]
-        if shown["stream"] != StreamHealth.EXACT and (why := ", ".join(str(x) for x in said if x)):
+        notes = [listener.link.quiet, listener.link.last_error, listener.loss]
+        if shown["stream"] != StreamHealth.EXACT and (why := ", ".join(str(x) for x in notes if x)):
             shown["why"] = why
         return shown
 
