@@ -21,8 +21,8 @@ class UnmatchedLog:
     def check(self) -> Iterator[None]:
         """Logs partitions that have not been logged before; yields where other tasks may run."""
         for number, partition in enumerate(list(self._state.partitions.values()), 1):
-            if partition.is_unmatched and not partition.unmatched_said:
-                partition.unmatched_said = True
+            if partition.is_unmatched and not partition.unmatched_logged:
+                partition.unmatched_logged = True
                 model_name, tenant_id = partition.key
                 log.warning(
                     "queries_never_match",

@@ -287,4 +287,4 @@ def _asking(given: Mapping[str, object]) -> tuple[dict[str, Any], FaceClient] | 
     except (config.StartError, OSError) as error:
         logs.complain(error)
         return None
-    return {name: said.value for name, said in held.items()}, client
+    return {name: setting.value for name, setting in held.items()}, client

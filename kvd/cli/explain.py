@@ -139,14 +139,14 @@ def text(found: Json) -> str:
 
 
 def _heading(found: Json) -> str:
-    said = f"{found['blocks']:,} blocks of {found['block_size']} tokens, model "
-    said += plain(f"{found['model_name']}, tenant {found['tenant_id']}")
+    text = f"{found['blocks']:,} blocks of {found['block_size']} tokens, model "
+    text += plain(f"{found['model_name']}, tenant {found['tenant_id']}")
     if (booked := found["request"]) is not None:
-        said += (
+        text += (
             f"; request {plain(booked['request_id'])}, booked on {_rank(booked)} "
             f"{booked['age_s']:,.1f} s ago: as if it came once more"
         )
-    return said
+    return text
 
 
 def _choice(choice: Json) -> Iterator[str]:
@@ -168,10 +168,10 @@ def _choice(choice: Json) -> Iterator[str]:
 def _behind(chosen: Json, second: Json | None) -> str:
     if second is None:
         return ""
-    said = f"; runner-up: {_rank(second)}"
+    text = f"; runner-up: {_rank(second)}"
     if second["behind"] is not None:
-        said += f", {_figure(second['behind'])} behind"
-    return said
+        text += f", {_figure(second['behind'])} behind"
+    return text
 
 
 def _candidates(choice: Json, blocks: int) -> Table:
@@ -216,16 +216,16 @@ def _cached(candidate: Json, blocks: int) -> str:
 
 def _why(candidate: Json) -> str:
     ended = candidate["ended"]
-    said = REASONS[ended["why"]]
+    text = REASONS[ended["why"]]
     if ended["why"] == "end_of_prompt":
-        return said
+        return text
     if ended["elsewhere_blocks"] is not None:
-        said += f", {ended['elsewhere_blocks']:,} blocks"
+        text += f", {ended['elsewhere_blocks']:,} blocks"
     if ended["tier"] is not None:
-        said += f" from {ended['tier']}" if ended["why"] == "evicted" else f" ({ended['tier']})"
+        text += f" from {ended['tier']}" if ended["why"] == "evicted" else f" ({ended['tier']})"
     if ended["age_s"] is not None:
-        said += f" {_age(ended['age_s'])}"
-    return f"block {ended['at_block']:,}: {said}"
+        text += f" {_age(ended['age_s'])}"
+    return f"block {ended['at_block']:,}: {text}"
 
 
 def _reach(chronicle: Json) -> str:

@@ -170,7 +170,7 @@ def check_config(given: Mapping[str, object]) -> CommandResult:
 def show_config(given: Mapping[str, object]) -> CommandResult:
     load_config(given)
     held = config.resolve(given, os.environ)
-    return render({name: (said.value, said.source) for name, said in held.items()}), 0
+    return render({name: (setting.value, setting.source) for name, setting in held.items()}), 0
 
 
 def add_state(commands: Any) -> None:

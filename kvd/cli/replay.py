@@ -74,8 +74,8 @@ def add_options(
     )
     group = parser.add_argument_group("rounds and output")
     number = partial(_add_number, group, usage)
-    said = "replays of each policy, all policies with the same arrivals"
-    number("--rounds", COUNT, 3, "N", said)
+    help = "replays of each policy, all policies with the same arrivals"
+    number("--rounds", COUNT, 3, "N", help)
     number("--seed", COUNT, 1, "N", "seed of the first round")
     group.add_argument(
         "--jobs",
@@ -129,15 +129,15 @@ def add_fleet_options(group: argparse._ArgumentGroup, usage: Usage) -> None:
     number("--capacity", COUNT, 2000, "BLOCKS", "KV blocks of an engine")
     number("--block-size", COUNT, 512, "TOKENS", "tokens of these blocks")
     rate = parsers.real("a rate", 1.0, 1e9)
-    said = "prompt tokens computed in a second"
-    number("--prefill-rate", rate, speed.prefill_tokens_per_s, "TOKENS", said)
-    said = "maximum number of prompt tokens computed in one step"
-    number("--chunk-tokens", COUNT, speed.chunk_tokens, "TOKENS", said)
+    help = "prompt tokens computed in a second"
+    number("--prefill-rate", rate, speed.prefill_tokens_per_s, "TOKENS", help)
+    help = "maximum number of prompt tokens computed in one step"
+    number("--chunk-tokens", COUNT, speed.chunk_tokens, "TOKENS", help)
     number("--step-ms", MILLISECONDS, speed.step_s * 1000, "MS", "time of a decoding step")
-    said = "time that each request adds to a step"
-    number("--request-ms", MILLISECONDS, speed.step_s_per_request * 1000, "MS", said)
-    said = "time that each 512 tokens of KV cache add to a step"
-    number("--context-ms", MILLISECONDS, speed.step_s_per_token * 512_000, "MS", said)
+    help = "time that each request adds to a step"
+    number("--request-ms", MILLISECONDS, speed.step_s_per_request * 1000, "MS", help)
+    help = "time that each 512 tokens of KV cache add to a step"
+    number("--context-ms", MILLISECONDS, speed.step_s_per_token * 512_000, "MS", help)
     number("--max-batch", COUNT, speed.max_batch, "N", "maximum number of requests decoded at once")
     group.add_argument(
         "--speeds",

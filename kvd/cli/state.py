@@ -67,7 +67,7 @@ def _files(path: Path) -> Iterator[tuple[Content, Path]]:
         yield Content.JOURNAL, journal
 
 
-def _each(path: Path, say: Callable[[Header, Any], str]) -> Result:
+def _each(path: Path, line_of: Callable[[Header, Any], str]) -> Result:
     _check_folder(path)
     lines: list[str] = []
     code = 0
@@ -75,7 +75,7 @@ def _each(path: Path, say: Callable[[Header, Any], str]) -> Result:
     for content, file in _files(path):
         try:
             header, held = _read(content, file, oldest)
-            line = say(header, held)
+            line = line_of(header, held)
         except FileNotFoundError:  # the daemon needs it no longer
             continue
         except CutOff as error:

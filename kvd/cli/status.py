@@ -243,8 +243,8 @@ def exit_code(shown: Mapping[str, Any]) -> int:
 def text(shown: Mapping[str, Any]) -> Iterator[str]:
     """Yields the report as lines for people."""
     for name, face in shown["faces"].items():
-        said = face.get("error") or f"{face['requests_per_s']:,} requests/s"
-        yield f"{name:13} {face['bind']}  {said}"
+        remark = face.get("error") or f"{face['requests_per_s']:,} requests/s"
+        yield f"{name:13} {face['bind']}  {remark}"
     streams = ", ".join(f"{count:,} {state}" for state, count in shown["streams"].items() if count)
     yield f"{'streams':13} {streams or 'none'}"
     if "index" in shown:
@@ -264,8 +264,8 @@ def text(shown: Mapping[str, Any]) -> Iterator[str]:
     for name in ("slot_tracker", "selection"):
         if name in shown:
             sizes = {key: value for key, value in shown[name].items() if isinstance(value, int)}
-            said = ", ".join(f"{value:,} {key}" for key, value in sizes.items())
-            yield f"{name.replace('_', ' '):13} {said}"
+            figures = ", ".join(f"{value:,} {key}" for key, value in sizes.items())
+            yield f"{name.replace('_', ' '):13} {figures}"
     yield from _loads(shown.get("slot_tracker", {}).get("loads", []))
     if "conductor" in shown:
         yield f"{'conductor':13} {shown['conductor']['registered']:,} publishers"
@@ -363,7 +363,7 @@ def _worst(listeners: Mapping[str, Any]) -> Mapping[str, Any] | None:
 def _why(listeners: Mapping[str, Any]) -> str:
     """Returns the remarks on the first inexact rank that has any."""
     for rank, listener in listeners.items():
-        said = [listener[name] for name in ("quiet", "last_error", "loss") if name in listener]
-        if listener["stream"] != StreamHealth.EXACT and said:
-            return f"; rank {rank}: {', '.join(said)}"
+        remarks = [listener[name] for name in ("quiet", "last_error", "loss") if name in listener]
+        if listener["stream"] != StreamHealth.EXACT and remarks:
+            return f"; rank {rank}: {', '.join(remarks)}"
     return ""

@@ -229,8 +229,8 @@ def _rates(history: Json, width: int) -> list[Text]:
     for title, name, is_share in shown:
         values = history[name]
         value = _latest(values) if is_share else values[-1] if values else None
-        said = _share(value) if is_share else _number(value)
-        cell = Text(f"{title:10} {said:>8} ")
+        figure = _share(value) if is_share else _number(value)
+        cell = Text(f"{title:10} {figure:>8} ")
         cell.append(f"{curve(values, bars, 1.0 if is_share else 0.0):{bars}} ", "cyan")
         cells.append(cell)
     lines = [cells[at : at + columns] for at in range(0, len(cells), columns)]

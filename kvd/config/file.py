@@ -33,10 +33,10 @@ def read(path: Path) -> dict[str, Any]:
         data = file.read(MAX_BYTES + 1)
     if len(data) > MAX_BYTES:
         raise ValueError(f"the file is longer than {MAX_BYTES} bytes")
-    return {key: _value(key, said) for key, said in toml.parse(data).items()}
+    return {key: _value(key, value) for key, value in toml.parse(data).items()}
 
 
-def _value(key: str, said: object) -> Any:  # typed by the table's own parse function
+def _value(key: str, value: object) -> Any:  # typed by the table's own parse function
     setting = BY_NAME.get(key)
     if setting is None:
         from difflib import get_close_matches  # imported here: it takes 0.14 MB, few need it
@@ -44,25 +44,25 @@ def _value(key: str, said: object) -> Any:  # typed by the table's own parse fun
         like = get_close_matches(key, BY_NAME, n=1)
         raise ValueError(f"{key}: no such setting" + (f"; did you mean {like[0]}?" if like else ""))
     try:
-        return setting.parse(_text(setting, said))
+        return setting.parse(_text(setting, value))
     except ValueError as error:
         raise ValueError(f"{key}: {masked(str(error))}") from None
 
 
-def _text(setting: Setting, said: object) -> str:
+def _text(setting: Setting, value: object) -> str:
     """Returns a value as the text that the setting's flag would have."""
-    if setting.many or (setting.listed and isinstance(said, list)):
-        if not isinstance(said, list) or not all(isinstance(each, str) for each in said):
+    if setting.many or (setting.listed and isinstance(value, list)):
+        if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
             raise ValueError(f"expected an array of {setting.metavar.partition(',...')[0]} texts")
-        if any("," in each for each in said):
+        if any("," in each for each in value):
             raise ValueError("an entry of the array contains a comma")
-        return ",".join(said)
-    if isinstance(said, bool) and setting.is_switch:
-        return str(said).lower()
-    if isinstance(said, str):
-        return said
-    if isinstance(said, int | float) and not isinstance(said, bool) and not setting.is_text:
-        return str(said)
+        return ",".join(value)
+    if isinstance(value, bool) and setting.is_switch:
+        return str(value).lower()
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int | float) and not isinstance(value, bool) and not setting.is_text:
+        return str(value)
     raise ValueError(f"expected {setting.metavar}")
 
 

@@ -263,8 +263,8 @@ def _resolve(
     path: Path | None,
     filed: Mapping[str, Any],
 ) -> EffectiveSetting:
-    if (said := given.get(setting.name)) is not None:
-        return EffectiveSetting(said, setting.flag)
+    if (value := given.get(setting.name)) is not None:
+        return EffectiveSetting(value, setting.flag)
     texts = {
         name: text
         for name in setting.variables
@@ -276,8 +276,8 @@ def _resolve(
         try:
             return EffectiveSetting(setting.parse(text), variable)
         except ValueError as error:
-            said, why = masked(text), masked(str(error))
-            raise StartError(f"{variable}={said!r}: {why}") from None
+            shown, why = masked(text), masked(str(error))
+            raise StartError(f"{variable}={shown!r}: {why}") from None
     if setting.name in filed:
         return EffectiveSetting(filed[setting.name], str(path))
     if setting.default_env is not None and (text := environ.get(setting.default_env)):

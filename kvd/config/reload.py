@@ -59,13 +59,13 @@ class ConfigReader:
 
         Raises StartError if no daemon could start with that configuration.
         """
-        said = read(self.given, self.environ)
-        wanted = build(said, self.environ)
-        differ = [each for each in SETTINGS if said[each.name] != running.values[each.name]]
+        values = read(self.given, self.environ)
+        wanted = build(values, self.environ)
+        differ = [each for each in SETTINGS if values[each.name] != running.values[each.name]]
         # Changed addresses wait for a restart, and until then those with TLS need its files.
         held = TLS_FILES if wanted.tls is None and running.tls is not None else ()
         taken = [each.name for each in differ if each.live and each.name not in held]
-        changes = {name: said[name] for name in taken}
+        changes = {name: values[name] for name in taken}
         config = self.completed(build({**running.values, **changes}, self.environ))
         # A file of the same name may have other content.
         changed = dict.fromkeys([*changes, *_other(READ_AGAIN, config, running)])

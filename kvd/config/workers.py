@@ -33,8 +33,8 @@ def parse_workers(
         try:
             instance_id, dp_rank, addresses = _entry(entry, outgoing)
         except (BadRequest, ValueError) as error:
-            said, why = masked(entry), masked(str(error))
-            raise ValueError(f"entry {said!r}: {why}") from None
+            text, why = masked(entry), masked(str(error))
+            raise ValueError(f"entry {text!r}: {why}") from None
         key = RankKey(partition, instance_id, dp_rank)
         if key in workers:
             raise ValueError(f"instance {instance_id} dp_rank {dp_rank} is listed twice")

@@ -58,11 +58,11 @@ def receive(environ: MutableMapping[str, str]) -> Passed:
 
     Raises ValueError for a descriptor that is not a listening stream socket.
     """
-    said = {name: environ.pop(name, "") for name in VARIABLES}
-    if said["LISTEN_PID"] != str(os.getpid()) or not said["LISTEN_FDS"].isdecimal():
+    passed = {name: environ.pop(name, "") for name in VARIABLES}
+    if passed["LISTEN_PID"] != str(os.getpid()) or not passed["LISTEN_FDS"].isdecimal():
         return Passed()
-    names = said["LISTEN_FDNAMES"].split(":")
-    count = int(said["LISTEN_FDS"])
+    names = passed["LISTEN_FDNAMES"].split(":")
+    count = int(passed["LISTEN_FDS"])
     names += ["unknown"] * (count - len(names))
     return Passed(
         (name, _adopt(descriptor, name))

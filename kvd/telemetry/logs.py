@@ -128,8 +128,8 @@ class LineHandler(logging.Handler):
         info = record.exc_info
         traceback = logging.Formatter().formatException(info) if info else ""
         level, fields = record.levelname.lower(), getattr(record, "fields", {})
-        said = LogEntry(level, record.name, _message(record), fields, record.created, traceback)
-        self.put(said)
+        entry = LogEntry(level, record.name, _message(record), fields, record.created, traceback)
+        self.put(entry)
 
     def put(self, entry: LogEntry) -> None:
         self.writer.write(self.style.line(entry).encode(errors="backslashreplace"))

@@ -71,7 +71,7 @@ class NonBlockingWriter:
             self._put = _without_waiting(self._descriptor, self._opened)
         for _ in range(FLUSH_LINES):
             if not self._waiting:
-                self._tell(self._put)
+                self._report_dropped(self._put)
                 return
             line = self._waiting.popleft()
             try:
@@ -87,7 +87,7 @@ class NonBlockingWriter:
                 self._waiting.appendleft(line[taken:])
                 return
 
-    def _tell(self, put: Put) -> None:
+    def _report_dropped(self, put: Put) -> None:
         """Writes a line that reports dropped lines, if there are new ones and there is room."""
         if self.dropped == self._reported:
             return
