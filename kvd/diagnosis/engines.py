@@ -72,11 +72,13 @@ def _seen(stream: StreamEvidence, probe: ProbeResult) -> Finding | None:
     where = stream.endpoint
     if probe.fault:
         return _unreachable(stream, f"{where}: {probe.fault}")
-    if stream.joins and not probe.is_zmtp and not probe.said:
+    if stream.joins and not probe.is_zmtp and not probe.received:
         return _unreachable(stream, f"{where} accepts connections and says nothing: it hangs")
     if not probe.is_zmtp:
-        said = f"began with {_shown(probe.said)}" if probe.said else "said nothing"
-        return _not_zmq(stream, f"{where} accepts connections and {said}: no greeting of ZeroMQ's")
+        answer = f"began with {_shown(probe.received)}" if probe.received else "said nothing"
+        return _not_zmq(
+            stream, f"{where} accepts connections and {answer}: no greeting of ZeroMQ's"
+        )
     if probe.socket_type and probe.socket_type not in PUBLISHING:
         evidence = f"{where} speaks ZeroMQ, but as a {probe.socket_type} socket, not PUB"
         return found("not_kv_events", stream.subject, evidence, endpoint=where)
@@ -106,5 +108,5 @@ def host_of(endpoint: str) -> str:
     return "HOST" if host_port is None else host_port[0]
 
 
-def _shown(said: bytes) -> str:
-    return repr(said[:SHOWN_BYTES].decode("ascii", "backslashreplace"))
+def _shown(received: bytes) -> str:
+    return repr(received[:SHOWN_BYTES].decode("ascii", "backslashreplace"))

@@ -47,8 +47,8 @@ def _check_use(stream: StreamEvidence) -> Iterator[Finding]:
     for member, name in (("model_name", "model_name_mismatch"), ("tenant_id", "tenant_mismatch")):
         if count := stream.foreign.get(member, 0):
             evidence = f"{counted(count, 'event')} of another {member} than it is registered with"
-            said = stream.key.model_name if member == "model_name" else stream.key.tenant_id
-            yield found(name, subject, evidence, known=f"the events', or {said}")
+            registered = stream.key.model_name if member == "model_name" else stream.key.tenant_id
+            yield found(name, subject, evidence, known=f"the events', or {registered}")
     for member, name in (
         ("additional_salt", "salt_one_sided"),
         ("lora_name", "adapter_one_sided"),

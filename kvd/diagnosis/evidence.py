@@ -28,7 +28,7 @@ class ProbeResult:
     """The result of probing an engine's address from outside."""
 
     fault: str = ""  # why there was no connection, "" if there was one
-    said: bytes = b""  # the first bytes of the answer, from whatever listens there
+    received: bytes = b""  # the first bytes of the answer, from whatever listens there
     is_zmtp: bool = False  # the answer begins with a greeting of ZeroMQ
     mechanism: str = ""  # in that greeting: NULL, PLAIN or CURVE
     socket_type: str = ""  # in its READY command, "" if none came

@@ -223,12 +223,12 @@ class Gathering:
         for number, each in enumerate(list(parts.publishers), 1):
             foreign = each.publication.mismatches
             if foreign or _shows(each.listener, probes):
-                said = each.described
-                named = PartitionKey(said.model_name, said.tenant_id)
+                entry = each.described
+                named = PartitionKey(entry.model_name, entry.tenant_id)
                 subject = (
-                    f"publisher {said.instance_id} rank {said.dp_rank} of {partition_name(named)}"
+                    f"publisher {entry.instance_id} rank {entry.dp_rank} of {partition_name(named)}"
                 )
-                size = said.block_size
+                size = entry.block_size
                 found.append(_stream(subject, named, size, each.listener, probes, foreign))
             if number % SLICE == 0:
                 await trio.lowlevel.checkpoint()
@@ -383,9 +383,9 @@ def _model(partition: Partition) -> ModelEvidence:
     )
 
 
-def _side(said: PromptStats) -> Side:
-    counted = said.prompts, said.salted, said.adapted, said.telling
-    return Side(*counted, frozenset(said.first_tokens))
+def _side(stats: PromptStats) -> Side:
+    counted = stats.prompts, stats.salted, stats.adapted, stats.telling
+    return Side(*counted, frozenset(stats.first_tokens))
 
 
 def _with_holes(ranks: Mapping[InstanceId, set[int]]) -> dict[InstanceId, frozenset[int]]:

@@ -83,12 +83,12 @@ async def probe_once(endpoint: str, dialer: Dialer) -> ProbeResult:
         return ProbeResult(os.strerror(error.errno or errno.EIO))
     if stream is None:
         return ProbeResult(f"no connection within {PROBE_S:g} s")
-    said = bytearray()
+    received = bytearray()
     async with aclosing(stream):
         # If the engine hangs up, what it sent before is enough.
         with trio.move_on_after(PROBE_S), suppress(trio.BrokenResourceError):
-            await _talk(stream, said)
-    return read_probe(bytes(said))
+            await _talk(stream, received)
+    return read_probe(bytes(received))
 
 
 async def _connect(address: str) -> trio.SocketStream:
@@ -108,49 +108,53 @@ async def _connect(address: str) -> trio.SocketStream:
     return trio.SocketStream(sock)
 
 
-async def _talk(stream: trio.SocketStream, said: bytearray) -> None:
+async def _talk(stream: trio.SocketStream, received: bytearray) -> None:
     """Sends a subscriber's greeting, and collects the answer until it identifies the other end."""
     # The rest of the greeting waits: an engine with another mechanism hangs up when it reads ours.
     await stream.send_all(GREETING[:VERSION_END])
-    while len(said) < GREETING_BYTES:
-        if not await _hear(stream, said) or not is_greeting(said):
+    while len(received) < GREETING_BYTES:
+        if not await _hear(stream, received) or not is_greeting(received):
             return
     await stream.send_all(GREETING[VERSION_END:])
-    if _mechanism(said) != "NULL":
+    if _mechanism(received) != "NULL":
         return
     await stream.send_all(READY)
-    while not read_probe(said).socket_type and len(said) < MOST_BYTES:
-        if not await _hear(stream, said):
+    while not read_probe(received).socket_type and len(received) < MOST_BYTES:
+        if not await _hear(stream, received):
             return
 
 
-async def _hear(stream: trio.SocketStream, said: bytearray) -> bool:
+async def _hear(stream: trio.SocketStream, received: bytearray) -> bool:
     """Reads more of the answer; returns False at its end."""
     data = await stream.receive_some(MOST_BYTES)
-    said += data
+    received += data
     return bool(data)
 
 
-def is_greeting(said: bytes | bytearray) -> bool:
+def is_greeting(received: bytes | bytearray) -> bool:
     """Returns whether an answer begins as ZMTP does; any 8 bytes may follow the first one."""
-    return said[:1] == SIGNATURE[:1] and (len(said) < len(SIGNATURE) or said[9] & 1 == 1)
+    return received[:1] == SIGNATURE[:1] and (
+        len(received) < len(SIGNATURE) or received[9] & 1 == 1
+    )
 
 
-def read_probe(said: bytes | bytearray) -> ProbeResult:
+def read_probe(received: bytes | bytearray) -> ProbeResult:
     """Returns what the bytes of an answer show."""
-    if not said or not is_greeting(said) or len(said) < len(SIGNATURE):
-        return ProbeResult(said=bytes(said))
-    _, found, rest = bytes(said[GREETING_BYTES:]).partition(SOCKET_TYPE)
+    if not received or not is_greeting(received) or len(received) < len(SIGNATURE):
+        return ProbeResult(received=bytes(received))
+    _, found, rest = bytes(received[GREETING_BYTES:]).partition(SOCKET_TYPE)
     size = int.from_bytes(rest[:4]) if len(rest) >= 4 else 0
     kind = rest[4 : 4 + size] if found and len(rest) >= 4 + size else b""
-    return ProbeResult("", bytes(said), True, _mechanism(said), kind.decode("ascii", "replace"))
+    return ProbeResult(
+        "", bytes(received), True, _mechanism(received), kind.decode("ascii", "replace")
+    )
 
 
-def _mechanism(said: bytes | bytearray) -> str:
+def _mechanism(received: bytes | bytearray) -> str:
     """Returns the mechanism that a greeting names, "" while the greeting is incomplete."""
     name = (
-        bytes(said[VERSION_END : VERSION_END + MECHANISM_BYTES])
-        if len(said) >= GREETING_BYTES
+        bytes(received[VERSION_END : VERSION_END + MECHANISM_BYTES])
+        if len(received) >= GREETING_BYTES
         else b""
     )
     return name.rstrip(b"\0").decode("ascii", "replace")

@@ -113,9 +113,9 @@ class FleetFileFollower:
         self._held: dict[tuple[str, Hashable], Registered] = {}
         self._failed: dict[tuple[str, Hashable], str] = {}  # why, by entry
         self._elsewhere = 0  # entries of faces that are off, and of models served elsewhere
-        self._asked = trio.Event()
+        self._requested = trio.Event()
         self._taken: Written | None = None  # what a reload has read, to be applied
-        self._said: dict[tuple[str, Hashable], Any] = {}  # what the last applied file said
+        self._entries: dict[tuple[str, Hashable], Any] = {}  # what the last applied file said
         self._reloading = False
         self._applied: Signature = ""  # of the file that was read last, refused or not
         self.reads = {"applied": 0, "refused": 0}
@@ -125,8 +125,8 @@ class FleetFileFollower:
         seen = self._applied
         while True:
             with trio.move_on_after(self._check_every_s):
-                await self._asked.wait()
-            self._asked = trio.Event()
+                await self._requested.wait()
+            self._requested = trio.Event()
             if self._taken is not None:
                 taken, self._taken = self._taken, None
                 await self._reconcile(taken)
@@ -174,13 +174,13 @@ class FleetFileFollower:
         except StartError:
             self.reads["refused"] += 1
             raise
-        changed = () if written.wanted == self._said else (SETTING,)
+        changed = () if written.wanted == self._entries else (SETTING,)
         return Prepared(changed, partial(self._take, written))
 
     def _take(self, written: Written) -> None:
         """Has a file applied soon, by `run`."""
         self._taken, self._applied = written, written.signature
-        self._asked.set()
+        self._requested.set()
 
     async def _written(self, allowed: AllowedNetworks) -> Written:
         """Reads the file; raises StartError that names it and what is wrong."""
@@ -204,7 +204,7 @@ class FleetFileFollower:
         return fleetfile.rows(fleetfile.read(self._path))
 
     async def _reconcile(self, written: Written) -> None:
-        entries, self._said = written.entries, written.wanted
+        entries, self._entries = written.entries, written.wanted
         wanted = {(each.table, each.key): each for each in entries if each.table in self._targets}
         self._elsewhere = len(entries) - len(wanted)
         self._failed.clear()

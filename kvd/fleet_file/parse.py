@@ -152,12 +152,12 @@ def rows(data: bytes) -> list[FleetFileRow]:
 
 
 def _rows(document: dict[str, Any]) -> Iterator[FleetFileRow]:
-    for table, said in document.items():
+    for table, listed in document.items():
         if table not in TABLES:
             raise ValueError(_no_such("table", table, TABLES))
-        if not isinstance(said, list) or not all(isinstance(each, dict) for each in said):
+        if not isinstance(listed, list) or not all(isinstance(each, dict) for each in listed):
             raise ValueError(f"{table}: expected [[{table}]]")
-        for number, members in enumerate(said, 1):
+        for number, members in enumerate(listed, 1):
             yield FleetFileRow(table, number, members)
 
 

@@ -45,8 +45,8 @@ def of_slots(worker: slot_tracker.RegisteredWorker) -> Members:
 
 
 def of_worker(record: WorkerRecord) -> Members:
-    said = {each.name: getattr(record, each.name) for each in fields(record)}
-    return {name: _plain(value) for name, value in said.items() if value not in (None, (), {})}
+    members = {each.name: getattr(record, each.name) for each in fields(record)}
+    return {name: _plain(value) for name, value in members.items() if value not in (None, (), {})}
 
 
 def of_publisher(described: Described) -> Members:

@@ -28,8 +28,8 @@ def field_of(headers: Headers, body: bytes, name: str) -> str | None:
     """Returns a field's value, None if it is missing; raises GatewayError for other bodies."""
     if content_type(headers) != MULTIPART:
         raise GatewayError(Reason.INVALID_FORM, f"the body must be {MULTIPART}")
-    said = next(value for each, value in headers if each == b"content-type")
-    found = _BOUNDARY.search(said)
+    header = next(value for each, value in headers if each == b"content-type")
+    found = _BOUNDARY.search(header)
     if found is None:
         raise GatewayError(Reason.INVALID_FORM, "the content-type header has no boundary parameter")
     delimiter = b"--" + (found[1] or found[2])

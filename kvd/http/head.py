@@ -47,7 +47,7 @@ class Head:
     complete = False
     lines = b""  # header lines that any answer to this request gets
     _target = b""
-    _said: dict[bytes, bytes] | None = None  # headers in _SETTLED, joined where repeated
+    _settled: dict[bytes, bytes] | None = None  # headers in _SETTLED, joined where repeated
 
     def __init__(self) -> None:
         self.headers: Headers = []
@@ -67,10 +67,10 @@ class Head:
         self.complete = True
 
     def _note(self, name: bytes, value: bytes) -> None:
-        if self._said is None:
-            self._said = {}
-        before = self._said.get(name)
-        self._said[name] = value if before is None else before + b"," + value
+        if self._settled is None:
+            self._settled = {}
+        before = self._settled.get(name)
+        self._settled[name] = value if before is None else before + b"," + value
 
     # Called once llhttp has seen the whole head.
 
@@ -97,9 +97,9 @@ class Head:
         if len(self.headers) > limits.headers:
             raise Refusal(431, f"more than {limits.headers} headers")
         self._read_target(self._target)
-        if self._said is not None:
-            self._read_host(self._said.get(b"host", b""))
-            self._read_framing(self._said)
+        if self._settled is not None:
+            self._read_host(self._settled.get(b"host", b""))
+            self._read_framing(self._settled)
 
     def decoded_path(self) -> str:
         """Returns the path as text; bytes that are no UTF-8 become U+FFFD."""

@@ -36,8 +36,8 @@ def welcome(authorizer: Authorizer, head: Head) -> None:
 
 def preflight(head: Head) -> Response | None:
     """Returns the answer to a preflight request, None for any other request."""
-    said = dict(head.headers)
-    if head.method != "OPTIONS" or not head.lines or _METHOD not in said:
+    given = dict(head.headers)
+    if head.method != "OPTIONS" or not head.lines or _METHOD not in given:
         return None
     return Response(
         204,
@@ -45,7 +45,7 @@ def preflight(head: Head) -> Response | None:
         b"",
         [
             (b"access-control-allow-methods", b"GET, POST, DELETE"),
-            (b"access-control-allow-headers", said.get(_HEADERS, b"authorization, content-type")),
+            (b"access-control-allow-headers", given.get(_HEADERS, b"authorization, content-type")),
             (b"access-control-max-age", b"%d" % MAX_AGE_S),
         ],
     )

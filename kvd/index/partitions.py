@@ -82,7 +82,7 @@ class Partition:
     ranks: dict[InstanceId, set[int]] = field(default_factory=dict)  # the registered dp ranks
     sources: int = 0  # registered publishers
     linked: set[InstanceId] = field(default_factory=set)  # workers that publishers also count for
-    unmatched_said: bool = False  # the log has a line about `is_unmatched`
+    unmatched_logged: bool = False  # the log has a line about `is_unmatched`
 
     @property
     def block_size(self) -> int:

@@ -138,7 +138,7 @@ class Narrowing:
             (self.salt, described.salt),
             (self.endpoint, described.endpoint),
         )
-        return all(said is None or said == known for said, known in wanted)
+        return all(value is None or value == known for value, known in wanted)
 
 
 @dataclass(frozen=True, slots=True)

@@ -225,10 +225,10 @@ class Registry(ListenedRegistrations):
         for rank in contradicted:
             known = self._ranks[rank]
             if known.owners and not (rank.instance_id in leaving and known.owners == {owner}):
-                self._check_beside(known, addresses.get(rank), block_size)
+                self._check_registered(known, addresses.get(rank), block_size)
         self._check_capacity(len(addresses) - len(here))
 
-    def _check_beside(
+    def _check_registered(
         self, known: Registration, addresses: Addresses | None, block_size: int
     ) -> None:
         (model_name, tenant_id), instance_id, dp_rank = known.key

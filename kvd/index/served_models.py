@@ -49,8 +49,8 @@ class ServedModels:
     def owner(self, partition: tuple[str, str]) -> str | None:
         """Returns the address at which a model and tenant are served, None if it is unknown."""
         every_tenant = (partition[0], None)
-        if said := self._owners.get(partition) or self._owners.get(every_tenant):
-            return said
+        if address := self._owners.get(partition) or self._owners.get(every_tenant):
+            return address
         for address, serves in self._others.items():
             if partition in serves or every_tenant in serves:
                 return address

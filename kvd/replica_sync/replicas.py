@@ -39,14 +39,14 @@ def apply_once(event: Lifecycle, now: float, faces: Mapping[Face, Apply]) -> Out
     The face through which it came there is tried first, if that is known, then the others in their
     order. If no face has the rank, the outcome is that of the last face that has the model.
     """
-    said = Outcome.UNKNOWN_MODEL
+    last = Outcome.UNKNOWN_MODEL
     for face in sorted(faces, key=lambda face: face is not event.face):
         outcome = faces[face](event, now)
         if outcome not in ELSEWHERE:
             return outcome
         if outcome is not Outcome.UNKNOWN_MODEL:
-            said = outcome
-    return said
+            last = outcome
+    return last
 
 
 class Links(Protocol):

@@ -75,9 +75,9 @@ class Admission:
         """Returns the entry that a record would get in the catalog."""
         candidates = self._candidates.get(record.key)
         others = () if candidates is None else candidates.workers.values()
-        beside = next((one for one in others if one.worker_id != record.worker_id), None)
+        other = next((one for one in others if one.worker_id != record.worker_id), None)
         uses_events = self._options.uses_kv_events
-        reasons = record.reasons(beside, uses_events=uses_events)
+        reasons = record.reasons(other, uses_events=uses_events)
         if reasons:
             return CatalogEntry(record, reasons, not record.reasons(None, uses_events=uses_events))
         try:

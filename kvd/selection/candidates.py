@@ -241,8 +241,8 @@ class Candidates:
     def predicted(self) -> int:
         """Returns how many blocks are predicted: bookings suggest that ranks cache them."""
         partition = self._partition()
-        beside_events = 0 if partition is None else partition.index.predicted()
-        return beside_events + (0 if self.predictions is None else len(self.predictions))
+        of_index = 0 if partition is None else partition.index.predicted()
+        return of_index + (0 if self.predictions is None else len(self.predictions))
 
     def forget_predictions(self, now: float) -> bool:
         """Forgets some outdated or surplus predictions; True while there may be more."""

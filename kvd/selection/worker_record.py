@@ -121,20 +121,20 @@ class WorkerRecord:
             return None
         return Addresses(endpoint, self.replay_endpoint, self.curve_server_key)
 
-    def reasons(self, beside: WorkerRecord | None, *, uses_events: bool) -> list[str]:
+    def reasons(self, other: WorkerRecord | None, *, uses_events: bool) -> list[str]:
         """Returns why the worker cannot be scheduled beside another of its fleet; [] if it can."""
-        return list(self._reasons(beside, uses_events))
+        return list(self._reasons(other, uses_events))
 
-    def _reasons(self, beside: WorkerRecord | None, uses_events: bool) -> Iterator[str]:
+    def _reasons(self, other: WorkerRecord | None, uses_events: bool) -> Iterator[str]:
         if not self.endpoint:
             yield "endpoint is required"
         if not self.block_size:
             yield "block_size must be greater than 0"
         elif self.block_size > U32_MAX:
             yield "block_size must be below 2^32"
-        elif beside is not None and beside.block_size != self.block_size:
-            yield f"block_size {self.block_size} differs from {beside.block_size} of its model"
-        if beside is not None and bool(beside.is_eagle) != bool(self.is_eagle):
+        elif other is not None and other.block_size != self.block_size:
+            yield f"block_size {self.block_size} differs from {other.block_size} of its model"
+        if other is not None and bool(other.is_eagle) != bool(self.is_eagle):
             yield "is_eagle differs from that of its model"
         if not self.ranks:
             yield "data_parallel_size must be greater than 0"

@@ -258,7 +258,7 @@ class Workers:
             if new is None and old is not None:
                 del self.entries[old.record.worker_id]
                 self._blocked.discard(old.record.worker_id)
-            if before is not None and after is not None and not self._fits_beside(before, after):
+            if before is not None and after is not None and not self._fits_with(before, after):
                 await self._drop_ranks(before, leaving)
                 leaving = []
             if after is not None:
@@ -277,7 +277,7 @@ class Workers:
                 await self._drop_ranks(before, leaving)
         return new or old  # type: ignore[return-value]
 
-    def _fits_beside(self, before: WorkerRecord, after: WorkerRecord) -> bool:
+    def _fits_with(self, before: WorkerRecord, after: WorkerRecord) -> bool:
         """Returns whether a worker's new ranks can join while its old ranks are in the ledger."""
         candidates = self._candidates.get(after.key)
         if candidates is None:

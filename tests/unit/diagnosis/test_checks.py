@@ -158,7 +158,7 @@ def test_an_engine(stream: StreamEvidence, expected: list[str]) -> None:
 
 def test_what_an_http_server_says_is_taken_for_a_peer_for_a_moment() -> None:
     stream = replace(STREAM, messages=0, bad_frames={"frame_count": 1})
-    assert of_stream(replace(stream, probe=ProbeResult(said=b"HTTP/1.1 400 Bad Request"))) == [
+    assert of_stream(replace(stream, probe=ProbeResult(received=b"HTTP/1.1 400 Bad Request"))) == [
         "not_zmq"
     ]
 
@@ -178,7 +178,7 @@ def test_what_an_http_server_says_is_taken_for_a_peer_for_a_moment() -> None:
         (replace(LOST, dropped=2), ["messages_lost", "queue_full"]),
         (replace(LOST, loss=""), []),  # the engine has cleared its cache since
         (replace(STREAM, replay_probe=ProbeResult("Connection refused")), ["replay_missing"]),
-        (replace(STREAM, replay_probe=ProbeResult(said=b"HTTP")), ["replay_missing"]),
+        (replace(STREAM, replay_probe=ProbeResult(received=b"HTTP")), ["replay_missing"]),
         (replace(STREAM, replay_probe=ProbeResult(is_zmtp=True, socket_type="ROUTER")), []),
         (replace(STREAM, replay_probe=ProbeResult(is_zmtp=True, mechanism="CURVE")), []),
         (replace(STREAM, ignored={"medium": 1}), []),  # other events are used

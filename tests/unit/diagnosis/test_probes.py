@@ -12,11 +12,11 @@ from kvd.diagnosis.probes import GREETING, READY, is_greeting, read_probe
     "said", [b"", b"HTTP/1.1 400 Bad Request", b"\xff", b"\xff\0\0\0\0\0\0\0\1\0"]
 )
 def test_who_does_not_greet_speaks_something_else(said: bytes) -> None:
-    assert read_probe(said) == ProbeResult(said=said)
+    assert read_probe(said) == ProbeResult(received=said)
 
 
 def test_a_greeting_and_a_socket_type() -> None:
-    assert read_probe(GREETING[:12]) == ProbeResult(said=GREETING[:12], is_zmtp=True)
+    assert read_probe(GREETING[:12]) == ProbeResult(received=GREETING[:12], is_zmtp=True)
     probe = read_probe(GREETING)
     assert (probe.is_zmtp, probe.mechanism, probe.socket_type) == (True, "NULL", "")
     assert read_probe(GREETING + READY).socket_type == "SUB"
