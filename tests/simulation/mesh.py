@@ -32,7 +32,7 @@ from kvd.wire.fields import Refused
 from kvd.wire.lifecycle import TOPIC, Face, Lifecycle, Outcome, decode, encode
 from kvd_core.json.scan import BodyScanner
 from tests.support.idle_listeners import IdleListeners
-from tests.support.selecting import BLOCK_SIZE, look, worker
+from tests.support.selecting import BLOCK_SIZE, lookup, worker
 
 KEY = PartitionKey("m", "t")
 WORKERS = (1, 2)
@@ -115,7 +115,7 @@ class Replica:
                 booking = request.worker, 0, HASHES, tokens, self.now, None
                 assert self.slots.add(tracker, request.name, *booking)
             else:
-                prompt = look(request.blocks), tokens
+                prompt = lookup(request.blocks), tokens
                 reservations.reserve_on_rank(
                     KEY, request.name, (request.worker, 0), *prompt, predicts=False
                 )

@@ -49,21 +49,21 @@ DESCRIPTIONS = {
 
 def all_routes() -> dict[str, tuple[Route, ...]]:
     """Returns every route that a daemon can have, by the name of its face."""
-    nobody: Any = None  # stands for parts that only the handlers use
+    unused: Any = None  # stands for parts that only the handlers use
     state, dumps = State(), indexer.dumps_bound(8)
-    registry, replicas = Registry(state, nobody), Replicas(None, ReplicaStats())
+    registry, replicas = Registry(state, unused), Replicas(None, ReplicaStats())
     clocks = time.monotonic, time.time_ns
     selections = Selections(state, registry, RouterOptions(), 1.0, Random(0), *clocks)
     of_replicas = replica_sync.routes(replicas)
-    forwarder = Forwarder(nobody, nobody, nobody, GatewayStats(), nobody, nobody, 0)
-    publishers, slots = Publishers(state, nobody), SlotTrackers(1.0)
+    forwarder = Forwarder(unused, unused, unused, GatewayStats(), unused, unused, 0)
+    publishers, slots = Publishers(state, unused), SlotTrackers(1.0)
     picture = Picture(PicturedParts(state, registry, publishers, slots, selections, []))
-    explain = explain_routes(Explainer(state, selections), nobody)
-    of_all = *ui_routes(picture, state), metrics_route([]), diagnose_route(nobody, nobody), *explain
+    explain = explain_routes(Explainer(state, selections), unused)
+    of_all = *ui_routes(picture, state), metrics_route([]), diagnose_route(unused, unused), *explain
     faces = {
         "gateway": (
-            *gateway_routes(nobody, nobody, forwarder, DEFAULT_BODY_LIMIT),
-            *upstream_routes(nobody),
+            *gateway_routes(unused, unused, forwarder, DEFAULT_BODY_LIMIT),
+            *upstream_routes(unused),
         ),
         "indexer": indexer.routes(state, registry, Peers(), dumps, test_endpoints=True),
         "slot-tracker": slot_tracker.routes(slots, time.monotonic) + of_replicas,

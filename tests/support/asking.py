@@ -49,7 +49,7 @@ class Faces:
 
     def note_addresses(self) -> None:
         lines = re.findall(r"event=serving .*face=(\S+) bind=(.*)", self.server.stderr)
-        self.addresses = {face: said.strip('"').split() for face, said in lines}
+        self.addresses = {face: binds.strip('"').split() for face, binds in lines}
 
     def each(self) -> Iterator[str]:
         for face in FACES:
@@ -140,7 +140,7 @@ def serving_faces(
     trust = ssl.create_default_context(cafile=certificates / "cert.pem")
     faces = Faces(server, folder, trust)
     try:
-        server.wait_said("face=conductor")
+        server.wait_logged("face=conductor")
         faces.note_addresses()
         yield faces
         assert server.process.poll() is None, server.stderr

@@ -55,14 +55,14 @@ NO_JSON_VALUES = {
     "objects that do not end": b'{"a":' * 100_000,
 }
 WHOLE_BODIES: dict[str, Callable[[bytes], bytes]] = {
-    "empty": lambda fine: b"",
-    "blank": lambda fine: b" \r\n\t",
-    "truncated": lambda fine: fine[:-1],
-    "twice": lambda fine: fine * 2,
-    "with a byte order mark": lambda fine: b"\xef\xbb\xbf" + fine,
-    "UTF-16": lambda fine: fine.decode().encode("utf-16"),
-    "a form": lambda fine: b"model_name=m&block_size=4",
-    "vertical tab": lambda fine: b"\v" + fine,
+    "empty": lambda valid: b"",
+    "blank": lambda valid: b" \r\n\t",
+    "truncated": lambda valid: valid[:-1],
+    "twice": lambda valid: valid * 2,
+    "with a byte order mark": lambda valid: b"\xef\xbb\xbf" + valid,
+    "UTF-16": lambda valid: valid.decode().encode("utf-16"),
+    "a form": lambda valid: b"model_name=m&block_size=4",
+    "vertical tab": lambda valid: b"\v" + valid,
 }
 NO_OBJECTS = (b"null", b"true", b"5", b'"x"', b"[]", deep(b"[", b"]"))
 
@@ -143,7 +143,7 @@ class Refusals:
         self._state = state
         self._undo = undo
 
-    def fine(self, path: str) -> bytes:
+    def valid(self, path: str) -> bytes:
         return json.dumps(self._bodies.posts[path][0]).encode()
 
     def with_member(self, path: str, member: str, value: str) -> bytes:
@@ -174,23 +174,23 @@ class Refusals:
             self._undo(path)
 
     def check_no_json(self, path: str) -> None:
-        fine = self.fine(path)
-        bodies = {name: change(fine) for name, change in WHOLE_BODIES.items()}
-        bodies |= {name: fine[:-1] + b', "x": ' + v + b"}" for name, v in NO_JSON_VALUES.items()}
+        valid = self.valid(path)
+        bodies = {name: change(valid) for name, change in WHOLE_BODIES.items()}
+        bodies |= {name: valid[:-1] + b', "x": ' + v + b"}" for name, v in NO_JSON_VALUES.items()}
         bodies["lone surrogate in a text"] = self.with_member(path, "model_name", r'"\ud800"')
         errors = self.refused(path, bodies, 400)
         assert all(error.startswith("the body is not valid JSON: ") for error in errors), errors
 
     def check_wrong_shape(self, path: str) -> None:
-        fine = self.fine(path)
+        valid = self.valid(path)
         first, value = next(iter(self._bodies.posts[path][0].items()))
         name, again = first.encode(), json.dumps(value).encode()
         escaped = b"\\u%04x%b" % (name[0], name[1:])
         bodies = {f"no object: {body[:9]!r}": body for body in NO_OBJECTS}
-        bodies["a name twice"] = fine[:-1] + b', "%b": %b}' % (name, again)
-        bodies["a name twice, once escaped"] = fine[:-1] + b', "%b": %b}' % (escaped, again)
+        bodies["a name twice"] = valid[:-1] + b', "%b": %b}' % (name, again)
+        bodies["a name twice, once escaped"] = valid[:-1] + b', "%b": %b}' % (escaped, again)
         for both in self._bodies.contradictions.get(path, ()):
-            bodies[repr(both)] = fine[:-1] + b", " + both + b"}"
+            bodies[repr(both)] = valid[:-1] + b", " + both + b"}"
         self.refused(path, bodies, 422)
 
     def check_unfit(self, path: str) -> None:
@@ -204,38 +204,38 @@ class Refusals:
 
     def check_missing(self, path: str) -> None:
         for missing in self._bodies.required[path]:
-            fine = self._bodies.posts[path][0]
-            rest = {name: value for name, value in fine.items() if name != missing}
+            valid = self._bodies.posts[path][0]
+            rest = {name: value for name, value in valid.items() if name != missing}
             (error,) = self.refused(path, {missing: json.dumps(rest).encode()}, 422)
             assert error == f"missing member `{missing}`"
 
     def check_ignored(self, path: str) -> None:
-        fine = self.fine(path)
-        more = {name: fine[:-1] + b', "x": ' + value + b"}" for name, value in JSON_VALUES.items()}
+        valid = self.valid(path)
+        more = {name: valid[:-1] + b', "x": ' + value + b"}" for name, value in JSON_VALUES.items()}
         self.accepted(path, more)
 
     def check_content_types(self, path: str) -> None:
-        fine = self.fine(path)
+        valid = self.valid(path)
         for content_type, accepted in CONTENT_TYPES.items():
             announced = {"content-type": content_type}
             if accepted:
-                self.accepted(path, {content_type: fine}, **announced)
+                self.accepted(path, {content_type: valid}, **announced)
             else:
-                self.refused(path, {content_type: fine}, 415, **announced)
-        assert self._client.post(path, content=fine).status_code == 415
+                self.refused(path, {content_type: valid}, 415, **announced)
+        assert self._client.post(path, content=valid).status_code == 415
 
     def check_limit(self, path: str) -> None:
-        fine = self.fine(path)
-        longest = fine + b" " * (self._bodies.limits[path] - len(fine))
+        valid = self.valid(path)
+        longest = valid + b" " * (self._bodies.limits[path] - len(valid))
         self.accepted(path, {"as long as may be": longest})
         self.refused(path, {"a byte more": longest + b" "}, 413)
 
     def all_kinds(self, path: str) -> dict[str, bytes]:
         """Returns a body for each fault in these tables, by name."""
-        fine = self.fine(path)
-        bodies = {name: change(fine) for name, change in WHOLE_BODIES.items()}
+        valid = self.valid(path)
+        bodies = {name: change(valid) for name, change in WHOLE_BODIES.items()}
         bodies |= {
-            f"x: {name}": fine[:-1] + b', "x": ' + v + b"}" for name, v in NO_JSON_VALUES.items()
+            f"x: {name}": valid[:-1] + b', "x": ' + v + b"}" for name, v in NO_JSON_VALUES.items()
         }
         bodies |= {f"no object: {body[:9]!r}": body for body in NO_OBJECTS}
         for member, values in self._bodies.unfit[path].items():
@@ -243,8 +243,8 @@ class Refusals:
                 f"{member}: {value[:30]}": self.with_member(path, member, value) for value in values
             }
         for missing in self._bodies.required[path]:
-            fine_members = self._bodies.posts[path][0]
-            rest = {name: value for name, value in fine_members.items() if name != missing}
+            valid_members = self._bodies.posts[path][0]
+            rest = {name: value for name, value in valid_members.items() if name != missing}
             bodies[f"without {missing}"] = json.dumps(rest).encode()
         return bodies
 

@@ -44,11 +44,11 @@ def run_command(*arguments: str, stdout: IO[bytes] | None = None, **environ: str
             code = process.wait(STOP_DEADLINE_S)
         finally:
             process.kill()
-        said = []
+        outputs = []
         for file in (output, errors):
             file.seek(0)
-            said.append(file.read().decode())
-    return Ended(code, *said)
+            outputs.append(file.read().decode())
+    return Ended(code, *outputs)
 
 
 def run_each(commands: Sequence[Sequence[str]], under: Sequence[str]) -> list[Ended]:
@@ -64,7 +64,7 @@ def run_each(commands: Sequence[Sequence[str]], under: Sequence[str]) -> list[En
         check=False,
     )
     assert ended.returncode == 0, ended.stderr
-    said = ended.stderr.split(END)[:-1]
+    outputs = ended.stderr.split(END)[:-1]
     return [
-        Ended(code, "", text) for code, text in zip(json.loads(ended.stdout), said, strict=True)
+        Ended(code, "", text) for code, text in zip(json.loads(ended.stdout), outputs, strict=True)
     ]

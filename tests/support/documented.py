@@ -33,32 +33,32 @@ class Documented:
         request = response.request
         path = request.url.raw_path.partition(b"?")[0].decode("latin-1")
         method = "get" if request.method == "HEAD" else request.method.lower()
-        said = next((each for pattern, each in self._paths if pattern.fullmatch(path)), {})
-        if method not in said:
-            refused = 405 if said else 404
+        entry = next((each for pattern, each in self._paths if pattern.fullmatch(path)), {})
+        if method not in entry:
+            refused = 405 if entry else 404
             return None if response.status_code == refused else f"not {refused}, as undocumented"
-        wrong = self._wrong_answer(said[method]["responses"], response)
+        wrong = self._wrong_answer(entry[method]["responses"], response)
         if wrong is None and response.is_success and request.method != "HEAD":
-            wrong = self._wrong_request(said[method].get("requestBody"), request)
+            wrong = self._wrong_request(entry[method].get("requestBody"), request)
         return wrong
 
     def _wrong_answer(self, responses: dict[str, Any], response: httpx.Response) -> str | None:
         if str(response.status_code) not in responses:
             return f"status {response.status_code} is not documented"
-        said = responses[str(response.status_code)]
-        if "$ref" in said:
-            said = self._components["components"]["responses"][said["$ref"].rpartition("/")[2]]
+        entry = responses[str(response.status_code)]
+        if "$ref" in entry:
+            entry = self._components["components"]["responses"][entry["$ref"].rpartition("/")[2]]
         if response.request.method == "HEAD":
             return None
-        return self._invalid(said.get("content", {}), response.headers, response.content)
+        return self._invalid(entry.get("content", {}), response.headers, response.content)
 
-    def _wrong_request(self, said: dict[str, Any] | None, request: httpx.Request) -> str | None:
-        if said is None or (not request.content and not said["required"]):
+    def _wrong_request(self, entry: dict[str, Any] | None, request: httpx.Request) -> str | None:
+        if entry is None or (not request.content and not entry["required"]):
             return None
         headers = request.headers
-        if headers.get("content-type", "").partition(";")[0] not in said["content"]:
+        if headers.get("content-type", "").partition(";")[0] not in entry["content"]:
             headers = httpx.Headers({"content-type": JSON})  # some routes ignore it
-        wrong = self._invalid(said["content"], headers, request.content)
+        wrong = self._invalid(entry["content"], headers, request.content)
         return wrong and f"accepted a body that is not documented: {wrong}"
 
     def _invalid(self, content: dict[str, Any], headers: httpx.Headers, body: bytes) -> str | None:

@@ -18,9 +18,9 @@ _hashes = count(1)  # names of blocks, distinct among all engines of a run
 
 
 def address_of(bound: zmq.Socket[bytes]) -> str:
-    said = bound.last_endpoint
-    assert isinstance(said, bytes)
-    return said.decode()
+    endpoint = bound.last_endpoint
+    assert isinstance(endpoint, bytes)
+    return endpoint.decode()
 
 
 class Engine:
@@ -63,7 +63,7 @@ class Engine:
         parent: int | None = None
         first_parent: int | None = None
         new: list[int] = []
-        told: list[int] = []
+        stored: list[int] = []
         for start in range(0, len(tokens) // BLOCK_SIZE * BLOCK_SIZE, BLOCK_SIZE):
             path = parent, tuple(tokens[start : start + BLOCK_SIZE])
             known = self._by_path.get(path)
@@ -73,10 +73,10 @@ class Engine:
                 known = self._by_path[path] = next(_hashes)
                 self.cache[known] = path
                 new.append(known)
-                told += path[1]
+                stored += path[1]
             parent = known
         if new:
-            self.publish([["BlockStored", new, first_parent, told, BLOCK_SIZE, None]])
+            self.publish([["BlockStored", new, first_parent, stored, BLOCK_SIZE, None]])
 
     def evict(self, hash: int) -> None:
         """Drops a block and all of its descendants."""

@@ -153,7 +153,7 @@ def serve() -> list[str] | None:
         if not message:
             return None
         question, *details = json.loads(message)
-        answer = look_after(*details) if question == "poll" else os.fork()
+        answer = poll(*details) if question == "poll" else os.fork()
         if answer == 0 and question == "start":
             control.close()
             return become(descriptors, *details)
@@ -162,7 +162,7 @@ def serve() -> list[str] | None:
         control.send(json.dumps(answer).encode())
 
 
-def look_after(pid: int) -> int | None:
+def poll(pid: int) -> int | None:
     """Returns the exit code of a child that has ended, None while it runs."""
     ended, status = os.waitpid(pid, os.WNOHANG)
     return os.waitstatus_to_exitcode(status) if ended else None
@@ -211,10 +211,10 @@ if __name__ == "__main__":
     # the pages that they are on.
     gc.collect()
     gc.freeze()
-    told = serve()
-    if told is None:
+    started = serve()
+    if started is None:
         sys.exit(0)
-    module, *arguments = told
+    module, *arguments = started
     mains = dict(zip(FORKED, (run_kvd, run_engine, run_demo), strict=True))
     code = mains[module](arguments)
     gc.collect()  # frees the reference cycles that the daemon has left

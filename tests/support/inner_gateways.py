@@ -60,10 +60,10 @@ async def inner_gateway(
     limits: RelayLimits | None = None,
 ) -> AsyncIterator[InnerGateway]:
     """Yields a gateway of engines that publish nothing."""
-    nobody: Any = None
+    unused: Any = None
     limits = limits or RelayLimits()
     state = State()
-    registry = Registry(state, nobody)
+    registry = Registry(state, unused)
     router, clocks = RouterOptions(session_affinity_ttl_s=60), (trio.current_time, time.time_ns)
     selections = Selections(state, registry, router, 1.0, Random(0), *clocks)
     choices = LocalChoices(selections, registry)

@@ -70,7 +70,7 @@ class Kvd:
     def snapshots_before_death(self) -> bool:
         """Returns whether the process began by restoring blocks from a snapshot."""
         assert self.server is not None
-        self.server.wait_said("event=ready")
+        self.server.wait_logged("event=ready")
         found = re.search(r"event=index_restored blocks=(\d+)", self.server.stderr)
         return found is not None and int(found[1]) > 0
 
@@ -80,7 +80,7 @@ class Kvd:
         self.server.process.wait()
 
     @contextmanager
-    def standing_still(self) -> Iterator[None]:
+    def suspended(self) -> Iterator[None]:
         assert self.server is not None
         self.server.process.send_signal(signal.SIGSTOP)
         try:

@@ -95,11 +95,11 @@ class Patient:
         return found
 
     def finds(
-        self, name: str, subject: str = "m/default", *, probe: bool = False, says: str = ""
+        self, name: str, subject: str = "m/default", *, probe: bool = False, evidence: str = ""
     ) -> Json:
         """Waits until there is a finding of that name about a subject, and returns it.
 
-        Its evidence must contain `says`; evidence may grow while a fault lasts.
+        Its evidence must contain this text; evidence may grow while a fault lasts.
         """
         found: list[Json] = []
 
@@ -108,7 +108,9 @@ class Patient:
             found[:] = [
                 each
                 for each in every
-                if each["name"] == name and subject in each["subject"] and says in each["evidence"]
+                if each["name"] == name
+                and subject in each["subject"]
+                and evidence in each["evidence"]
             ]
             return None if found else f"no {name} of {subject}: {show(every)}"
 

@@ -70,7 +70,7 @@ class Server:
                 pytest.fail(f"not {what} after {START_DEADLINE_S} s:\n{self.stderr}")
             time.sleep(POLL_S)
 
-    def wait_said(self, text: str) -> None:
+    def wait_logged(self, text: str) -> None:
         """Waits until the log has `text`."""
         self.wait_until(lambda: text in self.stderr, f"saying {text}")
 

@@ -61,8 +61,8 @@ class Service:
             max_waiting=max_waiting,
             journal=journal,
         )
-        self.told: list[Event] = []
-        self.selections.reservations.steps.subscribe(self.told.append)
+        self.events: list[Event] = []
+        self.selections.reservations.steps.subscribe(self.events.append)
 
     def candidates(self, key: PartitionKey = M) -> Candidates:
         return self.selections.candidates[key]
@@ -73,7 +73,7 @@ class Service:
 
     def select(self, blocks: list[int], tokens: int | None = None, **members: Any) -> Any:
         """Selects for a prompt of these blocks; returns the answer, or the request if held."""
-        answer = self.selections.scheduler.select(self.ask(**members), look(blocks, tokens))
+        answer = self.selections.scheduler.select(self.ask(**members), lookup(blocks, tokens))
         return answer if isinstance(answer, QueuedRequest) else json.loads(answer.answer)
 
     def reserve(
@@ -85,7 +85,7 @@ class Service:
         key: PartitionKey = M,
     ) -> None:
         self.selections.reservations.reserve_on_rank(
-            key, reservation_id, rank, look(blocks), tokens, predicts=True
+            key, reservation_id, rank, lookup(blocks), tokens, predicts=True
         )
 
     def expire(self) -> None:
@@ -157,31 +157,31 @@ class Service:
 
 def worker(worker_id: int = 1, key: PartitionKey = M, **members: Any) -> WorkerRecord:
     """A schedulable worker with one rank, unless said otherwise."""
-    fine: dict[str, Any] = {
+    valid: dict[str, Any] = {
         "worker_id": worker_id,
         "model_name": key.model_name,
         "tenant_id": key.tenant_id,
         "endpoint": f"http://worker-{worker_id}:8000",
         "block_size": BLOCK_SIZE,
     }
-    fine |= members
-    size = fine.get("data_parallel_size") or 1
-    start = fine.get("data_parallel_start_rank") or 0
-    fine.setdefault(
+    valid |= members
+    size = valid.get("data_parallel_size") or 1
+    start = valid.get("data_parallel_start_rank") or 0
+    valid.setdefault(
         "kv_events_endpoints",
         {
             rank: f"tcp://10.0.0.{worker_id}:{5000 + rank % 60000}"
             for rank in range(start, start + size)
         },
     )
-    return WorkerRecord(**fine)
+    return WorkerRecord(**valid)
 
 
 def packed(hashes: list[int]) -> bytes:
     return array("Q", hashes).tobytes()
 
 
-def look(blocks: list[int], tokens: int | None = None) -> PromptLookup:
+def lookup(blocks: list[int], tokens: int | None = None) -> PromptLookup:
     """Returns a function that looks up a prompt of these local hashes in a pool."""
     rolling = sequence_hashes(array("Q", blocks))
     length = len(blocks) * BLOCK_SIZE if tokens is None else tokens

@@ -81,7 +81,7 @@ POLICIES = (
     *(f'{{"policy": "kvd", "weights": {{"hold_up": {v}}}}}' for v in ("null", '"1"', "-1", "1e39")),
 )
 WEIGHTS = ("1", '"x"', "true", "[1]", *(f'{{"gpu": {v}}}' for v in (*NUMBER[:6], "null", "1e39")))
-PLACE = {"model_name": NAME, "tenant_id": NAME, "routing_group": NAME}
+PARTITION = {"model_name": NAME, "tenant_id": NAME, "routing_group": NAME}
 OVERRIDE = (
     *OBJECT,
     *within("overlap_score_weight", (*NUMBER, "-1", "1e301")),
@@ -90,7 +90,7 @@ OVERRIDE = (
     *within("router_mode", MODES),
 )
 PROMPTS = {
-    **PLACE,
+    **PARTITION,
     "block_hashes": HASHES,
     "sequence_hashes": HASHES,
     "isl_tokens": TOKENS,
@@ -135,7 +135,7 @@ SELECTED = {
 }
 UNFIT: dict[str, dict[str, tuple[str, ...]]] = {
     "/workers": {
-        **dict.fromkeys(PLACE, (*NO_NAMES, "null")),
+        **dict.fromkeys(PARTITION, (*NO_NAMES, "null")),
         "worker_id": (*U64_NUMBER, "null"),
         **dict.fromkeys(("kv_events_endpoint", "replay_endpoint"), TEXT),
         **dict.fromkeys(
@@ -175,14 +175,14 @@ UNFIT: dict[str, dict[str, tuple[str, ...]]] = {
     "/potential_loads": {**PROMPTS, "router_config_override": OVERRIDE},
     "/overlap_scores": PROMPTS,
     "/busy_threshold": {
-        **PLACE,
+        **PARTITION,
         "model": NAME,
         "active_decode_blocks_threshold": NUMBER,
         "active_prefill_tokens_threshold": TOKENS,
         "active_prefill_tokens_threshold_frac": NUMBER,
     },
-    "/router_mode": {**PLACE, "model": NAME, "router_mode": MODES},
-    "/policy": {**PLACE, "model": NAME, "router_policy": POLICIES},
+    "/router_mode": {**PARTITION, "model": NAME, "router_mode": MODES},
+    "/policy": {**PARTITION, "model": NAME, "router_policy": POLICIES},
     "/replica_sync/register_peer": {"endpoint": NAME},
 }
 REQUIRED: dict[str, tuple[str, ...]] = dict.fromkeys(POSTS, ())

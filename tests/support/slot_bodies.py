@@ -36,15 +36,15 @@ I64 = ("9223372036854775808", "-9223372036854775809", "18446744073709551615")
 SIGNED = (*NO_ARRAYS, *elements(*I64))  # of 64 bits with a sign, as in Dynamo
 HASHES = (*NO_ARRAYS, *elements("18446744073709551616", "-9223372036854775809"))
 
-PLACE = {"model_name": TEXT, "tenant_id": TEXT, "routing_group": TEXT}
-STEP = {**PLACE, "request_id": TEXT}
+PARTITION = {"model_name": TEXT, "tenant_id": TEXT, "routing_group": TEXT}
+STEP = {**PARTITION, "request_id": TEXT}
 UNFIT: dict[str, dict[str, tuple[str, ...]]] = {
     "/register": {
-        **dict.fromkeys(PLACE, (*NO_NAMES, "null")),
+        **dict.fromkeys(PARTITION, (*NO_NAMES, "null")),
         "worker_id": U64_NUMBER,
         **dict.fromkeys(("block_size", "dp_start", "dp_size"), U32_NUMBER),
     },
-    "/unregister": {**PLACE, "worker_id": U64_NUMBER},
+    "/unregister": {**PARTITION, "worker_id": U64_NUMBER},
     "/add": {
         **STEP,
         "worker_id": U64_NUMBER,
@@ -54,7 +54,7 @@ UNFIT: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "/prefill_complete": STEP,
     "/free": STEP,
-    "/potential_loads": {**PLACE, "sequence_hashes": HASHES, "new_isl_tokens": TOKENS},
+    "/potential_loads": {**PARTITION, "sequence_hashes": HASHES, "new_isl_tokens": TOKENS},
     "/replica_sync/register_peer": {"endpoint": TEXT},
     "/replica_sync/deregister_peer": {"endpoint": TEXT},
 }

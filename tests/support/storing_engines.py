@@ -20,5 +20,5 @@ class StoringEngine:
         self.port = self.socket.bind_to_random_port("tcp://127.0.0.1")
         self.numbers = count()
 
-    def tell(self) -> None:
+    def publish(self) -> None:
         self.socket.send_multipart([b"", next(self.numbers).to_bytes(8, "big"), STORED])

@@ -176,7 +176,7 @@ class Twin:
         known = family[: self.rng.randrange(len(family) + 1)]
         return known + self._tokens(self.rng.choice((0, 1, 7, 40)))
 
-    def look(self, tokens: list[int]) -> Json:
+    def lookup_members(self, tokens: list[int]) -> Json:
         """Matches a prompt in the core; returns the members that ask a service for the same."""
         local = local_hashes(tokens, self.block_size)
         rolling = sequence_hashes(local)
@@ -192,7 +192,7 @@ class Twin:
     def wait_seen(self) -> None:
         """Waits until both services have all blocks of all families."""
         for family in self.families:
-            members = self.look(family)
+            members = self.lookup_members(family)
             wait_until(lambda m=members: self._compare_overlaps(m), SEEN_WITHIN_S)  # type: ignore[misc]
 
     def _compare_overlaps(self, members: Json) -> str | None:
@@ -253,7 +253,7 @@ class Twin:
     def ask(self) -> Explained | None:
         """Asks all three about a prompt; returns the core's row of the chosen rank, if any."""
         tokens = self.prompt()
-        members = self.look(tokens)
+        members = self.lookup_members(tokens)
         self._compare_loads(members)
         ranks = self.rng.sample(self.ranks, self.rng.randint(1, len(self.ranks)))
         allowed = sorted({rank.worker_id for rank in ranks})
@@ -301,8 +301,8 @@ class Twin:
         expected = json.loads(b"{" + self.pool.render_choice(at, settings) + b"}")
         expected |= {"worker_id": rank.worker_id, "dp_rank": rank.dp_rank}
         for answer in (theirs, ours):
-            told = {member: answer[member] for member in COMPARED if member in answer}
-            assert told == expected, answer
+            compared = {member: answer[member] for member in COMPARED if member in answer}
+            assert compared == expected, answer
         row = self.pool.explained(at, settings, mask)
         if reserves:
             rolling = sequence_hashes(local_hashes(tokens, self.block_size))

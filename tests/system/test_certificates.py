@@ -106,7 +106,7 @@ def test_with_flags_alone_files_are_read_again(folder: Path) -> None:
     with running(folder, port, "serve", *flags) as server:
         make_certificate(folder, subject="another")
         server.process.send_signal(signal.SIGHUP)
-        server.wait_said("event=reloaded")
+        server.wait_logged("event=reloaded")
         context = ssl.create_default_context(cafile=folder / "cert.pem")
         base = f"https://127.0.0.1:{secured}"
         assert httpx.get(f"{base}/health", verify=context, trust_env=False).is_success

@@ -92,7 +92,7 @@ def test_every_face_takes_an_engines_key(start: Start, engine: CurveEngine) -> N
     clients["selection"].post("/workers", json=registrations(engine.port, PUBLIC)[2][2])
 
     def heard() -> bool:
-        engine.tell()
+        engine.publish()
         body = {"model_name": "m", "token_ids": TOKENS}
         found = clients["indexer"].post("/query", json=body).json().get("scores", {})
         asked = {"model": "m", "block_size": 4, "token_ids": TOKENS}
@@ -110,7 +110,7 @@ def test_a_wrong_key_hears_nothing(start: Start, engine: CurveEngine) -> None:
         assert clients[face].post(path, json=body).is_success
 
     def said() -> bool:
-        engine.tell()
+        engine.publish()
         services = clients["conductor"].get("/services").json()["services"]
         return "handshake failed" in (services[0]["last_error"] or "")
 

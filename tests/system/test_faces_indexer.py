@@ -88,14 +88,14 @@ def test_what_every_route_refuses(path: str, rule: str, refusals: Refusals) -> N
 
 
 def test_a_registration_that_contradicts_another_is_409(refusals: Refusals) -> None:
-    fine = {**POSTS["/register"][0], "model_name": MODEL}
+    valid = {**POSTS["/register"][0], "model_name": MODEL}
     contradictions = {
         "a registered rank": {"instance_id": 1, "dp_rank": 9},
         "a registered rank elsewhere": {"instance_id": 1, "dp_rank": 9, "block_size": 8},
         "another block size": {"block_size": 8},
         "another block size for another rank": {"instance_id": 1, "block_size": 8},
     }
-    bodies = {name: json.dumps(fine | c).encode() for name, c in contradictions.items()}
+    bodies = {name: json.dumps(valid | c).encode() for name, c in contradictions.items()}
     refusals.refused("/register", bodies, 409)
 
 
@@ -122,8 +122,8 @@ def test_a_faulty_endpoint_is_400(member: str, refusals: Refusals) -> None:
 
 
 def test_a_refused_registration_leaves_no_model_behind(refusals: Refusals) -> None:
-    fine = {**POSTS["/register"][0], "model_name": "refused", "replay_endpoint": "nowhere"}
-    refusals.refused("/register", {"its replay endpoint": json.dumps(fine).encode()}, 400)
+    valid = {**POSTS["/register"][0], "model_name": "refused", "replay_endpoint": "nowhere"}
+    refusals.refused("/register", {"its replay endpoint": json.dumps(valid).encode()}, 400)
     for path, (query, _) in POSTS.items():
         if path.startswith("/query"):
             missing = json.dumps({**query, "model_name": "refused"}).encode()

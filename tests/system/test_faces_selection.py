@@ -111,8 +111,8 @@ def load(client: Client) -> Any:
 @ROUTES
 def test_what_is_no_json_is_400(path: str, refusals: Refusals) -> None:
     if path.endswith("/output_block"):  # needs no body
-        fine = refusals.fine(path)
-        refusals.refused(path, {"blank": b" ", "twice": fine * 2, "half": fine[:-1]}, 400)
+        valid = refusals.valid(path)
+        refusals.refused(path, {"blank": b" ", "twice": valid * 2, "half": valid[:-1]}, 400)
     elif path.startswith("/replica_sync"):
         pytest.skip("the slot tracker's tests have it")
     else:
@@ -137,9 +137,9 @@ def test_a_member_that_does_not_fit_is_422_and_named(path: str, refusals: Refusa
 def test_a_prompt_that_is_not_whole_is_400_and_says_what_is_missing(
     path: str, refusals: Refusals
 ) -> None:
-    fine = POSTS[path][0]
+    valid = POSTS[path][0]
     for missing in ("block_hashes", "sequence_hashes", "isl_tokens"):
-        rest = {name: value for name, value in fine.items() if name != missing}
+        rest = {name: value for name, value in valid.items() if name != missing}
         (error,) = refusals.refused(path, {missing: json.dumps(rest).encode()}, 400)
         assert error == f"{missing} is required, or token_ids"
     others: dict[str, dict[str, Any]] = {
@@ -148,12 +148,12 @@ def test_a_prompt_that_is_not_whole_is_400_and_says_what_is_missing(
         "block_hashes length 1 must match sequence_hashes length 2": {"block_hashes": [1]},
     }
     for error, change in others.items():
-        bodies = {error: json.dumps(fine | change).encode()}
+        bodies = {error: json.dumps(valid | change).encode()}
         assert refusals.refused(path, bodies, 400) == [error]
 
 
 def test_reservations_that_contradict_themselves(refusals: Refusals) -> None:
-    fine = POSTS["/reservations"][0]
+    valid = POSTS["/reservations"][0]
     statuses: list[tuple[int, dict[str, Any]]] = [
         (400, {"effective_prefill_tokens": 9}),
         (400, {"block_hashes": [1]}),
@@ -166,7 +166,9 @@ def test_reservations_that_contradict_themselves(refusals: Refusals) -> None:
         (503, {"tenant_id": "none"}),
     ]
     for status, change in statuses:
-        refusals.refused("/reservations", {str(change): json.dumps(fine | change).encode()}, status)
+        refusals.refused(
+            "/reservations", {str(change): json.dumps(valid | change).encode()}, status
+        )
 
 
 def test_fractions_are_from_0_to_1(refusals: Refusals, client: Client) -> None:
@@ -555,7 +557,7 @@ def test_bad_upserts_are_conflicts(client: Client) -> None:
 
 
 def test_kept_texts_have_a_bound(refusals: Refusals) -> None:
-    fine = POSTS["/workers"][0]
+    valid = POSTS["/workers"][0]
     long = "x" * 4097
     changes: list[dict[str, Any]] = [
         {name: long}
@@ -563,7 +565,7 @@ def test_kept_texts_have_a_bound(refusals: Refusals) -> None:
     ]
     changes += [{"taints": [long]}, {"topology_domains": {long: "a"}}]
     changes += [{"topology_domains": {"a": long}}, {"kv_events_endpoints": {"0": long}}]
-    bodies = {str(change)[:40]: json.dumps(fine | change).encode() for change in changes}
+    bodies = {str(change)[:40]: json.dumps(valid | change).encode() for change in changes}
     refusals.refused("/workers", bodies, 422)
 
 
@@ -581,8 +583,8 @@ def fuzzed(rng: random.Random) -> tuple[str, str, bytes]:
     """Returns a random method, path and body, which rarely make sense together."""
     path = rng.choice([*POSTS, "/workers/1", "/workers/3", "/workers", f"/reservations/{LIVE}"])
     like = rng.choice([path, *POSTS]) if rng.random() < 0.2 else path
-    fine = POSTS.get(like, (REGISTERED, 0))[0] | {"worker_id": rng.choice((1, 2, 3))}
-    members = {name: json.dumps(value) for name, value in fine.items()}
+    valid = POSTS.get(like, (REGISTERED, 0))[0] | {"worker_id": rng.choice((1, 2, 3))}
+    members = {name: json.dumps(value) for name, value in valid.items()}
     names = sorted({name for each in SELECTION.unfit.values() for name in each})
     for _ in range(rng.randrange(4)):
         members[rng.choice(names)] = rng.choice(PIECES)

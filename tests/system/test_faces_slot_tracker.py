@@ -119,11 +119,11 @@ def test_the_live_peer_refuses_the_same(
 
 
 def test_ranges_of_ranks_have_bounds(refusals: Refusals, client: Client) -> None:
-    fine = POSTS["/register"][0]
+    valid = POSTS["/register"][0]
 
     def bodies(*ranges: tuple[int, int]) -> dict[str, bytes]:
         return {
-            str(r): json.dumps(fine | dict(zip(names, r, strict=True))).encode() for r in ranges
+            str(r): json.dumps(valid | dict(zip(names, r, strict=True))).encode() for r in ranges
         }
 
     names = ("dp_start", "dp_size")
@@ -136,8 +136,12 @@ def test_ranges_of_ranks_have_bounds(refusals: Refusals, client: Client) -> None
         400,
     )
     refusals.accepted("/register", bodies((0, 1), (2**32 - 2, 1), (2**32 - 1 - most, most)))
-    refusals.refused("/register", {"no blocks": json.dumps(fine | {"block_size": 0}).encode()}, 400)
-    kept = {name: json.dumps(fine | {name: "x" * 4097}).encode() for name in fine if name in NAMES}
+    refusals.refused(
+        "/register", {"no blocks": json.dumps(valid | {"block_size": 0}).encode()}, 400
+    )
+    kept = {
+        name: json.dumps(valid | {name: "x" * 4097}).encode() for name in valid if name in NAMES
+    }
     assert refusals.refused("/register", kept, 422) == ["model_name: longer than 4096 bytes"]
     assert len(client.get("/workers").json()) == 1
 
@@ -170,10 +174,10 @@ def test_what_is_not_registered_is_404(path: str, refusals: Refusals) -> None:
         strangers |= {"a rank behind": {"dp_rank": 5}}
     if path == "/prefill_complete":
         strangers |= {"a request": {"request_id": "new"}}
-    fine = POSTS[path][0] | {"model_name": MODEL}
+    valid = POSTS[path][0] | {"model_name": MODEL}
     if path == "/unregister":
         strangers |= {"a worker": {"worker_id": 2}}
-    bodies = {name: json.dumps(fine | s).encode() for name, s in strangers.items()}
+    bodies = {name: json.dumps(valid | s).encode() for name, s in strangers.items()}
     refusals.refused(path, bodies, 404)
 
 

@@ -540,7 +540,7 @@ def test_a_daemon_follows_its_fleet(tmp_path: Path, engines: Callable[[], Storin
     with daemon(tmp_path, "\n".join(both)) as kvd:
 
         def hear(engine: StoringEngine, name: str) -> bool:
-            engine.tell()
+            engine.publish()
             return kvd.found().get(name) == 12
 
         kvd.server.wait_until(lambda: hear(one, "1"), "heard")
@@ -558,11 +558,11 @@ def test_a_daemon_follows_its_fleet(tmp_path: Path, engines: Callable[[], Storin
             "/register", json={**body, "endpoint": f"tcp://127.0.0.1:{two.port}"}
         )
         kvd.write("[[indexer", outcome="refused")
-        kvd.server.wait_said(f'event=reload_refused reason="{kvd.path}: ')
+        kvd.server.wait_logged(f'event=reload_refused reason="{kvd.path}: ')
         assert kvd.found() == {"1": 12, "2": 12}
         kvd.write(*both, rank(3, 9))
         assert kvd.metric('kvd_fleet_entries{state="failed"}') == 1
-        kvd.server.wait_said('event=fleet_entry_failed entry="indexer, entry 2"')
+        kvd.server.wait_logged('event=fleet_entry_failed entry="indexer, entry 2"')
         assert kvd.found() == {"1": 12}
         listed = kvd.clients["indexer"].get("/workers").json()
         assert sorted(each["instance_id"] for each in listed) == [1, 3]
@@ -600,7 +600,7 @@ def test_under_load_no_request_is_lost(
     with daemon(tmp_path, "\n".join(stays)) as kvd:
 
         def heard() -> bool:
-            engine.tell()
+            engine.publish()
             return kvd.found().get("1") == 12
 
         kvd.server.wait_until(heard, "heard")

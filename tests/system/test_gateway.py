@@ -400,7 +400,9 @@ async def test_tokens_are_asked_of_the_next_engine_where_one_has_gone(kvd_proces
 
 def test_an_engine_that_was_never_there_is_said_once(kvd_process: Start) -> None:
     server = kvd_process("--upstream", "http://127.0.0.1:1", face="gateway")
-    server.wait_said('event=upstream_unusable url=http://127.0.0.1:1 reason="unreachable: nothing')
+    server.wait_logged(
+        'event=upstream_unusable url=http://127.0.0.1:1 reason="unreachable: nothing'
+    )
 
     def attempts() -> float:
         text = http_client.get(f"{server.base_url}/metrics").text

@@ -116,7 +116,7 @@ def running_gateway(folder: Path) -> Iterator[str]:
         engine.wait_healthy()
         upstream = f"--upstream=http://127.0.0.1:{port}"
         with running_kvd(folder, upstream, face="gateway") as server:
-            server.wait_said("upstream_serving")
+            server.wait_logged("upstream_serving")
             yield server.base_url
     finally:
         engine.process.kill()

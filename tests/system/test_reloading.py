@@ -195,7 +195,7 @@ def test_sighup_takes_over_levels_and_limits(tmp_path: Path) -> None:
         assert displaced_by_another(kvd) == 1
         kvd.reload("http_connections = 7\n")
         assert displaced_by_another(kvd) == 0
-        kvd.server.wait_said('event=reloaded changed="log_level http_connections"')
+        kvd.server.wait_logged('event=reloaded changed="log_level http_connections"')
 
 
 def displaced_by_another(kvd: Daemon) -> float:
@@ -225,8 +225,8 @@ def test_a_reload_before_the_faces_serve_holds(tmp_path: Path) -> None:
         server.wait_until(lambda: reads(server.process.pid, signal.SIGHUP), "ready for signals")
         tokens.write_text("operator read fedcba9876543210\n")
         server.process.send_signal(signal.SIGHUP)
-        server.wait_said("event=reloaded")
-        server.wait_said("event=serving")
+        server.wait_logged("event=reloaded")
+        server.wait_logged("event=serving")
 
         def status(token: str) -> int:
             headers = {"authorization": f"Bearer {token}"}
@@ -249,7 +249,7 @@ def test_a_storm_of_sighups_ends_neither_start_nor_service_nor_stop(tmp_path: Pa
         for _ in range(20_000):  # faster than kvd handles them
             server.process.send_signal(signal.SIGHUP)
         server.wait_healthy()
-        server.wait_said("event=reloaded")
+        server.wait_logged("event=reloaded")
         server.process.send_signal(signal.SIGTERM)
         while server.process.poll() is None:
             server.process.send_signal(signal.SIGHUP)
@@ -267,9 +267,9 @@ def test_a_reload_while_requests_end_is_refused_and_ends_none(tmp_path: Path) ->
             client.sendall(head.encode() + body[:1])
             server.wait_healthy()  # then the other request has been read
             server.process.send_signal(signal.SIGTERM)
-            server.wait_said("event=stopping")
+            server.wait_logged("event=stopping")
             server.process.send_signal(signal.SIGHUP)
-            server.wait_said("kvd is stopping")
+            server.wait_logged("kvd is stopping")
             client.sendall(body[1:])
             assert client.recv(1000).startswith(b"HTTP/1.1 404 ")
         assert server.process.wait(STOP_DEADLINE_S) == 0, server.stderr
@@ -321,8 +321,8 @@ def test_a_bad_file_is_refused_and_the_old_one_kept(tmp_path: Path) -> None:
     with daemon(tmp_path) as kvd:
         kvd.reload("http_connections = 2\n")
         kvd.reload("http_connections = 3\nhttp_idle = 1\n", outcome="refused")
-        kvd.server.wait_said("level=error logger=kvd.app.reloading event=reload_refused")
-        kvd.server.wait_said("kvd.toml: http_idle: no such setting")
+        kvd.server.wait_logged("level=error logger=kvd.app.reloading event=reload_refused")
+        kvd.server.wait_logged("kvd.toml: http_idle: no such setting")
         with Client(kvd.server.base_url) as second:
             assert second.get("/health").status_code == 200
             assert displaced_by_another(kvd) == 1
@@ -349,17 +349,17 @@ def test_with_keys_of_replicas_alone_sighup_reads_them_again(tmp_path: Path) -> 
     ]
     with running_kvd(tmp_path, *flags, face="slot-tracker") as server:
         server.process.send_signal(signal.SIGHUP)
-        server.wait_said('event=reloaded changed=""')
+        server.wait_logged('event=reloaded changed=""')
         (tmp_path / "clients").write_text(zmq.curve_keypair()[0].decode())
         (tmp_path / "secret").write_text(zmq.curve_keypair()[1].decode())
         server.process.send_signal(signal.SIGHUP)
         keys = "changed=replica_sync_client_keys"
-        server.wait_said(f"event=reloaded {keys}")
+        server.wait_logged(f"event=reloaded {keys}")
         waits = "event=restart_needed settings=curve_secret_key_file"
-        server.wait_said(waits)
+        server.wait_logged(waits)
         (tmp_path / "clients").write_text("no key")
         server.process.send_signal(signal.SIGHUP)
-        server.wait_said("event=reload_refused")
+        server.wait_logged("event=reload_refused")
 
 
 def test_other_weights_choose_another_worker(tmp_path: Path) -> None:
@@ -459,11 +459,11 @@ def test_one_sighup_is_all_or_nothing(tmp_path: Path) -> None:
             kvd.reload(text.format(idle), outcome)
 
         change("51", "fedcba9876543210", 1, 70_000, outcome="refused")
-        kvd.server.wait_said(f'reason="{fleet}: indexer, entry 2: ')
+        kvd.server.wait_logged(f'reason="{fleet}: indexer, entry 2: ')
         change("-1", "fedcba9876543210", 1, 2, outcome="refused")
-        kvd.server.wait_said("http_idle_s: expected seconds")
+        kvd.server.wait_logged("http_idle_s: expected seconds")
         change("51", "short", 1, 2, outcome="refused")
-        kvd.server.wait_said(f"{tokens}")
+        kvd.server.wait_logged(f"{tokens}")
         assert "event=reloaded" not in kvd.server.stderr
         assert listed() == [1]
         # Only the new token can read the metrics that show this reload, so wait for its line.
@@ -471,9 +471,9 @@ def test_one_sighup_is_all_or_nothing(tmp_path: Path) -> None:
         tokens.write_text("operator admin,read fedcba9876543210\n")
         kvd.path.write_text(text.format(51))
         kvd.server.process.send_signal(signal.SIGHUP)
-        kvd.server.wait_said('event=reloaded changed="http_idle_s tokens_file fleet_file"')
+        kvd.server.wait_logged('event=reloaded changed="http_idle_s tokens_file fleet_file"')
         assert kvd.http.get("/workers").status_code == 401
         kvd.http.headers["authorization"] = "Bearer fedcba9876543210"
         kvd.server.wait_until(lambda: listed() == [1, 2], "registered")
         change("51", "fedcba9876543210", 2)
-        kvd.server.wait_said("event=reloaded changed=fleet_file")
+        kvd.server.wait_logged("event=reloaded changed=fleet_file")

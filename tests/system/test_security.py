@@ -302,7 +302,7 @@ def test_a_reload_leaves_no_address_open(tmp_path: Path) -> None:
         config.write_text(said)
         server.process.send_signal(signal.SIGHUP)
         line = 'event=reload_refused reason="any client could use the '
-        server.wait_said(line)
+        server.wait_logged(line)
         assert http_client.get(f"{server.base_url}/metrics").status_code == 401
 
 
@@ -569,7 +569,7 @@ def test_secrets_that_everybody_may_read_are_warned_of(
     text = f'tokens_file = "{tokens}"\npeers_token_file = "{peer}"\n'
     with daemon(open_folder, text=text) as kvd:
         warned = f"event=secrets_exposed files={tokens}\n"
-        kvd.server.wait_said(warned)
+        kvd.server.wait_logged(warned)
         check = ["config", "check", "--config", str(kvd.path)]
         assert main(check) == 0
         said = capsys.readouterr()

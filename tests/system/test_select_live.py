@@ -160,7 +160,7 @@ def test_both_draw_by_the_formula(temperature: float, services: Start) -> None:
         twin.wait_seen()
         while len(twin.live) < 3 * len(twin.ranks):
             twin.change_loads()
-        members = {"model_name": "model", **twin.look(twin.prompt())}
+        members = {"model_name": "model", **twin.lookup_members(twin.prompt())}
         costs = {row[:2]: row.cost for row in twin.pool.explain(Settings())}
         lowest, highest = min(costs.values()), max(costs.values())
         assert lowest < highest

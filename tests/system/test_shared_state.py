@@ -275,7 +275,7 @@ def test_a_replica_that_stood_still_hears_what_it_missed(fleet: Fleet) -> None:
     one, two, three = fleet.kvds
     fleet.steps(30)
     fleet.settle()
-    with three.standing_still():
+    with three.suspended():
         fleet.steps(60, one, two)
         wait(lambda: one.metric("kvd_shared_state_replicas") == 1)  # the other's lease has ended
     fleet.settle()
@@ -393,7 +393,7 @@ def test_what_an_emptied_server_has_lost_is_said_again(fleet: Fleet, server: Sta
     """Even if a new replica, which knows nothing, is the first to write."""
     with ExitStack() as away:
         for kvd in fleet.kvds:
-            away.enter_context(kvd.standing_still())
+            away.enter_context(kvd.suspended())
         assert server.ask(b"FLUSHALL").startswith(b"+OK")
         with fleet.with_another() as late:
             assert late.post("selection", "/workers", worker(60)).status_code == 201
@@ -596,7 +596,7 @@ def test_a_new_replica_takes_the_index_of_one_that_is_there(
         wait(lambda: first.matched(prompt) == len(prompt))
         late.start()
         assert late.server is not None
-        late.server.wait_said("event=recovered")
+        late.server.wait_logged("event=recovered")
         wait(lambda: late.matched(prompt) == len(prompt))
     finally:
         first.close()
@@ -661,7 +661,7 @@ def test_a_wrong_password_is_said_and_nothing_waits(tmp_path: Path) -> None:
     try:
         kvd.start()
         assert kvd.server is not None
-        kvd.server.wait_said("event=shared_state_lost")
+        kvd.server.wait_logged("event=shared_state_lost")
         assert kvd.metric("kvd_shared_state_connected") == 0
     finally:
         kvd.close()

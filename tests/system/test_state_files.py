@@ -38,7 +38,7 @@ def test_a_later_format_is_refused_and_the_other_files_count(tmp_path: Path, nam
         assert data.startswith(MAGIC + b"%d" % FORMAT)
         path.write_bytes(MAGIC + b"%d" % (FORMAT + 1) + data[len(MAGIC) + 1 :])
         kvd.start()
-        kvd.server.wait_said("state_refused")  # type: ignore[union-attr]
+        kvd.server.wait_logged("state_refused")  # type: ignore[union-attr]
         (line,) = [line for line in kvd.server.stderr.splitlines() if "state_refused" in line]  # type: ignore[union-attr]
         assert f"file={path} " in line
         assert f"cannot read its format '{FORMAT + 1}'" in line

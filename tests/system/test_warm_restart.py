@@ -286,7 +286,7 @@ def test_a_damaged_file_is_put_aside(tmp_path: Path, name: str) -> None:
         data[len(b"KVDSTAT1") + 12] ^= 1
         path.write_bytes(data)
         kvd.start()
-        kvd.server.wait_said("state_refused")  # type: ignore[union-attr]
+        kvd.server.wait_logged("state_refused")  # type: ignore[union-attr]
         wait((kvd.state / f"{name}.refused").exists)
         if name == "registrations":
             kvd.register(engine)

@@ -21,7 +21,7 @@ def endpoint_of(made: zmq.Socket[bytes]) -> str:
 def test_nobody_listens(patient: Patient, probe: bool) -> None:
     endpoint = f"tcp://127.0.0.1:{find_free_port()}"
     patient.register(endpoint)
-    found = patient.finds("engine_unreachable", probe=probe, says="Connection refused")
+    found = patient.finds("engine_unreachable", probe=probe, evidence="Connection refused")
     assert endpoint in found["evidence"]
     assert found["subject"] == "worker 1 rank 0 of m/default" and endpoint in found["remedy"]
 

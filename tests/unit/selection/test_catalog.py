@@ -193,7 +193,7 @@ async def test_a_bad_upsert_of_a_live_worker_changes_nothing(members: dict[str, 
     before = shown(service)
     with pytest.raises(Conflict):
         await service.selections.workers.put(replace(TWO, **members))
-    assert shown(service) == before and len(service.told) == 1
+    assert shown(service) == before and len(service.events) == 1
     service.check()
 
 
@@ -268,7 +268,7 @@ async def test_what_an_upsert_keeps(change: dict[str, Any], kept: str, restarted
     assert (await service.selections.workers.put(replace(old, **change))).reasons == []
     assert "".join(sorted(service.selections.reservations.live)) == kept
     assert service.listeners.starts - starts == restarted
-    freed = {event.request_id for event in service.told if event.step is Step.FREE}
+    freed = {event.request_id for event in service.events if event.step is Step.FREE}
     assert freed == {"a", "b"} - set(kept)  # replicas are notified
     service.check()
 
@@ -507,7 +507,7 @@ async def test_replicas_are_notified_of_steps_while_the_last_worker_leaves(
     last = list(reservations.live)[-1]
     reservations.prefill_complete(last)
     reservations.free(last)
-    steps = [each for each in service.told if each.request_id == last]
+    steps = [each for each in service.events if each.request_id == last]
     assert [each.step for each in steps] == [Step.ADD, Step.PREFILL_COMPLETE, Step.FREE]
     assert {each.block_size for each in steps} == {BLOCK_SIZE}
     await trio.testing.wait_all_tasks_blocked()
@@ -526,7 +526,7 @@ async def test_bookings_can_be_ended_while_their_worker_changes(
         for _ in range(later):  # meanwhile its listeners are about to end
             await trio.lowlevel.checkpoint()
         service.selections.reservations.prefill_complete("c")
-        service.selections.reservations.free("ab"[len(service.told) > 5])
+        service.selections.reservations.free("ab"[len(service.events) > 5])
         assert service.select([1, 2])["worker_id"] == 1
         await trio.testing.wait_all_tasks_blocked()
         service.check()

@@ -25,7 +25,7 @@ from tests.support.held_selections import (
     ready,
     settled,
 )
-from tests.support.selecting import BLOCK_SIZE, M, Service, look, worker
+from tests.support.selecting import BLOCK_SIZE, M, Service, lookup, worker
 
 PROMPT = [11, 12, 13]
 TOKENS = len(PROMPT) * BLOCK_SIZE
@@ -251,7 +251,7 @@ async def test_replicas_hear_of_both_bookings() -> None:
     service, replica = await disaggregated(), await disaggregated()
     answer = service.select(PROMPT, phase=Phase.BOTH, reservation_id="r")
     rolling = array("Q", sequence_hashes(array("Q", PROMPT))).tobytes()
-    decode, prefill = service.told
+    decode, prefill = service.events
     assert (decode.request_id, prefill.request_id) == ("r", "r:prefill")
     assert (decode.worker_id, prefill.worker_id) == (
         answer["worker_id"],
@@ -261,14 +261,14 @@ async def test_replicas_hear_of_both_bookings() -> None:
     assert (decode.prefill_tokens, prefill.prefill_tokens) == (0, TOKENS)
 
     def mirror(of: Service, to: Service) -> None:
-        for event in of.told:
+        for event in of.events:
             assert to.selections.reservations.apply(event, to.now) is Outcome.APPLIED
-        of.told.clear()
+        of.events.clear()
 
     mirror(service, replica)
     assert loads(replica) == loads(service)
     replica.selections.reservations.prefill_complete("r")  # at the other replica
-    assert [event.step for event in replica.told] == [Step.FREE, Step.PREFILL_COMPLETE]
+    assert [event.step for event in replica.events] == [Step.FREE, Step.PREFILL_COMPLETE]
     mirror(replica, service)
     assert loads(replica) == loads(service)
     assert service.selections.reservations.live.keys() == {"r"}
@@ -281,9 +281,9 @@ async def test_a_phase_is_reserved_as_it_is_selected(phase: Phase) -> None:
     rank = chosen["worker_id"], chosen["dp_rank"]
     tokens = chosen["effective_prefill_tokens"]
     two.selections.reservations.reserve_on_rank(
-        M, "r", rank, look(PROMPT), tokens, predicts=True, phase=phase
+        M, "r", rank, lookup(PROMPT), tokens, predicts=True, phase=phase
     )
-    assert loads(one) == loads(two) and one.told == two.told
+    assert loads(one) == loads(two) and one.events == two.events
 
 
 async def test_roles_can_change() -> None:
@@ -321,9 +321,9 @@ async def test_replicas_agree_whatever_happens_to_phases(seed: int) -> None:
             await step(service, name, rng)
         except (Conflict, NotFound):
             assert (loads(service), dict(service.selections.reservations.live)) == before
-        for event in service.told:
+        for event in service.events:
             assert other.selections.reservations.apply(event, other.now) is Outcome.APPLIED
-        service.told.clear()
+        service.events.clear()
         assert loads(service) == loads(other)
         assert (
             service.selections.reservations.live.keys() == other.selections.reservations.live.keys()
@@ -344,7 +344,7 @@ async def step(service: Service, name: str, rng: Random) -> None:
     elif kind == "reserve":
         phase = rng.choice((None, Phase.PREFILL, Phase.DECODE))
         rank = rng.randint(1, 4), 0
-        reservations.reserve_on_rank(M, name, rank, look(blocks), 7, predicts=True, phase=phase)
+        reservations.reserve_on_rank(M, name, rank, lookup(blocks), 7, predicts=True, phase=phase)
     elif kind == "complete":
         reservations.prefill_complete(name)
     else:

@@ -62,7 +62,7 @@ class Caller:
 
 
 def steps(service: Service, name: str) -> list[Step]:
-    return [event.step for event in service.told if event.request_id == name]
+    return [event.step for event in service.events if event.request_id == name]
 
 
 # ---- callers that leave

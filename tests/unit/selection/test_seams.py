@@ -29,7 +29,7 @@ from kvd.slots.trackers import SlotTrackers
 from kvd_core.selector.selector import BUSY, OVERLOADED
 from kvd_core.selector.settings import DIRECT, KV, LEAST_LOADED, RANDOM, ROUND_ROBIN, Settings
 from tests.support.held_selections import Caller, settled
-from tests.support.selecting import BLOCK_SIZE, EXPIRY_S, M, Service, look, worker
+from tests.support.selecting import BLOCK_SIZE, EXPIRY_S, M, Service, lookup, worker
 
 STEPS = 200
 BATCH = 40  # tokens
@@ -55,7 +55,7 @@ class Life:
         ledgers = Ledgers()
         parts = service.state, service.registry, service.options, EXPIRY_S, Random(seed)
         self.selections = service.selections = Selections(*parts, *clocks, ledgers)
-        self.selections.reservations.steps.subscribe(service.told.append)
+        self.selections.reservations.steps.subscribe(service.events.append)
         self.slots = SlotTrackers(EXPIRY_S, ledgers)
         self.callers: list[Caller] = []
         self.tracked: list[str] = []  # requests added to the slot tracker
@@ -125,7 +125,7 @@ class Life:
             rank = rng.randint(1, 4), 0
             phase = rng.choice((None, Phase.PREFILL, Phase.DECODE))
             reservations.reserve_on_rank(
-                M, self.name(), rank, look([1, 2]), 8, predicts=True, phase=phase
+                M, self.name(), rank, lookup([1, 2]), 8, predicts=True, phase=phase
             )
         elif kind == "cancel" and self.callers:
             rng.choice(self.callers).scope.cancel()

@@ -32,7 +32,7 @@ from tests.models.selector_model import ModelPool, ModelPrompt, ModelRank, Model
 from tests.support.budget import scaled
 from tests.support.cancelling import every_checkpoint
 from tests.support.held_selections import BATCH, OPTIONS, Caller, batched, calls, ready, settled
-from tests.support.selecting import BLOCK_SIZE, EXPIRY_S, M, N, Service, look, worker
+from tests.support.selecting import BLOCK_SIZE, EXPIRY_S, M, N, Service, lookup, worker
 
 SMALL_BATCH = 6  # so small that workers are often busy
 ONLY = {number: Constraints(allowed=frozenset([number])) for number in range(1, 5)}
@@ -219,10 +219,10 @@ class Life:
         rolling = array("Q", sequence_hashes(array("Q", blocks))).tobytes()
         step = self.rng.choice(list(Step))
         event = Event(*place, step, rolling, 40) if step is Step.ADD else Event(*place, step)
-        told = len(self.service.told)
+        published = len(self.service.events)
         before = self.home(name)
         outcome = self.service.selections.reservations.apply(event, self.service.now)
-        assert len(self.service.told) == told or step is not Step.ADD
+        assert len(self.service.events) == published or step is not Step.ADD
         ledger = self.ledgers[key]
         if outcome is Outcome.APPLIED and step is Step.ADD:
             self.add(name, rank, blocks, 40, key)
@@ -398,7 +398,7 @@ async def test_tokens_are_hashed_by_the_block_size_there_is_when_they_are_served
     }
     hashed = calls(nursery, service, [1, 2], tokens=length, reservation_id="d")
     for caller in callers.values():
-        caller.held.again = look([7], length)
+        caller.held.again = lookup([7], length)
     wide = batched(1, block_size=2 * BLOCK_SIZE)
     await service.selections.workers.put_all(M, [wide])
     await settled()  # nothing is booked now: the first is served, and keeps the others waiting
@@ -591,11 +591,11 @@ async def test_nobody_waits_for_ever(autojump_clock: trio.testing.MockClock) -> 
 async def test_a_caller_that_goes_away_leaves_no_trace() -> None:
     for cancelling in every_checkpoint():
         service = await busy_fleet()
-        told = len(service.told)
+        before = len(service.events)
 
         async def select(service: Service = service) -> bytes:
             held = service.selections.scheduler.select(
-                service.ask(reservation_id="r"), look([1, 2])
+                service.ask(reservation_id="r"), lookup([1, 2])
             )
             assert isinstance(held, QueuedRequest)
             return await service.selections.scheduler.wait(held)
@@ -606,7 +606,7 @@ async def test_a_caller_that_goes_away_leaves_no_trace() -> None:
             cancelled = cancelling.reached
             service.selections.reservations.free("a")
         assert ("r" in service.selections.reservations.live) is not cancelled
-        assert len(service.told) - told == (1 if cancelled else 2)
+        assert len(service.events) - before == (1 if cancelled else 2)
         assert service.selections.scheduler.held == len(service.candidates().queue) == 0
         service.check()
 
@@ -729,7 +729,7 @@ async def test_predictions_are_those_of_ranks_that_are_there(seed: int) -> None:
             for key, until in booked.items()
             if key[:2] in there and until > service.now - (0 if 0.6 <= kind < 0.9 else 20)
         }
-        look(prompt)(candidates.pool)
+        lookup(prompt)(candidates.pool)
         for each in candidates.pool.explain(options.settings):
             depth = each.device_blocks
             assert not depth or (each.worker_id, each.dp_rank, tuple(prompt[:depth])) in booked
