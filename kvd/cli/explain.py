@@ -184,7 +184,7 @@ def _candidates(choice: Json, blocks: int) -> Table:
         cells = [_rank(each)]
         if weighs:
             cells += [_chance(each), _figure(each["cost"]), " + ".join(_terms(each))]
-        table.add_row(*cells, _cached(each, blocks), _why(each))
+        table.add_row(*cells, _cached(each, blocks), _end_reason(each))
     return table
 
 
@@ -214,7 +214,7 @@ def _cached(candidate: Json, blocks: int) -> str:
     return f"{candidate['blocks']:,} of {blocks:,}{detail}"
 
 
-def _why(candidate: Json) -> str:
+def _end_reason(candidate: Json) -> str:
     ended = candidate["ended"]
     text = REASONS[ended["why"]]
     if ended["why"] == "end_of_prompt":

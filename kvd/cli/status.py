@@ -323,7 +323,7 @@ def _inexact(shown: Mapping[str, Any]) -> Iterator[str]:
     chosen = shown.get("selection", {}).get("workers", [])
     rows = [
         f"{_named(each, 'instance_id')}: {each['stream']}, {each['status']}"
-        f"{_why(each['listeners'])}"
+        f"{_remarks(each['listeners'])}"
         for each in workers
         if each["stream"] != StreamHealth.EXACT
     ]
@@ -334,7 +334,9 @@ def _inexact(shown: Mapping[str, Any]) -> Iterator[str]:
                 f"{name}: {each['lifecycle']}: {'; '.join(each['not_schedulable_reasons'])}"
             )
         elif worst := _worst(each.get("listeners", {})):
-            rows.append(f"{name}: {worst['stream']}, {worst['status']}{_why(each['listeners'])}")
+            rows.append(
+                f"{name}: {worst['stream']}, {worst['status']}{_remarks(each['listeners'])}"
+            )
     warned = [each for each in workers + chosen if "warning" in each]
     rows += [f"{each['model_name']}/{each['tenant_id']}: {each['warning']}" for each in warned]
     rows = list(dict.fromkeys(rows))  # two faces may have the same worker, or many one model
@@ -360,7 +362,7 @@ def _worst(listeners: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return None if worst is None or worst["stream"] == StreamHealth.EXACT else worst
 
 
-def _why(listeners: Mapping[str, Any]) -> str:
+def _remarks(listeners: Mapping[str, Any]) -> str:
     """Returns the remarks on the first inexact rank that has any."""
     for rank, listener in listeners.items():
         remarks = [listener[name] for name in ("quiet", "last_error", "loss") if name in listener]

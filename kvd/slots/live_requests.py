@@ -157,7 +157,7 @@ class LiveRequests(Generic[Owner]):
         """
         if self.steps.subscribers:
             content = hashes(), tokens, expected_output_tokens, lora_name
-            self._tell(owner.key, owner.ledger_block_size, request_id, rank, Step.ADD, *content)
+            self._publish(owner.key, owner.ledger_block_size, request_id, rank, Step.ADD, *content)
         self.observe_begin(owner, request_id)
 
     def observe_begin(self, owner: Owner, request_id: str, *, mirrored: bool = False) -> None:
@@ -199,10 +199,10 @@ class LiveRequests(Generic[Owner]):
         """Notifies replicas and observers of a client's step; `live` is the request before it."""
         if live is not None:
             rank = live.worker_id, live.dp_rank
-            self._tell(owner.key, owner.ledger_block_size, request_id, rank, step)
+            self._publish(owner.key, owner.ledger_block_size, request_id, rank, step)
             self._observe(owner, request_id, step, None, live)
 
-    def _tell(
+    def _publish(
         self,
         key: PartitionKey,
         block_size: int | None,
@@ -287,7 +287,7 @@ class LiveRequests(Generic[Owner]):
         has_listeners = bool(self.steps.subscribers or self.moments.subscribers)
         for request_id in removed:
             if has_listeners:
-                self._tell(owner.key, block_size, request_id, rank, Step.FREE)
+                self._publish(owner.key, block_size, request_id, rank, Step.FREE)
                 self._observe(owner, request_id, Step.FREE, None, None)
             self._forget(request_id)
         return len(removed)

@@ -141,7 +141,7 @@ class StandardEventStream:
         held = self._source.stats()
         if held["blocks"] + held["waiting"] or count < max(UNUSED_EVENTS, UNUSED_SHARE * events):
             return ""
-        return f"{events} events stored nothing: they were foreign or ignored ({_said(reasons)})"
+        return f"{events} events stored nothing: they were foreign or ignored ({_listed(reasons)})"
 
     def _useless(self) -> Counter[str]:
         return self.mismatches + self.ignored
@@ -305,7 +305,7 @@ class StandardEventStream:
         if not reasons:
             return ""
         whose = "foreign or ignored" if reasons.keys() & self.mismatches else "ignored"
-        return f"all events were {whose}: {_said(reasons)}"
+        return f"all events were {whose}: {_listed(reasons)}"
 
     # ---- order
 
@@ -482,7 +482,7 @@ class StandardEventStream:
         self._flaw = self._flaw or why
 
 
-def _said(reasons: Counter[str]) -> str:
+def _listed(reasons: Counter[str]) -> str:
     return ", ".join(f"{reason} {n}" for reason, n in sorted(reasons.items()))
 
 
