@@ -47,7 +47,7 @@ from kvd.wire.event_stream import StreamHealth
 from kvd_core.base.draws import Draws
 from kvd_core.selector import selector
 from kvd_core.selector.selector import Explained, Pool
-from kvd_core.selector.settings import DIRECT, Settings
+from kvd_core.selector.settings import DIRECT, KV, Settings
 
 # Reasons why no rank was chosen, by phase.
 _NO_RANK: dict[Phase | None, str] = {
@@ -260,10 +260,8 @@ class Scheduler:
     ) -> Choice | None:
         """Chooses a rank for the prompt that the pool has matched; None if all are busy."""
         settings = in_phase(ask.settings, phase)
-        ranks = self._ranks(candidates, ask, phase, constraints, settings)
-        pool, eligible, _ = ranks
-        chosen = selector.NONE
-        for each in self._attempts(candidates, ask, phase, settings, ranks):
+        for ranks, each in self._attempts(candidates, ask, phase, constraints, settings):
+            pool, eligible, _ = ranks
             chosen = pool.choose(each.settings, each.eligible, self._draws.next(), each.factors)
             if chosen >= 0:
                 break
@@ -277,21 +275,31 @@ class Scheduler:
             raise Unserved(SelectionOutcome.OVERLOADED, _OVERLOADED[phase], retry_after_s=1)
         return Choice(chosen, ranks, settings, phase, pool.best(settings, eligible))
 
-    def _ranks(
+    def _attempts(
         self,
         candidates: Candidates,
         ask: SelectRequest,
         phase: Phase | None,
         constraints: Constraints | None,
         settings: Settings,
-    ) -> Ranks:
-        """Returns the ranks that a phase of a request may go to."""
+    ) -> Iterator[tuple[Ranks, ChoiceAttempt]]:
+        """Yields attempts to choose, with the ranks that each is made among.
+
+        These are the ranks expected to keep the request's limit, then all that may serve it. In
+        mode `kv` the former may be busy, as any rank may unless all are.
+        """
         ranks = candidates.ranks(constraints, phase, ask.preferred)
         if ask.slo_ttft_s is not None and phase is not Phase.DECODE:
-            return self._within_slo(candidates, ask.slo_ttft_s, settings, ranks)
-        return ranks
+            within = self._within_slo(candidates, ask.slo_ttft_s, settings, ranks)
+            if within is not None and not ranks.pool.refusal(settings, ranks.eligible):
+                kv = settings.members["mode"] == KV
+                eased = settings.replace(queue_threshold=None) if kv else settings
+                for attempt in self._attempts_among(candidates, ask, phase, eased, within):
+                    yield within, attempt
+        for attempt in self._attempts_among(candidates, ask, phase, settings, ranks):
+            yield ranks, attempt
 
-    def _attempts(
+    def _attempts_among(
         self,
         candidates: Candidates,
         ask: SelectRequest,
@@ -299,7 +307,7 @@ class Scheduler:
         settings: Settings,
         ranks: Ranks,
     ) -> Iterator[ChoiceAttempt]:
-        """Yields attempts to choose: the session's rank, the affinity target, then all ranks."""
+        """Yields attempts: the session's rank, the affinity target, then all of these ranks."""
         _, eligible, factors = ranks
         if phase is not Phase.PREFILL:  # a session is bound to the rank where its requests decode
             bound = self._bound(candidates, ask, settings, ranks)
@@ -325,10 +333,9 @@ class Scheduler:
 
     def _weigh(self, candidates: Candidates, ask: SelectRequest, phase: Phase | None) -> Weighed:
         settings = in_phase(ask.settings, phase)
-        ranks = self._ranks(candidates, ask, phase, ask.constraints_in(phase), settings)
-        pool, eligible, factors = ranks
-        tried = self._attempts(candidates, ask, phase, settings, ranks)
-        for attempt in tried:
+        constraints = ask.constraints_in(phase)
+        for ranks, attempt in self._attempts(candidates, ask, phase, constraints, settings):
+            pool, eligible, factors = ranks
             chances = pool.chances(attempt.settings, attempt.eligible, attempt.factors)
             if not isinstance(chances, int):
                 break
@@ -348,13 +355,13 @@ class Scheduler:
 
     def _within_slo(
         self, candidates: Candidates, limit_s: float, settings: Settings, ranks: Ranks
-    ) -> Ranks:
-        """Narrows ranks to those expected to keep the limit; keeps all if there are none."""
+    ) -> Ranks | None:
+        """Narrows ranks to those expected to keep the limit; None if there are none."""
         mask = bytearray(len(ranks.pool))
         for at, row in enumerate(ranks.pool.explain(settings, ranks.eligible)):
             expected_s = self._expected_ttft_s(candidates, row)
             mask[at] = row.eligible and expected_s is not None and expected_s <= limit_s
-        return ranks._replace(eligible=bytes(mask)) if any(mask) else ranks
+        return ranks._replace(eligible=bytes(mask)) if any(mask) else None
 
     def _expected_ttft_s(self, candidates: Candidates, row: Explained) -> float | None:
         """Returns the expected seconds to the first token, None if the rank's speed is unknown."""

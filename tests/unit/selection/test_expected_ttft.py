@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from kvd.errors import NotFound
-from tests.support.held_selections import ready
-from tests.support.selecting import M, Service, worker
+from kvd_core.selector.settings import LEAST_LOADED
+from tests.support.held_selections import OPTIONS, batched, ready
+from tests.support.selecting import M, Service, look, worker
 
 FAST, SLOW = 10_000.0, 1_000.0  # tokens a second
 BASE_S = 0.02
@@ -63,6 +64,40 @@ async def test_a_limit_is_kept_where_it_can_be() -> None:
     answer = service.select(list(range(250)), slo_ttft_s=0.01)
     assert answer["slo_met"] is False
     assert service.selections.stats.slo == {"met": 5, "missed": 1, "unknown": 0}
+
+
+async def fast_and_slow() -> Service:
+    """Returns a service with a busy fast worker 1 and an idle slow worker 2."""
+    service = await ready(
+        batched(1, prefill_tokens_per_s=FAST, total_kv_blocks=100),
+        batched(2, prefill_tokens_per_s=SLOW),
+    )
+    service.reserve("before", (1, 0), list(range(1000, 1050)), 200)
+    return service
+
+
+async def test_a_busy_rank_may_keep_a_limit_while_another_is_idle() -> None:
+    service = await fast_and_slow()
+    answer = service.select(list(range(250)), slo_ttft_s=0.5)
+    assert (answer["worker_id"], answer["slo_met"]) == (1, True)
+    ask = service.ask(slo_ttft_s=0.5)
+    [weighed] = service.selections.scheduler.weigh(ask, look(list(range(250))))
+    assert [chance.position for chance in weighed.chances] == [0]
+
+
+async def test_a_mode_that_avoids_busy_ranks_keeps_no_limit_by_waiting() -> None:
+    service = await fast_and_slow()
+    settings = OPTIONS.settings.replace(mode=LEAST_LOADED)
+    answer = service.select(list(range(250)), settings=settings, slo_ttft_s=0.5, explain=True)
+    assert (answer["worker_id"], answer["slo_met"]) == (2, False)
+    assert [row["eligible"] for row in answer["candidates"]] == [True, True]
+
+
+async def test_an_overloaded_rank_refuses_no_request_for_its_limit() -> None:
+    service = await fast_and_slow()
+    settings = OPTIONS.settings.replace(active_decode_blocks_threshold=0.4)
+    answer = service.select(list(range(250)), settings=settings, slo_ttft_s=0.5)
+    assert (answer["worker_id"], answer["slo_met"]) == (2, False)
 
 
 async def test_what_is_not_known_is_said() -> None:
