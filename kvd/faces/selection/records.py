@@ -18,6 +18,10 @@ from kvd.selection.admission import CatalogEntry
 from kvd.selection.worker_record import Role, WorkerLifecycle, WorkerRecord
 from kvd.selection.workers import Workers
 
+# Least speed of a worker in tokens a second: below it, times to the first token could be infinite,
+# which JSON cannot express.
+LEAST_TOKENS_PER_S = 0.001
+
 ENFORCEMENTS = ("required", "preferred")  # of a kv_transfer_domain
 FIELDS = tuple(each.name for each in fields(WorkerRecord))
 
@@ -140,6 +144,13 @@ def _positive(members: bodies.Members, name: str) -> float:
     return value
 
 
+def _speed(members: bodies.Members, name: str) -> float:
+    value = _positive(members, name)
+    if value < LEAST_TOKENS_PER_S:
+        raise Invalid(f"{name} must be at least {LEAST_TOKENS_PER_S}")
+    return value
+
+
 READERS: dict[str, Callable[[bodies.Members, str], Any]] = {
     "worker_id": u64,
     "model_name": _name,
@@ -156,7 +167,7 @@ READERS: dict[str, Callable[[bodies.Members, str], Any]] = {
     "stable_routing_id": _name,
     "is_eagle": flag,
     "without_kv_events": flag,
-    "prefill_tokens_per_s": _positive,
+    "prefill_tokens_per_s": _speed,
     "decode_step_ms": _positive,
     "role": _role,
     "taints": texts,
