@@ -35,6 +35,7 @@ class EngineOptions:
     model: str = "demo"
     adapters: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()  # further names of its model
+    root: str | None = None  # where it has loaded the model from, if not by its name
     kind: str = "vllm"  # or sglang
     blocks: int = 4096  # of its KV cache
     host_blocks: int = 0  # of its second tier, in host memory; sglang only

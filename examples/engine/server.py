@@ -193,7 +193,8 @@ class EngineServer:
     def _cards(self) -> list[dict[str, Any]]:
         base = self.options.model
         card = {"id": base, "object": "model", "created": 0, "owned_by": self.options.kind}
-        lengths = {"root": base, "parent": None, "max_model_len": self.options.max_model_len}
+        root = self.options.root or base
+        lengths = {"root": root, "parent": None, "max_model_len": self.options.max_model_len}
         adapters = [
             {**card, "id": name, "root": name, "parent": base, "max_model_len": None}
             for name in self.options.adapters

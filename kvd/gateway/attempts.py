@@ -212,8 +212,9 @@ class EngineChooser:
         else:
             tokens.match(pool, served.adapter, asked.salt)
             if not attempt.tried:
+                basis = self._upstreams.basis(served)
                 attempt.later = self._tokens.note(
-                    asked, served, attempt.body, tokens, pool, engines
+                    asked, served, basis, attempt.body, tokens, pool, engines
                 )
         attempt.prompt = pool.hold(), pool.block_size
 

@@ -182,7 +182,8 @@ class Forwarder:
             text = f"no engine that serves {asked.model or served.model} can be used now"
             raise GatewayError(Reason.NO_UPSTREAM, text)
         keeper = self._keeper(asked, engines)
-        tokens = await self._tokens.of(asked, served, request.body, engines)
+        basis = self._upstreams.basis(served)
+        tokens = await self._tokens.of(asked, served, basis, request.body, engines)
         path = request.target.partition(b"?")[0]
         attempt = Attempt(
             asked,

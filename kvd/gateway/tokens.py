@@ -126,6 +126,7 @@ class Later(NamedTuple):
 
     asked: ClientRequest
     served: Served
+    basis: bytes  # of the pool's blocks, as `Upstreams.basis` returns it
     body: bytes
     pool: Pool
     engines: Sequence[Upstream]
@@ -163,10 +164,15 @@ class Tokens:
             self._give_up(set(self._asking))
 
     async def of(
-        self, asked: ClientRequest, served: Served, body: bytes, engines: Sequence[Upstream]
+        self,
+        asked: ClientRequest,
+        served: Served,
+        basis: bytes,
+        body: bytes,
+        engines: Sequence[Upstream],
     ) -> PromptTokens | None:
         """Returns the tokens of a request's prompt, None if no source has them in time."""
-        found = self._recall(asked, served)
+        found = self._recall(asked, served, basis)
         if found is None:
             await in_task()
             found = await self._ask(asked, body, engines)
@@ -177,6 +183,7 @@ class Tokens:
         self,
         asked: ClientRequest,
         served: Served,
+        basis: bytes,
         body: bytes,
         tokens: PromptTokens,
         pool: Pool,
@@ -186,12 +193,12 @@ class Tokens:
         if not remembers(asked):
             return None
         if tokens.rung is not Rung.MEMORY:
-            self._remember(asked, served, pool, tokens.count)
+            self._remember(asked, served, basis, pool, tokens.count)
             return None
         assert isinstance(tokens, RecalledTokens)
         if tokens.recalled.rest <= 1:  # only the bracket at the end of the messages is new
             return None
-        return Later(asked, served, body, pool, engines)
+        return Later(asked, served, basis, body, pool, engines)
 
     def ask_later(self, later: Later) -> None:
         """Asks for the tokens of a turn in the background, now that its answer has begun."""
@@ -223,23 +230,25 @@ class Tokens:
             self._asking.discard(each)
         self._ask_next()
 
-    def _recall(self, asked: ClientRequest, served: Served) -> PromptTokens | None:
+    def _recall(self, asked: ClientRequest, served: Served, basis: bytes) -> PromptTokens | None:
         if not remembers(asked):
             return None
-        found = self.conversations.recall(context_of(asked, served), asked.messages)
+        found = self.conversations.recall(context_of(asked, served, basis), asked.messages)
         if found is None:
             return None
         return RecalledTokens(found, found.tokens + found.rest // BYTES_PER_TOKEN)
 
-    def _remember(self, asked: ClientRequest, served: Served, pool: Pool, count: int) -> None:
-        hashes = pool.hold().local_hashes
-        self.conversations.remember(context_of(asked, served), asked.messages, hashes, count)
+    def _remember(
+        self, asked: ClientRequest, served: Served, basis: bytes, pool: Pool, count: int
+    ) -> None:
+        hashes, context = pool.hold().local_hashes, context_of(asked, served, basis)
+        self.conversations.remember(context, asked.messages, hashes, count)
 
     async def _ask_now(self, later: Later) -> None:
         found = await self._ask_some(later.asked, later.body, later.engines)
         if found is not None:
             found.match(later.pool, later.served.adapter, None)
-            self._remember(later.asked, later.served, later.pool, found.count)
+            self._remember(later.asked, later.served, later.basis, later.pool, found.count)
 
     async def _ask(
         self, asked: ClientRequest, body: bytes, engines: Sequence[Upstream]
@@ -309,14 +318,14 @@ def remembers(asked: ClientRequest) -> bool:
     return asked.api is Api.CHAT and asked.salt is None and "messages" in asked.spans
 
 
-def context_of(asked: ClientRequest, served: Served) -> bytes:
-    """Returns all that determines the tokens, except the messages."""
+def context_of(asked: ClientRequest, served: Served, basis: bytes) -> bytes:
+    """Returns all that determines the blocks, except the messages."""
     members = [
         b"%b:%b" % (name.encode(), value)  # in the scanner's order, whatever the body's is
         for name, value in asked.spans.items()
         if name in DECIDING
     ]
-    return b"\0".join((served.model.encode(), (served.adapter or "").encode(), *members))
+    return b"\0".join((served.model.encode(), (served.adapter or "").encode(), basis, *members))
 
 
 def question(asked: ClientRequest) -> bytes | None:

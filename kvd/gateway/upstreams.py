@@ -178,6 +178,7 @@ class _Engines(NamedTuple):
 
     serving: tuple[Upstream, ...]  # those that are well
     prefills: bool  # whether any engine, well or not, is meant to prefill for others
+    basis: bytes  # on what their blocks depend beside the prompt: weights and block sizes
 
 
 class Upstreams:
@@ -321,6 +322,13 @@ class Upstreams:
         """Returns whether prefill engines are meant for a model, well or not."""
         return self._engines_of(served).prefills
 
+    def basis(self, served: Served) -> bytes:
+        """Returns what the blocks of a model's prompts depend on, as its healthy engines say it.
+
+        Under a name that stays, an engine may come back with another model or block size.
+        """
+        return self._engines_of(served).basis
+
     def _engines_of(self, served: Served) -> _Engines:
         found = self._by_served.get(served)
         if found is None:
@@ -331,7 +339,8 @@ class Upstreams:
                 prefills = prefills or (serves and one.role is Role.PREFILL)
                 if serves and one.facts is not None and one.state is UpstreamState.SERVING:
                     serving.append(one)
-            found = self._by_served[served] = _Engines(tuple(serving), prefills)
+            engines = tuple(serving), prefills, _basis(serving)
+            found = self._by_served[served] = _Engines(*engines)
         return found
 
     def only_name(self) -> str | None:
@@ -547,6 +556,16 @@ def _served(facts: Facts, card: Card) -> Served:
 
 def _serves(facts: Facts, served: Served) -> bool:
     return any(card.name == served.name and _served(facts, card) == served for card in facts.models)
+
+
+def _basis(serving: Sequence[Upstream]) -> bytes:
+    # vLLM says as `root` where it has loaded a model from.
+    each = {
+        (str(one.facts.models[0].members.get("root")), one.facts.block_size)
+        for one in serving
+        if one.facts is not None
+    }
+    return repr(sorted(each)).encode()
 
 
 def worker_id_of(target: Target) -> int:

@@ -43,7 +43,7 @@ def later(engine: int, number: int) -> Later:
     )
     upstream = Upstream(URL, parse_url(URL), 1, engine=engine, facts=facts)
     pool = Pool(None, Ledger(), facts.block_size)
-    return Later(read(Api.CHAT, [], body), Served("m"), body, pool, [upstream])
+    return Later(read(Api.CHAT, [], body), Served("m"), b"", body, pool, [upstream])
 
 
 def tokens_of(exchanges: Exchanges) -> tuple[Tokens, GatewayStats]:

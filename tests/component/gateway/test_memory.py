@@ -1,0 +1,65 @@
+"""What is remembered of conversations ends with what it was made of."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+
+from examples.engine import server
+from examples.engine.options import EngineOptions
+from kvd.gateway.dns_names import Wanted
+from tests.support.gateways import Answered, Client, Running, engines
+from tests.support.inner_gateways import InnerGateway, inner_gateway
+
+TEXT = "a sentence of more than one block " * 8
+
+
+@asynccontextmanager
+async def fleet(
+    options: EngineOptions,
+) -> AsyncIterator[tuple[Client, InnerGateway, Running]]:
+    """Yields a client of a gateway in front of one engine."""
+    async with engines(options) as (engine,), inner_gateway(Wanted(engine.url)) as inner:
+        host, port = inner.running.address
+        async with httpx.AsyncClient(
+            base_url=f"http://{host}:{port}", trust_env=False, verify=False, timeout=60
+        ) as http:
+            await inner.until_serving(engine.url)
+            yield Client(http), inner, engine
+
+
+async def come_back(client: Client, inner: InnerGateway, engine: Running) -> None:
+    """Restarts an engine, and waits until it has been asked again what it is."""
+    engine.end()
+    assert (await client.chat("is it gone?")).status in (502, 503)
+    await engine.start()
+    await inner.until_serving(engine.url)
+
+
+def source(answered: Answered) -> str:
+    assert answered.status == 200
+    return answered.headers["x-kvd-tokens"]
+
+
+async def test_another_model_under_the_same_name() -> None:
+    async with fleet(EngineOptions(events=False)) as (client, inner, engine):
+        assert [source(await client.chat(TEXT)) for _ in range(2)] == ["tokenize", "memory"]
+        await come_back(client, inner, engine)
+        assert source(await client.chat(TEXT)) == "memory"
+        engine.server.options.root = "/models/next"
+        await come_back(client, inner, engine)
+        assert [source(await client.chat(TEXT)) for _ in range(2)] == ["tokenize", "memory"]
+
+
+async def test_another_block_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with fleet(EngineOptions(events=False)) as (client, inner, engine):
+        assert [source(await client.chat(TEXT)) for _ in range(2)] == ["tokenize", "memory"]
+        monkeypatch.setattr(server, "BLOCK_SIZE", 2 * server.BLOCK_SIZE)
+        await come_back(client, inner, engine)
+        assert [source(await client.chat(TEXT)) for _ in range(2)] == ["tokenize", "memory"]
+        answered = await client.chat(TEXT)
+        counts = [int(answered.headers[f"x-kvd-{name}-tokens"]) for name in ("prompt", "matched")]
+        assert counts[0] // 32 * 32 == counts[1]
