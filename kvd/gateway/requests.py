@@ -85,9 +85,18 @@ PROMPT_MEMBERS = ("prompt", "add_special_tokens")
 # Names of a conversation's parts in the other APIs.
 OTHER_MEMBERS = ("system", "instructions", "input")
 # Members with which an engine's /tokenize is known to return other tokens than it computes.
-UNLISTED = ("documents", "reasoning_effort", "truncate_prompt_tokens")
+TRUNCATES = "truncate_prompt_tokens"
+UNLISTED = ("documents", "reasoning_effort", TRUNCATES)
 SPANS = tuple(
-    dict.fromkeys((*CHAT_MEMBERS, *PROMPT_MEMBERS, *OTHER_MEMBERS, *UNLISTED, *FLEET_MEMBERS))
+    dict.fromkeys(
+        (
+            *CHAT_MEMBERS,
+            *PROMPT_MEMBERS,
+            *OTHER_MEMBERS,
+            *UNLISTED,
+            *FLEET_MEMBERS,
+        )
+    )
 )
 
 # Bytes of a member of FIELDS that is an object or an array: all other requests wait while it is
@@ -136,9 +145,14 @@ class ClientRequest(NamedTuple):
 
     @property
     def token_ids(self) -> bytes | None:
-        """The ids of the prompt's tokens as a JSON array, None if the request has none."""
+        """The ids of the prompt's tokens as a JSON array, None if the request has not all of them.
+
+        Of a prompt that it truncates an engine computes the end alone.
+        """
         prompt = self.spans.get("prompt")
         if prompt is None or not prompt.startswith(b"["):
+            return None
+        if self.spans.get(TRUNCATES, b"null") != b"null":
             return None
         inside = prompt[1:].lstrip()
         if inside[:1].isdigit():

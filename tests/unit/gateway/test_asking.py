@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 
 from kvd.gateway.errors import GatewayError, Reason
-from kvd.gateway.requests import MAX_NESTED_BYTES, MAX_PROMPTS, MAX_TEXTS_BYTES, Api, read
+from kvd.gateway.requests import (
+    MAX_NESTED_BYTES,
+    MAX_PROMPTS,
+    MAX_TEXTS_BYTES,
+    TRUNCATES,
+    Api,
+    read,
+)
 from kvd.http.messages import Headers
 
 HINTS = {"osl": 50, "priority": 7}
@@ -131,6 +138,13 @@ def test_of_several_prompts_the_longest_counts(
     asked = completion(prompt)
     assert asked.token_ids == (None if ids is None else ids.strip().encode())
     assert asked.prompt_text == (None if text is None else text.encode())
+
+
+def test_ids_that_an_engine_truncates_are_not_those_of_the_prompt() -> None:
+    for prompt in ([1, 2, 3], [[1, 2, 3]]):
+        for members, has_ids in (({}, True), ({TRUNCATES: None}, True), ({TRUNCATES: 2}, False)):
+            body = json.dumps({"prompt": prompt, **members}).encode()
+            assert (read(Api.COMPLETIONS, [], body).token_ids is not None) is has_ids
 
 
 def test_hints_are_bounded() -> None:
