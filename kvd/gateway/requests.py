@@ -87,6 +87,7 @@ OTHER_MEMBERS = ("system", "instructions", "input")
 # Members with which an engine's /tokenize is known to return other tokens than it computes.
 TRUNCATES = "truncate_prompt_tokens"
 UNLISTED = ("documents", "reasoning_effort", TRUNCATES)
+TOOL_CHOICE = "tool_choice"  # if it is "none", some engines leave the tools out of the prompt
 SPANS = tuple(
     dict.fromkeys(
         (
@@ -94,6 +95,7 @@ SPANS = tuple(
             *PROMPT_MEMBERS,
             *OTHER_MEMBERS,
             *UNLISTED,
+            TOOL_CHOICE,
             *FLEET_MEMBERS,
         )
     )

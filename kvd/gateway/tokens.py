@@ -26,7 +26,14 @@ import trio
 from kvd.gateway.exchanges import ExchangeFailed, Exchanges
 from kvd.gateway.heads import own_head
 from kvd.gateway.probing import EngineKind, Facts
-from kvd.gateway.requests import CHAT_MEMBERS, PROMPT_MEMBERS, UNLISTED, Api, ClientRequest
+from kvd.gateway.requests import (
+    CHAT_MEMBERS,
+    PROMPT_MEMBERS,
+    TOOL_CHOICE,
+    UNLISTED,
+    Api,
+    ClientRequest,
+)
 from kvd.gateway.stats import GatewayStats, Rung
 from kvd.gateway.upstreams import Served, Upstream
 from kvd.http.untasked import Untasked, in_task
@@ -54,7 +61,7 @@ LATER_S = 0.25  # time for the tokens of a turn in the background, or up to twic
 BYTES_PER_TOKEN = 4  # estimates the length of a text whose tokens are not known
 
 # Members that determine a chat's tokens, except the messages.
-DECIDING = frozenset((*CHAT_MEMBERS, *UNLISTED)) - {"messages"}
+DECIDING = frozenset((*CHAT_MEMBERS, *UNLISTED, TOOL_CHOICE)) - {"messages"}
 
 TOKENS, TOKEN_IDS = 0, 1  # numbers of the scanner's arrays
 

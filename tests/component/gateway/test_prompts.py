@@ -1,4 +1,4 @@
-"""What is remembered of conversations ends with what it was made of."""
+"""The tokens of a prompt are those that the engine would compute for it now."""
 
 from __future__ import annotations
 
@@ -63,3 +63,12 @@ async def test_another_block_size(monkeypatch: pytest.MonkeyPatch) -> None:
         answered = await client.chat(TEXT)
         counts = [int(answered.headers[f"x-kvd-{name}-tokens"]) for name in ("prompt", "matched")]
         assert counts[0] // 32 * 32 == counts[1]
+
+
+async def test_tools_that_a_request_may_do_without() -> None:
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    async with fleet(EngineOptions(events=False)) as (client, _, _):
+        for choice in ("auto", "none"):
+            asks = {"tools": tools, "tool_choice": choice}
+            sources = [source(await client.chat(TEXT, **asks)) for _ in range(2)]
+            assert sources == ["tokenize", "memory"]
