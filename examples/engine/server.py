@@ -187,8 +187,11 @@ class EngineServer:
     def _render(self, path: str, members: dict[str, Any]) -> tuple[int, Any]:
         if not self.options.renders:
             return 403, api.error(403, "start with --enable-scale-out", "PermissionDeniedError")
-        rendered = {"request_id": "r", "token_ids": prompt_of(members), "features": None}
-        return 200, [rendered] if path == "/v1/completions/render" else rendered
+        prompt = members.get("prompt", "")
+        is_texts = isinstance(prompt, list) and prompt and isinstance(prompt[0], str)
+        each = [prompt_of(members | {"prompt": one}) for one in (prompt if is_texts else [prompt])]
+        rows = [{"request_id": "r", "token_ids": ids, "features": None} for ids in each]
+        return 200, rows if path == "/v1/completions/render" else rows[0]
 
     def _cards(self) -> list[dict[str, Any]]:
         base = self.options.model

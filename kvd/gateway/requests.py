@@ -164,6 +164,12 @@ class ClientRequest(NamedTuple):
         return None
 
     @property
+    def has_texts(self) -> bool:
+        """Whether the prompt is an array of texts, as far as its beginning shows."""
+        prompt = self.spans.get("prompt", b"")
+        return prompt.startswith(b"[") and prompt[1:].lstrip().startswith(b'"')
+
+    @property
     def prompt_text(self) -> bytes | None:
         """The text of the prompt as a JSON string, None if the prompt is no text."""
         prompt = self.spans.get("prompt", b"")

@@ -14,6 +14,7 @@ background, so that the next turn is known up to the end of this one.
 
 from __future__ import annotations
 
+import json
 import re
 from collections import deque
 from collections.abc import Sequence
@@ -62,6 +63,9 @@ BYTES_PER_TOKEN = 4  # estimates the length of a text whose tokens are not known
 
 # Members that determine a chat's tokens, except the messages.
 DECIDING = frozenset((*CHAT_MEMBERS, *UNLISTED, TOOL_CHOICE)) - {"messages"}
+
+# Members that determine the tokens of a completion's prompt.
+PROMPT_DECIDING = frozenset((*PROMPT_MEMBERS, *UNLISTED))
 
 TOKENS, TOKEN_IDS = 0, 1  # numbers of the scanner's arrays
 
@@ -288,7 +292,10 @@ class Tokens:
         """Asks one engine; raises ExchangeFailed if it does not answer."""
         assert upstream.facts is not None
         if renders(upstream.facts, asked):
-            return await self._question(upstream, Rung.RENDER, RENDER_PATHS[asked.api], body)
+            asks = prompt_alone(asked) if asked.has_texts else body
+            if asks is None:
+                return None
+            return await self._question(upstream, Rung.RENDER, RENDER_PATHS[asked.api], asks)
         if upstream.facts.kind is EngineKind.OPENAI or asked.api not in TOKENIZED:
             return None
         if not asked.spans.keys().isdisjoint(UNLISTED):
@@ -348,6 +355,17 @@ def question(asked: ClientRequest) -> bytes | None:
     names = CHAT_MEMBERS if asked.api is Api.CHAT else PROMPT_MEMBERS
     parts = [b'"%b":%b' % (name.encode(), spans[name]) for name in names if name in spans]
     return b"{%b}" % b",".join(parts)
+
+
+def prompt_alone(asked: ClientRequest) -> bytes | None:
+    """Returns the body that has the longest of several prompts rendered, None if any is no text."""
+    if (text := asked.prompt_text) is None:
+        return None
+    spans = {name: asked.spans[name] for name in asked.spans if name in PROMPT_DECIDING}
+    spans["prompt"] = text
+    if asked.model is not None:
+        spans["model"] = json.dumps(asked.model).encode()
+    return b"{%b}" % b",".join(b'"%b":%b' % (name.encode(), spans[name]) for name in spans)
 
 
 def unwrapped(body: bytes) -> bytes:

@@ -72,3 +72,15 @@ async def test_tools_that_a_request_may_do_without() -> None:
             asks = {"tools": tools, "tool_choice": choice}
             sources = [source(await client.chat(TEXT, **asks)) for _ in range(2)]
             assert sources == ["tokenize", "memory"]
+
+
+async def test_the_longest_of_several_texts_is_rendered() -> None:
+    async with fleet(EngineOptions(events=False, renders=True)) as (client, inner, _):
+        found = []
+        for prompt in (TEXT, [TEXT, "short"], ["short", TEXT, "also"]):
+            body = {"model": "demo", "stop": ["short"], "prompt": prompt, "max_tokens": 4}
+            answered = await client.post("/v1/completions", body)
+            found.append((source(answered), answered.headers["x-kvd-prompt-tokens"]))
+        assert found == [found[0]] * 3
+        assert found[0][0] == "render"
+        assert inner.stats.rung_failures.total() == 0
