@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import partial
 from heapq import nsmallest
+from itertools import islice
 from math import inf
 from operator import itemgetter
 from typing import Generic, Protocol, TypeVar
@@ -44,6 +45,9 @@ class ClientConnection(Protocol):
 
     def dispensability(self) -> tuple[bool, int, float] | None:
         """Returns a sort key, lowest where ending it does the least harm; None: it must stay."""
+
+    def is_asked(self) -> bool:
+        """Returns whether a request has come that it has not begun to read."""
 
     def give_way(self) -> None:
         """Ends it to make room for another one."""
@@ -156,7 +160,11 @@ class Server(ABC, Generic[C]):
     def _next_dispensable(self) -> C | None:
         while self._dispensable:
             rank, connection = self._dispensable.pop()
-            if connection in self._running and connection.dispensability() == rank:
+            if (
+                connection in self._running
+                and connection.dispensability() == rank
+                and not connection.is_asked()  # a relayed request would be lost
+            ):
                 return connection
         return None
 
@@ -169,7 +177,8 @@ class Server(ABC, Generic[C]):
         found = nsmallest(DISPLACED_AT_ONCE, ranked, key=itemgetter(0))
         # Known clients are ended one at a time: strangers that come meanwhile are ended first.
         strangers = [each for each in found if not each[0][0]]
-        self._dispensable = (strangers or found[:1])[::-1]
+        idle = (each for each in found if not each[1].is_asked())
+        self._dispensable = (strangers or list(islice(idle, 1)))[::-1]
         self._check_after = -inf if found else trio.current_time() + CHECK_AGAIN_S
 
     async def _run(self, connection: C) -> None:

@@ -199,13 +199,14 @@ class Transport:
         setattr(stats, name, getattr(stats, name) + 1)
 
     def end_if_idle_for_long(self) -> None:
-        """Ends a wait for a request after its limit, up to two ticks late; serves what came."""
+        """Ends a wait for a request after its limit, up to two ticks late, unless one has come."""
         limits = self.shared.limits
         new = self.trust is ClientTrust.NEW
         seconds = limits.head_s if new else limits.idle_s
         if (
             self.phase is ConnectionPhase.IDLE
             and self.since + self.shared.tick + seconds <= self.shared.now
+            and not self._unread()
         ):
             self._count()
             self.since = inf
@@ -230,6 +231,11 @@ class Transport:
         else:
             return None
         return known, order, self.since
+
+    def is_asked(self) -> bool:
+        """Returns whether a further request has come on a connection that was idle."""
+        idle = self.phase is ConnectionPhase.IDLE and self.standing is not ClientTrust.NEW
+        return idle and self._unread()
 
     def give_way(self) -> None:
         """Ends a connection for another one; a request that has just come is still served."""
