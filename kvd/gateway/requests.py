@@ -29,6 +29,7 @@ class Api(StrEnum):
     CHAT = "chat"
     COMPLETIONS = "completions"
     MESSAGES = "messages"
+    COUNT = "count"  # of the tokens of messages: an engine computes and caches nothing for it
     RESPONSES = "responses"
     FORM = "form"  # a body of multipart/form-data, in which audio files come
     OTHER = "other"
@@ -39,7 +40,11 @@ class Api(StrEnum):
         return _FORMS.get(self, ErrorForm.OPENAI)
 
 
-_FORMS = {Api.MESSAGES: ErrorForm.ANTHROPIC, Api.RESPONSES: ErrorForm.RESPONSES}
+_FORMS = {
+    Api.MESSAGES: ErrorForm.ANTHROPIC,
+    Api.COUNT: ErrorForm.ANTHROPIC,
+    Api.RESPONSES: ErrorForm.RESPONSES,
+}
 
 
 # Members of a body that say to which host an engine connects, or which of its ranks serves: a

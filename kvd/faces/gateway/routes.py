@@ -27,7 +27,7 @@ RELAYED: Mapping[str, Api] = {
     "/v1/chat/completions": Api.CHAT,
     "/v1/completions": Api.COMPLETIONS,
     "/v1/messages": Api.MESSAGES,
-    "/v1/messages/count_tokens": Api.MESSAGES,
+    "/v1/messages/count_tokens": Api.COUNT,
     "/v1/responses": Api.RESPONSES,
     "/v1/audio/transcriptions": Api.FORM,
     "/v1/audio/translations": Api.FORM,

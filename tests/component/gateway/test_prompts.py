@@ -84,3 +84,12 @@ async def test_the_longest_of_several_texts_is_rendered() -> None:
         assert found == [found[0]] * 3
         assert found[0][0] == "render"
         assert inner.stats.rung_failures.total() == 0
+
+
+async def test_a_count_of_tokens_caches_nothing() -> None:
+    async with fleet(EngineOptions(events=False, renders=True)) as (client, _, _):
+        body = {"model": "demo", "max_tokens": 4, "messages": [{"role": "user", "content": TEXT}]}
+        assert source(await client.post("/v1/messages/count_tokens", body)) == "none"
+        answered = await client.post("/v1/messages", body)
+        assert source(answered) == "render"
+        assert answered.headers["x-kvd-matched-tokens"] == "0"
