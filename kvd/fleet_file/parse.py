@@ -33,10 +33,12 @@ from kvd.faces.gateway import engines
 from kvd.faces.indexer import routes as indexer
 from kvd.faces.selection import tuning, workers
 from kvd.faces.slot_tracker import routes as slot_tracker
+from kvd.gateway.dns_names import Wanted
 from kvd.index.publishers import Described
 from kvd.selection.worker_record import WorkerRecord
 from kvd.wire.curve import check_server_key
 from kvd.wire.egress import EgressPolicy
+from kvd.wire.urls import parse_upstream
 
 # Longest fleet file: it has room for 40,000 ranks, twice as many as can be listened to.
 MAX_BYTES = 8 * 1024 * 1024
@@ -95,6 +97,14 @@ def _check_replica(wanted: replica_sync.Peer, outgoing: EgressPolicy) -> None:
     check_server_key(wanted.server_key)
 
 
+def _upstream_key(wanted: Wanted) -> Hashable:
+    """Returns what distinguishes engines, or the name that leads to them: not how it is written."""
+    if wanted.name is not None:
+        return wanted.url
+    target = parse_upstream(wanted.url)
+    return target.tls, target.authority
+
+
 TABLES = {
     "indexer": Table(
         indexer.REGISTERED, indexer.read_rank, lambda wanted: wanted.key, _check_listened
@@ -120,7 +130,7 @@ TABLES = {
     "upstream": Table(
         engines.UPSTREAM_MEMBERS,
         engines.read_upstream,
-        lambda wanted: wanted.url,
+        _upstream_key,
         lambda wanted, outgoing: None,  # each address is judged when it is connected to
     ),
     "replica": Table(

@@ -570,7 +570,8 @@ def _basis(serving: Sequence[Upstream]) -> bytes:
 
 def worker_id_of(target: Target) -> int:
     """Returns the id of the worker at an address: 53 bits, which any JSON parser reads exactly."""
-    digest = hashlib.blake2b(target.authority.encode(), digest_size=8).digest()
+    said = f"https://{target.authority}" if target.tls else target.authority
+    digest = hashlib.blake2b(said.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 11
 
 

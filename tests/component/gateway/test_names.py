@@ -260,3 +260,15 @@ async def test_addresses_of_a_name_behind_tls(tmp_path: Path) -> None:
         await here.mean(second)
         assert await here.ask() == "whole"
         assert [one.server.requests for one in here.running] == [4, 1]
+
+
+async def test_an_entry_of_a_fleet_file_that_is_written_otherwise(tmp_path: Path) -> None:
+    """With another spelling it is the same engine, with TLS another one."""
+    path = tmp_path / "fleet.toml"
+    async with inner_gateway() as inner:
+        targets = {"upstream": UpstreamTarget(inner.upstreams)}
+        file = FleetFileFollower(path, EgressPolicy(), targets)
+        for url in ("http://A.test:9", "http://a.test:9/", "https://a.test:9", "http://a.test:9"):
+            path.write_text(f'[[upstream]]\nurl = "{url}"\n')
+            await file.read()
+            assert [one.url for one in inner.upstreams] == [url]
