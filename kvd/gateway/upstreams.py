@@ -570,8 +570,8 @@ def _basis(serving: Sequence[Upstream]) -> bytes:
 
 def worker_id_of(target: Target) -> int:
     """Returns the id of the worker at an address: 53 bits, which any JSON parser reads exactly."""
-    said = f"https://{target.authority}" if target.tls else target.authority
-    digest = hashlib.blake2b(said.encode(), digest_size=8).digest()
+    address = f"https://{target.authority}" if target.tls else target.authority
+    digest = hashlib.blake2b(address.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 11
 
 

@@ -234,7 +234,7 @@ class Transport:
 
     def is_asked(self) -> bool:
         """Returns whether a further request has come on a connection that was idle."""
-        idle = self.phase is ConnectionPhase.IDLE and self.standing is not ClientTrust.NEW
+        idle = self.phase is ConnectionPhase.IDLE and self.trust is not ClientTrust.NEW
         return idle and self._unread()
 
     def give_way(self) -> None:
