@@ -123,6 +123,10 @@ class _Answer:
 
     async def read(self) -> ReplayEnd:
         while True:
+            # Not within the patience: a server is not silent while its last batch is applied.
+            while self._listener.unfinished is not None:
+                await trio.lowlevel.checkpoint()
+                self._listener.batches.advance()
             replayed = self._listener.stats.replayed
             with trio.move_on_after(self._idle_s) as patience:
                 while self._listener.stats.replayed == replayed:
@@ -135,11 +139,8 @@ class _Answer:
     async def _read_some(self) -> ReplayEnd | None:
         """Takes messages that have come, for one turn; waits for more when there are none left.
 
-        A batch that the listener left unfinished is finished before the next one is taken.
+        Stops behind a batch that is not wholly applied.
         """
-        while self._listener.unfinished is not None:
-            await trio.lowlevel.checkpoint()
-            self._listener.batches.advance()
         until_ns = self._turns.clock_ns() + self._turns.round_ns
         while (frames := self._dealer.receive_nowait()) is not None:
             end = self._take(frames)
