@@ -294,6 +294,15 @@ class State:
         else:
             self.unnoted_departures += 1
 
+    def has_departed(self, key: RankKey) -> bool:
+        """Returns whether a rank was unregistered during the recovery under way."""
+        (model, tenant), instance_id, dp_rank = key
+        return any(
+            (model, of_tenant, instance_id, of_rank) in (self._departed or ())
+            for of_tenant in (tenant, None)
+            for of_rank in (dp_rank, None)
+        )
+
     def drop_departed_ranks(self, partition: Partition) -> None:
         """Removes the blocks that a dump has brought for single ranks that have departed since."""
         model, tenant = partition.key

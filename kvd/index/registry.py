@@ -182,10 +182,13 @@ class Registry(ListenedRegistrations):
     def take_over(self, positions: Mapping[RankKey, KeptPosition]) -> None:
         """Lets streams go on at another process's positions; their blocks are restored.
 
-        Positions of ranks that are not registered yet are kept until they are, or until `give_up`.
-        A rank that is now registered at another endpoint is another engine: its blocks are dropped.
+        Positions of ranks that are not registered yet are kept until they are unregistered or
+        registered, or until `give_up`. A rank that was unregistered during the recovery lacks
+        blocks, even if it is registered again, so its position is dropped. A rank that is now
+        registered at another endpoint is another engine: its blocks are dropped.
         """
-        self._kept.update(positions)
+        has_left = self._state.has_departed
+        self._kept.update((key, kept) for key, kept in positions.items() if not has_left(key))
         for key, registration in self._ranks.items():
             self._take_over(key, registration.listener)
 
@@ -195,6 +198,18 @@ class Registry(ListenedRegistrations):
             listener.take_over(position)
         elif position is not None:
             listener.batches.drop_restored()
+
+    def _drop_kept(
+        self, instance_id: InstanceId, model_name: str, tenant_id: str | None, dp_rank: int | None
+    ) -> None:
+        """Drops the kept positions of ranks whose restored blocks go; None means all."""
+        for key in list(self._kept):
+            if (
+                (key.instance_id, key.partition.model_name) == (instance_id, model_name)
+                and tenant_id in (None, key.partition.tenant_id)
+                and dp_rank in (None, key.dp_rank)
+            ):
+                del self._kept[key]
 
     def give_up(self, restored: Iterable[tuple[PartitionKey, InstanceId]]) -> int:
         """Drops restored instances that nobody has registered; returns how many."""
@@ -260,6 +275,7 @@ class Registry(ListenedRegistrations):
         have ended and the blocks no longer count.
         """
         self._state.note_departure(model_name, tenant_id, instance_id, dp_rank)
+        self._drop_kept(instance_id, model_name, tenant_id, dp_rank)
         partitions = self._state.partitions_of(model_name, tenant_id)
         strays = [
             self._state.remove_stray(partition, instance_id, dp_rank)
