@@ -23,7 +23,7 @@ from kvd.index.partitions import SizedKey, State
 from kvd.index.publishers import Publisher, PublisherKey, Publishers
 from kvd.persistence.frames import Damaged, packed, unpacked
 from kvd.wire.event_order import KeptStream
-from kvd.wire.position import KeptLosses, StreamPosition
+from kvd.wire.position import NOWHERE, KeptLosses, StreamPosition
 from kvd.wire.standard_events import KeptPublication
 from kvd_core.conductor.kept_holdings import HoldingsDump, HoldingsRestore
 from kvd_core.dump.recovery import BINARY_HEAD, DumpReader, StagedEntry, binary_end, binary_entry
@@ -66,7 +66,7 @@ def contents(state: State, publishers: Publishers) -> Iterator[tuple[int, bytes]
     known = list(publishers)
     rows: list[object] = []
     for number, each in enumerate(known):
-        rows.append(_row(each))
+        rows.append(_row(each, each.listener.batches.position()))
         if len(rows) == SLICE_PUBLISHERS:
             yield PUBLISHERS, packed(rows)
             rows = []
@@ -90,10 +90,13 @@ def contents(state: State, publishers: Publishers) -> Iterator[tuple[int, bytes]
         blocks += dump.blocks
     if groups:
         yield HOLDINGS, binary_end(blocks)
+    gone = [each for each in known if publishers.find(each.described.key) is not each]
+    for start in range(0, len(gone), SLICE_PUBLISHERS):
+        part = gone[start : start + SLICE_PUBLISHERS]
+        yield PUBLISHERS, packed([_row(each, NOWHERE) for each in part])
 
 
-def _row(publisher: Publisher) -> object:
-    position = publisher.listener.batches.position()
+def _row(publisher: Publisher, position: StreamPosition) -> object:
     return (
         publisher.described.key,
         publisher.listener.endpoint,
@@ -114,6 +117,7 @@ class HoldingsReader:
 
     def __init__(self, max_blocks: int, max_ranks: int) -> None:
         self._found = Holdings()
+        self._at: dict[PublisherKey, int] = {}  # numbers of publishers
         self._numbers: dict[int, list[KeptStream]] = {}  # by publisher
         self._dump: DumpReader | None = None
         self._limits = max_blocks, max_ranks
@@ -124,7 +128,8 @@ class HoldingsReader:
             return
         try:
             if kind == PUBLISHERS:
-                self._found.publishers += map(_publisher, unpacked(content))
+                for each in map(_publisher, unpacked(content)):
+                    self._take_publisher(each)
             else:
                 number, streams = unpacked(content)
                 self._numbers.setdefault(number, []).extend(map(_stream, streams))
@@ -140,6 +145,12 @@ class HoldingsReader:
         if self._dump is not None:
             self._found.entries = self._dump.finish()
         return self._found
+
+    def _take_publisher(self, kept: KeptPublisher) -> None:
+        """Takes a publisher; if it comes again, its position has been withdrawn."""
+        publishers = self._found.publishers
+        at = self._at.setdefault(kept.key, len(publishers))
+        publishers[at : at + 1] = [kept]
 
     def _feed(self, content: bytes) -> None:
         if self._dump is None:

@@ -6,8 +6,9 @@
     index ──> checked whole, staged ──> planned ──> blocks ──> streams go on at their positions
 
 Positions are taken before the dump begins. Blocks that are stored after a position may already be
-in the dump; the replay from that position announces them again, which does no harm. The dump has
-the binary form of `GET /dump`.
+in the dump; the replay from that position announces them again, which does no harm. But a rank or
+publisher that has been unregistered meanwhile lacks blocks in the dump, even if it is registered
+again. So its position is withdrawn behind the dump. The dump has the binary form of `GET /dump`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from kvd.persistence.frames import (
     unpacked,
 )
 from kvd.persistence.holdings import Holdings, HoldingsReader
-from kvd.wire.position import KeptLosses, StreamPosition
+from kvd.wire.position import NOWHERE, KeptLosses, StreamPosition
 from kvd_core.dump.recovery import DumpReader, StagedEntry
 
 # Kinds of frames.
@@ -110,7 +111,8 @@ def _write(writing: NewFile, contents: list[tuple[int, bytes]]) -> None:
 def _contents(state: State, registry: Registry) -> Iterator[tuple[int, bytes]]:
     """Yields the kind and content of each frame; content b"" only lets other tasks run."""
     rows: list[object] = []
-    for registration in list(registry.registrations()):
+    known = list(registry.registrations())
+    for registration in known:
         listener = registration.listener
         rows.append((registration.key, listener.endpoint, listener.batches.position()))
         if len(rows) == SLICE_POSITIONS:
@@ -128,6 +130,10 @@ def _contents(state: State, registry: Registry) -> Iterator[tuple[int, bytes]]:
         else:
             yield DUMP, b""
     yield DUMP, b"".join(pieces)
+    gone = [each for each in known if registry.find(each.key) is not each]
+    for start in range(0, len(gone), SLICE_POSITIONS):
+        some = gone[start : start + SLICE_POSITIONS]
+        yield POSITIONS, packed([(each.key, each.listener.endpoint, NOWHERE) for each in some])
 
 
 async def read(path: Path) -> Snapshot:

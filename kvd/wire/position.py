@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from kvd_core.base.recent import Recent
+
 
 class KeptLosses(NamedTuple):
     """The losses of a stream, as `Losses` keeps them."""
@@ -22,3 +24,7 @@ class StreamPosition(NamedTuple):
     digests: bytes  # of the last batches, see kvd_core/base/recent.hpp
     publisher: bytes  # id of their publisher, b"" if they named none
     losses: KeptLosses
+
+
+# The position of a stream without a batch.
+NOWHERE = StreamPosition(0, Recent().digests(), b"", KeptLosses("", [], False, [], None))

@@ -6,6 +6,7 @@ Their blocks are gone, so their streams must not go on at the position that was 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import msgpack
@@ -13,15 +14,16 @@ import pytest
 
 from kvd.index.partitions import State
 from kvd.index.publishers import Described, Narrowing, Publishers
-from kvd.index.registry import KeptPosition, Registry
+from kvd.index.registry import Registry
 from kvd.index.restore import plan, restore
 from kvd.model import PartitionKey, RankKey
-from kvd.persistence import snapshot
+from kvd.persistence import holdings, snapshot
 from kvd.persistence.clocks import ClockReading
 from kvd.persistence.directory import StateDirectory
-from kvd.persistence.frames import Content, Header, frame
-from kvd.persistence.holdings import Restoring
-from kvd.persistence.snapshot import Snapshot, _contents
+from kvd.persistence.frames import Content, Frame, Header
+from kvd.persistence.holdings import HoldingsReader, Restoring
+from kvd.persistence.snapshot import Snapshot
+from kvd_core.dump.recovery import DumpReader
 from tests.support.idle_listeners import IdleListeners
 
 KEY = PartitionKey("m", "default")
@@ -106,3 +108,46 @@ async def test_a_restored_rank_leaves_before_it_is_registered(tmp_path: Path) ->
     for key in RANKS:
         process.register(key)
     assert [process.expected(key) for key in RANKS] == [0, 1]
+
+
+async def test_a_rank_leaves_while_the_index_is_written() -> None:
+    process = Process().filled()
+    kept = Snapshot(Header(Content.INDEX, "p", ClockReading.now(0.0)))
+    reader = DumpReader(True, max_blocks=100, max_events=100, max_entries=1, max_ranks=2)
+    held = HoldingsReader(0, 0)
+    has_left = False
+    for kind, content in snapshot._contents(process.state, process.registry):
+        snapshot._take(kept, reader, held, Frame(kind, content, 0))
+        if not has_left:
+            has_left = True
+            await process.unregister(0)
+            process.register(RANKS[0])
+    kept.entries = reader.finish()
+    after = Process()
+    for _ in after.restore(kept):
+        pass
+    after.registry.take_over(kept.positions)
+    for key in RANKS:
+        after.register(key)
+    assert [after.expected(key) for key in RANKS] == [0, 1]
+
+
+async def test_a_publisher_leaves_while_the_index_is_written() -> None:
+    process, after = Process(), Process()
+    for each in (process, after):
+        each.publishers.register(PUBLISHER)
+        each.publishers.register(replace(PUBLISHER, instance_id="b"))
+    for publisher in process.publishers:
+        publisher.listener.take(0, stored(0))
+    held = HoldingsReader(100, 2)
+    has_left = False
+    for kind, content in holdings.contents(process.state, process.publishers):
+        held.take(kind, content)
+        if not has_left:
+            has_left = True
+            await process.publishers.unregister(Narrowing("default", "a"))
+            process.publishers.register(PUBLISHER)
+    await Restoring(after.state, after.publishers, held.finish()).run(lambda blocks: None)
+    there = {each.described.instance_id: each for each in after.publishers}
+    assert [there[name].listener.cursor.expected for name in "ab"] == [0, 1]
+    assert [there[name].source.stats()["blocks"] for name in "ab"] == [0, BLOCKS]
