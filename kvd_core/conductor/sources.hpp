@@ -12,7 +12,8 @@
 // Invariants
 //   1. `owners_[id]` is the source whose holder has the id, null for all other ranks;
 //   2. an instance's `rows` and `shared` are made anew when a source or holder comes, goes or gets
-//      another id; the aliases of its holders, with every new holder and link;
+//      another id; the aliases of its holders, with every new holder and link; those without a
+//      rank also count as each rank that the worker gets in between (`Index::join_aliases`);
 //   3. a rank that an instance's worker has only for the instance's holders is in the `rows`.
 //
 // Costs: O(holders of the instance), times the worker's ranks for those without a rank; finding an

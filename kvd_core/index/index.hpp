@@ -163,6 +163,15 @@ class Index {
     if (!ranks.empty()) aliases_[id] = std::move(ranks);
   }
 
+  // Lets those that count as each rank of a worker count as a new one, too; `known` is another rank
+  // of the worker. O(ranks of kMany, times the ranks that each counts as).
+  void join_aliases(RankId fresh, RankId known) {
+    for (auto& entry : aliases_) {
+      std::vector<RankId>& ranks = entry.second;
+      if (std::find(ranks.begin(), ranks.end(), known) != ranks.end()) ranks.push_back(fresh);
+    }
+  }
+
   // The ranks that a rank of kMany counts as.
   const std::vector<RankId>& aliases_of(RankId id) const { return aliases_.at(id); }
 

@@ -40,6 +40,7 @@ struct Worker {
     const RankId known = find(dp_rank);
     if (known != kNone || ranks.size() == kMaxRanksPerWorker) return known;
     const RankId id = index.add_rank(dp_rank);
+    if (!ranks.empty()) index.join_aliases(id, ranks.front().second);
     ranks.insert(at(dp_rank), {dp_rank, id});
     index.rank(id).alias_only = true;
     index.chronicle_rank(id);

@@ -278,6 +278,20 @@ def test_both_registrations_of_one_id_add_up(fleet: Fleet) -> None:
     assert fleet.workers() == {}
 
 
+@pytest.mark.parametrize("is_named_first", [False, True])
+def test_a_store_serves_ranks_that_only_batches_name(fleet: Fleet, is_named_first: bool) -> None:
+    _, publication = fleet.publisher("7", store=True)
+    stream = fleet.state.add_rank(RankKey(KEY, 7, 0), BLOCK_SIZE)
+    named = batch(["BlockStored", [1], None, TOKENS[:4], BLOCK_SIZE, None, "GPU"], rank=1)
+    shared = batch({"event_type": "stored", "seq_hashes": SEQUENCES[:3], "medium": "cpu"})
+    steps = [(publication, shared), (stream, named)]
+    for each, payload in reversed(steps) if is_named_first else steps:
+        each.apply(payload)
+    assert fleet.rows()["7"]["longest_matched"] == 12
+    index = fleet.state.partition(*KEY).index
+    assert index.match(LOCALS)[0] == {(7, 0): (0, 3, 3), (7, 1): (1, 3, 3)}
+
+
 def test_ranks_go_with_the_publishers_that_brought_them(fleet: Fleet) -> None:
     """A worker keeps ranks that are registered elsewhere, or that its own engines publish for."""
     stream = fleet.state.add_rank(RankKey(KEY, 7, 1), BLOCK_SIZE)
