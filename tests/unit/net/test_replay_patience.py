@@ -42,7 +42,7 @@ class Slow(NoStream):
         self._slices = 2
         return UNFINISHED
 
-    def go_on(self) -> int:
+    def advance(self) -> int:
         self._clock.jump(2 * OPTIONS.idle_s)
         self._slices -= 1
         return UNFINISHED if self._slices else 0
