@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 import trio
 
-from tests.support.descriptors import open_descriptors
+from tests.support.descriptors import lowest_free_descriptor
 from tests.support.listening import HASTY, Listening
 from tests.support.zmtp_fakes import (
     GREETING,
@@ -127,7 +127,7 @@ async def test_it_recovers_when_there_are_descriptors_again(
 ) -> None:
     worker = publish()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (open_descriptors() - 1, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free_descriptor(), hard))
     try:
         listening = listen(worker.endpoint)
         await until(listening.is_("failed"))

@@ -9,7 +9,7 @@ import pytest
 from kvd.errors import NotFound
 from kvd_core.selector.settings import LEAST_LOADED
 from tests.support.held_selections import OPTIONS, batched, ready
-from tests.support.selecting import M, Service, look, worker
+from tests.support.selecting import M, Service, lookup, worker
 
 FAST, SLOW = 10_000.0, 1_000.0  # tokens a second
 BASE_S = 0.02
@@ -81,7 +81,7 @@ async def test_a_busy_rank_may_keep_a_limit_while_another_is_idle() -> None:
     answer = service.select(list(range(250)), slo_ttft_s=0.5)
     assert (answer["worker_id"], answer["slo_met"]) == (1, True)
     ask = service.ask(slo_ttft_s=0.5)
-    [weighed] = service.selections.scheduler.weigh(ask, look(list(range(250))))
+    [weighed] = service.selections.scheduler.weigh(ask, lookup(list(range(250))))
     assert [chance.position for chance in weighed.chances] == [0]
 
 
