@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import re
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -353,19 +353,24 @@ def question(asked: ClientRequest) -> bytes | None:
             return None
         spans["prompt"] = text
     names = CHAT_MEMBERS if asked.api is Api.CHAT else PROMPT_MEMBERS
-    parts = [b'"%b":%b' % (name.encode(), spans[name]) for name in names if name in spans]
-    return b"{%b}" % b",".join(parts)
+    return _object({name: spans[name] for name in names if name in spans})
 
 
 def prompt_alone(asked: ClientRequest) -> bytes | None:
     """Returns the body that has the longest of several prompts rendered, None if any is no text."""
     if (text := asked.prompt_text) is None:
         return None
-    spans = {name: asked.spans[name] for name in asked.spans if name in PROMPT_DECIDING}
+    spans = {name: value for name, value in asked.spans.items() if name in PROMPT_DECIDING}
     spans["prompt"] = text
     if asked.model is not None:
         spans["model"] = json.dumps(asked.model).encode()
-    return b"{%b}" % b",".join(b'"%b":%b' % (name.encode(), spans[name]) for name in spans)
+    return _object(spans)
+
+
+def _object(members: Mapping[str, bytes]) -> bytes:
+    """Returns an object in JSON, of members whose values are JSON already."""
+    parts = [b'"%b":%b' % (name.encode(), value) for name, value in members.items()]
+    return b"{%b}" % b",".join(parts)
 
 
 def unwrapped(body: bytes) -> bytes:
