@@ -96,9 +96,9 @@ def _token(number: int, line: str) -> Token | None:
         return None
     if len(words) != 3 or not _NAME.fullmatch(words[0]):
         raise ValueError(f"line {number}: expected NAME SCOPE[,SCOPE...] TOKEN")
-    name, names, secret = words
+    name, scope_names, secret = words
     scopes = Scope.OPEN
-    for scope in names.split(","):
+    for scope in scope_names.split(","):
         if scope not in _SCOPES:
             raise ValueError(f"line {number}, {name}: a scope must be one of {', '.join(_SCOPES)}")
         scopes |= _SCOPES[scope]
