@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from examples.engine.options import EngineOptions
 from examples.engine.server import EngineServer
 from tests.support.ports import find_free_port
 from tests.support.processes import Server
+from tests.support.relaying import Script
 from tests.support.zmtp_fakes import NOT_MY_FAULT_S
 
 CHAT = "/v1/chat/completions"
@@ -130,9 +131,6 @@ async def engines(
         context.destroy(linger=0)
 
 
-Script = Callable[[trio.SocketStream], Awaitable[None]]
-
-
 @asynccontextmanager
 async def scripted_engine(script: Script) -> AsyncIterator[str]:
     """Yields the URL of a server with OpenAI's API whose answers to POST are up to a script.
@@ -148,8 +146,8 @@ async def scripted_engine(script: Script) -> AsyncIterator[str]:
                 known = {b"/health": b"{}", b"/v1/models": b'{"data":[{"id":"demo"}]}'}
                 body = known.get(request.split(b" ")[1])
                 line = b"404 Not Found" if body is None else b"200 OK"
-                said = line, len(body or b""), body or b""
-                await stream.send_all(b"HTTP/1.1 %b\r\ncontent-length: %d\r\n\r\n%b" % said)
+                head = b"HTTP/1.1 %b\r\ncontent-length: %d\r\n\r\n" % (line, len(body or b""))
+                await stream.send_all(head + (body or b""))
 
     async with trio.open_nursery() as nursery:
         listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")

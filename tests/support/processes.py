@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import http.client
 import os
 import re
 import signal
 import subprocess
 import time
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
 
+import httpx
 import pytest
 
+from tests.support import http_client
 from tests.support.forking import REPOSITORY as REPOSITORY
 from tests.support.forking import start_process
 
@@ -75,14 +76,11 @@ class Server:
         self.wait_until(lambda: text in self.stderr, f"saying {text}")
 
     def _is_healthy(self) -> bool:
-        # Mostly nothing listens yet, and a client of httpx takes 2 ms to find that out.
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=ANSWER_DEADLINE_S)
-        with closing(connection):
-            try:
-                connection.request("GET", "/health")
-                return connection.getresponse().status == 200
-            except (OSError, http.client.HTTPException):
-                return False
+        try:
+            answer = http_client.get(f"{self.base_url}/health", timeout=ANSWER_DEADLINE_S)
+        except httpx.TransportError:  # it does not listen yet
+            return False
+        return answer.status_code == 200
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
         """Signals the process if it is still there, and returns its exit code."""
