@@ -7,10 +7,12 @@ import selectors
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from kvd.platform.descriptors import raise_limit, waiting_within
+from tests.conformance.engine import Engine
 from tests.support.http_client import Client
 from tests.support.processes import START_DEADLINE_S, Server
 
@@ -60,9 +62,19 @@ class Crowd:
 
 
 class Service:
-    def __init__(self, server: Server, client: Client) -> None:
+    """The selection service, and an engine for each of three workers.
+
+    They are there so that the daemon's descriptors can be counted: attempts to connect to engines
+    that are not come and go.
+    """
+
+    def __init__(self, server: Server, client: Client, opened: ExitStack) -> None:
         self._server = server
         self._client = client
+        self._engines = {worker_id: Engine(f"e{worker_id}") for worker_id in (1, 2, 3)}
+        for engine in self._engines.values():
+            engine.bind()
+            opened.callback(engine.unbind)
 
     def do(self, method: str, path: str, members: Any = None, status: int = 200) -> Any:
         answer = self._client.request(method, path, json=members)
@@ -76,12 +88,17 @@ class Service:
             "endpoint": f"http://worker-{worker_id}:8000",
             "block_size": 4,
             "max_num_batched_tokens": BATCH,
-            "kv_events_endpoints": {"0": f"tcp://127.0.0.1:{worker_id}"},
+            "kv_events_endpoints": {"0": self._engines[worker_id].endpoint("pub")},
         }
         assert self.do("POST", "/workers", worker, 201)["lifecycle"] == "schedulable"
+        self._engines[worker_id].wait_subscribed(1, START_DEADLINE_S)
         self.reserve(f"busy-{worker_id}", worker_id, BATCH + 1)
         for number in range(RESERVED):
             self.reserve(f"{worker_id}-{number}", worker_id, 1)
+
+    def remove(self, worker_id: int) -> None:
+        self.do("DELETE", f"/workers/{worker_id}")
+        self._engines[worker_id].wait_unsubscribed(START_DEADLINE_S)
 
     def reserve(self, name: str, worker_id: int, tokens: int) -> None:
         prompt = {"sequence_hashes": [worker_id], "isl_tokens": tokens}
@@ -110,8 +127,8 @@ def test_thousands_of_clients_are_held(kvd_process: Callable[..., Server]) -> No
         "KVD_ROUTER_QUEUE_S": str(PATIENCE_S),
     }
     server = kvd_process(face="select-service", environ=environ)
-    with Client(server.base_url, timeout=START_DEADLINE_S) as client:
-        service = Service(server, client)
+    with Client(server.base_url, timeout=START_DEADLINE_S) as client, ExitStack() as opened:
+        service = Service(server, client, opened)
         for worker_id in (1, 2, 3):
             service.register(worker_id)
         before = service.rows(), service.descriptors()
@@ -124,7 +141,7 @@ def test_thousands_of_clients_are_held(kvd_process: Callable[..., Server]) -> No
         crowd.leave([f"c{number}" for number in range(CROWD - LEAVING, CROWD)])
         service.wait_pending(CROWD - LEAVING)
 
-        service.do("DELETE", "/workers/3")
+        service.remove(3)
         refused = crowd.answers(DOOMED)
         assert {status for status, _ in refused.values()} == {503}
         assert refused.keys() == {f"c{number}" for number in range(DOOMED)}
@@ -153,7 +170,7 @@ def check_served(service: Service, served: dict[str, tuple[int, Any]]) -> None:
 def check_nothing_left(service: Service, before: tuple[Any, int]) -> None:
     """Removed workers take their requests along; new ones with the same ids begin empty."""
     for worker_id in (1, 2):
-        service.do("DELETE", f"/workers/{worker_id}")
+        service.remove(worker_id)
     assert service.loads()["loads"] == []
     for worker_id in (1, 2, 3):
         service.register(worker_id)
