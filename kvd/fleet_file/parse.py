@@ -98,7 +98,7 @@ def _check_replica(wanted: replica_sync.Peer, outgoing: EgressPolicy) -> None:
 
 
 def _upstream_key(wanted: Wanted) -> Hashable:
-    """Returns what distinguishes engines, or the name that leads to them: not how it is written."""
+    """Returns the key of an engine, or of a name of engines, however its URL is written."""
     if wanted.name is not None:
         return wanted.url
     target = parse_upstream(wanted.url)

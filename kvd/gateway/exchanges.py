@@ -165,7 +165,7 @@ class Exchange:
 
     @property
     def waits(self) -> bool:
-        """Whether its answer waits to be forwarded; no more if the client has left."""
+        """Whether its answer waits to be forwarded; False once the client has left."""
         return self._all.relay.ready(self._id)
 
     def forward(self, head: bytes, *, chunked: bool) -> None:

@@ -409,7 +409,7 @@ class Forwarder:
         if answer.events:
             lines += UNBUFFERED
             exchange.fill(errors.FILLERS[attempt.asked.api.errors])
-        # Fillers and an error event are not in the length that an engine announces for a stream.
+        # The length that an engine announces lacks the fillers and error events added here.
         announced = None if answer.events else engine_head.length
         length = len(answer.held) if answer.whole else announced
         head, chunked, persists = request.answer_head(engine_head.status, lines, length)

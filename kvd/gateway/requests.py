@@ -152,9 +152,9 @@ class ClientRequest(NamedTuple):
 
     @property
     def token_ids(self) -> bytes | None:
-        """The ids of the prompt's tokens as a JSON array, None if the request has not all of them.
+        """The ids of the prompt's tokens as a JSON array; None if the prompt is no such array.
 
-        Of a prompt that it truncates an engine computes the end alone.
+        Also None if the engine is to truncate the prompt, as it then computes only its end.
         """
         prompt = self.spans.get("prompt")
         if prompt is None or not prompt.startswith(b"["):

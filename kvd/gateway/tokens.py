@@ -357,7 +357,7 @@ def question(asked: ClientRequest) -> bytes | None:
 
 
 def prompt_alone(asked: ClientRequest) -> bytes | None:
-    """Returns the body that has the longest of several prompts rendered, None if any is no text."""
+    """Returns the body that asks to render the longest of several texts; None if one is no text."""
     if (text := asked.prompt_text) is None:
         return None
     spans = {name: value for name, value in asked.spans.items() if name in PROMPT_DECIDING}

@@ -178,7 +178,7 @@ class _Engines(NamedTuple):
 
     serving: tuple[Upstream, ...]  # those that are well
     prefills: bool  # whether any engine, well or not, is meant to prefill for others
-    basis: bytes  # on what their blocks depend beside the prompt: weights and block sizes
+    basis: bytes  # what blocks depend on besides the prompt: weights and block sizes
 
 
 class Upstreams:
@@ -559,7 +559,7 @@ def _serves(facts: Facts, served: Served) -> bool:
 
 
 def _basis(serving: Sequence[Upstream]) -> bytes:
-    # vLLM says as `root` where it has loaded a model from.
+    # vLLM's `root` is where it has loaded the model from.
     each = {
         (str(one.facts.models[0].members.get("root")), one.facts.block_size)
         for one in serving

@@ -461,7 +461,7 @@ class Connection(Transport):
         try:
             persists = await route.relays(request)
             # The head, sent before the stop, announced no end. A request that has come is answered
-            # first: behind a shutdown its client would seem to have left.
+            # first: after the shutdown its client would seem to have left.
             if self.shared.stopping and not self._unread():
                 self._shut(socket.SHUT_RD)
             return persists

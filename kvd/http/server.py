@@ -47,7 +47,7 @@ class ClientConnection(Protocol):
         """Returns a sort key, lowest where ending it does the least harm; None: it must stay."""
 
     def is_asked(self) -> bool:
-        """Returns whether a request has come that it has not begun to read."""
+        """Returns whether a request has arrived that the connection has not begun to read."""
 
     def give_way(self) -> None:
         """Ends it to make room for another one."""

@@ -248,14 +248,14 @@ class Transport:
             self.trust = ClientTrust.KNOWN if scope else ClientTrust.STRANGER
 
     def close_if_idle(self) -> None:
-        """Ends a connection that waits for a request, unless one has come: its answer ends it."""
+        """Ends an idle connection; if a request has just arrived, its answer ends it instead."""
         if self.phase is ConnectionPhase.HANDSHAKE or (
             self.phase is ConnectionPhase.IDLE and not self._unread()
         ):
             self._shut(socket.SHUT_RD)
 
     def _unread(self) -> bool:
-        """Returns whether the client has sent something that nobody has read."""
+        """Returns whether the client has sent bytes that have not been read."""
         if self.buffer or self.stream.has_more():
             return True
         try:

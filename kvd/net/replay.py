@@ -123,7 +123,7 @@ class _Answer:
 
     async def read(self) -> ReplayEnd:
         while True:
-            # Not within the patience: a server is not silent while its last batch is applied.
+            # The patience does not run here: a server is not silent while kvd applies its batch.
             while self._listener.unfinished is not None:
                 await trio.lowlevel.checkpoint()
                 self._listener.batches.advance()
@@ -139,7 +139,7 @@ class _Answer:
     async def _read_some(self) -> ReplayEnd | None:
         """Takes messages that have come, for one turn; waits for more when there are none left.
 
-        Stops behind a batch that is not wholly applied.
+        Stops after a batch that is not wholly applied yet.
         """
         until_ns = self._turns.clock_ns() + self._turns.round_ns
         while (frames := self._dealer.receive_nowait()) is not None:

@@ -286,7 +286,7 @@ def _restore_sessions(
     live = selections.reservations.live
     held = {bound for reservation_id, bound in bookings.held.items() if reservation_id in live}
     for number, lease in enumerate(bookings.leases.values(), 1):
-        # The time to live of a held one does not run, however long ago it was bound.
+        # The time to live of a session does not run while a request holds it.
         outcome = affinity.apply(lease.bound, now if lease.bound in held else min(now, lease.at))
         restored.sessions += outcome is Outcome.APPLIED
         if number % SLICE == 0:

@@ -117,7 +117,7 @@ class HoldingsReader:
 
     def __init__(self, max_blocks: int, max_ranks: int) -> None:
         self._found = Holdings()
-        self._at: dict[PublisherKey, int] = {}  # numbers of publishers
+        self._at: dict[PublisherKey, int] = {}  # where each is in `_found.publishers`
         self._numbers: dict[int, list[KeptStream]] = {}  # by publisher
         self._dump: DumpReader | None = None
         self._limits = max_blocks, max_ranks

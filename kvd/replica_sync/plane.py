@@ -107,7 +107,7 @@ class ReplicaSync:
             return Replicas(None, self._stats, self._outgoing)
         if self._authenticator is not None:
             nursery.start_soon(self._authenticator.run)
-        eases = deduplicator is None  # else it does so itself
+        eases = deduplicator is None  # a deduplicator wakes waiting selections itself
         reservations = selections.reservations
         faces: dict[Face, Apply] = {
             Face.SLOT_TRACKER: partial(slots.apply, eases=eases),

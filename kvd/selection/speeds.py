@@ -245,7 +245,7 @@ class Speeds:
         return lines
 
     def known_ranks(self, record: WorkerRecord) -> Iterable[int]:
-        """Returns the ranks of a worker of whose speed anything is known."""
+        """Returns those ranks of a worker of which a speed may be known."""
         if record.prefill_tokens_per_s:
             return record.ranks
         key, worker_id = record.key, record.worker_id

@@ -189,7 +189,7 @@ class Catalog:
             self._changes = None  # `_write` must compare all registrations again
 
     async def _take_uncovered(self) -> None:
-        """Does here what others say of rows that our fleet file may have dropped by now."""
+        """Applies rows of others that our fleet file covered, as far as it no longer does."""
         here = await self._here() if self._covered else {}
         for field in list(self._covered):
             if field in here:  # a client has registered it since: `_write` compares the two
@@ -198,7 +198,7 @@ class Catalog:
                 await self._do(field, None, self._agreed[field])
 
     async def _do(self, field: Field, mine: CatalogRow | None, row: CatalogRow) -> None:
-        """Does here what a row says, and agrees on it.
+        """Applies a row of another process here, then counts it as agreed.
 
         The row is agreed last: one that is agreed and not here would count as removed by a client,
         should this be cancelled halfway.
@@ -213,7 +213,7 @@ class Catalog:
     async def _outcome_of(
         self, field: Field, mine: CatalogRow | None, row: CatalogRow
     ) -> set[Field] | None:
-        """Does here what a row says; returns where its field belongs then, None: nowhere."""
+        """Applies a row here; returns the set that its field then belongs to, None if to no set."""
         target = self._targets.get(row.table)
         if target is None and row.table != ROUTER_SETTINGS:
             return self._failed

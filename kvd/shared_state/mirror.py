@@ -202,7 +202,7 @@ class Mirror:
         self._restored: set[Name] = set()  # restored requests that nobody else has described yet
         self._early: dict[Dot | Name, list[tuple[float, ForeignStep]]] = {}
         self._held = 0  # number of steps in `_early`
-        self._eased: set[PartitionKey] = set()  # those whose waiting selections are to be woken
+        self._eased: set[PartitionKey] = set()  # where waiting selections are to be woken
 
     # ---- steps made here
 

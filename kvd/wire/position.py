@@ -26,5 +26,5 @@ class StreamPosition(NamedTuple):
     losses: KeptLosses
 
 
-# The position of a stream without a batch.
+# The position of a stream from which no batch has come.
 NOWHERE = StreamPosition(0, Recent().digests(), b"", KeptLosses("", [], False, [], None))

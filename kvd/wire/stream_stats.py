@@ -33,7 +33,7 @@ class StreamStats:
     silent: int = 0  # times that no message came over a new connection for long
 
     def add(self, other: StreamStats) -> None:
-        # A scrape adds up thousands of them, of which most counts are 0.
+        # A scrape adds up thousands of streams, and most of their counts are 0.
         for name, count in zip(_COUNTS, _counts(other), strict=True):
             if count:
                 setattr(self, name, getattr(self, name) + count)

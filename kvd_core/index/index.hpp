@@ -163,8 +163,8 @@ class Index {
     if (!ranks.empty()) aliases_[id] = std::move(ranks);
   }
 
-  // Lets those that count as each rank of a worker count as a new one, too; `known` is another rank
-  // of the worker. O(ranks of kMany, times the ranks that each counts as).
+  // Makes ranks that count as every rank of a worker count as its new rank `fresh`, too; `known` is
+  // another rank of the worker. O(ranks of kMany, times the ranks that each counts as).
   void join_aliases(RankId fresh, RankId known) {
     for (auto& entry : aliases_) {
       std::vector<RankId>& ranks = entry.second;

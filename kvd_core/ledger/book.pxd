@@ -99,15 +99,15 @@ cdef inline LoadedRankId known_elsewhere(
 cdef inline bint is_in(
     const Listed* at, uint64_t worker_id, uint32_t first, uint32_t count
 ) noexcept nogil:
-    # Of one that does not sort before `first`: whether it is one of a worker's `count` ranks.
+    # Whether an entry that does not sort before `first` is one of the worker's `count` ranks.
     return at.worker_id == worker_id and at.dp_rank - first < count
 
 
 cdef inline int add_ranks(
     Book* book, uint64_t worker_id, uint32_t first, uint32_t count
 ) except -1 nogil:
-    # Adds those of a worker's ranks from `first` on that the book does not have. They stand side by
-    # side in `order`, so what sorts behind them is moved once.
+    # Adds those of a worker's `count` ranks from `first` on that the book does not have. They are
+    # adjacent in `order`, so the entries behind them move only once.
     cdef SharedLoads* shared = book.loads
     cdef size_t begin = position_of(book, worker_id, first)
     cdef size_t end = begin
@@ -128,13 +128,13 @@ cdef inline int add_ranks(
     if book.bit == 0 and not take_part(book):
         raise RuntimeError("too many ledgers share their loads")
     book.order.insert(book.order.begin() + <ptrdiff_t>end, missing, Listed(worker_id, 0, kNone))
-    for i in range(count, 0, -1):  # moves the known ranks back to their slots, the last one first
+    for i in range(count, 0, -1):  # known ranks to their slots, from the last on
         if end > begin and book.order[end - 1].dp_rank == first + i - 1:
             end -= 1
             book.order[begin + i - 1] = book.order[end]
         else:
             book.order[begin + i - 1] = Listed(worker_id, first + i - 1, kNone)
-    for i in range(count):  # ids in the order of the ranks
+    for i in range(count):  # ids for the others, in the order of the ranks
         if book.order[begin + i].rank != kNone:
             continue
         id = known_elsewhere(book, worker_id, first + i)

@@ -80,7 +80,7 @@ cdef inline uint32_t decoding(const LoadedRank* rank) noexcept nogil:
 
 
 cdef inline int make_room_for_ranks(SharedLoads* loads, size_t count) except -1 nogil:
-    # Takes the memory that as many calls of `take_rank` need.
+    # Reserves memory for this many calls of `take_rank`.
     cdef size_t needed = loads.ranks.size() + count - min(count, loads.free.size())
     if needed > loads.ranks.capacity():
         loads.ranks.reserve(max(needed, 2 * loads.ranks.size()))

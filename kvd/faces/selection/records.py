@@ -49,7 +49,7 @@ def shown(workers: Workers, entry: CatalogEntry) -> dict[str, Any]:
 
 def _speeds(workers: Workers, entry: CatalogEntry) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields the speeds of those ranks of a worker whose speed is known."""
-    if entry.reasons:  # its ranks are not there, and may be any number
+    if entry.reasons:  # it has no ranks here, however many it claims
         return
     key, worker_id = entry.record.key, entry.record.worker_id
     for dp_rank in workers.speeds.known_ranks(entry.record):
