@@ -222,7 +222,7 @@ def counts(slots: Slots) -> dict[str, float]:
 
 def test_a_scrape_survives_what_happens_while_it_rests() -> None:
     slots = Slots()
-    for number in range(200):
+    for number in range(40):
         slots.register(PartitionKey("m", str(number)), 1, BLOCK, 0, 2)
     whole = sum(1 for _ in slot_families(slots, 1000))
     for rests in range(whole):
