@@ -191,13 +191,13 @@ class SimEngine {
   // ---- how engines describe themselves
 
   const std::string* answer_to(const std::string& path, const std::string& body) {
-    if (path == "/tokenize") return &(said_ = tokenized(body));
-    if (path == "/bench/stats") return &(said_ = stats());
+    if (path == "/tokenize") return &(answer_ = tokenized(body));
+    if (path == "/bench/stats") return &(answer_ = stats());
     if (path == "/bench/reset") {
       reset();
-      return &(said_ = "{}");
+      return &(answer_ = "{}");
     }
-    static const std::map<std::string, std::function<std::string(SimEngine&)>> kSaid = {
+    static const std::map<std::string, std::function<std::string(SimEngine&)>> kAnswers = {
         {"/health", [](SimEngine&) { return "{}"; }},
         {"/ready", [](SimEngine&) { return "{}"; }},
         {"/version", [](SimEngine&) { return "{\"version\":\"0.33.0\"}"; }},
@@ -219,8 +219,8 @@ class SimEngine {
                   e.publisher_.endpoint(0) + "\",\"replay_endpoint\":null}}";
          }},
     };
-    const auto found = kSaid.find(path);
-    return found == kSaid.end() ? nullptr : &(said_ = found->second(*this));
+    const auto found = kAnswers.find(path);
+    return found == kAnswers.end() ? nullptr : &(answer_ = found->second(*this));
   }
 
   Tokens tokens_of(const std::string& body) const {
@@ -384,7 +384,7 @@ class SimEngine {
   PrefixCache cache_;
   Engines publisher_;
   int epoll_, listener_;
-  std::string frame_, end_, said_;
+  std::string frame_, end_, answer_;
   std::unordered_map<int, std::unique_ptr<Client>> clients_;
   std::priority_queue<Due> due_;  // answers whose next frame waits for its time
   std::vector<Due> fast_;         // answers whose frames are sent as fast as clients take them

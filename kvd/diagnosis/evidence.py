@@ -91,7 +91,7 @@ class Side:
     prompts: int = 0
     salted: int = 0
     adapted: int = 0
-    telling: int = 0  # prompts of engines that would have announced a salt
+    announcing_salts: int = 0  # prompts of engines that would have announced a salt
     first_tokens: frozenset[int] = frozenset()  # with which the latest prompts begin
 
 

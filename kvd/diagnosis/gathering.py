@@ -129,7 +129,7 @@ class Gathering:
                 for each in parts.choices.shown() or ()
             ),
             registered=frozenset(self._registered()),
-            unknown=_of(grown, "unknown"),
+            unknown=_counts_of(grown, "unknown"),
             endpoints=await self._shared_endpoints(),
             workers=await self._workers(),
             shares=tuple(self._shares(grown)),
@@ -158,7 +158,7 @@ class Gathering:
             ),
             traffic=ReplicaTraffic(grown["replicas", "overflows"], grown["replicas", "missed"]),
             shared=_shared(shared()),
-            unwritten=_of(grown, "unwritten"),
+            unwritten=_counts_of(grown, "unwritten"),
             clock_lead_s=self._clock_lead_s(now),
         )
 
@@ -273,7 +273,7 @@ class Gathering:
 
     def _shares(self, grown: Mapping[Counted, int]) -> Iterable[ShareEvidence]:
         by_fleet: dict[PartitionKey, dict[int, int]] = {}
-        for (key, worker_id), bookings in _of(grown, "booking").items():
+        for (key, worker_id), bookings in _counts_of(grown, "booking").items():
             by_fleet.setdefault(key, {})[worker_id] = bookings
         for key, shares in by_fleet.items():
             candidates = self._parts.selections.candidates.get(key)
@@ -305,7 +305,7 @@ class Gathering:
         return affinity.lead_s
 
 
-def _of(grown: Mapping[Counted, int], kind: str) -> dict[Any, int]:
+def _counts_of(grown: Mapping[Counted, int], kind: str) -> dict[Any, int]:
     """Returns the counters of a kind that have grown, by subject."""
     return {about: count for (each, about), count in grown.items() if each == kind and count}
 
@@ -384,7 +384,7 @@ def _model(partition: Partition) -> ModelEvidence:
 
 
 def _side(stats: PromptStats) -> Side:
-    counted = stats.prompts, stats.salted, stats.adapted, stats.telling
+    counted = stats.prompts, stats.salted, stats.adapted, stats.announcing_salts
     return Side(*counted, frozenset(stats.first_tokens))
 
 

@@ -40,7 +40,7 @@ def check_model(model: ModelEvidence) -> Iterator[Finding]:
 def _check_salts(model: ModelEvidence) -> Iterator[Finding]:
     asked, announced = model.asked, model.announced
     # Prompts of engines that announce no salts are matched without them.
-    announces_salts = announced.salted > 0 or announced.telling == announced.prompts
+    announces_salts = announced.salted > 0 or announced.announcing_salts == announced.prompts
     if announces_salts:
         yield from _one_sided(
             model, "salt_one_sided", "a cache salt", asked.salted, announced.salted

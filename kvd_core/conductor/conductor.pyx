@@ -275,7 +275,7 @@ cdef class Source:
         out of range. Unless `whole`, calls of `resolve_waiting` have to follow.
         """
         cdef vector[uint64_t] named = hashes
-        cdef vector[uint32_t] said = tokens
+        cdef vector[uint32_t] content = tokens
         cdef vector[uint32_t] begin
         cdef vector[uint64_t] mm
         cdef CStoredBlocks stored
@@ -286,9 +286,9 @@ cdef class Source:
             return "media"
         if id == kNone:
             return "holders"
-        stored.n = <uint32_t>min(named.size(), said.size() // size if size else 0)
+        stored.n = <uint32_t>min(named.size(), content.size() // size if size else 0)
         stored.hashes = named.data()
-        stored.tokens = said.data()
+        stored.tokens = content.data()
         stored.has_parent = parent is not None
         stored.parent = parent if parent is not None else 0
         stored.layer = layer

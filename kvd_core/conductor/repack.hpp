@@ -51,14 +51,14 @@ class Repack {
 
   void key(std::string_view name) { put(name); }
 
-  void text(std::string_view said) {
+  void text(std::string_view chars) {
     count();
-    put(said);
+    put(chars);
   }
 
-  void word(std::string_view said) {
+  void word(std::string_view chars) {
     count();
-    out_.push_back(said == "null" ? wire::NIL : said == "true" ? wire::TRUE_ : wire::FALSE_);
+    out_.push_back(chars == "null" ? wire::NIL : chars == "true" ? wire::TRUE_ : wire::FALSE_);
   }
 
   void number(std::string_view digits) {
@@ -105,14 +105,15 @@ class Repack {
     }
   }
 
-  void put(std::string_view said) {
-    const size_t size = said.size();  // below 2^32: texts end at JsonStream::kMaxToken or the piece
+  void put(std::string_view chars) {
+    const size_t size =
+        chars.size();  // below 2^32: texts end at JsonStream::kMaxToken or the piece
     if (size < 32) {
       out_.push_back(static_cast<uint8_t>(0xa0 | size));
     } else {
       size <= UINT8_MAX ? put(wire::STR8, size, 1) : put(wire::STR32, size, 4);
     }
-    out_.insert(out_.end(), said.begin(), said.end());
+    out_.insert(out_.end(), chars.begin(), chars.end());
   }
 
   void put(wire::Tag tag, uint64_t value, size_t bytes) {

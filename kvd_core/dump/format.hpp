@@ -176,13 +176,13 @@ class BinaryFormat : public DumpFormat {
       : index_(index), sequences_(sequences) {}
 
   void rank(const std::string& owner, const RankTraits& traits, std::string& out) override {
-    const uint8_t said = (traits.salted ? kSalted : 0) | (traits.offloads ? kOffloads : 0) |
-                         (traits.numbers_groups ? kNumbersGroups : 0);
-    if (said == 0 && traits.groups.empty() && traits.windows.empty() && traits.main_group < 0)
+    const uint8_t flags = (traits.salted ? kSalted : 0) | (traits.offloads ? kOffloads : 0) |
+                          (traits.numbers_groups ? kNumbersGroups : 0);
+    if (flags == 0 && traits.groups.empty() && traits.windows.empty() && traits.main_group < 0)
       return;
     name(owner);
     put<uint8_t>(out, kRankTag);
-    put<uint8_t>(out, said | (is_text_ ? kTextWorker : 0));
+    put<uint8_t>(out, flags | (is_text_ ? kTextWorker : 0));
     put<uint32_t>(out, traits.dp_rank);
     put<uint32_t>(out, static_cast<uint32_t>(traits.main_group));
     put<uint64_t>(out, number_);

@@ -125,7 +125,7 @@ class DumpText {
     }
   }
 
-  void text(std::string_view said) {
+  void text(std::string_view chars) {
     if (nesting() == Nesting::SKIPPED) return;
     take_member();
     switch (member_) {
@@ -133,16 +133,16 @@ class DumpText {
         elsewhere();
         break;
       case DumpMember::WORKER:
-        worker_ = quoted(said);
+        worker_ = quoted(chars);
         break;
       case DumpMember::TIER:
-        tier_ = tier_of(said);
+        tier_ = tier_of(chars);
         break;
       case DumpMember::MODEL:
-        entry().model = said, entry().has_model = true;
+        entry().model = chars, entry().has_model = true;
         break;
       case DumpMember::TENANT:
-        entry().tenant = said, entry().has_tenant = true;
+        entry().tenant = chars, entry().has_tenant = true;
         break;
       case DumpMember::FAILED:
         Stage::refuse("the peer could not dump all of its indexes");
@@ -151,14 +151,14 @@ class DumpText {
     }
   }
 
-  void word(std::string_view said) {
+  void word(std::string_view chars) {
     if (nesting() == Nesting::SKIPPED) return;
     take_member();
     const bool optional = member_ == DumpMember::PARENT || member_ == DumpMember::DP_RANK ||
                           member_ == DumpMember::TIER;
     if (member_ == DumpMember::OTHER) {
       elsewhere();
-    } else if (said != "null" || !optional) {
+    } else if (chars != "null" || !optional) {
       Stage::refuse("a value of the wrong type");
     }
   }
@@ -370,9 +370,9 @@ class DumpText {
   }
 
   // Writes a text as JSON in a form that is unique.
-  static std::string quoted(std::string_view said) {
+  static std::string quoted(std::string_view chars) {
     std::string out = "\"";
-    for (const char c : said) {
+    for (const char c : chars) {
       if (c == '"' || c == '\\') out.push_back('\\');
       if (static_cast<unsigned char>(c) < ' ')
         Stage::refuse("a control character in a worker's id");

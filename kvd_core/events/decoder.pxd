@@ -24,7 +24,7 @@ cdef extern from "events/events.hpp" namespace "kvd" nogil:
         OTHER
 
     cdef enum class Origin(uint8_t):
-        UNSAID
+        UNKNOWN
         NEW
         REUSED
 

@@ -51,7 +51,7 @@ cdef dict _KINDS = {
     <int>GroupKind.OTHER: "other",
 }
 cdef dict _ORIGINS = {
-    <int>Origin.UNSAID: None,
+    <int>Origin.UNKNOWN: None,
     <int>Origin.NEW: "new",
     <int>Origin.REUSED: "reused",
 }

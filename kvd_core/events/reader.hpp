@@ -491,9 +491,9 @@ class EventReader {
 
   bool take_origin() {
     std::string_view text;
-    event_->origin = Origin::UNSAID;
+    event_->origin = Origin::UNKNOWN;
     if (!in_.text(&text)) return false;
-    event_->origin = spelled(kOrigins, text, Origin::UNSAID);
+    event_->origin = spelled(kOrigins, text, Origin::UNKNOWN);
     return true;
   }
 

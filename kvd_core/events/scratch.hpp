@@ -47,7 +47,7 @@ struct PendingStored {
     event.window = event.lora_id = 0;
     event.mm_begin = nullptr;
     event.mm = nullptr;
-    event.origin = Origin::UNSAID;
+    event.origin = Origin::UNKNOWN;
   }
 };
 struct PendingRemoved {

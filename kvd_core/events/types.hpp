@@ -20,7 +20,7 @@ enum class Tier : uint8_t { DEVICE = 0, HOST = 1, DISK = 2, EXTERNAL = 3, UNKNOW
 enum class GroupKind : uint8_t { NONE, FULL, WINDOW, OTHER };
 
 // Whether the blocks of a Stored are new copies or were there before; not all engines say so.
-enum class Origin : uint8_t { UNSAID, NEW, REUSED };
+enum class Origin : uint8_t { UNKNOWN, NEW, REUSED };
 
 struct StoredEvent {
   const uint64_t* hashes;  // engine hashes folded to 64 bits

@@ -284,7 +284,7 @@ class Index {
   // `layer` once the name means something. False when they are refused because the index is full.
   // An event of many names may come in parts: `still` names of it come after these.
   bool store_named(RankId id, const uint64_t* names, uint32_t n, LayerId layer, bool has_parent,
-                   uint32_t still = 0, Origin origin = Origin::UNSAID);
+                   uint32_t still = 0, Origin origin = Origin::UNKNOWN);
 
   // Takes a layer from the block that the rank calls `name`.
   void remove(RankId id, uint64_t name, LayerId layer);
@@ -408,7 +408,7 @@ class Index {
   void sequence_blocks(const Store& s);
   bool forget_other_content(RankId id, const Store& s, size_t met);
   void name_blocks(RankId id, const Store& s);
-  bool is_copy(RankId id, uint32_t n, bool has_parent, Origin origin = Origin::UNSAID) const;
+  bool is_copy(RankId id, uint32_t n, bool has_parent, Origin origin = Origin::UNKNOWN) const;
   void hold_gained(RankId id, const Store& s);
   void hold(RankId id, NodeId node, LayerId layer, uint32_t from, uint32_t to);
   void note(RankId id, Change::Kind kind, LayerId layer, NodeId node, uint32_t from, uint32_t to);

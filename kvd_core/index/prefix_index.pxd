@@ -42,7 +42,7 @@ cdef extern from "index/index.hpp" namespace "kvd" nogil:
         uint64_t prompts            # known by their tokens
         uint64_t salted
         uint64_t adapted
-        uint64_t telling            # from engines that would have announced a salt
+        uint64_t announcing_salts            # from engines that would have announced a salt
         uint32_t first[16]          # the first tokens of the last prompts, in a ring
         void note(uint32_t, cbool, cbool, cbool)
 

@@ -52,7 +52,7 @@ class PromptStats(NamedTuple):
     prompts: int
     salted: int
     adapted: int
-    telling: int
+    announcing_salts: int
     first_tokens: list[int]
 
 class Slice:

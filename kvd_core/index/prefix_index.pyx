@@ -31,7 +31,9 @@ ALL_TIERS = kAllTiers
 # Steps of a batch that are applied before other tasks run, about 2 ms.
 SLICE_STEPS = 20_000
 # Counts of prompts, and their first tokens (see index/prompt_stats.hpp).
-PromptStats = namedtuple("PromptStats", ("prompts", "salted", "adapted", "telling", "first_tokens"))
+PromptStats = namedtuple(
+    "PromptStats", ("prompts", "salted", "adapted", "announcing_salts", "first_tokens")
+)
 IGNORED = ("medium", "remote", "kind", "group", "block_size", "tokens", "too_many_ranks", "full")
 
 
@@ -44,11 +46,11 @@ cdef uint64_t seed_of(str lora_name, str cache_salt) except? 0:
     )
 
 
-cdef object said_by(const CPromptStats* side):
+cdef object prompt_stats_of(const CPromptStats* side):
     """Returns the counts of one side as a PromptStats."""
     cdef size_t i, kept = min(side.prompts, sizeof(side.first) // sizeof(side.first[0]))
     first = [side.first[i] for i in range(kept)]
-    return PromptStats(side.prompts, side.salted, side.adapted, side.telling, first)
+    return PromptStats(side.prompts, side.salted, side.adapted, side.announcing_salts, first)
 
 
 cdef int resolve_waiting(CIndex& index) except -1:
@@ -341,11 +343,11 @@ cdef class PrefixIndex:
 
     def asked(self):
         """Returns counts of the prompts of queries by tokens, put while the index had blocks."""
-        return said_by(&self.c.asked())
+        return prompt_stats_of(&self.c.asked())
 
     def announced(self):
         """Returns counts of the prompts whose first blocks engines have stored with tokens."""
-        return said_by(&self.c.announced())
+        return prompt_stats_of(&self.c.announced())
 
     def verify(self):
         """Checks every invariant of the index; RuntimeError names the first broken one."""

@@ -3,7 +3,7 @@
 //
 //   prompts   all prompts known by their tokens; queries by hash do not count
 //   salted    of these, with a cache salt       adapted   of these, with an adapter
-//   telling   of these, from engines that would have announced a salt
+//   announcing_salts  of these, from engines that would have announced a salt
 //   first     the first tokens of the last kKept prompts, in a ring
 //   seeds     what adapters and salts of engines' prompts add to the seed of local hashes
 //
@@ -23,15 +23,15 @@ struct PromptStats {
   uint64_t prompts = 0;
   uint64_t salted = 0;
   uint64_t adapted = 0;
-  uint64_t telling = 0;
+  uint64_t announcing_salts = 0;
   uint32_t first[kKept] = {};
 
-  void note(uint32_t token, bool is_salted, bool is_adapted, bool tells_salts) noexcept {
+  void note(uint32_t token, bool is_salted, bool is_adapted, bool announces_salts) noexcept {
     first[prompts % kKept] = token;
     ++prompts;
     salted += is_salted;
     adapted += is_adapted;
-    telling += tells_salts;
+    announcing_salts += announces_salts;
   }
 };
 

@@ -199,8 +199,8 @@ inline void Index::name_blocks(RankId id, const Store& s) {
     gained_[i] = 1;
     ++gained;
   }
-  const bool said = gained == 0 || s.origin != Origin::UNSAID;
-  const bool copies = said ? is_copy(id, s.n, s.has_parent, s.origin) : !ranks_[id].settling;
+  const bool is_known = gained == 0 || s.origin != Origin::UNKNOWN;
+  const bool copies = is_known ? is_copy(id, s.n, s.has_parent, s.origin) : !ranks_[id].settling;
   if (!copies) {
     stats_.refreshed += s.n - gained;
   } else {
@@ -216,7 +216,7 @@ inline void Index::name_blocks(RankId id, const Store& s) {
 // outlive their removal.
 inline bool Index::is_copy(RankId id, uint32_t n, bool has_parent, Origin origin) const {
   if (ranks_[id].settling) return false;
-  if (origin != Origin::UNSAID) return origin == Origin::NEW;
+  if (origin != Origin::UNKNOWN) return origin == Origin::NEW;
   return (n == 1 && has_parent) || !ranks_[id].windows.empty();
 }
 

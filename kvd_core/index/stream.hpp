@@ -72,7 +72,7 @@ class Stream {
   uint32_t apply(const uint8_t* payload, size_t size, uint32_t steps) {
     ++counters_.batches;
     outcome_ = cleared_ = 0;
-    says_rank_ = false;
+    knows_rank_ = false;
     flaw_ = kReasons;
     batch_.drop();
     if (size == 0) return outcome_;  // a heartbeat or barrier: its number is all that it says
@@ -93,7 +93,7 @@ class Stream {
   // The rank that the last applied batch spoke for; false when the batch does not show it.
   bool rank(uint32_t* dp_rank) const {
     *dp_rank = speaks_for_;
-    return says_rank_;
+    return knows_rank_;
   }
 
   // Whether batches name their ranks, so that ranks not yet heard from may exist.
@@ -155,7 +155,7 @@ class Stream {
     speaks_for_ = has_rank ? dp_rank : dp_rank_;
     resume();
     if (rank_ == kNone) return;
-    says_rank_ = true;
+    knows_rank_ = true;
     named_ = has_rank;
     if (heard_.insert(speaks_for_).second || (has_rank && !names_ranks_)) outcome_ |= kNewRank;
     names_ranks_ = names_ranks_ || has_rank;
@@ -257,8 +257,8 @@ class Stream {
   // The batch broke off before it could name its rank. It was taken for the registered rank's, but
   // may be another's.
   void lose_rank() {
-    if (named_ || !says_rank_) return;
-    says_rank_ = false;
+    if (named_ || !knows_rank_) return;
+    knows_rank_ = false;
     if ((outcome_ & kNewRank) != 0) heard_.erase(dp_rank_);
     outcome_ &= ~kNewRank;
   }
@@ -419,42 +419,43 @@ class Stream {
     const uint64_t parent = from != 0 ? e.hashes[from - 1] : e.parent;
     const uint64_t inherited = prompt_term(e, has_parent, parent);
     const uint64_t seed = local_hash_seed(e.lora_name, {}) + inherited;
-    const uint32_t* said = e.tokens + from * size;
+    const uint32_t* content = e.tokens + from * size;
     locals_.resize(n);
     if (e.pairs) {
-      eagle_hashes(said, n, size, seed, locals_.data());
+      eagle_hashes(content, n, size, seed, locals_.data());
     } else {
-      local_hashes(said, n, size, seed, locals_.data());
+      local_hashes(content, n, size, seed, locals_.data());
     }
-    if (e.mm_begin != nullptr) hash_images(e, said, from, n, seed);
+    if (e.mm_begin != nullptr) hash_images(e, content, from, n, seed);
     Store run{e.hashes + from, locals_.data(), static_cast<uint32_t>(n), has_parent, parent,
               layer,           inherited};
     run.origin = e.origin;
-    if (index_.sequences() != nullptr) add_plain(e, said, n, seed, run);
+    if (index_.sequences() != nullptr) add_plain(e, content, n, seed, run);
     stores_ = stores_ || n != 0;
     if (index_.store(rank_, run)) return true;
     return no_room();
   }
 
   // Adds the local hashes for sequence hashes, which have their own seed and cover text alone.
-  void add_plain(const StoredEvent& e, const uint32_t* said, size_t n, uint64_t seed, Store& run) {
+  void add_plain(const StoredEvent& e, const uint32_t* content, size_t n, uint64_t seed,
+                 Store& run) {
     const uint64_t own = index_.sequences()->seed();
     if (e.pairs || e.mm_begin != nullptr || (seed == kBaseSeed && own == kBaseSeed)) return;
     plain_.resize(n);
-    local_hashes(said, n, index_.block_size(), own, plain_.data());
+    local_hashes(content, n, index_.block_size(), own, plain_.data());
     run.plain = plain_.data();
     run.space = seed - kBaseSeed;
   }
 
   // Hashes the identity of images, beside the tokens, into the blocks that the images reach into.
-  void hash_images(const StoredEvent& e, const uint32_t* said, size_t first, size_t n,
+  void hash_images(const StoredEvent& e, const uint32_t* content, size_t first, size_t n,
                    uint64_t seed) {
     const size_t size = index_.block_size();
     const size_t window = e.pairs ? size + 1 : size;
     for (size_t i = 0; i < n; ++i) {
       const uint32_t from = e.mm_begin[first + i], to = e.mm_begin[first + i + 1];
       if (from == to) continue;
-      locals_[i] = local_hash_mm(said + i * size, window, e.mm + from, to - from, seed);
+      locals_[i] = local_hash_mm(content + i * size, window, e.mm + from, to - from, seed);
     }
   }
 
@@ -490,7 +491,7 @@ class Stream {
   uint32_t speaks_for_ = 0;  // the dp rank of the batch
   RankId rank_ = kNone;      // its rank in the index
   bool named_ = false;       // the batch names its rank
-  bool says_rank_ = false;   // the last batch is known to be of that rank
+  bool knows_rank_ = false;  // the last batch is known to be of that rank
   uint32_t outcome_ = 0;
   uint32_t cleared_ = 0;
   size_t flaw_ = kReasons;

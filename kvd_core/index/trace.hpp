@@ -69,7 +69,7 @@ inline std::vector<uint64_t> locals_of(const Tree& tree, const uint64_t* sequenc
 
 class Trace {
  public:
-  enum Why : uint8_t {
+  enum EndReason : uint8_t {
     kEndOfPrompt,
     kEvicted,
     kCleared,
@@ -83,7 +83,7 @@ class Trace {
   struct End {
     uint32_t depth = 0;  // blocks before it
     uint32_t at = 0;     // ticks, when it was evicted, cleared or restarted
-    Why why = kUnknown;
+    EndReason why = kUnknown;
     uint8_t tier = 0;  // the tier that lost it last
   };
 
@@ -133,9 +133,9 @@ class Trace {
     Followed followed{static_cast<uint32_t>(rows_.size()), &chain, rank.noted, 0, {}};
     for (uint8_t tier = 0; tier < kTierLayers; ++tier) {
       row.tiers[tier].depth = ends[tier];
-      followed.stories.push_back(begin(id, chain, ends[tier], tier));
+      followed.histories.push_back(begin(id, chain, ends[tier], tier));
       if (ends[tier] == depth.disk) continue;
-      followed.stories.push_back(begin(id, chain, depth.disk, tier));
+      followed.histories.push_back(begin(id, chain, depth.disk, tier));
     }
     rows_.push_back(row);
     if (rank.owner != kNone) by_owner_.emplace(rank.owner, static_cast<uint32_t>(ranks_.size()));
@@ -177,7 +177,7 @@ class Trace {
   enum BlockState : uint8_t { kNotYet, kHeld, kWasEvicted, kWasCleared, kWasRestarted };
 
   // What has happened to a block on a tier, as far as that is known.
-  struct Story {
+  struct BlockHistory {
     uint32_t depth;  // blocks before it
     uint8_t tier;
     bool holds;  // the rank holds it now
@@ -193,10 +193,10 @@ class Trace {
     const Chained* chain;
     uint64_t noted;  // the rank's changes ever noted
     uint64_t seen;   // those that this trace has found
-    std::vector<Story> stories;
+    std::vector<BlockHistory> histories;
   };
 
-  Story begin(RankId id, const Chained& chain, uint32_t depth, uint8_t tier) const {
+  BlockHistory begin(RankId id, const Chained& chain, uint32_t depth, uint8_t tier) const {
     const Tree& tree = index_.tree();
     const bool holds =
         depth < chain.path.met() && tree.held(chain.path.block(tree, depth), tier, id);
@@ -222,41 +222,42 @@ class Trace {
     Followed& rank = ranks_[it->second];
     ++rank.seen;
     if (change.kind == Change::kCleared || change.kind == Change::kRestarted) {
-      for (Story& story : rank.stories) empty(story, change);
+      for (BlockHistory& history : rank.histories) empty(history, change);
       return keep(rank, change, 0, 0);
     }
     const std::vector<uint64_t>& keys = rank.chain->keys;
     if (change.depth >= n_ || keys[change.depth] != change.key) return;
     const uint32_t end = change.depth + change.blocks;
     const bool leaves = end <= n_ && static_cast<uint32_t>(keys[end - 1]) != change.last;
-    for (Story& story : rank.stories) {
-      if (story.tier != change.tiers || story.depth < change.depth || story.depth >= end) continue;
-      const bool sure = story.depth == change.depth || (end <= n_ && !leaves);
+    for (BlockHistory& history : rank.histories) {
+      if (history.tier != change.tiers || history.depth < change.depth || history.depth >= end)
+        continue;
+      const bool sure = history.depth == change.depth || (end <= n_ && !leaves);
       if (sure) {
-        tell(story, change.kind == Change::kStored ? kHeld : kWasEvicted, change);
+        set_state(history, change.kind == Change::kStored ? kHeld : kWasEvicted, change);
       } else {
-        story.perhaps = true;
+        history.perhaps = true;
       }
     }
     keep(rank, change, change.depth, leaves ? change.depth + 1 : std::min(end, n_));
   }
 
-  void empty(Story& story, const Change& change) const {
-    if ((change.tiers >> story.tier & 1) == 0) return;
-    const bool perhaps = story.perhaps || story.doubtful;
-    if (story.state == kHeld) {
-      tell(story, change.kind == Change::kCleared ? kWasCleared : kWasRestarted, change);
+  void empty(BlockHistory& history, const Change& change) const {
+    if ((change.tiers >> history.tier & 1) == 0) return;
+    const bool perhaps = history.perhaps || history.doubtful;
+    if (history.state == kHeld) {
+      set_state(history, change.kind == Change::kCleared ? kWasCleared : kWasRestarted, change);
     } else {
-      story.doubtful = perhaps;
-      story.perhaps = false;
+      history.doubtful = perhaps;
+      history.perhaps = false;
     }
   }
 
-  void tell(Story& story, BlockState state, const Change& change) const {
-    story.state = state;
-    story.perhaps = story.doubtful = false;
-    story.at = change.at;
-    story.number = at_;
+  void set_state(BlockHistory& history, BlockState state, const Change& change) const {
+    history.state = state;
+    history.perhaps = history.doubtful = false;
+    history.at = change.at;
+    history.number = at_;
   }
 
   void keep(const Followed& rank, const Change& change, uint32_t from, uint32_t to) {
@@ -277,20 +278,20 @@ class Trace {
         rank.seen == rank.noted && !shared_[row.rank] && index_.chronicle() != nullptr;
     int strongest = -1;
     uint64_t latest = 0;
-    for (const Story& story : rank.stories) {
-      const End end = end_of(story, complete);
-      if (story.depth == row.tiers[story.tier].depth) row.tiers[story.tier] = end;
+    for (const BlockHistory& history : rank.histories) {
+      const End end = end_of(history, complete);
+      if (history.depth == row.tiers[history.tier].depth) row.tiers[history.tier] = end;
       const int strong = strength(end.why);
-      if (story.depth != row.all.depth || strong < strongest) continue;
-      if (strong == strongest && story.number <= latest) continue;
+      if (history.depth != row.all.depth || strong < strongest) continue;
+      if (strong == strongest && history.number <= latest) continue;
       strongest = strong;
-      latest = story.number;
+      latest = history.number;
       row.all = end;
     }
   }
 
   // Ranks the reasons of the tiers; among equals, the latest loss is the reason of all tiers.
-  static int strength(Why why) {
+  static int strength(EndReason why) {
     switch (why) {
       case kEndOfPrompt:
       case kNotReusable:
@@ -307,22 +308,22 @@ class Trace {
   }
 
   // `complete`: no change of the rank is missing.
-  End end_of(const Story& story, bool complete) const {
-    return {story.depth, story.at, why(story, complete), story.tier};
+  End end_of(const BlockHistory& history, bool complete) const {
+    return {history.depth, history.at, reason_of(history, complete), history.tier};
   }
 
-  Why why(const Story& story, bool complete) const {
-    if (story.depth == n_) return kEndOfPrompt;
-    if (story.holds) return kNotReusable;
-    switch (story.state) {
+  EndReason reason_of(const BlockHistory& history, bool complete) const {
+    if (history.depth == n_) return kEndOfPrompt;
+    if (history.holds) return kNotReusable;
+    switch (history.state) {
       case kWasEvicted:
-        return story.doubtful ? kUnknown : kEvicted;
+        return history.doubtful ? kUnknown : kEvicted;
       case kWasCleared:
-        return story.doubtful ? kUnknown : kCleared;
+        return history.doubtful ? kUnknown : kCleared;
       case kWasRestarted:
-        return story.doubtful ? kUnknown : kRestarted;
+        return history.doubtful ? kUnknown : kRestarted;
       case kNotYet:
-        return complete && !story.doubtful ? kNeverStored : kUnknown;
+        return complete && !history.doubtful ? kNeverStored : kUnknown;
       default:
         return kUnknown;
     }

@@ -3,7 +3,7 @@ from typing import Final, NamedTuple
 from kvd_core.index.prefix_index import PrefixIndex, Worker
 from kvd_core.json.scan import BodyScanner
 
-WHYS: Final[tuple[str, ...]]
+END_REASONS: Final[tuple[str, ...]]
 KINDS: Final[tuple[str, ...]]
 
 class End(NamedTuple):

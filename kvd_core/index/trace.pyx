@@ -71,7 +71,7 @@ cdef extern from "base/hash.hpp" namespace "kvd" nogil:
     void eagle_hashes(const uint32_t*, size_t, size_t, uint64_t, uint64_t*)
 
 # Why a tier, or all of them, end.
-WHYS = (
+END_REASONS = (
     "end_of_prompt",
     "evicted",
     "cleared",
@@ -83,8 +83,8 @@ WHYS = (
 # What happens to blocks; the last two are about all that a rank holds on some tiers.
 KINDS = ("stored", "evicted", "cleared", "restarted")
 
-# Where a tier, or all of them, end: the blocks before that; one of WHYS; when it happened (seconds,
-# None if it is nothing that happens at a time); on which tier.
+# Where a tier, or all of them, end: the blocks before that; one of END_REASONS; when it happened
+# (seconds, None if it is nothing that happens at a time); on which tier.
 End = namedtuple("End", ("depth", "why", "at", "tier"))
 # A rank: the ends by tier, and the end of all tiers.
 Traced = namedtuple("Traced", ("tiers", "all"))
@@ -100,8 +100,8 @@ cdef const uint64_t* hashes_of(bytes hashes) except? NULL:
 
 
 cdef uint64_t term_of(str text, bint is_salt) except? 0:
-    cdef bytes said = (text or "").encode()
-    cdef string_view view = string_view(PyBytes_AS_STRING(said), PyBytes_GET_SIZE(said))
+    cdef bytes encoded = (text or "").encode()
+    cdef string_view view = string_view(PyBytes_AS_STRING(encoded), PyBytes_GET_SIZE(encoded))
     return salt_term(view) if is_salt else lora_term(view)
 
 
@@ -201,7 +201,7 @@ cdef class Trace:
         return chronicle_of(deref(self.index.c)).seconds(ticks)
 
     cdef object end(self, const CEnd& end):
-        why = WHYS[end.why]
+        why = END_REASONS[end.why]
         at = self.seconds(end.at) if why in KINDS else None
         return End(end.depth, why, at, end.tier)
 

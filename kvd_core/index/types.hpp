@@ -273,7 +273,7 @@ struct Store {
   // For sequence hashes: local hashes by their own seed (null if `locals` are), and the namespace.
   const uint64_t* plain = nullptr;
   uint64_t space = 0;
-  Origin origin = Origin::UNSAID;
+  Origin origin = Origin::UNKNOWN;
   const uint64_t* sequences = nullptr;  // sequence hashes known to another process, 0 unknown
 };
 

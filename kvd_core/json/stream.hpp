@@ -142,22 +142,22 @@ class JsonStream {
   const uint8_t* string(const uint8_t* p, const uint8_t* end, Sink& sink) {
     const uint8_t* quote = scanning::plain_run(p, end);
     if (quote == end) return nullptr;
-    std::string_view said(reinterpret_cast<const char*>(p), static_cast<size_t>(quote - p));
+    std::string_view chars(reinterpret_cast<const char*>(p), static_cast<size_t>(quote - p));
     if (*quote != '"') {
       quote = closing_quote(quote, end);
       if (quote == nullptr) return nullptr;
       const scanning::TextEnd found = scanning::find_end(p, quote + 1);
       if (found.problem != nullptr) malformed(found.problem);
       scanning::unescape(p, quote, unescaped_);
-      said = unescaped_;
+      chars = unescaped_;
     }
     if (expect_ == Expect::KEY || expect_ == Expect::KEY_OR_END) {
       expect_ = Expect::COLON;
-      sink.key(said);
+      sink.key(chars);
     } else {
       want_value();
       value_ends();
-      sink.text(said);
+      sink.text(chars);
     }
     return quote + 1;
   }
@@ -183,12 +183,12 @@ class JsonStream {
     if (q == p) malformed("an unexpected character");
     want_value();
     value_ends();
-    const std::string_view said(reinterpret_cast<const char*>(p), static_cast<size_t>(q - p));
-    if (said == "null" || said == "true" || said == "false") {
-      sink.word(said);
+    const std::string_view chars(reinterpret_cast<const char*>(p), static_cast<size_t>(q - p));
+    if (chars == "null" || chars == "true" || chars == "false") {
+      sink.word(chars);
     } else {
-      check_number(said);
-      sink.number(said);
+      check_number(chars);
+      sink.number(chars);
     }
     return q;
   }

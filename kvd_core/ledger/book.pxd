@@ -221,7 +221,7 @@ cdef inline int add(Book* book, const Admission* a) except -1 nogil:
     request.expected = a.expected
     request.fraction = 1
     book.stats.added += 1
-    records.tell_booked(book, book.requests.by_age.last)
+    records.record_booking(book, book.requests.by_age.last)
     return kAdded
 
 
@@ -229,13 +229,13 @@ cdef inline void complete(Book* book, RequestId id) noexcept nogil:
     # Ends the prefill of a request. Has no effect where it has ended before.
     cdef Request* request = &book.requests.all[id]
     if request.prefilling:
-        records.tell_step(book, b"P", id)
+        records.record_step(book, b"P", id)
     loads.end_prefill(book.loads, request)
 
 
 cdef inline void end_request(Book* book, RequestId id) noexcept nogil:
     cdef Request* request = &book.requests.all[id]
-    records.tell_step(book, b"E", id)
+    records.record_step(book, b"E", id)
     loads.erase(book.loads, request)
     book.outputs -= request.outputs
     book.stats.freed += 1
@@ -246,7 +246,7 @@ cdef inline void add_output(Book* book, RequestId id, double fraction) noexcept 
     # Adds an output block. A fraction of 0 or more becomes the weight of all output blocks of the
     # request so far; with one below 0 the weights stay.
     cdef Request* request = &book.requests.all[id]
-    records.tell_output(book, id, fraction)
+    records.record_output(book, id, fraction)
     if request.outputs == book.limits.outputs:
         book.stats.refused_outputs += 1
     else:

@@ -81,14 +81,14 @@ cdef inline void put_booking(Book* book, RecordBuffer* records, RequestId id) no
     book.loads.trie.copy_path(request.end, request.blocks, to + texts)
 
 
-cdef inline void tell_booked(Book* book, RequestId id) noexcept nogil:
+cdef inline void record_booking(Book* book, RequestId id) noexcept nogil:
     # Records that a request has been booked.
     for records in book.records:
         if records != NULL:
             put_booking(book, records, id)
 
 
-cdef inline void tell_step(Book* book, char kind, RequestId id) noexcept nogil:
+cdef inline void record_step(Book* book, char kind, RequestId id) noexcept nogil:
     # Records that a request's prefill is complete or that it ends; to be called before it does.
     cdef Request* request = &book.requests.all[id]
     cdef char* to
@@ -101,7 +101,7 @@ cdef inline void tell_step(Book* book, char kind, RequestId id) noexcept nogil:
             memcpy(to, request.text, request.id_size)
 
 
-cdef inline void tell_output(Book* book, RequestId id, double fraction) noexcept nogil:
+cdef inline void record_output(Book* book, RequestId id, double fraction) noexcept nogil:
     # Records one more output block, with a fraction that all of the request's weigh from now on.
     cdef Request* request = &book.requests.all[id]
     cdef char* to

@@ -358,7 +358,7 @@ class Relay {
   static constexpr uint64_t kClientSide = UINT64_C(1) << 63;
   static constexpr uint32_t kMaxLine = UINT32_C(1) << 30;  // a tag's last bit says which side
 
-  static constexpr ExchangeId kNobody = ~UINT64_C(0);
+  static constexpr ExchangeId kNoExchange = ~UINT64_C(0);
 
   struct Idle {
     int fd;
@@ -370,7 +370,7 @@ class Relay {
     uint32_t events = 0;
     bool watched = false;  // its descriptor is in the epoll set
     EngineId engine = 0;
-    ExchangeId exchange = kNobody;  // kNobody: kept for the next exchange
+    ExchangeId exchange = kNoExchange;  // kNoExchange: kept for the next exchange
   };
   struct Engine {
     sockaddr_storage address{};
@@ -540,7 +540,7 @@ class Relay {
     const int fd = static_cast<int>(tag & 0xffffffff);
     const Line line = lines_[static_cast<size_t>(fd)];
     if (line.number != tag >> 32) return;  // closed by an event of the same batch
-    if (line.exchange != kNobody) return on_engine(line.exchange, events);
+    if (line.exchange != kNoExchange) return on_engine(line.exchange, events);
     std::vector<Idle>& idle = engines_[line.engine].idle;
     size_t at = 0;
     while (idle[at].fd != fd) ++at;
@@ -678,7 +678,7 @@ class Relay {
       return close_engine(x);
     }
     watch_engine(x, EPOLLIN);
-    line_of(x).exchange = kNobody;
+    line_of(x).exchange = kNoExchange;
     engine.idle.push_back({x.engine_fd, now_});
     x.engine_fd = kNoSocket;
   }
@@ -826,10 +826,10 @@ class Relay {
   void end(ExchangeId id, ExchangeOutcome outcome) {
     Exchange& x = at(id);
     // The client learns of a broken answer's end only behind everything that was forwarded before.
-    const bool tells = outcome == ExchangeOutcome::kBroken ||
-                       outcome == ExchangeOutcome::kMalformed ||
-                       outcome == ExchangeOutcome::kSilence || outcome == ExchangeOutcome::kClosed;
-    if (tells && x.phase == ExchangePhase::kForwarding && x.unsent_at < x.unsent.size()) {
+    const bool drains_first =
+        outcome == ExchangeOutcome::kBroken || outcome == ExchangeOutcome::kMalformed ||
+        outcome == ExchangeOutcome::kSilence || outcome == ExchangeOutcome::kClosed;
+    if (drains_first && x.phase == ExchangePhase::kForwarding && x.unsent_at < x.unsent.size()) {
       close_engine(x);
       x.outcome = outcome;
       x.phase = ExchangePhase::kDraining;

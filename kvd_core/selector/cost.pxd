@@ -293,7 +293,7 @@ cdef inline bint is_busy(
     )
 
 
-cdef inline bint tells_decode_busy(const Scale* s, const CCandidate* candidate) noexcept nogil:
+cdef inline bint shows_decode_busy(const Scale* s, const CCandidate* candidate) noexcept nogil:
     # Whether answers say if the rank's blocks in use exceed the threshold with the prompt added.
     return s.settings.decode_busy_threshold != INFINITY and candidate.total_blocks > 0
 

@@ -22,7 +22,7 @@ from libc.stdint cimport uint32_t, uint64_t
 
 from kvd_core.selector.choice cimport Choice
 from kvd_core.selector.cost cimport (
-    Scale, decode_blocks, effective_tokens, is_decode_busy, occupied_blocks, tells_decode_busy
+    Scale, decode_blocks, effective_tokens, is_decode_busy, occupied_blocks, shows_decode_busy
 )
 from kvd_core.selector.pool cimport CPool
 from kvd_core.selector.types cimport CCandidate, CCandidateState
@@ -87,7 +87,7 @@ cdef inline char* put_choice(
     to = put_number(to, effective_tokens(scale, state))
     to = put_text(to, b',"potential_decode_blocks":')
     to = put_number(to, occupied_blocks(scale, state))
-    if tells_decode_busy(scale, chosen):
+    if shows_decode_busy(scale, chosen):
         to = put_text(to, b',"decode_busy":')
         if is_decode_busy(scale, chosen, state):
             return put_text(to, b"true")

@@ -124,7 +124,7 @@ class ZmtpSubscriber {
   }
 
   void unsubscribe() {
-    for (const std::string& topic : topics_) tell_topic(topic, false);
+    for (const std::string& topic : topics_) append_topic(topic, false);
   }
 
   void lost() { fail(joined() ? kLost : kNoHandshake); }
@@ -198,7 +198,7 @@ class ZmtpSubscriber {
       if (name == "ERROR") return fail("authentication failed in the handshake"), false;
       if (name != "READY" || !publishes(rest, end)) return fail(kHandshake), false;
       phase_ = Phase::open;
-      for (const std::string& topic : topics_) tell_topic(topic, true);
+      for (const std::string& topic : topics_) append_topic(topic, true);
       return true;
     }
     constexpr size_t kTtl = 2, kContext = 16;
@@ -237,7 +237,7 @@ class ZmtpSubscriber {
     return true;
   }
 
-  void tell_topic(const std::string& topic, bool wanted) {
+  void append_topic(const std::string& topic, bool wanted) {
     if (answers_pings()) append_command(wanted ? "SUBSCRIBE" : "CANCEL", topic);
     else append_frame(0, std::string(1, wanted ? '\1' : '\0') + topic);
   }

@@ -90,7 +90,7 @@ class Life {
         batch(in, i);
         break;
       case 9:
-        tell(in);
+        store_or_remove(in);
         break;
       case 10:
         grouped(in, i);
@@ -131,16 +131,16 @@ class Life {
   // Workers hold blocks before the first question by sequence hashes, and store and lose blocks
   // while the sequence hashes are being computed.
   void begin(Bytes& in) {
-    for (uint8_t left = in.below(8); left != 0; --left) tell(in);
+    for (uint8_t left = in.below(8); left != 0; --left) store_or_remove(in);
     for (uint8_t left = in.below(32); left != 0; --left) {
       conductor_.sequence(in.below(4));
-      tell(in);
+      store_or_remove(in);
       kvd::Verifier(index_).run();
     }
   }
 
   // Has a worker store a prompt's blocks or lose them.
-  void tell(Bytes& in) {
+  void store_or_remove(Bytes& in) {
     const Prompt of = prompt(in);
     std::vector<uint64_t> names, locals(of.plain.size());
     kvd::local_hashes(of.tokens.data(), locals.size(), kBlockSize, kvd::kBaseSeed, locals.data());
@@ -194,17 +194,17 @@ class Life {
     const size_t from = in.below(static_cast<uint8_t>(of.plain.size()));
     std::vector<uint64_t> hashes;
     for (size_t k = from; k < of.plain.size(); ++k) hashes.push_back(hash(in, of, k));
-    kvd::StoredBlocks told{};
-    told.hashes = hashes.data();
-    told.n = static_cast<uint32_t>(hashes.size());
-    told.has_parent = from != 0;
-    if (from != 0) told.parent = hash(in, of, from - 1);
-    told.tokens = of.tokens.data() + from * kBlockSize;
-    told.layer = kLayers[in.below(4)];
-    told.space = space(in);
-    told.inherits = in.below(2) != 0;
-    told.by_engine = in.below(2) != 0;
-    conductor_.store(sources_[i], holder(in, i), told);
+    kvd::StoredBlocks blocks{};
+    blocks.hashes = hashes.data();
+    blocks.n = static_cast<uint32_t>(hashes.size());
+    blocks.has_parent = from != 0;
+    if (from != 0) blocks.parent = hash(in, of, from - 1);
+    blocks.tokens = of.tokens.data() + from * kBlockSize;
+    blocks.layer = kLayers[in.below(4)];
+    blocks.space = space(in);
+    blocks.inherits = in.below(2) != 0;
+    blocks.by_engine = in.below(2) != 0;
+    conductor_.store(sources_[i], holder(in, i), blocks);
     settle(in);
   }
 

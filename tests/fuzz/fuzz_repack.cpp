@@ -118,18 +118,18 @@ class Plain {
       if (!take('+')) take('-');
       if (!run()) return false;
     }
-    const std::string said = text_.substr(from, at_ - from);
+    const std::string token = text_.substr(from, at_ - from);
     errno = 0;
     if (natural && !negative) {
-      const uint64_t value = std::strtoull(said.c_str(), nullptr, 10);
+      const uint64_t value = std::strtoull(token.c_str(), nullptr, 10);
       if (errno == 0) return unsigned_(value), true;
     } else if (natural) {
-      const int64_t value = std::strtoll(said.c_str(), nullptr, 10);
+      const int64_t value = std::strtoll(token.c_str(), nullptr, 10);
       if (errno == 0 && value == 0) return unsigned_(0), true;
       if (errno == 0) return out_.push_back(0xd3), number(static_cast<uint64_t>(value), 8), true;
     }
     errno = 0;
-    double real = std::strtod(said.c_str(), nullptr);
+    double real = std::strtod(token.c_str(), nullptr);
     if (errno != 0 && (real == 0 || std::isinf(real))) real = 0;  // beyond the range of a double
     uint64_t bits;
     std::memcpy(&bits, &real, sizeof bits);
@@ -155,21 +155,21 @@ class Plain {
   }
 
   bool text() {
-    std::string said;
+    std::string token;
     if (!take('"')) return false;
     while (!take('"')) {
       uint32_t c = 0;
       if (!(take('\\') ? escaped(&c) : plain(&c))) return false;
-      utf8(c, said);
+      utf8(c, token);
     }
-    const size_t size = said.size();
+    const size_t size = token.size();
     if (size < 32) {
       number(0xa0 + size, 1);
     } else {
       out_.push_back(size < 256 ? 0xd9 : 0xdb);
       number(size, size < 256 ? 1 : 4);
     }
-    out_.insert(out_.end(), said.begin(), said.end());
+    out_.insert(out_.end(), token.begin(), token.end());
     return true;
   }
 

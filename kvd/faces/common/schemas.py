@@ -13,8 +13,8 @@ from kvd.diagnosis.findings import KINDS, Severity
 from kvd.faces.common.bodies import MAX_KEPT_BYTES, MAX_RETRY_KEY_BYTES, U32_MAX, U64_MAX
 from kvd.telemetry.metrics import CONTENT_TYPE, METRICS_PATH
 from kvd_core.index.prefix_index import TIERS
+from kvd_core.index.trace import END_REASONS
 from kvd_core.index.trace import KINDS as CHANGES
-from kvd_core.index.trace import WHYS
 
 Schema = dict[str, Any]
 Members = dict[str, Schema]
@@ -42,8 +42,8 @@ UI_FILES = {
 }
 
 
-# Reasons in explanations. ELSEWHERE: why a match ends, beside the reasons of the chronicle (WHYS).
-# SHUT_OUT: why a rank cannot be chosen.
+# Reasons in explanations. ELSEWHERE: why a match ends, beside the reasons of the chronicle
+# (END_REASONS). SHUT_OUT: why a rank cannot be chosen.
 ELSEWHERE = (
     "other_salt",
     "other_adapter",
@@ -303,7 +303,7 @@ QUESTION = members(
     },
 )
 RANK_MEMBERS: Members = {"worker_id": TEXT, "dp_rank": U32}
-WHY: Members = {"why": one_of(*WHYS, *ELSEWHERE), "age_s": nullable(NUMBER)}
+WHY: Members = {"why": one_of(*END_REASONS, *ELSEWHERE), "age_s": nullable(NUMBER)}
 COSTED = row(
     {**RANK_MEMBERS, "chance": NUMBER, "cost": nullable(NUMBER), "behind": nullable(NUMBER)}
 )

@@ -254,10 +254,10 @@ def test_a_worker_that_cannot_be_chosen(reason: str, expected: str) -> None:
 @pytest.mark.parametrize(
     ("asked", "announced", "expected"),
     [
-        (Side(ENOUGH), Side(ENOUGH, salted=ENOUGH, telling=ENOUGH), ["salt_one_sided"]),
+        (Side(ENOUGH), Side(ENOUGH, salted=ENOUGH, announcing_salts=ENOUGH), ["salt_one_sided"]),
         (Side(ENOUGH - 1), Side(ENOUGH, salted=ENOUGH), []),  # too few to say so
         (Side(ENOUGH, salted=1), Side(ENOUGH, salted=ENOUGH), []),
-        (Side(ENOUGH, salted=ENOUGH), Side(ENOUGH, telling=ENOUGH), ["salt_one_sided"]),
+        (Side(ENOUGH, salted=ENOUGH), Side(ENOUGH, announcing_salts=ENOUGH), ["salt_one_sided"]),
         (Side(ENOUGH, salted=ENOUGH), Side(ENOUGH), []),  # these engines do not announce salts
         (Side(ENOUGH, adapted=ENOUGH), Side(ENOUGH), ["adapter_one_sided"]),
         (Side(ENOUGH), Side(ENOUGH, adapted=ENOUGH), ["adapter_one_sided"]),
