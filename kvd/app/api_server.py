@@ -135,7 +135,7 @@ class ApiServer:
 
     def log_requests(self, on: bool) -> None:
         """Switches the access log on or off; this takes effect within half a second."""
-        self._context.access.on = on
+        self._context.access.enabled = on
 
     async def serve(
         self,
@@ -204,7 +204,7 @@ async def _open(
         opened.enter_context(sock)
     for bind in [] if sockets else binds:
         try:
-            taken = passed.at(bind.address)
+            taken = passed.bound_to(bind.address)
             found = taken or await open_listeners(bind.address, rights)
         except (OSError, ValueError) as error:
             why = error.strerror if isinstance(error, OSError) else error

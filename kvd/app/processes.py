@@ -152,7 +152,7 @@ class _Supervisor:
             taken = passed.named(name) if binds else []
             shares = [[taken] * count] if taken else []
             for bind in [] if taken else binds:
-                at = passed.at(bind.address)
+                at = passed.bound_to(bind.address)
                 shares.append(
                     [at] * count if at else self._open(bind.address, config.unix_rights, count)
                 )

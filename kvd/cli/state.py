@@ -183,7 +183,7 @@ def _sessions(bookings: KeptRequests) -> Iterator[dict[str, Any]]:
             "session_id": bound.session_id,
             "worker_id": bound.worker_id,
             "dp_rank": bound.dp_rank,
-            "age_s": round(-lease.at, 3),
+            "age_s": round(-lease.began_at, 3),
         }
 
 

@@ -303,7 +303,7 @@ def outweighed(config: Config) -> Iterator[tuple[str, str]]:
     if policy.preset is RouterPolicy.DYNAMO or config.selection_bind is None:
         return
     for setting in SETTINGS:
-        weighs = setting.of is Settings and setting.field in DYNAMO_WEIGHTS
+        weighs = setting.options_class is Settings and setting.field in DYNAMO_WEIGHTS
         if weighs and config.values[setting.name] != setting.default:
             yield setting.name, f"the policy is {policy}; it weighs in dynamo only"
 
@@ -372,7 +372,9 @@ def build(values: Mapping[str, Any], environ: Mapping[str, str]) -> Config:
 
 def _options(of: Callable[..., Made], values: Mapping[str, Any], **others: Any) -> Made:
     """Returns options of a class, from the settings that are its members and from `others`."""
-    own = {each.field: _unless_off(values[each.name]) for each in SETTINGS if each.of is of}
+    own = {
+        each.field: _unless_off(values[each.name]) for each in SETTINGS if each.options_class is of
+    }
     return of(**own | others)
 
 
@@ -398,9 +400,9 @@ def _upstream_tls(values: Mapping[str, Any]) -> UpstreamTls:
     tls = _options(UpstreamTls, values)
     if (tls.certfile is None) != (tls.keyfile is None):
         raise StartError("an engine is shown both --upstream-tls-certfile and -keyfile, or none")
-    if tls.insecure and tls.ca is not None:
+    if tls.insecure and tls.ca_file is not None:
         raise StartError("--upstream-tls-insecure asks for no authority, --upstream-tls-ca does")
-    if tls.ca is not None or tls.certfile is not None:
+    if tls.ca_file is not None or tls.certfile is not None:
         try:
             tls.context()
         except ValueError as error:

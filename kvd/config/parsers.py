@@ -435,7 +435,7 @@ class Setting:
     also_env: tuple[str, ...] = ()  # further variables
     empty_is_wrong: bool = False  # whether an empty variable is an error; else it counts as unset
     default_env: str | None = None  # a variable of systemd that gives the default
-    of: type | None = None
+    options_class: type | None = None  # has the member that it sets; None: `Config`
     field: str = ""
     name: str = ""  # given by the table
 

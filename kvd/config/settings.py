@@ -69,23 +69,27 @@ file = partial(Setting, parsers.parse_path, "FILE")
 pause = partial(Setting, parsers.parse_pause, "SECONDS")
 seconds = partial(Setting, parsers.parse_seconds, "SECONDS")
 switch = partial(Setting, parsers.parse_switch, "BOOL")
-cost = partial(Setting, of=Settings, env=DYN, live=True)  # how the core weighs and chooses
+cost = partial(
+    Setting, options_class=Settings, env=DYN, live=True
+)  # how the core weighs and chooses
 
 
-def section(of: type | None = None, prefix: str = "", **rows: Setting) -> tuple[Setting, ...]:
+def section(
+    options_class: type | None = None, prefix: str = "", **rows: Setting
+) -> tuple[Setting, ...]:
     """Returns the settings, each with its name.
 
-    If `of` has a member with the name in a setting's `field`, or with its name without `prefix`,
-    the setting sets that member, and takes its default unless the row has one.
+    If `options_class` has a member with the name in a setting's `field`, or with its name without
+    `prefix`, the setting sets that member, and takes its default unless the row has one.
     """
     made = []
     for name, row in rows.items():
-        of_row = row.of or of
+        row_class = row.options_class or options_class
         field = row.field or name.removeprefix(prefix)
-        defaults = {} if of_row is None else _defaults(of_row)
+        defaults = {} if row_class is None else _defaults(row_class)
         if field in defaults:
             default = defaults[field] if row.default is None else row.default
-            row = replace(row, of=of_row, field=field, default=default)
+            row = replace(row, options_class=row_class, field=field, default=default)
         made.append(replace(row, name=name))
     return tuple(made)
 
@@ -342,7 +346,7 @@ ROUTER_SETTINGS = section(
     router_last_token=switch(
         "whether the last prompt token and its block are computed even if they are cached",
         True,
-        of=Settings,
+        options_class=Settings,
         live=True,
     ),
     router_event_threads=Setting(
@@ -639,30 +643,30 @@ GATEWAY_SETTINGS = section(
     upstream_tls_ca=file(
         "PEM certificates of the authorities that engines with https: URLs are believed by; "
         "without it, those of the system",
-        of=UpstreamTls,
-        field="ca",
+        options_class=UpstreamTls,
+        field="ca_file",
     ),
     upstream_tls_certfile=file(
         "PEM certificate chain that is shown to engines with https: URLs that ask for one",
-        of=UpstreamTls,
+        options_class=UpstreamTls,
         field="certfile",
     ),
     upstream_tls_keyfile=file(
-        "PEM private key of upstream_tls_certfile", of=UpstreamTls, field="keyfile"
+        "PEM private key of upstream_tls_certfile", options_class=UpstreamTls, field="keyfile"
     ),
     upstream_tls_server_name=Setting(
         parsers.parse_name,
         "NAME",
         "name in the certificates of engines with https: URLs",
         when_unset="the host of the URL",
-        of=UpstreamTls,
+        options_class=UpstreamTls,
         field="server_name",
     ),
     upstream_tls_insecure=switch(
         "whether any certificate of an engine will do; anyone between kvd and the engine can "
         "then read and change everything",
         False,
-        of=UpstreamTls,
+        options_class=UpstreamTls,
         field="insecure",
     ),
     gateway_processes=Setting(

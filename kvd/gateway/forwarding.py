@@ -183,7 +183,7 @@ class Forwarder:
             raise GatewayError(Reason.NO_UPSTREAM, text)
         keeper = self._keeper(asked, engines)
         basis = self._upstreams.basis(served)
-        tokens = await self._tokens.of(asked, served, basis, request.body, engines)
+        tokens = await self._tokens.find(asked, served, basis, request.body, engines)
         path = request.target.partition(b"?")[0]
         attempt = Attempt(
             asked,
@@ -550,8 +550,8 @@ def _is_vllm(rank: EngineRank) -> bool:
 
 def _decision_lines(attempt: Attempt, chosen: ChosenEngine) -> bytes:
     """Returns the lines of the headers that name the engine and why it was chosen."""
-    who = chosen.upstream.url.encode(), chosen.decision.encode()
-    lines = b"x-kvd-endpoint: %b\r\nx-kvd-decision: %b\r\n" % who
+    endpoint_and_decision = chosen.upstream.url.encode(), chosen.decision.encode()
+    lines = b"x-kvd-endpoint: %b\r\nx-kvd-decision: %b\r\n" % endpoint_and_decision
     rung = Rung.NONE
     if (tokens := attempt.tokens) is not None:
         rung = tokens.rung

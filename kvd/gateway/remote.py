@@ -102,14 +102,14 @@ class Kvd:
     changed_at: float = -1.0
     failed: trio.Event = field(default_factory=trio.Event)  # its catalog is to be read now
     met: trio.Event = field(default_factory=trio.Event)  # it has been asked once
-    up: trio.Event = field(default_factory=trio.Event)
+    reached: trio.Event = field(default_factory=trio.Event)
 
     def note_failed(self, why: str) -> None:
         """Marks it as down until it is reached, which is tried at once."""
         if self.problem != why:
             log.warning("kvd_lost", url=self.url, reason=why)
         if self.problem is None:
-            self.up = trio.Event()
+            self.reached = trio.Event()
             self.failed.set()
         self.problem = why
 
@@ -117,7 +117,7 @@ class Kvd:
         if self.problem is not None:
             log.info("kvd_reached", url=self.url, workers=workers)
             self.problem = None
-            self.up.set()
+            self.reached.set()
 
 
 class RemoteChoices:
@@ -417,7 +417,7 @@ class RemoteChoices:
     async def _send_steps(self, kvd: Kvd) -> None:
         with closing(self._steps[kvd]) as steps:
             while True:
-                await kvd.up.wait()
+                await kvd.reached.wait()
                 try:
                     await steps.send()
                 except StepsFailed as error:

@@ -174,7 +174,7 @@ class Tokens:
             self._later.clear()
             self._give_up(set(self._asking))
 
-    async def of(
+    async def find(
         self,
         asked: ClientRequest,
         served: Served,

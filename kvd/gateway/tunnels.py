@@ -38,7 +38,7 @@ LACKS_ROOM = frozenset(
 class UpstreamTls:
     """The settings by which the gateway verifies engines, and identifies itself to them."""
 
-    ca: Path | None = None  # None: the system's authorities
+    ca_file: Path | None = None  # None: the system's authorities
     certfile: Path | None = None  # shown to engines that ask for one
     keyfile: Path | None = None
     server_name: str | None = None  # None: the host of the URL
@@ -47,9 +47,9 @@ class UpstreamTls:
     def context(self) -> ssl.SSLContext:
         """Reads the files; raises ValueError, which names them, if they are unusable."""
         try:
-            context = ssl.create_default_context(cafile=self.ca)
+            context = ssl.create_default_context(cafile=self.ca_file)
         except (OSError, ValueError) as error:
-            raise ValueError(f"cannot use {self.ca}: {error}") from None
+            raise ValueError(f"cannot use {self.ca_file}: {error}") from None
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.set_alpn_protocols(["http/1.1"])
         if self.insecure:

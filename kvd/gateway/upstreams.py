@@ -424,8 +424,8 @@ class Upstreams:
         if self._canary is None or facts is None or upstream.state is not UpstreamState.SERVING:
             return
         assert upstream.engine is not None
-        whom = upstream.engine, upstream.authority, upstream.key
-        if await self._canary.agrees(*whom, record_of(upstream, facts), facts) is not False:
+        connection = upstream.engine, upstream.authority, upstream.key
+        if await self._canary.agrees(*connection, record_of(upstream, facts), facts) is not False:
             return
         log.warning("upstream_events_disagree", url=upstream.url)
         upstream.advice = DISAGREE

@@ -33,11 +33,11 @@ log = get_logger("kvd.access")
 class AccessLog:
     """Writes the access log of one face, while `on` is set."""
 
-    __slots__ = ("face", "on")
+    __slots__ = ("enabled", "face")
 
     def __init__(self, face: str = "") -> None:
         self.face = face
-        self.on = False
+        self.enabled = False
 
     def note(
         self,

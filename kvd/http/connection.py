@@ -116,7 +116,7 @@ class ListenerContext:
         method, status = request.method, request.status
         if self.observe is not None:
             self.observe(route.path, method, status, seconds)
-        if self.access.on:
+        if self.access.enabled:
             self.access.note(method, route.path, status, seconds, 0, request.headers)
 
     def _request(self, head: Head, found: Found, body: bytes, checks_host: bool) -> Request:
@@ -147,7 +147,7 @@ class ListenerContext:
         persists = persists_after(status, head, shared)
         lines = connection_lines(head, shared, persists)
         assert isinstance(response.body, bytes)
-        if self.access.on:
+        if self.access.enabled:
             size = len(response.body)
             path = found.route.path
             lines += rendered(

@@ -31,7 +31,7 @@ class ServerContext:
         """Reports a request refused before its handler runs, and adds headers to the refusal."""
         if self.observe is not None and route is not None:
             self.observe(route.path, method, refusal.status, 0.0)
-        if self.access.on:
+        if self.access.enabled:
             path = None if route is None else route.path
             echo = self.access.note(method, path, refusal.status, 0.0, 0, headers)
             refusal.headers = [*refusal.headers, *echo]

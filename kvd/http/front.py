@@ -113,7 +113,7 @@ class Front(Server[Connection]):
         """Ends connections that have waited too long for a request; renews the date of answers."""
         shared, fast_path = self._shared, self._listener.fast_path
         shared.now, shared.date_line = trio.current_time(), date_line(time.time())
-        fast_path.logged = self._listener.access.on
+        fast_path.logged = self._listener.access.enabled
         if not shared.stopping:
             fast_path.lines = start_lines(200, JSON) + shared.date_line
             fast_path.created_lines = start_lines(201, JSON) + shared.date_line

@@ -68,7 +68,7 @@ def _observed(
     The observer gets only requests to a path that some route has.
     """
     observe, access = context.observe, context.access
-    logs, headers = access.on, list(scope["headers"])
+    logs, headers = access.enabled, list(scope["headers"])
     started = perf_counter()
     status, size = 0, 0
 

@@ -24,7 +24,7 @@ UNSENT_BYTES = 256 * 1024
 
 # Time for the request of a client that has just connected when the server stops: a round trip
 # between continents. Without it a restart behind passed-on sockets would lose some requests.
-YOUNG_SECONDS = 0.25
+NEW_CLIENT_S = 0.25
 
 
 # Connections that one search selects to be ended for others; a search among 1,024 takes 0.2 ms.
@@ -82,7 +82,7 @@ class Server(ABC, Generic[C]):
         """Serves until `stop` is set and every connection has ended; closes the listeners.
 
         After `stop` no connection is accepted. Idle connections end at once, new ones after they
-        had YOUNG_SECONDS for a request, and busy ones after their response. Those that are left
+        had NEW_CLIENT_S for a request, and busy ones after their response. Those that are left
         `graceful_s` later are cut off.
         """
         for listener in listeners:
@@ -100,7 +100,7 @@ class Server(ABC, Generic[C]):
                     _close_all(listeners)
                     await self._drain()
                     watching.start_soon(self._cut_off, serving.cancel_scope)
-                    watching.start_soon(self._close_young)
+                    watching.start_soon(self._close_new)
                 watching.cancel_scope.cancel()
         finally:
             _close_all(listeners)
@@ -119,13 +119,13 @@ class Server(ABC, Generic[C]):
 
     async def _drain(self) -> None:
         """Ends idle connections at once, unless they are new; busy ones after their response."""
-        young = trio.current_time() - YOUNG_SECONDS
+        latest = trio.current_time() - NEW_CLIENT_S
         for connection, accepted in self._running.items():
-            if accepted <= young:
+            if accepted <= latest:
                 connection.close_if_idle()
 
-    async def _close_young(self) -> None:
-        await trio.sleep(YOUNG_SECONDS)
+    async def _close_new(self) -> None:
+        await trio.sleep(NEW_CLIENT_S)
         for connection in self._running:
             connection.close_if_idle()
 
@@ -176,9 +176,9 @@ class Server(ABC, Generic[C]):
         )
         found = nsmallest(DISPLACED_AT_ONCE, ranked, key=itemgetter(0))
         # Known clients are ended one at a time: strangers that come meanwhile are ended first.
-        strangers = [each for each in found if not each[0][0]]
+        unknown = [each for each in found if not each[0][0]]
         idle = (each for each in found if not each[1].is_asked())
-        self._dispensable = (strangers or list(islice(idle, 1)))[::-1]
+        self._dispensable = (unknown or list(islice(idle, 1)))[::-1]
         self._check_after = -inf if found else trio.current_time() + CHECK_AGAIN_S
 
     async def _run(self, connection: C) -> None:

@@ -39,7 +39,7 @@ class ClientTrust(IntEnum):
     """The degree to which a client is known."""
 
     NEW = 0  # it has asked nothing yet
-    STRANGER = 1  # it has asked only for routes that are open to everybody
+    UNKNOWN = 1  # it has asked only for routes that are open to everybody
     KNOWN = 2  # it has been granted more
 
 
@@ -245,7 +245,7 @@ class Transport:
     def note_granted(self, scope: int) -> None:
         """Notes that a request of this scope has been granted."""
         if self.trust is not ClientTrust.KNOWN:
-            self.trust = ClientTrust.KNOWN if scope else ClientTrust.STRANGER
+            self.trust = ClientTrust.KNOWN if scope else ClientTrust.UNKNOWN
 
     def close_if_idle(self) -> None:
         """Ends an idle connection; if a request has just arrived, its answer ends it instead."""

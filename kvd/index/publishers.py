@@ -230,7 +230,9 @@ class Publishers(ListenedRegistrations):
 
     # ---- going on where another process has stopped (docs/state.md)
 
-    def heir(self, key: PublisherKey, endpoint: str, position: StreamPosition) -> Publisher | None:
+    def find_to_resume(
+        self, key: PublisherKey, endpoint: str, position: StreamPosition
+    ) -> Publisher | None:
         """Returns the publisher that may go on from a kept position: same key, same address.
 
         None if there is no such publisher, or it has sent messages already.

@@ -205,4 +205,4 @@ class _HeardSince:
 def _is_heard(listener: EventStream, now: float) -> bool:
     """Returns whether a batch has come over the present connection and no replay is under way."""
     known = listener.health(now) in (StreamHealth.EXACT, StreamHealth.DEGRADED)
-    return known and not listener.batches.may_lack_news and listener.connected
+    return known and not listener.batches.may_lack_batches and listener.connected

@@ -123,7 +123,7 @@ class ZmqLink:
             monitoring = f"inproc://monitor-{os.urandom(16).hex()}"
             pair = ZSocket(context, zmq.PAIR, {zmq.RCVHWM: 0})
             self._monitor = stack.enter_context(closing(pair))
-            self._news = Inbox(InboxSpace())
+            self._monitor_inbox = Inbox(InboxSpace())
             self.sub.socket.monitor(monitoring, MONITORED)
             stack.callback(self.sub.socket.monitor, None, 0)
             self._monitor.socket.connect(monitoring)
@@ -173,12 +173,12 @@ class ZmqLink:
 
     def hear(self) -> bool:
         """Reports connection changes up to now to the owner; returns whether there were any."""
-        heard, news = False, self._news
+        heard, inbox = False, self._monitor_inbox
         # Called in every turn of a listener: finding nothing takes 1 us here, and 6 with pyzmq.
         socket = self._monitor.socket.underlying
-        while fill_frames(news, socket, MONITOR_FRAMES, MAX_TAKEN_IN, ROUND_NS):
+        while fill_frames(inbox, socket, MONITOR_FRAMES, MAX_TAKEN_IN, ROUND_NS):
             pass  # until it is empty: only then does its descriptor signal the next event
-        while (frames := news.take_frames()) is not None:
+        while (frames := inbox.take_frames()) is not None:
             self._handle_event(*MONITOR_EVENT.unpack(frames[0]))
             heard = True
         return heard

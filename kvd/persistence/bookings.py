@@ -47,7 +47,7 @@ Live = tuple[LedgerName, str]  # a ledger and the id of a request in it
 class SessionLease:
     """The rank that a session is bound to, and when its time to live began to run."""
 
-    at: float
+    began_at: float
     bound: Bound
 
 
@@ -125,7 +125,7 @@ class KeptRequests:
         elif record.kind == ANSWERED:
             self._answer(*unpacked(record.content))
         elif record.kind == SHARED:
-            self.shared_at = self._at(unpacked(record.content))
+            self.shared_at = self._translated(unpacked(record.content))
         elif record.kind == WHOLE:
             self._forget_unrenewed()
         elif record.kind == HOLE:
@@ -143,11 +143,11 @@ class KeptRequests:
         (face, key, _), request_id = live
         if face is Face.SELECTION:
             self._reserved[key, request_id] = record.admitted_at, live
-        at = self._at(record.admitted_at) if known is None else known.booked.admitted_at
+        at = self._translated(record.admitted_at) if known is None else known.booked.admitted_at
         self.live[live] = Booking.of(record._replace(admitted_at=at))
         self._note_renewed(live)
 
-    def _at(self, moment: float) -> float:
+    def _translated(self, moment: float) -> float:
         assert self._translate is not None
         return self._translate(moment)
 
@@ -204,7 +204,7 @@ class KeptRequests:
         session = PartitionKey(*partition), session_id
         bound = Bound(*session, worker_id, dp_rank, Version(*version))
         self.leases.pop(session, None)  # moves it to the end: the next to expire is first
-        self.leases[session] = SessionLease(self._at(at), bound)
+        self.leases[session] = SessionLease(self._translated(at), bound)
         self._note_renewed(session)
         if reservation_id is not None:
             self.held[reservation_id] = bound
@@ -223,7 +223,7 @@ class KeptRequests:
     ) -> None:
         retry = Retry((reservation_id, key), content)
         of = PartitionKey(*partition)
-        at = self._at(booked_at)
+        at = self._translated(booked_at)
         for each in (request_id, beside):
             reserved = self._reserved.get((of, each))
             if reserved is not None and reserved[0] == booked_at and reserved[1] in self.live:
@@ -287,7 +287,9 @@ def _restore_sessions(
     held = {bound for reservation_id, bound in bookings.held.items() if reservation_id in live}
     for number, lease in enumerate(bookings.leases.values(), 1):
         # The time to live of a session does not run while a request holds it.
-        outcome = affinity.apply(lease.bound, now if lease.bound in held else min(now, lease.at))
+        outcome = affinity.apply(
+            lease.bound, now if lease.bound in held else min(now, lease.began_at)
+        )
         restored.sessions += outcome is Outcome.APPLIED
         if number % SLICE == 0:
             yield

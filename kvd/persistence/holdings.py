@@ -117,7 +117,7 @@ class HoldingsReader:
 
     def __init__(self, max_blocks: int, max_ranks: int) -> None:
         self._found = Holdings()
-        self._at: dict[PublisherKey, int] = {}  # where each is in `_found.publishers`
+        self._positions: dict[PublisherKey, int] = {}  # where each is in `_found.publishers`
         self._numbers: dict[int, list[KeptStream]] = {}  # by publisher
         self._dump: DumpReader | None = None
         self._limits = max_blocks, max_ranks
@@ -149,7 +149,7 @@ class HoldingsReader:
     def _take_publisher(self, kept: KeptPublisher) -> None:
         """Takes a publisher; if it comes again, its position has been withdrawn."""
         publishers = self._found.publishers
-        at = self._at.setdefault(kept.key, len(publishers))
+        at = self._positions.setdefault(kept.key, len(publishers))
         publishers[at : at + 1] = [kept]
 
     def _feed(self, content: bytes) -> None:
@@ -200,7 +200,7 @@ class Restoring:
         self._kept: list[tuple[KeptPublisher, Publisher]] = []
         groups: dict[SizedKey, list[Publisher | None]] = {}
         for each in holdings.publishers:
-            found = publishers.heir(each.key, each.endpoint, each.position)
+            found = publishers.find_to_resume(each.key, each.endpoint, each.position)
             groups.setdefault(_sized(each.key), []).append(found)
             if found is not None:
                 self._kept.append((each, found))
@@ -210,9 +210,9 @@ class Restoring:
             assert model_name is not None and tenant_id is not None  # the binary form has both
             sized = model_name, tenant_id, entry.block_size
             partition = state.sized.get(sized)
-            heirs = groups.get(sized, [])
-            if partition is not None and any(heirs):
-                sources = [None if heir is None else heir.source for heir in heirs]
+            resumed = groups.get(sized, [])
+            if partition is not None and any(resumed):
+                sources = [None if publisher is None else publisher.source for publisher in resumed]
                 self._restores.append(HoldingsRestore(entry, partition.conductor, sources))
 
     async def run(self, note: Callable[[int], None]) -> None:

@@ -66,17 +66,17 @@ class SharedUntil:
 
     def __init__(self, journal: Journal | None) -> None:
         """Records the time in the `journal`, if there is one."""
-        self.at: float | None = None  # by the clock of the faces; None: nothing has been sent
+        self.time: float | None = None  # by the clock of the faces; None: nothing has been sent
         self._journal = journal
 
     def note(self, at: float) -> None:
-        self.at = at
+        self.time = at
         self.export()
 
     def export(self) -> None:
         """Records the time in the journal."""
-        if self._journal is not None and self.at is not None:
-            self._journal.put(SHARED, packed(self.at))
+        if self._journal is not None and self.time is not None:
+            self._journal.put(SHARED, packed(self.time))
 
 
 @dataclass(slots=True)
@@ -158,9 +158,9 @@ class JournalWriter:
         if is_whole:
             await trio.to_thread.run_sync(self._directory.drop_journals, number)
 
-    def _put_on_disk(self, number: int, file: int, has_news: bool) -> None:
+    def _put_on_disk(self, number: int, file: int, has_unsynced: bool) -> None:
         """In a thread: syncs a journal, and checks that the next start will find it."""
-        if has_news:
+        if has_unsynced:
             os.fdatasync(file)
         if not self._directory.has_journal(number, file):
             raise OSError(errno.ENOENT, "the journal has been removed")

@@ -30,7 +30,7 @@ class Passed:
         """Takes the sockets of this name."""
         return self._take([sock for given, sock in self._sockets if given == name])
 
-    def at(self, bind: str) -> list[socket.socket]:
+    def bound_to(self, bind: str) -> list[socket.socket]:
         """Takes the sockets that listen on this address, whatever their name."""
         return self._take([sock for _, sock in self._sockets if address(sock) == bind])
 

@@ -15,7 +15,7 @@ class Bar:
 
     def __init__(self, total: int, to: TextIO = sys.stderr) -> None:
         self._total = max(1, total)
-        self._to = to
+        self._output = to
         self._shown = to.isatty()
         self._done = 0
         self._began = self._drawn = time.monotonic()
@@ -25,14 +25,14 @@ class Bar:
         now = time.monotonic()
         if self._shown and now - self._drawn >= REDRAWN_S:
             self._drawn = now
-            self._to.write("\r" + line(self._done / self._total, now - self._began))
-            self._to.flush()
+            self._output.write("\r" + line(self._done / self._total, now - self._began))
+            self._output.flush()
 
     def close(self) -> None:
         """Removes the bar."""
         if self._shown:
-            self._to.write("\r\x1b[K")
-            self._to.flush()
+            self._output.write("\r\x1b[K")
+            self._output.flush()
 
 
 def line(share: float, elapsed_s: float) -> str:

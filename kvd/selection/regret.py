@@ -80,7 +80,7 @@ class Regret:
         self.accounts: dict[Rank, Account] = {}
         self.unplaced = 0
 
-    def of(self, rank: Rank) -> Account | None:
+    def account_of(self, rank: Rank) -> Account | None:
         """Returns the account of a rank, None beyond the bound."""
         account = self.accounts.get(rank)
         if account is None:
@@ -92,12 +92,12 @@ class Regret:
 
     def note_cached(self, rank: Rank, expected: int, cached: int) -> None:
         """Adds the expected and the reported cached tokens of a request."""
-        if (account := self.of(rank)) is not None:
+        if (account := self.account_of(rank)) is not None:
             account.note_cached(expected, cached)
 
     def note_ttft(self, rank: Rank, expected_s: float | None, took_s: float) -> None:
         """Adds the seconds to the first token of a request, unless none were expected."""
-        if expected_s is not None and (account := self.of(rank)) is not None:
+        if expected_s is not None and (account := self.account_of(rank)) is not None:
             account.note_ttft(expected_s, took_s)
 
     def forget(self, gone: list[Rank]) -> None:

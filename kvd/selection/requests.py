@@ -78,7 +78,7 @@ class Ranks(NamedTuple):
 class Choice:
     """A candidate, and how it was weighed."""
 
-    at: int  # position in the pool of `ranks`
+    position: int  # in the pool of `ranks`
     ranks: Ranks
     settings: Settings
     phase: Phase | None

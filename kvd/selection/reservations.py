@@ -119,10 +119,10 @@ class Reservations(LiveRequests[Candidates]):
     ) -> int:
         """Adds a booking to the ledger; returns the tokens that it counts."""
         pool = chosen.ranks.pool
-        tokens = booked_tokens(pool, chosen.settings, chosen.at)
+        tokens = booked_tokens(pool, chosen.settings, chosen.position)
         outcome = pool.reserve(
             reservation_id,
-            chosen.at,
+            chosen.position,
             tokens,
             now,
             expected_output=ask.expected_output_tokens,
@@ -141,9 +141,9 @@ class Reservations(LiveRequests[Candidates]):
         now: float,
     ) -> None:
         pool = chosen.ranks.pool
-        candidate = pool.candidates[chosen.at]
+        candidate = pool.candidates[chosen.position]
         rank = candidate.worker_id, candidate.dp_rank
-        pool.predict(chosen.at, now)
+        pool.predict(chosen.position, now)
         blocks = chosen.phase is not Phase.PREFILL
         if self._affinity is not None and blocks:
             self._affinity.booked(candidates, ask, reservation_id, rank)

@@ -395,21 +395,21 @@ class Scheduler:
         more: bytes = b"",
     ) -> bytes:
         pool, eligible, factors = chosen.ranks
-        members = (candidates.pieces[chosen.at] or candidates.piece(chosen.at)) + more
+        members = (candidates.pieces[chosen.position] or candidates.piece(chosen.position)) + more
         if ask.explain:
             rows = pool.explain(chosen.settings, eligible, factors)
             explained = [self._explained(candidates, ask, row) for row in rows]
             policy = str(Policy.of(ask.settings))
             members += members_json({"router_policy": policy, "candidates": explained})
         if ask.expected_ttft or ask.slo_ttft_s is not None:
-            row = pool.explained(chosen.at, chosen.settings)
+            row = pool.explained(chosen.position, chosen.settings)
             members += members_json(self._ttft_members(candidates, ask, row))
         if ask.advisory:
             load = _load(candidates, chosen, self._options.prefill_busy)
             members += members_json({"worker_load": load})
         phase = None if chosen.phase is None else chosen.phase.value
         begin = opening(ask.selection_id, reservation_id, phase)
-        return pool.render_answer(begin, members, chosen.at, chosen.settings)
+        return pool.render_answer(begin, members, chosen.position, chosen.settings)
 
     def _ttft_members(
         self, candidates: Candidates, ask: SelectRequest, row: Explained
@@ -536,7 +536,7 @@ def _load(candidates: Candidates, chosen: Choice, busy: float | None) -> dict[st
 
     With `busy`, a number of batches, it also says whether the rank prefills more than that.
     """
-    row = chosen.ranks.pool.explained(chosen.at, chosen.settings)
+    row = chosen.ranks.pool.explained(chosen.position, chosen.settings)
     record = candidates.workers[row.worker_id]
     tokens, capacity = row.active_prefill_tokens, record.max_num_batched_tokens
     load = {

@@ -187,7 +187,7 @@ class Speeds:
         rank = moment.key, live.worker_id, live.dp_rank
         queued = candidates.ledger.load(number).prefill_tokens
         expected_s = self.ttft_s(rank, queued)
-        self._observed[moment.request_id] = _Observed(rank, moment.at, queued, expected_s)
+        self._observed[moment.request_id] = _Observed(rank, moment.time, queued, expected_s)
         if len(self._observed) > MAX_OBSERVED:
             self._observed.popitem(last=False)
             self.forgotten += 1
@@ -196,9 +196,9 @@ class Speeds:
         seen = self._observed.get(moment.request_id)
         if seen is None or seen.complete_at is not None:
             return
-        seen.complete(moment.at, self._requests_of(seen.rank))
-        took_s = moment.at - seen.begun_at
-        self._lines_of(seen.rank).prefill.add(seen.queued_tokens, took_s, moment.at)
+        seen.complete(moment.time, self._requests_of(seen.rank))
+        took_s = moment.time - seen.begun_at
+        self._lines_of(seen.rank).prefill.add(seen.queued_tokens, took_s, moment.time)
         self._regret.note_ttft(seen.rank, seen.expected_s, took_s)
 
     def _requests_of(self, rank: Rank) -> int:
@@ -221,8 +221,8 @@ class Speeds:
             0 if candidates is None else candidates.ledger_block_size or 0
         )
         if tokens:
-            step_s = (moment.at - seen.complete_at) / tokens
-            self._lines_of(seen.rank).decode.add(seen.requests, step_s, moment.at)
+            step_s = (moment.time - seen.complete_at) / tokens
+            self._lines_of(seen.rank).decode.add(seen.requests, step_s, moment.time)
 
     def note_output(self, request_id: str, tokens: int) -> None:
         """Observes an output's length, which the caller reports before it frees the request."""

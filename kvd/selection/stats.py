@@ -68,7 +68,7 @@ class SelectionStats:
         self.choice_stats.serve(ask.settings, POSITIONS[ask.phase], pool)
         for each in choices:
             phase = POSITIONS[each.phase]
-            self.choice_stats.choose(pool, each.settings, each.at, each.best, phase)
+            self.choice_stats.choose(pool, each.settings, each.position, each.best, phase)
 
     def held(self, ask: SelectRequest) -> None:
         self.choice_stats.hold(ask.settings, POSITIONS[ask.phase])

@@ -172,15 +172,15 @@ class Catalog:
         here = await self._here()
         for number, (field, row) in enumerate(there.items(), 1):
             mine = here.get(field)
-            is_news = not row.is_like(self._agreed.get(field)) or field in self._failed
+            is_changed = not row.is_like(self._agreed.get(field)) or field in self._failed
             changed_here = (
                 mine is not None
                 and field not in self._restored
                 and not mine.is_like(self._agreed.get(field))
             )
-            if is_news and not changed_here:
-                await self._do(field, mine, row)
-            elif not is_news:
+            if is_changed and not changed_here:
+                await self._apply_row(field, mine, row)
+            elif not is_changed:
                 self._agreed[field] = row
             if number % SLICE == 0:
                 await trio.lowlevel.checkpoint()
@@ -195,9 +195,9 @@ class Catalog:
             if field in here:  # a client has registered it since: `_write` compares the two
                 self._covered.discard(field)
             else:
-                await self._do(field, None, self._agreed[field])
+                await self._apply_row(field, None, self._agreed[field])
 
-    async def _do(self, field: Field, mine: CatalogRow | None, row: CatalogRow) -> None:
+    async def _apply_row(self, field: Field, mine: CatalogRow | None, row: CatalogRow) -> None:
         """Applies a row of another process here, then counts it as agreed.
 
         The row is agreed last: one that is agreed and not here would count as removed by a client,

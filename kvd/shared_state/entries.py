@@ -46,7 +46,7 @@ class LedgerName(NamedTuple):
 class Position(NamedTuple):
     """A position in the stream, as the server numbers it."""
 
-    ms: int
+    milliseconds: int
     number: int
 
     @classmethod
@@ -56,7 +56,7 @@ class Position(NamedTuple):
         return cls(int(ms), int(number))
 
     def __str__(self) -> str:
-        return f"{self.ms}-{self.number}"
+        return f"{self.milliseconds}-{self.number}"
 
 
 BEGINNING = Position(0, 0)
@@ -139,10 +139,10 @@ class StreamEntry:
 class ViewRequest:
     """A replica's request for a new view of a writer."""
 
-    of: str
+    writer: str
 
     def fields(self, writer: str) -> dict[str | bytes, bytes | str | int]:
-        return {"v": FORM, "w": writer, "ask": self.of}
+        return {"v": FORM, "w": writer, "ask": self.writer}
 
 
 def read_entry(fields: Mapping[Any, Any]) -> StreamEntry | ViewRequest | None:

@@ -140,7 +140,7 @@ class ForeignStep:
 
     dot: Dot  # the writer and number of this step
     record: Booked | Stepped | OtherRecord
-    of: Dot | None  # the dot of the step's request, if known
+    request_dot: Dot | None  # the dot of the step's request, if known
     position: Position  # in the stream
 
 
@@ -150,7 +150,7 @@ class RequestWithoutRank:
 
     block_size: int
     booking: Booking
-    at: float
+    booked_at: float
 
 
 @dataclass(slots=True)
@@ -305,7 +305,7 @@ class Mirror:
         if known.waiting is None:
             return self._is_booked(known.face, name)
         expiry_s = max(face.expiry_s for face in self._faces.values())
-        return known.waiting.at >= now - expiry_s
+        return known.waiting.booked_at >= now - expiry_s
 
     def _is_booked(self, face: Face | None, name: Name) -> bool:
         owner = None if face is None else self._faces[face].owner(name.key)
@@ -385,19 +385,19 @@ class Mirror:
     def _take_step(self, name: Name, foreign: ForeignStep, step: Stepped) -> None:
         found = self._find(name)
         known = None if found is None else self.requests[found]
-        is_it = known is not None and foreign.of in (None, known.dot, known.also)
+        is_it = known is not None and foreign.request_dot in (None, known.dot, known.also)
         if found is not None and known is not None and is_it:
             if step.kind == OUTPUT:
                 self._take_output(found, foreign.dot, step)
             elif not known.seen.covers(*foreign.dot, foreign.position):
                 self._step(found, step)
-        elif foreign.of is None:
+        elif foreign.request_dot is None:
             self._hold(name, foreign)
         elif (
-            foreign.of.number > self.numbers.get(foreign.of.writer, 0)
-            and foreign.of.writer != self.writer
+            foreign.request_dot.number > self.numbers.get(foreign.request_dot.writer, 0)
+            and foreign.request_dot.writer != self.writer
         ):
-            self._hold(foreign.of, foreign)
+            self._hold(foreign.request_dot, foreign)
 
     def _take_output(self, name: Name, dot: Dot, step: Stepped) -> None:
         known = self.requests[name]
@@ -438,7 +438,7 @@ class Mirror:
                 if foreign.dot.writer == self.writer and step.kind == OUTPUT:
                     is_due = is_new and foreign.dot.number > counted
                 if is_due:
-                    self._take_step(name, replace(foreign, of=dot), step)
+                    self._take_step(name, replace(foreign, request_dot=dot), step)
             self._held -= len(self._early.pop(of, ()))
 
     def _end_if_later(self, name: Name, known: Known) -> bool:
@@ -520,7 +520,7 @@ class Mirror:
             if waiting is not None and self.waiting.get(name) is known:
                 del self.waiting[name]
                 known.waiting = None
-                content = waiting.block_size, waiting.booking, waiting.at
+                content = waiting.block_size, waiting.booking, waiting.booked_at
                 self._quietly(self._rebook, name, known, *content)
             if number % SLICE == 0:
                 yield

@@ -59,7 +59,7 @@ class Outbox:
         return self.entries[0].first - 1 if self.entries else self._mirror.own
 
     @property
-    def has_news(self) -> bool:
+    def has_unsent(self) -> bool:
         return len(self) > 0
 
     def introduce(self) -> None:

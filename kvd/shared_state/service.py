@@ -97,7 +97,7 @@ class SharedState:
 
     async def prepare(self) -> None:
         """Notes the restored state and begins to record, before any call can have arrived."""
-        self._fleet.note_restored(self._shared_until.at)
+        self._fleet.note_restored(self._shared_until.time)
         self._mirror.note_restored()
         self._deduplicator.resume()
         self._outbox.introduce()

@@ -54,7 +54,7 @@ VIEW_EVERY_S = 60.0  # greatest age of our view while anything changes
 PRUNE_S = 30.0  # pause between two checks for requests that ended unseen: 2 us a live request
 
 TICK = 0.1  # leases between two checks of the fleet, and between two announcements of our own
-NEWS = 0.1  # leases that the server waits for new entries at most
+ENTRY_WAIT = 0.1  # leases that the server waits for new entries at most
 REQUEST_AGAIN = 0.2  # leases between two requests for the view of one writer
 GIVE_UP = 1.0  # leases after which missing steps of a process that is gone are given up
 WRITE_AGAIN = 0.1  # leases before a refused write is tried again
@@ -211,11 +211,11 @@ class Session:
         async with self._at_rest:
             shared_at = self._fleet.shared_at
             if mirror.stats.views and shared_at is not None:
-                await self._among_news(mirror.drop_unknown(shared_at))
-            await self._among_news(mirror.claim())
+                await self._in_slices(mirror.drop_unknown(shared_at))
+            await self._in_slices(mirror.claim())
         self._fleet.has_settled = True
 
-    async def _among_news(self, work: Iterator[None]) -> None:
+    async def _in_slices(self, work: Iterator[None]) -> None:
         """Goes through bookings in slices, while clients make new ones."""
         await self._outbox.drain()
         for _ in work:
@@ -245,7 +245,7 @@ class Session:
         while True:
             await trio.sleep(POLL_S)
             now = trio.current_time()
-            if self._outbox.has_news and now - flushed >= FLUSH_S:
+            if self._outbox.has_unsent and now - flushed >= FLUSH_S:
                 flushed = now
                 await self.flush()
 
@@ -272,7 +272,7 @@ class Session:
                 outbox.sent()
             self._stats.entries_written += 1
             self._stats.bytes_written += len(entry.records)
-        is_all_there = not outbox.has_news and outbox.holes == self._fleet.described_holes
+        is_all_there = not outbox.has_unsent and outbox.holes == self._fleet.described_holes
         if self._fleet.has_settled and is_all_there:
             self._note_shared(trio.current_time())
 
@@ -304,10 +304,10 @@ class Session:
     # ---- reading
 
     async def _read(self) -> NoReturn:
-        news_ms = max(1, round(1000 * NEWS * self._lease_s))  # 0 would mean no limit
+        wait_ms = max(1, round(1000 * ENTRY_WAIT * self._lease_s))  # 0 would mean no limit
         while True:
             found = await self._client.xread(
-                {self._keys.ops: str(self._mirror.position)}, count=ENTRIES_AT_ONCE, block=news_ms
+                {self._keys.ops: str(self._mirror.position)}, count=ENTRIES_AT_ONCE, block=wait_ms
             )
             for entries in (found or {}).values():
                 for each in entries:
@@ -331,7 +331,7 @@ class Session:
                 return
             entry = read_entry(fields)
             if isinstance(entry, ViewRequest):
-                if entry.of == self._mirror.writer:
+                if entry.writer == self._mirror.writer:
                     self._view_wanted.set()
             elif entry is None:
                 self._stats.unknown_form += 1
@@ -353,7 +353,7 @@ class Session:
         async with self._at_rest:
             await self._outbox.drain()
             sent_at = entry.server_clock
-            age_s = self._age_s(position.ms / 1000 if sent_at is None else sent_at)
+            age_s = self._age_s(position.milliseconds / 1000 if sent_at is None else sent_at)
             for _ in self._mirror.take(entry, position, age_s):
                 await trio.lowlevel.checkpoint()
                 await self._outbox.drain()
@@ -430,7 +430,7 @@ class Session:
         """Applies the entries of the stream again, from a position up to where it has been read."""
         end = self._mirror.position
         while position < end:
-            start = Position(position.ms, position.number + 1)
+            start = Position(position.milliseconds, position.number + 1)
             found = await self._client.xrange(
                 self._keys.ops, start=str(start), end=str(end), count=ENTRIES_AT_ONCE
             )
@@ -513,7 +513,7 @@ class Session:
         holes = self._outbox.holes if fleet.has_settled else fleet.described_holes
         if self._outbox.holes and fleet.has_settled:
             async with self._at_rest:
-                await self._among_news(mirror.claim())
+                await self._in_slices(mirror.claim())
         self._viewed_at = trio.current_time()
         self._viewed_numbers = mirror.numbers | {mirror.writer: mirror.own}
         self._read_since_view = 0

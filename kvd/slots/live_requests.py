@@ -70,7 +70,7 @@ class Moment(NamedTuple):
     because it was too old or its rank was removed.
     """
 
-    at: float  # seconds of the face's clock
+    time: float  # seconds of the face's clock
     step: Step
     key: PartitionKey
     request_id: str

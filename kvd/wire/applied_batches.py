@@ -166,7 +166,7 @@ class AppliedBatches:
         self._joined_at = -1
 
     @property
-    def may_lack_news(self) -> bool:
+    def may_lack_batches(self) -> bool:
         """Returns whether batches may have been missed and none has come since."""
         return self.cursor.expected == self._joined_at
 

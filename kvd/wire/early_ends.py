@@ -43,7 +43,7 @@ OUTDATED_AT_ONCE = 16
 class _Note:
     router_id: int  # the replica that sent the end
     freed: bool  # False: only its prefill was completed
-    at: float
+    noted_at: float
 
 
 class EarlySteps:
@@ -72,7 +72,11 @@ class EarlySteps:
         self._outdate(now)
         key = _key(event)
         known = self._notes.get(key)
-        if known is None or known.router_id == event.router_id or now - known.at > EARLY_STEPS_S:
+        if (
+            known is None
+            or known.router_id == event.router_id
+            or now - known.noted_at > EARLY_STEPS_S
+        ):
             return None
         del self._notes[key]
         return Step.FREE if known.freed else Step.PREFILL_COMPLETE
@@ -80,7 +84,7 @@ class EarlySteps:
     def _outdate(self, now: float) -> None:
         for _ in range(OUTDATED_AT_ONCE):
             oldest = next(iter(self._notes.values()), None)
-            if oldest is None or now - oldest.at <= EARLY_STEPS_S:
+            if oldest is None or now - oldest.noted_at <= EARLY_STEPS_S:
                 return
             self._notes.popitem(last=False)
 

@@ -111,12 +111,12 @@ class Envelopes:
         self._identity = identity
         self._backends: dict[str, int] = {"": 0}
         self._named = 0  # the highest number given; numbers are not reused
-        self._crowd = MAX_BACKENDS // 2  # from so many backends on, some should be forgotten
+        self._forget_at = MAX_BACKENDS // 2  # from so many backends on, some should be forgotten
 
     @property
-    def crowded(self) -> bool:
+    def has_many_backends(self) -> bool:
         """Returns whether it is time to `forget_backends`."""
-        return len(self._backends) >= self._crowd
+        return len(self._backends) >= self._forget_at
 
     def kept(self) -> dict[str, int]:
         """Returns the numbers of all backends, for `take_over` by another process."""
@@ -131,7 +131,7 @@ class Envelopes:
         self._backends = {
             name: number for name, number in self._backends.items() if number in busy or not number
         }
-        self._crowd = max(MAX_BACKENDS // 2, (len(self._backends) + MAX_BACKENDS + 1) // 2)
+        self._forget_at = max(MAX_BACKENDS // 2, (len(self._backends) + MAX_BACKENDS + 1) // 2)
 
     def read(self, event: Event, batch_rank: int | None) -> StandardEvent:
         """Reads an event's envelope; raises ValueError, or Foreign for another registration's."""

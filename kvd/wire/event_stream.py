@@ -166,7 +166,7 @@ class EventStream:
         # A loss is permanent, but an engine that is not connected yet may still prove its identity.
         if self.loss and not (self.batches.unproved and not self.connected):
             return StreamHealth.DEGRADED
-        return StreamHealth.RECOVERING if self.batches.may_lack_news else StreamHealth.EXACT
+        return StreamHealth.RECOVERING if self.batches.may_lack_batches else StreamHealth.EXACT
 
     @property
     def loss(self) -> str:
@@ -181,7 +181,7 @@ class EventStream:
     def check_quiet(self, now: float) -> Quiet | None:
         """Notes that nothing comes, when called now and then; returns why, once it has lasted."""
         # An idle engine that has proved to be the same is not waited for.
-        waits = self.batches.may_lack_news or self.health(now) is StreamHealth.RECOVERING
+        waits = self.batches.may_lack_batches or self.health(now) is StreamHealth.RECOVERING
         waits = waits and self.link.is_silent and not self.link.is_stale(now)
         return self.link.check_quiet(now, waits)
 

@@ -94,7 +94,7 @@ class StandardEventStream:
         self._stored_before = 0
         self._orphans = 0  # events set aside because their parent is not known
         self.unlocated = 0  # events with tokens, but without their position in a prompt
-        self.conflicts = 0  # events whose base_block_idx contradicts their parent
+        self.conflicts = 0  # events fate base_block_idx contradicts their parent
 
     # ---- counts of all events, standard ones and engines' own
 
@@ -213,7 +213,7 @@ class StandardEventStream:
 
     def _apply(self, payload: bytes) -> _Slices:
         self._flaw = ""
-        if self._envelopes.crowded:
+        if self._envelopes.has_many_backends:
             self._source.drop_idle()
             self._envelopes.forget_backends({backend for backend, _ in self._source.holders()})
         try:
@@ -304,8 +304,8 @@ class StandardEventStream:
         reasons = self._useless() - self._useless_before
         if not reasons:
             return ""
-        whose = "foreign or ignored" if reasons.keys() & self.mismatches else "ignored"
-        return f"all events were {whose}: {_listed(reasons)}"
+        fate = "foreign or ignored" if reasons.keys() & self.mismatches else "ignored"
+        return f"all events were {fate}: {_listed(reasons)}"
 
     # ---- order
 

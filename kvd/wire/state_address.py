@@ -49,12 +49,12 @@ def parse_address(text: str) -> StateAddress:
         raise ValueError("the URL must begin with redis:// or valkey://, or with rediss:// for TLS")
     if variant not in ("", "sentinel", "cluster"):
         raise ValueError(f"after {kind}+ only sentinel or cluster may follow, not {variant!r}")
-    who, has_who, where = rest.rpartition("@")
-    if ":" in who:
+    user, has_user, location = rest.rpartition("@")
+    if ":" in user:
         raise ValueError(
             "the URL must not contain a password; put it into the file of state_password_file"
         )
-    hosts, _, path = where.partition("/")
+    hosts, _, path = location.partition("/")
     names = path.split("/") if path else []
     name = names.pop(0) if variant == "sentinel" and names else None
     if variant == "sentinel" and not name:
@@ -72,7 +72,7 @@ def parse_address(text: str) -> StateAddress:
     return StateAddress(
         servers,
         kind in ("rediss", "valkeys"),
-        unquote(who) if has_who else None,
+        unquote(user) if has_user else None,
         name,
         variant == "cluster",
         int(names[0]) if names else 0,

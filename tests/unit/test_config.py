@@ -84,8 +84,8 @@ def test_the_command_line_wins_over_the_environment_and_that_over_the_default() 
 def test_every_setting_reaches_the_configuration() -> None:
     """Each is a member of some options, a field of the configuration, or part of another value."""
     fields = {each.name for each in dataclasses.fields(Config)}
-    bound = {each.name for each in SETTINGS if each.of is not None}
-    assert all(each.of is not None for each in SETTINGS if each.field)
+    bound = {each.name for each in SETTINGS if each.options_class is not None}
+    assert all(each.options_class is not None for each in SETTINGS if each.field)
     assert {each.name for each in SETTINGS} - bound - fields == {
         *("block_size", "model_name", "tenant_id"),  # part of the workers
         *("replica_sync_port", "replica_sync_host", "replica_sync_peers"),

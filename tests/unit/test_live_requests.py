@@ -101,7 +101,7 @@ def observed(face: Face) -> list[Moment]:
 
 def in_short(moments: list[Moment]) -> list[tuple[float, Step, str]]:
     assert {moment.key for moment in moments} == {PartitionKey(*KEY)}
-    return [(moment.at - BEGIN, moment.step, moment.request_id) for moment in moments]
+    return [(moment.time - BEGIN, moment.step, moment.request_id) for moment in moments]
 
 
 async def test_an_observer_hears_of_each_step_with_its_time_and_the_request(face: Face) -> None:

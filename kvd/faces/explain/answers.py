@@ -201,7 +201,7 @@ class Narrator:
 
     def _event(self, each: Event) -> dict[str, Any]:
         return {
-            "age_s": self._age(each.at),
+            "age_s": self._age(each.began_at),
             "kind": each.kind,
             **_rank_members(each.worker_id, each.dp_rank),
             "tiers": each.tiers,

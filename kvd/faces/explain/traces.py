@@ -33,7 +33,7 @@ class Elsewhere(NamedTuple):
 class Event:
     """A change of blocks [begin, end) of the prompt, or of everything that a rank held."""
 
-    at: float  # seconds, of the first change
+    began_at: float  # seconds; the first change
     kind: str
     worker_id: int | str
     dp_rank: int
@@ -137,7 +137,7 @@ def _joined(one: Event, two: Event) -> Event | None:
         *(two.kind, two.worker_id, two.dp_rank, two.tiers),
     )
     meet = one.begin in (two.begin, two.end) or one.end in (two.begin, two.end)
-    if not same or not meet or one.begin == one.end or two.at - one.at > GATHERED_S:
+    if not same or not meet or one.begin == one.end or two.began_at - one.began_at > GATHERED_S:
         return None
     begin, end = min(one.begin, two.begin), max(one.end, two.end)
     return replace(one, begin=begin, end=end, changes=one.changes + 1)

@@ -129,7 +129,7 @@ class History:
         if moment.step is not Step.ADD or live is None or moment.mirrored:
             return
         made = outcome(moment, live, self._selections.candidates[moment.key])
-        self.decisions.append((moment.at, made))
+        self.decisions.append((moment.time, made))
         key = RankKey(moment.key, live.worker_id, live.dp_rank)
         cached, prompt = self._chosen.get(key, (0, 0))
         found, left = made["cached_tokens"], made["prefill_tokens"]
